@@ -64,7 +64,8 @@ class Background:
         while True:
             line, end, rest = self.text.partition(b"\n")
             if end:
-                self.text, answer = rest, json.loads(line)
+                self.text = rest
+                answer = json.loads(line)
                 if "log" not in answer:
                     return answer
                 logger.log(*answer["log"])
@@ -103,7 +104,8 @@ class Background:
             with suppress(OSError):  # what it has not read is flushed once more
                 self.process.stdin.close()
             self.process.stdout.close()
-        self.process, self.text = None, b""
+        self.process = None
+        self.text = b""
 
     def _gone(self) -> CheckpointError:
         code = self.process.wait()
@@ -165,7 +167,8 @@ def _outcome(part: Callable[[], Any], command: dict[str, Any]) -> dict[str, Any]
 def _write(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> dict[str, Any]:
     waves = _waves(command["bytes"], memory, commands)
     first = next(waves)
-    header, rest = bytes(first[: command["header"]]), first[command["header"] :]
+    header = bytes(first[: command["header"]])
+    rest = first[command["header"] :]
     assert len(rest) % m.CHUNK == 0 or len(first) == command["bytes"], (
         "a wave ends in the middle of a chunk"
     )
@@ -213,7 +216,8 @@ def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memory
 
 
 def _commit(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> None:
-    root, iteration = Path(command["root"]), command["iteration"]
+    root = Path(command["root"])
+    iteration = command["iteration"]
     commit(
         root,
         Path(command["folder"]),

@@ -85,7 +85,8 @@ def _any_intervals_meet(boxes: list[Box], dims: int) -> bool:
     for offset, extent in boxes:
         row = offset[0]
         if dims == 2:
-            begin, end = offset[1], offset[1] + extent[1]
+            begin = offset[1]
+            end = offset[1] + extent[1]
         else:
             begin, end = 0, 1  # all boxes of a vector take the whole line
         while leaving and leaving[0][0] <= row:

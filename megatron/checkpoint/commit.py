@@ -56,8 +56,12 @@ class Attempt:
         state: dict[str, Any] | None = None,
         own: int = 0,
     ) -> None:
-        self.root, self.iteration, self.ranks, self.explain = root, iteration, ranks, explain
-        self.lock, self.makes = -1, ranks.first
+        self.root = root
+        self.iteration = iteration
+        self.ranks = ranks
+        self.explain = explain
+        self.lock = -1
+        self.makes = ranks.first
         gathered = self._agree(
             lambda: (
                 secrets.token_hex(8),

@@ -73,7 +73,8 @@ class DesyncCheck:
         factors: dict[torch.device, Tensor] = {}
         host = []
         for part in shared_parts(optimizer):
-            digest, data = self.made[part.among, part.tensor, part.first], part.data.detach()
+            digest = self.made[part.among, part.tensor, part.first]
+            data = part.data.detach()
             if data.device.type == "cpu" or part.to_host:
                 host.append((digest, data))
                 continue

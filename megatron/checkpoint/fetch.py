@@ -59,7 +59,8 @@ class _Open:
     """A shard that is being read: opened by the thread that comes first."""
 
     def __init__(self, shard: ShardSource) -> None:
-        self.shard, self.lock = shard, threading.Lock()
+        self.shard = shard
+        self.lock = threading.Lock()
         self.table: DigestTable | None = None
         self.file: int | None = None
 
@@ -108,7 +109,8 @@ class Fetcher:
     """
 
     def __init__(self, describe: Callable[[Any, int, int], str]) -> None:
-        self.describe, self.bytes_read = describe, 0
+        self.describe = describe
+        self.bytes_read = 0
         self._threads: ThreadPoolExecutor | None = None
         self._free: list[bytearray] = []
         self._last: _Run | None = None  # what was read last: neighbouring tensors share chunks
@@ -118,7 +120,9 @@ class Fetcher:
             self._threads.shutdown()
         if self._last is not None:
             self._last.source.close()
-        self._threads, self._last, self._free = None, None, []
+        self._threads = None
+        self._last = None
+        self._free = []
 
     def stream(self, ranges: Iterable[Wanted]) -> Iterator[tuple[Wanted, memoryview]]:
         """Each range with its bytes, which are valid until the next one is asked for.
@@ -126,7 +130,8 @@ class Fetcher:
         Raises CheckpointError at the first chunk, in the order of the ranges, that cannot be read
         or does not match its digest.
         """
-        runs, ahead = self._runs(ranges), deque[Any]()
+        runs = self._runs(ranges)
+        ahead = deque[Any]()
         try:
             while True:
                 while len(ahead) <= AHEAD and (run := next(runs, None)) is not None:
@@ -151,13 +156,13 @@ class Fetcher:
         """Ranges put together while they follow one another in one shard without a chunk between
         them that nobody wants.
         """
-        before, run = self._last, None
+        before = self._last
+        run = None
         for wanted in ranges:
-            shard, chunk = wanted.shard, wanted.shard.chunk
-            first, stop = (
-                wanted.start // chunk * chunk,
-                min(-(-wanted.stop // chunk) * chunk, shard.data_bytes),
-            )
+            shard = wanted.shard
+            chunk = wanted.shard.chunk
+            first = wanted.start // chunk * chunk
+            stop = min(-(-wanted.stop // chunk) * chunk, shard.data_bytes)
             if run is not None and run.source.shard is shard and run.first <= first <= run.stop:
                 if stop <= run.stop or (stop - run.first <= BATCH and not run.is_old):
                     run.stop = max(stop, run.stop)
@@ -192,7 +197,8 @@ class Fetcher:
         """Wait until the run is in its buffer; it takes the place of the one before."""
         last = self._last
         if run.is_old:
-            run.buffer, last.buffer = last.buffer, bytearray()
+            run.buffer = last.buffer
+            last.buffer = bytearray()
         else:
             run.done.result()
             self.bytes_read += run.stop - run.first - run.shared
@@ -209,8 +215,11 @@ class Fetcher:
 
 def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:
     run.source.open()
-    shard, table, position = run.source.shard, run.source.table, run.first + run.shared
-    into, done = memoryview(run.buffer)[run.shared : run.stop - run.first], 0
+    shard = run.source.shard
+    table = run.source.table
+    position = run.first + run.shared
+    into = memoryview(run.buffer)[run.shared : run.stop - run.first]
+    done = 0
     while done < len(into):
         at = shard.data_start + position + done
         try:
@@ -225,7 +234,8 @@ def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:
     for at in range(0, done, table.chunk):
         part = into[at : at + table.chunk]
         if m.chunk_digest(part) != table.chunks[(position + at) // table.chunk]:
-            low, high = position + at, position + at + len(part)
+            low = position + at
+            high = position + at + len(part)
             raise DamageError(
                 f"{shard.path}: damaged: bytes {shard.data_start + low} to "
                 f"{shard.data_start + high} (in tensor {describe(shard, low, high)}) do not "

@@ -40,7 +40,8 @@ def write_all(file: int, buffers: list[memoryview], at: int = 0) -> int:
     """Write them one after the other from byte `at` of the file on; returns their bytes. A short
     write is gone on with, or raises what is wrong.
     """
-    total, left = 0, [data for data in buffers if len(data)]
+    total = 0
+    left = [data for data in buffers if len(data)]
     while left:
         written = os.pwritev(file, left[:BUFFERS], at + total)
         total += written
@@ -162,7 +163,10 @@ def _write_data(
     than the digest takes. The disk writes meanwhile: what is left to the fsync in the end is
     little.
     """
-    hasher, digests, size, begun = m.chunk_hasher(), [], 0, 0
+    hasher = m.chunk_hasher()
+    digests = []
+    size = 0
+    begun = 0
     for parts in _chunks(data):
         hasher.reset()
         for part in parts:
@@ -179,7 +183,8 @@ def _write_data(
 
 def _chunks(data: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     """The stream in lists of parts of m.CHUNK bytes in all; the last list may hold less."""
-    parts, space = [], m.CHUNK
+    parts = []
+    space = m.CHUNK
     for each in data:
         while len(each):
             parts.append(each[:space])
@@ -187,6 +192,7 @@ def _chunks(data: Iterable[memoryview]) -> Iterator[list[memoryview]]:
             space -= len(parts[-1])
             if space == 0:
                 yield parts
-                parts, space = [], m.CHUNK
+                parts = []
+                space = m.CHUNK
     if parts:
         yield parts

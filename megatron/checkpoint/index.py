@@ -84,7 +84,8 @@ class StoredTensor:
 
     @property
     def pieces(self) -> list[Piece]:
-        dims, rows = len(self.shape), self.rows.tolist()
+        dims = len(self.shape)
+        rows = self.rows.tolist()
         return [
             Piece(
                 tuple(rows[at + 2 : at + 2 + dims]),
@@ -234,7 +235,8 @@ class Index:
         raw = memoryview(zlib.decompress(known))
         at = 8 + struct.unpack_from("<Q", raw)[0]
         content = json.loads(bytes(raw[8:at]))
-        self._head, self.manifest = bytes.fromhex(content["head"]), content["manifest"]
+        self._head = bytes.fromhex(content["head"])
+        self.manifest = content["manifest"]
         seen = load_bytes(self.path / m.MANIFEST, m.MANIFEST_HEAD) if self.path.is_dir() else b""
         if seen != self._head:
             raise CheckpointError(
@@ -285,7 +287,8 @@ class Index:
         """
         spans = list(_spans(self.shards))
         low, high = (len(spans) * at // part[1] for at in (part[0], part[0] + 1))
-        done, total = 0, sum(span.stop - span.start for span in spans[low:high])
+        done = 0
+        total = sum(span.stop - span.start for span in spans[low:high])
         try:
             for span, _ in self.fetcher.stream(spans[low:high]):
                 done += span.stop - span.start
@@ -320,10 +323,8 @@ def _open_shard(
     """A shard, the entries of its header and the global shapes of their tensors; its table, its
     size and its header are right.
     """
-    path, table = (
-        folder / m.shard_file(number),
-        _load_table(folder / m.table_file(number), record["table_digest"]),
-    )
+    path = folder / m.shard_file(number)
+    table = _load_table(folder / m.table_file(number), record["table_digest"])
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -382,7 +383,9 @@ def newest_first(root: Path) -> tuple[list[int], list[int]]:
     A checkpoint's manifest names the later ones, and their attempts, that were there before the run
     that saved it began. What cannot be read counts.
     """
-    iterations, attempts, superseded = m.list_iterations(root), {}, set()
+    iterations = m.list_iterations(root)
+    attempts = {}
+    superseded = set()
     for iteration in iterations if len(iterations) > 1 else ():
         with suppress(CheckpointError):
             content, _ = read_manifest(root / m.iteration_folder(iteration))

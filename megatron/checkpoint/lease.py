@@ -123,7 +123,9 @@ class Lease:
     """
 
     def __init__(self, root: Path, owner: Owner):
-        self.path, self.owner, self.lost = root / NAME, owner, False
+        self.path = root / NAME
+        self.owner = owner
+        self.lost = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self._thread.start()
@@ -163,7 +165,8 @@ def take_lease(root: str | Path, job: str) -> Lease:
     earlier start of the same Slurm job, at once; any other when it has not been renewed for STALE
     seconds. Raises CheckpointError, which names the owner, when that one lives; OSError.
     """
-    root, me = Path(root), Owner.here(job)
+    root = Path(root)
+    me = Owner.here(job)
     make_root(root)
     path = root / NAME
     try:
@@ -171,7 +174,8 @@ def take_lease(root: str | Path, job: str) -> Lease:
         return Lease(root, me)
     except FileExistsError:
         pass
-    before, owner = _stamp(path), read_owner(path)
+    before = _stamp(path)
+    owner = read_owner(path)
     why = _dead(owner, me, root, before)
     if why is None:
         logger.info(

@@ -54,7 +54,9 @@ class CheckpointManager:
         rate: float | None = None,
         report: Callable[[int, Saved], None] = lambda iteration, saved: None,
     ):
-        self.ranks, self.local_checkpoints, self.report = ranks, local_checkpoints, report
+        self.ranks = ranks
+        self.local_checkpoints = local_checkpoints
+        self.report = report
         before = m.list_iterations(Path(root)) if ranks.first else []
         to = Destination(Path(root), ranks, retention, verify, rate, before)
         self.strategy: SynchronousStrategy | StagedStrategy

@@ -131,7 +131,8 @@ def _entry(key: str, value: Any) -> Entry:
     """A tensor's entry from its JSON; raises ValueError, KeyError or TypeError unless it is
     sound.
     """
-    dtype, shape = value["dtype"], tuple(value["shape"])
+    dtype = value["dtype"]
+    shape = tuple(value["shape"])
     start, stop = value["data_offsets"]
     if any(type(n) is not int or n < 0 for n in (*shape, start, stop)):
         raise ValueError(f"{key}: a size is not a natural number")
@@ -252,7 +253,8 @@ def decode_manifest(raw: bytes, path: Path) -> dict[str, Any]:
 
 def _require_format(content: dict[str, Any]) -> None:
     """Raise ValueError for another format or version than this program's."""
-    found, version = content["format"], content["version"]
+    found = content["format"]
+    version = content["version"]
     if found != FORMAT or type(version) is not int or version != VERSION:
         known = f"this program reads {FORMAT!r} version {VERSION}"
         raise ValueError(f"format {found!r} version {version!r}; {known}")

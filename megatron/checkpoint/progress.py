@@ -25,9 +25,12 @@ class WriteProgress:
         quiet: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.iteration, self.total = iteration, total
-        self.quiet, self.clock = quiet, clock
-        self.done, self.start = 0, clock()
+        self.iteration = iteration
+        self.total = total
+        self.quiet = quiet
+        self.clock = clock
+        self.done = 0
+        self.start = clock()
         self.last = self.start
 
     def __call__(self, count: int) -> None:

@@ -47,7 +47,8 @@ class Ranks:
         try:
             line = "+" + json.dumps(part())
         except UserError as error:
-            fault, line = error, "-" + (str(error) or "?")
+            fault = error
+            line = "-" + (str(error) or "?")
         lines = [each.decode() for each in gather_bytes(line.encode(), self.world, self.device)]
         raise_rank_error([each[1:] if each[0] == "-" else "" for each in lines], self.world, fault)
         return [json.loads(each[1:]) for each in lines]

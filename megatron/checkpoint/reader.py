@@ -68,10 +68,8 @@ def open_checkpoint(
     root = Path(root)
     iterations = ranks.gather_or_raise(lambda: _candidates(root, step) if ranks.first else None)[0]
     for iteration in iterations:
-        path, others = (
-            root / m.iteration_folder(iteration),
-            [i for i in iterations if i < iteration],
-        )
+        path = root / m.iteration_folder(iteration)
+        others = [i for i in iterations if i < iteration]
         checkpoint, fault = _open_together(path, ranks)
         if fault is None and older:
             fault = _verify_together(checkpoint, ranks)
@@ -244,7 +242,9 @@ class Checkpoint(Index):
                     f"{self.path}: {name} {shapes}: the model's flags or the tokenizer differ"
                 )
             if not shape:  # a scalar is read as a vector of one
-                offset, extent, view = (0,), (1,), view.view(1)
+                offset = (0,)
+                extent = (1,)
+                view = view.view(1)
             for piece in stored.pieces:
                 common = intersect(offset, extent, piece.offset or (0,), piece.extent or (1,))
                 if common is not None:
@@ -288,15 +288,14 @@ class _Cut:
     def __init__(
         self, piece: Piece, dtype: torch.dtype, low: tuple, high: tuple, offset: tuple, view: Tensor
     ) -> None:
-        self.piece, self.dtype, self.low, self.high, self.offset, self.view = (
-            piece,
-            dtype,
-            low,
-            high,
-            offset,
-            view,
-        )
-        own, extent = piece.offset or (0,), piece.extent or (1,)
+        self.piece = piece
+        self.dtype = dtype
+        self.low = low
+        self.high = high
+        self.offset = offset
+        self.view = view
+        own = piece.offset or (0,)
+        extent = piece.extent or (1,)
         self.strides = [math.prod(extent[d + 1 :]) for d in range(len(extent))]
         # the first needed element of a row
         first = sum((l - o) * s for l, o, s in zip(low[1:], own[1:], self.strides[1:]))
@@ -306,16 +305,15 @@ class _Cut:
 
     def batches(self) -> Iterator[_Batch]:
         """Bounded batches of rows."""
-        stride, size, shard = (
-            self.strides[0] * self.dtype.itemsize,
-            self.dtype.itemsize,
-            self.piece.shard,
-        )
+        stride = self.strides[0] * self.dtype.itemsize
+        size = self.dtype.itemsize
+        shard = self.piece.shard
         most = max(1, BATCH // stride)
         if stride > shard.chunk and self.width < self.strides[0]:
             most = 1  # chunks between two rows' needed parts may hold nothing that is needed
         for row in range(self.low[0], self.high[0], most):
-            rows, begin = min(most, self.high[0] - row), self.begin + (row - self.low[0]) * stride
+            rows = min(most, self.high[0] - row)
+            begin = self.begin + (row - self.low[0]) * stride
             yield _Batch(
                 shard, begin, begin + (rows - 1) * stride + self.width * size, self, row, rows
             )
@@ -326,10 +324,8 @@ class _Cut:
         columns = tuple(
             slice(l - o, h - o) for l, h, o in zip(self.low[1:], self.high[1:], self.offset[1:])
         )
-        block, start = (
-            data.view(self.dtype).as_strided([batch.rows, *inner], self.strides),
-            batch.row - self.offset[0],
-        )
+        block = data.view(self.dtype).as_strided([batch.rows, *inner], self.strides)
+        start = batch.row - self.offset[0]
         for at, to, part in row_blocks(self.view, len(self.strides), start, start + batch.rows):
             part[(slice(None), *columns)].copy_(block[at - start : to - start])
 
@@ -352,5 +348,6 @@ def row_blocks(view: Tensor, dims: int, start: int, stop: int) -> Iterator[tuple
         for size in reversed(groups):
             rest, at = divmod(rest, size)
             index.insert(0, at)
-        low, high = max(start, group * rows), min(stop, (group + 1) * rows)
+        low = max(start, group * rows)
+        high = min(stop, (group + 1) * rows)
         yield low, high, view[tuple(index)][low - group * rows : high - group * rows]

@@ -72,7 +72,8 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
 
 
 def _surplus(root: Path, policy: Policy, newest: int) -> list[int]:
-    kept, surplus = 0, []
+    kept = 0
+    surplus = []
     counting, superseded = newest_first(root)
     for iteration in counting + superseded:
         spared = policy.interval is not None and iteration % policy.interval == 0

@@ -36,7 +36,8 @@ def own_part(
     passed: Counter[str | None] = Counter()
     found = []
     for box, tensor, place in held:
-        kind, size = box.replicated, _bytes(box, tensor)
+        kind = box.replicated
+        size = _bytes(box, tensor)
         begin = passed[kind]  # of this box in the bytes of its kind
         passed[kind] += size
         if place.size == 1:
@@ -87,7 +88,8 @@ def cut_rows(box: Box, tensor: Tensor, first: int, stop: int) -> Iterator[tuple[
     """Rows [first, stop) of a box as (box, the part of its local tensor): of a box in several
     groups of rows up to three.
     """
-    rows, stride = box.extent[0] // box.groups, tensor.shape[0] // box.groups
+    rows = box.extent[0] // box.groups
+    stride = tensor.shape[0] // box.groups
     while first < stop:
         group, row = divmod(first, rows)
         groups = (stop - first) // rows if row == 0 else 0

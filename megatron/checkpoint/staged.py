@@ -55,7 +55,8 @@ class Staging:
         self.memory = torch.frombuffer(background.memory, dtype=torch.uint8)
         self.memory.zero_()  # the pages are there before the first save
         self.end = 0  # of what has been copied since the writer took the last wave
-        self.stream, self.copied = None, None
+        self.stream = None
+        self.copied = None
         if device.type == "cuda":
             code = torch.cuda.cudart().cudaHostRegister(
                 self.memory.data_ptr(), self.memory.numel(), 0
@@ -136,7 +137,8 @@ class StagedStrategy:
     def __init__(
         self, destination: Destination, memory: int, local_checkpoints: LocalCheckpoints | None
     ):
-        self.destination, self.local_checkpoints = destination, local_checkpoints
+        self.destination = destination
+        self.local_checkpoints = local_checkpoints
         self.background = Background(memory if local_checkpoints is None else mmap.PAGESIZE)
         destination.ranks.gather_or_raise(self.background.start)
         self.staging = None
@@ -155,7 +157,8 @@ class StagedStrategy:
         if self.staging is None and not request.local:
             SynchronousStrategy(self.destination).start(request)
             return None
-        root, ranks = self.destination.root, self.destination.ranks
+        root = self.destination.root
+        ranks = self.destination.ranks
         attempt = Attempt(
             root,
             request.iteration,
@@ -219,7 +222,9 @@ class StagedSave:
     def __init__(
         self, strategy: StagedStrategy, request: SaveRequest, attempt: Attempt, opened: ExitStack
     ):
-        self.strategy, self.request, self.attempt = strategy, request, attempt
+        self.strategy = strategy
+        self.request = request
+        self.attempt = attempt
         self.opened = opened  # files, until the save is over
         self.replicas = request.replicas if strategy.compares_later else None
         self.handed_over = strategy.staging is None  # all of this rank's shard
@@ -281,7 +286,8 @@ class StagedSave:
         if self.replicas is not None:
             self.replicas.check(ranks)
         self.records = [record | who for record, who in results if record is not None]
-        self.outcome, self.handed_over = None, True
+        self.outcome = None
+        self.handed_over = True
         if ranks.first:
             self._commit()
         return False

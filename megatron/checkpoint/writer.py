@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
 # most shards that a rank writes at a time, for a file takes one write at a time; bytes of the least
-PARTS, PART = 4, 128 << 20
+PARTS = 4
+PART = 128 << 20
 
 
 def save_checkpoint(
@@ -58,7 +59,8 @@ def save_checkpoint(
     which is logged. Raises CheckpointError when anything prevents the save on
     any rank, on several the same UserError on each; older checkpoints are untouched by that.
     """
-    root, pairs = Path(root), [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
+    root = Path(root)
+    pairs = [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
     parts = shard_parts(pairs)
     with Attempt(
         root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)

@@ -176,7 +176,8 @@ def one_edit(one: str, other: str) -> bool:
     start = next((i for i in range(shortest) if one[i] != other[i]), shortest)
     rest = shortest - start
     end = next((i for i in range(rest) if one[-1 - i] != other[-1 - i]), rest)
-    left, right = one[start : len(one) - end], other[start : len(other) - end]
+    left = one[start : len(one) - end]
+    right = other[start : len(other) - end]
     return max(len(left), len(right)) == 1 or (len(left) == 2 and left == right[::-1])
 
 
@@ -208,7 +209,8 @@ def _flags_by_length() -> dict[int, list[str]]:
 
 def suggestions(flag: str) -> list[str]:
     """Known flags that an unknown one may have been meant to be; ours come first."""
-    word, lengths = key(flag), _flags_by_length()
+    word = key(flag)
+    lengths = _flags_by_length()
     near = [
         other
         for length in range(len(word) - 1, len(word) + 2)
@@ -275,7 +277,8 @@ def options() -> tuple[Option, ...]:
     result = []
     for group in dataclasses.fields(Config):
         cls = getattr(groups, str(group.type))
-        hints, texts = typing.get_type_hints(cls), _field_help(cls)
+        hints = typing.get_type_hints(cls)
+        texts = _field_help(cls)
         result += [
             _option(group.name, field, hints[field.name], texts[field.name])
             for field in dataclasses.fields(cls)
@@ -419,7 +422,8 @@ class _Reading:
         for flag, row in self.least:
             for ours, words in row.rewrite([]):
                 option, _ = options_by_flag()[key(ours)]
-                place, value = (option.group, option.field), option.parse(words)
+                place = (option.group, option.field)
+                value = option.parse(words)
                 if (
                     getattr(getattr(config, option.group), option.field) >= value
                     or option.names[0] in self.unsure
@@ -484,7 +488,8 @@ def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
     except UserError as problem:
         return {}, [f"--config {path}: cannot be read: {problem}"]
     names = dataclasses.asdict(Config())
-    values, faults = {}, []
+    values = {}
+    faults = []
     if not isinstance(content, dict):
         return {}, [
             f"--config {path}: expected groups with settings, as --print-config writes them"

@@ -135,17 +135,17 @@ def compare_with_deepspeed(path: str, config: Config) -> tuple[list[str], list[s
         content = read_json(path, dict, SETTINGS_LIMIT)
     except UserError as problem:
         return [], [f"--deepspeed_config {path}: cannot be read: {problem}"]
-    notes, faults = [], []
+    notes = []
+    faults = []
     for names, value in _flatten(content):
         key = ".".join(names)
         shown = f"{key[:80]} = {shortened(json.dumps(value), 80)}"
         if any("." in name for name in names):
-            note, fault = (
-                "",
-                "a key with a dot is no section with a setting; write sections as objects",
-            )
+            note = ""
+            fault = "a key with a dot is no section with a setting; write sections as objects"
         elif any(".".join(names[:count]) in SINGLE for count in range(1, len(names))):
-            note, fault = "", "expected a single value, found an object"
+            note = ""
+            fault = "expected a single value, found an object"
         else:
             note, fault = _answer(key, value, content, config)
         if note:
@@ -265,7 +265,8 @@ def _offload(key: str, value: Any, device: str | None, config: Config) -> tuple[
     """Where the optimizer's state is: in files under a path, in host memory, or with the
     weights.
     """
-    in_files, flag = config.optimizer.optimizer_nvme_offload, "--optimizer-nvme-offload"
+    in_files = config.optimizer.optimizer_nvme_offload
+    flag = "--optimizer-nvme-offload"
     if key == OFFLOAD[1]:
         return (
             _compare(value, in_files, flag)
@@ -294,11 +295,9 @@ def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:
 
 
 def _accumulation(steps: Any, config: Config) -> tuple[str, str]:
-    micro, batch, world = (
-        config.training.micro_batch_size,
-        config.training.global_batch_size,
-        config.distributed.world_size,
-    )
+    micro = config.training.micro_batch_size
+    batch = config.training.global_batch_size
+    world = config.distributed.world_size
     if type(steps) is not int or steps < 1 or not micro or not batch:
         return (
             "",

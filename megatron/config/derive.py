@@ -47,11 +47,11 @@ class RunView:
     """
 
     def __init__(self, config: Config, world: int, vocabulary: int | None):
-        self.config, self.world, self.vocabulary = config, world, vocabulary
-        self.tp, self.pp = (
-            config.distributed.tensor_model_parallel_size,
-            config.distributed.pipeline_model_parallel_size,
-        )
+        self.config = config
+        self.world = world
+        self.vocabulary = vocabulary
+        self.tp = config.distributed.tensor_model_parallel_size
+        self.pp = config.distributed.pipeline_model_parallel_size
         self.dp = data_parallel_size(config, world)
 
     def __getattr__(self, field: str) -> Any:

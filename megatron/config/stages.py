@@ -52,11 +52,9 @@ def frozen_units(config: Config) -> frozenset[str]:
     """The units of --freeze, by the names of the model's; a tied head goes with the embedding.
     Raises UserError with what is wrong and the fix.
     """
-    layers, tied, found = (
-        config.model.num_layers,
-        not config.model.untie_embeddings_and_output_weights,
-        set(),
-    )
+    layers = config.model.num_layers
+    tied = not config.model.untie_embeddings_and_output_weights
+    found = set()
     for word in (
         (config.optimizer.freeze or "").split(",") if config.optimizer.freeze is not None else ()
     ):
@@ -68,7 +66,8 @@ def frozen_units(config: Config) -> frozenset[str]:
         if match is None:
             found.add(word)
             continue
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
         if not first <= last < layers:
             raise UserError(f"{word}: layers go from 0 to {layers - 1}")
         found.update(f"layers.{layer}" for layer in range(first, last + 1))
@@ -99,10 +98,8 @@ def virtual_stages(config: Config) -> int | None:
     do not fit each other.
     """
     distributed = config.distributed
-    ranks, layout = (
-        distributed.pipeline_model_parallel_size,
-        distributed.pipeline_model_parallel_layout,
-    )
+    ranks = distributed.pipeline_model_parallel_size
+    layout = distributed.pipeline_model_parallel_layout
     layers = distributed.num_layers_per_virtual_pipeline_stage
     if distributed.num_virtual_stages_per_pipeline_rank is not None:
         return distributed.num_virtual_stages_per_pipeline_rank
@@ -140,15 +137,12 @@ def layers_of_stages(config: Config) -> tuple[int, ...]:
     """Layers of each stage of a resolved configuration, along the forward pass; not for `auto`,
     which depends on costs.
     """
-    distributed, layers = config.distributed, config.model.num_layers
-    ranks, virtual = (
-        distributed.pipeline_model_parallel_size,
-        distributed.num_virtual_stages_per_pipeline_rank,
-    )
-    first, last = (
-        distributed.decoder_first_pipeline_num_layers,
-        distributed.decoder_last_pipeline_num_layers,
-    )
+    distributed = config.distributed
+    layers = config.model.num_layers
+    ranks = distributed.pipeline_model_parallel_size
+    virtual = distributed.num_virtual_stages_per_pipeline_rank
+    first = distributed.decoder_first_pipeline_num_layers
+    last = distributed.decoder_last_pipeline_num_layers
     if ranks == 1:
         return (layers,)
     if distributed.pipeline_model_parallel_layout is not None:

@@ -45,7 +45,8 @@ class Resolved:
 
 def _ranges(run: RunView) -> Iterator[str]:
     for field, rules in METADATA.items():
-        value, bound = getattr(run, field), rules["bound"]
+        value = getattr(run, field)
+        bound = rules["bound"]
         if bound is not None and value is not None and not bound.holds(value):
             yield f"{run.show(field)}: must be {bound.text}"
     yield from _bounds(run)
@@ -131,7 +132,8 @@ def _required(run: RunView) -> Iterator[str]:
 
 
 def _heads(run: RunView) -> Iterator[str]:
-    heads, groups = run.num_attention_heads, run.num_query_groups
+    heads = run.num_attention_heads
+    groups = run.num_query_groups
     if (
         run.kv_channels is None
         and run.has("hidden_size", "num_attention_heads")

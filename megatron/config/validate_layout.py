@@ -81,12 +81,10 @@ def tensor_parallel(run: RunView) -> Iterator[str]:
     """
     if run.tp <= 0 or run.pp <= 0 or run.world <= 0:
         return
-    shown, size, heads, groups = (
-        run.show("tensor_model_parallel_size"),
-        _fitting_tp(run),
-        run.num_attention_heads,
-        run.num_query_groups,
-    )
+    shown = run.show("tensor_model_parallel_size")
+    size = _fitting_tp(run)
+    heads = run.num_attention_heads
+    groups = run.num_query_groups
     if not run.dp:
         yield _undivided(run, size)
     if run.has("num_attention_heads") and heads % run.tp:
@@ -125,11 +123,9 @@ def zero(run: RunView) -> Iterator[str]:
 
 # ---------------------------------------------------------------- splits
 
-_LAYOUT, _PER_VIRTUAL, _VIRTUAL = (
-    "pipeline_model_parallel_layout",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-)
+_LAYOUT = "pipeline_model_parallel_layout"
+_PER_VIRTUAL = "num_layers_per_virtual_pipeline_stage"
+_VIRTUAL = "num_virtual_stages_per_pipeline_rank"
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -181,10 +177,8 @@ def _flag(field: str) -> str:
 
 def _stages(run: RunView) -> tuple[str, int]:
     """`--pipeline-model-parallel-size 4 x --num-virtual-stages-per-pipeline-rank 2 = 8`, and 8."""
-    shown, virtual = (
-        run.show("pipeline_model_parallel_size"),
-        run.num_virtual_stages_per_pipeline_rank or 1,
-    )
+    shown = run.show("pipeline_model_parallel_size")
+    virtual = run.num_virtual_stages_per_pipeline_rank or 1
     return (
         f"{shown} x {run.show(_VIRTUAL)} = {run.pp * virtual}" if virtual > 1 else shown
     ), run.pp * virtual
@@ -271,7 +265,8 @@ def _nearest_first(run: RunView, numbers: dict[str, int]) -> int | None:
     others can stay as they are; None when no number is right.
     """
     first, *further = numbers.values()
-    virtual, others = run.num_virtual_stages_per_pipeline_rank, run.pp - len(numbers)
+    virtual = run.num_virtual_stages_per_pipeline_rank
+    others = run.pp - len(numbers)
     unit = max(1, others) * virtual
     total = run.num_layers - sum(further)  # for the first of the flags and the ranks without one
     least = unit if others else 0
@@ -288,7 +283,8 @@ def _uneven(run: RunView) -> Iterator[str]:
     layers its virtual stages.
     """
     numbers = {field: getattr(run, field) for field in _given(run, *_UNEVEN)}
-    virtual, others = run.num_virtual_stages_per_pipeline_rank, run.pp - len(numbers)
+    virtual = run.num_virtual_stages_per_pipeline_rank
+    others = run.pp - len(numbers)
     given = sum(numbers.values())
     rest = run.num_layers - given
     shared_out = rest > 0 and rest % (others * virtual) == 0 if others else rest == 0
@@ -317,7 +313,8 @@ def _uneven(run: RunView) -> Iterator[str]:
 
 def pipeline_schedule(run: RunView) -> Iterator[str]:
     """Virtual stages that a schedule takes."""
-    name, virtual = run.pipeline_schedule, run.num_virtual_stages_per_pipeline_rank
+    name = run.pipeline_schedule
+    virtual = run.num_virtual_stages_per_pipeline_rank
     if run.pp < 2 or name is None or virtual is None or virtual <= 0:
         return
     shown = run.show("pipeline_schedule")

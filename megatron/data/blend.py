@@ -61,7 +61,8 @@ def pattern(shares: list[int]) -> np.ndarray:
         deadline, source, turn = heapq.heappop(ready)
         assert deadline > slot
         result.append(source)
-        turn, q = turn + 1, shares[source]
+        turn = turn + 1
+        q = shares[source]
         if turn < q:
             heapq.heappush(waiting, (turn * total // q, -(-(turn + 1) * total // q), source, turn))
     return np.array(result)
@@ -79,7 +80,8 @@ class Blend:
         self.first_index = np.array(first_index or [0] * len(shares), np.int64)
         # the pattern repeats that much earlier
         shares = [share // math.gcd(*shares) for share in shares]
-        self._shares, self._pattern = np.array(shares, np.int64), pattern(shares)
+        self._shares = np.array(shares, np.int64)
+        self._pattern = pattern(shares)
         # how often the slot's source came before within the pattern
         self._rank = np.empty(len(self._pattern), np.int64)
         for d in range(len(shares)):

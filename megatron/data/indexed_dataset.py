@@ -135,9 +135,11 @@ class IndexedDataset:
         )
         for path in (self.idx_path, self.bin_path):
             _refuse_missing(path, prefix)
-        index, content = _map(self.idx_path), _map(self.bin_path)
+        index = _map(self.idx_path)
+        content = _map(self.bin_path)
         self.dtype, sequences, entries = self._header(index)
-        self.num_sequences, self.num_documents = sequences, entries - 1
+        self.num_sequences = sequences
+        self.num_documents = entries - 1
         lengths_at, offsets_at, documents_at = _tables(sequences)
         self.lengths = np.frombuffer(index, "<i4", sequences, lengths_at)
         self.offsets = np.frombuffer(index, "<i8", sequences, offsets_at)
@@ -151,7 +153,8 @@ class IndexedDataset:
         self.fingerprint = self._fingerprint(index)
 
     def _header(self, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
-        path, size = self.idx_path, len(index)
+        path = self.idx_path
+        size = len(index)
         if size < HEADER.size:
             raise DataError(
                 f"{path}: only {size} bytes, the header alone has {HEADER.size}: the file is "
@@ -183,7 +186,8 @@ class IndexedDataset:
     def _check_spaced_entries(self) -> None:
         """Check at most 1,024 entries of each table, which are asked of the disk together."""
         lengths_at, offsets_at, documents_at = _tables(self.num_sequences)
-        sequences, entries = probes(self.num_sequences), probes(self.num_documents + 1)
+        sequences = probes(self.num_sequences)
+        entries = probes(self.num_documents + 1)
         places = [
             lengths_at + 4 * sequences,
             offsets_at + 8 * sequences,
@@ -198,7 +202,8 @@ class IndexedDataset:
         each other one where the one before it ends.
         """
         lengths_at, offsets_at, _ = _tables(self.num_sequences)
-        lengths, offsets = self.lengths[at].astype(np.int64), self.offsets[at]
+        lengths = self.lengths[at].astype(np.int64)
+        offsets = self.offsets[at]
         if len(at) and at[0] == 0 and offsets[0] != 0:
             raise DataError(
                 f"{self.idx_path}, byte {offsets_at}: the first sequence begins at "
@@ -223,7 +228,8 @@ class IndexedDataset:
     def _check_documents(self, at: np.ndarray) -> None:
         """Check the document entries `at`: they ascend from 0 to the number of sequences."""
         count = self.num_sequences
-        values, previous = self.documents[at], self.documents[np.maximum(at - 1, 0)]
+        values = self.documents[at]
+        previous = self.documents[np.maximum(at - 1, 0)]
         bad = (values < previous) | (values > count)
         bad |= (at == 0) & (values != 0)
         bad |= (at == self.num_documents) & (values != count)
@@ -369,7 +375,8 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str, dtype: np.dtype):
-        self.prefix, self.dtype = prefix, np.dtype(dtype)
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype)
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         self._parts = {
             kind: Path(f"{prefix}.{kind}.part") for kind in ("bin", "idx", "json", "documents")

@@ -88,7 +88,8 @@ class Source:
         """
         sample = np.arange(first_sample, first_sample + count, dtype=np.int64)
         windows = self.reader.windows(sample)
-        tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+        tokens = np.ascontiguousarray(windows[:, :-1])
+        labels = np.ascontiguousarray(windows[:, 1:])
         positions = np.broadcast_to(np.arange(self.seq_length), tokens.shape)
         mask = (
             (tokens != self.eod).astype(np.float32)
@@ -200,7 +201,9 @@ class _Opener:
         return self.datasets[prefix]
 
     def _check(self, dataset: IndexedDataset) -> None:
-        data, tokenizer, sidecar = self.config.data, self.tokenizer, dataset.sidecar
+        data = self.config.data
+        tokenizer = self.tokenizer
+        sidecar = dataset.sidecar
         if data.check_data:
             dataset.check(tokenizer.vocab_size, _progress(f"checking {dataset.prefix}"))
             self.notes.append(f"{dataset.prefix}: scanned in full, sound")
@@ -323,7 +326,8 @@ def _stream(opener: _Opener, prefix: str, split: str, cut_by: str | None) -> Tok
     """The part of one prefix that belongs to a split, by a --split or (None) all of it; None after
     a fault, which goes to the opener.
     """
-    dataset, config = opener.open(prefix), opener.config
+    dataset = opener.open(prefix)
+    config = opener.config
     if dataset is None:
         return None
     count = dataset.num_sequences
@@ -359,7 +363,8 @@ def _given_twice(streams: list[TokenStream]) -> list[str]:
 
 def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], list[float | None]]:
     """The token streams of one split and their weights; faults go to the opener."""
-    streams, weights = [], []
+    streams = []
+    weights = []
     paths, cut_by = _split_paths(opener.config.data, split)
     if cut_by and parse_split(cut_by)[SPLITS.index(split)] == 0:
         return [], []
@@ -395,7 +400,8 @@ def build_data(
         split: _streams(opener, split) if evaluate else ([], []) for split in ("valid", "test")
     }
     opener.refuse()
-    notes, source = opener.notes, None
+    notes = opener.notes
+    source = None
     if train:
         entries = _history_entries(train, weights)
         history, blend, changes = extend_history(history, consumed, entries)

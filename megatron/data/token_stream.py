@@ -45,12 +45,14 @@ def permute(index: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     """
     side = int(np.ceil(np.sqrt(n)))
     side += side * side < n  # the root was rounded
-    a, b = np.uint64(side), np.uint64(-(-n // side))
+    a = np.uint64(side)
+    b = np.uint64(-(-n // side))
     keys = [mix(key + np.uint64(r)) for r in range(ROUNDS)]
     result = index.astype(np.uint64)
     pending = np.arange(len(result))
     while len(pending):
-        left, right = result[pending] // b, result[pending] % b
+        left = result[pending] // b
+        right = result[pending] % b
         for r in range(0, ROUNDS, 2):
             left = (left + mix(right ^ keys[r][pending]) % a) % a
             right = (right + mix(left ^ keys[r + 1][pending]) % b) % b
@@ -75,7 +77,9 @@ class TokenStream:
         seed: int,
         vocab_size: int,
     ):
-        self.dataset, self.vocab_size, self.seq_length = dataset, vocab_size, seq_length
+        self.dataset = dataset
+        self.vocab_size = vocab_size
+        self.seq_length = seq_length
         self.begin = dataset.first_token(first)
         self.num_tokens = dataset.first_token(stop) - self.begin
         if self.num_tokens < seq_length + 1:
@@ -87,16 +91,19 @@ class TokenStream:
             )
         self.samples = self.num_tokens // seq_length  # n: samples of one epoch
         order = (dataset.fingerprint, self.begin, self.num_tokens, seq_length, seed)
-        self.key, self.identity = key_of(*order), f"{int(key_of('identity', *order)):016x}"
+        self.key = key_of(*order)
+        self.identity = f"{int(key_of('identity', *order)):016x}"
         # names the tokens, in whatever order
         self.content = f"{int(key_of('content', *order[:3])):016x}"
-        self._window, self._places = -1, np.empty(0, np.int64)
+        self._window = -1
+        self._places = np.empty(0, np.int64)
 
     def places(self, index: np.ndarray) -> np.ndarray:
         """Position in the stream at which each sample begins: index [m] int64 >= 0 -> [m] int64 in
         [0, T).
         """
-        epoch, j = index // self.samples, index % self.samples
+        epoch = index // self.samples
+        j = index % self.samples
         keys = mix(self.key + mix(epoch.astype(np.uint64)))
         offset = (mix(keys) % np.uint64(self.seq_length)).astype(np.int64)
         return (permute(j, self.samples, keys) * self.seq_length + offset) % self.num_tokens
@@ -116,12 +123,10 @@ class TokenStream:
         """Write sample index[i] (s + 1 token ids) to out[rows[i]]. Raises DataError for an id
         outside the vocabulary.
         """
-        tokens, begin, total, wanted = (
-            self.dataset.tokens,
-            self.begin,
-            self.num_tokens,
-            self.seq_length + 1,
-        )
+        tokens = self.dataset.tokens
+        begin = self.begin
+        total = self.num_tokens
+        wanted = self.seq_length + 1
         for k, row in zip(index.tolist(), rows.tolist()):
             place = self._place(k)
             inside = min(wanted, total - place)

@@ -43,7 +43,8 @@ TIKTOKEN_FILES = {
 }
 # Megatron's tiktoken JSON: its default pattern (v2), 1,000 special tokens before the vocabulary,
 # `</s>` the third of them.
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 MEGATRON_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -280,11 +281,9 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
     try:
         if path.suffix == ".json":
             ranks = _megatron_ranks(read_json(path, list), vocab_size or MEGATRON_VOCAB)
-            pattern, special, eod = (
-                MEGATRON_PATTERN,
-                {token: k for k, token in enumerate(MEGATRON_SPECIAL)},
-                2,
-            )
+            pattern = MEGATRON_PATTERN
+            special = {token: k for k, token in enumerate(MEGATRON_SPECIAL)}
+            eod = 2
         else:
             if path.stem not in TIKTOKEN_FILES:
                 raise InputError(
@@ -333,7 +332,8 @@ def _megatron_ranks(entries: list[Any], vocab_size: int) -> dict[bytes, int]:
     """Token -> id of the entries of Megatron's JSON, the k-th of which has rank k, cut to a
     vocabulary. Raises ValueError.
     """
-    size, first = vocab_size - len(MEGATRON_SPECIAL), len(MEGATRON_SPECIAL)
+    size = vocab_size - len(MEGATRON_SPECIAL)
+    first = len(MEGATRON_SPECIAL)
     if size < 256:
         raise InputError(
             f"a vocabulary of {vocab_size} is too small for {first} special tokens and 256 bytes"

@@ -59,7 +59,8 @@ class OtherRank(logging.Handler):
 
     def __init__(self, rank: int, store: Store) -> None:
         super().__init__(logging.WARNING)
-        self.rank, self.store = rank, store
+        self.rank = rank
+        self.store = store
         self.held: list[tuple[float, str]] = []  # when each is due
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None

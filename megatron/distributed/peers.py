@@ -81,19 +81,24 @@ class Peers:
 
     def start(self, store: Store, rank: int, world: int, holder: str) -> None:
         """Begin to report. `holder` holds the store."""
-        self.rank, self.world, self.holder, self.over = rank, world, holder, threading.Event()
+        self.rank = rank
+        self.world = world
+        self.holder = holder
+        self.over = threading.Event()
         # A connection of its own, which nothing holds up; many of them would be more than a process
         # may have open.
         own = store.clone() if world <= CLONED else store  # type: ignore[attr-defined]
         self.store = PrefixStore("reports", own)
-        self.count, self.silent = 0, set()
+        self.count = 0
+        self.silent = set()
         self.report()
         threading.Thread(target=self._run, args=(self.over,), daemon=True).start()
 
     def stop(self) -> None:
         """Report no more, and look no more."""
         self.over.set()
-        self.store, self.iteration = None, 0
+        self.store = None
+        self.iteration = 0
 
     def end(self, why: str) -> None:
         """The last report of a rank that fails. Returns within a second or so, whatever holds the
@@ -176,7 +181,8 @@ class Peers:
             return ""
         if self.world > MOST and self.rank > 0:
             return "rank 0 warns of those that are silent"
-        others, found = [rank for rank in range(self.world) if rank != self.rank], []
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        found = []
 
         def look() -> None:
             try:

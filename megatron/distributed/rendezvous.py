@@ -112,7 +112,8 @@ class _Meeting:
     """One rank's way through the protocol at the head of this file; `store` is the result."""
 
     def __init__(self, launch: Launch, seconds: float, fingerprint: dict[str, Any], gpu: str):
-        self.launch, self.seconds = launch, seconds
+        self.launch = launch
+        self.seconds = seconds
         self.deadline = time.monotonic() + seconds
         self.fingerprint = json.dumps(fingerprint, sort_keys=True, default=str)
         digest = hashlib.sha256(self.fingerprint.encode()).hexdigest()[:16]
@@ -191,10 +192,8 @@ class _Meeting:
     def _missing(self, arrived: list[Arrival]) -> str:
         missing = sorted(set(range(self.launch.world_size)) - {arrival.rank for arrival in arrived})
         there = sorted({arrival.rank for arrival in arrived})
-        place, minutes = (
-            f"{self.launch.address}:{self.launch.port}",
-            f"{self.seconds / 60:g} minutes (--distributed-timeout-minutes)",
-        )
+        place = f"{self.launch.address}:{self.launch.port}"
+        minutes = f"{self.seconds / 60:g} minutes (--distributed-timeout-minutes)"
         return (
             f"{name_ranks(missing)} of {self.launch.world_size} did not arrive at {place} "
             f"within {minutes}; {name_ranks(there)} did. Look for an earlier "
@@ -279,7 +278,8 @@ def differences(
     """
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted(ours.keys() | theirs.keys()):
-        here, there = ours.get(key, "nothing"), theirs.get(key, "nothing")
+        here = ours.get(key, "nothing")
+        there = theirs.get(key, "nothing")
         if isinstance(here, dict) and isinstance(there, dict):
             found |= differences(here, there, (*path, key))
         elif here != there:
@@ -370,20 +370,17 @@ def _reach(launch: Launch, deadline: float, seconds: float) -> str:
             break
         time.sleep(0.1)
     if isinstance(problem, socket.gaierror):
-        why, fix = "the name is unknown here", "give a MASTER_ADDR that every node can resolve"
+        why = "the name is unknown here"
+        fix = "give a MASTER_ADDR that every node can resolve"
     elif isinstance(problem, ConnectionRefusedError):
-        why, fix = (
-            "nothing listens there",
-            (
-                "look for rank 0's error, and check that it was started at this MASTER_ADDR and "
-                "MASTER_PORT"
-            ),
+        why = "nothing listens there"
+        fix = (
+            "look for rank 0's error, and check that it was started at this MASTER_ADDR and "
+            "MASTER_PORT"
         )
     else:
-        why, fix = (
-            problem.strerror or "no answer",
-            "check that MASTER_ADDR is rank 0's host and that no firewall closes MASTER_PORT",
-        )
+        why = problem.strerror or "no answer"
+        fix = "check that MASTER_ADDR is rank 0's host and that no firewall closes MASTER_PORT"
     raise LaunchError(
         f"rank {launch.rank} cannot reach rank 0 at {launch.address}:{launch.port} ({why}) "
         f"within {seconds / 60:g} minutes (--distributed-timeout-minutes); {fix}"

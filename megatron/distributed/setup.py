@@ -42,7 +42,8 @@ SRUN = (
     "SLURM_STEP_ID",
 )
 # what torch asks for, from cuBLAS's notes on reproducibility
-CUBLAS, CUBLAS_REPEATABLE = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_REPEATABLE = (":4096:8", ":16:8")
 # below the ports that Linux gives to outgoing connections, so that ours is rarely taken
 SRUN_PORTS = range(20000, 30000)
 
@@ -52,7 +53,8 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     or contradict each other.
     """
     if dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         return Launch(rank, world, rank, world, "torch.distributed")
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _checked(
@@ -122,10 +124,8 @@ def _srun_launch(environment: Mapping[str, str]) -> Launch:
             f"srun's variables are incomplete: {', '.join(missing)} not set; start with "
             "srun, without an --export that drops variables, or with torchrun"
         )
-    tasks, node = (
-        expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"]),
-        _number(environment, "SLURM_NODEID"),
-    )
+    tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
+    node = _number(environment, "SLURM_NODEID")
     if node >= len(tasks):
         raise LaunchError(
             f"SLURM_NODEID={node}, but "
@@ -361,11 +361,9 @@ def disconnect() -> None:
     """
     if not dist.is_initialized():
         return
-    rank, world, store = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        dist.distributed_c10d._get_default_store(),
-    )
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
     PEERS.stop()
     dist.destroy_process_group()
     try:

@@ -78,7 +78,8 @@ class CheckpointReader(StorageReader):
         """
         with Checkpoint(self.folder) as checkpoint:
             for item in plan.items:
-                name, target = item.storage_index.fqn, planner.resolve_tensor(item).detach()
+                name = item.storage_index.fqn
+                target = planner.resolve_tensor(item).detach()
                 checkpoint.read(
                     Box(
                         name,

@@ -141,7 +141,8 @@ def _gpt2_rules(layers: int) -> list[Rule]:
     table = _rules("transformer.wte", "embedding.word", bias=False)
     table += _rules("transformer.wpe", "embedding.position", bias=False)
     for i in range(layers):
-        theirs, ours = f"transformer.h.{i}", f"layers.{i}"
+        theirs = f"transformer.h.{i}"
+        ours = f"layers.{i}"
         attention = [f"{ours}.attention.{part}" for part in "qkv"]
         table += _rules(f"{theirs}.ln_1", f"{ours}.input_norm")
         table += _rules(f"{theirs}.attn.c_attn", *attention, transposed=True)
@@ -155,8 +156,10 @@ def _gpt2_rules(layers: int) -> list[Rule]:
 def _llama_rules(layers: int, linear_bias: bool, qkv_bias: bool, qk_norms: bool) -> list[Rule]:
     table = _rules("model.embed_tokens", "embedding.word", bias=False)
     for i in range(layers):
-        theirs, ours = f"model.layers.{i}", f"layers.{i}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        theirs = f"model.layers.{i}"
+        ours = f"layers.{i}"
+        attention = f"{theirs}.self_attn"
+        mlp = f"{theirs}.mlp"
         table += _rules(f"{theirs}.input_layernorm", f"{ours}.input_norm", bias=False)
         for part in "qkv":
             table += _rules(f"{attention}.{part}_proj", f"{ours}.attention.{part}", bias=qkv_bias)
@@ -378,7 +381,8 @@ def _our_gpt2(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
         faults.append(f"activation_function {activation!r} (known: {', '.join(_GPT2_ACTIVATIONS)})")
     if config.get("embd_pdrop", 0.1) != config.get("resid_pdrop", 0.1):
         faults.append("embd_pdrop other than resid_pdrop (one --hidden-dropout serves both)")
-    hidden, heads = config.get("n_embd", 768), config.get("n_head", 12)
+    hidden = config.get("n_embd", 768)
+    heads = config.get("n_head", 12)
     return {
         "num_layers": config.get("n_layer", 12),
         "hidden_size": hidden,
@@ -401,8 +405,10 @@ def _our_gpt2(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
 
 
 def _our_llama(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
-    kind, layers = config["model_type"], config["num_hidden_layers"]
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kind = config["model_type"]
+    layers = config["num_hidden_layers"]
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads", 8 if kind == "mistral" else None) or heads
     activation = config.get("hidden_act", "silu")
     if activation not in _GATED_ACTIVATIONS:
@@ -441,7 +447,8 @@ def _our_window(config: dict[str, Any], faults: list[str]) -> int | None:
         return config.get("sliding_window", 4096)
     if config["model_type"] == "llama" or not config.get("use_sliding_window", False):
         return None
-    layers, first = config["num_hidden_layers"], config.get("max_window_layers", 28)
+    layers = config["num_hidden_layers"]
+    first = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or [
         "full_attention" if i < first else "sliding_attention" for i in range(layers)
     ]

@@ -91,7 +91,8 @@ def lay_out(
 ) -> ExportLayout:
     """The layout of an export of the tensors that `rules` name, our `shapes` by name."""
     files = _in_files(rules, shapes, dtype.itemsize)
-    places, headers = [], {}
+    places = []
+    headers = {}
     for number, tensors in enumerate(files):
         entries = [(place.rule.theirs, DTYPE_NAMES[dtype], place.their_shape) for place in tensors]
         name = "model.safetensors"
@@ -112,7 +113,8 @@ def _in_files(
     files: list[list[Place]] = []
     space = 0
     for rule in rules:
-        rows, rest = sum(shapes[name][0] for name in rule.ours), shapes[rule.ours[0]][1:]
+        rows = sum(shapes[name][0] for name in rule.ours)
+        rest = shapes[rule.ours[0]][1:]
         size = rows * math.prod(rest) * itemsize
         if not files or size > space:
             files.append([])
@@ -268,7 +270,8 @@ def _pieces(
 
 def _write_piece(file: int, place: Place, row: int, piece: Tensor) -> None:
     """Rows from `row` on where they belong; a transposed tensor holds them as columns."""
-    size, rest = piece.element_size(), math.prod(place.rest)
+    size = piece.element_size()
+    rest = math.prod(place.rest)
     if not place.rule.transposed:
         _write_at(file, piece, place.start + row * rest * size)
     elif len(piece) == place.rows:
@@ -282,14 +285,18 @@ def _write_at(file: int, data: Tensor, position: int) -> None:
     left = memoryview(data.reshape(-1).view(torch.uint8).numpy())
     while len(left):
         written = os.pwrite(file, left, position)
-        left, position = left[written:], position + written
+        left = left[written:]
+        position = position + written
 
 
 class ProgressLine:
     """Every 5 seconds a line with the share done and the time left."""
 
     def __init__(self, verb: str, total: int, shown: bool) -> None:
-        self.verb, self.total, self.shown, self.done = verb, total, shown, 0
+        self.verb = verb
+        self.total = total
+        self.shown = shown
+        self.done = 0
         self.begin = self.last = time.monotonic()
 
     def add(self, size: int) -> None:
@@ -336,14 +343,16 @@ def _open_file(path: Path) -> dict[str, Tensor]:
     """The floating-point tensors of a safetensors file; others (buffers of old models) are left
     out.
     """
-    file, tensors = MappedFile(path), {}
+    file = MappedFile(path)
+    tensors = {}
     try:
         (length,) = struct.unpack("<Q", file.bytes[:8])
         if length > min(HEADER_LIMIT, file.size - 8):
             raise UserError(f"a header of {length} bytes in a file of {file.size}")
         for key, value in parse_json(file.bytes[8 : 8 + length]).items():
             if key != "__metadata__" and value["dtype"] in TORCH_DTYPES:
-                dtype, shape = TORCH_DTYPES[value["dtype"]], tuple(map(int, value["shape"]))
+                dtype = TORCH_DTYPES[value["dtype"]]
+                shape = tuple(map(int, value["shape"]))
                 start, stop = value["data_offsets"]
                 if min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
                     raise UserError(f"{key}: {stop - start} bytes for shape {list(shape)}")

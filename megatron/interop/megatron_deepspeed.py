@@ -85,7 +85,8 @@ def _core_names(names: set[str]) -> dict[str, str]:
 def megatron_arguments(args: Any) -> Record:
     """Their arguments in the words of Megatron-LM's."""
     state = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
-    heads, groups = state.get("num_attention_heads"), state.pop("num_key_value_heads", None)
+    heads = state.get("num_attention_heads")
+    groups = state.pop("num_key_value_heads", None)
     placed = state.pop("add_position_embedding", True)
     positions = "learned_absolute" if placed else "none"
     if state.get("use_rotary_position_embeddings"):
@@ -109,7 +110,8 @@ def tensor_parallel_size(folder: Path, states: list[dict[str, Any]]) -> int:
     """Of the run that wrote these model-states files, one for each model-parallel rank. Raises
     CheckpointError when some are missing.
     """
-    args, dimensions = states[0].get("args"), states[0].get("checkpoint_parallel_dimensions") or {}
+    args = states[0].get("args")
+    dimensions = states[0].get("checkpoint_parallel_dimensions") or {}
     given = args.state if isinstance(args, Record) and isinstance(args.state, dict) else {}
     tp = given.get("tensor_model_parallel_size", dimensions.get("tp_degree", 1))
     pp = given.get("pipeline_model_parallel_size", dimensions.get("pp_degree", 1))

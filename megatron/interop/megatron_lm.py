@@ -76,7 +76,8 @@ def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -
     """The logical tensors in theirs (name, shape, parts). Raises UserError listing all names that
     have no counterpart here.
     """
-    unknown, wrong = [], []
+    unknown = []
+    wrong = []
     pairs: list[Pair] = []
     for name, shape, parts in tensors:
         if BESIDE.match(name):
@@ -85,7 +86,8 @@ def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -
         if found is None:
             unknown.append(name)
             continue
-        ours, half = found[0].replace("layers.-1.", f"layers.{model.num_layers - 1}."), found[1]
+        ours = found[0].replace("layers.-1.", f"layers.{model.num_layers - 1}.")
+        half = found[1]
         if "{}" in ours and shape[0] != model.num_layers:
             wrong.append(f"{name} holds {shape[0]} layers, --num-layers is {model.num_layers}")
             continue
@@ -178,7 +180,8 @@ def _whole_groups(box: Box, first: int, last: int, stride: int) -> tuple[Box, in
     that are in them, and [first, last) themselves, of which the box is a strided view.
     """
     rows = box.extent[0] // box.groups
-    group, groups = first // stride, (last - first) // stride
+    group = first // stride
+    groups = (last - first) // stride
     return _take_rows(box, group * rows, groups * rows, groups, box.start), first, last
 
 
@@ -186,7 +189,8 @@ def _in_one_group(box: Box, first: int, last: int, stride: int) -> tuple[Box, in
     """Rows [first, last) of one group: the rows of `box` that are among them, and which of the
     parameter they are; None when there are none.
     """
-    rows, group = box.extent[0] // box.groups, first // stride
+    rows = box.extent[0] // box.groups
+    group = first // stride
     begin = group * stride + box.start  # of the group's rows of this box
     common = intersect((begin,), (rows,), (first,), (last - first,))
     if common is None:
@@ -209,7 +213,8 @@ def _runs(first: int, last: int, stride: int) -> Iterator[tuple[int, int, bool]]
     """Rows [first, last) as runs (first, last, whether it is of whole groups of `stride` rows): a
     run that is not lies within one group.
     """
-    begin, end = -(-first // stride) * stride, last // stride * stride
+    begin = -(-first // stride) * stride
+    end = last // stride * stride
     if begin > end:
         yield first, last, False
         return
@@ -264,7 +269,8 @@ def model_fields(args: Record) -> dict[str, Any]:
     given = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
     _require_known(given)
     fields = {name: given[name] for name in SAME if given.get(name) is not None}
-    heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+    heads = fields["num_attention_heads"]
+    hidden = fields["hidden_size"]
     grouped = given.get("group_query_attention")
     fields.setdefault("kv_channels", hidden // heads)
     fields.setdefault("ffn_hidden_size", 4 * hidden)

@@ -114,7 +114,8 @@ def _cut(box: Box, tensor: Tensor, first: int, last: int) -> Pair:
     """Parts [first, last) of those that `_cuts` counts."""
     dim = int(_lies_transposed(tensor))
     unit = box.extent[dim] // _cuts(box, tensor)
-    offset, extent = list(box.offset), list(box.extent)
+    offset = list(box.offset)
+    extent = list(box.extent)
     offset[dim] += first * unit
     extent[dim] = (last - first) * unit
     part = dataclasses.replace(box, offset=tuple(offset), extent=tuple(extent))
@@ -132,13 +133,15 @@ def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None
     """Raises UserError unless the boxes are of exactly the model's tensors, in its shapes; whether
     they cover them shows when they are saved.
     """
-    wanted, given = model_shapes(model, vocab_size), {box.name: box.shape for box, _ in pairs}
+    wanted = model_shapes(model, vocab_size)
+    given = {box.name: box.shape for box, _ in pairs}
     faults = [
         f"{name} has shape {list(given[name])}, the model's flags need {list(wanted[name])}"
         for name in given.keys() & wanted.keys()
         if given[name] != wanted[name]
     ]
-    missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
+    missing = sorted(wanted.keys() - given.keys())
+    extra = sorted(given.keys() - wanted.keys())
     if missing:
         faults.append(f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)")
     if extra:

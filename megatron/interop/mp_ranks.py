@@ -74,7 +74,8 @@ class MpRanks:
         for chunk in sorted(chunks, key=lambda key: (len(key), key)):
             for stage in range(self.pp):
                 layers += self._add(whole, stage, chunk, layers)
-        word, head = whole.get("embedding.word_embeddings.weight"), whole.get("output_layer.weight")
+        word = whole.get("embedding.word_embeddings.weight")
+        head = whole.get("output_layer.weight")
         if tied and word and head:
             if not all(torch.equal(a, b) for a, b in zip(word, head, strict=True)):
                 raise CheckpointError(

@@ -189,7 +189,8 @@ class _Interpreter:
     """The stack machine of pickle protocols 2 to 5."""
 
     def __init__(self, known: set[str], storage: Callable[[Any], Any] | None) -> None:
-        self.known, self.storage = known, storage
+        self.known = known
+        self.storage = storage
         self.stack: list[Any] = []  # since the last mark
         self.below: list[list[Any]] = []  # the stacks before each mark
         self.memo: dict[int, Any] = {}
@@ -215,7 +216,8 @@ class _Interpreter:
         raise UserError("the pickle has no end")
 
     def _marked(self) -> list[Any]:
-        values, self.stack = self.stack, self.below.pop()
+        values = self.stack
+        self.stack = self.below.pop()
         return values
 
     def op_MARK(self, _: Any) -> None:
@@ -256,7 +258,8 @@ class _Interpreter:
         _expect(self.stack[-1], set).update(map(_key, values))
 
     def op_SETITEM(self, _: Any) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
+        value = self.stack.pop()
+        key = self.stack.pop()
         _expect(self.stack[-1], dict)[_key(key)] = value
 
     def op_SETITEMS(self, _: Any) -> None:
@@ -280,7 +283,8 @@ class _Interpreter:
         self._name(*argument.split(" ", 1))
 
     def op_STACK_GLOBAL(self, _: Any) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
+        name = self.stack.pop()
+        module = self.stack.pop()
         self._name(_expect(module, str), _expect(name, str))
 
     def _name(self, module: str, name: str) -> None:
@@ -292,7 +296,8 @@ class _Interpreter:
         self.stack.append(Record(full, None))
 
     def op_REDUCE(self, _: Any) -> None:
-        args, kind = self.stack.pop(), self.stack.pop()
+        args = self.stack.pop()
+        kind = self.stack.pop()
         self.stack.append(self._made(kind, args))
 
     op_NEWOBJ = op_REDUCE
@@ -385,7 +390,8 @@ class _Part(io.RawIOBase):
     """A range of a mapped file, as a file."""
 
     def __init__(self, file: MappedFile, start: int, length: int) -> None:
-        self.data, self.at = memoryview(file.bytes)[start : start + length], 0
+        self.data = memoryview(file.bytes)[start : start + length]
+        self.at = 0
 
     def seekable(self) -> bool:
         return True
@@ -470,7 +476,8 @@ def _storage(
         or type(count) is not int
     ):
         raise UserError("a reference to something that is no storage")
-    info, dtype = entries[f"data/{key}"], STORAGES[storage_class.kind]
+    info = entries[f"data/{key}"]
+    dtype = STORAGES[storage_class.kind]
     if info.file_size != count * dtype.itemsize:
         raise UserError(
             f"storage {key} has {info.file_size} bytes, {count * dtype.itemsize} are expected"

@@ -146,7 +146,8 @@ def _open_partitions(paths: dict[int, Path]) -> tuple[int, list[tuple[Path, dict
 
 def _stage_and_count(path: Path, state: dict[str, Any]) -> tuple[int, int]:
     """ZeRO's stage, and in how many partitions every group is. Raises CheckpointError."""
-    stage, counts = state.get("zero_stage", 1), state["partition_count"]
+    stage = state.get("zero_stage", 1)
+    counts = state["partition_count"]
     stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
     counts = counts if isinstance(counts, list) else [counts]
     if not all(type(each) is int for each in counts):
@@ -215,7 +216,8 @@ def _merge_ranges(
             f"{len(groups)}: files of two saves"
         )
     for index, (shapes, gaps) in enumerate(zip(groups, paddings, strict=True)):
-        pieces, at = [flats[index] for flats in ranks], 0
+        pieces = [flats[index] for flats in ranks]
+        at = 0
         ends = list(itertools.accumulate(map(len, pieces)))
         _require_length(path, index, shapes, gaps, ends[-1], len(ranks))
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
@@ -299,7 +301,8 @@ def box_parts(shape: Shape, pieces: Iterable[tuple[int, Tensor]]) -> list[Part]:
         inner = -(-start // width) * width, stop // width * width
         edges = {start, stop, *(edge for edge in inner if start < edge < stop)}
         for low, high in itertools.pairwise(sorted(edges)):
-            offset, size = divmod(low, width), high - low
+            offset = divmod(low, width)
+            size = high - low
             extent = (1, size) if size % width else (size // width, width)
             elements = piece[low - start : high - start].view(extent)
             parts.append((offset, extent, partial(_same, elements)))

@@ -227,7 +227,9 @@ class Timers:
         """Add the wall time of the block, without that of timers inside it, to timer `name`, also
         when the block raises.
         """
-        start, outer, self._inside = self._clock(), self._inside, 0.0
+        start = self._clock()
+        outer = self._inside
+        self._inside = 0.0
         try:
             yield
         finally:
@@ -237,7 +239,8 @@ class Timers:
 
     def take(self) -> dict[str, float]:
         """Seconds of each timer since the last call; all start again from zero."""
-        seconds, self._seconds = self._seconds, {}
+        seconds = self._seconds
+        self._seconds = {}
         return seconds
 
 

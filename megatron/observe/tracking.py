@@ -206,7 +206,8 @@ class _TensorBoard:
                 name in _BY_SAMPLES or name.startswith("lm loss validation")
             ):
                 self._writer.add_scalar(name + VS_SAMPLES, value, samples)
-        self._mark, self._iteration = {}, iteration
+        self._mark = {}
+        self._iteration = iteration
         self._writer.flush()
 
     def close(self) -> None:

@@ -53,9 +53,12 @@ class Shape:
     def __init__(self, config: Config, padded_vocab: int, device: str = "cuda"):
         tp = config.distributed.tensor_model_parallel_size
         chosen, _ = choose_kernels(config, torch.device(device))
-        self.config, self.model, self.device = config, local_shape(chosen.model, tp), device
+        self.config = config
+        self.model = local_shape(chosen.model, tp)
+        self.device = device
         self.compute, self.wide = element_sizes(config.precision)
-        self.samples, self.seq = config.training.micro_batch_size, config.data.seq_length
+        self.samples = config.training.micro_batch_size
+        self.seq = config.data.seq_length
         self.tokens = self.samples * self.seq
         # outside the pairs of matrices
         self.sequence_parallel = config.distributed.sequence_parallel
@@ -101,7 +104,8 @@ class Shape:
         """What the first layer keeps beside: the embedding before positions and dropout, the mask;
         and the last: the final norm's input.
         """
-        model, total = self.model, 0
+        model = self.model
+        total = 0
         if index == 0 and (
             model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"
         ):
@@ -126,7 +130,10 @@ class Shape:
 
 def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     """One transformer layer."""
-    model, tokens, hidden, attention = shape.model, shape.tokens, shape.hidden, shape.attention
+    model = shape.model
+    tokens = shape.tokens
+    hidden = shape.hidden
+    attention = shape.attention
     whole = shape.layer() + shape.ends(index)
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
@@ -168,8 +175,10 @@ def _forming(shape: Shape, gathered: int) -> tuple[int, int]:
     """Bytes while weight gradients are formed, and those in which they are; `gathered`: of hidden
     states of the whole sequence under sequence parallelism.
     """
-    model, columns = shape.model, saved_widths(shape.model)[0]
-    f, h = model.ffn_hidden_size, model.hidden_size
+    model = shape.model
+    columns = saved_widths(shape.model)[0]
+    f = model.ffn_hidden_size
+    h = model.hidden_size
     # of fc2's weight; and of fc1's, when fc2's input is gone
     fc2 = gathered + shape.activated, shape.weight_scratch(f, h)
     fc1 = 2 * gathered + shape.hidden - shape.activated, shape.weight_scratch(h, columns)
@@ -190,7 +199,8 @@ def head_bytes(shape: Shape) -> UnitBytes:
     """Head and loss: the gradient of the logits takes their place, in chunks that are widened.
     Fused, the logits themselves are made in chunks.
     """
-    fused, h = shape.model.fused_linear_cross_entropy, shape.model.hidden_size
+    fused = shape.model.fused_linear_cross_entropy
+    h = shape.model.hidden_size
     tokens = (
         min(shape.tokens, chunk_tokens(shape.vocab, shape.compute, shape.device))
         if fused

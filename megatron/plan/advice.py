@@ -15,7 +15,9 @@ from megatron.plan.memory import MemoryPlan, RankMemory
 from megatron.plan.state import precisions, shard_size
 
 # H100, a share of its peak that training reaches, GB/s of its 400 Gb/s network adapter
-PEAK_TFLOPS, MFU, BANDWIDTH = 989.0, 0.4, 50.0
+PEAK_TFLOPS = 989.0
+MFU = 0.4
+BANDWIDTH = 50.0
 # GB/s from pinned host memory over PCI Express 5.0 x16: assumed, of 63 there are
 HOST_BANDWIDTH = 50.0
 
@@ -74,8 +76,11 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     and token in a forward pass, 4 in a backward pass (6 with recomputation). Latency and what else
     is on the wire are not counted.
     """
-    distributed, training, size = config.distributed, config.training, precisions(config)
-    stage, replicas = distributed.zero_stage, data_parallel_size(config, world_size)
+    distributed = config.distributed
+    training = config.training
+    size = precisions(config)
+    stage = distributed.zero_stage
+    replicas = data_parallel_size(config, world_size)
     shard = shard_size(config, world_size)
     backward = 6 if training.recompute_granularity else 4
     accumulates = training.global_batch_size > training.micro_batch_size * replicas

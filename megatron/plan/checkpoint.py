@@ -57,9 +57,12 @@ def checkpoint_report(
     """All that tools/plan.py checkpoint prints. `write`: GB/s from a rank to --save; `copy`: GB/s
     into host memory; hours between failures.
     """
-    stages, hours = shard_bytes(config, vocab_size, world_size), between_failures * 3600
-    largest, ranks = max(stages), world_size // len(stages)
-    seconds, stall = largest / write / 1e9, largest / copy / 1e9
+    stages = shard_bytes(config, vocab_size, world_size)
+    hours = between_failures * 3600
+    largest = max(stages)
+    ranks = world_size // len(stages)
+    seconds = largest / write / 1e9
+    stall = largest / copy / 1e9
     lines = [
         f"checkpoint of {sum(stages) * ranks / 1e9:.4g} GB: GB that each rank writes, by pipeline "
         f"stage: {', '.join(f'{size / 1e9:.4g}' for size in stages)}",

@@ -86,7 +86,8 @@ class Ledger:
 
     def look(self, temporaries: int = 0, scratch: int = 0) -> None:
         """A moment at which so much more is alive than what has been counted."""
-        now, most = self.now, self.most
+        now = self.now
+        most = self.most
         now["temporaries"] += temporaries
         now["scratch"] += scratch
         for kind, size in now.items():
@@ -103,7 +104,9 @@ class Held:
     """Bytes that a ledger counts as long as this object is kept."""
 
     def __init__(self, ledger: Ledger, kind: str, size: int):
-        self.ledger, self.kind, self.size = ledger, kind, size
+        self.ledger = ledger
+        self.kind = kind
+        self.size = size
         ledger.add(kind, size)
 
     def __del__(self) -> None:
@@ -179,12 +182,14 @@ class Kept:
     """
 
     def __init__(self, x: Tensor | None, *held: Held):
-        self.x, self.held = x, held
+        self.x = x
+        self.held = held
 
     def let_go(self) -> bool:
         """Free all of it; whether there was an input."""
         had_input = self.x is not None
-        self.x, self.held = None, ()
+        self.x = None
+        self.held = ()
         return had_input
 
 
@@ -202,8 +207,12 @@ class PlannedPasses:
         shape: tuple[int, int, int],
         dtype: torch.dtype,
     ):
-        self.ledger, self.units, self.names, self.senders = ledger, units, names, senders
-        self.shape, self.dtype = shape, dtype
+        self.ledger = ledger
+        self.units = units
+        self.names = names
+        self.senders = senders
+        self.shape = shape
+        self.dtype = dtype
         self.scalars: dict[str, Tensor] = {}
 
     def begin(self, scale: float, objectives: set[str]) -> None:
@@ -226,7 +235,8 @@ class PlannedPasses:
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Kept
     ) -> tuple[Tensor | None, Kept | None]:
         """A backward pass, as LayerPasses.backward."""
-        unit, name = self.units[layer], self.names[layer]
+        unit = self.units[layer]
+        name = self.names[layer]
         if kind is Kind.BACKWARD_WEIGHT:
             self.ledger.moment = f"weight gradients of {name}"
             self.ledger.look(unit.weight, unit.scratch)
@@ -265,7 +275,9 @@ def run_step(
     """The worst moment of one step. `units`: of the layers of each stage of this rank; `inputs`:
     bytes of a micro-batch.
     """
-    names, of_layer, senders = {}, {}, set()
+    names = {}
+    of_layer = {}
+    senders = set()
     own = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.pp.rank]
     for stage, chunk, sizes in zip(own, model.chunks, units, strict=True):
         for (name, layer), unit in zip(chunk, sizes, strict=True):

@@ -63,7 +63,9 @@ class MemoryPlan:
     """
 
     def __init__(self, config: Config, vocab_size: int, world_size: int, device: str = "cuda"):
-        self.config, self.vocab_size, self.world_size = config, vocab_size, world_size
+        self.config = config
+        self.vocab_size = vocab_size
+        self.world_size = world_size
         self.device = device
         self._changed: dict[tuple[int, str | None], MemoryPlan] = {}
 
@@ -81,7 +83,8 @@ class MemoryPlan:
         """The plan of the same run at another stage of ZeRO, with another
         --recompute-granularity.
         """
-        training, distributed = self.config.training, self.config.distributed
+        training = self.config.training
+        distributed = self.config.distributed
         if (stage, recompute) == (distributed.zero_stage, training.recompute_granularity):
             return self
         if (stage, recompute) not in self._changed:
@@ -136,8 +139,10 @@ def rank_memories(
     padded = padded_vocab_size(
         vocab_size, config.model, config.distributed.tensor_model_parallel_size
     )
-    stages, schedule = pipeline_stages(config, padded), schedule_of(config, world_size, steady=True)
-    shape, shard = Shape(config, padded, device), shard_size(config, world_size)
+    stages = pipeline_stages(config, padded)
+    schedule = schedule_of(config, world_size, steady=True)
+    shape = Shape(config, padded, device)
+    shard = shard_size(config, world_size)
     layout = layout_of(config, world_size)
     inside = with_state_on_the_device(config)
 
@@ -186,7 +191,8 @@ def schedule_of(config: Config, world_size: int, *, steady: bool = False) -> Sch
     """What one training step runs: of the full global batch, or of the first micro-batches where
     these hold what all of them would.
     """
-    training, distributed = config.training, config.distributed
+    training = config.training
+    distributed = config.distributed
     ranks = data_parallel_size(config, world_size)
     assert ranks > 0
     micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)

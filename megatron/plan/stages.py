@@ -22,9 +22,11 @@ def stage_lines(plan: MemoryPlan) -> list[str]:
     padded = padded_vocab_size(
         plan.vocab_size, config.model, config.distributed.tensor_model_parallel_size
     )
-    stages, schedule = pipeline_stages(config, padded), schedule_of(config, plan.world_size)
+    stages = pipeline_stages(config, padded)
+    schedule = schedule_of(config, plan.world_size)
     stored = stage_parameters(config, stages, schedule.placement, padded)
-    flops, peaks = unit_flops(config.model, config.data.seq_length, padded), in_flight(schedule)
+    flops = unit_flops(config.model, config.data.seq_length, padded)
+    peaks = in_flight(schedule)
     bubble = simulate(schedule, stage_costs(config, stages, padded)).bubble
     lines = [
         f"{schedule.name}: {schedule.ranks} pipeline ranks x "
@@ -46,7 +48,8 @@ def stage_costs(config: Config, stages: Sequence[Stage], padded_vocab: int) -> C
     input gradient and for the weight gradient; the attention core has no weights, and the head
     computes its weight gradient with its input gradient. Recomputation runs layers forward again.
     """
-    model, recomputed = config.model, config.training.recompute_granularity == "full"
+    model = config.model
+    recomputed = config.training.recompute_granularity == "full"
     flops = unit_flops(model, config.data.seq_length, padded_vocab)
     core = 2 * head_widths(model)[0] * config.data.seq_length
     forward = [sum(flops[i] for i in stage.units) for stage in stages]
@@ -61,7 +64,8 @@ def stage_costs(config: Config, stages: Sequence[Stage], padded_vocab: int) -> C
 
 def units_of(stage: Stage) -> str:
     """`embedding, layers 0-3`."""
-    first, last = stage.layers.start, stage.layers.stop - 1
+    first = stage.layers.start
+    last = stage.layers.stop - 1
     layers = (
         [f"layer {first}" if first == last else f"layers {first}-{last}"] if stage.layers else []
     )
@@ -74,7 +78,8 @@ def in_flight(schedule: Schedule) -> list[int]:
     """The most micro-batches of which each stage has run the forward pass and not the whole
     backward pass.
     """
-    now, most = [0] * schedule.stages, [0] * schedule.stages
+    now = [0] * schedule.stages
+    most = [0] * schedule.stages
     for actions in schedule.actions:
         for kind, stage, _ in actions:
             if kind is Kind.FORWARD:

@@ -35,7 +35,8 @@ def element_sizes(precision: PrecisionConfig) -> tuple[int, int]:
 def precisions(config: Config) -> Precisions:
     """What the flags ask for."""
     compute, wide = element_sizes(config.precision)
-    chosen, optimizer = {"fp32": wide, "bf16": 2}, config.optimizer
+    chosen = {"fp32": wide, "bf16": 2}
+    optimizer = config.optimizer
     moments = (
         chosen[optimizer.exp_avg_dtype] + chosen[optimizer.exp_avg_sq_dtype]
         if optimizer.optimizer == "adam"
@@ -69,7 +70,8 @@ def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[st
     beside them, on the device; or with --param-cpu-offload on the host, in fp32 the master weights
     themselves. Of a frozen block there are the weights, at stage 3 a slice of them.
     """
-    size, optimizer = precisions(config), config.optimizer
+    size = precisions(config)
+    optimizer = config.optimizer
     fraction = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
     found = dict.fromkeys(("parameters", "gradients", "optimizer", "host", "disk"), 0)
     in_files = []
@@ -96,7 +98,9 @@ def _block_bytes(
     """(kind, bytes) of a block in memory, without what is in files; `part`: elements of a rank's
     slice.
     """
-    stage, size, optimizer = config.distributed.zero_stage, precisions(config), config.optimizer
+    stage = config.distributed.zero_stage
+    size = precisions(config)
+    optimizer = config.optimizer
     offloaded = stage == 3 and optimizer.param_cpu_offload
     kept_weights = "host" if offloaded else "parameters"
     if not block.trained:

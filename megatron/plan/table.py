@@ -29,11 +29,13 @@ def memory_table(plan: MemoryPlan) -> list[str]:
     """A row for each pipeline rank, in GiB: what it holds after the passes of a step, the most of
     what comes and goes in a step, the worst moment.
     """
-    kept, again = plan.with_recompute(None).ranks, plan.with_recompute("full").ranks
+    kept = plan.with_recompute(None).ranks
+    again = plan.with_recompute("full").ranks
     rows: list[tuple[str, ...]] = [("rank", *COLUMNS, "worst moment")]
     for number, (rank, other) in enumerate(zip(kept, again, strict=True)):
         chosen = other if plan.config.training.recompute_granularity else rank
-        static, most = chosen.static, chosen.peak.most
+        static = chosen.static
+        most = chosen.peak.most
         sizes = [
             *(static[kind] for kind in ("parameters", "gradients", "optimizer")),
             *(most[kind] for kind in ("slots", "scratch", "gathered")),
@@ -61,7 +63,8 @@ def memory_table(plan: MemoryPlan) -> list[str]:
 
 def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[str]:
     """All that tools/plan.py memory prints; `memory` is a device's GiB."""
-    distributed, largest = plan.config.distributed, plan.fullest
+    distributed = plan.config.distributed
+    largest = plan.fullest
     replicas = data_parallel_size(plan.config, plan.world_size)
     recompute = plan.config.training.recompute_granularity == "full"
     shard = distributed.zero_shard_size or replicas

@@ -54,7 +54,8 @@ def memory_verdict(plan: MemoryPlan, memory: float) -> Verdict:
 
 def _remedy(plan: MemoryPlan, memory: float) -> str:
     """The first change of ZeRO's stage and recompute with which the run fits, as flags."""
-    chosen, kept = plan.config.distributed.zero_stage, plan.config.training.recompute_granularity
+    chosen = plan.config.distributed.zero_stage
+    kept = plan.config.training.recompute_granularity
     sharing = shard_size(plan.config, plan.world_size) > 1 or chosen == 0
     stages = range(chosen, 4 if sharing else chosen + 1)
     for granularity in dict.fromkeys((kept, "full")):

@@ -49,7 +49,8 @@ class LocalCheckpoints:
     """The local tier of a run. `redundancy`: --local-redundancy."""
 
     def __init__(self, root: str | Path, ranks: Ranks, redundancy: str):
-        self.nodes, self.redundancy = find_nodes(root, ranks), redundancy
+        self.nodes = find_nodes(root, ranks)
+        self.redundancy = redundancy
         self.run: RunId | None = None
         if redundancy != "none":
             require_redundancy(self.nodes, redundancy)

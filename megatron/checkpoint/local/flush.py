@@ -31,12 +31,15 @@ def limited(
         yield from data
         return
     most = max(1, int(rate * MB * BURST))
-    tokens, last = float(most), clock()
+    tokens = float(most)
+    last = clock()
     for part in data:
         while len(part):
-            piece, part = part[:most], part[most:]
+            piece = part[:most]
+            part = part[most:]
             now = clock()
-            tokens, last = min(most, tokens + (now - last) * rate * MB), now
+            tokens = min(most, tokens + (now - last) * rate * MB)
+            last = now
             if tokens < len(piece):
                 sleep((len(piece) - tokens) / (rate * MB))
             # below 0 when it had to sleep: what has come meanwhile is added the next time
@@ -81,7 +84,8 @@ def _data(file: Any) -> Iterator[memoryview]:
     """The rest of the file, in one buffer of a chunk: one that is taken has been written when the
     next is asked for.
     """
-    buffer, held = memoryview(bytearray(m.CHUNK)), 0
+    buffer = memoryview(bytearray(m.CHUNK))
+    held = 0
     while True:
         got = file.readinto(buffer[held:])
         held += got

@@ -153,7 +153,8 @@ def _listed(
     """Of this node's checkpoints of `run`: iteration, digest of the manifest, the files that are
     here by table and size; and what the manifest says of shards in all, their bytes, and `sets`.
     """
-    root, rows = nodes.root / run.folder, []
+    root = nodes.root / run.folder
+    rows = []
     for iteration in m.list_iterations(root):
         try:
             raw, content = _manifest(root / m.iteration_folder(iteration))
@@ -204,7 +205,8 @@ def _drop_damaged(nodes: Nodes, run: RunId, iteration: int, held: list[set[int]]
     """Read every shard on its node, its ranks in turns, and take those that are not as they were
     written from `held`.
     """
-    folder, own = nodes.root / run.folder / m.iteration_folder(iteration), sorted(held[nodes.index])
+    folder = nodes.root / run.folder / m.iteration_folder(iteration)
+    own = sorted(held[nodes.index])
     mine = own[nodes.place :: len(nodes.members[nodes.index])]
     damaged = nodes.ranks.gather_or_raise(
         lambda: [number for number in mine if not _is_whole(folder, number)]
@@ -222,7 +224,8 @@ def _is_whole(folder: Path, number: int) -> bool:
         with open(path, "rb", buffering=0) as file:
             if m.chunk_digest(file.read(table.data_start)) != table.header:
                 return False
-            buffer, at = memoryview(bytearray(max(1, BATCH // table.chunk) * table.chunk)), 0
+            buffer = memoryview(bytearray(max(1, BATCH // table.chunk) * table.chunk))
+            at = 0
             while got := file.readinto(buffer):
                 for start in range(0, got, table.chunk):
                     if (
@@ -293,7 +296,8 @@ class _Gains:
 
 def _plan_copies(nodes: Nodes, found: Found) -> tuple[list[ShardTransfer], _Gains]:
     """A transfer to the emptiest other node for every shard that one node alone has."""
-    transfers, gains = [], _Gains(nodes, found)
+    transfers = []
+    gains = _Gains(nodes, found)
     for number, record in enumerate(found.records):
         holders = found.holders(number)
         if len(holders) > 1 or len(nodes.members) == 1:
@@ -375,7 +379,9 @@ def _plan_rebuilding(nodes: Nodes, found: Found) -> tuple[list[Stream], _Gains]:
     """A stream for every file that no node has. A shard and the block of the same place go to one
     node: of those with the fewest files of the stripe the emptiest.
     """
-    missing, streams, gains = set(found.missing), [], _Gains(nodes, found)
+    missing = set(found.missing)
+    streams = []
+    gains = _Gains(nodes, found)
     for stripe in stripes_in(found.records, found.content["sets"]):
         blocks = range(stripe.first, stripe.first + len(stripe.shards))
         for place, (shard, block) in enumerate(zip(stripe.shards, blocks)):
@@ -414,7 +420,8 @@ class LocalCheckpoint(Checkpoint):
     """
 
     def __init__(self, nodes: Nodes, run: RunId, found: Found) -> None:
-        self.nodes, self.found = nodes, found
+        self.nodes = nodes
+        self.found = found
         self._attempt = NodeAttempt(nodes, run, found.iteration, "read")
         heads = _heads(nodes, run, found)
         self._attempt.__enter__()
@@ -429,7 +436,8 @@ class LocalCheckpoint(Checkpoint):
             raise
 
     def _lay_out(self, heads: dict[int, tuple[bytes, bytes]]) -> None:
-        folder, held = self._attempt.folder, self.found.held[self.nodes.index]
+        folder = self._attempt.folder
+        held = self.found.held[self.nodes.index]
         _link(self._attempt.root / m.iteration_folder(self.found.iteration), folder, held)
         for number, record in enumerate(self.found.records):
             if number not in held:
@@ -463,7 +471,8 @@ class LocalCheckpoint(Checkpoint):
         for box in boxes:
             if box.name not in self.tensors:
                 continue
-            offset, extent = tuple(box.offset) or (0,), tuple(box.extent) or (1,)
+            offset = tuple(box.offset) or (0,)
+            extent = tuple(box.extent) or (1,)
             for piece in self.tensors[box.name].pieces:
                 if intersect(offset, extent, piece.offset or (0,), piece.extent or (1,)):
                     needed.add(piece.shard.number)

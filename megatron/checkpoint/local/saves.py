@@ -194,10 +194,8 @@ class NodeAttempt(Attempt):
         """Give every rank an XOR parity block of its stripe; `entries` are the entries of all ranks'
         shards. Returns what the manifest says of the blocks.
         """
-        stripes, shards = (
-            stripes_of(self.nodes.members),
-            [record for record in entries if record is not None],
-        )
+        stripes = stripes_of(self.nodes.members)
+        shards = [record for record in entries if record is not None]
         writers = [rank for rank, record in enumerate(entries) if record is not None]
         sets = [
             [writers.index(rank) if rank in writers else None for rank in ranks]
@@ -316,7 +314,8 @@ def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
 
 def require_redundancy(nodes: Nodes, redundancy: str) -> None:
     """Raise CheckpointError unless every rank has one of the same place on another node."""
-    sizes, flag = [len(ranks) for ranks in nodes.members], f"--local-redundancy {redundancy}"
+    sizes = [len(ranks) for ranks in nodes.members]
+    flag = f"--local-redundancy {redundancy}"
     if len(sizes) == 1:
         what = "a partner is another one" if redundancy == "partner" else "an XOR group has several"
         raise CheckpointError(

@@ -44,10 +44,8 @@ def in_rounds(
     home = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
 
     def turn(transfer: ShardTransfer) -> tuple[int, int, int]:
-        node, steps = (
-            home[transfer.source],
-            (home[transfer.to] - home[transfer.source]) % len(nodes),
-        )
+        node = home[transfer.source]
+        steps = (home[transfer.to] - home[transfer.source]) % len(nodes)
         rings = math.gcd(steps, len(nodes))
         length = len(nodes) // rings
         # on its ring: node = place * steps + node % rings
@@ -71,10 +69,8 @@ def send_shards(
     (that way has never run).
     """
     fault: Exception | None = None
-    me, device = (
-        ranks.world.rank,
-        torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device,
-    )
+    me = ranks.world.rank
+    device = torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device
     for transfer in transfers:
         try:
             if transfer.source == me:
@@ -104,7 +100,8 @@ def _send(transfer: ShardTransfer, path: Path, ranks: Ranks, device: torch.devic
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed below
     except OSError as error:
-        file, fault = None, error
+        file = None
+        fault = error
     for start, size in _pieces(transfer):
         piece = torch.zeros(size, dtype=torch.uint8)
         try:
@@ -142,7 +139,8 @@ def share_bytes(parts: dict[int, bytes], sizes: list[int], ranks: Ranks) -> list
     """Every rank gets all of the strings of `sizes` bytes; `parts` are those, by number, that this
     rank alone has.
     """
-    whole, starts = torch.zeros(sum(sizes), dtype=torch.uint8), [0]
+    whole = torch.zeros(sum(sizes), dtype=torch.uint8)
+    starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size)
     for number, data in parts.items():

@@ -84,7 +84,8 @@ class Stripe:
 
     def shard(self, place: int, to: int) -> Stream:
         """A lost shard, made by rank `to`."""
-        k, runs = len(self.shards), []
+        k = len(self.shards)
+        runs = []
         for number in range(k - 1):
             holder = (place + 1 + number) % k
             length = min(self.piece, self.sizes[place] - number * self.piece)
@@ -199,7 +200,8 @@ def _turns(streams: Iterable[Stream], owner: Callable[[int], int]) -> list[list[
             ):
                 break
         else:
-            turn, busy = [], Counter()
+            turn = []
+            busy = Counter()
             turns.append((turn, busy))
         turn.append(stream)
         busy.update(sends)
