@@ -30,6 +30,7 @@ from megatron.checkpoint.local.flush import copy_shard, limited
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.progress import WriteProgress
 from megatron.checkpoint.retention import Policy, retire
+from megatron.config.input_files import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Background:
         self.process: subprocess.Popen | None = None
         self.text = b""  # of an answer that has not come whole
 
-    def send(self, command: dict[str, Any]) -> None:
+    def send(self, command: JsonObject) -> None:
         """Raises CheckpointError when the process is gone."""
         try:
             self.process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -56,7 +57,7 @@ class Background:
         except OSError as error:
             raise self._gone() from error
 
-    def answer(self, *, wait: bool) -> dict[str, Any] | None:
+    def answer(self, *, wait: bool) -> JsonObject | None:
         """The next answer; None when there is none yet. Raises CheckpointError when the process is
         gone.
         """
@@ -140,7 +141,7 @@ def serve(descriptor: int) -> None:
             _tell(_outcome(lambda: WORK[command["do"]](command, view, commands), command))
 
 
-def _tell(answer: dict[str, Any]) -> None:
+def _tell(answer: JsonObject) -> None:
     try:
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
@@ -155,7 +156,7 @@ class _ToTrainer(logging.Handler):
         _tell({"log": [record.levelno, record.getMessage()]})
 
 
-def _outcome(part: Callable[[], Any], command: dict[str, Any]) -> dict[str, Any]:
+def _outcome(part: Callable[[], Any], command: JsonObject) -> JsonObject:
     try:
         return {"result": part()}
     except CheckpointError as error:
@@ -164,7 +165,7 @@ def _outcome(part: Callable[[], Any], command: dict[str, Any]) -> dict[str, Any]
         return {"error": not_saved(Path(command["root"]), command["iteration"], error)}
 
 
-def _write(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> dict[str, Any]:
+def _write(command: JsonObject, memory: memoryview, commands: BinaryIO) -> JsonObject:
     waves = _waves(command["bytes"], memory, commands)
     first = next(waves)
     header = bytes(first[: command["header"]])
@@ -188,7 +189,7 @@ def _write(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> d
     )
 
 
-def _copy(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> dict[str, Any]:
+def _copy(command: JsonObject, memory: memoryview, commands: BinaryIO) -> JsonObject:
     """A shard that lies in a local folder."""
     record = command["record"]
     return copy_shard(
@@ -215,7 +216,7 @@ def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memory
         _tell({"taken": count})
 
 
-def _commit(command: dict[str, Any], memory: memoryview, commands: BinaryIO) -> None:
+def _commit(command: JsonObject, memory: memoryview, commands: BinaryIO) -> None:
     root = Path(command["root"])
     iteration = command["iteration"]
     commit(

@@ -11,16 +11,17 @@ from bisect import bisect_left
 from pathlib import Path
 
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.shapes import Dims
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, extent
+Box = tuple[Dims, Dims]  # offset, extent
 
 
-def box_key(name: str, offset: tuple[int, ...]) -> str:
+def box_key(name: str, offset: Dims) -> str:
     """`name@o0,o1,...`: the key of a box in its shard."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
-def parse_key(key: str, path: Path) -> tuple[str, tuple[int, ...]]:
+def parse_key(key: str, path: Path) -> tuple[str, Dims]:
     match = re.fullmatch(r"([^@]+)@(\d+(?:,\d+)*|)", key)
     if not match:
         raise CheckpointError(f"{path}: tensor key {key!r} is not of the form name@offsets")
@@ -38,7 +39,7 @@ def intersect(
     return (low, high) if all(l < h for l, h in zip(low, high)) else None
 
 
-def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+def tiles(shape: Dims, boxes: list[Box]) -> bool:
     """Whether boxes cover `shape` exactly once: they lie inside, their volumes add up to its own,
     and no two have anything in common.
     """

@@ -31,6 +31,7 @@ from megatron.checkpoint.files import (
 )
 from megatron.checkpoint.index import Index, newest_first, read_manifest
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
     from megatron.checkpoint.ranks import Ranks
@@ -53,7 +54,7 @@ class Attempt:
         iteration: int,
         ranks: Ranks,
         explain: Callable[[Exception], str],
-        state: dict[str, Any] | None = None,
+        state: JsonObject | None = None,
         own: int = 0,
     ) -> None:
         self.root = root
@@ -160,8 +161,8 @@ def commit(
     temporary: Path,
     iteration: int,
     attempt: str,
-    shards: list[dict[str, Any]],
-    state: dict[str, Any],
+    shards: list[JsonObject],
+    state: JsonObject,
     before: Iterable[int] = (),
 ) -> Path:
     """Add the manifest to `temporary`, whose shards are durable, and make it the checkpoint of
@@ -204,7 +205,7 @@ def commit(
     return target
 
 
-def _take_place(temporary: Path, target: Path, content: dict[str, Any]) -> bool:
+def _take_place(temporary: Path, target: Path, content: JsonObject) -> bool:
     """Rename `temporary`, whose manifest is `content`, to `target`. A damaged checkpoint there is
     moved aside, with a warning; False when the one there is whole and equal.
 
@@ -239,7 +240,7 @@ def _attempts(root: Path, iterations: Iterable[int]) -> dict[str, str]:
     return found
 
 
-def _fault_of(target: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> str | None:
+def _fault_of(target: Path, shards: list[JsonObject], state: JsonObject) -> str | None:
     """What is damaged in an existing checkpoint; None when it is whole and equals what was to be
     saved.
 

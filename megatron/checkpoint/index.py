@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import parse_key, tiles
 from megatron.checkpoint.fetch import BATCH, Fetcher
 from megatron.checkpoint.manifest import CheckpointError, DigestTable, Entry
-from megatron.checkpoint.shapes import shapes_of
-from megatron.config.input_files import InputError, open_regular, parse_json
+from megatron.checkpoint.shapes import Dims, shapes_of
+from megatron.config.input_files import InputError, JsonObject, open_regular, parse_json
 
 # threads that read tables and headers: on a shared file system most of their time is waiting
 OPENERS = 16
@@ -57,8 +57,8 @@ class ShardFile:
 class Piece(NamedTuple):
     """A box of a logical tensor as it lies in one shard; `start` counts from the shard's data."""
 
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
+    offset: Dims
+    extent: Dims
     shard: ShardFile
     start: int
 
@@ -69,7 +69,7 @@ class StoredTensor:
     number, start, offset and extent of each piece.
     """
 
-    shape: tuple[int, ...]
+    shape: Dims
     dtype: str
     shards: list[ShardFile]
     rows: array
@@ -112,7 +112,7 @@ class Index:
         self.fetcher = Fetcher(self._names_of)
         self.shards: list[ShardFile] = []
         self.tensors: dict[str, StoredTensor] = {}
-        self.manifest: dict[str, Any] = {}
+        self.manifest: JsonObject = {}
         self._head = b""  # of the manifest, with its digest
         if known is None:
             self._open()
@@ -124,7 +124,7 @@ class Index:
         return self.manifest["iteration"]
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         return self.manifest["state"]
 
     @property
@@ -173,7 +173,7 @@ class Index:
 
     def _open_shards(
         self,
-    ) -> Iterator[tuple[ShardFile, dict[str, Entry], dict[str, tuple[int, ...]]]]:
+    ) -> Iterator[tuple[ShardFile, dict[str, Entry], dict[str, Dims]]]:
         records = list(enumerate(self.manifest["shards"]))
         if len(records) == 1:
             yield _open_shard(self.path, *records[0])
@@ -185,9 +185,7 @@ class Index:
                     records[first : first + 4 * OPENERS],
                 )
 
-    def _add(
-        self, shard: ShardFile, entries: dict[str, Entry], shapes: dict[str, tuple[int, ...]]
-    ) -> None:
+    def _add(self, shard: ShardFile, entries: dict[str, Entry], shapes: dict[str, Dims]) -> None:
         for key, entry in entries.items():
             name, offset = parse_key(key, shard.path)
             stored = self.tensors.get(name)
@@ -318,8 +316,8 @@ def _spans(shards: list[ShardFile]) -> Iterator[_Span]:
 
 
 def _open_shard(
-    folder: Path, number: int, record: dict[str, Any]
-) -> tuple[ShardFile, dict[str, Entry], dict[str, tuple[int, ...]]]:
+    folder: Path, number: int, record: JsonObject
+) -> tuple[ShardFile, dict[str, Entry], dict[str, Dims]]:
     """A shard, the entries of its header and the global shapes of their tensors; its table, its
     size and its header are right.
     """
@@ -361,7 +359,7 @@ def _load_table(path: Path, digest: str) -> DigestTable:
     return DigestTable.decode(raw, path)
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, Any], bytes]:
+def read_manifest(folder: Path) -> tuple[JsonObject, bytes]:
     """The manifest of a checkpoint folder, verified by its own digest, and its first bytes; the
     folder has the name that the manifest says.
     """

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import Ranks
@@ -26,7 +24,7 @@ from megatron.config.errors import UserError
 if TYPE_CHECKING:
     from megatron.checkpoint.desync import DesyncCheck
     from megatron.checkpoint.local.checkpoints import LocalCheckpoints
-    from megatron.layers.spec import Box
+    from megatron.checkpoint.save_plan import BoxTensor
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class CheckpointManager:
     def save(
         self,
         iteration: int,
-        pairs: Iterable[tuple[Box, Tensor]],
+        pairs: Iterable[BoxTensor],
         state: dict[str, Any],
         replicas: DesyncCheck | None = None,
     ) -> None:

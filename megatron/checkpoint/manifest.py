@@ -19,8 +19,9 @@ from typing import Any
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from megatron.checkpoint.run_state import check_run_state
+from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
-from megatron.config.input_files import parse_json
+from megatron.config.input_files import JsonObject, parse_json
 
 CHUNK = 1 << 20  # bytes of shard data under one digest
 ALIGN = 4096  # tensor data starts at a multiple of this
@@ -81,20 +82,18 @@ class Entry:
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Dims
     start: int
     stop: int
 
 
-def encode_header(
-    tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
-) -> bytes:
+def encode_header(tensors: list[tuple[str, str, Dims]], metadata: dict[str, str]) -> bytes:
     """The bytes before the data of a safetensors file that holds `tensors` (key, dtype, shape) back
     to back in this order.
 
     8 bytes little-endian length, JSON, spaces up to a multiple of ALIGN.
     """
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: JsonObject = {"__metadata__": metadata}
     position = 0
     for key, dtype, shape in tensors:
         assert key not in header, f"two tensors named {key}"
@@ -197,7 +196,7 @@ class DigestTable:
 # ---- the manifest --------------------------------------------------------------------------------
 
 
-def encode_manifest(content: dict[str, Any]) -> bytes:
+def encode_manifest(content: JsonObject) -> bytes:
     """JSON that carries the digest of its own content: the digest is of the exact bytes between
     `"manifest": ` and the last brace.
 
@@ -206,7 +205,7 @@ def encode_manifest(content: dict[str, Any]) -> bytes:
     return _frame(_json(content, indent=1))
 
 
-def state_digests(state: dict[str, Any]) -> dict[str, str]:
+def state_digests(state: JsonObject) -> dict[str, str]:
     """A short digest of each value of `state`, by which ranks compare theirs; raises
     CheckpointError when it is not JSON.
     """
@@ -230,7 +229,7 @@ def _frame(body: bytes) -> bytes:
 MANIFEST_HEAD = len(_frame(b"")) - 2
 
 
-def decode_manifest(raw: bytes, path: Path) -> dict[str, Any]:
+def decode_manifest(raw: bytes, path: Path) -> JsonObject:
     """The content of a manifest; raises CheckpointError unless every byte is as written and every
     field sound.
     """
@@ -251,7 +250,7 @@ def decode_manifest(raw: bytes, path: Path) -> dict[str, Any]:
     return content
 
 
-def _require_format(content: dict[str, Any]) -> None:
+def _require_format(content: JsonObject) -> None:
     """Raise ValueError for another format or version than this program's."""
     found = content["format"]
     version = content["version"]
@@ -260,7 +259,7 @@ def _require_format(content: dict[str, Any]) -> None:
         raise ValueError(f"format {found!r} version {version!r}; {known}")
 
 
-def _require_fields(content: dict[str, Any]) -> None:
+def _require_fields(content: JsonObject) -> None:
     """Raise ValueError or KeyError unless the fields beside those of single shards have their
     types.
     """
@@ -280,7 +279,7 @@ def _require_fields(content: dict[str, Any]) -> None:
         raise ValueError("left is not of later iterations and their attempts")
 
 
-def _require_shard(index: int, shard: dict[str, Any]) -> None:
+def _require_shard(index: int, shard: JsonObject) -> None:
     """Raise ValueError, KeyError or TypeError unless a shard's entry is sound."""
     # Names are derived, never followed: a manifest cannot point outside its folder.
     if shard["file"] != shard_file(index):

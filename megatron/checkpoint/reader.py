@@ -26,6 +26,7 @@ from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.config.input_files import InputError, open_regular
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.save_plan import BoxTensor
     from megatron.layers.spec import Box
 
 logger = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ class Checkpoint(Index):
         """
         self.read_all([(box, into)])
 
-    def read_all(self, pairs: Iterable[tuple[Box, Tensor]]) -> None:
+    def read_all(self, pairs: Iterable[BoxTensor]) -> None:
         """The same of many, in the order in which they lie in the files: no shard is opened, and no
         chunk is read, more than once.
         """

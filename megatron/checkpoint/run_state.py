@@ -13,7 +13,7 @@ from typing import Any
 from megatron.checkpoint.shapes import shapes_of
 from megatron.config.arguments import Option, options_by_field
 from megatron.config.groups import Config
-from megatron.config.input_files import InputError, expect
+from megatron.config.input_files import InputError, JsonObject, expect
 
 HUGE = 1e300  # numbers that are no float, or nearly none, are no number of a run
 LARGEST = 2**62  # sums of two counts still fit 64 bits
@@ -35,7 +35,7 @@ RUN = (
 )
 
 
-def check_run_state(state: dict[str, Any]) -> None:
+def check_run_state(state: JsonObject) -> None:
     """Raises InputError for a value that is there and is not of its type or in its range.
 
     A state without a configuration is not of a run: whatever saved it may keep there what it likes.
@@ -50,14 +50,14 @@ def check_run_state(state: dict[str, Any]) -> None:
                 raise InputError(f"state.{name} is not what a run writes there")
 
 
-def require(state: dict[str, Any], names: Iterable[str]) -> None:
+def require(state: JsonObject, names: Iterable[str]) -> None:
     """Raises InputError naming what is missing."""
     missing = [name for name in names if name not in state]
     if missing:
         raise InputError(f"its state lacks {', '.join(missing)}")
 
 
-def config_of(state: dict[str, Any]) -> Config:
+def config_of(state: JsonObject) -> Config:
     """The configuration in a checkpoint's state; fields that are younger or older than this
     program's are left out.
 

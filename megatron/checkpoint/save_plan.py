@@ -17,10 +17,12 @@ from torch import Tensor
 
 from megatron.layers.spec import Box, Holder
 
+BoxTensor = tuple[Box, Tensor]  # a box, and the local tensor that holds it
+
 
 def own_part(
-    pairs: Iterable[tuple[Box, Tensor]], holder: Callable[[Box], Holder | None], *, balanced: bool
-) -> list[tuple[Box, Tensor]]:
+    pairs: Iterable[BoxTensor], holder: Callable[[Box], Holder | None], *, balanced: bool
+) -> list[BoxTensor]:
     """The (box, local tensor) pairs that this rank writes: of what it shares with others an equal
     part, or all when it is the first of them.
 
@@ -69,7 +71,7 @@ def _held_by(part: int, count: int, box: Box) -> Holder:
     return Holder(part, count)
 
 
-def in_parts(pairs: Sequence[tuple[Box, Tensor]], count: int) -> list[list[tuple[Box, Tensor]]]:
+def in_parts(pairs: Sequence[BoxTensor], count: int) -> list[list[BoxTensor]]:
     """The pairs cut by rows into at most `count` lists of about equal bytes, none of them empty."""
     parts = (
         own_part(pairs, partial(_held_by, part, count), balanced=True) for part in range(count)
@@ -84,7 +86,7 @@ def _bytes(box: Box, tensor: Tensor) -> int:
     return elements * tensor.element_size()
 
 
-def cut_rows(box: Box, tensor: Tensor, first: int, stop: int) -> Iterator[tuple[Box, Tensor]]:
+def cut_rows(box: Box, tensor: Tensor, first: int, stop: int) -> Iterator[BoxTensor]:
     """Rows [first, stop) of a box as (box, the part of its local tensor): of a box in several
     groups of rows up to three.
     """

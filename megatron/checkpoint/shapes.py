@@ -6,8 +6,10 @@ from typing import Any
 
 from megatron.config.input_files import InputError, expect
 
+Dims = tuple[int, ...]  # a size or an offset in each dimension
 
-def shapes_of(value: Any) -> dict[str, tuple[int, ...]]:
+
+def shapes_of(value: Any) -> dict[str, Dims]:
     """Shapes of tensors by name, as JSON holds them. Raises InputError."""
     expect(value, dict)
     for name, shape in value.items():

@@ -25,15 +25,16 @@ from megatron.checkpoint.background import Background
 from megatron.checkpoint.commit import Attempt, not_saved
 from megatron.checkpoint.synchronous import Destination, SaveRequest, SynchronousStrategy
 from megatron.checkpoint.writer import in_file_order, shard_bytes, shard_header
+from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
     from megatron.checkpoint.local.checkpoints import LocalCheckpoints
-    from megatron.layers.spec import Box
+    from megatron.checkpoint.save_plan import BoxTensor
 
 GIB = 1 << 30
 
 
-def staging_bytes(pairs: Sequence[tuple[Box, Tensor]], limit: float | None) -> int:
+def staging_bytes(pairs: Sequence[BoxTensor], limit: float | None) -> int:
     """Host memory for the background save of these (box, tensor) pairs: their shard's file, or
     `limit` GiB where that is less.
     """
@@ -192,17 +193,17 @@ class StagedStrategy:
         what = {"source": source, "record": record}
         self.send("copy", attempt, what | self._options(attempt))
 
-    def _stage(self, attempt: Attempt, pairs: list[tuple[Box, Tensor]]) -> None:
+    def _stage(self, attempt: Attempt, pairs: list[BoxTensor]) -> None:
         header = shard_header(pairs, attempt.index, attempt.shards, attempt.iteration)
         what = {"header": len(header), "bytes": len(header) + shard_bytes(pairs)}
         self.send("write", attempt, what | self._options(attempt))
         self.staging.fill(header, (box.view(tensor.detach()) for box, tensor in pairs))
 
-    def _options(self, attempt: Attempt) -> dict[str, Any]:
+    def _options(self, attempt: Attempt) -> JsonObject:
         to = self.destination
         return {"index": attempt.index, "verify": to.verify, "rate": to.rate}
 
-    def send(self, do: str, attempt: Attempt, what: dict[str, Any]) -> None:
+    def send(self, do: str, attempt: Attempt, what: JsonObject) -> None:
         """Have the writer process `do` something for an attempt. Raises CheckpointError."""
         self.background.start()
         command = {
@@ -228,8 +229,8 @@ class StagedSave:
         self.opened = opened  # files, until the save is over
         self.replicas = request.replicas if strategy.compares_later else None
         self.handed_over = strategy.staging is None  # all of this rank's shard
-        self.outcome: dict[str, Any] | None = None  # of this rank's part of the phase
-        self.records: list[dict[str, Any]] | None = None  # of all shards, once they are written
+        self.outcome: JsonObject | None = None  # of this rank's part of the phase
+        self.records: list[JsonObject] | None = None  # of all shards, once they are written
 
     @property
     def phase(self) -> int:
@@ -312,7 +313,7 @@ class StagedSave:
         self.opened.close()
 
 
-def _result_of(outcome: dict[str, Any], who: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _result_of(outcome: JsonObject, who: JsonObject) -> tuple[Any, JsonObject]:
     if "error" in outcome:
         raise m.CheckpointError(outcome["error"])
     return outcome["result"], who

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.writer import save_checkpoint
 
 if TYPE_CHECKING:
     from megatron.checkpoint.desync import DesyncCheck
-    from megatron.layers.spec import Box
+    from megatron.checkpoint.save_plan import BoxTensor
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class SaveRequest:
     """
 
     iteration: int
-    pairs: list[tuple[Box, Tensor]]
+    pairs: list[BoxTensor]
     state: dict[str, Any]
     replicas: DesyncCheck | None
     local: bool

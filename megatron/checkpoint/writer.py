@@ -25,10 +25,11 @@ from megatron.checkpoint.files import new_file, write_all, write_shard_file
 from megatron.checkpoint.progress import WriteProgress
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
-from megatron.checkpoint.save_plan import in_parts
+from megatron.checkpoint.save_plan import BoxTensor, in_parts
+from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
-    from megatron.layers.spec import Box
+    pass
 
 PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
 # most shards that a rank writes at a time, for a file takes one write at a time; bytes of the least
@@ -39,8 +40,8 @@ PART = 128 << 20
 def save_checkpoint(
     root: str | Path,
     iteration: int,
-    tensors: Iterable[tuple[Box, Tensor]],
-    state: dict[str, Any],
+    tensors: Iterable[BoxTensor],
+    state: JsonObject,
     ranks: Ranks = ONE,
     *,
     verify: bool = False,
@@ -97,7 +98,7 @@ def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
         attempt.gather_or_raise(write)
 
 
-def shard_parts(pairs: list[tuple[Box, Tensor]]) -> list[list[tuple[Box, Tensor]]]:
+def shard_parts(pairs: list[BoxTensor]) -> list[list[BoxTensor]]:
     """What this rank owns, for the shards that it writes at a time: one for each core that it has,
     but none of less than PART bytes.
     """
@@ -107,10 +108,10 @@ def shard_parts(pairs: list[tuple[Box, Tensor]]) -> list[list[tuple[Box, Tensor]
 
 def write_shards(
     attempt: Attempt,
-    parts: list[list[tuple[Box, Tensor]]],
+    parts: list[list[BoxTensor]],
     verify: bool,
     progress: Callable[[int], None],
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Write this rank's shards, each by a thread; the error of one ends all. Options and results as
     `write_shard_file`'s.
     """
@@ -123,7 +124,7 @@ def write_shards(
                 raise faults[0]
             progress(count)
 
-    def write(number: int) -> dict[str, Any]:
+    def write(number: int) -> JsonObject:
         try:
             return write_shard(
                 attempt.folder,
@@ -152,9 +153,9 @@ def write_shard(
     index: int,
     shards: int,
     iteration: int,
-    pairs: list[tuple[Box, Tensor]],
+    pairs: list[BoxTensor],
     **options: Any,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write shard `index` of `shards` and its digest table into `folder`; `options` and result as
     `write_shard_file`'s.
     """
@@ -169,17 +170,17 @@ def write_shard(
     )
 
 
-def shard_bytes(pairs: Iterable[tuple[Box, Tensor]]) -> int:
+def shard_bytes(pairs: Iterable[BoxTensor]) -> int:
     """Bytes of the data of a shard that holds `pairs`."""
     return sum(math.prod(box.extent) * tensor.element_size() for box, tensor in pairs)
 
 
-def in_file_order(pairs: list[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:
+def in_file_order(pairs: list[BoxTensor]) -> list[BoxTensor]:
     """Wide items first, which keeps every tensor aligned to its item size."""
     return sorted(pairs, key=lambda pair: -pair[1].element_size())
 
 
-def shard_header(pairs: list[tuple[Box, Tensor]], index: int, shards: int, iteration: int) -> bytes:
+def shard_header(pairs: list[BoxTensor], index: int, shards: int, iteration: int) -> bytes:
     """The bytes before the data of a shard that holds `pairs` one after the other."""
     shapes = json.dumps({box.name: list(box.shape) for box, _ in pairs}, separators=(",", ":"))
     metadata = {

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import compatibility, groups
-from megatron.config.compatibility import key
+from megatron.config.compatibility import Occurrence, key
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors, UserError, first_faults, shortened
 from megatron.config.groups import Config
@@ -37,6 +37,7 @@ from megatron.config.input_files import (
     path_fault,
     read_bytes,
 )
+from megatron.config.metadata import flag_name
 from megatron.config.validate import cross_field_faults
 from megatron.config.yaml_text import parse_yaml
 
@@ -63,6 +64,9 @@ NO_PATHS = {
     "wandb_exp_name",
     "wandb_entity",
 }
+
+Place = tuple[str, str]  # group and field
+Values = dict[Place, Any]
 
 
 @dataclass(frozen=True)
@@ -250,12 +254,8 @@ def _option(group: str, field: dataclasses.Field, annotation: Any, text: str) ->
     choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
     kind = type(choices[0]) if choices else inner
     assert kind in (bool, int, float, str), f"{group}.{field.name}: no flag for {annotation}"
-    names = ("--" + field.name.replace("_", "-"), *field.metadata.get("names", ()))
-    off = (
-        ()
-        if kind is not bool
-        else (field.metadata.get("off") or "--no-" + field.name.replace("_", "-"),)
-    )
+    names = (flag_name(field.name), *field.metadata.get("names", ()))
+    off = (field.metadata.get("off") or flag_name("no_" + field.name),) if kind is bool else ()
     return Option(
         group,
         field.name,
@@ -287,7 +287,7 @@ def options() -> tuple[Option, ...]:
 
 
 @functools.cache
-def options_by_field() -> dict[tuple[str, str], Option]:
+def options_by_field() -> dict[Place, Option]:
     """Every option by its group and field."""
     return {(option.group, option.field): option for option in options()}
 
@@ -335,11 +335,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def split_words(argv: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+def split_words(argv: list[str]) -> tuple[list[Occurrence], list[str]]:
     """Cut a command line into (flag, its words); returns them and the faults (words before any
     flag, one-dash flags).
     """
-    occurrences: list[tuple[str, list[str]]] = []
+    occurrences: list[Occurrence] = []
     faults = []
     for word in argv:
         if re.match(r"--?[^-\d.]|--.", word):  # not a negative number
@@ -369,12 +369,10 @@ class _Reading:
     value.
     """
 
-    values: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)
-    set_by: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
+    values: Values = dataclasses.field(default_factory=dict)
+    set_by: dict[Place, str] = dataclasses.field(default_factory=dict)
     commands: dict[str, str] = dataclasses.field(default_factory=dict)
-    foreign: list[tuple[str, list[str], compatibility.CompatibilityRow]] = dataclasses.field(
-        default_factory=list
-    )
+    foreign: list[compatibility.Answered] = dataclasses.field(default_factory=list)
     least: list[tuple[str, compatibility.CompatibilityRow]] = dataclasses.field(
         default_factory=list
     )
@@ -481,7 +479,7 @@ def _shown(flag: str, words: list[str]) -> str:
     return shortened(" ".join([flag, *(word or "''" for word in words)]), 80)
 
 
-def load_config(path: str) -> tuple[dict[tuple[str, str], Any], list[str]]:
+def load_config(path: str) -> tuple[Values, list[str]]:
     """Read a configuration file: values by (group, field), and the faults in it."""
     try:
         content = _read_json_or_yaml(read_bytes(path, SETTINGS_LIMIT))
@@ -534,7 +532,7 @@ def dump_config(config: Config) -> str:
     return json.dumps(config.to_dict(), indent=2)
 
 
-def _with_values(config: Config, values: dict[tuple[str, str], Any]) -> Config:
+def _with_values(config: Config, values: Values) -> Config:
     for group in {group for group, _ in values}:
         changes = {field: value for (other, field), value in values.items() if other == group}
         config = dataclasses.replace(

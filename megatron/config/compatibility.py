@@ -19,23 +19,28 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.upstream_flags import NAMES
 
+Occurrence = tuple[str, list[str]]  # a flag and the words that follow it
+
 
 @dataclass(frozen=True)
 class CompatibilityRow:
-    """One line of the table: `flags` share a verdict and its `text` (for equals: the
-    replacement).
+    """One line of the table: the flags in `names` (with spaces between them) share a verdict and
+    its `text` (for equals and at least: the flags of ours that they mean).
     """
 
-    flags: tuple[str, ...]
-    verdict: str
+    names: str
     text: str
+    verdict: str
     values: tuple[str, ...] = ()
     # For a note: it holds for such settings only, and others are refused with the text `otherwise`.
     # For "not done": with such settings it is done after all, and `otherwise` is a note.
@@ -44,13 +49,17 @@ class CompatibilityRow:
     # the text of a refusal, from the flag's words and the settings
     explain: Callable[[list[str], Config], str] | None = None
 
+    @property
+    def flags(self) -> list[str]:
+        return self.names.split()
+
     def holds(self, config: Config) -> bool:
         """Whether the settings are such as `when` asks for."""
         return self.when is None or self.when(config)
 
-    def rewrite(self, words: list[str]) -> list[tuple[str, list[str]]]:
-        """The occurrences of our own flags that an equals row stands for."""
-        result: list[tuple[str, list[str]]] = []
+    def rewrite(self, words: list[str]) -> list[Occurrence]:
+        """The occurrences of our own flags that an equals row means."""
+        result: list[Occurrence] = []
         for word in self.text.split():
             if word.startswith("--"):
                 result.append((word, []))
@@ -59,46 +68,23 @@ class CompatibilityRow:
         return result
 
 
-def note(
-    flags: str, text: str, when: Callable[[Config], bool] | None = None, otherwise: str = ""
-) -> CompatibilityRow:
-    """A row whose flags are accepted and change nothing."""
-    return CompatibilityRow(tuple(flags.split()), "note", text, when=when, otherwise=otherwise)
+# One function a verdict: each takes the names and the text.
+note = partial(CompatibilityRow, verdict="note")
+equals = partial(CompatibilityRow, verdict="equals")
+at_least = partial(CompatibilityRow, verdict="at least")
+refused = partial(CompatibilityRow, verdict="refused")
 
 
-def not_done(
-    flags: str,
-    text: str,
-    quiet: str = "",
-    when: Callable[[Config], bool] | None = None,
-    otherwise: str = "",
-) -> CompatibilityRow:
+def not_done(flags: str, text: str, quiet: str = "", **rest: Any) -> CompatibilityRow:
     """A row whose flags ask for what does not exist here; with the values `quiet` they ask for
     nothing.
     """
-    return CompatibilityRow(
-        tuple(flags.split()), "not done", text, tuple(quiet.split()), when, otherwise
-    )
+    return CompatibilityRow(flags, text, "not done", tuple(quiet.split()), **rest)
 
 
 def only(flags: str, values: str, text: str) -> CompatibilityRow:
     """A row whose flags are accepted with these values alone; `text` says why others are not."""
-    return CompatibilityRow(tuple(flags.split()), "only", text, tuple(values.split()))
-
-
-def equals(flags: str, ours: str) -> CompatibilityRow:
-    """A row whose flags are other names of our flags."""
-    return CompatibilityRow(tuple(flags.split()), "equals", ours)
-
-
-def at_least(flags: str, ours: str) -> CompatibilityRow:
-    """A row whose flags raise one of our numbers, unless another flag sets it as high or higher."""
-    return CompatibilityRow(tuple(flags.split()), "at least", ours)
-
-
-def refused(flags: str, text: str) -> CompatibilityRow:
-    """A row whose flags are errors."""
-    return CompatibilityRow(tuple(flags.split()), "refused", text)
+    return CompatibilityRow(flags, text, "only", tuple(values.split()))
 
 
 def in_samples(ours: str) -> Callable[[list[str], Config], str]:
@@ -622,21 +608,18 @@ ONLY = (
 
 REFUSED = (
     refused("--step-batch-size-schedule", "use --rampup-batch-size START INCREMENT SAMPLES"),
-    CompatibilityRow(
-        ("--train-tokens",),
-        "refused",
+    refused(
+        "--train-tokens",
         "use --train-samples: tokens / seq-length",
         explain=in_samples("--train-samples"),
     ),
-    CompatibilityRow(
-        ("--lr-decay-tokens",),
-        "refused",
+    refused(
+        "--lr-decay-tokens",
         "use --lr-decay-samples: tokens / seq-length",
         explain=in_samples("--lr-decay-samples"),
     ),
-    CompatibilityRow(
-        ("--lr-warmup-tokens",),
-        "refused",
+    refused(
+        "--lr-warmup-tokens",
         "use --lr-warmup-samples: tokens / seq-length",
         explain=in_samples("--lr-warmup-samples"),
     ),
@@ -871,12 +854,10 @@ VALUES: dict[tuple[str, str], tuple[str, str]] = {
 
 # What such a value asks for beside our word: the row that answers it.
 ASKS: dict[tuple[str, str], CompatibilityRow] = {
-    **{
-        ("--attention-backend", word): next(
-            row for row in NOT_DONE if "--use-flash-attn" in row.flags
-        )
-        for word in ("flash", "fused")
-    },
+    **dict.fromkeys(
+        (("--attention-backend", "flash"), ("--attention-backend", "fused")),
+        next(row for row in NOT_DONE if "--use-flash-attn" in row.flags),
+    ),
     ("--timing-log-level", "2"): not_done(
         "", "there are no finer timers than those of level 1, which are logged"
     ),
@@ -1015,6 +996,10 @@ def find(flag: str) -> CompatibilityRow | None:
     return rows().get(flag)
 
 
+Answered = tuple[str, list[str], CompatibilityRow]  # a flag as written, its words, its row
+Lines = dict[tuple[CompatibilityRow, str], list[str]]  # the flags that share a row and a text
+
+
 @dataclass
 class Answers:
     """What is reported about flags that are not ours; those that share a row share its line."""
@@ -1038,23 +1023,23 @@ def _fault(flag: str, words: list[str], row: CompatibilityRow, config: Config) -
     return ""
 
 
-def answer(occurrences: list[tuple[str, list[str], CompatibilityRow]], config: Config) -> Answers:
-    """Answer each (flag as written, its words, its row)."""
-    notes: dict[tuple[CompatibilityRow, str], list[str]] = {}
-    missing: dict[tuple[CompatibilityRow, str], list[str]] = {}
+def answer(occurrences: list[Answered], config: Config) -> Answers:
+    """Notes, missing services and faults of other programs' flags."""
+    notes: Lines = defaultdict(list)
+    missing: Lines = defaultdict(list)
     faults = []
     for flag, words, row in occurrences:
         asks_nothing = bool(words) and set(words) <= set(row.values)
         if fault := _fault(flag, words, row, config):
             faults.append(fault)
         elif row.verdict == "note":
-            notes.setdefault((row, row.text), []).append(flag)
+            notes[row, row.text].append(flag)
         elif row.verdict == "not done" and row.when is not None and row.holds(config):
-            notes.setdefault((row, row.otherwise), []).append(flag)
+            notes[row, row.otherwise].append(flag)
         elif row.verdict == "not done" and not asks_nothing:
-            missing.setdefault((row, row.text), []).append(flag)
+            missing[row, row.text].append(flag)
     return Answers(_lines(notes), _lines(missing), faults)
 
 
-def _lines(groups: dict[tuple[CompatibilityRow, str], list[str]]) -> list[str]:
+def _lines(groups: Lines) -> list[str]:
     return [f"{', '.join(dict.fromkeys(flags))}: {text}" for (_, text), flags in groups.items()]

@@ -12,6 +12,7 @@ from megatron.config.derive import DEFAULTS, GROUP_OF, METADATA, data_parallel_s
 from megatron.config.errors import UserError, first_faults, shortened
 from megatron.config.groups import Config
 from megatron.config.input_files import KINDS, SETTINGS_LIMIT, read_json
+from megatron.config.metadata import flag_name
 
 # DeepSpeed's key -> group and field of our flag.
 SAME = {
@@ -43,21 +44,14 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "no second copy of the weights is kept inside a node; to gather inside a node give "
         "--zero-shard-size, which shards all of the stage there, and take this out",
     ),
-    "zero_optimization.zero_quantized_weights": (
-        bool,
-        "weights and gradients are never quantized on the wire; take it out",
-    ),
-    "zero_optimization.zero_quantized_nontrainable_weights": (
-        bool,
-        "weights and gradients are never quantized on the wire; take it out",
-    ),
-    "zero_optimization.zero_quantized_gradients": (
-        bool,
-        "weights and gradients are never quantized on the wire; take it out",
-    ),
-    "zero_optimization.zeropp_loco_param": (
-        bool,
-        "weights and gradients are never quantized on the wire; take it out",
+    **dict.fromkeys(
+        (
+            "zero_optimization.zero_quantized_weights",
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            "zero_optimization.zero_quantized_gradients",
+            "zero_optimization.zeropp_loco_param",
+        ),
+        (bool, "weights and gradients are never quantized on the wire; take it out"),
     ),
     "data_types.grad_accum_dtype": (
         lambda value: value not in ("fp32", "bf16", None),
@@ -209,7 +203,7 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, s
     if key in SAME and not unsaid:
         group, field = SAME[key]
         ours = getattr(getattr(config, group), field)
-        return _compare(_in_our_terms(key, value), ours, "--" + field.replace("_", "-"))
+        return _compare(_in_our_terms(key, value), ours, flag_name(field))
     if key == "gradient_accumulation_steps":
         return _accumulation(value, config)
     return _without_a_flag(key, value)

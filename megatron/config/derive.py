@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.config.groups import Config, flag
+from megatron.config.metadata import flag_name
 from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, virtual_stages
 
@@ -61,10 +62,10 @@ class RunView:
         """`--lr-decay-style cosine`: a flag with its value."""
         value = getattr(self, field)
         if value is None or isinstance(value, bool):
-            return "--" + field.replace("_", "-")
+            return flag_name(field)
         words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         return (
-            f"--{field.replace('_', '-')} "
+            f"{flag_name(field)} "
             f"{words[:57] + '...' if isinstance(value, tuple) and len(words) > 60 else words}"
         )
 

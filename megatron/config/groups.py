@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from megatron.config.metadata import (
@@ -85,146 +86,120 @@ def flag(
     off: str | None = None,
     megatron: str | None = None,
     bound: Bound | None = None,
-    needs: tuple[Need, ...] = (),
+    needs: Need | tuple[Need, ...] = (),
     change: ChangeRule = NOTHING,
-    deepspeed: tuple[str, ...] = (),
+    deepspeed: str = "",
 ) -> Any:
     """A field with further option strings `names`, an option `off` that sets a boolean False, a
     note for docs/flags.md on how Megatron-LM differs, its rules (`metadata.py`), and the keys of a
-    DeepSpeed file that mean the same.
+    DeepSpeed file that mean the same, with spaces between them.
     """
-    metadata = {"names": names, "off": off, "megatron": megatron, "bound": bound}
-    metadata |= {"needs": needs, "change": change, "deepspeed": deepspeed}
-    return field(default=default, metadata=metadata)
+    metadata = {"names": names, "off": off, "megatron": megatron, "bound": bound, "change": change}
+    metadata |= {"needs": needs if isinstance(needs, tuple) else (needs,)}
+    return field(default=default, metadata=metadata | {"deepspeed": deepspeed.split()})
+
+
+model_flag = partial(flag, change=MODEL)
+kernel_flag = partial(flag, "auto", megatron="absent there", change=KERNEL)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """model"""
 
-    num_layers: int | None = flag(None, bound=POSITIVE, change=MODEL)
+    num_layers: int | None = model_flag(None, bound=POSITIVE)
     """Number of transformer layers."""
-    hidden_size: int | None = flag(None, bound=POSITIVE, change=MODEL)
+    hidden_size: int | None = model_flag(None, bound=POSITIVE)
     """Width of the residual stream."""
-    ffn_hidden_size: int | None = flag(None, bound=POSITIVE, change=MODEL)
+    ffn_hidden_size: int | None = model_flag(None, bound=POSITIVE)
     """Width of the MLP. Default: 4 x hidden-size; with a gated activation 2/3 of that, rounded down
     to a multiple of 64.
     """
-    num_attention_heads: int | None = flag(None, bound=POSITIVE, change=MODEL)
+    num_attention_heads: int | None = model_flag(None, bound=POSITIVE)
     """Number of query heads."""
-    kv_channels: int | None = flag(None, bound=POSITIVE, change=MODEL)
+    kv_channels: int | None = model_flag(None, bound=POSITIVE)
     """Width of one attention head. Default: hidden-size / num-attention-heads."""
-    group_query_attention: bool = flag(False, change=MODEL)
+    group_query_attention: bool = model_flag(False)
     """Share each key/value head between several query heads (--num-query-groups)."""
-    num_query_groups: int | None = flag(None, bound=POSITIVE, needs=(GROUPED,), change=MODEL)
+    num_query_groups: int | None = model_flag(None, bound=POSITIVE, needs=GROUPED)
     """Number of key/value heads when --group-query-attention is given."""
-    max_position_embeddings: int | None = flag(None, bound=POSITIVE, change=MODEL)
+    max_position_embeddings: int | None = model_flag(None, bound=POSITIVE)
     """Rows of the learned position table, and the longest sequence of rotary positions. Default:
     seq-length.
     """
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = flag(
-        "learned_absolute",
-        change=MODEL,
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = model_flag(
+        "learned_absolute"
     )
     """How positions enter the model; yarn is rope with YaRN's rescaled frequencies."""
-    rotary_base: float = flag(10000.0, bound=POSITIVE, needs=(ROTARY,), change=MODEL)
+    rotary_base: float = model_flag(10000.0, bound=POSITIVE, needs=ROTARY)
     """Base of the rotary frequencies."""
-    rotary_percent: float = flag(1.0, bound=SHARE, needs=(ROTARY,), change=MODEL)
+    rotary_percent: float = model_flag(1.0, bound=SHARE, needs=ROTARY)
     """Share of each head's channels that rotates."""
-    rotary_seq_len_interpolation_factor: float | None = flag(
-        None,
-        bound=POSITIVE,
-        needs=(ROPE,),
-        change=MODEL,
-    )
+    rotary_seq_len_interpolation_factor: float | None = model_flag(None, bound=POSITIVE, needs=ROPE)
     """Divide rotary positions by this factor (linear scaling)."""
-    use_rope_scaling: bool = flag(False, needs=(ROPE,), change=MODEL)
+    use_rope_scaling: bool = model_flag(False, needs=ROPE)
     """Rescale the rotary frequencies as Llama 3.x does."""
-    rope_scaling_factor: float = flag(
-        8.0,
-        bound=POSITIVE,
-        needs=(SCALED_ROPE, ROTARY),
-        change=MODEL,
-    )
+    rope_scaling_factor: float = model_flag(8.0, bound=POSITIVE, needs=(SCALED_ROPE, ROTARY))
     """Factor of --use-rope-scaling and of YaRN."""
-    rope_original_max_position_embeddings: int = flag(
+    rope_original_max_position_embeddings: int = model_flag(
         8192,
         "--yarn-original-max-position-embeddings",
         megatron="one flag for Llama-3 scaling (fixed to 8192 there) and YaRN",
         bound=POSITIVE,
         needs=(SCALED_ROPE, ROTARY),
-        change=MODEL,
     )
     """Sequence length that the unscaled rotary frequencies were trained for."""
-    rope_low_freq_factor: float = flag(
-        1.0,
-        megatron="fixed to 1 there",
-        bound=POSITIVE,
-        needs=(LLAMA_ROPE, ROTARY),
-        change=MODEL,
+    rope_low_freq_factor: float = model_flag(
+        1.0, megatron="fixed to 1 there", bound=POSITIVE, needs=(LLAMA_ROPE, ROTARY)
     )
     """Llama-3 scaling: wavelengths above original length / this factor are divided by the full
     factor.
     """
-    rope_high_freq_factor: float = flag(
-        4.0,
-        megatron="fixed to 4 there",
-        bound=POSITIVE,
-        needs=(LLAMA_ROPE, ROTARY),
-        change=MODEL,
+    rope_high_freq_factor: float = model_flag(
+        4.0, megatron="fixed to 4 there", bound=POSITIVE, needs=(LLAMA_ROPE, ROTARY)
     )
     """Llama-3 scaling: wavelengths below original length / this factor are left alone."""
-    yarn_beta_fast: float = flag(32.0, bound=POSITIVE, needs=(YARN, ROTARY), change=MODEL)
+    yarn_beta_fast: float = model_flag(32.0, bound=POSITIVE, needs=(YARN, ROTARY))
     """YaRN: channels with more rotations than this over the original length are left alone."""
-    yarn_beta_slow: float = flag(1.0, bound=POSITIVE, needs=(YARN, ROTARY), change=MODEL)
+    yarn_beta_slow: float = model_flag(1.0, bound=POSITIVE, needs=(YARN, ROTARY))
     """YaRN: channels with fewer rotations than this over the original length are divided by the
     full factor.
     """
-    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", change=MODEL)
+    normalization: Literal["LayerNorm", "RMSNorm"] = model_flag("LayerNorm")
     """Kind of normalisation, everywhere."""
-    norm_epsilon: float = flag(1e-5, "--layernorm-epsilon", bound=POSITIVE, change=MODEL)
+    norm_epsilon: float = model_flag(1e-5, "--layernorm-epsilon", bound=POSITIVE)
     """Added to the variance inside the normalisation."""
-    activation: Literal["gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu"] = flag(
+    activation: Literal["gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu"] = model_flag(
         "gelu",
         megatron="one choice instead of --swiglu, --squared-relu, --openai-gelu, which set it "
         "too; the default there is fused, "
         "which is gelu-tanh",
-        change=MODEL,
     )
     """Activation of the MLP; swiglu and geglu are gated."""
-    add_bias_linear: bool = flag(True, off="--disable-bias-linear", change=MODEL)
+    add_bias_linear: bool = model_flag(True, off="--disable-bias-linear")
     """Biases in the linear layers."""
-    add_qkv_bias: bool = flag(False, change=MODEL)
+    add_qkv_bias: bool = model_flag(False)
     """A bias in the QKV projection only, when --disable-bias-linear is given."""
-    qk_layernorm: bool = flag(False, change=MODEL)
+    qk_layernorm: bool = model_flag(False)
     """Normalise each head's queries and keys before the rotary embedding."""
-    window_size: int | None = flag(
+    window_size: int | None = model_flag(
         None,
         megatron=(
             "one number: how many keys a query sees, itself included; Megatron's pair W-1,0 "
             "is read too"
         ),
         bound=POSITIVE,
-        change=MODEL,
     )
     """Sliding-window attention: each token attends to this many latest tokens, itself included."""
-    attn_logit_softcapping: float | None = flag(
-        None,
-        megatron="absent there",
-        bound=POSITIVE,
-        change=MODEL,
-    )
+    attn_logit_softcapping: float | None = model_flag(None, megatron="absent there", bound=POSITIVE)
     """Bound attention scores smoothly: cap x tanh(score / cap)."""
-    final_logit_softcapping: float | None = flag(
-        None,
-        megatron="absent there",
-        bound=POSITIVE,
-        change=MODEL,
+    final_logit_softcapping: float | None = model_flag(
+        None, megatron="absent there", bound=POSITIVE
     )
     """Bound the logits smoothly: cap x tanh(logit / cap)."""
     z_loss_coeff: float = flag(0.0, megatron="absent there", bound=NOT_NEGATIVE, change=STEPS)
     """Add coeff x (log sum exp of the logits)^2 to each token's loss during training."""
-    untie_embeddings_and_output_weights: bool = flag(False, change=MODEL)
+    untie_embeddings_and_output_weights: bool = model_flag(False)
     """Give the output head a matrix of its own."""
     hidden_dropout: float = flag(0.1, bound=BELOW_ONE, change=STEPS)
     """Dropout after the embedding, attention and MLP."""
@@ -236,7 +211,7 @@ class ModelConfig:
     """Standard deviation of the initial weights; residual-output projections use std / sqrt(2 x
     num-layers).
     """
-    make_vocab_size_divisible_by: int = flag(128, bound=POSITIVE, change=MODEL)
+    make_vocab_size_divisible_by: int = model_flag(128, bound=POSITIVE)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
     attention_backend: Literal["auto", "gluon", "triton", "sdpa", "plain"] = flag(
         "auto",
@@ -249,35 +224,15 @@ class ModelConfig:
     """Implementation of the attention core: our Triton kernels (gluon: with the forward pass for
     Hopper), torch's scaled_dot_product_attention, or plain products.
     """
-    norm_backend: Literal["auto", "triton", "apex", "torch"] = flag(
-        "auto",
-        megatron="absent there",
-        change=KERNEL,
-    )
+    norm_backend: Literal["auto", "triton", "apex", "torch"] = kernel_flag()
     """Implementation of LayerNorm and RMSNorm."""
-    rotary_backend: Literal["auto", "triton", "torch"] = flag(
-        "auto",
-        megatron="absent there",
-        change=KERNEL,
-    )
+    rotary_backend: Literal["auto", "triton", "torch"] = kernel_flag()
     """Implementation of the rotary embedding."""
-    activation_backend: Literal["auto", "triton", "torch"] = flag(
-        "auto",
-        megatron="absent there",
-        change=KERNEL,
-    )
+    activation_backend: Literal["auto", "triton", "torch"] = kernel_flag()
     """Implementation of the MLP's activation."""
-    dropout_backend: Literal["auto", "triton", "torch"] = flag(
-        "auto",
-        megatron="absent there",
-        change=KERNEL,
-    )
+    dropout_backend: Literal["auto", "triton", "torch"] = kernel_flag()
     """Implementation of dropout on hidden states."""
-    cross_entropy_backend: Literal["auto", "triton", "torch"] = flag(
-        "auto",
-        megatron="absent there",
-        change=KERNEL,
-    )
+    cross_entropy_backend: Literal["auto", "triton", "torch"] = kernel_flag()
     """Implementation of the loss."""
     weight_grad_backend: Literal["auto", "apex", "torch"] = flag(
         "auto",
@@ -285,11 +240,7 @@ class ModelConfig:
         change=KERNEL,
     )
     """Implementation of the weight gradients' sum in fp32 on a GPU."""
-    init_backend: Literal["auto", "triton", "torch"] = flag(
-        "auto",
-        megatron="absent there",
-        change=KERNEL,
-    )
+    init_backend: Literal["auto", "triton", "torch"] = kernel_flag()
     """Implementation of the generator that draws the initial weights; those on the host are drawn
     by torch.
     """
@@ -311,18 +262,18 @@ class ModelConfig:
 class PrecisionConfig:
     """precision"""
 
-    bf16: bool = flag(False, change=STEPS, deepspeed=("bf16.enabled", "bfloat16.enabled"))
+    bf16: bool = flag(False, change=STEPS, deepspeed="bf16.enabled bfloat16.enabled")
     """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation."""
-    fp16: bool = flag(False, change=STEPS, deepspeed=("fp16.enabled",))
+    fp16: bool = flag(False, change=STEPS, deepspeed="fp16.enabled")
     """Compute in float16, with fp32 master weights, fp32 gradient accumulation and loss scaling."""
     fp64: bool = flag(False, megatron="absent there", change=STEPS)
     """Compute everything in float64, to compare runs far below rounding."""
     loss_scale: float | None = flag(
         None,
         bound=LOSS_SCALE,
-        needs=(FP16,),
+        needs=FP16,
         change=STEPS,
-        deepspeed=("fp16.loss_scale",),
+        deepspeed="fp16.loss_scale",
     )
     """Static loss scale for fp16; dynamic when not given."""
     initial_loss_scale: float = flag(
@@ -330,7 +281,7 @@ class PrecisionConfig:
         bound=LOSS_SCALE,
         needs=(DYNAMIC_SCALE, FP16),
         change=ROUNDING,
-        deepspeed=("fp16.initial_scale_power",),
+        deepspeed="fp16.initial_scale_power",
     )
     """Where dynamic loss scaling starts."""
     min_loss_scale: float = flag(
@@ -338,7 +289,7 @@ class PrecisionConfig:
         bound=LOSS_SCALE,
         needs=(DYNAMIC_SCALE, FP16),
         change=STEPS,
-        deepspeed=("fp16.min_loss_scale",),
+        deepspeed="fp16.min_loss_scale",
     )
     """Lowest dynamic loss scale."""
     loss_scale_window: int = flag(
@@ -347,7 +298,7 @@ class PrecisionConfig:
         bound=POSITIVE,
         needs=(DYNAMIC_SCALE, FP16),
         change=STEPS,
-        deepspeed=("fp16.loss_scale_window",),
+        deepspeed="fp16.loss_scale_window",
     )
     """Clean steps after which the dynamic loss scale doubles."""
     hysteresis: int = flag(
@@ -355,7 +306,7 @@ class PrecisionConfig:
         bound=POSITIVE,
         needs=(DYNAMIC_SCALE, FP16),
         change=STEPS,
-        deepspeed=("fp16.hysteresis",),
+        deepspeed="fp16.hysteresis",
     )
     """Overflows since the dynamic loss scale last doubled, in a row or not, at which it halves;
     every further one halves it, too.
@@ -371,7 +322,7 @@ class DataConfig:
     split: str | None = flag(
         None,
         megatron="default 969,30,1 there too, when --data-path is given",
-        needs=(DATA_PATH,),
+        needs=DATA_PATH,
     )
     """Shares of train,valid,test in --data-path, contiguous over documents. Default: 969,30,1."""
     train_data_path: tuple[str, ...] | None = None
@@ -390,7 +341,7 @@ class DataConfig:
     """Let no token attend across an end-of-document token."""
     eod_mask_loss: bool = flag(False, change=OBJECTIVE)
     """Take no loss at end-of-document tokens."""
-    check_data: bool = flag(False, megatron="absent there", needs=(DATA_FILES,))
+    check_data: bool = flag(False, megatron="absent there", needs=DATA_FILES)
     """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
     tokenizer_type: (
         Literal[
@@ -407,11 +358,11 @@ class DataConfig:
         change=TOKENIZER,
     )
     """Kind of tokenizer."""
-    tokenizer_model: str | None = flag(None, needs=(MODEL_FILE,), change=TOKENIZER_FILE)
+    tokenizer_model: str | None = flag(None, needs=MODEL_FILE, change=TOKENIZER_FILE)
     """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
-    vocab_file: str | None = flag(None, needs=(GPT2_BPE,), change=TOKENIZER_FILE)
+    vocab_file: str | None = flag(None, needs=GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE vocabulary (JSON)."""
-    merge_file: str | None = flag(None, needs=(GPT2_BPE,), change=TOKENIZER_FILE)
+    merge_file: str | None = flag(None, needs=GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE merges."""
     vocab_size: int | None = flag(None, bound=POSITIVE, change=TOKENIZER)
     """Vocabulary of the NullTokenizer (one more is added for the end of document); elsewhere
@@ -428,14 +379,14 @@ class TrainingConfig:
         "--batch-size",
         bound=POSITIVE,
         change=ROUNDING,
-        deepspeed=("train_micro_batch_size_per_gpu",),
+        deepspeed="train_micro_batch_size_per_gpu",
     )
     """Samples in one forward pass of one data-parallel rank."""
     global_batch_size: int | None = flag(
         None,
         bound=POSITIVE,
         change=BATCHES,
-        deepspeed=("train_batch_size",),
+        deepspeed="train_batch_size",
     )
     """Samples in one optimizer step over all ranks. Default: micro-batch-size x data-parallel
     size.
@@ -467,13 +418,13 @@ class TrainingConfig:
     recompute_method: Literal["uniform"] | None = flag(
         None,
         megatron="block is refused until it is built",
-        needs=(RECOMPUTE,),
+        needs=RECOMPUTE,
     )
     """uniform: recompute every layer."""
     recompute_num_layers: int | None = flag(
         None,
         megatron="only 1 until groups are built",
-        needs=(RECOMPUTE,),
+        needs=RECOMPUTE,
     )
     """Layers per recomputed unit."""
 
@@ -482,56 +433,52 @@ class TrainingConfig:
 class OptimizerConfig:
     """optimizer"""
 
-    optimizer: Literal["adam", "sgd"] = flag("adam", change=STEPS, deepspeed=("optimizer.type",))
+    optimizer: Literal["adam", "sgd"] = flag("adam", change=STEPS, deepspeed="optimizer.type")
     """adam is AdamW (decoupled weight decay)."""
     adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag(
         "auto",
         megatron="absent there",
-        needs=(ADAM,),
+        needs=ADAM,
         change=KERNEL,
     )
     """Implementation of AdamW: our Triton kernel, NVIDIA apex's FusedAdam, torch's fused kernel or
     its plain loop.
     """
-    grad_norm_backend: Literal["auto", "triton", "apex", "torch"] = flag(
-        "auto",
-        megatron="absent there",
-        change=KERNEL,
-    )
+    grad_norm_backend: Literal["auto", "triton", "apex", "torch"] = kernel_flag()
     """Implementation of the gradients' sum of squares. It is summed in float64, but by apex in
     fp32.
     """
     main_grads_dtype: Literal["fp32", "bf16"] = flag(
         "fp32",
-        needs=(BF16,),
+        needs=BF16,
         change=STEPS,
-        deepspeed=("data_types.grad_accum_dtype",),
+        deepspeed="data_types.grad_accum_dtype",
     )
     """Precision in which gradients of bf16 weights are accumulated. bf16 takes 2 bytes a parameter
     less and loses bits with every micro-batch."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=(ADAM,), change=STEPS)
+    exp_avg_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=ADAM, change=STEPS)
     """Precision in which Adam's first moment is kept."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=(ADAM,), change=STEPS)
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=ADAM, change=STEPS)
     """Precision in which Adam's second moment is kept."""
     optimizer_cpu_offload: bool = flag(
         False,
-        needs=(OFFLOADED_ADAM,),
+        needs=OFFLOADED_ADAM,
         change=ROUNDING,
-        deepspeed=("zero_optimization.cpu_offload",),
+        deepspeed="zero_optimization.cpu_offload",
     )
     """Keep master weights and moments in host memory and update them on the CPU."""
     optimizer_offload_fraction: float = flag(
         1.0,
         bound=SHARE,
-        needs=(CPU_OFFLOAD,),
+        needs=CPU_OFFLOAD,
         change=ROUNDING,
-        deepspeed=("zero_optimization.offload_optimizer.ratio",),
+        deepspeed="zero_optimization.offload_optimizer.ratio",
     )
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
     optimizer_nvme_offload: str | None = flag(
         None,
         megatron="absent there",
-        needs=(OFFLOADED_ADAM,),
+        needs=OFFLOADED_ADAM,
     )
     """Keep master weights and moments in files in this folder, on a local disk of each node,
     instead of in host memory; sets --optimizer-cpu-offload.
@@ -540,19 +487,16 @@ class OptimizerConfig:
         False,
         megatron="absent there",
         needs=(OFFLOADED_ADAM, ZERO_3),
-        deepspeed=(
-            "zero_optimization.cpu_offload_params",
-            "zero_optimization.offload_param.device",
-        ),
+        deepspeed="zero_optimization.cpu_offload_params zero_optimization.offload_param.device",
     )
     """With --zero-stage 3: also keep in host memory the weights whose optimizer state is there, and
     frozen weights; sets --optimizer-cpu-offload."""
     freeze: str | None = flag(None, megatron="absent there", change=STEPS)
     """Parts that are not trained, such as embedding,layers.0-3,head. Positions belong to the first
     layer, the final norm to the last."""
-    lr: float | None = flag(None, bound=NOT_NEGATIVE, deepspeed=("optimizer.params.lr",))
+    lr: float | None = flag(None, bound=NOT_NEGATIVE, deepspeed="optimizer.params.lr")
     """Peak learning rate."""
-    min_lr: float = flag(0.0, bound=NOT_NEGATIVE, needs=(DECAY,))
+    min_lr: float = flag(0.0, bound=NOT_NEGATIVE, needs=DECAY)
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after warm-up."""
@@ -566,56 +510,56 @@ class OptimizerConfig:
     """Samples of linear warm-up."""
     lr_warmup_fraction: float | None = flag(None, bound=BELOW_ONE)
     """Warm-up as a share of the decay."""
-    lr_warmup_init: float = flag(0.0, bound=NOT_NEGATIVE, needs=(WARMUP,))
+    lr_warmup_init: float = flag(0.0, bound=NOT_NEGATIVE, needs=WARMUP)
     """Learning rate at which the warm-up starts."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
         "exponential",
-        needs=(WSD,),
+        needs=WSD,
     )
     """Shape of the final decay of WSD."""
-    lr_wsd_decay_iters: int | None = flag(None, bound=POSITIVE, needs=(WSD,))
+    lr_wsd_decay_iters: int | None = flag(None, bound=POSITIVE, needs=WSD)
     """Iterations of the final decay of WSD."""
-    lr_wsd_decay_samples: int | None = flag(None, bound=POSITIVE, needs=(WSD,))
+    lr_wsd_decay_samples: int | None = flag(None, bound=POSITIVE, needs=WSD)
     """Samples of the final decay of WSD."""
     weight_decay: float = flag(
         0.01,
         bound=NOT_NEGATIVE,
-        deepspeed=("optimizer.params.weight_decay",),
+        deepspeed="optimizer.params.weight_decay",
     )
     """Weight decay; biases and one-dimensional parameters have none."""
-    start_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=(CHANGING_DECAY,))
+    start_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=CHANGING_DECAY)
     """Weight decay at the start of a run in which it changes."""
-    end_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=(CHANGING_DECAY,))
+    end_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=CHANGING_DECAY)
     """Weight decay at the end of a run in which it changes."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the change of weight decay from start to end of the run."""
-    clip_grad: float = flag(1.0, bound=NOT_NEGATIVE, change=STEPS, deepspeed=("gradient_clipping",))
+    clip_grad: float = flag(1.0, bound=NOT_NEGATIVE, change=STEPS, deepspeed="gradient_clipping")
     """Scale gradients down to this global norm; 0 disables clipping."""
-    adam_beta1: float = flag(0.9, bound=BELOW_ONE, needs=(ADAM,), change=STEPS)
+    adam_beta1: float = flag(0.9, bound=BELOW_ONE, needs=ADAM, change=STEPS)
     """Decay of Adam's first moment."""
-    adam_beta2: float = flag(0.999, bound=BELOW_ONE, needs=(ADAM,), change=STEPS)
+    adam_beta2: float = flag(0.999, bound=BELOW_ONE, needs=ADAM, change=STEPS)
     """Decay of Adam's second moment."""
     adam_eps: float = flag(
         1e-8,
         bound=POSITIVE,
-        needs=(ADAM,),
+        needs=ADAM,
         change=STEPS,
-        deepspeed=("optimizer.params.eps",),
+        deepspeed="optimizer.params.eps",
     )
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = flag(
         0.9,
         bound=BELOW_ONE,
-        needs=(SGD,),
+        needs=SGD,
         change=STEPS,
-        deepspeed=("optimizer.params.momentum",),
+        deepspeed="optimizer.params.momentum",
     )
     """Momentum of SGD."""
-    override_opt_param_scheduler: bool = flag(False, needs=(LOAD,))
+    override_opt_param_scheduler: bool = flag(False, needs=LOAD)
     """On resume take the learning-rate and weight-decay schedule of the command line, not the
     checkpoint's.
     """
-    use_checkpoint_opt_param_scheduler: bool = flag(False, needs=(LOAD,))
+    use_checkpoint_opt_param_scheduler: bool = flag(False, needs=LOAD)
     """On resume take the checkpoint's schedule without comparing it with the command line."""
 
 
@@ -641,20 +585,20 @@ class CheckpointConfig:
         None,
         "--persistent-save-interval",
         bound=POSITIVE,
-        needs=(SAVE,),
+        needs=SAVE,
     )
     """Iterations between checkpoints; one is always written at the end."""
     load: str | None = None
     """Folder to resume from. When it equals --save it may still be empty."""
-    ckpt_step: int | None = flag(None, bound=NOT_NEGATIVE, needs=(LOAD_AS_ASKED,))
+    ckpt_step: int | None = flag(None, bound=NOT_NEGATIVE, needs=LOAD_AS_ASKED)
     """Load this iteration instead of the latest."""
-    finetune: bool = flag(False, needs=(LOAD_AS_ASKED,))
+    finetune: bool = flag(False, needs=LOAD_AS_ASKED)
     """Load weights only; start at iteration 0."""
-    load_optim: bool = flag(True, off="--no-load-optim", needs=(LOAD,))
+    load_optim: bool = flag(True, off="--no-load-optim", needs=LOAD)
     """Load the optimizer's state."""
-    save_optim: bool = flag(True, off="--no-save-optim", needs=(SAVE,))
+    save_optim: bool = flag(True, off="--no-save-optim", needs=SAVE)
     """Write the optimizer's state."""
-    exit_on_missing_checkpoint: bool = flag(False, needs=(LOAD_AS_ASKED,))
+    exit_on_missing_checkpoint: bool = flag(False, needs=LOAD_AS_ASKED)
     """Require --load to hold a checkpoint, instead of starting at iteration 0."""
     allow_older_checkpoint: bool = flag(False, megatron="absent there")
     """When the newest checkpoint is damaged, load the newest undamaged one before it, with a
@@ -679,13 +623,13 @@ class CheckpointConfig:
     """How ranks that hold the same values write them: balanced, an equal part each; owner, the
     first rank all.
     """
-    async_save: bool = flag(False, needs=(SAVE,))
+    async_save: bool = flag(False, needs=SAVE)
     """Write checkpoints in the background; training waits only for a copy into host memory."""
     async_save_host_memory: float | None = flag(
         None,
         megatron="absent there",
         bound=POSITIVE,
-        needs=(ASYNC_SAVE_COPIES,),
+        needs=ASYNC_SAVE_COPIES,
     )
     """Most GiB of host memory that each rank's background save takes. Default: as much as its
     shard.
@@ -702,13 +646,13 @@ class CheckpointConfig:
         None,
         "--non-persistent-save-interval",
         bound=POSITIVE,
-        needs=(LOCAL_FOLDER,),
+        needs=LOCAL_FOLDER,
     )
     """Iterations between checkpoints in --local-checkpoint-dir."""
     local_redundancy: Literal["none", "partner", "xor"] = flag(
         "none",
         megatron="there: --replication",
-        needs=(LOCAL_FOLDER,),
+        needs=LOCAL_FOLDER,
     )
     """How a lost node is rebuilt. partner: each node also keeps another node's local shards; xor:
     each node keeps XOR parity blocks of its group of up to 8 nodes.
@@ -717,17 +661,17 @@ class CheckpointConfig:
         None,
         megatron="absent there",
         bound=RATE,
-        needs=(ASYNC_SAVE,),
+        needs=ASYNC_SAVE,
     )
     """Most MB/s that each rank's background save sends to --save."""
-    save_retain_interval: int | None = flag(None, bound=POSITIVE, needs=(SAVE,))
+    save_retain_interval: int | None = flag(None, bound=POSITIVE, needs=SAVE)
     """Keep the checkpoints of all multiples of this; of the others only the last
     --save-keep-last.
     """
-    save_keep_last: int | None = flag(None, megatron="absent there", bound=POSITIVE, needs=(SAVE,))
+    save_keep_last: int | None = flag(None, megatron="absent there", bound=POSITIVE, needs=SAVE)
     """Keep this many of the newest checkpoints, and with --save-retain-interval also those of its
     multiples. Default: all; 1 with --save-retain-interval."""
-    verify_integrity: bool = flag(False, needs=(SAVE_FOR_SAFETY,))
+    verify_integrity: bool = flag(False, needs=SAVE_FOR_SAFETY)
     """Read every checkpoint back from the disk and verify it before it counts as saved."""
 
 
@@ -743,7 +687,7 @@ class LoggingConfig:
     """Log how many gradient elements are zero."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
-    pipeline_timeline: str | None = flag(None, megatron="absent there", needs=(PIPELINE,))
+    pipeline_timeline: str | None = flag(None, megatron="absent there", needs=PIPELINE)
     """Write the time line of each pipeline rank in the last logged step to this file (for
     tools/plot_schedule.py).
     """
@@ -751,15 +695,15 @@ class LoggingConfig:
     """File for the metrics. Default: <save>/metrics.jsonl."""
     tensorboard_dir: str | None = None
     """Write TensorBoard files here."""
-    tensorboard_log_interval: int = flag(1, bound=POSITIVE, needs=(TRACKERS,))
+    tensorboard_log_interval: int = flag(1, bound=POSITIVE, needs=TRACKERS)
     """Iterations between TensorBoard and wandb points (at most one per --log-interval)."""
     wandb_project: str | None = None
     """Log to this wandb project (WANDB_MODE=offline works)."""
-    wandb_exp_name: str | None = flag(None, needs=(WANDB,))
+    wandb_exp_name: str | None = flag(None, needs=WANDB)
     """Name of the wandb run."""
-    wandb_save_dir: str | None = flag(None, needs=(WANDB,))
+    wandb_save_dir: str | None = flag(None, needs=WANDB)
     """Folder of wandb's files. Default: <save>/wandb."""
-    wandb_entity: str | None = flag(None, needs=(WANDB,))
+    wandb_entity: str | None = flag(None, needs=WANDB)
     """wandb entity (user or team)."""
     peak_tflops: float | None = flag(None, megatron="absent there", bound=POSITIVE)
     """Peak TFLOP/s of one device, for MFU. Default: that of a known device; no MFU for an unknown
@@ -773,7 +717,7 @@ class DistributedConfig:
 
     tensor_model_parallel_size: int = flag(1, bound=POSITIVE)
     """Ranks over which each layer's matrices are divided (TP)."""
-    pipeline_model_parallel_size: int = flag(1, bound=POSITIVE, deepspeed=("pipeline.stages",))
+    pipeline_model_parallel_size: int = flag(1, bound=POSITIVE, deepspeed="pipeline.stages")
     """Ranks over which the layers are divided (PP)."""
     pipeline_schedule: Literal[*SCHEDULES] | None = flag(  # type: ignore[valid-type]
         None,
@@ -786,13 +730,13 @@ class DistributedConfig:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
         bound=POSITIVE,
-        needs=(PIPELINE,),
+        needs=PIPELINE,
     )
     """Layers of each virtual stage; another way to give the number of virtual stages."""
     decoder_first_pipeline_num_layers: int | None = flag(
         None,
         bound=POSITIVE,
-        needs=(PIPELINE,),
+        needs=PIPELINE,
         change=ROUNDING,
     )
     """Layers of the first pipeline rank; ranks without a number of their own share the others
@@ -801,20 +745,20 @@ class DistributedConfig:
     decoder_last_pipeline_num_layers: int | None = flag(
         None,
         bound=POSITIVE,
-        needs=(PIPELINE,),
+        needs=PIPELINE,
         change=ROUNDING,
     )
     """Layers of the last pipeline rank; ranks without a number of their own share the others
     evenly.
     """
-    account_for_embedding_in_pipeline_split: bool = flag(False, needs=(PIPELINE,), change=ROUNDING)
+    account_for_embedding_in_pipeline_split: bool = flag(False, needs=PIPELINE, change=ROUNDING)
     """Count the embedding as a layer of the first stage when layers are divided evenly."""
-    account_for_loss_in_pipeline_split: bool = flag(False, needs=(PIPELINE,), change=ROUNDING)
+    account_for_loss_in_pipeline_split: bool = flag(False, needs=PIPELINE, change=ROUNDING)
     """Count head and loss as a layer of the last stage when layers are divided evenly."""
     pipeline_model_parallel_layout: str | None = flag(
         None,
         megatron="auto is absent there; m and empty stages are refused here",
-        needs=(PIPELINE,),
+        needs=PIPELINE,
         change=ROUNDING,
     )
     """Parts of each stage, such as Et*3|(tt|)*6tL: E embedding, t layer, L head and loss. auto
@@ -827,7 +771,7 @@ class DistributedConfig:
         True,
         off="--no-tp-comm-overlap",
         megatron="off there, and needs TransformerEngine",
-        needs=(TENSOR_PARALLEL,),
+        needs=TENSOR_PARALLEL,
         change=ROUNDING,
     )
     """Run the collectives of tensor parallelism at the same time as matrix products that do not
@@ -837,7 +781,7 @@ class DistributedConfig:
         True,
         off="--no-overlap-grad-reduce",
         megatron="off there",
-        needs=(DATA_PARALLEL,),
+        needs=DATA_PARALLEL,
         change=ROUNDING,
     )
     """Reduce the gradients of finished layers during the rest of the backward pass. On CPUs whose
@@ -847,7 +791,7 @@ class DistributedConfig:
         0,
         megatron="--data-parallel-sharding-strategy there",
         change=ROUNDING,
-        deepspeed=("zero_optimization.stage",),
+        deepspeed="zero_optimization.stage",
     )
     """ZeRO stage. Data-parallel ranks shard: 1 the optimizer's state, 2 also gradients, 3 also
     weights.
@@ -856,14 +800,14 @@ class DistributedConfig:
         None,
         megatron="absent there",
         bound=POSITIVE,
-        needs=(SHARDED,),
+        needs=SHARDED,
         change=ROUNDING,
-        deepspeed=("zero_optimization.mics_shard_size",),
+        deepspeed="zero_optimization.mics_shard_size",
     )
     """Number of neighbouring data-parallel ranks that ZeRO shards over, such as those of a node;
     every such group holds a copy. Default: all data-parallel ranks.
     """
-    zero3_keep_gathered: bool = flag(False, megatron="absent there", needs=(ZERO_3,))
+    zero3_keep_gathered: bool = flag(False, megatron="absent there", needs=ZERO_3)
     """ZeRO-3: gather a layer once a step and keep it until the step ends, instead of gathering it
     for every pass.
     """
@@ -871,22 +815,22 @@ class DistributedConfig:
         True,
         off="--no-overlap-param-gather",
         megatron="off there",
-        needs=(GATHERED,),
+        needs=GATHERED,
     )
     """ZeRO: gather the weights of the next layers during computation."""
     grad_reduce_in_bf16: bool = flag(
         False,
         megatron="gradients are accumulated in bf16 too there",
-        needs=(DATA_PARALLEL,),
+        needs=DATA_PARALLEL,
         change=STEPS,
     )
     """Send gradients in bf16; they are still accumulated and summed in fp32."""
-    use_tp_pp_dp_mapping: bool = flag(False, needs=(PIPELINE,))
+    use_tp_pp_dp_mapping: bool = flag(False, needs=PIPELINE)
     """Number the ranks tp, cp, pp, dp instead of tp, cp, dp, pp (fastest first)."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag(
         "auto",
         megatron="nccl there",
-        needs=(SEVERAL_RANKS,),
+        needs=SEVERAL_RANKS,
         change=ROUNDING,
     )
     """Library of the collectives: auto takes nccl on GPUs and gloo on CPUs."""
@@ -894,7 +838,7 @@ class DistributedConfig:
         10.0,
         megatron="an integer",
         bound=UP_TO_A_YEAR,
-        needs=(SEVERAL_RANKS,),
+        needs=SEVERAL_RANKS,
     )
     """How long a rank waits for the others, at the start and in every collective, before it ends
     with an error.

@@ -22,6 +22,8 @@ JSON_LIMIT = 1 << 28  # bytes of other JSON files
 NAME_BYTES = 255  # the longest name of a file or folder that Linux takes
 PATH_BYTES = 3900  # Linux takes 4,095, of which names of files in a folder need some
 
+JsonObject = dict[str, Any]  # as Python reads it
+
 KINDS = {
     dict: "an object",
     list: "a list",

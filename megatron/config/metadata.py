@@ -38,11 +38,29 @@ class Need:
     fault if `fault` is set: whoever gives it would get another model, other numbers, less safety or
     less memory than the flag asks for. Otherwise it is a remark: launch scripts give such flags in
     every run, and the same line of flags should run in every layout.
+
+    Without `holds`, the text is a flag that must be given, with the value that follows it if one
+    does; DIR, N and NAME stand for any value.
     """
 
     text: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], bool] | None = None
     fault: bool = False
+
+    def is_met(self, run: Any) -> bool:
+        """Whether the field can act in this run."""
+        if self.holds is not None:
+            return self.holds(run)
+        flag, _, value = self.text.partition(" ")
+        given = getattr(run, flag[2:].replace("-", "_"))
+        if value in ("", "DIR", "N", "NAME"):
+            return given is not None and given is not False
+        return str(given) == value
+
+
+def flag_name(field: str) -> str:
+    """`--lr-decay-style` of `lr_decay_style`."""
+    return "--" + field.replace("_", "-")
 
 
 def is_rotary(run: Any) -> bool:
@@ -60,11 +78,7 @@ GROUPED = Need(
     fault=True,
 )
 ROTARY = Need("--position-embedding-type rope or yarn", is_rotary)
-ROPE = Need(
-    "--position-embedding-type rope",
-    lambda run: run.position_embedding_type == "rope",
-    fault=True,
-)
+ROPE = Need("--position-embedding-type rope", fault=True)
 SCALED_ROPE = Need(
     "--use-rope-scaling or --position-embedding-type yarn",
     lambda run: run.use_rope_scaling or _yarn(run) or not is_rotary(run),
@@ -81,17 +95,15 @@ DYNAMIC_SCALE = Need(
     lambda run: run.loss_scale is None or not run.fp16,
     fault=True,
 )
-FP16 = Need("--fp16", lambda run: run.fp16)
-BF16 = Need("--bf16", lambda run: run.bf16, fault=True)
-RECOMPUTE = Need(
-    "--recompute-granularity full", lambda run: run.recompute_granularity is not None, fault=True
-)
-ADAM = Need("--optimizer adam", lambda run: run.optimizer == "adam")
-OFFLOADED_ADAM = Need("--optimizer adam", lambda run: run.optimizer == "adam", fault=True)
-SGD = Need("--optimizer sgd", lambda run: run.optimizer == "sgd")
-CPU_OFFLOAD = Need("--optimizer-cpu-offload", lambda run: run.optimizer_cpu_offload, fault=True)
+FP16 = Need("--fp16")
+BF16 = Need("--bf16", fault=True)
+RECOMPUTE = Need("--recompute-granularity full", fault=True)
+ADAM = Need("--optimizer adam")
+OFFLOADED_ADAM = Need("--optimizer adam", fault=True)
+SGD = Need("--optimizer sgd")
+CPU_OFFLOAD = Need("--optimizer-cpu-offload", fault=True)
 DECAY = Need("a --lr-decay-style that decays", lambda run: run.lr_decay_style != "constant")
-WSD = Need("--lr-decay-style WSD", lambda run: run.lr_decay_style == "WSD")
+WSD = Need("--lr-decay-style WSD")
 WARMUP = Need(
     "a warm-up (--lr-warmup-iters, -samples or -fraction)",
     lambda run: bool(run.lr_warmup_iters or run.lr_warmup_samples or run.lr_warmup_fraction),
@@ -111,23 +123,19 @@ GPT2_BPE = Need(
     "--tokenizer-type GPT2BPETokenizer",
     lambda run: run.tokenizer_type in (None, "GPT2BPETokenizer"),
 )
-SAVE = Need("--save DIR", lambda run: run.save is not None)
-SAVE_FOR_SAFETY = Need("--save DIR", lambda run: run.save is not None, fault=True)
-ASYNC_SAVE = Need("--async-save", lambda run: run.async_save)
+SAVE = Need("--save DIR")
+SAVE_FOR_SAFETY = Need("--save DIR", fault=True)
+ASYNC_SAVE = Need("--async-save")
 ASYNC_SAVE_COPIES = Need(
     "--async-save without --local-checkpoint-dir, whose files are copied instead",
     lambda run: run.async_save and run.local_checkpoint_dir is None,
     fault=True,
 )
-LOCAL_FOLDER = Need(
-    "--local-checkpoint-dir DIR", lambda run: run.local_checkpoint_dir is not None, fault=True
-)
-LOCAL_INTERVAL = Need(
-    "--local-save-interval N", lambda run: run.local_save_interval is not None, fault=True
-)
-LOAD = Need("--load DIR", lambda run: run.load is not None)
-LOAD_AS_ASKED = Need("--load DIR", lambda run: run.load is not None, fault=True)
-WANDB = Need("--wandb-project NAME", lambda run: run.wandb_project is not None)
+LOCAL_FOLDER = Need("--local-checkpoint-dir DIR", fault=True)
+LOCAL_INTERVAL = Need("--local-save-interval N", fault=True)
+LOAD = Need("--load DIR")
+LOAD_AS_ASKED = Need("--load DIR", fault=True)
+WANDB = Need("--wandb-project NAME")
 TRACKERS = Need(
     "--tensorboard-dir or --wandb-project",
     lambda run: run.tensorboard_dir is not None or run.wandb_project is not None,
@@ -144,7 +152,7 @@ SHARDED = Need(
 GATHERED = Need(
     "--zero-stage 1, 2 or 3 on several data-parallel ranks", lambda run: run.zero_stage > 0
 )
-ZERO_3 = Need("--zero-stage 3", lambda run: run.zero_stage == 3, fault=True)
+ZERO_3 = Need("--zero-stage 3", fault=True)
 
 
 @dataclass(frozen=True)

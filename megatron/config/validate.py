@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.config.derive import DEFAULTS, METADATA, RunView, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
-from megatron.config.metadata import is_rotary
+from megatron.config.metadata import flag_name, is_rotary
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import (
@@ -103,9 +103,9 @@ def _cannot_act(run: RunView, *, fault: bool) -> Iterator[tuple[str, str]]:
     for field, rules in METADATA.items():
         value = getattr(run, field)
         for need in rules["needs"] if value != DEFAULTS[field] else ():
-            if need.fault == fault and not need.holds(run):
+            if need.fault == fault and not need.is_met(run):
                 yield (
-                    run.show(field) if value is not False else f"--no-{field.replace('_', '-')}",
+                    run.show(field) if value is not False else flag_name("no_" + field),
                     need.text,
                 )
 
@@ -128,7 +128,7 @@ def _required(run: RunView) -> Iterator[str]:
         "lr",
     ):
         if getattr(run, field) is None and not (field == "lr" and run.skip_train):
-            yield f"--{field.replace('_', '-')} is required"
+            yield f"{flag_name(field)} is required"
 
 
 def _heads(run: RunView) -> Iterator[str]:
@@ -235,21 +235,20 @@ def _sources(run: RunView) -> Iterator[str]:
     kinds = [
         *(["--data-path"] if run.data_path else []),
         *(["--mock-data"] if run.mock_data else []),
-        *(["--" + by_split[0].replace("_", "-")] if by_split else []),
+        *map(flag_name, by_split[:1]),
     ]
     if not kinds:
         yield "--data-path PREFIX is required (or --train-data-path, or --mock-data)"
     if len(kinds) > 1:
         yield f"{kinds[0]}: contradicts {' and '.join(kinds[1:])}; keep one kind of data"
     if by_split and run.train_data_path is None and not run.skip_train:
-        yield f"--{by_split[0].replace('_', '-')}: --train-data-path is missing"
+        yield f"{flag_name(by_split[0])}: --train-data-path is missing"
     for field in ("data_path", *by_split):
         for prefix in blend_prefixes(getattr(run, field) or ()):
             missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
             if missing:
-                flag = "--" + field.replace("_", "-")
                 yield (
-                    f"{flag} {prefix}: no such file: {' and '.join(missing)}; give the "
+                    f"{flag_name(field)} {prefix}: no such file: {' and '.join(missing)}; give the "
                     "prefix of files from tools/preprocess_data.py"
                 )
 
@@ -308,7 +307,7 @@ def _tokenizer(run: RunView) -> Iterator[str]:
     for field in files:
         path = getattr(run, field)
         if path is None:
-            yield f"--tokenizer-type {kind}: give --{field.replace('_', '-')}"
+            yield f"--tokenizer-type {kind}: give {flag_name(field)}"
         elif not os.path.exists(path):
             yield f"{run.show(field)}: {absent_tokenizer(path)}"
     if (
@@ -360,12 +359,10 @@ def _length(run: RunView) -> Iterator[str]:
     for length, wrong in (("train_iters", "samples"), ("train_samples", "iters")):
         for field in (f"lr_decay_{wrong}", f"lr_warmup_{wrong}", f"lr_wsd_decay_{wrong}"):
             if getattr(run, length) and getattr(run, field):
-                other = field.replace(wrong, "iters" if wrong == "samples" else "samples").replace(
-                    "_", "-"
-                )
+                other = field.replace(wrong, "iters" if wrong == "samples" else "samples")
                 yield (
                     f"{run.show(field)}: the run is measured in "
-                    f"--{length.replace('_', '-')}; use --{other}"
+                    f"{flag_name(length)}; use {flag_name(other)}"
                 )
 
 
@@ -400,7 +397,7 @@ def _weight_decay(run: RunView) -> Iterator[str]:
     if run.weight_decay_incr_style != "constant":
         for field in ("start_weight_decay", "end_weight_decay"):
             if getattr(run, field) is None:
-                yield f"{run.show('weight_decay_incr_style')}: give --{field.replace('_', '-')}"
+                yield f"{run.show('weight_decay_incr_style')}: give {flag_name(field)}"
 
 
 def _recompute(run: RunView) -> Iterator[str]:
@@ -518,7 +515,7 @@ def _remarks(run: RunView) -> Iterator[str]:
             yield (
                 f"{run.show(f'{moment}_dtype')}: with {run.show(beta)} a step changes the "
                 "moment by less than bf16 can hold, so it hardly decays; "
-                f"give --{beta.replace('_', '-')} {0.99:g} or less, or keep it in fp32"
+                f"give {flag_name(beta)} {0.99:g} or less, or keep it in fp32"
             )
     if (
         run.window_size is not None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from megatron.config.derive import RunView
 from megatron.config.errors import UserError
+from megatron.config.metadata import flag_name
 from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, counted_layers, parse_layout
 
@@ -160,7 +161,7 @@ def _contradictions(run: RunView) -> Iterator[str]:
     for one, others in ways:
         if one and others:
             virtual = (
-                f" ({_flag(_VIRTUAL)} goes with it)"
+                f" ({flag_name(_VIRTUAL)} goes with it)"
                 if _PER_VIRTUAL in others and run.pipeline_model_parallel_layout in (None, AUTO)
                 else ""
             )
@@ -169,10 +170,6 @@ def _contradictions(run: RunView) -> Iterator[str]:
                 f"keep one way to share out the layers{virtual}"
             )
             return
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
 
 
 def _stages(run: RunView) -> tuple[str, int]:
@@ -192,7 +189,7 @@ def _instead(run: RunView, *fields: str) -> str:
         if _stages(run)[1] <= run.num_layers + 2
         else "fewer pipeline ranks"
     )
-    return auto + (f" instead of {' and '.join(map(_flag, given))}" if given else "")
+    return auto + (f" instead of {' and '.join(map(flag_name, given))}" if given else "")
 
 
 def _auto(run: RunView) -> Iterator[str]:
@@ -234,7 +231,7 @@ def _even(run: RunView) -> Iterator[str]:
     layers = counted_layers(run.config)
     counted = layers - run.num_layers
     with_them = (
-        f" ({layers} with those of {' and '.join(map(_flag, _given(run, *_COUNTED)))})"
+        f" ({layers} with those of {' and '.join(map(flag_name, _given(run, *_COUNTED)))})"
         if counted
         else ""
     )
@@ -292,7 +289,7 @@ def _uneven(run: RunView) -> Iterator[str]:
         return
     shown = " and ".join(map(run.show, numbers))
     taken = _nearest_first(run, numbers)
-    first = "" if taken is None else f"{_flag(next(iter(numbers)))} {taken}, or "
+    first = "" if taken is None else f"{flag_name(next(iter(numbers)))} {taken}, or "
     instead = f"give {first}{_instead(run, *_UNEVEN)}"
     if others == 0:
         divided = f", each to be divided by {run.show(_VIRTUAL)}" if virtual > 1 else ""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Any
 
 import numpy as np
 
 from megatron.config.errors import UserError
+from megatron.config.input_files import JsonObject
 from megatron.data.indexed_dataset import DataError
 
 PATTERN = 65536
@@ -110,14 +110,14 @@ class Blend:
         return (self.first_index + turn * self._shares + counts).tolist()
 
 
-def _blend_of(segment: dict[str, Any]) -> Blend:
+def _blend_of(segment: JsonObject) -> Blend:
     """The blend that a segment of the data history describes."""
     sources = segment["sources"]
     shares = [source["share"] for source in sources]
     return Blend(shares, segment["first_sample"], [source["first_index"] for source in sources])
 
 
-def _indices_at(segments: list[dict[str, Any]], consumed: int) -> dict[str, int]:
+def _indices_at(segments: list[JsonObject], consumed: int) -> dict[str, int]:
     """The index that each source of the segments goes on with at sample `consumed`, by its id."""
     indices: dict[str, int] = {}
     ends = [*(segment["first_sample"] for segment in segments[1:]), consumed]
@@ -127,13 +127,13 @@ def _indices_at(segments: list[dict[str, Any]], consumed: int) -> dict[str, int]
     return indices
 
 
-def _ids_and_shares(sources: list[dict[str, Any]]) -> list[tuple[str, int]]:
+def _ids_and_shares(sources: list[JsonObject]) -> list[tuple[str, int]]:
     return [(source["id"], source["share"]) for source in sources]
 
 
 def extend_history(
-    history: dict[str, Any] | None, consumed: int, sources: list[dict[str, Any]]
-) -> tuple[dict[str, Any], Blend, list[str]]:
+    history: JsonObject | None, consumed: int, sources: list[JsonObject]
+) -> tuple[JsonObject, Blend, list[str]]:
     """Continue a run's data history with the sources it is given now.
 
     sources: {"id": order identity, "name": path, "share": of 65,536} each. Unchanged ids and shares

@@ -23,7 +23,13 @@ import numpy as np
 import xxhash
 
 from megatron.config.errors import UserError
-from megatron.config.input_files import SETTINGS_LIMIT, InputError, open_regular, read_json
+from megatron.config.input_files import (
+    SETTINGS_LIMIT,
+    InputError,
+    JsonObject,
+    open_regular,
+    read_json,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D: 34 bytes
@@ -58,7 +64,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
-def check_sidecar(sidecar: dict[str, Any]) -> None:
+def check_sidecar(sidecar: JsonObject) -> None:
     """Raises InputError unless every value that is read anywhere is there, of its type and in its
     range.
     """
@@ -258,7 +264,7 @@ class IndexedDataset:
                 f"{self.bin_path}: holds no token; was the input of tools/preprocess_data.py empty?"
             )
 
-    def _read_sidecar(self) -> dict[str, Any] | None:
+    def _read_sidecar(self) -> JsonObject | None:
         if not os.path.lexists(self.sidecar_path):
             return None
         try:
@@ -406,13 +412,13 @@ class IndexedDatasetWriter:
         self.num_tokens += len(tokens)
         self.empty_documents += int((np.asarray(sequences) == 0).sum())
 
-    def finish(self, sidecar: dict[str, Any]) -> dict[str, Any]:
+    def finish(self, sidecar: JsonObject) -> JsonObject:
         """`complete`, then `publish`; returns the sidecar."""
         complete = self.complete(sidecar)
         self.publish()
         return complete
 
-    def complete(self, sidecar: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, sidecar: JsonObject) -> JsonObject:
         """Complete the index and write the sidecar (given facts + counts, sizes, digests), durably
         and still unpublished; returns it.
         """
@@ -463,7 +469,7 @@ class IndexedDatasetWriter:
             self._idx.write((offset + np.concatenate([[0], ends[:-1]])).astype("<i8").data)
             offset += int(ends[-1])
 
-    def _size_and_digest(self, kind: str, digest: str) -> dict[str, Any]:
+    def _size_and_digest(self, kind: str, digest: str) -> JsonObject:
         return {"bytes": self._parts[kind].stat().st_size, "xxh3_128": digest}
 
     def publish(self) -> None:

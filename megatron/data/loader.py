@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from megatron.config.groups import Config, DataConfig
+from megatron.config.input_files import JsonObject
+from megatron.config.metadata import flag_name
 from megatron.data.blend import PATTERN, Blend, extend_history, quotas
 from megatron.data.indexed_dataset import DataError, IndexedDataset
 from megatron.data.token_stream import TokenStream, key_of, mix
@@ -173,7 +175,7 @@ class Data:
     train: Source | None  # None when only evaluation was asked for
     valid: dict[str, Source]
     test: dict[str, Source]
-    history: dict[str, Any]
+    history: JsonObject
     notes: list[str]
     eod: int
 
@@ -232,7 +234,7 @@ class _Opener:
         if flags:
             known = sidecar and sidecar["tokenizer"]["eod"] == tokenizer.eod
             if not (sidecar["eod_count"] if known else dataset.contains(tokenizer.eod)):
-                spelled = ", ".join("--" + name.replace("_", "-") for name in flags)
+                spelled = ", ".join(map(flag_name, flags))
                 raise DataError(
                     f"{dataset.bin_path}: holds no end-of-document id ({tokenizer.eod}), so "
                     f"{spelled} cannot act: preprocess with --append-eod, or drop the flag"
@@ -378,7 +380,7 @@ def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], list[float
 
 
 def build_data(
-    config: Config, tokenizer: Any, history: dict[str, Any] | None = None, consumed: int = 0
+    config: Config, tokenizer: Any, history: JsonObject | None = None, consumed: int = 0
 ) -> Data:
     """Open, check and mix the data of a run that has consumed so many samples under the data `history` (None:
     a fresh run).
@@ -427,9 +429,7 @@ def _sizes(streams: list[TokenStream], weights: list[float | None]) -> list[floa
     ]
 
 
-def _history_entries(
-    streams: list[TokenStream], weights: list[float | None]
-) -> list[dict[str, Any]]:
+def _history_entries(streams: list[TokenStream], weights: list[float | None]) -> list[JsonObject]:
     """The training streams as `extend_history` takes them."""
     names = [stream.dataset.prefix for stream in streams]
     shares = quotas(_sizes(streams, weights), names)
@@ -439,7 +439,7 @@ def _history_entries(
     ]
 
 
-def _train_note(stream: TokenStream, entry: dict[str, Any]) -> str:
+def _train_note(stream: TokenStream, entry: JsonObject) -> str:
     share = entry["share"]
     return (
         f"train: {entry['name']}: {stream.num_tokens:,} tokens, {stream.samples:,} samples an "
@@ -489,7 +489,7 @@ def _source(
     )
 
 
-def _flags(config: Config) -> dict[str, Any]:
+def _flags(config: Config) -> JsonObject:
     return {
         name: getattr(config.data, name)
         for name in ("seq_length", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")

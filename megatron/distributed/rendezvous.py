@@ -27,6 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
+from megatron.config.input_files import JsonObject
 
 LONGEST_PAUSE = 0.5  # seconds between two looks at the store
 FAREWELL = 5.0  # seconds that a rank which has read an error gives the others to read it too
@@ -75,7 +76,7 @@ class Arrival:
         return json.dumps([self.rank, self.ticket, self.world_size, self.digest, self.gpu]) + "\n"
 
 
-def meet(launch: Launch, seconds: float, fingerprint: dict[str, Any], gpu: str = "") -> Store:
+def meet(launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str = "") -> Store:
     """The store of this job, when every rank has arrived with an equal fingerprint and a GPU of its
     own; else LaunchError, on every rank.
 
@@ -111,7 +112,7 @@ def meet(launch: Launch, seconds: float, fingerprint: dict[str, Any], gpu: str =
 class _Meeting:
     """One rank's way through the protocol at the head of this file; `store` is the result."""
 
-    def __init__(self, launch: Launch, seconds: float, fingerprint: dict[str, Any], gpu: str):
+    def __init__(self, launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str):
         self.launch = launch
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
@@ -271,7 +272,7 @@ def impossible(present: list[Arrival]) -> str:
 
 
 def differences(
-    ours: dict[str, Any], theirs: dict[str, Any], path: tuple[str, ...] = ()
+    ours: JsonObject, theirs: JsonObject, path: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
     """Where two nested dictionaries differ: name -> both values. Fields of a Config's groups are
     named as flags, others by their path.

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.interop.models import MappedFile
 from megatron.interop.pickles import DCP_CLASSES, Record, read_pickle, read_torch_file
@@ -21,8 +22,8 @@ from megatron.interop.pickles import DCP_CLASSES, Record, read_pickle, read_torc
 class Chunk:
     """A box of a tensor, and where torch.save has written it."""
 
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
+    offset: Dims
+    extent: Dims
     file: str
     start: int
     length: int
@@ -32,7 +33,7 @@ class Chunk:
 class Described:
     """A tensor of the folder."""
 
-    shape: tuple[int, ...]
+    shape: Dims
     chunks: tuple[Chunk, ...]
 
 
@@ -101,7 +102,7 @@ def _described(metadata: Record) -> tuple[dict[str, Described], list[str]]:
     return tensors, others
 
 
-def _size(value: Any) -> tuple[int, ...]:
+def _size(value: Any) -> Dims:
     """A torch.Size."""
     if value.kind != "torch.Size":
         raise UserError(f"a size is {value.kind}")

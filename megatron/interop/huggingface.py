@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
+from megatron.config.input_files import JsonObject
 
 
 class Rule(NamedTuple):
@@ -175,7 +176,7 @@ def _llama_rules(layers: int, linear_bias: bool, qkv_bias: bool, qk_norms: bool)
 # ---- ours -> theirs ------------------------------------------------------------------------------
 
 
-def to_huggingface(model: ModelConfig, vocab_size: int) -> tuple[dict[str, Any], list[Rule]]:
+def to_huggingface(model: ModelConfig, vocab_size: int) -> tuple[JsonObject, list[Rule]]:
     """config.json of a resolved `model` with the real vocabulary, and how each of its tensors is
     made of ours.
 
@@ -192,7 +193,7 @@ def to_huggingface(model: ModelConfig, vocab_size: int) -> tuple[dict[str, Any],
     return _their_config(kind, model, vocab_size, tied), table
 
 
-def _their_config(kind: str, model: ModelConfig, vocab_size: int, tied: bool) -> dict[str, Any]:
+def _their_config(kind: str, model: ModelConfig, vocab_size: int, tied: bool) -> JsonObject:
     common = {
         "model_type": kind,
         "vocab_size": vocab_size,
@@ -205,7 +206,7 @@ def _their_config(kind: str, model: ModelConfig, vocab_size: int, tied: bool) ->
     return common | (_gpt2_config(model) if kind == "gpt2" else _llama_config(kind, model))
 
 
-def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
+def _gpt2_config(model: ModelConfig) -> JsonObject:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "n_positions": model.max_position_embeddings,
@@ -221,7 +222,7 @@ def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _llama_config(kind: str, model: ModelConfig) -> dict[str, Any]:
+def _llama_config(kind: str, model: ModelConfig) -> JsonObject:
     config = {
         "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
         "hidden_size": model.hidden_size,
@@ -256,7 +257,7 @@ def _llama_config(kind: str, model: ModelConfig) -> dict[str, Any]:
     return config
 
 
-def _their_rotary(model: ModelConfig) -> dict[str, Any]:
+def _their_rotary(model: ModelConfig) -> JsonObject:
     """rope_parameters as transformers 5 reads them, and rope_theta and rope_scaling, which 4
     reads.
     """
@@ -269,7 +270,7 @@ def _their_rotary(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _their_scaling(model: ModelConfig) -> dict[str, Any]:
+def _their_scaling(model: ModelConfig) -> JsonObject:
     if model.rotary_seq_len_interpolation_factor is not None:
         return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
     stretch = {
@@ -294,9 +295,7 @@ def _their_scaling(model: ModelConfig) -> dict[str, Any]:
 # ---- theirs -> ours ------------------------------------------------------------------------------
 
 
-def from_huggingface(
-    config: dict[str, Any], names: Iterable[str]
-) -> tuple[dict[str, Any], list[Rule]]:
+def from_huggingface(config: JsonObject, names: Iterable[str]) -> tuple[JsonObject, list[Rule]]:
     """Fields of a resolved ModelConfig, and what each of the tensors called `names` holds, of a
     model with this config.json.
 
@@ -362,13 +361,13 @@ def _prefix(kind: str) -> str:
     return "transformer." if kind == "gpt2" else "model."
 
 
-def _expect(config: dict[str, Any], faults: list[str], **values: Any) -> None:
+def _expect(config: JsonObject, faults: list[str], **values: Any) -> None:
     for name, value in values.items():
         if config.get(name, value) not in (value, None):
             faults.append(f"{name} {config[name]!r} (only {value!r} has a counterpart)")
 
 
-def _our_gpt2(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
+def _our_gpt2(config: JsonObject, faults: list[str]) -> JsonObject:
     _expect(
         config,
         faults,
@@ -404,7 +403,7 @@ def _our_gpt2(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
     }
 
 
-def _our_llama(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
+def _our_llama(config: JsonObject, faults: list[str]) -> JsonObject:
     kind = config["model_type"]
     layers = config["num_hidden_layers"]
     hidden = config["hidden_size"]
@@ -441,7 +440,7 @@ def _our_llama(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
     return fields | _our_rotary(config, faults)
 
 
-def _our_window(config: dict[str, Any], faults: list[str]) -> int | None:
+def _our_window(config: JsonObject, faults: list[str]) -> int | None:
     """One window for all layers, or none."""
     if config["model_type"] == "mistral":
         return config.get("sliding_window", 4096)
@@ -462,12 +461,12 @@ def _our_window(config: dict[str, Any], faults: list[str]) -> int | None:
     return None
 
 
-def _our_rotary(config: dict[str, Any], faults: list[str]) -> dict[str, Any]:
+def _our_rotary(config: JsonObject, faults: list[str]) -> JsonObject:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaling = {name: value for name, value in given.items() if value is not None}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-    fields: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": float(base)}
+    fields: JsonObject = {"position_embedding_type": "rope", "rotary_base": float(base)}
     _expect(config | scaling, faults, partial_rotary_factor=1.0)
     longest = config.get("max_position_embeddings", 2048)
     original = scaling.get("original_max_position_embeddings", longest)

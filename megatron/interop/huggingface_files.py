@@ -28,6 +28,7 @@ from megatron.checkpoint.files import sync_folder
 from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, encode_header
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint
+from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.config.input_files import InputError, parse_json
 from megatron.config.input_files import read_json as read_file
@@ -46,7 +47,7 @@ class Place:
     rule: Rule
     # of our tensors on top of each other: of theirs, or its columns where it is transposed
     rows: int
-    rest: tuple[int, ...]
+    rest: Dims
     file: int
     start: int
 
@@ -55,7 +56,7 @@ class Place:
         return self.rows * math.prod(self.rest)
 
     @property
-    def their_shape(self) -> tuple[int, ...]:
+    def their_shape(self) -> Dims:
         return (*self.rest, self.rows) if self.rule.transposed else (self.rows, *self.rest)
 
 
@@ -86,9 +87,7 @@ class ExportLayout:
         return {"metadata": {"total_size": self.total}, "weight_map": weight_map}
 
 
-def lay_out(
-    rules: list[Rule], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
-) -> ExportLayout:
+def lay_out(rules: list[Rule], shapes: dict[str, Dims], dtype: torch.dtype) -> ExportLayout:
     """The layout of an export of the tensors that `rules` name, our `shapes` by name."""
     files = _in_files(rules, shapes, dtype.itemsize)
     places = []
@@ -106,9 +105,7 @@ def lay_out(
     return ExportLayout(places, headers, dtype)
 
 
-def _in_files(
-    rules: list[Rule], shapes: dict[str, tuple[int, ...]], itemsize: int
-) -> list[list[Place]]:
+def _in_files(rules: list[Rule], shapes: dict[str, Dims], itemsize: int) -> list[list[Place]]:
     """The tensors of each file; where a tensor begins is not known yet."""
     files: list[list[Place]] = []
     space = 0
@@ -377,16 +374,14 @@ def take_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> list[Pair]:
     )
 
 
-def take_parts(
-    rules: list[Rule], tensors: dict[str, tuple[tuple[int, ...], list[Part]]]
-) -> list[Pair]:
+def take_parts(rules: list[Rule], tensors: dict[str, tuple[Dims, list[Part]]]) -> list[Pair]:
     """The logical tensors as they lie in parts (shape, parts) of Hugging Face's. Raises UserError
     for one that cannot be cut as its rule says.
     """
     return [pair for rule in rules for pair in _cut_rows(rule, *tensors[rule.theirs])]
 
 
-def _cut_rows(rule: Rule, shape: tuple[int, ...], parts: list[Part]) -> Iterator[Pair]:
+def _cut_rows(rule: Rule, shape: Dims, parts: list[Part]) -> Iterator[Pair]:
     """The logical tensors of one rule."""
     turn = -1 if rule.transposed else 1
     shape = shape[::turn]

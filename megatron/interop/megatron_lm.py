@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.boxes import intersect
+from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.interop.models import Pair, Part, Whole
@@ -114,7 +115,7 @@ def _without_counterpart(names: list[str]) -> list[str]:
     return lines
 
 
-def _layers(ours: str, shape: tuple[int, ...], parts: list[Part]) -> Iterator[tuple[int, Part]]:
+def _layers(ours: str, shape: Dims, parts: list[Part]) -> Iterator[tuple[int, Part]]:
     """Each layer's part of stacked tensors."""
     for offset, extent, elements in parts:
         if "{}" not in ours:
@@ -132,7 +133,7 @@ def _boxes(
     model: ModelConfig,
     vocab_size: int,
     parameter: str,
-    shape: tuple[int, ...],
+    shape: Dims,
     half: int,
     part: Part,
 ) -> Iterator[Pair]:
@@ -158,7 +159,7 @@ def _boxes(
 
 
 def _require_shape(
-    model: ModelConfig, vocab_size: int, parameter: str, shape: tuple[int, ...]
+    model: ModelConfig, vocab_size: int, parameter: str, shape: Dims
 ) -> ParameterSpec:
     """What the model declares of a parameter; raises UserError unless it can have this shape."""
     spec = declared(model, vocab_size).get(parameter)

@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.save_plan import BoxTensor
+from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import InputError, open_regular
 from megatron.layers.spec import Box
 from megatron.model.build import model_shapes
 
-Pair = tuple[Box, Tensor]  # part of a logical tensor, and the tensor that holds it
+Pair = BoxTensor  # part of a logical tensor, and the tensor that holds it
 # offset, extent, and the elements of a box of one of their tensors
-Part = tuple[tuple[int, ...], tuple[int, ...], Callable[[], Tensor]]
+Part = tuple[Dims, Dims, Callable[[], Tensor]]
 # one of their tensors: name, shape, and the parts that make it up
-Whole = tuple[str, tuple[int, ...], list[Part]]
+Whole = tuple[str, Dims, list[Part]]
 
 
 def whole_part(value: Tensor) -> Part:
@@ -52,7 +54,7 @@ class MappedFile:
                 f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
             ) from error
 
-    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
+    def tensor(self, dtype: torch.dtype, shape: Dims, start: int) -> Tensor:
         """The elements in C order from byte `start` on. They must not be written to. Raises
         CheckpointError when the file ends before.
         """

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.shapes import Dims
 from megatron.interop.models import MappedFile, Part, Whole, whole_part
 from megatron.interop.pickles import ARGUMENT_CLASSES, Record, read_torch_file
 
@@ -119,7 +120,7 @@ class MpRanks:
         )
 
 
-def join_ranks(name: str, shape: tuple[int, ...], ranks: list[list[Part]], folds: int = 1) -> Whole:
+def join_ranks(name: str, shape: Dims, ranks: list[list[Part]], folds: int = 1) -> Whole:
     """The tensor of which each tensor-parallel rank holds `shape` in parts. With `folds` every rank
     has so many equal pieces on top of each other, each cut among the ranks by itself: its gate on
     top of its up.
@@ -143,7 +144,7 @@ def join_ranks(name: str, shape: tuple[int, ...], ranks: list[list[Part]], folds
     return name, _with_size(shape, cut, len(ranks) * shape[cut]), joined
 
 
-def _with_size(sizes: tuple[int, ...], dimension: int, size: int) -> tuple[int, ...]:
+def _with_size(sizes: Dims, dimension: int, size: int) -> Dims:
     """The same with another number at one dimension."""
     return (*sizes[:dimension], size, *sizes[dimension + 1 :])
 

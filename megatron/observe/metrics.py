@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+Metrics = dict[str, float]  # by name
+
 METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "consumed_samples": ("samples", "samples read since the start of the run"),
     "consumed-tokens": ("tokens", "consumed samples x sequence length"),
@@ -114,7 +116,7 @@ def rates(
     padded_flops: float,
     world_size: int,
     peak_tflops: float | None,
-) -> dict[str, float]:
+) -> Metrics:
     """Speed of one iteration that took `seconds` for `tokens` tokens (global batch x sequence
     length) on `world_size` ranks.
 
@@ -154,7 +156,7 @@ def evaluation_metrics(
     split: str = "validation",
     source: str | None = None,
     bytes_per_token: float | None = None,
-) -> dict[str, float]:
+) -> Metrics:
     """Metrics of one evaluation: `lm loss <split>`, its ppl and, for the validation loss of data
     whose bytes per token are known, bits-per-byte.
 
@@ -168,7 +170,7 @@ def evaluation_metrics(
     return result
 
 
-def save_metrics(*, size: int, seconds: float, stall: float) -> dict[str, float]:
+def save_metrics(*, size: int, seconds: float, stall: float) -> Metrics:
     """Metrics of a checkpoint of `size` bytes that took `seconds` in all and held training up for
     `stall`.
     """
@@ -180,7 +182,7 @@ def save_metrics(*, size: int, seconds: float, stall: float) -> dict[str, float]
     }
 
 
-def memory_metrics(device: torch.device) -> dict[str, float]:
+def memory_metrics(device: torch.device) -> Metrics:
     """Memory of this process in bytes, without a device synchronisation.
 
     CUDA: torch's allocator. CPU on Linux: resident set and its high-water mark (VmRSS and VmHWM of
@@ -219,7 +221,7 @@ class Timers:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._seconds: dict[str, float] = {}
+        self._seconds: Metrics = {}
         self._inside = 0.0  # seconds of the timers that ran inside the present one
 
     @contextlib.contextmanager
@@ -237,7 +239,7 @@ class Timers:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds - self._inside
             self._inside = outer + seconds
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> Metrics:
         """Seconds of each timer since the last call; all start again from zero."""
         seconds = self._seconds
         self._seconds = {}
@@ -245,8 +247,8 @@ class Timers:
 
 
 def timer_metrics(
-    seconds: dict[str, float], *, iterations: int, elapsed: float, timing_log_level: int
-) -> dict[str, float]:
+    seconds: Metrics, *, iterations: int, elapsed: float, timing_log_level: int
+) -> Metrics:
     """`data-wait-fraction` from the timer `data`, and at --timing-log-level 1 `<timer>-time` in
     seconds per iteration.
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
+from megatron.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class Tracker:
         if config.logging.wandb_project is not None:
             self._open("wandb", partial(_Wandb, config, run_config, resumed_iteration))
 
-    def log(self, iteration: int, metrics: dict[str, float]) -> None:
+    def log(self, iteration: int, metrics: Metrics) -> None:
         """One row: `metrics` after iteration `iteration`. More than one row an iteration is fine
         (training, then validation).
 
@@ -129,7 +130,7 @@ _FIX = {
 class _Backend(Protocol):
     where: str
 
-    def write(self, iteration: int, metrics: dict[str, float]) -> None: ...
+    def write(self, iteration: int, metrics: Metrics) -> None: ...
 
     def close(self) -> None: ...
 
@@ -146,9 +147,7 @@ class _Jsonl:
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # a kill tore the last line: end it, readers skip it
         # Without a checkpoint, an earlier attempt's rows make this a restart from iteration 0.
-        self._row: dict[str, float] = (
-            {RESUMED: resumed_iteration} if resumed_iteration or size else {}
-        )
+        self._row: Metrics = {RESUMED: resumed_iteration} if resumed_iteration or size else {}
         described = config_file(path)
         temporary = described.with_name(described.name + ".tmp")
         with open(
@@ -161,7 +160,7 @@ class _Jsonl:
         temporary.replace(described)
         self.where = str(path)
 
-    def write(self, iteration: int, metrics: dict[str, float]) -> None:
+    def write(self, iteration: int, metrics: Metrics) -> None:
         # A second row of an iteration repeats the first, so that the last row of an iteration is
         # always the whole one.
         before = self._row if self._row.get("iteration", iteration) == iteration else {}
@@ -196,7 +195,7 @@ class _TensorBoard:
         self._iteration: int | None = None  # of the last row
         self._mark = {RESUMED: resumed_iteration} if resumed_iteration else {}
 
-    def write(self, iteration: int, metrics: dict[str, float]) -> None:
+    def write(self, iteration: int, metrics: Metrics) -> None:
         samples = metrics.get("consumed_samples")
         for name, value in {**self._mark, **metrics}.items():
             if name == "consumed_samples" and iteration == self._iteration:
@@ -288,7 +287,7 @@ class _Wandb:
             f"run {identity}{' (offline)' if self._run.offline else ''} in {folder / 'wandb'}"
         )
 
-    def write(self, iteration: int, metrics: dict[str, float]) -> None:
+    def write(self, iteration: int, metrics: Metrics) -> None:
         samples = (
             {"samples vs steps": metrics["consumed_samples"]}
             if "consumed_samples" in metrics
@@ -391,7 +390,7 @@ def metrics_path(path: str | Path) -> Path:
     return found
 
 
-def read_metrics(path: str | Path) -> list[dict[str, float]]:
+def read_metrics(path: str | Path) -> list[Metrics]:
     """One row an iteration, in order, of a metrics.jsonl file (or of the run folder that holds it).
 
     A row marked `resumed-from-iteration` R starts a new attempt: what an earlier attempt logged
@@ -405,7 +404,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n")
         if line.strip()
     ]
-    rows: dict[int, dict[str, float]] = {}
+    rows: dict[int, Metrics] = {}
     good = 0
     for line in lines:
         try:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.index import newest_first
@@ -36,11 +36,10 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import shard_bytes
 from megatron.config.errors import UserError
+from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron.layers.spec import Box
+    from megatron.checkpoint.save_plan import BoxTensor
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +121,8 @@ class LocalCheckpoints:
     def save(
         self,
         iteration: int,
-        pairs: Sequence[tuple[Box, Tensor]],
-        state: dict[str, Any],
+        pairs: Sequence[BoxTensor],
+        state: JsonObject,
         check: Callable[[], None] = lambda: None,
     ) -> bool:
         """Save locally; whether that went well. A failed save is logged, and stops nothing. `check`
@@ -145,7 +144,7 @@ class LocalCheckpoints:
         )
         return True
 
-    def shard(self, iteration: int, index: int) -> tuple[Path, dict[str, Any]]:
+    def shard(self, iteration: int, index: int) -> tuple[Path, JsonObject]:
         """(file, entry in the manifest) of a shard that this node has of a local checkpoint. Raises
         CheckpointError.
         """

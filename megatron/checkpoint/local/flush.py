@@ -12,6 +12,7 @@ from typing import Any
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import write_shard_file
 from megatron.checkpoint.manifest import CheckpointError
+from megatron.config.input_files import JsonObject
 
 MB = 1e6
 BURST = 0.1  # seconds of the rate that may go at once
@@ -51,10 +52,10 @@ def copy_shard(
     source: Path,
     folder: Path,
     index: int,
-    record: dict[str, Any],
+    record: JsonObject,
     rate: float | None,
     **options: Any,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write the shard file `source` into `folder` anew; `options` and result as write_shard_file's.
 
     Raises CheckpointError when it is not what `record`, its entry in a manifest, says.

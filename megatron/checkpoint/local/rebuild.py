@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import intersect
@@ -24,6 +24,7 @@ from megatron.checkpoint.local.xor import Stream, Stripe, stripes_in
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.errors import UserError
+from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
     from megatron.layers.spec import Box
@@ -44,16 +45,16 @@ class Found:
     held: tuple[frozenset[int], ...]
 
     @cached_property
-    def content(self) -> dict[str, Any]:
+    def content(self) -> JsonObject:
         return m.decode_manifest(self.manifest, Path(m.MANIFEST))
 
     @property
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[JsonObject]:
         """Of the shards."""
         return self.content["shards"]
 
     @property
-    def all_records(self) -> list[dict[str, Any]]:
+    def all_records(self) -> list[JsonObject]:
         """Of the shards and the XOR parity blocks."""
         return self.records + self.content.get("parities", [])
 
@@ -185,12 +186,12 @@ def _listed(
     return rows
 
 
-def _manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
+def _manifest(folder: Path) -> tuple[bytes, JsonObject]:
     raw = load_bytes(folder / m.MANIFEST, m.MANIFEST_LIMIT)
     return raw, m.decode_manifest(raw, folder / m.MANIFEST)
 
 
-def _fits(folder: Path, number: int, record: dict[str, Any]) -> bool:
+def _fits(folder: Path, number: int, record: JsonObject) -> bool:
     try:
         table = load_bytes(folder / m.table_file(number), m.MANIFEST_LIMIT)
         return (

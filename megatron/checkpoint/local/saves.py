@@ -23,8 +23,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import Attempt
 from megatron.checkpoint.files import (
@@ -47,9 +45,10 @@ from megatron.checkpoint.local.xor import (
 )
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.writer import write_shard
+from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
-    from megatron.layers.spec import Box
+    from megatron.checkpoint.save_plan import BoxTensor
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +60,8 @@ def save_local(
     nodes: Nodes,
     run: RunId,
     iteration: int,
-    tensors: Iterable[tuple[Box, Tensor]],
-    state: dict[str, Any],
+    tensors: Iterable[BoxTensor],
+    state: JsonObject,
     redundancy: str = "none",
 ) -> Path:
     """Write iteration `iteration` of `run` on every node, and return the folder on this one. All
@@ -145,16 +144,14 @@ class NodeAttempt(Attempt):
             self.folder.mkdir(mode=0o700)
             self.lock = hold(self.folder)
 
-    def write_own(self, pairs: list[tuple[Box, Tensor]]) -> dict[str, Any] | None:
+    def write_own(self, pairs: list[BoxTensor]) -> JsonObject | None:
         """Write this rank's shard; its entry in the manifest, None where it has none."""
         if self.index is None:
             return None
         written = write_shard(self.folder, self.index, self.shards, self.iteration, pairs)
         return written | self.ranks.who
 
-    def add_redundancy(
-        self, redundancy: str, entries: list[dict[str, Any] | None]
-    ) -> dict[str, Any]:
+    def add_redundancy(self, redundancy: str, entries: list[JsonObject | None]) -> JsonObject:
         """Add copies or XOR parity blocks of all ranks' shards, whose entries by rank are `entries`.
         Returns what the manifest says of parity blocks.
         """
@@ -166,9 +163,7 @@ class NodeAttempt(Attempt):
             self.take(partner_transfers(self.nodes, sizes), self.folder, records)
         return {}
 
-    def take(
-        self, transfers: list[ShardTransfer], source: Path, records: list[dict[str, Any]]
-    ) -> None:
+    def take(self, transfers: list[ShardTransfer], source: Path, records: list[JsonObject]) -> None:
         """Carry shards from `source` on one node into this folder on another; all are verified as
         they arrive.
         """
@@ -190,7 +185,7 @@ class NodeAttempt(Attempt):
         )
         self.gather_or_raise(check)
 
-    def add_xor_blocks(self, entries: list[dict[str, Any] | None]) -> dict[str, Any]:
+    def add_xor_blocks(self, entries: list[JsonObject | None]) -> JsonObject:
         """Give every rank an XOR parity block of its stripe; `entries` are the entries of all ranks'
         shards. Returns what the manifest says of the blocks.
         """
@@ -215,13 +210,13 @@ class NodeAttempt(Attempt):
         shards: int,
         owner: Callable[[int], int],
         source: Path,
-        records: Sequence[dict[str, Any]] = (),
-    ) -> dict[int, dict[str, Any]]:
+        records: Sequence[JsonObject] = (),
+    ) -> dict[int, JsonObject]:
         """Make files out of others, which rank `owner(number)` has in `source`. Returns their
         entries by number; from number `shards` on they are XOR parity blocks. Files whose entries
         are in `records` must become the same again.
         """
-        made: list[tuple[int, dict[str, Any]]] = []
+        made: list[tuple[int, JsonObject]] = []
 
         def write(number: int, pieces: Iterator[memoryview]) -> None:
             header, rest = (
@@ -238,7 +233,7 @@ class NodeAttempt(Attempt):
                 )
             made.append((number, entry))
 
-        def check() -> list[tuple[int, dict[str, Any]]]:
+        def check() -> list[tuple[int, JsonObject]]:
             if fault is not None:
                 raise fault
             return made
