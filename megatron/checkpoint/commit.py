@@ -13,8 +13,8 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -119,18 +119,6 @@ class Attempt:
                 raise CheckpointError(self.explain(error)) from error
 
         return self.ranks.gather_or_raise(explained)
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """As `with`, but an attempt that has gone well so far lives on, to be ended by
-        `__exit__`.
-        """
-        self.__enter__()
-        try:
-            yield
-        except BaseException:
-            self.__exit__()
-            raise
 
     def __exit__(self, *_: object) -> None:
         if self.makes:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError, chunk_hasher
 from megatron.checkpoint.ranks import Ranks
+from megatron.config.errors import some
 from megatron.distributed.groups import Groups
 from megatron.layers.spec import holders
 from megatron.optimizer.blocks import Block
@@ -158,9 +159,8 @@ def explain(found: list[Difference]) -> str:
         )
         for each in found
     ]
-    more = f"; and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
     return (
-        f"replicas have diverged: {'; '.join(lines[:NAMED])}{more}. These ranks no longer "
+        f"replicas have diverged: {some(lines, NAMED, '; ')}. These ranks no longer "
         "train the same model: a fault of memory or of a "
         "device, or an operation that is not deterministic. Resume from an older checkpoint, "
         "without the machine named above"
@@ -168,10 +168,7 @@ def explain(found: list[Difference]) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+    return f"rank{'s' * (len(ranks) > 1)} {some(list(map(str, ranks)), 8)}"
 
 
 # ---- what is held more than once -----------------------------------------------------------------

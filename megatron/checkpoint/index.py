@@ -22,6 +22,7 @@ from megatron.checkpoint.boxes import parse_key, tiles
 from megatron.checkpoint.fetch import BATCH, Fetcher
 from megatron.checkpoint.manifest import CheckpointError, DigestTable, Entry
 from megatron.checkpoint.shapes import Dims, shapes_of
+from megatron.config.errors import some
 from megatron.config.input_files import InputError, JsonObject, open_regular, parse_json
 
 # threads that read tables and headers: on a shared file system most of their time is waiting
@@ -165,10 +166,8 @@ class Index:
             if name not in self.tensors or self.tensors[name].shape != shape
         ]
         if missing:
-            more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
             raise CheckpointError(
-                f"{self.path}: the shards do not hold {', '.join(missing[:NAMED])}{more}, "
-                "which the run has"
+                f"{self.path}: the shards do not hold {some(missing, NAMED)}, which the run has"
             )
 
     def _open_shards(
@@ -269,9 +268,7 @@ class Index:
             and piece.start < stop
             and start < piece.start + math.prod(piece.extent) * stored.item_bytes
         ]
-        return ", ".join(hit[:NAMED]) + (
-            f" and {len(hit) - NAMED} more" if len(hit) > NAMED else ""
-        )
+        return some(hit, NAMED)
 
     def verify(
         self,

@@ -10,33 +10,27 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 GB = 1e9
+QUIET = 10.0  # seconds between two lines
 
 
+@dataclass
 class WriteProgress:
-    """Called with the bytes of a shard as they are written; logs how far it is, at most every
-    `quiet` seconds.
+    """Called with the bytes of a shard as they are written; logs how far it is, at most every QUIET
+    seconds.
     """
 
-    def __init__(
-        self,
-        iteration: int,
-        total: int,
-        *,
-        quiet: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.iteration = iteration
-        self.total = total
-        self.quiet = quiet
-        self.clock = clock
-        self.done = 0
-        self.start = clock()
-        self.last = self.start
+    iteration: int
+    total: int
+    clock: Callable[[], float] = time.monotonic
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.start = self.last = self.clock()
 
     def __call__(self, count: int) -> None:
         self.done += count
         now = self.clock()
-        if now - self.last >= self.quiet and self.done < self.total:
+        if now - self.last >= QUIET and self.done < self.total:
             self.last = now
             logger.info(progress_line(self.iteration, self.done, self.total, now - self.start))
 

@@ -168,7 +168,8 @@ class StagedStrategy:
             request.state,
             int(bool(request.pairs)),
         )
-        with attempt.kept(), ExitStack() as opened:
+        with ExitStack() as opened:
+            opened.enter_context(attempt)
 
             def hand_over() -> None:
                 if attempt.index is None:
@@ -226,7 +227,7 @@ class StagedSave:
         self.strategy = strategy
         self.request = request
         self.attempt = attempt
-        self.opened = opened  # files, until the save is over
+        self.opened = opened  # the attempt and files, until the save is over
         self.replicas = request.replicas if strategy.compares_later else None
         self.handed_over = strategy.staging is None  # all of this rank's shard
         self.outcome: JsonObject | None = None  # of this rank's part of the phase
@@ -308,8 +309,7 @@ class StagedSave:
             self.outcome = {"error": str(error)}
 
     def close(self) -> None:
-        """What is left of the attempt goes; files are closed."""
-        self.attempt.__exit__()
+        """Files are closed, and what is left of the attempt goes."""
         self.opened.close()
 
 

@@ -151,22 +151,15 @@ def _derive_schedule(run: RunView) -> Derivation:
 
 
 def _derive_optimizer(run: RunView) -> Derivation:
-    if (
-        run.optimizer_nvme_offload is not None
-        and not run.optimizer_cpu_offload
-        and run.optimizer == "adam"
-    ):
+    if run.optimizer_cpu_offload or run.optimizer != "adam":
+        return
+    if run.optimizer_nvme_offload is not None:
         yield (
             "optimizer_cpu_offload",
             True,
             "--optimizer-nvme-offload moves on what it keeps in host memory",
         )
-    elif (
-        run.param_cpu_offload
-        and not run.optimizer_cpu_offload
-        and run.optimizer == "adam"
-        and run.zero_stage == 3
-    ):
+    elif run.param_cpu_offload and run.zero_stage == 3:
         yield (
             "optimizer_cpu_offload",
             True,

@@ -30,6 +30,12 @@ def first_faults(faults: list[str], source: str) -> list[str]:
     return faults[:MOST_FAULTS] + [more] * (len(faults) > MOST_FAULTS)
 
 
+def some(words: list[str], most: int, between: str = ", ") -> str:
+    """The first of several words, and how many more there are."""
+    more = f"{between.strip(' ,')} and {len(words) - most} more" if len(words) > most else ""
+    return between.join(words[:most]) + more
+
+
 def shortened(text: str, most: int) -> str:
     """A value in a message: at most so many characters of it."""
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -55,30 +55,30 @@ def frozen_units(config: Config) -> frozenset[str]:
     layers = config.model.num_layers
     tied = not config.model.untie_embeddings_and_output_weights
     found = set()
-    for word in (
-        (config.optimizer.freeze or "").split(",") if config.optimizer.freeze is not None else ()
-    ):
+    for word in [] if config.optimizer.freeze is None else config.optimizer.freeze.split(","):
         match = re.fullmatch(r"layers\.(\d+)(?:-(\d+))?", word)
-        if match is None and word not in ("embedding", "head"):
+        if match:
+            first = int(match[1])
+            last = int(match[2] or match[1])
+            if not first <= last < layers:
+                raise UserError(f"{word}: layers go from 0 to {layers - 1}")
+            found.update(f"layers.{layer}" for layer in range(first, last + 1))
+        elif word in ("embedding", "head"):
+            found.add(word)
+        else:
             raise UserError(
                 f"{word!r} is none of embedding, head, layers.N and layers.N-M, with commas between"
             )
-        if match is None:
-            found.add(word)
-            continue
-        first = int(match[1])
-        last = int(match[2] or match[1])
-        if not first <= last < layers:
-            raise UserError(f"{word}: layers go from 0 to {layers - 1}")
-        found.update(f"layers.{layer}" for layer in range(first, last + 1))
     if tied and "head" in found and "embedding" not in found:
         raise UserError(
             "head has the embedding's matrix: freeze embedding, which freezes both, or give "
             "--untie-embeddings-and-output-weights"
         )
-    if len(found | ({"head"} if tied and "embedding" in found else set())) == layers + 2:
+    if tied and "embedding" in found:
+        found.add("head")
+    if len(found) == layers + 2:
         raise UserError("nothing would be trained; to evaluate only, give --skip-train")
-    return frozenset(found | ({"head"} if tied and "embedding" in found else set()))
+    return frozenset(found)
 
 
 def counted_layers(config: Config) -> int:

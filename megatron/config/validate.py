@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from megatron.config.derive import DEFAULTS, METADATA, RunView, derive
@@ -22,6 +23,7 @@ from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import (
     bubble,
+    given,
     nearest,
     pipeline_schedule,
     pipeline_split,
@@ -194,9 +196,9 @@ def _attention(run: RunView) -> Iterator[str]:
 
 
 def _precision(run: RunView) -> Iterator[str]:
-    given = [name for name in ("bf16", "fp16", "fp64") if getattr(run, name)]
-    if len(given) > 1:
-        yield f"{' '.join('--' + name for name in given)}: contradict each other; keep one"
+    formats = given(run, "bf16", "fp16", "fp64")
+    if len(formats) > 1:
+        yield f"{' '.join(map(run.show, formats))}: contradict each other; keep one"
     if run.grad_reduce_in_bf16 and run.fp64:
         yield "--grad-reduce-in-bf16: contradicts --fp64; drop one"
     if run.initial_loss_scale < run.min_loss_scale:
@@ -208,7 +210,7 @@ def _optimizer(run: RunView) -> Iterator[str]:
         field for field in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(run, field) != "fp32"
     ]
     if run.adam_implementation == "apex":
-        for field in (*moments, *(["optimizer_cpu_offload"] if run.optimizer_cpu_offload else [])):
+        for field in (*moments, *given(run, "optimizer_cpu_offload")):
             yield (
                 f"{run.show(field)}: not something that apex's FusedAdam does; drop "
                 "--adam-implementation apex, or this"
@@ -227,16 +229,8 @@ def _optimizer(run: RunView) -> Iterator[str]:
 
 
 def _sources(run: RunView) -> Iterator[str]:
-    by_split = [
-        field
-        for field in ("train_data_path", "valid_data_path", "test_data_path")
-        if getattr(run, field) is not None
-    ]
-    kinds = [
-        *(["--data-path"] if run.data_path else []),
-        *(["--mock-data"] if run.mock_data else []),
-        *map(flag_name, by_split[:1]),
-    ]
+    by_split = given(run, "train_data_path", "valid_data_path", "test_data_path")
+    kinds = list(map(flag_name, [*given(run, "data_path", "mock_data"), *by_split[:1]]))
     if not kinds:
         yield "--data-path PREFIX is required (or --train-data-path, or --mock-data)"
     if len(kinds) > 1:
@@ -264,14 +258,25 @@ def blend_prefixes(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _split(run: RunView) -> Iterator[str]:
-    if run.split is None:
-        return
+    if run.split is not None:
+        try:
+            parse_split(run.split)
+        except UserError as error:
+            yield str(error)
+
+
+def parse_split(text: str) -> list[Fraction]:
+    """`969,30,1` -> the shares of train, valid and test, exactly. Raises UserError."""
     try:
-        shares = [float(word) for word in re.split(r"[,/ ]+", run.split.strip())]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
-        yield f"{run.show('split')}: expected up to three shares like 969,30,1 with a sum above 0"
+        parts = [Fraction(part) for part in re.split(r"[,/ ]+", text.strip())]
+    except (ValueError, ZeroDivisionError):
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts) < 0 or sum(parts) == 0:
+        raise UserError(
+            f"--split {text}: expected up to three shares like 969,30,1 with a sum above 0"
+        )
+    parts += [Fraction(0)] * (3 - len(parts))
+    return [part / sum(parts) for part in parts]
 
 
 def absent_tokenizer(path: str) -> str:

@@ -131,7 +131,8 @@ _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layer
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
-def _given(run: RunView, *fields: str) -> list[str]:
+def given(run: RunView, *fields: str) -> list[str]:
+    """Those of some fields that have a value."""
     return [field for field in fields if getattr(run, field) not in (None, False)]
 
 
@@ -142,12 +143,12 @@ def pipeline_split(run: RunView) -> Iterator[str]:
     contradictions = list(_contradictions(run))
     yield from contradictions
     if contradictions or any(
-        getattr(run, field) <= 0 for field in _given(run, _PER_VIRTUAL, _VIRTUAL, *_UNEVEN)
+        getattr(run, field) <= 0 for field in given(run, _PER_VIRTUAL, _VIRTUAL, *_UNEVEN)
     ):
         return
-    if _given(run, _LAYOUT):
+    if given(run, _LAYOUT):
         yield from _auto(run) if run.pipeline_model_parallel_layout == AUTO else _drawn(run)
-    elif _given(run, *_UNEVEN):
+    elif given(run, *_UNEVEN):
         yield from _uneven(run)
     else:
         yield from _even(run)
@@ -155,8 +156,8 @@ def pipeline_split(run: RunView) -> Iterator[str]:
 
 def _contradictions(run: RunView) -> Iterator[str]:
     ways = (
-        (_given(run, _LAYOUT), _given(run, *_UNEVEN, *_COUNTED, _PER_VIRTUAL)),
-        (_given(run, *_UNEVEN), _given(run, *_COUNTED, _PER_VIRTUAL)),
+        (given(run, _LAYOUT), given(run, *_UNEVEN, *_COUNTED, _PER_VIRTUAL)),
+        (given(run, *_UNEVEN), given(run, *_COUNTED, _PER_VIRTUAL)),
     )
     for one, others in ways:
         if one and others:
@@ -183,13 +184,13 @@ def _stages(run: RunView) -> tuple[str, int]:
 
 def _instead(run: RunView, *fields: str) -> str:
     """What shares out any number of layers, in the place of those of some fields that are given."""
-    given = _given(run, *fields)
+    others = given(run, *fields)
     auto = (
         "--pipeline-model-parallel-layout auto"
         if _stages(run)[1] <= run.num_layers + 2
         else "fewer pipeline ranks"
     )
-    return auto + (f" instead of {' and '.join(map(flag_name, given))}" if given else "")
+    return auto + (f" instead of {' and '.join(map(flag_name, others))}" if others else "")
 
 
 def _auto(run: RunView) -> Iterator[str]:
@@ -231,18 +232,18 @@ def _even(run: RunView) -> Iterator[str]:
     layers = counted_layers(run.config)
     counted = layers - run.num_layers
     with_them = (
-        f" ({layers} with those of {' and '.join(map(flag_name, _given(run, *_COUNTED)))})"
+        f" ({layers} with those of {' and '.join(map(flag_name, given(run, *_COUNTED)))})"
         if counted
         else ""
     )
-    if _given(run, _PER_VIRTUAL):
+    if given(run, _PER_VIRTUAL):
         unit = run.pp * run.num_layers_per_virtual_pipeline_stage
         divisor = f"{run.show('pipeline_model_parallel_size')} x {run.show(_PER_VIRTUAL)} = {unit}"
     else:
         divisor, unit = _stages(run)
     if layers % unit == 0:
         virtual = run.num_virtual_stages_per_pipeline_rank
-        if _given(run, _PER_VIRTUAL) and layers // unit != virtual:
+        if given(run, _PER_VIRTUAL) and layers // unit != virtual:
             yield (
                 f"{run.show(_PER_VIRTUAL)}: makes {layers // unit} stages on each pipeline "
                 f"rank, which contradicts {run.show(_VIRTUAL)}; drop one"
@@ -279,11 +280,11 @@ def _uneven(run: RunView) -> Iterator[str]:
     """Numbers for the first or last rank: what they leave must fit the others, and each rank's
     layers its virtual stages.
     """
-    numbers = {field: getattr(run, field) for field in _given(run, *_UNEVEN)}
+    numbers = {field: getattr(run, field) for field in given(run, *_UNEVEN)}
     virtual = run.num_virtual_stages_per_pipeline_rank
     others = run.pp - len(numbers)
-    given = sum(numbers.values())
-    rest = run.num_layers - given
+    total = sum(numbers.values())
+    rest = run.num_layers - total
     shared_out = rest > 0 and rest % (others * virtual) == 0 if others else rest == 0
     if shared_out and all(number % virtual == 0 for number in numbers.values()):
         return
@@ -293,7 +294,7 @@ def _uneven(run: RunView) -> Iterator[str]:
     instead = f"give {first}{_instead(run, *_UNEVEN)}"
     if others == 0:
         divided = f", each to be divided by {run.show(_VIRTUAL)}" if virtual > 1 else ""
-        yield f"{shown}: make {given} layers of --num-layers {run.num_layers}{divided}; {instead}"
+        yield f"{shown}: make {total} layers of --num-layers {run.num_layers}{divided}; {instead}"
         return
     wanted = f" x {virtual} virtual stages" if virtual > 1 else ""
     alone = (
@@ -319,7 +320,7 @@ def pipeline_schedule(run: RunView) -> Iterator[str]:
         (
             field
             for field in (_LAYOUT, _PER_VIRTUAL, _VIRTUAL)
-            if _given(run, field) and getattr(run, field) != AUTO
+            if given(run, field) and getattr(run, field) != AUTO
         ),
         _VIRTUAL,
     )

@@ -6,11 +6,10 @@ for each validation and test source.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ import torch
 from megatron.config.groups import Config, DataConfig
 from megatron.config.input_files import JsonObject
 from megatron.config.metadata import flag_name
+from megatron.config.validate import parse_split
 from megatron.data.blend import PATTERN, Blend, extend_history, quotas
 from megatron.data.indexed_dataset import DataError, IndexedDataset
 from megatron.data.token_stream import TokenStream, key_of, mix
@@ -45,19 +45,13 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device; to a GPU from pinned memory, without waiting."""
-        if torch.device(device).type != "cuda":
-            return Batch(
-                **{
-                    name: None if value is None else value.to(device)
-                    for name, value in vars(self).items()
-                }
-            )
-        return Batch(
-            **{
-                name: None if value is None else value.pin_memory().to(device, non_blocking=True)
-                for name, value in vars(self).items()
-            }
-        )
+        to_gpu = torch.device(device).type == "cuda"
+        moved = {
+            name: (value.pin_memory() if to_gpu else value).to(device, non_blocking=to_gpu)
+            for name, value in vars(self).items()
+            if value is not None
+        }
+        return replace(self, **moved)
 
 
 class Reader(Protocol):
@@ -291,21 +285,6 @@ def parse_paths(values: tuple[str, ...], flag: str) -> list[tuple[float | None, 
                 f"{flag}: weights must be numbers >= 0, not all 0; got {' '.join(values[0::2])}"
             )
     return [(weight, prefix) for weight, prefix in pairs if weight != 0]
-
-
-def parse_split(text: str) -> list[Fraction]:
-    """`969,30,1` -> the shares of train, valid and test, exactly. Raises DataError."""
-    try:
-        parts = [Fraction(part) for part in re.split(r"[,/ ]+", text.strip())]
-    except (ValueError, ZeroDivisionError):
-        parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or sum(parts) == 0:
-        raise DataError(
-            f"--split {text}: give up to three shares >= 0 for train, valid and test, like "
-            f"{DEFAULT_SPLIT}"
-        )
-    parts += [Fraction(0)] * (3 - len(parts))
-    return [part / sum(parts) for part in parts]
 
 
 def split_range(shares: list[Fraction], split: str, sequences: int) -> tuple[int, int]:

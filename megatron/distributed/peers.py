@@ -1,6 +1,6 @@
 """Who keeps the others waiting. Each rank puts what it does into the rendezvous store every few
-seconds, from a thread; a wait for other ranks that fails is reported with what they did last, and rank
-0 warns of a rank that has fallen silent. No collective waits for any of it.
+seconds, from a thread; a wait for other ranks that fails is reported with what they did last, and
+rank 0 warns of a rank that has fallen silent. No collective waits for any of it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import PrefixStore, Store
+
+from megatron.config.errors import some
 
 logger = logging.getLogger(__name__)
 
@@ -245,10 +247,7 @@ def _words(last: dict[int, Heartbeat], silent_ranks: set[int], waited: float) ->
         for rank, report in last.items()
         if timeout and not report.ended and not report.waited
     ]
-    named = silent or ended or busy
-    return "; ".join(named[:NAMED]) + (
-        f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
-    )
+    return some(silent or ended or busy, NAMED, "; ")
 
 
 PEERS = Peers()

@@ -25,9 +25,10 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from megatron.config.errors import UserError
+from megatron.config.errors import UserError, some
 from megatron.config.groups import Config
 from megatron.config.input_files import JsonObject
+from megatron.config.metadata import flag_name
 
 LONGEST_PAUSE = 0.5  # seconds between two looks at the store
 FAREWELL = 5.0  # seconds that a rank which has read an error gives the others to read it too
@@ -215,15 +216,10 @@ class _Meeting:
                     )
         if not found:
             return ""
-        lines = list(found.values())
-        more = (
-            f"; and {len(lines) - MOST_DIFFERENCES} more" if len(lines) > MOST_DIFFERENCES else ""
-        )
         return (
             "the ranks were started differently: "
-            + "; ".join(lines[:MOST_DIFFERENCES])
-            + more
-            + ". Give every rank the same flags and software"
+            f"{some(list(found.values()), MOST_DIFFERENCES, '; ')}. "
+            "Give every rank the same flags and software"
         )
 
     def _let_others_read(self) -> None:
@@ -285,7 +281,7 @@ def differences(
             found |= differences(here, there, (*path, key))
         elif here != there:
             flag = len(path) == 1 and path[0] in Config.__dataclass_fields__
-            found["--" + key.replace("_", "-") if flag else " ".join((*path, key))] = here, there
+            found[flag_name(key) if flag else " ".join((*path, key))] = here, there
     return found
 
 

@@ -47,8 +47,10 @@ CUBLAS_REPEATABLE = (":4096:8", ":16:8")
 # below the ports that Linux gives to outgoing connections, so that ours is rarely taken
 SRUN_PORTS = range(20000, 30000)
 
+Environment = Mapping[str, str]
 
-def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+
+def read_launch(environment: Environment = os.environ) -> Launch:
     """This process as its launcher numbered it. Raises LaunchError for variables that are missing
     or contradict each other.
     """
@@ -68,16 +70,16 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     return Launch()
 
 
-def rough_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+def rough_launch() -> Launch:
     """`read_launch`, or for the text of an error what can be known: a rank that its launcher's
     variables do not give counts as 0.
     """
     try:
-        return read_launch(environment)
+        return read_launch()
     except LaunchError:
         rank, local = (
             next(
-                (int(environment[name]) for name in names if environment.get(name, "").isdecimal()),
+                (int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()),
                 0,
             )
             for names in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID"))
@@ -85,12 +87,12 @@ def rough_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         return Launch(rank=rank, local_rank=local)
 
 
-def slurm_job(environment: Mapping[str, str] = os.environ) -> str:
+def slurm_job() -> str:
     """Slurm's number of this job, which a requeue keeps; empty outside of Slurm."""
-    return environment.get("SLURM_JOB_ID", "")
+    return os.environ.get("SLURM_JOB_ID", "")
 
 
-def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
+def _torchrun_launch(environment: Environment) -> Launch:
     """Of torchrun's variables, whoever has set them."""
     alone = environment.get("WORLD_SIZE") == "1"
     missing = [name for name in (TORCHRUN[:2] if alone else TORCHRUN) if not environment.get(name)]
@@ -116,7 +118,7 @@ def _torchrun_launch(environment: Mapping[str, str]) -> Launch:
     )
 
 
-def _srun_launch(environment: Mapping[str, str]) -> Launch:
+def _srun_launch(environment: Environment) -> Launch:
     """Of the variables that srun sets for each task of a step."""
     missing = [name for name in SRUN if not environment.get(name)]
     if missing:
@@ -168,7 +170,7 @@ def _checked(launch: Launch, names: str) -> Launch:
     return launch
 
 
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number(environment: Environment, name: str, default: int | None = None) -> int:
     text = environment.get(name) or default
     if not re.fullmatch(r"\d+", str(text)):
         raise LaunchError(
@@ -178,7 +180,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     return int(text)
 
 
-def _port(environment: Mapping[str, str]) -> int | None:
+def _port(environment: Environment) -> int | None:
     if not environment.get("MASTER_PORT"):
         return None
     port = _number(environment, "MASTER_PORT")
@@ -288,7 +290,7 @@ def set_determinism(
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def share_cores(launch: Launch, environment: Mapping[str, str] = os.environ) -> None:
+def share_cores(launch: Launch, environment: Environment = os.environ) -> None:
     """Give each of several ranks on a host its part of the cores, unless the user has set
     OMP_NUM_THREADS: torch would give all cores to each, and torchrun sets 1, which leaves most of
     them idle.
@@ -301,7 +303,7 @@ def share_cores(launch: Launch, environment: Mapping[str, str] = os.environ) -> 
     torch.set_num_threads(max(1, mine or len(os.sched_getaffinity(0)) // launch.local_size))
 
 
-def _torchrun_set_threads(launch: Launch, environment: Mapping[str, str]) -> bool:
+def _torchrun_set_threads(launch: Launch, environment: Environment) -> bool:
     """Whether OMP_NUM_THREADS=1 is torchrun's doing: then the environment that torchrun, our
     parent, was itself started with lacks it.
     """

@@ -339,7 +339,7 @@ def _whole_name(name: str, kind: str) -> str:
     """
     if name.startswith(("transformer.", "model.", "lm_head.")):
         return name
-    return f"{_prefix(kind)}{name}"
+    return ("transformer." if kind == "gpt2" else "model.") + name
 
 
 def _name_faults(table: list[Rule], present: set[str], tied: bool) -> list[str]:
@@ -348,17 +348,15 @@ def _name_faults(table: list[Rule], present: set[str], tied: bool) -> list[str]:
     spare = {"lm_head.weight"} if tied else set()
     missing = [rule.theirs for rule in table if rule.theirs not in present]
     extra = [name for name in sorted(present - wanted - spare) if not name.endswith(_BUFFERS)]
-    faults = []
-    if missing:
-        faults.append(f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)")
-    if extra:
-        listed = ", ".join(extra[:5])
-        faults.append(f"tensors without a counterpart here: {listed} ({len(extra)} in all)")
-    return faults
+    return [
+        *some_names("tensors missing", missing),
+        *some_names("tensors without a counterpart here", extra),
+    ]
 
 
-def _prefix(kind: str) -> str:
-    return "transformer." if kind == "gpt2" else "model."
+def some_names(what: str, names: list[str]) -> list[str]:
+    """A line about tensors; none where there are none."""
+    return [f"{what}: {', '.join(names[:5])} ({len(names)} in all)"] if names else []
 
 
 def _expect(config: JsonObject, faults: list[str], **values: Any) -> None:

@@ -33,7 +33,7 @@ from megatron.config.errors import UserError
 from megatron.config.input_files import InputError, parse_json
 from megatron.config.input_files import read_json as read_file
 from megatron.interop.huggingface import Rule
-from megatron.interop.models import MappedFile, Pair, Part, own_rows, whole_part
+from megatron.interop.models import DAMAGE, Held, MappedFile, Pair, Part, own_rows, whole_part
 from megatron.layers.spec import Box
 
 FILE = 4 << 30  # most bytes of tensors in one file, unless a single tensor is larger
@@ -286,14 +286,16 @@ def _write_at(file: int, data: Tensor, position: int) -> None:
         position = position + written
 
 
+@dataclass
 class ProgressLine:
     """Every 5 seconds a line with the share done and the time left."""
 
-    def __init__(self, verb: str, total: int, shown: bool) -> None:
-        self.verb = verb
-        self.total = total
-        self.shown = shown
-        self.done = 0
+    verb: str
+    total: int
+    shown: bool
+    done: int = 0
+
+    def __post_init__(self) -> None:
         self.begin = self.last = time.monotonic()
 
     def add(self, size: int) -> None:
@@ -303,10 +305,8 @@ class ProgressLine:
             self.last = now
             left = (now - self.begin) * (self.total / self.done - 1)
             print(
-                (
-                    f"{self.verb} {self.done / 2**30:.1f} of {self.total / 2**30:.1f} GiB, "
-                    f"{left:.0f} s left"
-                ),
+                f"{self.verb} {self.done / 2**30:.1f} of {self.total / 2**30:.1f} GiB, "
+                f"{left:.0f} s left",
                 file=sys.stderr,
                 flush=True,
             )
@@ -354,15 +354,7 @@ def _open_file(path: Path) -> dict[str, Tensor]:
                 if min(shape, default=0) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
                     raise UserError(f"{key}: {stop - start} bytes for shape {list(shape)}")
                 tensors[key] = file.tensor(dtype, shape, 8 + length + start)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        OverflowError,
-        struct.error,
-    ) as error:
+    except DAMAGE as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     return tensors
 
@@ -374,7 +366,7 @@ def take_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> list[Pair]:
     )
 
 
-def take_parts(rules: list[Rule], tensors: dict[str, tuple[Dims, list[Part]]]) -> list[Pair]:
+def take_parts(rules: list[Rule], tensors: Held) -> list[Pair]:
     """The logical tensors as they lie in parts (shape, parts) of Hugging Face's. Raises UserError
     for one that cannot be cut as its rule says.
     """

@@ -21,11 +21,10 @@ from megatron.config.groups import ModelConfig
 from megatron.interop.huggingface import Rule
 from megatron.interop.huggingface_files import take_parts
 from megatron.interop.megatron_lm import map_tensors
-from megatron.interop.models import Pair, Part, Whole
+from megatron.interop.models import Held, Pair, Whole
 from megatron.interop.mp_ranks import join_ranks
-from megatron.interop.pickles import Record
+from megatron.interop.pickles import Record, state_of
 
-Held = dict[str, tuple[tuple[int, ...], list[Part]]]  # a rank's tensors: name -> shape, parts
 INNER = {
     "input_layernorm": "input_layernorm",
     "self_attention.query_key_value": "self_attention.linear_qkv",
@@ -84,7 +83,7 @@ def _core_names(names: set[str]) -> dict[str, str]:
 
 def megatron_arguments(args: Any) -> Record:
     """Their arguments in the words of Megatron-LM's."""
-    state = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
+    state = state_of(args)
     heads = state.get("num_attention_heads")
     groups = state.pop("num_key_value_heads", None)
     placed = state.pop("add_position_embedding", True)
@@ -101,18 +100,15 @@ def megatron_arguments(args: Any) -> Record:
     state["normalization"] = norms.get(norm, norm)
     if state.get("num_experts") in ([1], [0]):
         state["num_experts"] = None
-    renamed = Record("argparse.Namespace", ())
-    renamed.state = state
-    return renamed
+    return Record("argparse.Namespace", (), state)
 
 
 def tensor_parallel_size(folder: Path, states: list[dict[str, Any]]) -> int:
     """Of the run that wrote these model-states files, one for each model-parallel rank. Raises
     CheckpointError when some are missing.
     """
-    args = states[0].get("args")
+    given = state_of(states[0].get("args"))
     dimensions = states[0].get("checkpoint_parallel_dimensions") or {}
-    given = args.state if isinstance(args, Record) and isinstance(args.state, dict) else {}
     tp = given.get("tensor_model_parallel_size", dimensions.get("tp_degree", 1))
     pp = given.get("pipeline_model_parallel_size", dimensions.get("pp_degree", 1))
     if tp * pp != len(states):

@@ -23,8 +23,9 @@ from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
+from megatron.config.metadata import flag_name
 from megatron.interop.models import Pair, Part, Whole
-from megatron.interop.pickles import Record
+from megatron.interop.pickles import Record, state_of
 from megatron.layers.spec import Box, ParameterSpec
 from megatron.model.build import declared
 
@@ -267,7 +268,7 @@ def model_fields(args: Record) -> dict[str, Any]:
     """Fields of ModelConfig that the arguments kept in a Megatron-LM checkpoint mean. Raises
     UserError naming what has no counterpart.
     """
-    given = dict(args.state) if isinstance(args, Record) and isinstance(args.state, dict) else {}
+    given = state_of(args)
     _require_known(given)
     fields = {name: given[name] for name in SAME if given.get(name) is not None}
     heads = fields["num_attention_heads"]
@@ -285,7 +286,7 @@ def model_fields(args: Record) -> dict[str, Any]:
         elif isinstance(value, Record):
             raise UserError(
                 "the arguments in the checkpoint cannot be taken over: "
-                f"--{name.replace('_', '-')} is a {value.kind}"
+                f"{flag_name(name)} is a {value.kind}"
             )
     return fields
 
@@ -293,7 +294,7 @@ def model_fields(args: Record) -> dict[str, Any]:
 def _require_known(given: dict[str, Any]) -> None:
     """Raises UserError naming every argument that our models do not have, or that is missing."""
     faults = [
-        f"--{name.replace('_', '-')} {reprlib.repr(given[name])}"
+        f"{flag_name(name)} {reprlib.repr(given[name])}"
         for name, absent in REFUSED.items()
         if given.get(name) not in absent
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
+import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,14 +21,26 @@ from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import InputError, open_regular
+from megatron.interop.huggingface import some_names
 from megatron.layers.spec import Box
 from megatron.model.build import model_shapes
 
+# what reading a damaged file raises
+DAMAGE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    struct.error,
+)
 Pair = BoxTensor  # part of a logical tensor, and the tensor that holds it
 # offset, extent, and the elements of a box of one of their tensors
 Part = tuple[Dims, Dims, Callable[[], Tensor]]
 # one of their tensors: name, shape, and the parts that make it up
 Whole = tuple[str, Dims, list[Part]]
+Held = dict[str, tuple[Dims, list[Part]]]  # the same of several by name
 
 
 def whole_part(value: Tensor) -> Part:
@@ -142,13 +155,10 @@ def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None
         for name in given.keys() & wanted.keys()
         if given[name] != wanted[name]
     ]
-    missing = sorted(wanted.keys() - given.keys())
-    extra = sorted(given.keys() - wanted.keys())
-    if missing:
-        faults.append(f"tensors missing: {', '.join(missing[:5])} ({len(missing)} in all)")
-    if extra:
-        listed = ", ".join(extra[:5])
-        faults.append(f"tensors that the model does not have: {listed} ({len(extra)} in all)")
+    faults += some_names("tensors missing", sorted(wanted.keys() - given.keys()))
+    faults += some_names(
+        "tensors that the model does not have", sorted(given.keys() - wanted.keys())
+    )
     if faults:
         raise UserError(
             "the tensors are not those of a model with these flags:\n"

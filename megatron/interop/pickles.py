@@ -14,6 +14,7 @@ import signal
 import struct
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.errors import UserError
-from megatron.interop.models import MappedFile
+from megatron.interop.models import DAMAGE, MappedFile
 
 STORAGES = {
     "torch.DoubleStorage": torch.float64,
@@ -144,20 +145,27 @@ DEEPSPEED_CLASSES = ARGUMENT_CLASSES | {  # what DeepSpeed and its users keep be
 }
 
 
+@dataclass(eq=False)
 class Record:
     """A value of some class that the pickle names: nothing of that class exists here. `state` is a
     dictionary or what else it holds.
     """
 
-    def __init__(self, kind: str, args: tuple[Any, ...] | None) -> None:
-        self.kind, self.args = kind, args  # args None: the class itself
-        self.state: Any = None
+    kind: str
+    args: tuple[Any, ...] | None  # None: the class itself
+    state: Any = None
 
     def __getitem__(self, name: str) -> Any:
         """A field of its state. Raises KeyError."""
         if not isinstance(self.state, dict):
             raise KeyError(name)
         return self.state[name]
+
+
+def state_of(value: Any) -> dict[str, Any]:
+    """A copy of a record's fields; empty for what has none."""
+    held = value.state if isinstance(value, Record) else None
+    return dict(held) if isinstance(held, dict) else {}
 
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -167,6 +175,7 @@ _EMPTY: dict[str, Callable[[], Any]] = {
     "EMPTY_DICT": dict,
     "EMPTY_SET": set,
 }
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}  # sizes
 _VALUES = {
     "BININT",
     "BININT1",
@@ -206,6 +215,8 @@ class _Interpreter:
                 self.stack.append(_EMPTY[name]())
             elif name in _VALUES:
                 self.stack.append(argument)
+            elif name in _TUPLES:
+                self._tuple(_TUPLES[name])
             elif name == "PROTO" and argument > 5:
                 raise UserError(f"pickle protocol {argument} is not known")
             elif name not in ("PROTO", "FRAME"):
@@ -235,15 +246,6 @@ class _Interpreter:
         if len(self.stack) < size:
             raise UserError(f"a tuple of {size} values is made of {len(self.stack)}")
         self.stack[-size:] = [tuple(self.stack[-size:])]
-
-    def op_TUPLE1(self, _: Any) -> None:
-        self._tuple(1)
-
-    def op_TUPLE2(self, _: Any) -> None:
-        self._tuple(2)
-
-    def op_TUPLE3(self, _: Any) -> None:
-        self._tuple(3)
 
     def op_APPEND(self, _: Any) -> None:
         value = self.stack.pop()
@@ -373,16 +375,7 @@ def read_pickle(
     """
     try:
         return _Interpreter(known, storage).run(raw)
-    except (
-        ValueError,
-        TypeError,
-        IndexError,
-        KeyError,
-        AttributeError,
-        RuntimeError,
-        OverflowError,
-        struct.error,
-    ) as error:
+    except DAMAGE as error:
         raise CheckpointError(f"{path}: the pickle in it is refused: {error}") from error
 
 

@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.interop.models import MappedFile, Part, whole_part
+from megatron.checkpoint.shapes import Dims
+from megatron.interop.models import Held, MappedFile, Part, whole_part
 from megatron.interop.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
 
-Shape = tuple[int, ...]
+State = dict[str, Any]  # what a file holds
+Partition = tuple[Path, State]
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -58,8 +60,8 @@ class ZeroFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ranks: list[dict[str, tuple[Shape, list[Part]]]] = []
-        self.states: list[dict[str, Any]] = []
+        self.ranks: list[Held] = []
+        self.states: list[State] = []
         for rank, paths in sorted(_find_partitions(folder).items()):
             stage, partitions = _open_partitions(paths)
             prefix = "zero_pp_rank_0_" if stage == 3 else ""
@@ -93,9 +95,7 @@ def _find_partitions(folder: Path) -> dict[int, dict[int, Path]]:
     return found
 
 
-def _tensors(
-    state: dict[str, Any], path: Path, stage: int, partitions: list[tuple[Path, dict[str, Any]]]
-) -> dict[str, tuple[Shape, list[Part]]]:
+def _tensors(state: State, path: Path, stage: int, partitions: list[Partition]) -> Held:
     """The parameters of one model-parallel rank, shared ones under each of their names."""
     merge = _merge_equal_parts if stage == 3 else _merge_ranges
     tensors = {
@@ -106,16 +106,16 @@ def _tensors(
     return tensors | {name: tensors[other] for name, other in shared.items() if other in tensors}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> State:
     content = read_torch_file(MappedFile(path), DEEPSPEED_CLASSES)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds no dictionary: not a file of DeepSpeed")
     return content
 
 
-def _open_partitions(paths: dict[int, Path]) -> tuple[int, list[tuple[Path, dict[str, Any]]]]:
+def _open_partitions(paths: dict[int, Path]) -> tuple[int, list[Partition]]:
     """(stage, each data-parallel rank's file and its state) of one model-parallel rank."""
-    opened: list[tuple[Path, dict[str, Any]]] = []
+    opened: list[Partition] = []
     first: tuple[Path, tuple[int, int]] | None = None
     for _, path in sorted(paths.items()):
         state = _read(path).get("optimizer_state_dict")
@@ -144,7 +144,7 @@ def _open_partitions(paths: dict[int, Path]) -> tuple[int, list[tuple[Path, dict
     return stage, opened
 
 
-def _stage_and_count(path: Path, state: dict[str, Any]) -> tuple[int, int]:
+def _stage_and_count(path: Path, state: State) -> tuple[int, int]:
     """ZeRO's stage, and in how many partitions every group is. Raises CheckpointError."""
     stage = state.get("zero_stage", 1)
     counts = state["partition_count"]
@@ -166,7 +166,7 @@ def _described(kind: tuple[int, int]) -> str:
     return f"stage {kind[0]} of {kind[1]} partitions"
 
 
-def _shapes(state: dict[str, Any], path: Path) -> list[dict[str, Shape]]:
+def _shapes(state: State, path: Path) -> list[dict[str, Dims]]:
     """Names and shapes of the flattened parameters, group by group."""
     if state.get("frozen_param_shapes"):
         name = next(iter(state["frozen_param_shapes"]))
@@ -186,7 +186,7 @@ def _shapes(state: dict[str, Any], path: Path) -> list[dict[str, Shape]]:
     ]
 
 
-def _flats(path: Path, state: dict[str, Any], key: str) -> list[Tensor]:
+def _flats(path: Path, state: State, key: str) -> list[Tensor]:
     """One rank's partitions of all groups."""
     flats = state.get(key)
     if not isinstance(flats, list) or not all(
@@ -200,12 +200,10 @@ def _flats(path: Path, state: dict[str, Any], key: str) -> list[Tensor]:
 
 
 # name, shape, (first element, elements) of the pieces in order
-Merged = Iterator[tuple[str, Shape, list[tuple[int, Tensor]]]]
+Merged = Iterator[tuple[str, Dims, list[tuple[int, Tensor]]]]
 
 
-def _merge_ranges(
-    groups: list[dict[str, Shape]], partitions: list[tuple[Path, dict[str, Any]]]
-) -> Merged:
+def _merge_ranges(groups: list[dict[str, Dims]], partitions: list[Partition]) -> Merged:
     """Stages 1 and 2."""
     ranks = [_flats(path, state, "single_partition_of_fp32_groups") for path, state in partitions]
     path, state = partitions[0]
@@ -226,7 +224,7 @@ def _merge_ranges(
 
 
 def _require_length(
-    path: Path, index: int, shapes: dict[str, Shape], gaps: list[int], held: int, ranks: int
+    path: Path, index: int, shapes: dict[str, Dims], gaps: list[int], held: int, ranks: int
 ) -> None:
     """Raise CheckpointError unless group `index`, with its gaps, has `held` elements."""
     wanted = sum(map(math.prod, shapes.values())) + sum(gaps)
@@ -238,9 +236,7 @@ def _require_length(
         )
 
 
-def _merge_equal_parts(
-    groups: list[dict[str, Shape]], partitions: list[tuple[Path, dict[str, Any]]]
-) -> Merged:
+def _merge_equal_parts(groups: list[dict[str, Dims]], partitions: list[Partition]) -> Merged:
     """Stage 3."""
     ranks = [_flats(path, state, "fp32_flat_groups") for path, state in partitions]
     count = len(partitions)
@@ -284,7 +280,7 @@ def _cut(
             at = stop
 
 
-def box_parts(shape: Shape, pieces: Iterable[tuple[int, Tensor]]) -> list[Part]:
+def box_parts(shape: Dims, pieces: Iterable[tuple[int, Tensor]]) -> list[Part]:
     """Pieces (first element, elements) of a matrix in C order as boxes of it: whole rows, and the
     ends of rows that are cut. Those of a vector are put together: each would be a tensor by itself
     in the file that is written, and vectors are small.

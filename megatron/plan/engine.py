@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -193,27 +193,19 @@ class Kept:
         return had_input
 
 
+@dataclass
 class PlannedPasses:
     """In place of LayerPasses: passes that compute nothing. `units`: what a micro-batch keeps of
     each layer; `shape` [s, b, h].
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        units: Mapping[Layer, UnitBytes],
-        names: Mapping[Layer, str],
-        senders: set[Layer],
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-    ):
-        self.ledger = ledger
-        self.units = units
-        self.names = names
-        self.senders = senders
-        self.shape = shape
-        self.dtype = dtype
-        self.scalars: dict[str, Tensor] = {}
+    ledger: Ledger
+    units: Mapping[Layer, UnitBytes]
+    names: Mapping[Layer, str]
+    senders: set[Layer]
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    scalars: dict[str, Tensor] = field(default_factory=dict)
 
     def begin(self, scale: float, objectives: set[str]) -> None:
         """Before a step."""

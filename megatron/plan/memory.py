@@ -56,18 +56,18 @@ class RankMemory:
         return {kind: size for kind, size in sizes.items() if size} | {"total": self.total}
 
 
+@dataclasses.dataclass
 class MemoryPlan:
     """What a run needs on each of its pipeline ranks, worked out when it is asked for, and once.
 
     `device`: `cuda` with NCCL, or `cpu` with Gloo.
     """
 
-    def __init__(self, config: Config, vocab_size: int, world_size: int, device: str = "cuda"):
-        self.config = config
-        self.vocab_size = vocab_size
-        self.world_size = world_size
-        self.device = device
-        self._changed: dict[tuple[int, str | None], MemoryPlan] = {}
+    config: Config
+    vocab_size: int
+    world_size: int
+    device: str = "cuda"
+    _changed: dict[tuple[int, str | None], MemoryPlan] = dataclasses.field(default_factory=dict)
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
@@ -106,22 +106,6 @@ class MemoryPlan:
     def with_recompute(self, granularity: str | None) -> MemoryPlan:
         """The plan of the same run with another --recompute-granularity."""
         return self.changed(self.config.distributed.zero_stage, granularity)
-
-
-def estimate(
-    config: Config, vocab_size: int, world_size: int, device: str = "cuda"
-) -> dict[str, int]:
-    """Bytes at the worst moment of a step on the pipeline rank that needs the most, by kind and in
-    `total`; kinds that are none are left out.
-    """
-    return MemoryPlan(config, vocab_size, world_size, device).fullest.sizes()
-
-
-def estimate_ranks(
-    config: Config, vocab_size: int, world_size: int, device: str = "cuda"
-) -> list[dict[str, int]]:
-    """What `estimate` says, for each pipeline rank."""
-    return [rank.sizes() for rank in rank_memories(config, vocab_size, world_size, device)]
 
 
 def _groups_of(config: Config, layout: Layout, rank: int, group: CountedGroup) -> Groups:

@@ -18,7 +18,7 @@ from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.index import BATCH, load_bytes
 from megatron.checkpoint.local.nodes import Nodes, RunId
-from megatron.checkpoint.local.saves import GIB, NodeAttempt
+from megatron.checkpoint.local.saves import GIB, NodeAttempt, raise_fault
 from megatron.checkpoint.local.transfers import ShardTransfer, in_rounds, send_shards, share_bytes
 from megatron.checkpoint.local.xor import Stream, Stripe, stripes_in
 from megatron.checkpoint.manifest import CheckpointError
@@ -463,7 +463,7 @@ class LocalCheckpoint(Checkpoint):
             lambda number: self.shards[number].path,
             self._fill,
         )
-        self._attempt.gather_or_raise(lambda: _reraise(fault))
+        self._attempt.gather_or_raise(lambda: raise_fault(fault))
         return sum(sizes)
 
     def _shards_of(self, boxes: Iterable[Box]) -> set[int]:
@@ -516,11 +516,6 @@ class LocalCheckpoint(Checkpoint):
     def close(self) -> None:
         super().close()
         self._attempt.__exit__()
-
-
-def _reraise(fault: Exception | None) -> None:
-    if fault is not None:
-        raise fault
 
 
 def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, tuple[bytes, bytes]]:

@@ -176,14 +176,10 @@ class NodeAttempt(Attempt):
                     f"{self.folder}: {m.shard_file(number)} changed on its way from another node"
                 )
 
-        def check() -> None:
-            if fault is not None:
-                raise fault
-
         fault = send_shards(
             transfers, self.ranks, lambda number: source / m.shard_file(number), write
         )
-        self.gather_or_raise(check)
+        self.gather_or_raise(lambda: raise_fault(fault))
 
     def add_xor_blocks(self, entries: list[JsonObject | None]) -> JsonObject:
         """Give every rank an XOR parity block of its stripe; `entries` are the entries of all ranks'
@@ -233,16 +229,13 @@ class NodeAttempt(Attempt):
                 )
             made.append((number, entry))
 
-        def check() -> list[tuple[int, JsonObject]]:
-            if fault is not None:
-                raise fault
-            return made
-
         fault = exchange(
             streams, self.ranks, owner, lambda number: source / m.shard_file(number), write
         )
         return {
-            number: entry for entries in self.gather_or_raise(check) for number, entry in entries
+            number: entry
+            for entries in self.gather_or_raise(lambda: raise_fault(fault) or made)
+            for number, entry in entries
         }
 
     def publish(self, manifest: bytes, on: Callable[[int], bool] = lambda node: True) -> None:
@@ -280,6 +273,11 @@ class NodeAttempt(Attempt):
         ):
             os.rename(self.root / m.iteration_folder(iteration), self._trash(iteration))
             shutil.rmtree(self._trash(iteration), ignore_errors=True)
+
+
+def raise_fault(fault: Exception | None) -> None:
+    if fault is not None:
+        raise fault
 
 
 def _split(pieces: Iterator[memoryview]) -> tuple[bytes, Iterator[memoryview]]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
@@ -55,6 +56,12 @@ def in_rounds(
     return sorted(transfers, key=turn)
 
 
+def message_device(ranks: Ranks) -> torch.device:
+    """Where messages between nodes travel."""
+    alone = ranks.world.size == 1
+    return torch.device("cpu") if alone or is_gloo(ranks.world) else ranks.device
+
+
 def send_shards(
     transfers: Iterable[ShardTransfer],
     ranks: Ranks,
@@ -70,11 +77,11 @@ def send_shards(
     """
     fault: Exception | None = None
     me = ranks.world.rank
-    device = torch.device("cpu") if ranks.world.size == 1 or is_gloo(ranks.world) else ranks.device
+    device = message_device(ranks)
     for transfer in transfers:
         try:
             if transfer.source == me:
-                _send(transfer, path(transfer.number), ranks, device)
+                _send(transfer, path, ranks, device)
             elif transfer.to == me:
                 pieces = _arriving(transfer, ranks, device)
                 try:
@@ -91,36 +98,51 @@ def _pieces(transfer: ShardTransfer) -> Iterator[tuple[int, int]]:
     return ((start, min(PIECE, transfer.size - start)) for start in range(0, transfer.size, PIECE))
 
 
-def _send(transfer: ShardTransfer, path: Path, ranks: Ranks, device: torch.device) -> None:
-    """What cannot be read is sent as zeros: the receiver counts on the bytes, and refuses them by
-    their digests.
+@dataclass
+class ShardFiles:
+    """Files at `path(number)` that are read in pieces. The first fault is kept: what cannot be read
+    is sent as zeros, since the receiver counts on the bytes, and refused by its digest.
     """
+
+    path: Callable[[int], Path]
+    open: dict[int, int] = field(default_factory=dict)
     fault: Exception | None = None
-    flying: list[Sending] = []
-    try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed below
-    except OSError as error:
-        file = None
-        fault = error
-    for start, size in _pieces(transfer):
+
+    def read(self, number: int, at: int, size: int, *, whole: bool = False) -> Tensor:
+        """The bytes from `at` on; zeros after the file's end, which is a fault where they must be
+        `whole`.
+        """
         piece = torch.zeros(size, dtype=torch.uint8)
         try:
-            if (
-                file is not None
-                and os.preadv(file.fileno(), [memoryview(piece.numpy())], start) != size
-            ):
-                raise CheckpointError(f"{path}: ends before byte {start + size}")
+            if number not in self.open:
+                self.open[number] = os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC)
+            got = os.preadv(self.open[number], [memoryview(piece.numpy())], at)
+            if whole and got != size:
+                raise CheckpointError(f"{self.path(number)}: ends before byte {at + size}")
         except (OSError, CheckpointError) as error:
-            fault = fault or error
+            self.fault = self.fault or error
+        return piece
+
+    def close(self) -> None:
+        for file in self.open.values():
+            os.close(file)
+
+
+def _send(
+    transfer: ShardTransfer, path: Callable[[int], Path], ranks: Ranks, device: torch.device
+) -> None:
+    files = ShardFiles(path)
+    flying: list[Sending] = []
+    for start, size in _pieces(transfer):
+        piece = files.read(transfer.number, start, size, whole=True)
         flying.append(Sending(piece.to(device), transfer.to, ranks.world, 0))
         if len(flying) == FLYING:
             flying.pop(0).wait()
     for message in flying:
         message.wait()
-    if file is not None:
-        file.close()
-    if fault is not None:
-        raise fault
+    files.close()
+    if files.fault is not None:
+        raise files.fault
 
 
 def _arriving(transfer: ShardTransfer, ranks: Ranks, device: torch.device) -> Iterator[memoryview]:

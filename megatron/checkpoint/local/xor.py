@@ -11,11 +11,9 @@ of its shard is the XOR of a parity block and of the k - 2 other pieces that wen
 from __future__ import annotations
 
 import itertools
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import manifest as m
+from megatron.checkpoint.local.transfers import ShardFiles, message_device
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
-from megatron.distributed.collectives import is_gloo
 from megatron.distributed.p2p import Receiving, Sending
 
 XOR_GROUP = 8  # most nodes of an XOR group
@@ -170,7 +168,7 @@ def exchange(
     """
     fault: Exception | None = None
     for turn in _turns(streams, owner):
-        pieces = _windows(turn, ranks, owner, _Files(path))
+        pieces = _windows(turn, ranks, owner, ShardFiles(path))
         own = next((stream for stream in turn if stream.to == ranks.world.rank), None)
         try:
             if own is not None:
@@ -208,31 +206,6 @@ def _turns(streams: Iterable[Stream], owner: Callable[[int], int]) -> list[list[
     return [turn for turn, _ in turns]
 
 
-class _Files:
-    """Files that are read in pieces. The first fault is kept: what cannot be read is sent as zeros,
-    and refused by its digest.
-    """
-
-    def __init__(self, path: Callable[[int], Path]) -> None:
-        self.path = path
-        self.open: dict[int, int] = {}
-        self.fault: OSError | None = None
-
-    def read(self, number: int, at: int, size: int) -> Tensor:
-        piece = torch.zeros(size, dtype=torch.uint8)
-        try:
-            if number not in self.open:
-                self.open[number] = os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC)
-            os.preadv(self.open[number], [memoryview(piece.numpy())], at)
-        except OSError as error:
-            self.fault = self.fault or error
-        return piece
-
-    def close(self) -> None:
-        for file in self.open.values():
-            os.close(file)
-
-
 class _Window:
     """A window of every stream of a turn, its messages on their way. `own`: the bytes of the stream
     that this rank makes, XORed so far; None when it makes none.
@@ -259,13 +232,8 @@ class _Messages:
 
     ranks: Ranks
     owner: Callable[[int], int]
-    files: _Files
-
-    @cached_property
-    def device(self) -> torch.device:
-        """Where messages travel."""
-        world = self.ranks.world
-        return torch.device("cpu") if world.size == 1 or is_gloo(world) else self.ranks.device
+    files: ShardFiles
+    device: torch.device
 
     def start(
         self, turn: list[Stream], windows: Sequence[tuple[int, list[Part]] | None]
@@ -301,12 +269,12 @@ class _Messages:
 
 
 def _windows(
-    turn: list[Stream], ranks: Ranks, owner: Callable[[int], int], files: _Files
+    turn: list[Stream], ranks: Ranks, owner: Callable[[int], int], files: ShardFiles
 ) -> Iterator[memoryview]:
     """This rank's stream of a turn, piece by piece, while it sends what the others' need. Messages
     are started in one order on all ranks.
     """
-    messages = _Messages(ranks, owner, files)
+    messages = _Messages(ranks, owner, files, message_device(ranks))
     flying: list[_Window] = []
     try:
         for windows in itertools.zip_longest(*(stream.windows() for stream in turn)):

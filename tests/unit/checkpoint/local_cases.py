@@ -336,14 +336,14 @@ def _incomplete_xor_blocks() -> contextlib.AbstractContextManager:
 
 
 def _damaged_pieces() -> contextlib.AbstractContextManager:
-    real = xor._Files.read
+    real = transfers.ShardFiles.read
 
-    def read(files: xor._Files, number: int, at: int, size: int) -> torch.Tensor:
+    def read(files: transfers.ShardFiles, number: int, at: int, size: int) -> torch.Tensor:
         piece = real(files, number, at, size)
         piece[-1] ^= dist.get_rank() == 0
         return piece
 
-    return mock.patch.object(xor._Files, "read", read)
+    return mock.patch.object(transfers.ShardFiles, "read", read)
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {

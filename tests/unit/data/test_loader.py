@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.errors import UserError
 from megatron.config.groups import Config, DataConfig, EvaluationConfig, TrainingConfig
+from megatron.config.validate import parse_split
 from megatron.data.indexed_dataset import DataError, IndexedDatasetWriter
 from megatron.data.loader import (
     Batch,
     MockReader,
     build_data,
     parse_paths,
-    parse_split,
     split_range,
 )
 from megatron.data.tokenizer import build_tokenizer
@@ -148,7 +149,7 @@ def test_split_arithmetic():
         split_range(parse_split("0.9,0.1"), name, 30) for name in ("train", "valid", "test")
     ] == [(0, 27), (27, 30), (30, 30)]
     for wrong in ("", "a,b", "1,2,3,4", "-1,2", "0,0,0"):
-        with pytest.raises(DataError, match="--split"):
+        with pytest.raises(UserError, match="--split"):
             parse_split(wrong)
 
 

@@ -29,7 +29,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.stages import whole
 from megatron.optimizer.blocks import build_blocks
 from megatron.plan.activations import Shape, unit_bytes
-from megatron.plan.memory import estimate, rank_memories
+from megatron.plan.memory import MemoryPlan, rank_memories
 
 SEQ, BATCH, VOCAB = 64, 2, 301
 FUSED = {"attention_dropout": 0.0}
@@ -289,7 +289,7 @@ def test_activations_in_bf16_up_to_norm_statistics():
 )
 def test_static_bytes(precision, per_parameter, tp, world):
     config = configure(precision, tp=tp, world=world)
-    sizes = estimate(config, VOCAB, world)
+    sizes = MemoryPlan(config, VOCAB, world).fullest.sizes()
     stored = parameter_count(config.model, padded_vocab_size(VOCAB, config.model, tp), tp)["total"]
     padding = 64 * world // tp * 3  # of three blocks; every tensor here is a multiple of 64
     held = rank_memories(config, VOCAB, world)[0].static
@@ -302,7 +302,10 @@ def test_static_bytes(precision, per_parameter, tp, world):
     sgd = dataclasses.replace(
         config, optimizer=dataclasses.replace(config.optimizer, optimizer="sgd")
     )
-    assert sizes["optimizer"] - estimate(sgd, VOCAB, world)["optimizer"] == held["gradients"]
+    assert (
+        sizes["optimizer"] - MemoryPlan(sgd, VOCAB, world).fullest.sizes()["optimizer"]
+        == held["gradients"]
+    )
 
 
 def test_full_recompute_keeps_one_layer_and_the_inputs_of_the_others():
@@ -319,8 +322,8 @@ def test_full_recompute_keeps_one_layer_and_the_inputs_of_the_others():
     )
     assert nine - eight == SEQ * BATCH * 64 * 4 // 4
     assert (
-        beside(estimate(configure(training=full, num_layers=8), VOCAB, 1))
-        < beside(estimate(configure(), VOCAB, 1)) * 1.1
+        beside(MemoryPlan(configure(training=full, num_layers=8), VOCAB, 1).fullest.sizes())
+        < beside(MemoryPlan(configure(), VOCAB, 1).fullest.sizes()) * 1.1
     )
 
 

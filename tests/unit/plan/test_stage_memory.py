@@ -43,8 +43,6 @@ from megatron.plan.activations import Shape, unit_bytes
 from megatron.plan.engine import CountedBlock
 from megatron.plan.memory import (
     MemoryPlan,
-    estimate,
-    estimate_ranks,
     rank_memories,
     schedule_of,
     stage_parameters,
@@ -287,7 +285,7 @@ def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, model, 
     config = configure(pp, layers, model, tp=tp, **distributed)
     padded = padded_vocab_size(VOCAB, config.model, tp)
     stages, placement = pipeline_stages(config, padded), schedule_of(config, pp * tp).placement
-    estimates = estimate_ranks(config, VOCAB, pp * tp)
+    estimates = [rank.sizes() for rank in rank_memories(config, VOCAB, pp * tp)]
     for rank in range(pp):
         local = GPTModel(
             config.model,
@@ -314,7 +312,9 @@ def test_static_bytes_are_those_of_the_stages_that_are_built(pp, layers, model, 
             "disk": 0,
         }
         assert sizes["total"] == sum(size for name, size in sizes.items() if name != "total")
-    assert estimate(config, VOCAB, pp * tp) == max(estimates, key=lambda sizes: sizes["total"])
+    assert MemoryPlan(config, VOCAB, pp * tp).fullest.sizes() == max(
+        estimates, key=lambda sizes: sizes["total"]
+    )
 
 
 def test_the_estimate_follows_schedule_and_recompute():

@@ -9,7 +9,7 @@ import pytest
 import pretrain_gpt
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
-from megatron.plan.memory import MemoryPlan, estimate
+from megatron.plan.memory import MemoryPlan
 from megatron.plan.verdict import judge, memory_verdict
 from megatron.training.pretrain import end_of_dry_run
 
@@ -40,7 +40,7 @@ def test_the_borders(needed, word):
 
 def test_what_is_proposed_fits():
     config = resolve(parse_arguments(words(SMALL, "--world-size 8")).config, 8, 50257).config
-    needed = estimate(config, 50257, 8)["total"] / 2**30
+    needed = MemoryPlan(config, 50257, 8).fullest.total / 2**30
     assert memory_verdict(MemoryPlan(config, 50257, 8), needed + 6.001).word == "fits"
     assert memory_verdict(MemoryPlan(config, 50257, 8), needed + 0.001).word == "tight"
     least = resolve(
@@ -50,7 +50,7 @@ def test_what_is_proposed_fits():
         8,
         50257,
     ).config
-    memory = estimate(least, 50257, 8)["total"] / 2**30 + 6.001
+    memory = MemoryPlan(least, 50257, 8).fullest.total / 2**30 + 6.001
     verdict = memory_verdict(MemoryPlan(config, 50257, 8), memory)
     assert (
         verdict.word == ("tight" if needed <= memory else "does not fit")
@@ -60,7 +60,7 @@ def test_what_is_proposed_fits():
     proposed = resolve(
         parse_arguments(words(SMALL, f"--world-size 8 {flags}")).config, 8, 50257
     ).config
-    found = estimate(proposed, 50257, 8)["total"] / 2**30
+    found = MemoryPlan(proposed, 50257, 8).fullest.total / 2**30
     assert found == pytest.approx(float(gib), rel=0.005) and found <= memory - 6 < needed
     assert memory_verdict(MemoryPlan(config, 50257, 8), 1).line.endswith(
         "; more ranks, or a smaller --micro-batch-size, need less"
@@ -91,7 +91,8 @@ def test_device_memory_is_what_counts(capsys):
 def test_a_tight_run_is_said_to_be_tight():
     config = resolve(parse_arguments(words(SMALL, "--world-size 8")).config, 8, 50257).config
     verdict = memory_verdict(
-        MemoryPlan(config, 50257, 8), estimate(config, 50257, 8)["total"] / 2**30 + 1
+        MemoryPlan(config, 50257, 8),
+        MemoryPlan(config, 50257, 8).fullest.total / 2**30 + 1,
     )
     text, code = end_of_dry_run(verdict)
     assert code == 0 and "memory is tight" in text and "everything is in order" not in text
