@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import (
     FOLDER_MODE,
     clean,
@@ -30,7 +29,16 @@ from megatron.checkpoint.files import (
     write_all,
 )
 from megatron.checkpoint.index import Index, newest_first, read_manifest
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    TRACKER,
+    VERSION,
+    CheckpointError,
+    encode_manifest,
+    iteration_folder,
+    state_digests,
+)
 from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
@@ -67,7 +75,7 @@ class Attempt:
             lambda: (
                 secrets.token_hex(8),
                 own,
-                m.state_digests({"iteration": iteration, **(state or {})}),
+                state_digests({"iteration": iteration, **(state or {})}),
             )
         )
         self._compare([digests for _, _, digests in gathered])
@@ -161,8 +169,8 @@ def commit(
     """
     superseded = _attempts(root, [each for each in before if each > iteration])
     content = {
-        "format": m.FORMAT,
-        "version": m.VERSION,
+        "format": FORMAT,
+        "version": VERSION,
         "iteration": iteration,
         "attempt": attempt,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -171,14 +179,14 @@ def commit(
     }
     if superseded:
         content["left"] = superseded
-    with new_file(temporary / m.MANIFEST) as file:
-        write_all(file, [memoryview(m.encode_manifest(content))])
+    with new_file(temporary / MANIFEST) as file:
+        write_all(file, [memoryview(encode_manifest(content))])
     sync_folder(temporary)
     try:
         Index(temporary)  # what could not be opened later is not committed now
     except CheckpointError as error:
         raise CheckpointError(not_saved(root, iteration, _file_error(error) or error)) from error
-    target = root / m.iteration_folder(iteration)
+    target = root / iteration_folder(iteration)
     if not _take_place(temporary, target, content):
         return target
     sync_folder(root)
@@ -222,9 +230,7 @@ def _attempts(root: Path, iterations: Iterable[int]) -> dict[str, str]:
     found = {}
     for iteration in iterations:
         with suppress(CheckpointError):
-            found[str(iteration)] = read_manifest(root / m.iteration_folder(iteration))[0][
-                "attempt"
-            ]
+            found[str(iteration)] = read_manifest(root / iteration_folder(iteration))[0]["attempt"]
     return found
 
 
@@ -261,13 +267,13 @@ def _write_tracker(root: Path, iteration: int, attempt: str) -> None:
     with suppress(OSError):  # only a hint: without it the save has succeeded all the same
         with new_file(temporary) as file:
             write_all(file, [memoryview(f"{iteration}\n".encode())])
-        os.rename(temporary, root / m.TRACKER)
+        os.rename(temporary, root / TRACKER)
         sync_folder(root)
 
 
 def not_saved(root: Path, iteration: int, error: Exception) -> str:
     text = (
-        f"{root}: the checkpoint of iteration {iteration} was not saved: {_words(error)} "
+        f"{root}: the checkpoint of iteration {iteration} was not saved: {in_words(error)} "
         f"({getattr(error, 'filename', None) or root})."
     )
     number = getattr(error, "errno", None)
@@ -288,7 +294,7 @@ def not_saved(root: Path, iteration: int, error: Exception) -> str:
 
 def not_writable(root: Path, error: Exception) -> str:
     return (
-        f"--save {root}: cannot be written to: {_words(error)}; make it writable and free "
+        f"--save {root}: cannot be written to: {in_words(error)}; make it writable and free "
         "space on its disk, or choose another folder"
     )
 
@@ -300,5 +306,5 @@ def _file_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def _words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

@@ -17,6 +17,13 @@ from typing import Any
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.integrity import read_back
+from megatron.checkpoint.manifest import (
+    DigestTable,
+    chunk_hasher,
+    shard_file,
+    table_digest,
+    table_file,
+)
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
 BUFFERS = 1024  # most buffers that one pwritev takes
@@ -135,22 +142,22 @@ def write_shard_file(
     back from the disk; raises CheckpointError when they are not what was written. `progress` is
     called with the number of bytes as they are written.
     """
-    with new_file(folder / m.shard_file(index)) as file:
+    with new_file(folder / shard_file(index)) as file:
         write_all(file, [memoryview(header)])
         digests, size = _write_data(file, len(header), data, progress)
-    table = m.DigestTable(
+    table = DigestTable(
         m.CHUNK, len(header), len(header) + size, m.chunk_digest(header), tuple(digests)
     )
     raw = table.encode()
-    with new_file(folder / m.table_file(index)) as file:
+    with new_file(folder / table_file(index)) as file:
         write_all(file, [memoryview(raw)])
     if verify:
-        read_back(folder / m.shard_file(index), table)
+        read_back(folder / shard_file(index), table)
     if index > 0:
         # the commit syncs it for the first rank, on whose node this one's names may not be known
         # yet
         sync_folder(folder)
-    return {"file": m.shard_file(index), "bytes": table.size, "table_digest": m.table_digest(raw)}
+    return {"file": shard_file(index), "bytes": table.size, "table_digest": table_digest(raw)}
 
 
 def _write_data(
@@ -163,7 +170,7 @@ def _write_data(
     than the digest takes. The disk writes meanwhile: what is left to the fsync in the end is
     little.
     """
-    hasher = m.chunk_hasher()
+    hasher = chunk_hasher()
     digests = []
     size = 0
     begun = 0

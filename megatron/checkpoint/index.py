@@ -20,8 +20,23 @@ from typing import NamedTuple
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import parse_key, tiles
 from megatron.checkpoint.fetch import BATCH, Fetcher
-from megatron.checkpoint.manifest import CheckpointError, DigestTable, Entry
-from megatron.checkpoint.shapes import Dims, shapes_of
+from megatron.checkpoint.manifest import (
+    ITEM_BYTES,
+    MANIFEST,
+    MANIFEST_HEAD,
+    MANIFEST_LIMIT,
+    CheckpointError,
+    DigestTable,
+    Entry,
+    decode_header,
+    decode_manifest,
+    iteration_folder,
+    list_iterations,
+    shard_file,
+    table_digest,
+    table_file,
+)
+from megatron.checkpoint.shapes import Dims, Shapes, shapes_of
 from megatron.config.errors import some
 from megatron.config.input_files import InputError, JsonObject, open_regular, parse_json
 
@@ -49,7 +64,7 @@ class ShardFile:
 
     def table(self) -> DigestTable:
         """Its digest table, read and verified now."""
-        table = _load_table(self.path.parent / m.table_file(self.number), self.table_digest)
+        table = _load_table(self.path.parent / table_file(self.number), self.table_digest)
         if (table.data_start, table.chunk, table.size) != (self.data_start, self.chunk, self.size):
             raise CheckpointError(f"{self.path}: its digest table is not the one that was opened")
         return table
@@ -77,7 +92,7 @@ class StoredTensor:
 
     @property
     def item_bytes(self) -> int:
-        return m.ITEM_BYTES[self.dtype]
+        return ITEM_BYTES[self.dtype]
 
     @property
     def bytes(self) -> int:
@@ -158,7 +173,7 @@ class Index:
             expected = shapes_of(self.state.get("tensors", {}))
         except InputError as error:
             raise CheckpointError(
-                f"{self.path / m.MANIFEST}: not a manifest of this format: state.tensors: {error}"
+                f"{self.path / MANIFEST}: not a manifest of this format: state.tensors: {error}"
             ) from error
         missing = [
             f"{name} {list(shape)}"
@@ -172,7 +187,7 @@ class Index:
 
     def _open_shards(
         self,
-    ) -> Iterator[tuple[ShardFile, dict[str, Entry], dict[str, Dims]]]:
+    ) -> Iterator[tuple[ShardFile, dict[str, Entry], Shapes]]:
         records = list(enumerate(self.manifest["shards"]))
         if len(records) == 1:
             yield _open_shard(self.path, *records[0])
@@ -184,7 +199,7 @@ class Index:
                     records[first : first + 4 * OPENERS],
                 )
 
-    def _add(self, shard: ShardFile, entries: dict[str, Entry], shapes: dict[str, Dims]) -> None:
+    def _add(self, shard: ShardFile, entries: dict[str, Entry], shapes: Shapes) -> None:
         for key, entry in entries.items():
             name, offset = parse_key(key, shard.path)
             stored = self.tensors.get(name)
@@ -234,7 +249,7 @@ class Index:
         content = json.loads(bytes(raw[8:at]))
         self._head = bytes.fromhex(content["head"])
         self.manifest = content["manifest"]
-        seen = load_bytes(self.path / m.MANIFEST, m.MANIFEST_HEAD) if self.path.is_dir() else b""
+        seen = load_bytes(self.path / MANIFEST, MANIFEST_HEAD) if self.path.is_dir() else b""
         if seen != self._head:
             raise CheckpointError(
                 f"{self.path}: the checkpoint that rank 0 found there is not seen from here: "
@@ -246,7 +261,7 @@ class Index:
             self.shards.append(
                 ShardFile(
                     number,
-                    self.path / m.shard_file(number),
+                    self.path / shard_file(number),
                     record["bytes"],
                     record["table_digest"],
                     data_start,
@@ -314,12 +329,12 @@ def _spans(shards: list[ShardFile]) -> Iterator[_Span]:
 
 def _open_shard(
     folder: Path, number: int, record: JsonObject
-) -> tuple[ShardFile, dict[str, Entry], dict[str, Dims]]:
+) -> tuple[ShardFile, dict[str, Entry], Shapes]:
     """A shard, the entries of its header and the global shapes of their tensors; its table, its
     size and its header are right.
     """
-    path = folder / m.shard_file(number)
-    table = _load_table(folder / m.table_file(number), record["table_digest"])
+    path = folder / shard_file(number)
+    table = _load_table(folder / table_file(number), record["table_digest"])
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -332,7 +347,7 @@ def _open_shard(
     header = load_bytes(path, table.data_start)
     if m.chunk_digest(header) != table.header:
         raise CheckpointError(f"{path}: damaged: the header does not match its digest")
-    entries, metadata = m.decode_header(header, size - table.data_start, path)
+    entries, metadata = decode_header(header, size - table.data_start, path)
     try:
         shapes = shapes_of(parse_json(metadata["shapes"].encode()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -347,11 +362,10 @@ def _open_shard(
 
 
 def _load_table(path: Path, digest: str) -> DigestTable:
-    raw = load_bytes(path, m.MANIFEST_LIMIT)
-    if m.table_digest(raw) != digest:
+    raw = load_bytes(path, MANIFEST_LIMIT)
+    if table_digest(raw) != digest:
         raise CheckpointError(
-            f"{path}: damaged, or of another checkpoint: it does not match its digest in "
-            f"{m.MANIFEST}"
+            f"{path}: damaged, or of another checkpoint: it does not match its digest in {MANIFEST}"
         )
     return DigestTable.decode(raw, path)
 
@@ -360,15 +374,15 @@ def read_manifest(folder: Path) -> tuple[JsonObject, bytes]:
     """The manifest of a checkpoint folder, verified by its own digest, and its first bytes; the
     folder has the name that the manifest says.
     """
-    raw = load_bytes(folder / m.MANIFEST, m.MANIFEST_LIMIT)
-    content = m.decode_manifest(raw, folder / m.MANIFEST)
-    right = m.iteration_folder(content["iteration"])
+    raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
+    content = decode_manifest(raw, folder / MANIFEST)
+    right = iteration_folder(content["iteration"])
     if folder.name.startswith("iter_") and folder.name != right:
         raise CheckpointError(
             f"{folder}: its manifest is of iteration {content['iteration']}: the folder was "
             f"renamed; name it {right}"
         )
-    return content, raw[: m.MANIFEST_HEAD]
+    return content, raw[:MANIFEST_HEAD]
 
 
 def newest_first(root: Path) -> tuple[list[int], list[int]]:
@@ -378,12 +392,12 @@ def newest_first(root: Path) -> tuple[list[int], list[int]]:
     A checkpoint's manifest names the later ones, and their attempts, that were there before the run
     that saved it began. What cannot be read counts.
     """
-    iterations = m.list_iterations(root)
+    iterations = list_iterations(root)
     attempts = {}
     superseded = set()
     for iteration in iterations if len(iterations) > 1 else ():
         with suppress(CheckpointError):
-            content, _ = read_manifest(root / m.iteration_folder(iteration))
+            content, _ = read_manifest(root / iteration_folder(iteration))
             attempts[iteration] = content["attempt"]
             superseded |= {
                 (int(later), attempt) for later, attempt in content.get("left", {}).items()

@@ -5,11 +5,11 @@ imports torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.manifest import CheckpointError, DigestTable
+from megatron.checkpoint.manifest import CheckpointError, DigestTable, chunk_hasher
 
 PIECE = 1 << 20  # bytes of one read: all the memory that it takes
 
@@ -22,19 +22,31 @@ def read_back(path: Path, table: DigestTable) -> None:
     tmpfs has no disk, and some file systems keep their copy). Raises CheckpointError with the file
     and the range of bytes that came back different.
     """
-    _read_back(path, table.size, [(0, table.data_start, table.header), *_chunks(table)])
+    _read_back(path, table.size, _parts(table))
     raw = table.encode()
     _read_back(path.with_suffix(".digests"), len(raw), [(0, len(raw), m.chunk_digest(raw))])
 
 
-def _chunks(table: DigestTable) -> Iterator[tuple[int, int, bytes]]:
+def is_whole(path: Path, table: DigestTable) -> bool:
+    """Whether every byte of a shard is as its table says. The page cache may answer."""
+    try:
+        _read_back(path, table.size, _parts(table), from_disk=False)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _parts(table: DigestTable) -> Iterator[tuple[int, int, bytes]]:
     """(start, stop, digest) in the file."""
+    yield 0, table.data_start, table.header
     for index, digest in enumerate(table.chunks):
         start = table.data_start + index * table.chunk
         yield start, min(start + table.chunk, table.size), digest
 
 
-def _read_back(path: Path, size: int, parts: list[tuple[int, int, bytes]]) -> None:
+def _read_back(
+    path: Path, size: int, parts: Iterable[tuple[int, int, bytes]], *, from_disk: bool = True
+) -> None:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = os.fstat(file).st_size
@@ -43,10 +55,11 @@ def _read_back(path: Path, size: int, parts: list[tuple[int, int, bytes]]) -> No
                 f"{path}: read back from the disk: {found} bytes instead of the {size} that "
                 f"were written. {_FIX}"
             )
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        if from_disk:
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         buffer = memoryview(bytearray(min(PIECE, size)))
-        hasher = m.chunk_hasher()
+        hasher = chunk_hasher()
         for start, stop, digest in parts:
             hasher.reset()
             for at in range(start, stop, PIECE):

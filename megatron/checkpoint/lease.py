@@ -30,6 +30,7 @@ NAME = "in_use.json"
 RENEWED = 10.0  # seconds between two renewals
 STALE = 60.0  # seconds without one after which the owner counts as dead
 LOOK = 0.5  # seconds between two looks at a lease of which it is not known whether its owner lives
+Stamp = tuple[int, int]  # which file, and when it was renewed, in ns
 LARGEST = 4096  # bytes of the file
 
 
@@ -193,7 +194,7 @@ def take_lease(root: str | Path, job: str) -> Lease:
     return Lease(root, me)
 
 
-def _dead(owner: Owner | None, me: Owner, root: Path, stamp: tuple[int, int]) -> str | None:
+def _dead(owner: Owner | None, me: Owner, root: Path, stamp: Stamp) -> str | None:
     """Why an owner is known to be dead; None when it is not known. Raises CheckpointError when it
     is known to live.
     """
@@ -213,7 +214,7 @@ def _same_process(one: Owner, other: Owner) -> bool:
     return (one.machine, one.pid, one.started) == (other.machine, other.pid, other.started)
 
 
-def _watch(path: Path, before: tuple[int, int], owner: Owner | None) -> str:
+def _watch(path: Path, before: Stamp, owner: Owner | None) -> str:
     """Why an owner whose lease does not change for STALE seconds is dead. Raises CheckpointError as
     soon as it changes.
     """
@@ -229,7 +230,7 @@ def _watch(path: Path, before: tuple[int, int], owner: Owner | None) -> str:
     return f"it did not renew its lease for {STALE:g} s"
 
 
-def _replace(path: Path, before: tuple[int, int], me: Owner) -> bool:
+def _replace(path: Path, before: Stamp, me: Owner) -> bool:
     """Put our lease into the place of the one that was judged; False when another run was
     faster.
     """
@@ -256,7 +257,7 @@ def _write(path: Path, owner: Owner) -> None:
         write_all(file, [memoryview(json.dumps(asdict(owner), indent=1).encode() + b"\n")])
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> Stamp:
     """Which file it is, and when it was renewed, in ns."""
     found = os.stat(path)
     return found.st_ino, found.st_mtime_ns

@@ -7,16 +7,20 @@ background while it goes on.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint import manifest as m
+from megatron.checkpoint.index import read_manifest
+from megatron.checkpoint.manifest import (
+    iteration_folder,
+    list_iterations,
+)
 from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.retention import Policy
+from megatron.checkpoint.save_plan import not_empty
 from megatron.checkpoint.staged import StagedSave, StagedStrategy
 from megatron.checkpoint.synchronous import Destination, SaveRequest, SynchronousStrategy
 from megatron.config.errors import UserError
@@ -55,7 +59,7 @@ class CheckpointManager:
         self.ranks = ranks
         self.local_checkpoints = local_checkpoints
         self.report = report
-        before = m.list_iterations(Path(root)) if ranks.first else []
+        before = list_iterations(Path(root)) if ranks.first else []
         to = Destination(Path(root), ranks, retention, verify, rate, before)
         self.strategy: SynchronousStrategy | StagedStrategy
         self.strategy = (
@@ -88,7 +92,7 @@ class CheckpointManager:
         try:
             if replicas is not None and not self.strategy.compares_later:
                 replicas.check(self.ranks)
-            pairs = [(box, tensor) for box, tensor in pairs if math.prod(box.extent)]
+            pairs = not_empty(pairs)
             local = self.local_checkpoints is not None and self.local_checkpoints.save(
                 iteration, pairs, state
             )
@@ -163,8 +167,8 @@ class CheckpointManager:
         self.went_well = True
         if not self.ranks.first:
             return
-        folder = self.strategy.destination.root / m.iteration_folder(request.iteration)
-        manifest = m.decode_manifest((folder / m.MANIFEST).read_bytes(), folder / m.MANIFEST)
+        folder = self.strategy.destination.root / iteration_folder(request.iteration)
+        manifest, _ = read_manifest(folder)
         size = sum(shard["bytes"] for shard in manifest["shards"])
         seconds = time.perf_counter() - request.began
         saved = Saved(str(folder), size, seconds, self.stall)

@@ -17,11 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.fetch import BATCH, DamageError
 from megatron.checkpoint.index import Index, Piece, ShardFile, StoredTensor, newest_first
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.manifest import (
+    MANIFEST,
+    TRACKER,
+    CheckpointError,
+    iteration_folder,
+    list_iterations,
+)
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.config.input_files import InputError, open_regular
 
@@ -69,7 +74,7 @@ def open_checkpoint(
     root = Path(root)
     iterations = ranks.gather_or_raise(lambda: _candidates(root, step) if ranks.first else None)[0]
     for iteration in iterations:
-        path = root / m.iteration_folder(iteration)
+        path = root / iteration_folder(iteration)
         others = [i for i in iterations if i < iteration]
         checkpoint, fault = _open_together(path, ranks)
         if fault is None and older:
@@ -91,8 +96,8 @@ def open_checkpoint(
 
 def _candidates(root: Path, step: int | None) -> list[int]:
     """The iterations that may be loaded, the wanted one first."""
-    iterations = m.list_iterations(root)
-    if (root / m.MANIFEST).is_file():
+    iterations = list_iterations(root)
+    if (root / MANIFEST).is_file():
         raise CheckpointError(
             f"{root} is itself a checkpoint: give its parent folder {root.parent}, and "
             "choose with --ckpt-step"
@@ -159,14 +164,14 @@ def _instead(root: Path, iterations: list[int]) -> str:
     """
     for iteration in iterations:
         with suppress(CheckpointError):
-            Index(root / m.iteration_folder(iteration))
+            Index(root / iteration_folder(iteration))
             return f"load the older whole one with --ckpt-step {iteration}"
     return "no older whole checkpoint is there"
 
 
 def _compare_tracker(root: Path, newest: Path) -> None:
     try:
-        with open_regular(root / m.TRACKER) as file:
+        with open_regular(root / TRACKER) as file:
             tracker = file.read(64).decode(errors="replace").strip()
     except (OSError, InputError):
         tracker = None
@@ -174,11 +179,11 @@ def _compare_tracker(root: Path, newest: Path) -> None:
         tracker is None
         or not tracker.isascii()
         or not tracker.isdecimal()
-        or m.iteration_folder(int(tracker)) != newest.name
+        or iteration_folder(int(tracker)) != newest.name
     ):
         says = "is missing" if tracker is None else f"says {tracker!r}"
         logger.warning(
-            f"{root / m.TRACKER} {says}; ignored: the newest whole checkpoint is {newest.name}"
+            f"{root / TRACKER} {says}; ignored: the newest whole checkpoint is {newest.name}"
         )
 
 

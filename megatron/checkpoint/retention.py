@@ -13,10 +13,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import sync_folder
 from megatron.checkpoint.index import Index, newest_first
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.manifest import CheckpointError, iteration_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +49,9 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
         return []
     gone = []
     try:
-        attempt = Index(root / m.iteration_folder(newest)).manifest["attempt"]
+        attempt = Index(root / iteration_folder(newest)).manifest["attempt"]
         for iteration in _surplus(root, policy, newest):
-            os.rename(root / m.iteration_folder(iteration), _trash(root, iteration, attempt))
+            os.rename(root / iteration_folder(iteration), _trash(root, iteration, attempt))
             gone.append(iteration)
     except (CheckpointError, OSError) as error:
         logger.warning(
@@ -81,7 +80,7 @@ def _surplus(root: Path, policy: Policy, newest: int) -> list[int]:
             iteration > newest
             or spared
             and kept >= policy.newest
-            or not _is_whole(root / m.iteration_folder(iteration))
+            or not _is_whole(root / iteration_folder(iteration))
         ):
             continue
         if kept < policy.newest:

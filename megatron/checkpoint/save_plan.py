@@ -8,6 +8,7 @@ row. A row is an element of a vector.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,11 @@ from torch import Tensor
 from megatron.layers.spec import Box, Holder
 
 BoxTensor = tuple[Box, Tensor]  # a box, and the local tensor that holds it
+
+
+def not_empty(pairs: Iterable[BoxTensor]) -> list[BoxTensor]:
+    """Those whose box has elements."""
+    return [(box, tensor) for box, tensor in pairs if math.prod(box.extent)]
 
 
 def own_part(
@@ -80,10 +86,7 @@ def in_parts(pairs: Sequence[BoxTensor], count: int) -> list[list[BoxTensor]]:
 
 
 def _bytes(box: Box, tensor: Tensor) -> int:
-    elements = 1
-    for size in box.extent:
-        elements *= size
-    return elements * tensor.element_size()
+    return math.prod(box.extent) * tensor.element_size()
 
 
 def cut_rows(box: Box, tensor: Tensor, first: int, stop: int) -> Iterator[BoxTensor]:

@@ -7,9 +7,10 @@ from typing import Any
 from megatron.config.input_files import InputError, expect
 
 Dims = tuple[int, ...]  # a size or an offset in each dimension
+Shapes = dict[str, Dims]  # of tensors by name
 
 
-def shapes_of(value: Any) -> dict[str, Dims]:
+def shapes_of(value: Any) -> Shapes:
     """Shapes of tensors by name, as JSON holds them. Raises InputError."""
     expect(value, dict)
     for name, shape in value.items():

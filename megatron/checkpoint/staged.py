@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.commit import Attempt, not_saved
+from megatron.checkpoint.manifest import ALIGN, CheckpointError
 from megatron.checkpoint.synchronous import Destination, SaveRequest, SynchronousStrategy
 from megatron.checkpoint.writer import in_file_order, shard_bytes, shard_header
 from megatron.config.input_files import JsonObject
@@ -38,7 +39,7 @@ def staging_bytes(pairs: Sequence[BoxTensor], limit: float | None) -> int:
     """Host memory for the background save of these (box, tensor) pairs: their shard's file, or
     `limit` GiB where that is less.
     """
-    header = len(shard_header(list(pairs), 0, 1, 0)) + m.ALIGN  # with longer numbers
+    header = len(shard_header(list(pairs), 0, 1, 0)) + ALIGN  # with longer numbers
     chunks = -(-shard_bytes(pairs) // m.CHUNK)
     if limit is not None:
         chunks = min(chunks, max(1, int(limit * GIB) // m.CHUNK))
@@ -111,7 +112,7 @@ class Staging:
         self.hand_over()
         taken = self.background.answer(wait=True)
         if "error" in taken:
-            raise m.CheckpointError(taken["error"])
+            raise CheckpointError(taken["error"])
         self.end = 0
 
     def hand_over(self) -> None:
@@ -272,7 +273,7 @@ class StagedSave:
                 self.handed_over = True
             if self.handed_over:
                 self.outcome = self.strategy.background.answer(wait=wait)
-        except m.CheckpointError as error:
+        except CheckpointError as error:
             where = f"{self.strategy.destination.root}: the checkpoint of iteration"
             text = f"{where} {self.request.iteration} was not saved: {error}"
             self.outcome = {"error": text}
@@ -305,7 +306,7 @@ class StagedSave:
         }
         try:
             self.strategy.send("commit", self.attempt, what)
-        except m.CheckpointError as error:
+        except CheckpointError as error:
             self.outcome = {"error": str(error)}
 
     def close(self) -> None:
@@ -315,5 +316,5 @@ class StagedSave:
 
 def _result_of(outcome: JsonObject, who: JsonObject) -> tuple[Any, JsonObject]:
     if "error" in outcome:
-        raise m.CheckpointError(outcome["error"])
+        raise CheckpointError(outcome["error"])
     return outcome["result"], who

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import box_key
 from megatron.checkpoint.commit import Attempt, commit, not_saved, not_writable
 from megatron.checkpoint.files import new_file, write_all, write_shard_file
+from megatron.checkpoint.manifest import encode_header, iteration_folder
 from megatron.checkpoint.progress import WriteProgress
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
-from megatron.checkpoint.save_plan import BoxTensor, in_parts
+from megatron.checkpoint.save_plan import BoxTensor, in_parts, not_empty
 from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def save_checkpoint(
     any rank, on several the same UserError on each; older checkpoints are untouched by that.
     """
     root = Path(root)
-    pairs = [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
+    pairs = not_empty(tensors)
     parts = shard_parts(pairs)
     with Attempt(
         root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)
@@ -78,7 +78,7 @@ def save_checkpoint(
                 else None
             )
         )
-    return root / m.iteration_folder(iteration)
+    return root / iteration_folder(iteration)
 
 
 def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
@@ -189,7 +189,7 @@ def shard_header(pairs: list[BoxTensor], index: int, shards: int, iteration: int
         "shards": str(shards),
         "shapes": shapes,
     }
-    return m.encode_header(
+    return encode_header(
         [
             (box_key(box.name, box.offset), DTYPE_NAMES[tensor.dtype], tuple(box.extent))
             for box, tensor in pairs

@@ -22,6 +22,8 @@ SAME = {
 # What gradients are sent in: values of communication_data_type -> --grad-reduce-in-bf16.
 WIRE = {"fp32": False, "bf16": True, "bfp16": True}
 
+Answer = tuple[str, str]  # a note and a fault, of which one is empty
+
 OFFLOAD = (
     "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_optimizer.nvme_path",
@@ -180,7 +182,7 @@ def _kind_fault(key: str, value: Any) -> str:
     return ""
 
 
-def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, str]:
+def _answer(key: str, value: Any, content: dict, config: Config) -> Answer:
     """The note or the fault (the other is empty) that answers one key."""
     if value == "auto":
         return "follows the flags", ""
@@ -209,7 +211,7 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> tuple[str, s
     return _without_a_flag(key, value)
 
 
-def _without_a_flag(key: str, value: Any) -> tuple[str, str]:
+def _without_a_flag(key: str, value: Any) -> Answer:
     """The answer for a key that none of our flags equals."""
     names = [name for name in NOTED if key == name or key.startswith(name + ".")]
     if names:
@@ -219,14 +221,14 @@ def _without_a_flag(key: str, value: Any) -> tuple[str, str]:
     return "", "not supported; take it out"
 
 
-def _betas(value: Any, config: Config) -> tuple[str, str]:
+def _betas(value: Any, config: Config) -> Answer:
     if not isinstance(value, list) or not all(type(beta) in (int, float) for beta in value):
         return "", "expected a list of two numbers"
     ours = [config.optimizer.adam_beta1, config.optimizer.adam_beta2]
     return _compare(value, ours, "--adam-beta1 and --adam-beta2")
 
 
-def _wire(key: str, value: Any, config: Config) -> tuple[str, str]:
+def _wire(key: str, value: Any, config: Config) -> Answer:
     """What gradients are sent in; --main-grads-dtype bf16 says that too."""
     named = "fp32" if value is True and key == "fp32_allreduce" else value
     if not isinstance(named, str) or named.lower() not in WIRE:
@@ -255,7 +257,7 @@ def _in_our_terms(key: str, value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-def _offload(key: str, value: Any, device: str | None, config: Config) -> tuple[str, str]:
+def _offload(key: str, value: Any, device: str | None, config: Config) -> Answer:
     """Where the optimizer's state is: in files under a path, in host memory, or with the
     weights.
     """
@@ -276,7 +278,7 @@ def _offload(key: str, value: Any, device: str | None, config: Config) -> tuple[
     )
 
 
-def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:
+def _compare(theirs: Any, ours: Any, flag: str) -> Answer:
     if theirs == ours:
         return (f"equals no {flag}" if ours is None or ours is False else f"equals {flag}"), ""
     if ours is None or ours is False:
@@ -288,7 +290,7 @@ def _compare(theirs: Any, ours: Any, flag: str) -> tuple[str, str]:
     ) + " or change the file"
 
 
-def _accumulation(steps: Any, config: Config) -> tuple[str, str]:
+def _accumulation(steps: Any, config: Config) -> Answer:
     micro = config.training.micro_batch_size
     batch = config.training.global_batch_size
     world = config.distributed.world_size

@@ -54,7 +54,7 @@ def frozen_units(config: Config) -> frozenset[str]:
     """
     layers = config.model.num_layers
     tied = not config.model.untie_embeddings_and_output_weights
-    found = set()
+    found: set[str] = set()
     for word in [] if config.optimizer.freeze is None else config.optimizer.freeze.split(","):
         match = re.fullmatch(r"layers\.(\d+)(?:-(\d+))?", word)
         if match:

@@ -27,6 +27,8 @@ from megatron.data.token_stream import TokenStream, key_of, mix
 SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
 EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
+Weights = list[float | None]  # None: by tokens
+Weighted = tuple[float | None, str]  # a weight and a prefix
 MOCK_DOCUMENT = 100  # tokens, its end-of-document included
 
 
@@ -258,7 +260,7 @@ def _progress(label: str) -> Callable[[float], None]:
     return show
 
 
-def parse_paths(values: tuple[str, ...], flag: str) -> list[tuple[float | None, str]]:
+def parse_paths(values: tuple[str, ...], flag: str) -> list[Weighted]:
     """`weight prefix weight prefix ...` or bare prefixes -> (weight or None, prefix) each. Raises
     DataError.
     """
@@ -271,7 +273,7 @@ def parse_paths(values: tuple[str, ...], flag: str) -> list[tuple[float | None, 
 
     weights = [number(text) for text in values[0::2]]
     if weights[0] is None:
-        pairs: list[tuple[float | None, str]] = [(None, prefix) for prefix in values]
+        pairs: list[Weighted] = [(None, prefix) for prefix in values]
     elif len(values) == 1:
         pairs = [(None, values[0])]  # a prefix that looks like a number
     elif len(values) % 2 or None in weights:
@@ -293,7 +295,7 @@ def split_range(shares: list[Fraction], split: str, sequences: int) -> tuple[int
     return round(sum(shares[:k]) * sequences), round(sum(shares[: k + 1]) * sequences)
 
 
-def _split_paths(data: DataConfig, split: str) -> tuple[list[tuple[float | None, str]], str | None]:
+def _split_paths(data: DataConfig, split: str) -> tuple[list[Weighted], str | None]:
     """The (weight, prefix) list of one split and the --split to cut it by (None: the whole
     files).
     """
@@ -342,7 +344,7 @@ def _given_twice(streams: list[TokenStream]) -> list[str]:
     ]
 
 
-def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], list[float | None]]:
+def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], Weights]:
     """The token streams of one split and their weights; faults go to the opener."""
     streams = []
     weights = []
@@ -400,7 +402,7 @@ def build_data(
     )
 
 
-def _sizes(streams: list[TokenStream], weights: list[float | None]) -> list[float]:
+def _sizes(streams: list[TokenStream], weights: Weights) -> list[float]:
     """What each stream counts in its blend: its weight, or its tokens where none is given."""
     return [
         stream.num_tokens if weight is None else weight
@@ -408,7 +410,7 @@ def _sizes(streams: list[TokenStream], weights: list[float | None]) -> list[floa
     ]
 
 
-def _history_entries(streams: list[TokenStream], weights: list[float | None]) -> list[JsonObject]:
+def _history_entries(streams: list[TokenStream], weights: Weights) -> list[JsonObject]:
     """The training streams as `extend_history` takes them."""
     names = [stream.dataset.prefix for stream in streams]
     shares = quotas(_sizes(streams, weights), names)
@@ -480,7 +482,7 @@ def _named(
     tokenizer: Any,
     title: str,
     streams: list[TokenStream],
-    weights: list[float | None],
+    weights: Weights,
 ) -> dict[str, Source]:
     """One source per stream: a single one is called `title`, several by the last part of their
     prefix (all of it where those collide).

@@ -55,6 +55,9 @@ MEGATRON_SPECIAL = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"]
 MEGATRON_VOCAB = 131072
 
 
+Encoded = tuple[np.ndarray, np.ndarray]  # all ids, and the number of ids of each text
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """encode_many: a list of texts -> all ids in one array, and the number of ids of each text.
@@ -65,7 +68,7 @@ class Tokenizer:
     vocab_size: int
     eod: int
     fingerprint: str
-    encode_many: Callable[[list[str]], tuple[np.ndarray, np.ndarray]]
+    encode_many: Callable[[list[str]], Encoded]
     decode: Callable[[list[int]], str]
 
     def encode(self, text: str) -> list[int]:
@@ -142,7 +145,7 @@ def _fingerprint(kind: str, *parts: Path | int) -> str:
     return digest.hexdigest()
 
 
-def _joined(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def _joined(lists: list[list[int]]) -> Encoded:
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64, int(lengths.sum()))
     return ids, lengths
@@ -257,7 +260,7 @@ def _from_tokenizers(name: str, model: Any, eod: int, fingerprint: str) -> Token
         )
     size = max(ids) + 1
 
-    def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(texts: list[str]) -> Encoded:
         return _joined(
             [encoding.ids for encoding in model.encode_batch_fast(texts, add_special_tokens=False)]
         )
@@ -378,7 +381,7 @@ def _null(vocab_size: int | None) -> Tokenizer:
     )
 
 
-def parse_integers(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def parse_integers(texts: list[str]) -> Encoded:
     """Whitespace-separated non-negative integers: all values [n] int64 (2^63 - 1 where one is
     larger) and how many each text holds. Raises UserError.
     """

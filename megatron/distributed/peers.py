@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,24 @@ SILENT = 30.0  # seconds without a report after which rank 0 warns
 NAMED = 8  # most ranks that a message names
 CLONED = 256  # ranks of a job in which each has a second connection to the store
 MOST = 1024  # ranks of a job in which each looks for itself; in a larger one rank 0 alone
+
+
+def run_for(seconds: float, part: Callable[[], Any]) -> list[Any]:
+    """What `part` returns or raises in a thread within so many seconds; empty where it has not
+    ended by then.
+    """
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            ended.append(part())
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return ended
 
 
 class PeerError(RuntimeError):
@@ -110,13 +129,7 @@ class Peers:
             return
         self.over.set()
 
-        def last() -> None:
-            with suppress(RuntimeError):
-                self.report(why)
-
-        thread = threading.Thread(target=last, daemon=True)
-        thread.start()
-        thread.join(1.0)
+        run_for(1.0, partial(self.report, why))
 
     def report(self, end: str = "") -> None:
         """Say what this rank does, or why it ends."""
@@ -184,23 +197,17 @@ class Peers:
         if self.world > MOST and self.rank > 0:
             return "rank 0 warns of those that are silent"
         others = [rank for rank in range(self.world) if rank != self.rank]
-        found = []
 
-        def look() -> None:
-            try:
-                first = self._read(others)
-                if waited > LOOK:  # it was no lost connection
-                    time.sleep(LOOK)
-                found.append((first, self._read(others)))
-            except RuntimeError:
-                found.append(None)
+        def look() -> tuple[dict[int, Heartbeat], dict[int, Heartbeat]]:
+            first = self._read(others)
+            if waited > LOOK:  # it was no lost connection
+                time.sleep(LOOK)
+            return first, self._read(others)
 
-        thread = threading.Thread(target=look, daemon=True)
-        thread.start()
-        thread.join(LOOK + ANSWER)
+        found = run_for(LOOK + ANSWER, look)
         if not found:
             return f"{self.holder}, which holds the rendezvous store, is silent"
-        if found[0] is None:
+        if isinstance(found[0], BaseException):
             return f"{self.holder}, which holds the rendezvous store, has ended"
         first, last = found[0]
         self.silent = {

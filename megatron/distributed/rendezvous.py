@@ -16,7 +16,6 @@ import hashlib
 import json
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from megatron.config.errors import UserError, some
 from megatron.config.groups import Config
 from megatron.config.input_files import JsonObject
 from megatron.config.metadata import flag_name
+from megatron.distributed.peers import run_for
 
 LONGEST_PAUSE = 0.5  # seconds between two looks at the store
 FAREWELL = 5.0  # seconds that a rank which has read an error gives the others to read it too
@@ -84,17 +84,9 @@ def meet(launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str = "")
     All talk with the store runs in a thread, since torch waits without limit for a server that
     accepts a connection and then says nothing.
     """
-    ended: list[Store | BaseException] = []
-
-    def run() -> None:
-        try:
-            ended.append(_Meeting(launch, seconds, fingerprint, gpu).store)
-        except BaseException as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds + FAREWELL + 1)
+    ended = run_for(
+        seconds + FAREWELL + 1, lambda: _Meeting(launch, seconds, fingerprint, gpu).store
+    )
     if not ended:
         raise _no_store(launch)
     if isinstance(ended[0], RuntimeError):

@@ -28,7 +28,7 @@ from megatron.checkpoint.files import sync_folder
 from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, encode_header
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint
-from megatron.checkpoint.shapes import Dims
+from megatron.checkpoint.shapes import Dims, Shapes
 from megatron.config.errors import UserError
 from megatron.config.input_files import InputError, parse_json
 from megatron.config.input_files import read_json as read_file
@@ -87,7 +87,7 @@ class ExportLayout:
         return {"metadata": {"total_size": self.total}, "weight_map": weight_map}
 
 
-def lay_out(rules: list[Rule], shapes: dict[str, Dims], dtype: torch.dtype) -> ExportLayout:
+def lay_out(rules: list[Rule], shapes: Shapes, dtype: torch.dtype) -> ExportLayout:
     """The layout of an export of the tensors that `rules` name, our `shapes` by name."""
     files = _in_files(rules, shapes, dtype.itemsize)
     places = []
@@ -105,7 +105,7 @@ def lay_out(rules: list[Rule], shapes: dict[str, Dims], dtype: torch.dtype) -> E
     return ExportLayout(places, headers, dtype)
 
 
-def _in_files(rules: list[Rule], shapes: dict[str, Dims], itemsize: int) -> list[list[Place]]:
+def _in_files(rules: list[Rule], shapes: Shapes, itemsize: int) -> list[list[Place]]:
     """The tensors of each file; where a tensor begins is not known yet."""
     files: list[list[Place]] = []
     space = 0

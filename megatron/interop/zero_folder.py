@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.shapes import Dims
+from megatron.checkpoint.shapes import Dims, Shapes
 from megatron.interop.models import Held, MappedFile, Part, whole_part
 from megatron.interop.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
 
@@ -166,7 +166,7 @@ def _described(kind: tuple[int, int]) -> str:
     return f"stage {kind[0]} of {kind[1]} partitions"
 
 
-def _shapes(state: State, path: Path) -> list[dict[str, Dims]]:
+def _shapes(state: State, path: Path) -> list[Shapes]:
     """Names and shapes of the flattened parameters, group by group."""
     if state.get("frozen_param_shapes"):
         name = next(iter(state["frozen_param_shapes"]))
@@ -203,7 +203,7 @@ def _flats(path: Path, state: State, key: str) -> list[Tensor]:
 Merged = Iterator[tuple[str, Dims, list[tuple[int, Tensor]]]]
 
 
-def _merge_ranges(groups: list[dict[str, Dims]], partitions: list[Partition]) -> Merged:
+def _merge_ranges(groups: list[Shapes], partitions: list[Partition]) -> Merged:
     """Stages 1 and 2."""
     ranks = [_flats(path, state, "single_partition_of_fp32_groups") for path, state in partitions]
     path, state = partitions[0]
@@ -224,7 +224,7 @@ def _merge_ranges(groups: list[dict[str, Dims]], partitions: list[Partition]) ->
 
 
 def _require_length(
-    path: Path, index: int, shapes: dict[str, Dims], gaps: list[int], held: int, ranks: int
+    path: Path, index: int, shapes: Shapes, gaps: list[int], held: int, ranks: int
 ) -> None:
     """Raise CheckpointError unless group `index`, with its gaps, has `held` elements."""
     wanted = sum(map(math.prod, shapes.values())) + sum(gaps)
@@ -236,7 +236,7 @@ def _require_length(
         )
 
 
-def _merge_equal_parts(groups: list[dict[str, Dims]], partitions: list[Partition]) -> Merged:
+def _merge_equal_parts(groups: list[Shapes], partitions: list[Partition]) -> Merged:
     """Stage 3."""
     ranks = [_flats(path, state, "fp32_flat_groups") for path, state in partitions]
     count = len(partitions)

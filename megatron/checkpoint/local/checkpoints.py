@@ -12,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint import manifest as m
-from megatron.checkpoint.index import newest_first
+from megatron.checkpoint.index import newest_first, read_manifest
 from megatron.checkpoint.local.nodes import (
     RUN_FILE,
     RunId,
@@ -30,7 +29,10 @@ from megatron.checkpoint.local.rebuild import (
     restore_copies,
 )
 from megatron.checkpoint.local.saves import require_redundancy, require_space, save_local
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.manifest import (
+    CheckpointError,
+    shard_file,
+)
 from megatron.checkpoint.progress import GB
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -148,9 +150,9 @@ class LocalCheckpoints:
         """(file, entry in the manifest) of a shard that this node has of a local checkpoint. Raises
         CheckpointError.
         """
-        folder = self.nodes.root / self.run.folder / m.iteration_folder(iteration)
-        manifest = m.decode_manifest((folder / m.MANIFEST).read_bytes(), folder / m.MANIFEST)
-        return folder / m.shard_file(index), manifest["shards"][index]
+        folder = self.nodes.folder(self.run, iteration)
+        manifest, _ = read_manifest(folder)
+        return folder / shard_file(index), manifest["shards"][index]
 
 
 def _look(load: str, save: str | None) -> tuple[dict[str, str] | None, list[int], bool]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import write_shard_file
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, shard_file
 from megatron.config.input_files import JsonObject
 
 MB = 1e6
@@ -66,14 +66,14 @@ def copy_shard(
         written = write_shard_file(folder, index, header, limited(_data(file), rate), **options)
     if any(record[key] != value for key, value in written.items()):
         raise CheckpointError(
-            f"the local copy of {m.shard_file(index)} is damaged: its bytes are not those "
+            f"the local copy of {shard_file(index)} is damaged: its bytes are not those "
             "that were written"
         )
     return written
 
 
 def _read(file: Any, size: int) -> bytes:
-    if size > m.HEADER_LIMIT:
+    if size > HEADER_LIMIT:
         raise CheckpointError("the local copy of a shard is damaged: its header is too long")
     raw = bytearray()
     while len(raw) < size and (part := file.read(size - len(raw))):

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron.checkpoint.files import new_file, sync_folder, write_all
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.manifest import CheckpointError, iteration_folder
 from megatron.checkpoint.ranks import Ranks
 
 RUN_FILE = "run_id"
@@ -46,6 +46,10 @@ class Nodes:
     def place(self) -> int:
         """This rank's place among those of its node."""
         return self.members[self.index].index(self.ranks.world.rank)
+
+    def folder(self, run: RunId, iteration: int) -> Path:
+        """Of a local checkpoint on this node."""
+        return self.root / run.folder / iteration_folder(iteration)
 
     def rank(self, node: int, number: int) -> int:
         """The rank of a node that moves shard `number`: its ranks take turns."""

@@ -14,14 +14,25 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint import manifest as m
 from megatron.checkpoint.boxes import intersect
-from megatron.checkpoint.index import BATCH, load_bytes
+from megatron.checkpoint.index import load_bytes
+from megatron.checkpoint.integrity import is_whole
 from megatron.checkpoint.local.nodes import Nodes, RunId
 from megatron.checkpoint.local.saves import GIB, NodeAttempt, raise_fault
 from megatron.checkpoint.local.transfers import ShardTransfer, in_rounds, send_shards, share_bytes
 from megatron.checkpoint.local.xor import Stream, Stripe, stripes_in
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.manifest import (
+    MANIFEST,
+    MANIFEST_LIMIT,
+    CheckpointError,
+    DigestTable,
+    decode_manifest,
+    iteration_folder,
+    list_iterations,
+    shard_file,
+    table_digest,
+    table_file,
+)
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.errors import UserError
 from megatron.config.input_files import JsonObject
@@ -32,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAMED = 8  # most shards that a message lists
+Head = tuple[bytes, bytes]  # a shard's table, and its header with the padding
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ class Found:
 
     @cached_property
     def content(self) -> JsonObject:
-        return m.decode_manifest(self.manifest, Path(m.MANIFEST))
+        return decode_manifest(self.manifest, Path(MANIFEST))
 
     @property
     def records(self) -> list[JsonObject]:
@@ -154,11 +166,11 @@ def _listed(
     """Of this node's checkpoints of `run`: iteration, digest of the manifest, the files that are
     here by table and size; and what the manifest says of shards in all, their bytes, and `sets`.
     """
-    root = nodes.root / run.folder
     rows = []
-    for iteration in m.list_iterations(root):
+    for iteration in list_iterations(nodes.root / run.folder):
+        folder = nodes.folder(run, iteration)
         try:
-            raw, content = _manifest(root / m.iteration_folder(iteration))
+            raw, content = _manifest(folder)
             if (
                 content["run"] != asdict(run)
                 or content["iteration"] != iteration
@@ -171,12 +183,12 @@ def _listed(
         whole = [
             i
             for i, record in enumerate(shards + content.get("parities", []))
-            if _fits(root / m.iteration_folder(iteration), i, record)
+            if _fits(folder, i, record)
         ]
         rows.append(
             (
                 iteration,
-                m.table_digest(raw),
+                table_digest(raw),
                 whole,
                 len(shards),
                 [record["bytes"] for record in shards],
@@ -187,16 +199,16 @@ def _listed(
 
 
 def _manifest(folder: Path) -> tuple[bytes, JsonObject]:
-    raw = load_bytes(folder / m.MANIFEST, m.MANIFEST_LIMIT)
-    return raw, m.decode_manifest(raw, folder / m.MANIFEST)
+    raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
+    return raw, decode_manifest(raw, folder / MANIFEST)
 
 
 def _fits(folder: Path, number: int, record: JsonObject) -> bool:
     try:
-        table = load_bytes(folder / m.table_file(number), m.MANIFEST_LIMIT)
+        table = load_bytes(folder / table_file(number), MANIFEST_LIMIT)
         return (
-            m.table_digest(table) == record["table_digest"]
-            and (folder / m.shard_file(number)).stat().st_size == record["bytes"]
+            table_digest(table) == record["table_digest"]
+            and (folder / shard_file(number)).stat().st_size == record["bytes"]
         )
     except (CheckpointError, OSError):
         return False
@@ -206,7 +218,7 @@ def _drop_damaged(nodes: Nodes, run: RunId, iteration: int, held: list[set[int]]
     """Read every shard on its node, its ranks in turns, and take those that are not as they were
     written from `held`.
     """
-    folder = nodes.root / run.folder / m.iteration_folder(iteration)
+    folder = nodes.folder(run, iteration)
     own = sorted(held[nodes.index])
     mine = own[nodes.place :: len(nodes.members[nodes.index])]
     damaged = nodes.ranks.gather_or_raise(
@@ -217,27 +229,18 @@ def _drop_damaged(nodes: Nodes, run: RunId, iteration: int, held: list[set[int]]
 
 
 def _is_whole(folder: Path, number: int) -> bool:
-    path = folder / m.shard_file(number)
     try:
-        table = m.DigestTable.decode(
-            load_bytes(folder / m.table_file(number), m.MANIFEST_LIMIT), path
-        )
-        with open(path, "rb", buffering=0) as file:
-            if m.chunk_digest(file.read(table.data_start)) != table.header:
-                return False
-            buffer = memoryview(bytearray(max(1, BATCH // table.chunk) * table.chunk))
-            at = 0
-            while got := file.readinto(buffer):
-                for start in range(0, got, table.chunk):
-                    if (
-                        m.chunk_digest(buffer[start : min(start + table.chunk, got)])
-                        != table.chunks[at]
-                    ):
-                        return False
-                    at += 1
-            return at == len(table.chunks)
-    except (CheckpointError, OSError, IndexError):
+        _, table = _table(folder, number)
+    except CheckpointError:
         return False
+    return is_whole(folder / shard_file(number), table)
+
+
+def _table(folder: Path, number: int) -> tuple[bytes, DigestTable]:
+    """A shard's digest table, as it is in the file and read."""
+    path = folder / table_file(number)
+    raw = load_bytes(path, MANIFEST_LIMIT)
+    return raw, DigestTable.decode(raw, path)
 
 
 def _shared_manifest(nodes: Nodes, run: RunId, iteration: int, source: int) -> bytes:
@@ -247,7 +250,7 @@ def _shared_manifest(nodes: Nodes, run: RunId, iteration: int, source: int) -> b
     def read() -> int:
         nonlocal own
         if nodes.ranks.world.rank == source:
-            own, _ = _manifest(nodes.root / run.folder / m.iteration_folder(iteration))
+            own, _ = _manifest(nodes.folder(run, iteration))
         return len(own)
 
     size = nodes.ranks.gather_or_raise(read)[source]
@@ -323,7 +326,7 @@ def _add_files(
 
     Raises UserError on every rank when that fails; nothing has changed then.
     """
-    folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
+    folder = nodes.folder(run, found.iteration)
     own = found.held[nodes.index]
     with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
         attempt.gather_or_raise(lambda: _link(folder, attempt.folder, own) if nodes.first else None)
@@ -406,7 +409,7 @@ def _source(nodes: Nodes, found: Found, number: int) -> int:
 
 def _link(source: Path, target: Path, numbers: Iterable[int]) -> None:
     for number in numbers:
-        for name in (m.shard_file(number), m.table_file(number)):
+        for name in (shard_file(number), table_file(number)):
             os.link(source / name, target / name)
 
 
@@ -431,22 +434,22 @@ class LocalCheckpoint(Checkpoint):
             self._attempt.gather_or_raise(
                 lambda: super(LocalCheckpoint, self).__init__(self._attempt.folder)
             )
-            self.path = self._attempt.root / m.iteration_folder(found.iteration)  # for people
+            self.path = self._attempt.root / iteration_folder(found.iteration)  # for people
         except BaseException:
             self._attempt.__exit__()
             raise
 
-    def _lay_out(self, heads: dict[int, tuple[bytes, bytes]]) -> None:
+    def _lay_out(self, heads: dict[int, Head]) -> None:
         folder = self._attempt.folder
         held = self.found.held[self.nodes.index]
-        _link(self._attempt.root / m.iteration_folder(self.found.iteration), folder, held)
+        _link(self._attempt.root / iteration_folder(self.found.iteration), folder, held)
         for number, record in enumerate(self.found.records):
             if number not in held:
                 table, header = heads[number]
-                (folder / m.table_file(number)).write_bytes(table)
-                (folder / m.shard_file(number)).write_bytes(header)
-                os.truncate(folder / m.shard_file(number), record["bytes"])
-        (folder / m.MANIFEST).write_bytes(self.found.manifest)
+                (folder / table_file(number)).write_bytes(table)
+                (folder / shard_file(number)).write_bytes(header)
+                os.truncate(folder / shard_file(number), record["bytes"])
+        (folder / MANIFEST).write_bytes(self.found.manifest)
 
     def fetch(self, boxes: Iterable[Box]) -> int:
         """Bring the shards that hold anything of `boxes` to this rank's node; returns how many
@@ -518,11 +521,11 @@ class LocalCheckpoint(Checkpoint):
         self._attempt.__exit__()
 
 
-def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, tuple[bytes, bytes]]:
+def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, Head]:
     """(table, header with its padding) of every shard that some node lacks, on every rank."""
-    folder = nodes.root / run.folder / m.iteration_folder(found.iteration)
+    folder = nodes.folder(run, found.iteration)
     lacking = found.lacking
-    own: dict[int, tuple[bytes, bytes]] = {}
+    own: dict[int, Head] = {}
 
     def read() -> list[tuple[int, int, int]]:
         for number in lacking:
@@ -539,8 +542,6 @@ def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, tuple[bytes, byt
     return dict(zip(lacking, zip(whole[::2], whole[1::2])))
 
 
-def _head(folder: Path, number: int) -> tuple[bytes, bytes]:
-    """A shard's table, and its header with the padding."""
-    raw = load_bytes(folder / m.table_file(number), m.MANIFEST_LIMIT)
-    table = m.DigestTable.decode(raw, folder / m.table_file(number))
-    return raw, load_bytes(folder / m.shard_file(number), table.data_start)
+def _head(folder: Path, number: int) -> Head:
+    raw, table = _table(folder, number)
+    return raw, load_bytes(folder / shard_file(number), table.data_start)

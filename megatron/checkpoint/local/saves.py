@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint import manifest as m
-from megatron.checkpoint.commit import Attempt
+from megatron.checkpoint.commit import Attempt, in_words
 from megatron.checkpoint.files import (
     clean,
     hold,
@@ -43,7 +41,19 @@ from megatron.checkpoint.local.xor import (
     xor_block_header,
     xor_groups_of,
 )
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.manifest import (
+    ALIGN,
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    CheckpointError,
+    encode_manifest,
+    iteration_folder,
+    list_iterations,
+    shard_file,
+    table_digest,
+)
+from megatron.checkpoint.save_plan import not_empty
 from megatron.checkpoint.writer import write_shard
 from megatron.config.input_files import JsonObject
 
@@ -72,7 +82,7 @@ def save_local(
     those of an abandoned later pass too. Raises UserError on every rank when anything prevents the
     save on any; the checkpoints that were there are untouched by that.
     """
-    pairs = [(box, tensor) for box, tensor in tensors if math.prod(box.extent)]
+    pairs = not_empty(tensors)
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
         gathered = attempt.gather_or_raise(
             lambda: (attempt.write_own(pairs), datetime.now(UTC).isoformat(timespec="seconds"))
@@ -80,8 +90,8 @@ def save_local(
         entries = [entry for entry, _ in gathered]
         described = attempt.add_redundancy(redundancy, entries)
         content = {
-            "format": m.FORMAT,
-            "version": m.VERSION,
+            "format": FORMAT,
+            "version": VERSION,
             "iteration": iteration,
             "attempt": attempt.name,
             "created": gathered[0][1],
@@ -90,9 +100,9 @@ def save_local(
             **described,
             "state": state,
         }
-        attempt.publish(m.encode_manifest(content))
+        attempt.publish(encode_manifest(content))
         attempt.gather_or_raise(attempt.thin)
-        return attempt.root / m.iteration_folder(iteration)
+        return attempt.root / iteration_folder(iteration)
 
 
 def partner_transfers(nodes: Nodes, sizes: list[int | None]) -> list[ShardTransfer]:
@@ -173,11 +183,11 @@ class NodeAttempt(Attempt):
             written = write_shard_file(self.folder, number, header, rest)
             if any(records[number][key] != value for key, value in written.items()):
                 raise CheckpointError(
-                    f"{self.folder}: {m.shard_file(number)} changed on its way from another node"
+                    f"{self.folder}: {shard_file(number)} changed on its way from another node"
                 )
 
         fault = send_shards(
-            transfers, self.ranks, lambda number: source / m.shard_file(number), write
+            transfers, self.ranks, lambda number: source / shard_file(number), write
         )
         self.gather_or_raise(lambda: raise_fault(fault))
 
@@ -224,17 +234,15 @@ class NodeAttempt(Attempt):
             if number < len(records) and any(
                 records[number][key] != value for key, value in entry.items()
             ):
-                raise CheckpointError(
-                    f"{self.folder}: {m.shard_file(number)} is not what was saved"
-                )
+                raise CheckpointError(f"{self.folder}: {shard_file(number)} is not what was saved")
             made.append((number, entry))
 
         fault = exchange(
-            streams, self.ranks, owner, lambda number: source / m.shard_file(number), write
+            streams, self.ranks, owner, lambda number: source / shard_file(number), write
         )
         return {
             number: entry
-            for entries in self.gather_or_raise(lambda: raise_fault(fault) or made)
+            for entries in self.gather_or_raise(lambda: raise_fault(fault, made))
             for number, entry in entries
         }
 
@@ -242,19 +250,19 @@ class NodeAttempt(Attempt):
         """Add the manifest and give the folder its name, in the place of one that is there, on the
         nodes chosen.
         """
-        target = self.root / m.iteration_folder(self.iteration)
+        target = self.root / iteration_folder(self.iteration)
 
         def replace() -> str | None:
             if not self.nodes.first or not on(self.nodes.index):
                 return None
-            with new_file(self.folder / m.MANIFEST) as file:
+            with new_file(self.folder / MANIFEST) as file:
                 write_all(file, [memoryview(manifest)])
             sync_folder(self.folder)
             if os.path.lexists(target):
                 os.rename(target, self._trash(self.iteration))
             os.rename(self.folder, target)
             sync_folder(self.root)
-            return m.table_digest(manifest)
+            return table_digest(manifest)
 
         digests = {digest for digest in self.gather_or_raise(replace) if digest is not None}
         assert len(digests) == 1, "the nodes have different manifests"
@@ -267,17 +275,19 @@ class NodeAttempt(Attempt):
         """Every node has this iteration: keep it and the newest before it."""
         if not self.nodes.first:
             return
-        iterations = m.list_iterations(self.root)
+        iterations = list_iterations(self.root)
         for iteration in set(iterations) - set(
             [i for i in iterations if i <= self.iteration][:KEPT]
         ):
-            os.rename(self.root / m.iteration_folder(iteration), self._trash(iteration))
+            os.rename(self.root / iteration_folder(iteration), self._trash(iteration))
             shutil.rmtree(self._trash(iteration), ignore_errors=True)
 
 
-def raise_fault(fault: Exception | None) -> None:
+def raise_fault(fault: Exception | None, result: Any = None) -> Any:
+    """The result; raises the fault where there is one."""
     if fault is not None:
         raise fault
+    return result
 
 
 def _split(pieces: Iterator[memoryview]) -> tuple[bytes, Iterator[memoryview]]:
@@ -292,10 +302,9 @@ def _split(pieces: Iterator[memoryview]) -> tuple[bytes, Iterator[memoryview]]:
 
 
 def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
-    words = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     text = (
         f"--local-checkpoint-dir {root}: the local checkpoint of iteration {iteration} was "
-        f"not {done}: {words}"
+        f"not {done}: {in_words(error)}"
     )
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         text += "; free space there, or give a larger folder"
@@ -384,7 +393,7 @@ def _node_bytes(nodes: Nodes, by_rank: list[int], redundancy: str) -> int:
         for ranks in stripes_of(nodes.members):
             if here & set(ranks):
                 largest = max(by_rank[rank] for rank in ranks)
-                found += largest // (len(ranks) - 1) + m.ALIGN
+                found += largest // (len(ranks) - 1) + ALIGN
     return found
 
 

@@ -20,6 +20,7 @@ from megatron.distributed.collectives import all_reduce, is_gloo
 from megatron.distributed.p2p import Receiving, Sending
 
 PIECE = 8 << 20  # bytes of one message
+PathOf = Callable[[int], Path]  # of a file by its number
 FLYING = 2  # messages on their way at a time
 
 
@@ -65,7 +66,7 @@ def message_device(ranks: Ranks) -> torch.device:
 def send_shards(
     transfers: Iterable[ShardTransfer],
     ranks: Ranks,
-    path: Callable[[int], Path],
+    path: PathOf,
     write: Callable[[int, Iterator[memoryview]], None],
 ) -> Exception | None:
     """Carry out transfers, one after the other as each rank sees it; all ranks call this with the
@@ -104,7 +105,7 @@ class ShardFiles:
     is sent as zeros, since the receiver counts on the bytes, and refused by its digest.
     """
 
-    path: Callable[[int], Path]
+    path: PathOf
     open: dict[int, int] = field(default_factory=dict)
     fault: Exception | None = None
 
@@ -128,9 +129,7 @@ class ShardFiles:
             os.close(file)
 
 
-def _send(
-    transfer: ShardTransfer, path: Callable[[int], Path], ranks: Ranks, device: torch.device
-) -> None:
+def _send(transfer: ShardTransfer, path: PathOf, ranks: Ranks, device: torch.device) -> None:
     files = ShardFiles(path)
     flying: list[Sending] = []
     for start, size in _pieces(transfer):

@@ -14,14 +14,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import manifest as m
-from megatron.checkpoint.local.transfers import ShardFiles, message_device
+from megatron.checkpoint.local.transfers import PathOf, ShardFiles, message_device
+from megatron.checkpoint.manifest import ALIGN, encode_header
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
 from megatron.distributed.p2p import Receiving, Sending
@@ -31,6 +30,7 @@ WINDOW = 1 << 20  # bytes of one message
 # windows on their way at a time: of each a rank sends and receives fewer than XOR_GROUP messages
 FLYING = 2
 
+Owner = Callable[[int], int]  # the rank that reads a file, by its number
 Part = tuple[int, int]  # a file's number, and a byte in it
 
 
@@ -88,9 +88,7 @@ class Stripe:
             holder = (place + 1 + number) % k
             length = min(self.piece, self.sizes[place] - number * self.piece)
             if length > 0:
-                runs.append(
-                    (length, ((self.first + holder, m.ALIGN), *self._pieces(holder, place)))
-                )
+                runs.append((length, ((self.first + holder, ALIGN), *self._pieces(holder, place))))
         return Stream(self.shards[place], to, tuple(runs))
 
     def lost(self, present: set[int]) -> set[int]:
@@ -127,10 +125,10 @@ def stripes_in(
 
 def xor_block_header(iteration: int, number: int) -> bytes:
     """What precedes the data in the file of an XOR parity block: the header of a shard without
-    tensors, m.ALIGN bytes long.
+    tensors, ALIGN bytes long.
     """
-    header = m.encode_header([], {"iteration": str(iteration), "parity": str(number)})
-    assert len(header) == m.ALIGN
+    header = encode_header([], {"iteration": str(iteration), "parity": str(number)})
+    assert len(header) == ALIGN
     return header
 
 
@@ -157,8 +155,8 @@ class Stream:
 def exchange(
     streams: Iterable[Stream],
     ranks: Ranks,
-    owner: Callable[[int], int],
-    path: Callable[[int], Path],
+    owner: Owner,
+    path: PathOf,
     write: Callable[[int, Iterator[memoryview]], None],
 ) -> Exception | None:
     """Make the files of `streams`; all ranks call this with the same ones in the same order.
@@ -185,7 +183,7 @@ def exchange(
     return fault
 
 
-def _turns(streams: Iterable[Stream], owner: Callable[[int], int]) -> list[list[Stream]]:
+def _turns(streams: Iterable[Stream], owner: Owner) -> list[list[Stream]]:
     """Those that are made at the same time: a rank makes one, and sends to fewer than XOR_GROUP."""
     turns: list[tuple[list[Stream], Counter[int]]] = []
     for stream in streams:
@@ -231,7 +229,7 @@ class _Messages:
     """Starts what this rank receives and sends for windows; `owner` as for `exchange`."""
 
     ranks: Ranks
-    owner: Callable[[int], int]
+    owner: Owner
     files: ShardFiles
     device: torch.device
 
@@ -269,7 +267,7 @@ class _Messages:
 
 
 def _windows(
-    turn: list[Stream], ranks: Ranks, owner: Callable[[int], int], files: ShardFiles
+    turn: list[Stream], ranks: Ranks, owner: Owner, files: ShardFiles
 ) -> Iterator[memoryview]:
     """This rank's stream of a turn, piece by piece, while it sends what the others' need. Messages
     are started in one order on all ranks.
