@@ -50,20 +50,13 @@ def tiles(shape: Dims, boxes: list[Box]) -> bool:
         volume += math.prod(extent)
     if volume != math.prod(shape):
         return False
-    return len(boxes) == 1 or not _overlap(
-        sorted(box for box in boxes if math.prod(box[1])), len(shape)
+    # A sweep along dimension 0 over the boxes that reach its line. In one or two dimensions those
+    # are disjoint intervals of the other one, and a new box is compared with its neighbours there:
+    # n log n. In more it is compared with all of them.
+    full = sorted(box for box in boxes if math.prod(box[1]))
+    return len(boxes) == 1 or not (
+        _any_boxes_meet(full) if len(shape) > 2 else _any_intervals_meet(full, len(shape))
     )
-
-
-def _overlap(boxes: list[Box], dims: int) -> bool:
-    """Whether two of these boxes, in the order of their offsets and none empty, have a common
-    element.
-
-    A sweep along dimension 0 over the boxes that reach its line. In one or two dimensions those are
-    disjoint intervals of the other one, and a new box is compared with its neighbours there: n log
-    n. In more it is compared with all of them.
-    """
-    return _any_boxes_meet(boxes) if dims > 2 else _any_intervals_meet(boxes, dims)
 
 
 def _any_boxes_meet(boxes: list[Box]) -> bool:

@@ -82,8 +82,13 @@ class DesyncCheck:
             if data.device not in factors:
                 factors[data.device] = odd_factors(data.device)
             digest.total = position_sum(data, factors[data.device], digest.total)
+
+        def add_all() -> None:
+            for digest, data in host:
+                digest.add(data)
+
         threads = ThreadPoolExecutor(1, "replicas")
-        self.thread = threads.submit(_add_all, host)
+        self.thread = threads.submit(add_all)
         threads.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -230,11 +235,6 @@ class _Digest:
     def add(self, data: Tensor) -> None:
         for piece in data.split(PIECE // data.element_size()):
             self.hasher.update(memoryview(piece.cpu().view(torch.uint8).numpy()))
-
-
-def _add_all(host: list[tuple[_Digest, Tensor]]) -> None:
-    for digest, data in host:
-        digest.add(data)
 
 
 def _texts(digests: list[_Digest]) -> list[str]:

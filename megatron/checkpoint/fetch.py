@@ -10,10 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.manifest import CheckpointError, DigestTable
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.index import ShardFile
 
 # bytes of one coalesced read, rounded out to whole chunks: larger runs leave the caches before they
 # are used
@@ -26,19 +29,6 @@ AHEAD = 3
 
 class DamageError(CheckpointError):
     """Tensor data that are not what was saved, or cannot be read."""
-
-
-class ShardSource(Protocol):
-    """A shard: where its data begins in the file, how much it is, the bytes of a chunk, and its
-    digest table, which is read when asked for.
-    """
-
-    path: Any
-    data_start: int
-    data_bytes: int
-    chunk: int
-
-    def table(self) -> DigestTable: ...
 
 
 class Range(Protocol):
@@ -58,7 +48,7 @@ Wanted = TypeVar("Wanted", bound=Range)
 class _Open:
     """A shard that is being read: opened by the thread that comes first."""
 
-    def __init__(self, shard: ShardSource) -> None:
+    def __init__(self, shard: ShardFile) -> None:
         self.shard = shard
         self.lock = threading.Lock()
         self.table: DigestTable | None = None

@@ -12,23 +12,23 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 
 from megatron.layers.spec import Box, Holder
 
 BoxTensor = tuple[Box, Tensor]  # a box, and the local tensor that holds it
+Pairs = list[BoxTensor]
 
 
-def not_empty(pairs: Iterable[BoxTensor]) -> list[BoxTensor]:
+def not_empty(pairs: Iterable[BoxTensor]) -> Pairs:
     """Those whose box has elements."""
     return [(box, tensor) for box, tensor in pairs if math.prod(box.extent)]
 
 
 def own_part(
     pairs: Iterable[BoxTensor], holder: Callable[[Box], Holder | None], *, balanced: bool
-) -> list[BoxTensor]:
+) -> Pairs:
     """The (box, local tensor) pairs that this rank writes: of what it shares with others an equal
     part, or all when it is the first of them.
 
@@ -52,9 +52,9 @@ def own_part(
             found.append((box, tensor))
             continue
         rows = box.extent[0]
-        # a row belongs to the range that its first byte lies in
+        # a row belongs to the range that its first byte lies in: count those before each cut
         first, stop = (
-            _rows_that_begin_before(cut - begin, size // rows, rows)
+            min(max(-(-(cut - begin) // (size // rows)), 0), rows)
             for cut in _cuts(totals[kind], place)
         )
         found += cut_rows(box, tensor, first, stop)
@@ -66,21 +66,10 @@ def _cuts(total: int, place: Holder) -> tuple[int, int]:
     return total * place.rank // place.size, total * (place.rank + 1) // place.size
 
 
-def _rows_that_begin_before(byte: int, row: int, rows: int) -> int:
-    """How many of `rows` rows of `row` bytes each begin before `byte`, counted from the first one's
-    begin; `byte` may lie outside of them.
-    """
-    return min(max(-(-byte // row), 0), rows)
-
-
-def _held_by(part: int, count: int, box: Box) -> Holder:
-    return Holder(part, count)
-
-
-def in_parts(pairs: Sequence[BoxTensor], count: int) -> list[list[BoxTensor]]:
+def in_parts(pairs: Sequence[BoxTensor], count: int) -> list[Pairs]:
     """The pairs cut by rows into at most `count` lists of about equal bytes, none of them empty."""
     parts = (
-        own_part(pairs, partial(_held_by, part, count), balanced=True) for part in range(count)
+        own_part(pairs, lambda box: Holder(part, count), balanced=True) for part in range(count)
     )
     return [part for part in parts if part]
 

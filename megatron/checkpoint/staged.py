@@ -30,7 +30,7 @@ from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
     from megatron.checkpoint.local.checkpoints import LocalCheckpoints
-    from megatron.checkpoint.save_plan import BoxTensor
+    from megatron.checkpoint.save_plan import BoxTensor, Pairs
 
 GIB = 1 << 30
 
@@ -195,7 +195,7 @@ class StagedStrategy:
         what = {"source": source, "record": record}
         self.send("copy", attempt, what | self._options(attempt))
 
-    def _stage(self, attempt: Attempt, pairs: list[BoxTensor]) -> None:
+    def _stage(self, attempt: Attempt, pairs: Pairs) -> None:
         header = shard_header(pairs, attempt.index, attempt.shards, attempt.iteration)
         what = {"header": len(header), "bytes": len(header) + shard_bytes(pairs)}
         self.send("write", attempt, what | self._options(attempt))

@@ -12,7 +12,7 @@ from megatron.checkpoint.writer import save_checkpoint
 
 if TYPE_CHECKING:
     from megatron.checkpoint.desync import DesyncCheck
-    from megatron.checkpoint.save_plan import BoxTensor
+    from megatron.checkpoint.save_plan import Pairs
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SaveRequest:
     """
 
     iteration: int
-    pairs: list[BoxTensor]
+    pairs: Pairs
     state: dict[str, Any]
     replicas: DesyncCheck | None
     local: bool

@@ -25,7 +25,7 @@ from megatron.checkpoint.manifest import encode_header, iteration_folder
 from megatron.checkpoint.progress import WriteProgress
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
-from megatron.checkpoint.save_plan import BoxTensor, in_parts, not_empty
+from megatron.checkpoint.save_plan import BoxTensor, Pairs, in_parts, not_empty
 from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
         attempt.gather_or_raise(write)
 
 
-def shard_parts(pairs: list[BoxTensor]) -> list[list[BoxTensor]]:
+def shard_parts(pairs: Pairs) -> list[Pairs]:
     """What this rank owns, for the shards that it writes at a time: one for each core that it has,
     but none of less than PART bytes.
     """
@@ -108,7 +108,7 @@ def shard_parts(pairs: list[BoxTensor]) -> list[list[BoxTensor]]:
 
 def write_shards(
     attempt: Attempt,
-    parts: list[list[BoxTensor]],
+    parts: list[Pairs],
     verify: bool,
     progress: Callable[[int], None],
 ) -> list[JsonObject]:
@@ -153,7 +153,7 @@ def write_shard(
     index: int,
     shards: int,
     iteration: int,
-    pairs: list[BoxTensor],
+    pairs: Pairs,
     **options: Any,
 ) -> JsonObject:
     """Write shard `index` of `shards` and its digest table into `folder`; `options` and result as
@@ -175,12 +175,12 @@ def shard_bytes(pairs: Iterable[BoxTensor]) -> int:
     return sum(math.prod(box.extent) * tensor.element_size() for box, tensor in pairs)
 
 
-def in_file_order(pairs: list[BoxTensor]) -> list[BoxTensor]:
+def in_file_order(pairs: Pairs) -> Pairs:
     """Wide items first, which keeps every tensor aligned to its item size."""
     return sorted(pairs, key=lambda pair: -pair[1].element_size())
 
 
-def shard_header(pairs: list[BoxTensor], index: int, shards: int, iteration: int) -> bytes:
+def shard_header(pairs: Pairs, index: int, shards: int, iteration: int) -> bytes:
     """The bytes before the data of a shard that holds `pairs` one after the other."""
     shapes = json.dumps({box.name: list(box.shape) for box, _ in pairs}, separators=(",", ":"))
     metadata = {

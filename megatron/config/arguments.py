@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import compatibility, groups
-from megatron.config.compatibility import Occurrence, key
+from megatron.config.compatibility import Occurrence, Words, key
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors, UserError, first_faults, shortened
 from megatron.config.groups import Config
@@ -132,7 +132,7 @@ class Option:
             raise UserError("expected a whole number")
         return int(number)
 
-    def parse(self, words: list[str]) -> Any:
+    def parse(self, words: Words) -> Any:
         """The value of a flag followed by `words`; raises UserError with what is wrong and the
         fix.
         """
@@ -381,7 +381,7 @@ class _Reading:
     # flags whose value is unknown: rules about them say nothing
     unsure: set[str] = dataclasses.field(default_factory=set)
 
-    def read(self, flag: str, words: list[str], written: str = "") -> None:
+    def read(self, flag: str, words: Words, written: str = "") -> None:
         """Take in one occurrence; `written` is what the user wrote when the table rewrote it."""
         if key(flag) in map(key, COMMANDS):
             self._command(key(flag), words)
@@ -399,7 +399,7 @@ class _Reading:
         else:
             self.foreign.append((flag, words, row))
 
-    def _unknown(self, flag: str, words: list[str]) -> None:
+    def _unknown(self, flag: str, words: Words) -> None:
         if key(flag) in compatibility.FOLLOWS:
             self.faults.append(
                 f"{_shown(flag, words)}: unknown flag; {compatibility.FOLLOWS[key(flag)]}"
@@ -435,7 +435,7 @@ class _Reading:
                     config = _with_values(config, {place: value})
         return config
 
-    def _command(self, flag: str, words: list[str]) -> None:
+    def _command(self, flag: str, words: Words) -> None:
         takes_file = flag in TAKES_FILE
         if len(words) != takes_file or "" in words:
             self.faults.append(
@@ -446,7 +446,7 @@ class _Reading:
         else:
             self.commands[flag] = words[0] if takes_file else ""
 
-    def _field(self, flag: str, words: list[str], written: str) -> None:
+    def _field(self, flag: str, words: Words, written: str) -> None:
         option, on = options_by_flag()[key(flag)]
         place = (option.group, option.field)
         try:
@@ -474,7 +474,7 @@ class _Reading:
         self.set_by[place] = written
 
 
-def _shown(flag: str, words: list[str]) -> str:
+def _shown(flag: str, words: Words) -> str:
     """A flag and its words in a message, not longer than a line."""
     return shortened(" ".join([flag, *(word or "''" for word in words)]), 80)
 

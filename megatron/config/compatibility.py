@@ -29,7 +29,8 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.upstream_flags import NAMES
 
-Occurrence = tuple[str, list[str]]  # a flag and the words that follow it
+Words = list[str]  # that follow a flag
+Occurrence = tuple[str, Words]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class CompatibilityRow:
     when: Callable[[Config], bool] | None = None
     otherwise: str = ""
     # the text of a refusal, from the flag's words and the settings
-    explain: Callable[[list[str], Config], str] | None = None
+    explain: Callable[[Words, Config], str] | None = None
 
     @property
     def flags(self) -> list[str]:
@@ -57,7 +58,7 @@ class CompatibilityRow:
         """Whether the settings are such as `when` asks for."""
         return self.when is None or self.when(config)
 
-    def rewrite(self, words: list[str]) -> list[Occurrence]:
+    def rewrite(self, words: Words) -> list[Occurrence]:
         """The occurrences of our own flags that an equals row means."""
         result: list[Occurrence] = []
         for word in self.text.split():
@@ -87,12 +88,12 @@ def only(flags: str, values: str, text: str) -> CompatibilityRow:
     return CompatibilityRow(flags, text, "only", tuple(values.split()))
 
 
-def in_samples(ours: str) -> Callable[[list[str], Config], str]:
+def in_samples(ours: str) -> Callable[[Words, Config], str]:
     """The refusal of a number of tokens: `ours` with the number of samples of --seq-length that
     they are.
     """
 
-    def explain(words: list[str], config: Config) -> str:
+    def explain(words: Words, config: Config) -> str:
         length = config.data.seq_length
         try:
             tokens = float(words[0]) if len(words) == 1 else math.nan
@@ -940,7 +941,7 @@ FOLLOWS = {"--dp": "the data-parallel size is the number of ranks / (tensor x pi
 FOLLOWS |= dict.fromkeys(("--dp-size", "--data-parallel-size"), FOLLOWS["--dp"])
 
 
-def translate_value(flag: str, words: list[str]) -> tuple[list[str], str]:
+def translate_value(flag: str, words: Words) -> tuple[Words, str]:
     """Our words for another codebase's values of our own flag, and a note; raises UserError for
     values that cannot act.
     """
@@ -996,7 +997,7 @@ def find(flag: str) -> CompatibilityRow | None:
     return rows().get(flag)
 
 
-Answered = tuple[str, list[str], CompatibilityRow]  # a flag as written, its words, its row
+Answered = tuple[str, Words, CompatibilityRow]  # a flag as written, its words, its row
 Lines = dict[tuple[CompatibilityRow, str], list[str]]  # the flags that share a row and a text
 
 
@@ -1009,7 +1010,7 @@ class Answers:
     faults: list[str]
 
 
-def _fault(flag: str, words: list[str], row: CompatibilityRow, config: Config) -> str:
+def _fault(flag: str, words: Words, row: CompatibilityRow, config: Config) -> str:
     """Why a row refuses its flag with these words and settings; empty when it does not."""
     shown = " ".join([flag, *words])
     if row.verdict == "only" and not words:

@@ -101,6 +101,9 @@ def flag(
 
 model_flag = partial(flag, change=MODEL)
 kernel_flag = partial(flag, "auto", megatron="absent there", change=KERNEL)
+Backend = Literal["auto", "triton", "torch"]
+ApexBackend = Literal["auto", "triton", "apex", "torch"]
+Prefixes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -224,15 +227,15 @@ class ModelConfig:
     """Implementation of the attention core: our Triton kernels (gluon: with the forward pass for
     Hopper), torch's scaled_dot_product_attention, or plain products.
     """
-    norm_backend: Literal["auto", "triton", "apex", "torch"] = kernel_flag()
+    norm_backend: ApexBackend = kernel_flag()
     """Implementation of LayerNorm and RMSNorm."""
-    rotary_backend: Literal["auto", "triton", "torch"] = kernel_flag()
+    rotary_backend: Backend = kernel_flag()
     """Implementation of the rotary embedding."""
-    activation_backend: Literal["auto", "triton", "torch"] = kernel_flag()
+    activation_backend: Backend = kernel_flag()
     """Implementation of the MLP's activation."""
-    dropout_backend: Literal["auto", "triton", "torch"] = kernel_flag()
+    dropout_backend: Backend = kernel_flag()
     """Implementation of dropout on hidden states."""
-    cross_entropy_backend: Literal["auto", "triton", "torch"] = kernel_flag()
+    cross_entropy_backend: Backend = kernel_flag()
     """Implementation of the loss."""
     weight_grad_backend: Literal["auto", "apex", "torch"] = flag(
         "auto",
@@ -240,7 +243,7 @@ class ModelConfig:
         change=KERNEL,
     )
     """Implementation of the weight gradients' sum in fp32 on a GPU."""
-    init_backend: Literal["auto", "triton", "torch"] = kernel_flag()
+    init_backend: Backend = kernel_flag()
     """Implementation of the generator that draws the initial weights; those on the host are drawn
     by torch.
     """
@@ -317,7 +320,7 @@ class PrecisionConfig:
 class DataConfig:
     """data"""
 
-    data_path: tuple[str, ...] | None = None
+    data_path: Prefixes | None = None
     """Prefixes of .bin/.idx files, or `weight prefix weight prefix ...`, divided by --split."""
     split: str | None = flag(
         None,
@@ -325,11 +328,11 @@ class DataConfig:
         needs=DATA_PATH,
     )
     """Shares of train,valid,test in --data-path, contiguous over documents. Default: 969,30,1."""
-    train_data_path: tuple[str, ...] | None = None
+    train_data_path: Prefixes | None = None
     """Training prefixes, with or without weights (instead of --data-path and --split)."""
-    valid_data_path: tuple[str, ...] | None = None
+    valid_data_path: Prefixes | None = None
     """Validation prefixes, with or without weights."""
-    test_data_path: tuple[str, ...] | None = None
+    test_data_path: Prefixes | None = None
     """Test prefixes, with or without weights."""
     mock_data: bool = False
     """Train on computed tokens instead of files."""
@@ -444,7 +447,7 @@ class OptimizerConfig:
     """Implementation of AdamW: our Triton kernel, NVIDIA apex's FusedAdam, torch's fused kernel or
     its plain loop.
     """
-    grad_norm_backend: Literal["auto", "triton", "apex", "torch"] = kernel_flag()
+    grad_norm_backend: ApexBackend = kernel_flag()
     """Implementation of the gradients' sum of squares. It is summed in float64, but by apex in
     fp32.
     """

@@ -22,6 +22,7 @@ from megatron.config.metadata import flag_name, is_rotary
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import (
+    Faults,
     bubble,
     given,
     nearest,
@@ -45,7 +46,7 @@ class Resolved:
 # ---------------------------------------------------------------- rules of one field
 
 
-def _ranges(run: RunView) -> Iterator[str]:
+def _ranges(run: RunView) -> Faults:
     for field, rules in METADATA.items():
         value = getattr(run, field)
         bound = rules["bound"]
@@ -62,7 +63,7 @@ MOST_INCREMENTS = 100_000  # of a ramp-up
 MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline
 
 
-def _bounds(run: RunView) -> Iterator[str]:
+def _bounds(run: RunView) -> Faults:
     """Sizes beyond which the plan and the schedule would take minutes to compute."""
     if run.has("num_layers") and run.num_layers > MOST_LAYERS:
         yield (
@@ -112,7 +113,7 @@ def _cannot_act(run: RunView, *, fault: bool) -> Iterator[tuple[str, str]]:
                 )
 
 
-def _needs(run: RunView) -> Iterator[str]:
+def _needs(run: RunView) -> Faults:
     for shown, text in _cannot_act(run, fault=True):
         yield f"{shown}: acts only with {text}; drop it or add that"
 
@@ -120,7 +121,7 @@ def _needs(run: RunView) -> Iterator[str]:
 # ---------------------------------------------------------------- rules between fields
 
 
-def _required(run: RunView) -> Iterator[str]:
+def _required(run: RunView) -> Faults:
     for field in (
         "num_layers",
         "hidden_size",
@@ -133,7 +134,7 @@ def _required(run: RunView) -> Iterator[str]:
             yield f"{flag_name(field)} is required"
 
 
-def _heads(run: RunView) -> Iterator[str]:
+def _heads(run: RunView) -> Faults:
     heads = run.num_attention_heads
     groups = run.num_query_groups
     if (
@@ -151,7 +152,7 @@ def _heads(run: RunView) -> Iterator[str]:
         yield f"--num-query-groups {groups}: must divide --num-attention-heads {heads}"
 
 
-def _positions(run: RunView) -> Iterator[str]:
+def _positions(run: RunView) -> Faults:
     if (
         run.has("seq_length", "max_position_embeddings")
         and run.max_position_embeddings < run.seq_length
@@ -181,7 +182,7 @@ def _positions(run: RunView) -> Iterator[str]:
         yield f"{run.show('yarn_beta_fast')}: must be greater than {run.show('yarn_beta_slow')}"
 
 
-def _attention(run: RunView) -> Iterator[str]:
+def _attention(run: RunView) -> Faults:
     limited = run.attention_backend in ("gluon", "sdpa")
     if limited and run.attention_dropout > 0:
         yield (
@@ -195,7 +196,7 @@ def _attention(run: RunView) -> Iterator[str]:
         )
 
 
-def _precision(run: RunView) -> Iterator[str]:
+def _precision(run: RunView) -> Faults:
     formats = given(run, "bf16", "fp16", "fp64")
     if len(formats) > 1:
         yield f"{' '.join(map(run.show, formats))}: contradict each other; keep one"
@@ -205,7 +206,7 @@ def _precision(run: RunView) -> Iterator[str]:
         yield f"{run.show('initial_loss_scale')}: below {run.show('min_loss_scale')}"
 
 
-def _optimizer(run: RunView) -> Iterator[str]:
+def _optimizer(run: RunView) -> Faults:
     moments = [
         field for field in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(run, field) != "fp32"
     ]
@@ -228,7 +229,7 @@ def _optimizer(run: RunView) -> Iterator[str]:
             yield f"{run.show('freeze')}: {error}"
 
 
-def _sources(run: RunView) -> Iterator[str]:
+def _sources(run: RunView) -> Faults:
     by_split = given(run, "train_data_path", "valid_data_path", "test_data_path")
     kinds = list(map(flag_name, [*given(run, "data_path", "mock_data"), *by_split[:1]]))
     if not kinds:
@@ -257,7 +258,7 @@ def blend_prefixes(words: tuple[str, ...]) -> tuple[str, ...]:
     return words[1::2] if weighted else words
 
 
-def _split(run: RunView) -> Iterator[str]:
+def _split(run: RunView) -> Faults:
     if run.split is not None:
         try:
             parse_split(run.split)
@@ -299,7 +300,7 @@ def absent_tokenizer(path: str) -> str:
     )
 
 
-def _tokenizer(run: RunView) -> Iterator[str]:
+def _tokenizer(run: RunView) -> Faults:
     kind = run.tokenizer_type
     if kind is None:
         mock = "; with --mock-data, --vocab-size N is enough" if run.mock_data else ""
@@ -326,7 +327,7 @@ def _tokenizer(run: RunView) -> Iterator[str]:
         )
 
 
-def _batch(run: RunView) -> Iterator[str]:
+def _batch(run: RunView) -> Faults:
     if not run.has("micro_batch_size", "global_batch_size") or not run.dp:
         return
     unit = run.micro_batch_size * run.dp
@@ -355,7 +356,7 @@ def _batch(run: RunView) -> Iterator[str]:
         )
 
 
-def _length(run: RunView) -> Iterator[str]:
+def _length(run: RunView) -> Faults:
     if run.train_iters is None and run.train_samples is None and not run.skip_train:
         yield "--train-iters or --train-samples is required"
     if run.train_iters is not None and run.train_samples is not None:
@@ -371,7 +372,7 @@ def _length(run: RunView) -> Iterator[str]:
                 )
 
 
-def _schedule(run: RunView) -> Iterator[str]:
+def _schedule(run: RunView) -> Faults:
     unit = "iters" if run.train_samples is None else "samples"
     warmup, decay, final = (
         getattr(run, name + unit) for name in ("lr_warmup_", "lr_decay_", "lr_wsd_decay_")
@@ -398,14 +399,14 @@ def _schedule(run: RunView) -> Iterator[str]:
         )
 
 
-def _weight_decay(run: RunView) -> Iterator[str]:
+def _weight_decay(run: RunView) -> Faults:
     if run.weight_decay_incr_style != "constant":
         for field in ("start_weight_decay", "end_weight_decay"):
             if getattr(run, field) is None:
                 yield f"{run.show('weight_decay_incr_style')}: give {flag_name(field)}"
 
 
-def _recompute(run: RunView) -> Iterator[str]:
+def _recompute(run: RunView) -> Faults:
     if run.recompute_granularity is not None and run.recompute_num_layers != 1:
         yield f"{run.show('recompute_num_layers')}: groups of layers are not built yet; use 1"
 
@@ -414,12 +415,9 @@ def _cannot_be_made(folder: Path) -> str:
     """Why a folder cannot be made and written into, with the fix, as far as its parents tell; an
     empty string when nothing is known.
     """
-    there = next(
-        parent
-        for parent in (folder.absolute(), *folder.absolute().parents)
-        if os.path.exists(parent)
-    )
-    if there == folder.absolute() and not there.is_dir():
+    folder = folder.absolute()
+    there = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+    if there == folder and not there.is_dir():
         return "is a file, not a folder"
     if not there.is_dir():
         return f"cannot be made: {there} is not a folder; give another"
@@ -428,7 +426,7 @@ def _cannot_be_made(folder: Path) -> str:
     return ""
 
 
-def _checkpoint(run: RunView) -> Iterator[str]:
+def _checkpoint(run: RunView) -> Faults:
     same = (
         run.load is not None
         and run.save is not None
@@ -476,7 +474,7 @@ def _checkpoint(run: RunView) -> Iterator[str]:
         )
 
 
-RULES: tuple[Callable[[RunView], Iterator[str]], ...] = (
+RULES: tuple[Callable[[RunView], Faults], ...] = (
     _required,
     _ranges,
     _needs,
@@ -505,7 +503,7 @@ RULES: tuple[Callable[[RunView], Iterator[str]], ...] = (
 # that are valid
 
 
-def _remarks(run: RunView) -> Iterator[str]:
+def _remarks(run: RunView) -> Faults:
     for shown, text in _cannot_act(run, fault=False):
         yield f"{shown}: acts only with {text}; nothing changes here"
     if run.activation == "gelu":

@@ -12,6 +12,8 @@ from megatron.config.metadata import flag_name
 from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, counted_layers, parse_layout
 
+Faults = Iterator[str]
+
 
 def nearest(value: int, unit: int) -> int:
     """The multiple of `unit` that is nearest to a value, above 0."""
@@ -76,7 +78,7 @@ def _undivided(run: RunView, tp: int) -> str:
     )
 
 
-def tensor_parallel(run: RunView) -> Iterator[str]:
+def tensor_parallel(run: RunView) -> Faults:
     """Sizes and ranks. Where the size itself is wrong, widths and lengths are held against the size
     that is proposed.
     """
@@ -108,7 +110,7 @@ def tensor_parallel(run: RunView) -> Iterator[str]:
         )
 
 
-def zero(run: RunView) -> Iterator[str]:
+def zero(run: RunView) -> Faults:
     """Hybrid sharding: the data-parallel ranks must fall into groups of equal size."""
     size = run.zero_shard_size
     if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp and run.dp % size:
@@ -136,7 +138,7 @@ def given(run: RunView, *fields: str) -> list[str]:
     return [field for field in fields if getattr(run, field) not in (None, False)]
 
 
-def pipeline_split(run: RunView) -> Iterator[str]:
+def pipeline_split(run: RunView) -> Faults:
     """Layers over stages; nothing here acts with one pipeline rank."""
     if run.pp < 2 or not run.has("num_layers"):
         return
@@ -154,7 +156,7 @@ def pipeline_split(run: RunView) -> Iterator[str]:
         yield from _even(run)
 
 
-def _contradictions(run: RunView) -> Iterator[str]:
+def _contradictions(run: RunView) -> Faults:
     ways = (
         (given(run, _LAYOUT), given(run, *_UNEVEN, *_COUNTED, _PER_VIRTUAL)),
         (given(run, *_UNEVEN), given(run, *_COUNTED, _PER_VIRTUAL)),
@@ -193,7 +195,7 @@ def _instead(run: RunView, *fields: str) -> str:
     return auto + (f" instead of {' and '.join(map(flag_name, others))}" if others else "")
 
 
-def _auto(run: RunView) -> Iterator[str]:
+def _auto(run: RunView) -> Faults:
     shown, stages = _stages(run)
     units = run.num_layers + 2
     if stages > units:
@@ -203,7 +205,7 @@ def _auto(run: RunView) -> Iterator[str]:
         )
 
 
-def _drawn(run: RunView) -> Iterator[str]:
+def _drawn(run: RunView) -> Faults:
     shown = run.show(_LAYOUT)
     try:
         counts = parse_layout(run.pipeline_model_parallel_layout)
@@ -228,7 +230,7 @@ def _drawn(run: RunView) -> Iterator[str]:
         )
 
 
-def _even(run: RunView) -> Iterator[str]:
+def _even(run: RunView) -> Faults:
     layers = counted_layers(run.config)
     counted = layers - run.num_layers
     with_them = (
@@ -276,7 +278,7 @@ def _nearest_first(run: RunView, numbers: dict[str, int]) -> int | None:
     return total - min(max(nearest(total - first, unit), least), most)
 
 
-def _uneven(run: RunView) -> Iterator[str]:
+def _uneven(run: RunView) -> Faults:
     """Numbers for the first or last rank: what they leave must fit the others, and each rank's
     layers its virtual stages.
     """
@@ -309,7 +311,7 @@ def _uneven(run: RunView) -> Iterator[str]:
 # ---------------------------------------------------------------- schedules
 
 
-def pipeline_schedule(run: RunView) -> Iterator[str]:
+def pipeline_schedule(run: RunView) -> Faults:
     """Virtual stages that a schedule takes."""
     name = run.pipeline_schedule
     virtual = run.num_virtual_stages_per_pipeline_rank
@@ -342,7 +344,7 @@ def pipeline_schedule(run: RunView) -> Iterator[str]:
         )
 
 
-def bubble(run: RunView) -> Iterator[str]:
+def bubble(run: RunView) -> Faults:
     """A remark on fewer micro-batches than pipeline ranks."""
     if run.pp < 2 or not run.dp or not run.has("micro_batch_size", "global_batch_size"):
         return

@@ -33,8 +33,8 @@ from megatron.config.input_files import (
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D: 34 bytes
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-CODES = {np.dtype(text): code for code, text in DTYPES.items()}
+DTYPES = dict(enumerate(map(np.dtype, "u1 i1 <i2 <i4 <i8 <f8 <f4 <u2".split()), 1))  # by code
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 PROBES = 1024
 COUNT = (lambda value: type(value) is int and 0 <= value < 2**63, "a count")
 ID = (lambda value: type(value) is int and -1 <= value < 2**31, "a token id")
@@ -174,12 +174,8 @@ class IndexedDataset:
             )
         if version != 1:
             raise DataError(f"{path}, byte 9: version {version}, only version 1 is known; {REMAKE}")
-        if code not in DTYPES or np.dtype(DTYPES[code]).kind == "f":
-            what = (
-                f"{np.dtype(DTYPES[code]).name}, token ids are integers"
-                if code in DTYPES
-                else "unknown"
-            )
+        if code not in DTYPES or DTYPES[code].kind == "f":
+            what = f"{DTYPES[code].name}, token ids are integers" if code in DTYPES else "unknown"
             raise DataError(f"{path}, byte 17: dtype code {code} is {what}; {REMAKE}")
         expected = HEADER.size + 12 * sequences + 8 * entries
         if size != expected or entries < 1:
@@ -187,7 +183,7 @@ class IndexedDataset:
                 f"{path}, byte 18: {sequences} sequences and {entries} document entries need "
                 f"{expected} bytes, the file has {size}: cut off or damaged; {REMAKE}"
             )
-        return np.dtype(DTYPES[code]), sequences, entries
+        return DTYPES[code], sequences, entries
 
     def _check_spaced_entries(self) -> None:
         """Check at most 1,024 entries of each table, which are asked of the disk together."""

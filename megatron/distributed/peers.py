@@ -83,6 +83,9 @@ class Heartbeat(NamedTuple):
         return f"{max(0.0, time.time() - self.seconds):.0f} s ago"
 
 
+Reports = dict[int, Heartbeat]  # by rank
+
+
 @dataclass
 class Peers:
     """What this process does, and where the ranks of its job report. There is one for a process, as
@@ -176,7 +179,7 @@ class Peers:
                 warned.add(rank)
                 logger.warning(f"{report.silent(rank)}. The others wait for it")
 
-    def _read(self, ranks: Sequence[int]) -> dict[int, Heartbeat]:
+    def _read(self, ranks: Sequence[int]) -> Reports:
         """The last reports of these ranks; none while any has not reported yet."""
         keys = [str(rank) for rank in ranks]
         if not keys or not self.store.check(keys):
@@ -198,7 +201,7 @@ class Peers:
             return "rank 0 warns of those that are silent"
         others = [rank for rank in range(self.world) if rank != self.rank]
 
-        def look() -> tuple[dict[int, Heartbeat], dict[int, Heartbeat]]:
+        def look() -> tuple[Reports, Reports]:
             first = self._read(others)
             if waited > LOOK:  # it was no lost connection
                 time.sleep(LOOK)
@@ -243,7 +246,7 @@ class Peers:
                 time.sleep(0.2)
 
 
-def _words(last: dict[int, Heartbeat], silent_ranks: set[int], waited: float) -> str:
+def _words(last: Reports, silent_ranks: set[int], waited: float) -> str:
     timeout = waited > LOOK
     silent = [last[rank].silent(rank) for rank in sorted(silent_ranks)]
     ended = [

@@ -26,20 +26,22 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from megatron.layers.spec import Box
 
+StrPath = str | os.PathLike[str]
+
 
 class CheckpointReader(StorageReader):
     """Reads one checkpoint folder (iter_*); each rank reads the chunks that hold what it asks for.
     Values are converted to the asked dtype.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: StrPath) -> None:
         self.folder = Path(folder)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         self.folder = self.folder if checkpoint_id is None else Path(checkpoint_id)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         return (Path(checkpoint_id) / MANIFEST).is_file()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

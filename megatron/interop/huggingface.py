@@ -190,10 +190,6 @@ def to_huggingface(model: ModelConfig, vocab_size: int) -> tuple[JsonObject, lis
     table = rules(
         kind, model.num_layers, tied=tied, linear_bias=model.add_bias_linear, qkv_bias=qkv_bias
     )
-    return _their_config(kind, model, vocab_size, tied), table
-
-
-def _their_config(kind: str, model: ModelConfig, vocab_size: int, tied: bool) -> JsonObject:
     common = {
         "model_type": kind,
         "vocab_size": vocab_size,
@@ -203,7 +199,8 @@ def _their_config(kind: str, model: ModelConfig, vocab_size: int, tied: bool) ->
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    return common | (_gpt2_config(model) if kind == "gpt2" else _llama_config(kind, model))
+    theirs = _gpt2_config(model) if kind == "gpt2" else _llama_config(kind, model)
+    return common | theirs, table
 
 
 def _gpt2_config(model: ModelConfig) -> JsonObject:

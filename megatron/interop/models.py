@@ -45,7 +45,12 @@ Held = dict[str, tuple[Dims, list[Part]]]  # the same of several by name
 
 def whole_part(value: Tensor) -> Part:
     """A tensor that lies in one piece."""
-    return (0,) * value.ndim, tuple(value.shape), lambda: value
+    return box_part((0,) * value.ndim, tuple(value.shape), value)
+
+
+def box_part(offset: Dims, extent: Dims, value: Tensor) -> Part:
+    """A box whose elements are there."""
+    return offset, extent, lambda: value
 
 
 class MappedFile:

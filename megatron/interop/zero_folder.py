@@ -17,7 +17,6 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ from torch import Tensor
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.shapes import Dims, Shapes
-from megatron.interop.models import Held, MappedFile, Part, whole_part
+from megatron.interop.models import Held, MappedFile, Part, box_part, whole_part
 from megatron.interop.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
 
+Paths = dict[int, Path]  # by rank
 State = dict[str, Any]  # what a file holds
 Partition = tuple[Path, State]
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -71,9 +71,9 @@ class ZeroFolder:
             self.states.append(state)
 
 
-def _find_partitions(folder: Path) -> dict[int, dict[int, Path]]:
+def _find_partitions(folder: Path) -> dict[int, Paths]:
     """Model-parallel rank -> data-parallel rank -> its file. Raises CheckpointError."""
-    found: dict[int, dict[int, Path]] = {}
+    found: dict[int, Paths] = {}
     for path in sorted(folder.glob("*_optim_states.pt")):
         match = OPTIMIZER_FILE.fullmatch(path.name)
         if match is None:
@@ -113,7 +113,7 @@ def _read(path: Path) -> State:
     return content
 
 
-def _open_partitions(paths: dict[int, Path]) -> tuple[int, list[Partition]]:
+def _open_partitions(paths: Paths) -> tuple[int, list[Partition]]:
     """(stage, each data-parallel rank's file and its state) of one model-parallel rank."""
     opened: list[Partition] = []
     first: tuple[Path, tuple[int, int]] | None = None
@@ -301,9 +301,5 @@ def box_parts(shape: Dims, pieces: Iterable[tuple[int, Tensor]]) -> list[Part]:
             size = high - low
             extent = (1, size) if size % width else (size // width, width)
             elements = piece[low - start : high - start].view(extent)
-            parts.append((offset, extent, partial(_same, elements)))
+            parts.append(box_part(offset, extent, elements))
     return parts
-
-
-def _same(values: Tensor) -> Tensor:
-    return values

@@ -8,6 +8,7 @@ import math
 import textwrap
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
 
 from megatron.observe.metrics import perplexity
 
@@ -93,6 +94,8 @@ def evaluation_lines(
 
 
 NOT_DONE = "asked for, not done"
+# A path is not broken: it stays whole for copying, even when it is longer than the banner is wide.
+_wrapped = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False)
 
 
 def banner(sections: Mapping[str, list[str]]) -> str:
@@ -106,13 +109,8 @@ def banner(sections: Mapping[str, list[str]]) -> str:
     if sections.get(NOT_DONE):
         lines = ["!" * BANNER_WIDTH, f" {NOT_DONE}"]
         for entry in sections[NOT_DONE]:
-            lines += textwrap.wrap(
-                entry,
-                BANNER_WIDTH - 2,
-                initial_indent="   ",
-                subsequent_indent="     ",
-                break_long_words=False,
-                break_on_hyphens=False,
+            lines += _wrapped(
+                entry, BANNER_WIDTH - 2, initial_indent="   ", subsequent_indent="     "
             )
         lines += ["!" * BANNER_WIDTH]
     for title, entries in sections.items():
@@ -120,16 +118,7 @@ def banner(sections: Mapping[str, list[str]]) -> str:
             continue
         label = title
         for entry in entries:
-            # A path is not broken: it stays whole for copying, even when it is longer than the
-            # banner is wide.
-            wrapped = textwrap.wrap(
-                entry,
-                BANNER_WIDTH - _TITLE_WIDTH - 4,
-                subsequent_indent="  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for part in wrapped:
+            for part in _wrapped(entry, BANNER_WIDTH - _TITLE_WIDTH - 4, subsequent_indent="  "):
                 lines.append(f" {label:<{_TITLE_WIDTH}} {part}")
                 label = ""
     return "\n".join([*lines, "=" * BANNER_WIDTH])

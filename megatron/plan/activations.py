@@ -210,33 +210,14 @@ def head_bytes(shape: Shape) -> UnitBytes:
     gathered, own = (shape.whole, shape.hidden) if shape.sequence_parallel else (0, 0)
     loss = widened_bytes(shape.model, tokens, shape.vocab, shape.compute, shape.wide, shape.device)
     scratch = shape.weight_scratch(h, shape.vocab, tokens)
+    kept = 0 if fused else logits
+    forward = gathered + logits + loss if fused else max(gathered, loss)
+    backward = forming = shape.whole + gathered + own
     if fused:
         forming = shape.whole + gathered + logits
-        backward = max(forming + loss, shape.whole + gathered + own)
-        return UnitBytes(
-            shape.hidden,
-            0,
-            0,
-            gathered + logits + loss,
-            backward,
-            backward,
-            forming,
-            0,
-            scratch,
-            head=True,
-        )
-    backward = shape.whole + gathered + own
+        backward = max(forming + loss, backward)
     return UnitBytes(
-        shape.hidden,
-        logits,
-        0,
-        max(gathered, loss),
-        backward,
-        backward,
-        backward,
-        0,
-        scratch,
-        head=True,
+        shape.hidden, kept, 0, forward, backward, backward, forming, 0, scratch, head=True
     )
 
 

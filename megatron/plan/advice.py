@@ -5,7 +5,6 @@ memory falls with each stage of ZeRO.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -89,7 +88,9 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     often = f"of {'every' if stage >= 2 and accumulates else 'the last'} micro-batch"
     found = []
     if stage == 3 and config.optimizer.param_cpu_offload:
-        found.append(_copy_from_host(transfer, size.compute / shard, machine))
+        where = f"host memory ({machine.host_bandwidth:g} GB/s)"
+        what = f"copy of the weights from {where} in a forward pass"
+        found.append(transfer(what, size.compute / shard, 2, host=True))
     if replicas == 1 or (stage and shard == 1):
         return found
     if gathers:
@@ -103,12 +104,6 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     found.append(transfer(f"reduce-scatter {often}", size.wire, backward, 2))
     found.append(transfer("gather of the new weights in the next forward pass", size.compute, 2))
     return found
-
-
-def _copy_from_host(transfer: Callable[..., Transfer], sent: float, machine: Machine) -> Transfer:
-    """Of the weights that --param-cpu-offload keeps there, `sent` bytes a parameter."""
-    where = f"host memory ({machine.host_bandwidth:g} GB/s)"
-    return transfer(f"copy of the weights from {where} in a forward pass", sent, 2, host=True)
 
 
 def _transfer(
@@ -170,10 +165,8 @@ def _culprit(rank: RankMemory, stage: int, keeps: bool) -> str:
     """
     if stage == 3 and keeps:
         return "--zero3-keep-gathered holds all weights whole"
-    block, elements = (
-        max(rank.blocks, key=lambda block: block.size),
-        sum(block.size for block in rank.blocks),
-    )
+    elements = sum(block.size for block in rank.blocks)
+    block = max(rank.blocks, key=lambda block: block.size)
     what = "weights are" if stage == 3 else "gradient is"
     name = block.name.replace("layers.", "layer ")
     share = f"{block.size / elements:.0%} of the rank's parameters"

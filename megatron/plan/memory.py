@@ -15,7 +15,7 @@ import torch
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
 from megatron.config.schedules import planned_micro_batches
-from megatron.distributed.groups import Groups, Layout, build_groups, group_options, layout_of
+from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.model.arithmetic import padded_vocab_size, unit_parameters
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.stages import Stage, pipeline_stages
@@ -108,12 +108,6 @@ class MemoryPlan:
         return self.changed(self.config.distributed.zero_stage, granularity)
 
 
-def _groups_of(config: Config, layout: Layout, rank: int, group: CountedGroup) -> Groups:
-    """Those of a pipeline rank, the first in all other dimensions; `group` stands for each."""
-    place = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})
-    return build_groups(layout, place, lambda ranks: group, **group_options(config))
-
-
 def rank_memories(
     config: Config, vocab_size: int, world_size: int, device: str = "cuda"
 ) -> list[RankMemory]:
@@ -133,7 +127,9 @@ def rank_memories(
     def of_rank(rank: int) -> RankMemory:
         ledger = Ledger()
         group = CountedGroup(device != "cuda", ledger)
-        groups = _groups_of(config, layout, rank, group)
+        # the first in all other dimensions; one group stands in for each
+        place = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})
+        groups = build_groups(layout, place, lambda ranks: group, **group_options(config))
         model = build_model(config, vocab_size, groups, torch.device(device))
         blocks = build_run_blocks(inside, model, META, groups, make=partial(CountedBlock, ledger))
         units = [

@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -496,13 +497,13 @@ class LocalCheckpoint(Checkpoint):
         return transfers
 
     def _require(self, size: int) -> None:
-        disk = os.statvfs(self.nodes.root)
-        if size > disk.f_bavail * disk.f_frsize:
+        free = shutil.disk_usage(self.nodes.root).free
+        if size > free:
             raise CheckpointError(
                 f"--local-checkpoint-dir {self.nodes.root} on node {self.nodes.index} "
                 f"({self.nodes.hosts[self.nodes.index]}): on this layout its "
                 f"ranks read shards of {size / GIB:.3g} GiB from other nodes, and "
-                f"{disk.f_bavail * disk.f_frsize / GIB:.3g} GiB are free: free space, "
+                f"{free / GIB:.3g} GiB are free: free space, "
                 "start with the layout and the nodes of before, or take a checkpoint of "
                 "--load with --ckpt-step"
             )

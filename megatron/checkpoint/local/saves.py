@@ -53,12 +53,12 @@ from megatron.checkpoint.manifest import (
     shard_file,
     table_digest,
 )
-from megatron.checkpoint.save_plan import not_empty
+from megatron.checkpoint.save_plan import Pairs, not_empty
 from megatron.checkpoint.writer import write_shard
 from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.save_plan import BoxTensor
+    from megatron.checkpoint.save_plan import BoxTensor, Pairs
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class NodeAttempt(Attempt):
             self.folder.mkdir(mode=0o700)
             self.lock = hold(self.folder)
 
-    def write_own(self, pairs: list[BoxTensor]) -> JsonObject | None:
+    def write_own(self, pairs: Pairs) -> JsonObject | None:
         """Write this rank's shard; its entry in the manifest, None where it has none."""
         if self.index is None:
             return None
@@ -365,8 +365,7 @@ def require_space(
     def check() -> None:
         if not nodes.first:
             return
-        disk = os.statvfs(nodes.root)
-        free = disk.f_bavail * disk.f_frsize + _size(nodes.root / run.folder)
+        free = shutil.disk_usage(nodes.root).free + _size(nodes.root / run.folder)
         if count * one > free:
             flushing = ", one on its way to --save" if flushes else ""
             raise CheckpointError(
