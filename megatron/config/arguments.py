@@ -201,30 +201,20 @@ def _did_you_mean(word: str, known: typing.Iterable[str]) -> str:
 
 
 @functools.cache
-def _flags_by_length() -> dict[int, list[str]]:
+def _known_flags() -> list[str]:
     """Every known flag, ours first."""
-    result: dict[int, list[str]] = {}
-    for flag in dict.fromkeys(
-        [*options_by_flag(), *map(key, COMMANDS), "--help", *compatibility.rows()]
-    ):
-        result.setdefault(len(flag), []).append(flag)
-    return result
+    ours = [*options_by_flag(), *map(key, COMMANDS), "--help"]
+    return list(dict.fromkeys([*ours, *compatibility.rows()]))
 
 
 def suggestions(flag: str) -> list[str]:
     """Known flags that an unknown one may have been meant to be; ours come first."""
     word = key(flag)
-    lengths = _flags_by_length()
-    near = [
-        other
-        for length in range(len(word) - 1, len(word) + 2)
-        for other in lengths.get(length, ())
-        if one_edit(word, other)
-    ]
-    near.sort(key=lambda other: other not in options_by_flag())
+    near = [other for other in _known_flags() if one_edit(word, other)]
+    near.sort(key=lambda other: (other not in options_by_flag(), len(other)))
     if compatibility.habit(word):
         near.insert(0, compatibility.habit(word))
-    return near or _nearest(word, [other for names in lengths.values() for other in names])
+    return near or _nearest(word, _known_flags())
 
 
 def _field_help(group: type) -> dict[str, str]:
@@ -535,9 +525,7 @@ def dump_config(config: Config) -> str:
 def _with_values(config: Config, values: Values) -> Config:
     for group in {group for group, _ in values}:
         changes = {field: value for (other, field), value in values.items() if other == group}
-        config = dataclasses.replace(
-            config, **{group: dataclasses.replace(getattr(config, group), **changes)}
-        )
+        config = config.with_fields(group, **changes)
     return config
 
 

@@ -244,9 +244,6 @@ def derive(config: Config, world: int, vocabulary: int | None) -> tuple[Config, 
     notes = []
     for derivation in DERIVED:
         for field, value, reason in derivation(RunView(config, world, vocabulary)):
-            group = GROUP_OF[field]
-            config = dataclasses.replace(
-                config, **{group: dataclasses.replace(getattr(config, group), **{field: value})}
-            )
+            config = config.with_fields(GROUP_OF[field], **{field: value})
             notes += [f"{field.replace('_', '-')} = {value}: {reason}"] if reason else []
     return config, notes

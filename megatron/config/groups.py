@@ -876,6 +876,11 @@ class Config:
         """Nested plain dictionaries: what --print-config, wandb and checkpoints store."""
         return dataclasses.asdict(self)
 
+    def with_fields(self, group: str, **values: Any) -> Config:
+        """The same run with other values of some fields of a group."""
+        changed = dataclasses.replace(getattr(self, group), **values)
+        return dataclasses.replace(self, **{group: changed})
+
     @classmethod
     def from_dict(cls, groups: dict[str, dict[str, Any]]) -> Config:
         """The inverse of to_dict, also after JSON (its lists become tuples). Raises TypeError for

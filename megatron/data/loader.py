@@ -435,12 +435,10 @@ def _held_out_notes(split: str, streams: list[TokenStream]) -> list[str]:
             f"{split}: each source is evaluated by itself; the loss of the blend is "
             "their mean by weight (without weights: by tokens)"
         )
-    for stream in streams:
-        notes.append(
-            f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, "
-            f"{stream.samples:,} samples"
-        )
-    return notes
+    return notes + [
+        f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples"
+        for stream in streams
+    ]
 
 
 def _source(

@@ -64,22 +64,8 @@ DCP_CLASSES = {
     "pathlib.PosixPath",
     "builtins.getattr",
     _MCORE + "dist_checkpointing.strategies.torch.MCoreMetadata",
-    *(
-        f"torch.{name}"
-        for name in (
-            "float64",
-            "float32",
-            "float16",
-            "bfloat16",
-            "int64",
-            "int32",
-            "int16",
-            "int8",
-            "uint8",
-            "bool",
-            "strided",
-        )
-    ),
+    *map(str, STORAGES.values()),
+    "torch.strided",
 }
 TORCH_CLASSES = {
     *STORAGES,
@@ -88,7 +74,7 @@ TORCH_CLASSES = {
     "collections.OrderedDict",
     "torch.Size",
     "torch.device",
-    *(f"torch.{str(dtype).removeprefix('torch.')}" for dtype in STORAGES.values()),
+    *map(str, STORAGES.values()),
 }
 ARGUMENT_CLASSES = TORCH_CLASSES | {  # what Megatron-LM keeps beside the weights
     "builtins.getattr",

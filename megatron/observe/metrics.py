@@ -73,7 +73,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     ),
     "save-checkpoint-seconds": (
         "s",
-        "from the beginning of a save until its checkpoint stood, in the background or not",
+        "from the beginning of a save until its checkpoint was committed, in the background or not",
     ),
     "save-checkpoint-stall-seconds": ("s", "of these, seconds in which training stood still"),
     "save-checkpoint-gb-per-second": ("GB/s", "bytes of all ranks / save-checkpoint-seconds / 1e9"),

@@ -164,11 +164,7 @@ class _Jsonl:
         # A second row of an iteration repeats the first, so that the last row of an iteration is
         # always the whole one.
         before = self._row if self._row.get("iteration", iteration) == iteration else {}
-        self._row = {
-            "iteration": iteration,
-            **{name: value for name, value in before.items() if name != "iteration"},
-            **metrics,
-        }
+        self._row = {"iteration": iteration, **before, **metrics}
         row = {
             name: _json_number(value)
             for name, value in {**self._row, "timestamp": round(time.time(), 3)}.items()

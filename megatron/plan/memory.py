@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 
@@ -88,13 +87,8 @@ class MemoryPlan:
         if (stage, recompute) == (distributed.zero_stage, training.recompute_granularity):
             return self
         if (stage, recompute) not in self._changed:
-            sharding: Any = {"zero_stage": stage}
-            recomputing: Any = {"recompute_granularity": recompute}
-            config = dataclasses.replace(
-                self.config,
-                distributed=dataclasses.replace(distributed, **sharding),
-                training=dataclasses.replace(training, **recomputing),
-            )
+            config = self.config.with_fields("distributed", zero_stage=stage)
+            config = config.with_fields("training", recompute_granularity=recompute)
             plan = MemoryPlan(config, self.vocab_size, self.world_size, self.device)
             self._changed[stage, recompute] = plan
         return self._changed[stage, recompute]
@@ -158,13 +152,12 @@ def with_state_on_the_device(config: Config) -> Config:
     """The same run without what it keeps in the host's memory or in files, which nothing in the
     passes of a step depends on.
     """
-    optimizer = dataclasses.replace(
-        config.optimizer,
+    return config.with_fields(
+        "optimizer",
         optimizer_cpu_offload=False,
         optimizer_nvme_offload=None,
         param_cpu_offload=False,
     )
-    return dataclasses.replace(config, optimizer=optimizer)
 
 
 def schedule_of(config: Config, world_size: int, *, steady: bool = False) -> Schedule:

@@ -338,15 +338,12 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
         )
     if redundancy == "xor":
         groups = [len(chosen) for chosen in xor_groups_of(len(sizes))]
-        share = (
-            "a copy"
-            if max(sizes_of := set(groups)) == 2
-            else " or ".join(f"1/{size - 1}" for size in sorted(sizes_of, reverse=True))
-        )
+        kinds = sorted(set(groups), reverse=True)
+        part = "a copy" if kinds[0] == 2 else " or ".join(f"1/{size - 1}" for size in kinds)
         logger.info(
             f" {flag}: {len(sizes)} nodes in {len(groups)} XOR group(s) of "
-            f"{' and '.join(map(str, sorted(sizes_of, reverse=True)))}; beside its own shards a "
-            f"node keeps {share} of the largest's bytes, and one node of each group may be lost"
+            f"{' and '.join(map(str, kinds))}; beside its own shards a "
+            f"node keeps {part} of the largest's bytes, and one node of each group may be lost"
         )
 
 
