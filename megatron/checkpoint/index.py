@@ -290,8 +290,8 @@ class Index:
         report: Callable[[int, int], None] = lambda done, total: None,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """Read and verify every chunk of every shard; `report` is called with (bytes done, in all). Raises
-        CheckpointError at the first damage.
+        """Read and verify every chunk of every shard; `report` is called with the bytes done and
+        those in all. Raises CheckpointError at the first damage.
 
         `part`: (i, n), the i-th of n about equal parts of it.
         """

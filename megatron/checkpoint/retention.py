@@ -39,11 +39,12 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
     """Delete the checkpoints under `root` that `policy` does not keep, now that iteration `newest`
     is committed; returns theirs, newest first.
 
-    A checkpoint counts, and goes, only when it can be opened: what is damaged or of another program
-    stays and is no reason for a whole one to go. Later iterations than `newest` stay too: another
-    pass over the same iterations left them. Once passed, those that were superseded when
-    a run went back are older than all others. Nothing goes unless `newest` can be opened. An error of the file system
-    ends the deletion, is logged, and fails no save.
+    A checkpoint counts, and is deleted, only when it can be opened: what is damaged or of another
+    program stays, and is no reason to delete a whole one. Iterations later than `newest` stay too:
+    they come from another pass over the same iterations. Once the run has passed them, those that
+    were superseded when it went back count as older than all others. Nothing is deleted unless
+    `newest` can be opened. An error of the file system ends the deletion, is logged, and fails no
+    save.
     """
     if policy.newest is None:
         return []

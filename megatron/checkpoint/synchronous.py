@@ -31,9 +31,9 @@ class Destination:
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What one save is of. `pairs` are the (box, tensor) pairs that this rank writes, `state` is
-    what is saved beside tensors; `local`: the shards lie whole in the local tier; `began`: when,
-    as time.perf_counter says it.
+    """What one save consists of: the (box, tensor) `pairs` that this rank writes, and the `state`
+    that is saved beside tensors. `local`: the shards are whole in the local tier; `began`: the time
+    of its start by time.perf_counter.
     """
 
     iteration: int

@@ -1,8 +1,8 @@
-"""Blends: which source, and which of its samples, sample i of the run is; and the data history that keeps
-this true when a blend changes mid-run.
+"""Blends: which source, and which of its samples, sample i of the run is; and the data history,
+which keeps this true when a blend changes mid-run.
 
-A pattern of 65,536 source numbers, quotas by largest remainder, evenly spread and repeated, so that
-everything is computed.
+A blend is a pattern of 65,536 source numbers, with quotas by largest remainder, which are evenly
+spread and repeated. So everything is computed, and nothing is stored but the history.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def extend_history(
 
     sources: {"id": order identity, "name": path, "share": of 65,536} each. Unchanged ids and shares
     go on in the last segment; anything else opens a new one at `consumed`, in which a known id goes
-    on where it was and a new id starts at 0. Returns the history (plain JSON), the blend of the last
-    segment and lines that say what changed.
+    on where it was and a new id starts at 0. Returns the history (plain JSON), the blend of the
+    last segment, and lines about what changed.
     """
     segments = [dict(segment) for segment in history["segments"]] if history else []
     if segments and _ids_and_shares(segments[-1]["sources"]) == _ids_and_shares(sources):

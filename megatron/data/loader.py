@@ -164,8 +164,8 @@ class MockReader:
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run. valid and test are named sources; `history` goes into the checkpoint; notes
-    are lines for the banner.
+    """The data of a run. `valid` and `test` are named sources, `history` goes into the checkpoint,
+    and `notes` are lines for the banner.
     """
 
     train: Source | None  # None when only evaluation was asked for
@@ -363,8 +363,8 @@ def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], Weights]:
 def build_data(
     config: Config, tokenizer: Any, history: JsonObject | None = None, consumed: int = 0
 ) -> Data:
-    """Open, check and mix the data of a run that has consumed so many samples under the data `history` (None:
-    a fresh run).
+    """Open, check and mix the data of a run that has consumed so many samples under the data
+    `history` (None: a fresh run).
 
     Validation and test are opened unless --eval-iters is 0. Raises one DataError with every fault
     found, before anything is trained.
@@ -436,7 +436,8 @@ def _held_out_notes(split: str, streams: list[TokenStream]) -> list[str]:
             "their mean by weight (without weights: by tokens)"
         )
     return notes + [
-        f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, {stream.samples:,} samples"
+        f"{split}: {stream.dataset.prefix}: {stream.num_tokens:,} tokens, "
+        f"{stream.samples:,} samples"
         for stream in streams
     ]
 

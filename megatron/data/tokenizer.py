@@ -1,9 +1,9 @@
 """Tokenizers, each from local files: SentencePiece, Hugging Face tokenizer.json, GPT-2 BPE,
 tiktoken, and whitespace-separated integers.
 
-Text is text: a special token spelled out in it is encoded as ordinary characters where the library
-can be set to do so (all but SentencePiece's user-defined symbols). No ids are added around a text; the
-end-of-document id is put in by preprocessing and by nobody else.
+Text is text: a special token that is spelled out in it is encoded as ordinary characters where the
+library can be set to do so (all but SentencePiece's user-defined symbols). No ids are added around
+a text; only preprocessing puts in the end-of-document id.
 """
 
 from __future__ import annotations

@@ -38,9 +38,10 @@ def best_interval(cost: float, between_failures: float, least: float = 0.0) -> f
 
 
 def time_lost(interval: float, cost: float, between_failures: float, delay: float) -> float:
-    """The share of time lost to saves that hold training up for `cost` seconds, and to the work
-    that a failure undoes: all since the moment that the newest checkpoint is of. One that is
-    written in the background is committed `delay` seconds after that moment, and training has gone on.
+    """The share of time that is lost to saves, which hold training up for `cost` seconds each, and
+    to the work that a failure undoes: everything since the moment at which the newest checkpoint
+    was taken. One that is written in the background is committed `delay` seconds after that moment,
+    while training goes on.
     """
     return cost / interval + (interval / 2 + delay) / between_failures
 

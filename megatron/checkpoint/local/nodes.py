@@ -57,8 +57,8 @@ class Nodes:
 
 
 def find_nodes(root: str | Path, ranks: Ranks) -> Nodes:
-    """Every rank makes a file in its folder `root` and looks whose it sees. Raises CheckpointError
-    when the folder cannot be used on any rank.
+    """Group the ranks by node: every rank makes a file in its folder `root`, and looks whose files
+    are there. Raises CheckpointError when the folder cannot be used on any rank.
     """
     root = Path(root)
     token = ranks.gather_or_raise(lambda: secrets.token_hex(8))[0]
@@ -156,7 +156,7 @@ def read_run(save: str | Path) -> RunId | None:
 
 
 def new_run(save: str | Path) -> RunId:
-    """Make --save another run's. Raises OSError."""
+    """Give --save the id of a new run. Raises OSError."""
     run = RunId(secrets.token_hex(16), os.path.realpath(save))
     temporary = Path(save, f".{RUN_FILE}-{run.name}")
     with new_file(temporary) as file:

@@ -89,7 +89,7 @@ class Found:
 
 @dataclass
 class _Candidate:
-    """What the nodes say that they have of one save."""
+    """What the nodes report that they have of one save."""
 
     iteration: int
     source: int  # a rank that has the manifest
@@ -125,11 +125,11 @@ def newest_local(
     oldest: int,
     before: float = math.inf,
 ) -> Found | None:
-    """The newest local checkpoint of `run`, of iteration `oldest` or later and `before` another, of
-    which the nodes have every shard or can make it; all bytes are verified.
+    """The newest local checkpoint of `run` of which the nodes have every shard or can make it, from
+    iteration `oldest` on and below `before`; all of its bytes are verified.
 
-    All ranks call this together; each reads its part of what its node has. Why newer ones
-    are passed over is logged.
+    All ranks call this together; each reads its part of what its node has. Why newer ones are
+    passed over is logged.
     """
     listed = nodes.ranks.gather_or_raise(
         lambda: _listed(nodes, run, oldest, before) if nodes.first else []
@@ -146,7 +146,7 @@ def newest_local(
 
 
 def _candidates(nodes: Nodes, listed: list[list]) -> list[_Candidate]:
-    """The saves of which any node has something, newest first; `listed`: what `_listed` has given
+    """The saves of which any node has something, newest first; `listed` is what `_listed` returned
     on every rank.
     """
     found: dict[tuple[int, str], _Candidate] = {}
@@ -164,8 +164,9 @@ def _candidates(nodes: Nodes, listed: list[list]) -> list[_Candidate]:
 def _listed(
     nodes: Nodes, run: RunId, oldest: int, before: float
 ) -> list[tuple[int, str, list[int], int, list[int], list]]:
-    """Of this node's checkpoints of `run`: iteration, digest of the manifest, the files that are
-    here by table and size; and what the manifest says of shards in all, their bytes, and `sets`.
+    """A row for each of this node's checkpoints of `run`: the iteration, the digest of the manifest,
+    the files that are here, judged by table and size, the number of shards, their bytes, and the
+    manifest's `sets`.
     """
     rows = []
     for iteration in list_iterations(nodes.root / run.folder):
@@ -216,8 +217,8 @@ def _fits(folder: Path, number: int, record: JsonObject) -> bool:
 
 
 def _drop_damaged(nodes: Nodes, run: RunId, iteration: int, held: list[set[int]]) -> None:
-    """Read every shard on its node, its ranks in turns, and take those that are not as they were
-    written from `held`.
+    """Read every file on its own node, shared out over the node's ranks, and remove those that are
+    not as they were written from `held`.
     """
     folder = nodes.folder(run, iteration)
     own = sorted(held[nodes.index])
@@ -262,10 +263,10 @@ def _shared_manifest(nodes: Nodes, run: RunId, iteration: int, source: int) -> b
 
 
 def restore_copies(nodes: Nodes, run: RunId, found: Found) -> Found:
-    """Give every shard that one node alone has to a second one, the emptiest: a new node gets what
-    the lost one had. What is found then.
+    """Copy every shard that only one node has to a second node, the emptiest one, so that a new node
+    gets what the lost one had. Returns what is found then.
 
-    When that fails (no space) a warning is logged, and nothing has changed.
+    When that fails (no space), a warning is logged, and nothing has changed.
     """
     transfers, gains = _plan_copies(nodes, found)
     if not transfers:
@@ -322,8 +323,9 @@ def _add_files(
     gains: _Gains,
     fill: Callable[[NodeAttempt, Path], object],
 ) -> Found:
-    """Replace the folder of every node that gains by one with links to what it has, and the files
-    that `fill(attempt, folder)` brings out of the nodes' old ones. What is found then.
+    """Replace the folder of every node that gains files by one that holds links to what the node
+    has, and the files that `fill(attempt, folder)` brings from the old folders. Returns what is
+    found then.
 
     Raises UserError on every rank when that fails; nothing has changed then.
     """
@@ -352,10 +354,10 @@ def _rebuilt(nodes: Nodes, found: Found, gains: _Gains, source: str) -> str:
 
 
 def rebuild_lost(nodes: Nodes, run: RunId, found: Found) -> Found | None:
-    """Make what no node has out of the XOR parity blocks, on the emptiest node that has nothing of
-    the same stripe, where there is one.
+    """Rebuild the files that no node has from the XOR parity blocks, where possible on the emptiest
+    node that has nothing else of the same stripe.
 
-    None when that fails and a shard is lost; a warning is logged, and nothing has changed.
+    Returns None when that fails and a shard is lost: a warning is logged, and nothing has changed.
     """
     missing = found.missing
     if not missing:

@@ -162,8 +162,8 @@ class NodeAttempt(Attempt):
         return written | self.ranks.who
 
     def add_redundancy(self, redundancy: str, entries: list[JsonObject | None]) -> JsonObject:
-        """Add copies or XOR parity blocks of all ranks' shards, whose entries by rank are `entries`.
-        Returns what the manifest says of parity blocks.
+        """Add copies or XOR parity blocks of all ranks' shards; `entries` are those of the shards
+        by rank. Returns what the manifest says of parity blocks.
         """
         if redundancy == "xor":
             return self.add_xor_blocks(entries)
@@ -192,7 +192,7 @@ class NodeAttempt(Attempt):
         self.gather_or_raise(lambda: raise_fault(fault))
 
     def add_xor_blocks(self, entries: list[JsonObject | None]) -> JsonObject:
-        """Give every rank an XOR parity block of its stripe; `entries` are the entries of all ranks'
+        """Give every rank an XOR parity block of its stripe; `entries` are those of all ranks'
         shards. Returns what the manifest says of the blocks.
         """
         stripes = stripes_of(self.nodes.members)
@@ -315,7 +315,7 @@ def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
 
 
 def require_redundancy(nodes: Nodes, redundancy: str) -> None:
-    """Raise CheckpointError unless every rank has one of the same place on another node."""
+    """Raise CheckpointError unless every rank has a counterpart at the same place on other nodes."""
     sizes = [len(ranks) for ranks in nodes.members]
     flag = f"--local-redundancy {redundancy}"
     if len(sizes) == 1:

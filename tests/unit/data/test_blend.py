@@ -1,4 +1,4 @@
-"""Blends: exact quotas, even spread, and a data history that lets every source go on where it was."""
+"""Blends: exact quotas, even spread, and a history that lets every source go on where it was."""
 
 from __future__ import annotations
 
