@@ -164,9 +164,9 @@ def _candidates(nodes: Nodes, listed: list[list]) -> list[_Candidate]:
 def _listed(
     nodes: Nodes, run: RunId, oldest: int, before: float
 ) -> list[tuple[int, str, list[int], int, list[int], list]]:
-    """A row for each of this node's checkpoints of `run`: the iteration, the digest of the manifest,
-    the files that are here, judged by table and size, the number of shards, their bytes, and the
-    manifest's `sets`.
+    """A row for each of this node's checkpoints of `run`: the iteration, the digest of the
+    manifest, the files that are here, judged by table and size, the number of shards, their bytes,
+    and the manifest's `sets`.
     """
     rows = []
     for iteration in list_iterations(nodes.root / run.folder):
@@ -263,8 +263,8 @@ def _shared_manifest(nodes: Nodes, run: RunId, iteration: int, source: int) -> b
 
 
 def restore_copies(nodes: Nodes, run: RunId, found: Found) -> Found:
-    """Copy every shard that only one node has to a second node, the emptiest one, so that a new node
-    gets what the lost one had. Returns what is found then.
+    """Copy every shard that only one node has to a second node, the emptiest one, so that a new
+    node gets what the lost one had. Returns what is found then.
 
     When that fails (no space), a warning is logged, and nothing has changed.
     """

@@ -315,7 +315,7 @@ def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
 
 
 def require_redundancy(nodes: Nodes, redundancy: str) -> None:
-    """Raise CheckpointError unless every rank has a counterpart at the same place on other nodes."""
+    """Raise CheckpointError unless every rank has a counterpart in the same place elsewhere."""
     sizes = [len(ranks) for ranks in nodes.members]
     flag = f"--local-redundancy {redundancy}"
     if len(sizes) == 1:
