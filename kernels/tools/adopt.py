@@ -67,34 +67,37 @@ def adopted(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
             found[row["operator"]][row["case"]][row["role"]] = row
     rows, left = [], []
     for operator, cases in found.items():
-        faults = [
-            f"{case}, {row['implementation']}: {row['fault']}"
-            for case, roles in cases.items()
-            for row in roles.values()
-            if row["fault"]
-        ]
-        whole = [roles for roles in cases.values() if roles.keys() == {"kernel", "rival"}]
-        turns = {len(row["all"]) for roles in whole for row in roles.values()}
-        if faults or len(whole) < len(cases) or len(turns) != 1 or min(turns) < PAIRS:
-            left.append(
-                f"{operator}: "
-                f"{faults[0] if faults else f'not every case has {PAIRS} times of both'}"
-            )
+        if lacking := lacks(cases):
+            left.append(f"{operator}: {lacking}")
             continue
-        times = [[roles[role]["all"] for roles in whole] for role in ("kernel", "rival")]
+        measured = list(cases.values())
+        times = [[roles[role]["all"] for roles in measured] for role in ("kernel", "rival")]
         rows.append(
             {
                 "operator": operator,
                 "implementation": "triton",
                 "architecture": results["architecture"],
-                "rival": whole[0]["rival"]["implementation"],
+                "rival": measured[0]["rival"]["implementation"],
                 **judge(*times),
-                "cases": len(whole),
+                "cases": len(measured),
                 "gpu": results["device"],
                 **{name: results[name] for name in ("torch", "triton", "date")},
             }
         )
     return rows, left
+
+
+def lacks(cases: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Why an operator's cases, each with a row by role, cannot be judged; "" when they can."""
+    for case, roles in cases.items():
+        for row in roles.values():
+            if row["fault"]:
+                return f"{case}, {row['implementation']}: {row['fault']}"
+    turns = {len(row["all"]) for roles in cases.values() for row in roles.values()}
+    both = all(roles.keys() == {"kernel", "rival"} for roles in cases.values())
+    if not both or len(turns) != 1 or min(turns) < PAIRS:
+        return f"not every case has {PAIRS} times of both"
+    return ""
 
 
 def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

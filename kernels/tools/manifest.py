@@ -293,7 +293,8 @@ def _same(key: str, found: Any, known: Any) -> bool:
     )
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
+    """The command line. Ends the program for flags that do not go together."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -306,47 +307,47 @@ def main() -> int:
     arguments = parser.parse_args()
     if lang.triton is None:
         parser.error("Triton is not installed: pip install triton==3.6.0")
-    if arguments.compile:
-        work(arguments.rows, arguments.compile)
-        return 0
     if arguments.write and (arguments.rows or arguments.quick):
         parser.error("--write: the manifest is that of all kernels/; drop --rows and --quick")
-    selected, version = rows(arguments.rows, arguments.only), lang.triton.__version__
-    if arguments.quick:
-        selected = {
-            name: row
-            for name, row in selected.items()
-            if row.arch == lang.HOPPER or re.search(SUBSET, name)
-        }
-    if not selected:
+    if not arguments.compile and not rows(arguments.rows, arguments.only):
         parser.error(
             f"--only {arguments.only}: no kernel is called so; there are "
             f"{', '.join(rows(arguments.rows))}"
         )
+    return arguments
+
+
+def selection(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The kernels that are compiled, by name."""
+    return {
+        name: row
+        for name, row in rows(arguments.rows, arguments.only).items()
+        if not arguments.quick or row.arch == lang.HOPPER or re.search(SUBSET, name)
+    }
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.compile:
+        work(arguments.rows, arguments.compile)
+        return 0
+    version = lang.triton.__version__
+    selected = selection(arguments)
     found = compile_all(list(selected), arguments.jobs, arguments.rows)
-    manifest = json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
+    manifest = json.loads(MANIFEST.read_text())
     broken = [
         f"{name}: {fault}" for name, row in selected.items() for fault in faults(row, found[name])
     ]
-    if arguments.only or arguments.rows:
-        for name in selected:
-            print(name, json.dumps(found[name]))
+    for name in selected if arguments.only or arguments.rows else ():
+        print(name, json.dumps(found[name]))
     if arguments.write:
         kept = manifest.get(version, {}) if arguments.only else {}
-        rewritten = {
-            version: {
-                name: facts
-                for name, facts in sorted((kept | found).items())
-                if "error" not in facts
-            }
-        }
-        MANIFEST.write_text(_as_table(rewritten))
+        MANIFEST.write_text(_as_table({version: dict(sorted((kept | found).items()))}))
     elif arguments.rows:
         pass
     elif version in manifest:
-        broken += differences(
-            found, manifest[version], whole=not (arguments.only or arguments.quick)
-        )
+        whole = not arguments.only and not arguments.quick
+        broken += differences(found, manifest[version], whole=whole)
     else:
         print(
             f"the manifest is of Triton {', '.join(manifest)}, this is {version}: only the "
@@ -358,10 +359,14 @@ def main() -> int:
 
 
 def _as_table(manifest: dict[str, dict[str, Facts]]) -> str:
-    """JSON with a line for each kernel."""
+    """JSON with a line for each kernel that compiles."""
     parts = [
         f'"{version}": {{\n'
-        + ",\n".join(f"{json.dumps(name)}: {json.dumps(facts)}" for name, facts in kernels.items())
+        + ",\n".join(
+            f"{json.dumps(name)}: {json.dumps(facts)}"
+            for name, facts in kernels.items()
+            if "error" not in facts
+        )
         + "\n}"
         for version, kernels in manifest.items()
     ]

@@ -127,18 +127,21 @@ def norm_call(rows: int, width: int, bias: bool, residual: bool) -> None:
     norm_backward(torch.ones_like(y), total, weight, statistics, y if residual else None)
 
 
-def row_calls() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Norms, rotary embedding, activations, dropout and the loss."""
-    for width in (
-        (72, 1000, WIDEST["backward"] + 40, WIDEST["forward"] + 40)
-        if DEVICE.type == "cuda"
-        else (72, WIDEST["backward"] + 40)
-    ):
-        for bias, residual in ((False, False), (True, True)):
+def norm_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Norms of rows that one program holds, and of wider ones."""
+    widths = [72, WIDEST["backward"] + 40]
+    if DEVICE.type == "cuda":
+        widths += [1000, WIDEST["forward"] + 40]
+    for width in widths:
+        for both in (False, True):
             yield (
-                f"norm of {width}, {'bias and residual' if bias else 'alone'}",
-                lambda args=(5, width, bias, residual): norm_call(*args),
+                f"norm of {width}, {'bias and residual' if both else 'alone'}",
+                lambda args=(5, width, both, both): norm_call(*args),
             )
+
+
+def row_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Rotary embedding, activations, dropout and the loss."""
     cos, sin = (random(7, 2, 1, 48, dtype=torch.float32) for _ in range(2))
     yield (
         "rotary embedding of fused heads",
@@ -201,7 +204,9 @@ def main(words: list[str]) -> int:
     torch.manual_seed(0)
     count = 0
     for calls in (
-        (gluon_calls,) if words == ["gluon"] else (attention_calls, row_calls, optimizer_calls)
+        (gluon_calls,)
+        if words == ["gluon"]
+        else (attention_calls, norm_calls, row_calls, optimizer_calls)
     ):
         for name, call in calls():
             print(name, flush=True)  # a fault that comes now is of this

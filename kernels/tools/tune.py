@@ -279,20 +279,32 @@ def wrong(case: Any) -> str:
     return ""
 
 
+def fitting(tried: list[Row], arch: int, jobs: int) -> list[Row]:
+    """Those that compile and need no more than the gate allows."""
+    judged = zip(tried, gate(tried, arch, jobs, whole=False), strict=True)
+    return [row for row, (_, faults) in judged if not faults]
+
+
+def fastest(row: Row, fit: list[Row], clock: Clock) -> tuple[Row, float, float]:
+    """The winner of a short round of all and a long one of the four best, the frozen row in both:
+    (it, its milliseconds, those of the frozen row).
+    """
+    from megatron.kernels.tools import tuned_operators
+
+    case = tuned_operators.case(row, clock.device, clock.tiny)
+    quick = clock.rounds([row, *fit], case.call, 1 if clock.tiny else ROUNDS["first"])
+    order = sorted(range(len(fit)), key=lambda at: statistics.median(quick[1 + at]))
+    finals = [row, *(fit[at] for at in order[:4])]
+    times = clock.rounds(finals, case.call, 2 if clock.tiny else ROUNDS["last"])
+    return winner(row, finals, times)
+
+
 def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
     """A line of the results for one row."""
     from megatron.kernels.tools import tuned_operators
 
-    tried = candidates(row, arch)
-    if clock.tiny:
-        tried = tried[:2]
-        fit = tried
-    else:
-        fit = [
-            each
-            for each, (_, faults) in zip(tried, gate(tried, arch, jobs, whole=False), strict=True)
-            if not faults
-        ]
+    tried = candidates(row, arch)[: 2 if clock.tiny else None]
+    fit = tried if clock.tiny else fitting(tried, arch, jobs)
     line: dict[str, Any] = {
         "operator": row.operator,
         "arch": arch,
@@ -301,13 +313,7 @@ def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
         "tried": len(tried),
         "fit": len(fit),
     }
-    case = tuned_operators.case(row, clock.device, clock.tiny)
-    fit = [row, *fit]
-    quick = clock.rounds(fit, case.call, 1 if clock.tiny else ROUNDS["first"])
-    order = sorted(range(1, len(fit)), key=lambda at: statistics.median(quick[at]))
-    finals = [row, *(fit[at] for at in order[:4])]
-    times = clock.rounds(finals, case.call, 2 if clock.tiny else ROUNDS["last"])
-    best, ms, frozen_ms = winner(row, finals, times)
+    best, ms, frozen_ms = fastest(row, fit, clock)
     line |= {"numbers": dict(best.numbers), "ms": ms, "frozen_ms": frozen_ms}
     with using(best):
         fault = wrong(tuned_operators.case(row, clock.device, True))
@@ -358,7 +364,8 @@ def finished(file: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
     return lines
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -390,8 +397,56 @@ def main() -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="small shapes, two candidates, one round"
     )
-    arguments = parser.parse_args()
+    return parser
+
+
+def show_candidates(rows: list[Row], arch: int, jobs: int) -> None:
+    """Compile the candidates of each row for an architecture, and print what they need."""
+    print(
+        "| row | numbers | registers | spilled | shared | blocks an SM | faults |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+    for row in rows:
+        all_of_them = [replace(row, arch=arch), *candidates(row, arch)]
+        judged = gate(all_of_them, arch, jobs, whole=False)
+        for each, (facts, faults) in zip(all_of_them, judged, strict=True):
+            print(show(each, facts, faults, arch), flush=True)
+
+
+def tune_rows(
+    rows: list[Row],
+    arch: int,
+    arguments: argparse.Namespace,
+    about: dict[str, Any],
+    device: torch.device,
+) -> int:
+    """Measure rows until the time is over, and append a line for each to --out; how many are left.
+    Rows with a line of this device and these versions are done.
+    """
     deadline = time.monotonic() + 60 * arguments.minutes
+    done = {
+        (line["operator"], frozenset(line["key"].items()))
+        for line in finished(arguments.out, about)
+    }
+    left = [row for row in rows if (row.operator, frozenset(row.key.items())) not in done]
+    clock = Clock(device, arguments.tiny)
+    with arguments.out.open("a") as out:
+        while left and time.monotonic() < deadline:
+            row = left.pop(0)
+            line = tune(row, arch, clock, arguments.jobs) | about
+            out.write(json.dumps(line) + "\n")
+            out.flush()
+            print(
+                f"{title(row)}: {line['numbers']}, {line['ms']:.4g} ms, frozen "
+                f"{line['frozen_ms']:.4g} ms {line['fault']}",
+                flush=True,
+            )
+    return len(left)
+
+
+def main() -> int:
+    parser = make_parser()
+    arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if lang.triton is None:
         parser.error("Triton is not installed: pip install triton==3.6.0")
@@ -403,16 +458,7 @@ def main() -> int:
             f"{', '.join(title(row) for row in rows_of(arch))}"
         )
     if arguments.compile_only:
-        print(
-            "| row | numbers | registers | spilled | shared | blocks an SM | faults |\n"
-            "|---|---|---|---|---|---|---|"
-        )
-        for row in rows:
-            all_of_them = [replace(row, arch=arch), *candidates(row, arch)]
-            for each, (facts, faults) in zip(
-                all_of_them, gate(all_of_them, arch, arguments.jobs, whole=False), strict=True
-            ):
-                print(show(each, facts, faults, arch), flush=True)
+        show_candidates(rows, arch, arguments.jobs)
         return 0
     if arguments.arch:
         parser.error("--arch: what is timed is this GPU; add --compile-only")
@@ -427,29 +473,11 @@ def main() -> int:
         "date": date.today().isoformat(),
         "tiny": arguments.tiny,
     }
-    done = {
-        (line["operator"], frozenset(line["key"].items()))
-        for line in finished(arguments.out, about)
-    }
-    left = [row for row in rows if (row.operator, frozenset(row.key.items())) not in done]
-    clock = Clock(device, arguments.tiny)
-    with arguments.out.open("a") as out:
-        while left and time.monotonic() < deadline:
-            row = left.pop(0)
-            line = tune(row, arch, clock, arguments.jobs) | about
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-            print(
-                (
-                    f"{title(row)}: {line['numbers']}, {line['ms']:.4g} ms, frozen "
-                    f"{line['frozen_ms']:.4g} ms {line['fault']}"
-                ),
-                flush=True,
-            )
+    left = tune_rows(rows, arch, arguments, about, device)
     if arguments.write:
         FILE.write_text(write(taken(read(FILE.read_text()), finished(arguments.out, about))))
     print(
-        f"{len(rows) - len(left)} rows measured, {len(left)} left"
+        f"{len(rows) - left} rows measured, {left} left"
         + (": the same call continues with them" if left else "")
     )
     return 0

@@ -66,15 +66,21 @@ def _gradients(function: Callable[..., Tensor], dout: Tensor, *inputs: Tensor) -
     return torch.autograd.grad(function(*leaves), leaves, dout.float())
 
 
+def _of_kind(kind: str, samples: int, device: torch.device) -> dict[str, Any]:
+    """The settings of attention that a row's kind names."""
+    given: dict[str, Any] = {"mask": attention_masks.AttentionMask(causal=kind != "full")}
+    if kind == "softcap":
+        given["softcap"] = 50.0
+    if kind == "dropout":
+        given |= {"drop": 0.1, "key": KEY, "sample_ids": torch.arange(samples, device=device)}
+    return given
+
+
 def _attention(draw: Draw, key: dict[str, Any], kernel: str) -> Case:
     d, kind = key.get("d", 128), key.get("kind", "causal")
     s, b, n, g = draw.either((192, 1, 2, 1), (4096, 4, 2048 // d, 2048 // d))
-    q, k, v, dout = draw(s, b, n, d), draw(s, b, g, d), draw(s, b, g, d), draw(s, b, n, d)
-    given = {
-        "softcap": {"softcap": 50.0},
-        "dropout": {"drop": 0.1, "key": KEY, "sample_ids": torch.arange(b, device=draw.device)},
-    }.get(kind, {})
-    given |= {"scale": d**-0.5, "mask": attention_masks.AttentionMask(causal=kind != "full")}
+    q, k, v, dout = (draw(s, b, heads, d) for heads in (n, g, g, n))
+    given = {"scale": d**-0.5, **_of_kind(kind, b, draw.device)}
 
     def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention.attention_reference(q, k, v, **given)[0]

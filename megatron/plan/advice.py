@@ -75,16 +75,16 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     and token in a forward pass, 4 in a backward pass (6 with recomputation). Latency and what else
     is on the wire are not counted.
     """
-    distributed = config.distributed
     training = config.training
     size = precisions(config)
-    stage = distributed.zero_stage
+    stage = config.distributed.zero_stage
     replicas = data_parallel_size(config, world_size)
     shard = shard_size(config, world_size)
     backward = 6 if training.recompute_granularity else 4
     accumulates = training.global_batch_size > training.micro_batch_size * replicas
-    gathers = stage == 3 and not distributed.zero3_keep_gathered
+    gathers = stage == 3 and not config.distributed.zero3_keep_gathered
     transfer = partial(_transfer, config, machine, gathers and accumulates)
+    gather = partial(transfer, sent=size.compute, flops=2)
     often = f"of {'every' if stage >= 2 and accumulates else 'the last'} micro-batch"
     found = []
     if stage == 3 and config.optimizer.param_cpu_offload:
@@ -94,16 +94,19 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     if replicas == 1 or (stage and shard == 1):
         return found
     if gathers:
-        found.append(transfer("gather of the weights in a forward pass", size.compute, 2))
         both = f"gather and reduce-scatter {often} in its backward pass"
-        found.append(transfer(both, size.compute + size.wire, backward, size.compute + 2))
-        return found
+        return [
+            *found,
+            gather("gather of the weights in a forward pass"),
+            transfer(both, size.compute + size.wire, backward, size.compute + 2),
+        ]
     if stage == 0:  # there and back
-        found.append(transfer(f"reduction {often}", 2 * size.wire, backward, 4))
-        return found
-    found.append(transfer(f"reduce-scatter {often}", size.wire, backward, 2))
-    found.append(transfer("gather of the new weights in the next forward pass", size.compute, 2))
-    return found
+        return [*found, transfer(f"reduction {often}", 2 * size.wire, backward, 4)]
+    return [
+        *found,
+        transfer(f"reduce-scatter {often}", size.wire, backward, 2),
+        gather("gather of the new weights in the next forward pass"),
+    ]
 
 
 def _transfer(

@@ -14,7 +14,13 @@ import torch
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
 from megatron.config.schedules import planned_micro_batches
-from megatron.distributed.groups import build_groups, group_options, layout_of
+from megatron.distributed.groups import (
+    Groups,
+    Layout,
+    build_groups,
+    group_options,
+    layout_of,
+)
 from megatron.model.arithmetic import padded_vocab_size, unit_parameters
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.stages import Stage, pipeline_stages
@@ -121,31 +127,27 @@ def rank_memories(
     def of_rank(rank: int) -> RankMemory:
         ledger = Ledger()
         group = CountedGroup(device != "cuda", ledger)
-        # the first in all other dimensions; one group stands in for each
-        place = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})
-        groups = build_groups(layout, place, lambda ranks: group, **group_options(config))
+        groups = _groups_of(rank, config, layout, group)
         model = build_model(config, vocab_size, groups, torch.device(device))
         blocks = build_run_blocks(inside, model, META, groups, make=partial(CountedBlock, ledger))
-        units = [
-            unit_bytes(shape, stage)
-            for stage, where in zip(stages, schedule.placement)
-            if where == rank
-        ]
+        placed = zip(stages, schedule.placement)
+        units = [unit_bytes(shape, stage) for stage, where in placed if where == rank]
         inputs = input_bytes(shape) + (loss_bytes(shape) if model.head is not None else 0)
-        peak = run_step(
-            ledger,
-            model,
-            Zero(model, blocks, groups, config.distributed),
-            schedule,
-            groups,
-            units,
-            hidden_shape(config),
-            inputs,
-        )
+        zero = Zero(model, blocks, groups, config.distributed)
+        hidden = hidden_shape(config)
+        peak = run_step(ledger, model, zero, schedule, groups, units, hidden, inputs)
         count = sum(parameter.numel() for parameter in model.parameters())
         return RankMemory(blocks, count, static_bytes(config, blocks, shard), peak)
 
     return [of_rank(rank) for rank in range(schedule.ranks)]
+
+
+def _groups_of(rank: int, config: Config, layout: Layout, group: CountedGroup) -> Groups:
+    """Those of a pipeline rank that is the first in all other dimensions; `group` stands in for
+    each process group.
+    """
+    place = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})
+    return build_groups(layout, place, lambda ranks: group, **group_options(config))
 
 
 def with_state_on_the_device(config: Config) -> Config:

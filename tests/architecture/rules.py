@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check. `breaches(root)` lists every one that a checkout
+"""The rules of the code that a machine can check. `breaches(root)` lists every one that a checkout
 breaks, as `file:line: what`.
 """
 
@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-# Room -> what it may import of the others; `config` and the room itself go without saying. Lower
-# rooms know nothing of upper ones.
+# Package -> what it may import of the others; `config` and the package itself go without saying.
+# Lower packages know nothing of upper ones.
 BASE = {"kernels", "distributed"}
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
@@ -71,7 +71,7 @@ def breaches(root: Path) -> list[str]:
         for line, module in _imports(tree, name):
             found += [f"{name}:{line}: {problem}" for problem in _import_problems(name, module)]
         found += [f"{name}:{line}: {problem}" for line, problem in _statements(tree, name)]
-        if _in_library(name):
+        if name.startswith(("megatron/", "kernels/")):
             found += [f"{name}:{line}: {problem}" for line, problem in _large(tree, name)]
         for node in ast.walk(tree) if _in_library(name) else ():
             if isinstance(node, ast.ClassDef):
@@ -125,7 +125,7 @@ def _packages(root: Path) -> Iterator[str]:
             yield f"{name}/:1: has no __init__.py, so an installation would leave it out"
         if folder.parent == root / "megatron" and folder.name not in MAY_IMPORT:
             yield (
-                f"{name}/:1: is a room without a rule: add it to MAY_IMPORT in "
+                f"{name}/:1: is a package without a rule: add it to MAY_IMPORT in "
                 "tests/architecture/rules.py"
             )
 
@@ -161,20 +161,21 @@ def _import_problems(name: str, module: str) -> Iterator[str]:
     if top in PICKLE_MODULES:
         yield f"imports {top}: nothing here reads or writes pickles"
     parts = name.split("/")
-    room = None
+    package = None
     if _in_library(name):
-        room = parts[0] if parts[0] == "kernels" else parts[1] if len(parts) > 2 else None
+        package = parts[0] if parts[0] == "kernels" else parts[1] if len(parts) > 2 else None
     if name == "megatron/__init__.py" and top == "megatron":
         yield "the package itself imports nothing of the project"
-    if top != "megatron" or room is None:
+    if top != "megatron" or package is None:
         return
     if f"{rest}.".startswith(PROGRAMS):
         yield f"imports {module}, a program that an installation may not have"
         return
     target = rest.split(".")[0] if rest.split(".")[0] in MAY_IMPORT else ""
-    allowed = MAY_IMPORT.get(room, set()) | {room, "config"}
+    allowed = MAY_IMPORT.get(package, set()) | {package, "config"}
     if target not in allowed and ".".join(rest.split(".")[:2]) not in allowed:
-        yield f"{room} may not import {module} (it may import {', '.join(sorted(allowed - {''}))})"
+        names = ", ".join(sorted(allowed - {""}))
+        yield f"{package} may not import {module} (it may import {names})"
 
 
 def _statements(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:

@@ -1,7 +1,9 @@
-"""The checkout keeps the rules of the house, and the checker finds each kind of breach."""
+"""The checkout keeps its rules, and the checker finds each kind of breach."""
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +22,14 @@ def test_the_checkout_keeps_the_rules():
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A small checkout in which every room imports what it may."""
-    for room, allowed in MAY_IMPORT.items():
-        folder = tmp_path / ("kernels" if room == "kernels" else f"megatron/{room}")
+    """A small checkout in which every package imports what it may."""
+    for package, allowed in MAY_IMPORT.items():
+        folder = tmp_path / ("kernels" if package == "kernels" else f"megatron/{package}")
         folder.mkdir(parents=True)
-        if room != "kernels":
+        if package != "kernels":
             (folder / "__init__.py").write_text("")
         imports = [
-            f"import megatron.{other}" for other in sorted({*allowed, "config"} - {"", room})
+            f"import megatron.{other}" for other in sorted({*allowed, "config"} - {"", package})
         ]
         (folder / "good.py").write_text("\n".join(["import torch", *imports, ""]))
     (tmp_path / "megatron/__init__.py").write_text('__version__ = "0"\n')
@@ -109,7 +111,7 @@ def tree(tmp_path: Path) -> Path:
             "the package itself imports nothing",
         ),
         ("megatron/data/extra/bad.py", "", "has no __init__.py"),
-        ("megatron/novelty/__init__.py", "", "is a room without a rule"),
+        ("megatron/novelty/__init__.py", "", "is a package without a rule"),
         ("tools/bad.py", "import torch\ntorch.load('x')", "calls torch.load"),
         ("megatron/checkpoint/bad.py", "from pickle import loads", "imports pickle"),
         ("megatron/distributed/bad.py", "def f():\n    global state", "global statement"),
@@ -141,6 +143,20 @@ def test_each_breach_is_found(tree: Path, file: str, text: str, expected: str):
     assert (
         len(found) == 1 and expected in found[0] and found[0].startswith(file.rsplit("/", 1)[0])
     ), found
+
+
+def test_modules_say_where_they_are_called_from():
+    """Each module of the packages that make a step names others in its first docstring, and all of
+    them are there.
+    """
+    for package in ("layers", "model", "parallel", "optimizer", "training"):
+        for file in sorted((ROOT / "megatron" / package).glob("[!_]*.py")):
+            told = ast.get_docstring(ast.parse(file.read_text())) or ""
+            named = re.findall(r"[a-z_]+(?:/[a-z_]+)*\.py", told)
+            assert named, f"{file} does not say where it is called from"
+            places = (ROOT, ROOT / "megatron", file.parent)
+            gone = [name for name in named if not any((at / name).exists() for at in places)]
+            assert not gone, f"{file} names {gone}"
 
 
 def test_kernels_and_libraries_import_side_by_side(tmp_path: Path):
