@@ -121,9 +121,10 @@ def main(argv: Sequence[str], measured: Path = MEASURED) -> int:
     file = parser.parse_args(argv).file
     try:
         rows, left = adopted(json.loads(file.read_text()))
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, KeyError):
-            error = f"no {error} in it: not a result of benchmarks/kernels.py"
+    except KeyError as error:
+        print(f"{file}: no {error} in it: not a result of benchmarks/kernels.py", file=sys.stderr)
+        return 2
+    except (OSError, ValueError) as error:
         print(f"{file}: {error}", file=sys.stderr)
         return 2
     for row in rows:

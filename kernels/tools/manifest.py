@@ -108,7 +108,7 @@ def compile_row(row: lang.Compiled) -> Facts:
     names = row.kernel.arg_names
     missing = set(names) - set(row.signature) - set(row.constants)
     assert not missing, f"{row.name}: no type for {', '.join(sorted(missing))}"
-    divisible = [(names.index(name),) for name in row.divisible]
+    divisible: list[tuple[int, ...]] = [(names.index(name),) for name in row.divisible]
     # pointer, length, width, strides
     divisible += [
         (at, part)

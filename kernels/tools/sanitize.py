@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,8 @@ from megatron.kernels.rotary import rotary_
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter's bf16 is wrong
 
+Calls = Iterator[tuple[str, Callable[[], object]]]  # what is run, and how
+
 
 def random(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=dtype)
@@ -67,7 +70,7 @@ def attend(s: int, n: int, g: int, d: int, has: dict | None = None, **options: o
     torch.autograd.backward([out, lse], [torch.ones_like(out), torch.ones_like(lse)])
 
 
-def attention_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+def attention_calls() -> Calls:
     positions = torch.arange(150, device=DEVICE)
     starts = torch.where(positions >= 70, 70, 0).expand(2, -1)
     samples = torch.tensor([3, 2**31 + 1], device=DEVICE)
@@ -95,7 +98,7 @@ def attention_calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield "attention, d 256", lambda: attend(90, 1, 1, 256)
 
 
-def gluon_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+def gluon_calls() -> Calls:
     """Nothing where the kernel cannot run."""
     for d, has in (
         ((64, {}), (128, {"causal": False}), (96, {"window": 40}))
@@ -106,9 +109,7 @@ def gluon_calls() -> Iterator[tuple[str, Callable[[], None]]]:
         mask = attention_mask(150, 150, **has)
         yield (
             f"attention in Gluon, d {d}",
-            lambda q=q, k=k, v=v, d=d, mask=mask: flash_attention(
-                q, k, v, scale=d**-0.5, mask=mask, gluon=True
-            ),
+            partial(flash_attention, q, k, v, scale=d**-0.5, mask=mask, gluon=True),
         )
 
 
@@ -127,7 +128,7 @@ def norm_call(rows: int, width: int, bias: bool, residual: bool) -> None:
     norm_backward(torch.ones_like(y), total, weight, statistics, y if residual else None)
 
 
-def norm_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+def norm_calls() -> Calls:
     """Norms of rows that one program holds, and of wider ones."""
     widths = [72, WIDEST["backward"] + 40]
     if DEVICE.type == "cuda":
@@ -136,11 +137,21 @@ def norm_calls() -> Iterator[tuple[str, Callable[[], None]]]:
         for both in (False, True):
             yield (
                 f"norm of {width}, {'bias and residual' if both else 'alone'}",
-                lambda args=(5, width, both, both): norm_call(*args),
+                partial(norm_call, 5, width, both, both),
             )
 
 
-def row_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+def activation_call(x: Tensor, bias: Tensor | None, kind: str) -> None:
+    activation_backward(activation(x, bias, kind), x, bias, kind)
+
+
+def loss_call(logits: Tensor, labels: Tensor, cap: float | None) -> None:
+    numbers = torch.ones(labels.shape, device=DEVICE)
+    cross_entropy_parts(logits, labels, 1500, cap)
+    cross_entropy_backward_(logits, labels, numbers, numbers, numbers, 1500, cap)
+
+
+def row_calls() -> Calls:
     """Rotary embedding, activations, dropout and the loss."""
     cos, sin = (random(7, 2, 1, 48, dtype=torch.float32) for _ in range(2))
     yield (
@@ -153,49 +164,40 @@ def row_calls() -> Iterator[tuple[str, Callable[[], None]]]:
             bias = shift if shift is None else shift[: x.shape[-1]]
             yield (
                 f"{kind}, {'bias' if bias is not None else 'no bias'}",
-                lambda x=x, bias=bias, kind=kind: activation_backward(
-                    activation(x, bias, kind), x, bias, kind
-                ),
+                partial(activation_call, x, bias, kind),
             )
     hidden, where = (
         random(5, 2, 1100),
         (whole(2, below=100), torch.arange(5, device=DEVICE), 1, 2, 0.1),
     )
     yield "dropout", lambda: (dropout_add(hidden, hidden, *where), dropout(hidden, *where))
-    labels, numbers = whole(6, below=1500), torch.ones(6, device=DEVICE)
+    labels = whole(6, below=1500)
     for cap in (None, 30.0):
-        logits = random(6, 1504)
         yield (
             f"cross-entropy, cap {cap}",
-            lambda cap=cap, logits=logits: (
-                cross_entropy_parts(logits, labels, 1500, cap),
-                cross_entropy_backward_(logits, labels, numbers, numbers, numbers, 1500, cap),
-            ),
+            partial(loss_call, random(6, 1504), labels, cap),
         )
 
 
-def optimizer_calls() -> Iterator[tuple[str, Callable[[], None]]]:
+def optimizer_calls() -> Calls:
     size, wide = 5000, torch.float32
     master, m, v = (torch.ones(size, device=DEVICE) for _ in range(3))
     scalars = [torch.tensor(value, device=DEVICE) for value in (3.0, 1.0, 0.0)]
+    settings = 1e-3, 0.9, 0.95, 1e-8, 0.1
     for grad in (random(size), random(size, dtype=wide)):
         yield (
             f"AdamW, {grad.dtype}",
-            lambda grad=grad: adamw_(
-                master, grad, m, v, torch.empty_like(grad), *scalars, 1e-3, 0.9, 0.95, 1e-8, 0.1
-            ),
+            partial(adamw_, master, grad, m, v, torch.empty_like(grad), *scalars, *settings),
         )
         yield (
             f"sum of squares, {grad.dtype}",
-            lambda grad=grad: sum_of_squares([grad, grad[:1], grad[16:4099].clone()]),
+            partial(sum_of_squares, [grad, grad[:1], grad[16:4099].clone()]),
         )
     for scaling in ("tensor", "row", "block"):
         for transposed in (False, True):
             yield (
                 f"8-bit floats, {scaling}, {'both ways' if transposed else 'one way'}",
-                lambda scaling=scaling, transposed=transposed: quantise(
-                    random(70, 150), scaling=scaling, transposed=transposed
-                ),
+                partial(quantise, random(70, 150), scaling=scaling, transposed=transposed),
             )
     yield "initial weights", lambda: normal_(torch.empty(5, 1030, device=DEVICE), 1, 2, 3, 7, 0.02)
 
