@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from megatron.kernels.configurations import Row, find
+from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from torch import Tensor
 
@@ -106,6 +107,41 @@ def row_start(row, INNER, outer_stride, inner_stride):
 
 
 @jit
+def tile_of_rows(tile, column, rows, width, ROWS: tl.constexpr):
+    """Of the tile of ROWS whole rows with this number: (row [ROWS]; inside [ROWS, BLOCK], whether an
+    element is there; out [ROWS, BLOCK], its place in a contiguous tensor).
+    """
+    row = tile * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    return row, inside, row.to(tl.int64)[:, None] * width + column[None, :]
+
+
+@jit
+def load_rows(x, row, column, inside, inner, outer_stride, inner_stride):
+    """A tile [ROWS, BLOCK] of whole rows of the view x, in fp32."""
+    start = row_start(row, inner, outer_stride, inner_stride)
+    return load_fp32(x + start[:, None] + column[None, :], inside)
+
+
+@jit
+def row_means(values, width):
+    """The mean of each row [ROWS] of values [ROWS, BLOCK], zeros beyond the width."""
+    return tl.sum(values, 1) / width
+
+
+@jit
+def scaled(normed, weight, bias, y, column, known, CENTRE: tl.constexpr):
+    """What y is of z [..., BLOCK], before its rounding: RMSNorm rounds z and multiplies it by the
+    weight, LayerNorm adds a bias.
+    """
+    w = load_fp32(weight + column, known)
+    if CENTRE:
+        return normed * w + load_fp32(bias + column, known)
+    else:
+        return normed.to(y.dtype.element_ty).to(tl.float32) * w
+
+
+@jit
 def forward_kernel(
     x,
     residual,
@@ -125,34 +161,74 @@ def forward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """ROWS whole rows a program."""
     column = tl.arange(0, BLOCK)
-    known = column < width
-    inside = (row < rows)[:, None] & known[None, :]
-    out = row.to(tl.int64)[:, None] * width + column[None, :]
-    value = tl.load(
-        x + row_start(row, inner, outer_stride, inner_stride)[:, None] + column[None, :],
-        mask=inside,
-        other=0.0,
-    ).to(tl.float32)
+    row, inside, out = tile_of_rows(tl.program_id(0), column, rows, width, ROWS)
+    value = load_rows(x, row, column, inside, inner, outer_stride, inner_stride)
     if ADD:
-        value += tl.load(residual + out, mask=inside, other=0.0).to(tl.float32)
+        value += load_fp32(residual + out, inside)
         rounded = value.to(y.dtype.element_ty)
         tl.store(total + out, rounded, mask=inside)
         value = rounded.to(tl.float32)
     if CENTRE:
-        mean = tl.sum(value, 1) / width
+        mean = row_means(value, width)
         tl.store(statistics + rows + row, mean, mask=row < rows)
         value = tl.where(inside, value - mean[:, None], 0)
-    rstd = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
+    rstd = tl.rsqrt(row_means(value * value, width) + eps)
     tl.store(statistics + row, rstd, mask=row < rows)
-    w = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)[None, :]
-    normed = value * rstd[:, None]
+    result = scaled(value * rstd[:, None], weight, bias, y, column, column < width, CENTRE)
+    store_rounded(y + out, result, inside)
+
+
+@jit
+def normed_rows(value, statistics, row, rows, inside, CENTRE: tl.constexpr):
+    """(z [ROWS, BLOCK], rstd [ROWS, 1]) of a tile of whole rows, by the statistics that the forward
+    pass has kept.
+    """
+    rstd = tl.load(statistics + row, mask=row < rows, other=0.0)[:, None]
     if CENTRE:
-        result = normed * w + tl.load(bias + column, mask=known, other=0.0).to(tl.float32)[None, :]
-    else:
-        result = normed.to(y.dtype.element_ty).to(tl.float32) * w
-    tl.store(y + out, result.to(y.dtype.element_ty), mask=inside)
+        mean = tl.load(statistics + rows + row, mask=row < rows, other=0.0)[:, None]
+        value = tl.where(inside, value - mean, 0)
+    return value * rstd, rstd
+
+
+@jit
+def store_input_gradient(
+    dx,
+    dtotal,
+    out,
+    inside,
+    grad,
+    normed,
+    rstd,
+    along,
+    level,
+    ADD: tl.constexpr,
+    CENTRE: tl.constexpr,
+):
+    """dx = dr at `out` [..., BLOCK], of g and z [..., BLOCK] there and of each row's rstd, along =
+    mean(z g) and, LayerNorm, level = mean(g).
+    """
+    change = normed * along
+    if CENTRE:
+        change += level
+    result = (grad - change) * rstd
+    if ADD:
+        result += load_fp32(dtotal + out, inside)
+    store_rounded(dx + out, result, inside)
+
+
+@jit
+def store_parameter_gradients(
+    partials, dweight, dbias, column, width, AXIS: tl.constexpr, CENTRE: tl.constexpr
+):
+    """This program's sums [BLOCK] of dweight and dbias into partials [1 or 2, programs, width];
+    programs that share rows between them are numbered along AXIS.
+    """
+    mine = partials + tl.program_id(AXIS) * width + column
+    tl.store(mine, dweight, mask=column < width)
+    if CENTRE:
+        tl.store(mine + tl.num_programs(AXIS) * width, dbias, mask=column < width)
 
 
 @jit
@@ -175,57 +251,65 @@ def backward_kernel(
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    """Every so many tiles of ROWS whole rows a program, whose parameter gradients it adds up."""
     column = tl.arange(0, BLOCK)
-    known = column < width
-    w = tl.load(weight + column, mask=known, other=0.0)
+    w = tl.load(weight + column, mask=column < width, other=0.0)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=PREFETCH):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & known[None, :]
-        out = row.to(tl.int64)[:, None] * width + column[None, :]
-        value = tl.load(
-            x + row_start(row, inner, outer_stride, inner_stride)[:, None] + column[None, :],
-            mask=inside,
-            other=0.0,
-        ).to(tl.float32)
-        grad = tl.load(dy + out, mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(statistics + row, mask=row < rows, other=0.0)[:, None]
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=PREFETCH
+    ):
+        row, inside, out = tile_of_rows(tile, column, rows, width, ROWS)
+        value = load_rows(x, row, column, inside, inner, outer_stride, inner_stride)
+        grad = load_fp32(dy + out, inside)
+        normed, rstd = normed_rows(value, statistics, row, rows, inside, CENTRE)
         if CENTRE:
-            value = tl.where(
-                inside,
-                value - tl.load(statistics + rows + row, mask=row < rows, other=0.0)[:, None],
-                0,
-            )
             dbias += grad
-        normed = value * rstd
         dweight += grad * normed
-        grad *= w.to(tl.float32)[None, :]
-        change = normed * (tl.sum(grad * normed, 1) / width)[:, None]
-        if CENTRE:
-            change += (tl.sum(grad, 1) / width)[:, None]
-        result = (grad - change) * rstd
-        if ADD:
-            result += tl.load(dtotal + out, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + out, result.to(dx.dtype.element_ty), mask=inside)
-    mine = partials + program * width + column
-    tl.store(mine, tl.sum(dweight, 0), mask=known)
-    if CENTRE:
-        tl.store(mine + programs * width, tl.sum(dbias, 0), mask=known)
+        grad *= w.to(tl.float32)
+        along = row_means(grad * normed, width)[:, None]
+        level = row_means(grad, width)[:, None]  # RMSNorm: unused, so nothing is compiled for it
+        store_input_gradient(dx, dtotal, out, inside, grad, normed, rstd, along, level, ADD, CENTRE)
+    store_parameter_gradients(
+        partials, tl.sum(dweight, 0), tl.sum(dbias, 0), column, width, 0, CENTRE
+    )
 
 
 @jit
-def wide_value(x, residual, at, out, inside, ADD: tl.constexpr):
-    """A piece of t = x + residual as it was rounded, in fp32."""
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+def wide_value(x, residual, begin, begin_out, column, width, ADD: tl.constexpr):
+    """A piece [BLOCK] of t = x + residual as it was rounded, in fp32: columns `column` of the row
+    that begins at x[begin] and residual[begin_out].
+    """
+    known = column < width
+    value = load_fp32(x + (begin + column), known)
     if ADD:
-        value = (
-            (value + tl.load(residual + out, mask=inside, other=0.0).to(tl.float32))
-            .to(x.dtype.element_ty)
-            .to(tl.float32)
-        )
+        value += load_fp32(residual + (begin_out + column), known)
+        value = value.to(x.dtype.element_ty).to(tl.float32)
     return value
+
+
+@jit
+def wide_mean(x, residual, begin, begin_out, width, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """mean(t) of one row, piece by piece."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        sums += wide_value(x, residual, begin, begin_out, column, width, ADD)
+    return tl.sum(sums) / width
+
+
+@jit
+def wide_variance(
+    x, residual, begin, begin_out, width, mean, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """mean((t - mean)^2) of one row, piece by piece."""
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = wide_value(x, residual, begin, begin_out, column, width, ADD)
+        value = tl.where(column < width, value - mean, 0)
+        squares += value * value
+    return tl.sum(squares) / width
 
 
 @jit
@@ -253,36 +337,18 @@ def wide_forward_kernel(
     begin, begin_out = row_start(row, inner, outer_stride, inner_stride), row.to(tl.int64) * width
     mean = 0.0
     if CENTRE:
-        sums = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, width, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            sums += wide_value(x, residual, begin + column, begin_out + column, column < width, ADD)
-        mean = tl.sum(sums) / width
+        mean = wide_mean(x, residual, begin, begin_out, width, ADD, BLOCK)
         tl.store(statistics + rows + row, mean)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        value = tl.where(
-            column < width,
-            wide_value(x, residual, begin + column, begin_out + column, column < width, ADD) - mean,
-            0,
-        )
-        squares += value * value
-    rstd = tl.rsqrt(tl.sum(squares) / width + eps)
+    rstd = tl.rsqrt(wide_variance(x, residual, begin, begin_out, width, mean, ADD, BLOCK) + eps)
     tl.store(statistics + row, rstd)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         known = column < width
-        value = wide_value(x, residual, begin + column, begin_out + column, known, ADD)
+        value = wide_value(x, residual, begin, begin_out, column, width, ADD)
         if ADD:
-            tl.store(total + begin_out + column, value.to(y.dtype.element_ty), mask=known)
-        normed = (value - mean) * rstd
-        w = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
-        if CENTRE:
-            result = normed * w + tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
-        else:
-            result = normed.to(y.dtype.element_ty).to(tl.float32) * w
-        tl.store(y + begin_out + column, result.to(y.dtype.element_ty), mask=known)
+            store_rounded(total + begin_out + column, value, known)
+        result = scaled((value - mean) * rstd, weight, bias, y, column, known, CENTRE)
+        store_rounded(y + begin_out + column, result, known)
 
 
 @jit
@@ -311,12 +377,8 @@ def projection_kernel(
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         known = column < width
-        grad = tl.load(dy + begin_out + column, mask=known, other=0.0).to(tl.float32) * tl.load(
-            weight + column, mask=known, other=0.0
-        ).to(tl.float32)
-        along += (
-            grad * (tl.load(x + begin + column, mask=known, other=0.0).to(tl.float32) - mean) * rstd
-        )
+        grad = load_fp32(dy + begin_out + column, known) * load_fp32(weight + column, known)
+        along += grad * (load_fp32(x + begin + column, known) - mean) * rstd
         sums += grad
     tl.store(projections + row, tl.sum(along) / width)
     if CENTRE:
@@ -344,34 +406,26 @@ def wide_backward_kernel(
 ):
     """Some columns of every so many rows a program; the rows' projections are known."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    program, programs = tl.program_id(1), tl.num_programs(1)
     known = column < width
-    w = tl.load(weight + column, mask=known, other=0.0).to(tl.float32)
+    w = load_fp32(weight + column, known)
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
-    for row in range(program, rows, programs):
+    for row in range(tl.program_id(1), rows, tl.num_programs(1)):
         out = tl.cast(row, tl.int64) * width + column
-        value = tl.load(
-            x + row_start(row, inner, outer_stride, inner_stride) + column, mask=known, other=0.0
-        ).to(tl.float32)
-        grad = tl.load(dy + out, mask=known, other=0.0).to(tl.float32)
+        start = row_start(row, inner, outer_stride, inner_stride)
+        value, grad = load_fp32(x + start + column, known), load_fp32(dy + out, known)
         rstd = tl.load(statistics + row)
         if CENTRE:
             value -= tl.load(statistics + rows + row)
             dbias += grad
         normed = value * rstd
         dweight += grad * normed
-        change = normed * tl.load(projections + row)
-        if CENTRE:
-            change += tl.load(projections + rows + row)
-        result = (grad * w - change) * rstd
-        if ADD:
-            result += tl.load(dtotal + out, mask=known, other=0.0).to(tl.float32)
-        tl.store(dx + out, result.to(dx.dtype.element_ty), mask=known)
-    mine = partials + program * width + column
-    tl.store(mine, dweight, mask=known)
-    if CENTRE:
-        tl.store(mine + programs * width, dbias, mask=known)
+        along = tl.load(projections + row)
+        level = tl.load(projections + rows + row) if CENTRE else 0.0
+        store_input_gradient(
+            dx, dtotal, out, known, grad * w, normed, rstd, along, level, ADD, CENTRE
+        )
+    store_parameter_gradients(partials, dweight, dbias, column, width, 1, CENTRE)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -473,6 +527,35 @@ def _(
     return x.new_empty(x.shape), x.new_empty(x.shape), statistics
 
 
+def _launch_backward(
+    dy: Tensor,
+    total: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    dtotal: Tensor | None,
+    dx: Tensor,
+    partials: Tensor,
+    form: NormConfiguration,
+) -> None:
+    """Fill dx and the partial sums [1 or 2, programs, n]: by one kernel, or by two where no program
+    holds a row, of which the first finds mean(z g) and mean(g) of whole rows.
+    """
+    (kinds, programs, width), rows = partials.shape, statistics.shape[1]
+    dy, (x, *view) = dy.contiguous(), _rows(total)
+    read, shape = (dy, x, weight, statistics), (rows, *view, width)
+    written = (dy if dtotal is None else dtotal.contiguous(), dx, partials)
+    add = dtotal is not None
+    fixed = {"CENTRE": kinds == 2, "BLOCK": form.block, "num_warps": form.num_warps}
+    if form.block >= width:
+        fixed |= {"ROWS": form.rows, "PREFETCH": form.prefetch}
+        backward_kernel[(programs,)](*read, *written, *shape, ADD=add, **fixed)
+    else:
+        projections = torch.empty_like(statistics)
+        projection_kernel[(rows,)](*read, projections, *shape, **fixed)
+        grid = triton.cdiv(width, form.block), programs
+        wide_backward_kernel[grid](*read, projections, *written, *shape, ADD=add, **fixed)
+
+
 @torch.library.custom_op("megatron::norm_backward", mutates_args=())
 def norm_backward(
     dy: Tensor, total: Tensor, weight: Tensor, statistics: Tensor, dtotal: Tensor | None
@@ -489,50 +572,7 @@ def norm_backward(
     form = configuration("backward", width, dy.dtype, capability(dy.device))
     programs = min(form.programs, triton.cdiv(rows, form.rows))
     partials = torch.empty(kinds, programs, width, device=dx.device)
-    dy, (x, *view) = dy.contiguous(), _rows(total)
-    flags = {
-        "ADD": dtotal is not None,
-        "CENTRE": kinds == 2,
-        "BLOCK": form.block,
-        "num_warps": form.num_warps,
-    }
-    dtotal = dy if dtotal is None else dtotal.contiguous()
-    if form.block >= width:
-        backward_kernel[(programs,)](
-            dy,
-            x,
-            weight,
-            statistics,
-            dtotal,
-            dx,
-            partials,
-            rows,
-            *view,
-            width,
-            ROWS=form.rows,
-            PREFETCH=form.prefetch,
-            **flags,
-        )
-    else:
-        projections = torch.empty_like(statistics)
-        fixed = {name: flags[name] for name in ("CENTRE", "BLOCK", "num_warps")}
-        projection_kernel[(rows,)](
-            dy, x, weight, statistics, projections, rows, *view, width, **fixed
-        )
-        wide_backward_kernel[(triton.cdiv(width, form.block), programs)](
-            dy,
-            x,
-            weight,
-            statistics,
-            projections,
-            dtotal,
-            dx,
-            partials,
-            rows,
-            *view,
-            width,
-            **flags,
-        )
+    _launch_backward(dy, total, weight, statistics, dtotal, dx, partials, form)
     return dx, partials.sum(1)
 
 
