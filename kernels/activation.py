@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from megatron.kernels.configurations import Row, find
+from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from torch import Tensor
 
@@ -124,6 +125,38 @@ def act(a, KIND: tl.constexpr):
 
 
 @jit
+def columns_of_program(width, BLOCK: tl.constexpr):
+    """What this program has of y's columns: (column [BLOCK]; which of them are there; its number
+    among the programs of these columns; how many those are).
+    """
+    blocks = tl.cdiv(width, BLOCK)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    return column, column < width, tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+
+
+@jit
+def load_biases(bias, width, column, known, GATE: tl.constexpr, BIAS: tl.constexpr):
+    """The biases [BLOCK] of a and u at these columns, as they are in memory; zeros for what there is
+    not.
+    """
+    first, second = 0.0, 0.0
+    if BIAS:
+        first = tl.load(bias + column, mask=known, other=0.0)
+        if GATE:
+            second = tl.load(bias + width + column, mask=known, other=0.0)
+    return first, second
+
+
+@jit
+def load_biased(x, bias, known, BIAS: tl.constexpr):
+    """x + bias in fp32, at a block of pointers x [BLOCK]."""
+    value = load_fp32(x, known)
+    if BIAS:
+        value += bias.to(tl.float32)
+    return value
+
+
+@jit
 def forward_kernel(
     x,
     bias,
@@ -134,21 +167,23 @@ def forward_kernel(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    blocks = tl.cdiv(width, BLOCK)
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
-    known = column < width
+    """A block of columns of one row a program."""
+    column, known, row, _ = columns_of_program(width, BLOCK)
+    row = row.to(tl.int64)
     at = x + row * width * (2 if GATE else 1) + column
-    a = tl.load(at, mask=known, other=0.0).to(tl.float32)
-    if BIAS:
-        a += tl.load(bias + column, mask=known, other=0.0).to(tl.float32)
-    result, _ = act(a, KIND)
+    bias_a, bias_u = load_biases(bias, width, column, known, GATE, BIAS)
+    result, _ = act(load_biased(at, bias_a, known, BIAS), KIND)
     if GATE:
-        u = tl.load(at + width, mask=known, other=0.0).to(tl.float32)
-        if BIAS:
-            u += tl.load(bias + width + column, mask=known, other=0.0).to(tl.float32)
-        result *= u
-    tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=known)
+        result *= load_biased(at + width, bias_u, known, BIAS)
+    store_rounded(y + row * width + column, result, known)
+
+
+@jit
+def store_sums(partials, sum_a, sum_u, width, known, GATE: tl.constexpr):
+    """This program's parts [BLOCK] of dbias, gated that of u `width` further on."""
+    tl.store(partials, sum_a, mask=known)
+    if GATE:
+        tl.store(partials + width, sum_u, mask=known)
 
 
 @jit
@@ -167,42 +202,27 @@ def backward_kernel(
     PREFETCH: tl.constexpr,
 ):
     """A block of columns of every so many rows a program; without a bias of one row."""
-    blocks = tl.cdiv(width, BLOCK)
-    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    program, programs = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
-    known = column < width
+    column, known, program, programs = columns_of_program(width, BLOCK)
     whole = width * (2 if GATE else 1)
-    dbias = tl.zeros([BLOCK], tl.float32)
-    dbias_up = tl.zeros([BLOCK], tl.float32)
-    if BIAS:
-        shift = tl.load(bias + column, mask=known, other=0.0)
-        if GATE:
-            shift_up = tl.load(bias + width + column, mask=known, other=0.0)
+    sum_a = tl.zeros([BLOCK], tl.float32)
+    sum_u = tl.zeros([BLOCK], tl.float32)
+    bias_a, bias_u = load_biases(bias, width, column, known, GATE, BIAS)
     for row in tl.range(program, rows, programs, num_stages=PREFETCH):
         at = tl.cast(row, tl.int64) * whole + column
-        a = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
-        grad = tl.load(dy + tl.cast(row, tl.int64) * width + column, mask=known, other=0.0).to(
-            tl.float32
-        )
-        if BIAS:
-            a += shift.to(tl.float32)
+        a = load_biased(x + at, bias_a, known, BIAS)
+        grad = load_fp32(dy + tl.cast(row, tl.int64) * width + column, known)
         value, slope = act(a, KIND)
         if GATE:
-            u = tl.load(x + at + width, mask=known, other=0.0).to(tl.float32)
-            if BIAS:
-                u += shift_up.to(tl.float32)
+            u = load_biased(x + at + width, bias_u, known, BIAS)
             up = grad * value
-            tl.store(dx + at + width, up.to(dx.dtype.element_ty), mask=known)
-            dbias_up += up
+            store_rounded(dx + at + width, up, known)
+            sum_u += up
             grad *= u
         grad *= slope
-        tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=known)
-        dbias += grad
+        store_rounded(dx + at, grad, known)
+        sum_a += grad
     if BIAS:
-        mine = partials + program * whole + column
-        tl.store(mine, dbias, mask=known)
-        if GATE:
-            tl.store(mine + width, dbias_up, mask=known)
+        store_sums(partials + program * whole + column, sum_a, sum_u, width, known, GATE)
 
 
 def _width(x: Tensor, bias: Tensor | None, kind: str) -> int:
