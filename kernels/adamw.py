@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 import torch
 from megatron.kernels.configurations import find
+from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from torch import Tensor
 
@@ -60,6 +61,17 @@ def adamw_reference(
 
 
 @jit
+def scalars_of_step(step, coefficient, lr, LOG1: tl.constexpr, LOG2: tl.constexpr):
+    """(coefficient, lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t)) in fp32; LOG1 and LOG2 are the
+    logarithms of the betas to base 2.
+    """
+    count = tl.load(step).to(tl.float64) + 1
+    rate = (lr / (1 - tl.exp2(count * LOG1))).to(tl.float32)
+    widening = (1 / tl.sqrt(1 - tl.exp2(count * LOG2))).to(tl.float32)
+    return tl.load(coefficient), rate, widening
+
+
+@jit
 def adamw_kernel(
     master,
     grad,
@@ -83,25 +95,21 @@ def adamw_kernel(
 ):
     """Each program takes every so many blocks, so that the scalars in float64 are few."""
     if tl.load(found_inf) == 0:
-        count = tl.load(step).to(tl.float64) + 1
-        rate = (lr / (1 - tl.exp2(count * LOG1))).to(tl.float32)
-        widening = (1 / tl.sqrt(1 - tl.exp2(count * LOG2))).to(tl.float32)
-        factor = tl.load(coefficient)
+        factor, rate, widening = scalars_of_step(step, coefficient, lr, LOG1, LOG2)
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):
             at = start + tl.arange(0, BLOCK)
             inside = at < size
-            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * factor
-            m = tl.load(exp_avg + at, mask=inside, other=0.0).to(tl.float32)
-            v = tl.load(exp_avg_sq + at, mask=inside, other=0.0).to(tl.float32)
-            p = tl.load(master + at, mask=inside, other=0.0)
+            g = load_fp32(grad + at, inside) * factor
+            m, v = load_fp32(exp_avg + at, inside), load_fp32(exp_avg_sq + at, inside)
+            p = load_fp32(master + at, inside)
             m = BETA1 * m + REST1 * g
             v = BETA2 * v + REST2 * g * g
             p -= decay * p + rate * m / (tl.sqrt(v) * widening + EPS)
-            tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=inside)
-            tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
-            tl.store(master + at, p, mask=inside)
+            store_rounded(exp_avg + at, m, inside)
+            store_rounded(exp_avg_sq + at, v, inside)
+            store_rounded(master + at, p, inside)
             if out is not None:
-                tl.store(out + at, p.to(out.dtype.element_ty), mask=inside)
+                store_rounded(out + at, p, inside)
 
 
 def _constants(beta1: float, beta2: float, eps: float) -> dict[str, float]:
