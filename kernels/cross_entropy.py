@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 from megatron.kernels.configurations import find
+from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from torch import Tensor
 
@@ -63,8 +64,12 @@ def cross_entropy_reference(
 
 
 @jit
-def _capped(z, softcap):
-    return softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)
+def load_logits(pointers, mask, softcap, SOFTCAP: tl.constexpr):
+    """z in fp32 at a block of pointers, or at one; cap tanh(0) = 0 where the mask is false."""
+    z = load_fp32(pointers, mask)
+    if SOFTCAP:
+        z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)
+    return z
 
 
 @jit
@@ -89,18 +94,14 @@ def parts_kernel(
     exponentials = tl.zeros((), tl.float32)
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        z = tl.load(row + at, mask=at < width, other=0.0).to(tl.float32)
-        if SOFTCAP:
-            z = _capped(z, softcap)
+        z = load_logits(row + at, at < width, softcap, SOFTCAP)
         z = tl.where(at < columns, z, float("-inf"))
         higher = tl.maximum(top, tl.max(z, 0))
         exponentials = exponentials * tl.exp(top - higher) + tl.sum(tl.exp(z - higher), 0)
         top = higher
     label = tl.load(labels + token)
     here = (label >= 0) & (label < columns)
-    target = tl.load(row + label, mask=here, other=0.0).to(tl.float32)
-    if SOFTCAP:
-        target = _capped(target, softcap)
+    target = load_logits(row + label, here, softcap, SOFTCAP)
     tl.store(parts + token, top)
     tl.store(parts + tokens + token, exponentials)
     tl.store(parts + 2 * tokens + token, tl.where(here, target, 0.0))
@@ -129,16 +130,12 @@ def backward_kernel(
     of_all = of_label + tl.load(dlse + token)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        z = tl.load(row + at, mask=at < width, other=0.0).to(tl.float32)
-        if SOFTCAP:
-            z = _capped(z, softcap)
+        z = load_logits(row + at, at < width, softcap, SOFTCAP)
         dz = tl.exp(z - normaliser) * of_all
         dz = tl.where(at == label, dz - of_label, dz)
         if SOFTCAP:
             dz *= 1 - (z / softcap) * (z / softcap)
-        tl.store(
-            row + at, tl.where(at < columns, dz, 0.0).to(logits.dtype.element_ty), mask=at < width
-        )
+        store_rounded(row + at, tl.where(at < columns, dz, 0.0), at < width)
 
 
 class LossConfiguration(NamedTuple):
