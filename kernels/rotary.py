@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.kernels.configurations import Row, find
+from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from torch import Tensor
 
@@ -55,6 +56,16 @@ def configuration(heads: int, half: int, arch: int = HOPPER) -> RotaryConfigurat
 
 
 @jit
+def load_turn(cos, sin, at, known, direction, HALF: tl.constexpr):
+    """(cos, sin direction) [1, BLOCK] of a token's angles, at the places `at` [BLOCK] of both tables;
+    a sine is read from the second half, where it has its own sign.
+    """
+    c = load_fp32(cos + at, known)
+    d = load_fp32(sin + at + HALF, known) * direction
+    return c[None, :], d[None, :]
+
+
+@jit
 def rotary_kernel(
     x,
     cos,
@@ -73,25 +84,20 @@ def rotary_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """HEADS heads of a token: the pair (channel, channel + HALF) turns by the token's angle."""
     s, b = tl.program_id(0) // batch, tl.program_id(0) % batch
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     channel = tl.arange(0, BLOCK)
     known = channel < HALF
     inside = (head < heads)[:, None] & known[None, :]
     table = s.to(tl.int64) * table_s + b * table_b + channel
-    c = tl.load(cos + table, mask=known, other=0.0).to(tl.float32)[None, :]
-    d = (tl.load(sin + table + HALF, mask=known, other=0.0).to(tl.float32) * direction)[None, :]
+    c, d = load_turn(cos, sin, table, known, direction, HALF)
     start = s.to(tl.int64) * stride_s + b.to(tl.int64) * stride_b
-    low = (
-        x
-        + start
-        + ((head // GROUP) * stride_g + (head % GROUP) * stride_n)[:, None]
-        + channel[None, :]
-    )
-    first = tl.load(low, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(low + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(low, (first * c - second * d).to(x.dtype.element_ty), mask=inside)
-    tl.store(low + HALF, (second * c + first * d).to(x.dtype.element_ty), mask=inside)
+    of_head = (head // GROUP) * stride_g + (head % GROUP) * stride_n
+    low = x + start + of_head[:, None] + channel[None, :]
+    first, second = load_fp32(low, inside), load_fp32(low + HALF, inside)
+    store_rounded(low, first * c - second * d, inside)
+    store_rounded(low + HALF, second * c + first * d, inside)
 
 
 @torch.library.custom_op("megatron::rotary_", mutates_args=("x",))
