@@ -49,6 +49,21 @@ def _pair(w, v, STD: tl.constexpr, ANGLE: tl.constexpr):
     )
 
 
+@jit
+def normals(row, block, k0, k1, STD: tl.constexpr, ANGLE: tl.constexpr):
+    """The field's normals [ROWS, 4 BLOCKS] of rows [ROWS] and blocks [BLOCKS] of four columns, which a
+    thread has beside each other.
+    """
+    zero = tl.zeros([1, 1], tl.uint32)
+    w0, w1, w2, w3 = philox4x32(
+        row.to(tl.uint32)[:, None], block.to(tl.uint32)[None, :], zero, zero, k0, k1
+    )
+    z0, z1 = _pair(w0, w1, STD, ANGLE)
+    z2, z3 = _pair(w2, w3, STD, ANGLE)
+    lanes = tl.join(tl.join(z0, z2), tl.join(z1, z3))
+    return tl.reshape(lanes, [row.shape[0], 4 * block.shape[0]])
+
+
 @partial(jit, do_not_specialize=("k0", "k1", "first_row", "first_block", "rows"))
 def normal_kernel(
     out,
@@ -64,17 +79,11 @@ def normal_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A tile of rows and blocks of four columns; a thread's four normals lie beside each other."""
+    """A tile of ROWS rows and BLOCKS blocks of four columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * BLOCKS
     block = first_block + first + tl.arange(0, BLOCKS)
-    zero = tl.zeros([1, 1], tl.uint32)
-    w0, w1, w2, w3 = philox4x32(
-        (first_row + row).to(tl.uint32)[:, None], block.to(tl.uint32)[None, :], zero, zero, k0, k1
-    )
-    z0, z1 = _pair(w0, w1, STD, ANGLE)
-    z2, z3 = _pair(w2, w3, STD, ANGLE)
-    values = tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), [ROWS, 4 * BLOCKS])
+    values = normals(first_row + row, block, k0, k1, STD, ANGLE)
     column = 4 * first - skip + tl.arange(0, 4 * BLOCKS)
     inside = (row < rows)[:, None] & (column >= 0)[None, :] & (column < columns)[None, :]
     tl.store(out + row[:, None] * columns + column[None, :], values, mask=inside)
