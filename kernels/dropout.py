@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from megatron.kernels import philox
 from megatron.kernels.configurations import find
+from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from megatron.kernels.random import keep_tile
 from torch import Tensor
@@ -77,13 +78,13 @@ def dropout_kernel(
         tl.load(token_index + row // batch + one),
     )
     at = row.to(tl.int64) * width + column
-    value = tl.load(x + at, mask=known, other=0.0).to(tl.float32) * scale
+    value = load_fp32(x + at, known) * scale
     keep = tl.reshape(keep_tile(sample, token, start, k0, k1, threshold, 1, BLOCK), [BLOCK])
     # what is dropped and not finite is NaN, as in the definition
     value = tl.where(keep, value, value * 0)
     if ADD:
-        value += tl.load(residual + at, mask=known, other=0.0).to(tl.float32)
-    tl.store(y + at, value.to(y.dtype.element_ty), mask=known)
+        value += load_fp32(residual + at, known)
+    store_rounded(y + at, value, known)
 
 
 def _launch(
