@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import torch
 from megatron.kernels.configurations import find
+from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
 from torch import Tensor
 
@@ -89,25 +90,21 @@ def row_kernel(x, q, scale, n, LARGEST: tl.constexpr, COLUMNS: tl.constexpr, LOO
     row = tl.program_id(0)
     start = row.to(tl.int64) * n
     column = tl.arange(0, COLUMNS)
-    value = tl.load(x + start + column, mask=column < n, other=0.0).to(tl.float32)
+    value = load_fp32(x + start + column, column < n)
     amax = tl.max(magnitude(value), 0)
     if LOOPS:
         for first in range(COLUMNS, n, COLUMNS):
             at = first + column
-            amax = tl.maximum(
-                amax,
-                tl.max(
-                    magnitude(tl.load(x + start + at, mask=at < n, other=0.0).to(tl.float32)), 0
-                ),
-            )
+            further = load_fp32(x + start + at, at < n)
+            amax = tl.maximum(amax, tl.max(magnitude(further), 0))
     found, inverse = scale_of(amax, LARGEST)
     tl.store(scale + row, found)
-    tl.store(q + start + column, (value * inverse).to(q.dtype.element_ty), mask=column < n)
+    store_rounded(q + start + column, value * inverse, column < n)
     if LOOPS:
         for first in range(COLUMNS, n, COLUMNS):
             at = first + column
-            value = tl.load(x + start + at, mask=at < n, other=0.0).to(tl.float32)
-            tl.store(q + start + at, (value * inverse).to(q.dtype.element_ty), mask=at < n)
+            value = load_fp32(x + start + at, at < n)
+            store_rounded(q + start + at, value * inverse, at < n)
 
 
 @jit
@@ -117,7 +114,7 @@ def _tile(x, m, n, across, M: tl.constexpr, N: tl.constexpr):
     columns = tl.program_id(0) % across * N + tl.arange(0, N)
     inside = (rows < m)[:, None] & (columns < n)[None, :]
     at = rows.to(tl.int64)[:, None] * n + columns[None, :]
-    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32), rows, columns
+    return load_fp32(x + at, inside), rows, columns
 
 
 @jit
@@ -138,6 +135,31 @@ def maxima_kernel(x, of_rows, of_columns, m, n, M: tl.constexpr, N: tl.constexpr
         tl.max(value, 0),
         mask=columns < n,
     )
+
+
+@jit
+def inverse_scales(
+    value,
+    scale,
+    tile,
+    lines,
+    count,
+    step,
+    AXIS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """1 / scale of each of a tile's `lines`, of `count` in all: its rows (AXIS 1) or its columns (AXIS
+    0). BLOCKS: the scales are found in the tile and written to scale [tiles, count] at `tile`; else
+    line i's is scale[i step].
+    """
+    if BLOCKS:
+        found, inverse = scale_of(tl.max(magnitude(value), AXIS), LARGEST)
+        tl.store(scale + tile.to(tl.int64) * count + lines, found, mask=lines < count)
+    else:
+        found = tl.load(scale + lines * step, mask=lines < count, other=1.0)
+        inverse = tl.div_rn(1.0, found)
+    return inverse
 
 
 @jit
@@ -162,28 +184,14 @@ def tile_kernel(
     across = tl.cdiv(n, N)
     value, rows, columns = _tile(x, m, n, across, M, N)
     inside = (rows < m)[:, None] & (columns < n)[None, :]
-    if BLOCKS:
-        found, inverse = scale_of(tl.max(magnitude(value), 1), LARGEST)
-        tl.store(scale + (tl.program_id(0) % across).to(tl.int64) * m + rows, found, mask=rows < m)
-    else:
-        found = tl.load(scale + rows * step, mask=rows < m, other=1.0)
-        inverse = tl.div_rn(1.0, found)
-    tl.store(
-        q + rows.to(tl.int64)[:, None] * n + columns[None, :],
-        (value * inverse[:, None]).to(q.dtype.element_ty),
-        mask=inside,
-    )
+    tile = tl.program_id(0) % across
+    inverse = inverse_scales(value, scale, tile, rows, m, step, 1, LARGEST, BLOCKS)
+    at = q + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    store_rounded(at, value * inverse[:, None], inside)
     if TRANSPOSED:
-        if BLOCKS:
-            found, inverse = scale_of(tl.max(magnitude(value), 0), LARGEST)
-            tl.store(
-                scale_t + (tl.program_id(0) // across).to(tl.int64) * n + columns,
-                found,
-                mask=columns < n,
-            )
-        else:
-            found = tl.load(scale_t + columns * step, mask=columns < n, other=1.0)
-            inverse = tl.div_rn(1.0, found)
+        tile = tl.program_id(0) // across
+        inverse = inverse_scales(value, scale_t, tile, columns, n, step, 0, LARGEST, BLOCKS)
+        # rounded first, so that what is turned is narrow
         turned = tl.trans((value * inverse[None, :]).to(q_t.dtype.element_ty))
         tl.store(
             q_t + columns.to(tl.int64)[:, None] * m + rows[None, :], turned, mask=tl.trans(inside)
@@ -223,6 +231,33 @@ def _find_scales(
         torch.mul(amax.clamp_min(TINY).view(into.shape), 1 / largest, out=into)
 
 
+def _quantise_tiles(
+    x: Tensor, q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, scaling: str
+) -> None:
+    """Fill q [m, n] and its scale, and where q_t has room for it q_t [n, m] and its own."""
+    m, n = x.shape
+    largest = LARGEST[q.dtype]
+    warps = find("fp8 tiles", capability(x.device)).numbers["num_warps"]
+    if scaling != "block":
+        _find_scales(x, scale, scale_t, scaling, largest, warps)
+    tile_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(n, BLOCK),)](
+        x,
+        q,
+        scale,
+        q_t,
+        scale_t,
+        m,
+        n,
+        int(scaling == "row"),
+        LARGEST=largest,
+        BLOCKS=scaling == "block",
+        TRANSPOSED=q_t.numel() > 0,
+        M=BLOCK,
+        N=BLOCK,
+        num_warps=warps,
+    )
+
+
 @torch.library.custom_op("megatron::quantise_fp8", mutates_args=())
 def quantise_fp8(
     x: Tensor, dtype: torch.dtype, scaling: str, transposed: bool
@@ -238,35 +273,16 @@ def quantise_fp8(
         f"the 8-bit floats of compute capability {arch / 10} are not compiled for: Hopper and newer"
     )
     down, across = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
-    x, largest = x.contiguous(), LARGEST[dtype]
+    x = x.contiguous()
     q = torch.empty(m, n, dtype=dtype, device=x.device)
     q_t = torch.empty((n, m) if transposed else (0, 0), dtype=dtype, device=x.device)
     scale, scale_t = _scales(down, across, m, n, scaling, x.device)
     if scaling == "row" and not transposed:
         columns, warps = row_configuration(n, arch)
-        row_kernel[(m,)](
-            x, q, scale, n, LARGEST=largest, COLUMNS=columns, LOOPS=columns < n, num_warps=warps
-        )
+        fixed = {"LARGEST": LARGEST[dtype], "COLUMNS": columns, "LOOPS": columns < n}
+        row_kernel[(m,)](x, q, scale, n, **fixed, num_warps=warps)
     else:
-        warps = find("fp8 tiles", arch).numbers["num_warps"]
-        if scaling != "block":
-            _find_scales(x, scale, scale_t, scaling, largest, warps)
-        tile_kernel[(down * across,)](
-            x,
-            q,
-            scale,
-            q_t,
-            scale_t,
-            m,
-            n,
-            int(scaling == "row"),
-            LARGEST=largest,
-            BLOCKS=scaling == "block",
-            TRANSPOSED=transposed,
-            M=BLOCK,
-            N=BLOCK,
-            num_warps=warps,
-        )
+        _quantise_tiles(x, q, scale, q_t, scale_t, scaling)
     return q, scale, q_t, scale_t if transposed else scale.new_empty(0, 0)
 
 
