@@ -136,8 +136,8 @@ def columns_of_program(width, BLOCK: tl.constexpr):
 
 @jit
 def load_biases(bias, width, column, known, GATE: tl.constexpr, BIAS: tl.constexpr):
-    """The biases [BLOCK] of a and u at these columns, as they are in memory; zeros for what there is
-    not.
+    """The biases [BLOCK] of a and u at these columns, as they are in memory; zeros for what there
+    is not.
     """
     first, second = 0.0, 0.0
     if BIAS:

@@ -42,21 +42,25 @@ from megatron.kernels.attention_launch import (
     numbers,
     of_mask,
     operand,
+    outputs,
     section,
     shipped,
     table_key,
 )
 from megatron.kernels.attention_masks import (
     AttentionMask,
+    block_of_step,
     keys_of_queries,
+    places_of_queries,
     positions,
-    schedule,
-    visible,
+    queries_of_program,
+    steps_of_pass,
+    visible_tile,
 )
 from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
 from megatron.kernels.lang import jit, tl
-from megatron.kernels.random import keep_scores
+from megatron.kernels.random import drop_of_head, drop_scores
 from torch import Tensor
 
 from megatron.config.errors import UserError
@@ -76,6 +80,21 @@ def keep_mask(
     return philox.keep_mask(key, [word.flatten() for word in rows], keys, drop).view(
         *rows[0].shape, keys
     )
+
+
+def _softmax_of_seen(x: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    """(lse [b, n, s], p [b, n, s, t]) of scores x [b, n, s, t] where queries see keys; of rows that
+    see nothing lse is -inf and p 0.
+    """
+    s, t = x.shape[-2:]
+    see = mask.dense(s, t, x.device)
+    x = x.masked_fill(~see, float("-inf"))
+    if mask.q_positions is None and s <= t:  # each query sees itself
+        return torch.logsumexp(x, -1), torch.softmax(x, -1)
+    blind = ~see.any(-1)
+    x = x.masked_fill(blind[..., None], 0.0)  # the gradient of a softmax of nothing is NaN
+    lse, p = torch.logsumexp(x, -1), torch.softmax(x, -1)
+    return lse.masked_fill(blind, float("-inf")), p.masked_fill(blind[..., None], 0.0)
 
 
 def attention_reference(
@@ -100,15 +119,7 @@ def attention_reference(
     x = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         x = softcap * torch.tanh(x / softcap)
-    see = mask.dense(s, t, q.device)
-    x = x.masked_fill(~see, float("-inf"))
-    # rows that see nothing; with such lengths each sees itself
-    blind = None if mask.q_positions is None and s <= t else ~see.any(-1)
-    if blind is not None:
-        x = x.masked_fill(blind[..., None], 0.0)  # the gradient of a softmax of nothing is NaN
-    lse, p = torch.logsumexp(x, -1), torch.softmax(x, -1)
-    if blind is not None:
-        lse, p = lse.masked_fill(blind, float("-inf")), p.masked_fill(blind[..., None], 0.0)
+    lse, p = _softmax_of_seen(x, mask)
     if drop > 0:
         at = positions(mask.q_positions, s, q.device).long()
         heads = torch.arange(first_head, first_head + n, device=q.device)
@@ -129,6 +140,19 @@ def capped(x, scale, SOFTCAP: tl.constexpr):
 
 
 @jit
+def online_softmax(x, factor, m, l, MASKED: tl.constexpr):
+    """(p [M, N], m, l, alpha [M]) with the scores x factor [M, N] of one more block of keys: the
+    greatest score so far, the sum so far, and alpha, what sums over the blocks before are worth
+    now.
+    """
+    top = tl.maximum(m, tl.max(x, 1) * factor)
+    base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
+    p = tl.exp2(x * factor - base[:, None])
+    alpha = tl.exp2(m - base)
+    return p, top, l * alpha + tl.sum(p, 1), alpha
+
+
+@jit
 def _forward_pass(
     acc,
     m,
@@ -137,10 +161,7 @@ def _forward_pass(
     k,
     v,
     kv,
-    first,
-    last,
-    hole,
-    gap,
+    bounds,
     t,
     q_at,
     start,
@@ -158,44 +179,24 @@ def _forward_pass(
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Take blocks first..last of keys into (acc [M, D], m [M] the greatest score so far, l [M] the
-    sum); `gap` blocks are left out from `hole` on.
+    """Take the whole blocks of keys within the bounds, or the MASKED ones, into (acc [M, D], m [M]
+    the greatest score so far, l [M] the sum).
     """
+    first, last = steps_of_pass(bounds, MASKED)
     for step in range(first, last):
-        block = step + tl.where(step >= hole, gap, 0) if MASKED else step
-        k_tile = load_tile(k, (kv,), block * N, N, D)
+        key = block_of_step(step, bounds, MASKED) * N
+        k_tile = load_tile(k, (kv,), key, N, D)
         x, factor = capped(tl.dot(q, tl.trans(k_tile), input_precision="ieee"), scale, SOFTCAP)
         if MASKED:
-            k_index = block * N + tl.arange(0, N)
-            k_at = (
-                tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
-            )
-            see = visible(
-                q_at[:, None],
-                k_at[None, :],
-                k_index[None, :],
-                start[:, None],
-                t,
-                CAUSAL,
-                WINDOW,
-                DOCUMENTS,
+            see = visible_tile(
+                q_at, start, key, k_positions, t, N, CAUSAL, WINDOW, DOCUMENTS, POSITIONS
             )
             x = tl.where(see, x, float("-inf"))
-        top = tl.maximum(m, tl.max(x, 1) * factor)
-        base = tl.where(top == float("-inf"), 0.0, top) if MASKED else top
-        p = tl.exp2(x * factor - base[:, None])
-        alpha = tl.exp2(m - base)
-        l = l * alpha + tl.sum(p, 1)
+        p, m, l, alpha = online_softmax(x, factor, m, l, MASKED)
         if DROPOUT:
-            sample, head, k0, k1, threshold, inverse_keep = drop
-            p = tl.where(
-                keep_scores(sample, head, q_at, block * N, k0, k1, threshold, M, N),
-                p * inverse_keep,
-                0.0,
-            )
-        v_tile = load_tile(v, (kv,), block * N, N, D)
+            p = drop_scores(p, drop, q_at, key, M, N)
+        v_tile = load_tile(v, (kv,), key, N, D)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
-        m = top
     return acc, m, l
 
 
@@ -236,31 +237,18 @@ def forward_kernel(
     """M rows of one head. q, out: descriptors [b g, m, s, d] of blocks [1, 1, M, D]; k, v [b g, t,
     d] of [1, N, D]. They read zeros and write nothing beyond.
     """
-    blocks = tl.cdiv(s, M)
-    block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
-    b, kv, member = head // heads, head // group, head % group
-    row = (blocks - 1 - block) * M
+    row, b, head, kv, member = queries_of_program(s, heads, group, section, M)
     rows = row + tl.arange(0, M)
-    inside = rows < s
     q_tile = load_tile(q, (kv, member), row, M, D)
-    q_at = tl.load(q_positions + rows, mask=inside, other=0) if POSITIONS else rows
-    start = tl.load(starts + b * s + rows, mask=inside, other=0) if DOCUMENTS else rows
-    drop = (
-        (tl.load(samples + b), first_head + head % heads, k0, k1, threshold, inverse_keep)
-        if DROPOUT
-        else (0, 0, 0, 0, 0, 0)
+    q_at, start = places_of_queries(q_positions, starts, b, rows, s, POSITIONS, DOCUMENTS)
+    drop = drop_of_head(
+        samples, b, first_head + head % heads, k0, k1, threshold, inverse_keep, DROPOUT
     )
-    low, full_low, full_high, high = keys_of_queries(
-        table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N
-    )
-    acc, m, l = (
-        tl.zeros([M, D], tl.float32),
-        tl.full([M], float("-inf"), tl.float32),
-        tl.zeros([M], tl.float32),
-    )
-    gap = full_high - full_low
+    bounds = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
+    acc = tl.zeros([M, D], tl.float32)
+    m = tl.full([M], float("-inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)
     for MASKED in tl.static_range(2):
-        first, last = (low, high - gap) if MASKED else (full_low, full_high)
         acc, m, l = _forward_pass(
             acc,
             m,
@@ -269,10 +257,7 @@ def forward_kernel(
             k,
             v,
             kv,
-            first,
-            last,
-            full_low,
-            gap,
+            bounds,
             t,
             q_at,
             start,
@@ -293,7 +278,7 @@ def forward_kernel(
     total = tl.where(l == 0, 1.0, l)
     store_tile(out, (kv, member), row, acc / total[:, None], M, D)
     value = tl.where(l == 0, float("-inf"), m * 0.6931471805599453 + tl.log(total))
-    tl.store(lse + head.to(tl.int64) * s + rows, value, mask=inside)
+    tl.store(lse + head.to(tl.int64) * s + rows, value, mask=rows < s)
 
 
 def forward(
@@ -308,11 +293,9 @@ def forward(
     launch.
     """
     (s, b, g, m, d), t = q.shape, len(k)
-    n = g * m
+    n, (out, lse) = g * m, outputs(q)
     q, k, v = (aligned(x.flatten(1, 2)) for x in (q, k, v))
     tiles = configuration("forward", d, options, mask.causal, q.dtype, lang.capability(q.device))
-    out = torch.empty(s, b, n, d, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
     forward_kernel[(-(-s // tiles.M) * b * n,)](
         operand(q, tiles.M),
         operand(k, tiles.N),
@@ -379,20 +362,15 @@ def _flash_attention(
         causal, window, q_positions, k_positions, document_starts, by_query, by_key
     )
     options = Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile)
-    return (
-        attention_gluon.forward(*by_key_head(qkv), mask, options)
-        if gluon
-        else forward(*by_key_head(qkv), mask, options, sample_ids)
-    )
+    q, k, v = by_key_head(qkv)
+    if gluon:
+        return attention_gluon.forward(q, k, v, mask, options)
+    return forward(q, k, v, mask, options, sample_ids)
 
 
 @_flash_attention.register_fake
 def _(qkv: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
-    q = by_key_head(qkv)[0].flatten(2, 3)
-    s, b, n, _d = q.shape
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(
-        b, n, s, dtype=torch.float32, device=q.device
-    )
+    return outputs(by_key_head(qkv)[0])
 
 
 @torch.library.custom_op("megatron::flash_attention_backward", mutates_args=())

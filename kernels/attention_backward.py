@@ -47,15 +47,22 @@ from megatron.kernels.attention_launch import (
 from megatron.kernels.attention_masks import (
     TILE,
     AttentionMask,
+    block_of_step,
     keys_of_queries,
+    places_of_keys,
+    places_of_queries,
     queries_of_keys,
+    queries_of_program,
     schedule,
+    steps_of_pass,
     visible,
+    visible_tile,
 )
 from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
+from megatron.kernels.elements import load_fp32
 from megatron.kernels.lang import jit, tl
-from megatron.kernels.random import keep_scores, keep_scores_transposed
+from megatron.kernels.random import drop_of_head, drop_scores, drop_scores_transposed
 from torch import Tensor
 
 
@@ -95,6 +102,16 @@ def heads_of_a_program(programs: int, group: int, multiprocessors: int) -> int:
 
 
 @jit
+def _rows_of_head(
+    x, kv, member, rows, s, step_s, step_kv, step_m, d: tl.constexpr, D: tl.constexpr
+):
+    """Rows [M] of one head of x [s, b g, m, d] with these strides: [M, D] in fp32, zeros beyond."""
+    columns = tl.arange(0, D)
+    at = x + kv * step_kv + member * step_m + rows[:, None].to(tl.int64) * step_s + columns[None, :]
+    return load_fp32(at, (rows < s)[:, None] & (columns < d)[None, :])
+
+
+@jit
 def prepare_kernel(
     out,
     dout,
@@ -124,16 +141,9 @@ def prepare_kernel(
     head = tl.program_id(1)
     kv, member = (head // group).to(tl.int64), head % group
     rows = tl.program_id(0) * M + tl.arange(0, M)
-    columns = tl.arange(0, D)
     inside = rows < s
-    tile = inside[:, None] & (columns < d)[None, :]
-    at = rows[:, None].to(tl.int64)
-    left = tl.load(
-        out + kv * out_kv + member * out_m + at * out_s + columns[None, :], mask=tile, other=0.0
-    ).to(tl.float32)
-    right = tl.load(
-        dout + kv * dout_kv + member * dout_m + at * dout_s + columns[None, :], mask=tile, other=0.0
-    ).to(tl.float32)
+    left = _rows_of_head(out, kv, member, rows, s, out_s, out_kv, out_m, d, D)
+    right = _rows_of_head(dout, kv, member, rows, s, dout_s, dout_kv, dout_m, d, D)
     value = tl.sum(left * right, 1)
     at = head.to(tl.int64) * s + rows
     if dlse is not None:
@@ -169,6 +179,15 @@ def _probabilities(x, base, scale, SOFTCAP: tl.constexpr):
 
 
 @jit
+def _score_gradient(p, dp, delta, slope, SOFTCAP: tl.constexpr):
+    """dS of a tile, but for the scale: P (dP - delta), times the soft-cap's slope."""
+    ds = p * (dp - delta)
+    if SOFTCAP > 0:
+        ds *= slope
+    return ds
+
+
+@jit
 def _dkv_pass(
     dk,
     dv,
@@ -181,10 +200,8 @@ def _dkv_pass(
     delta,
     kv,
     member,
-    first,
-    last,
-    hole,
-    gap,
+    bounds,
+    b,
     s,
     t,
     key,
@@ -205,48 +222,38 @@ def _dkv_pass(
     DROPOUT: tl.constexpr,
     ATOMIC: tl.constexpr,
 ):
-    """Take blocks first..last of one head's queries into dk, dv [N, D]; `gap` blocks are left out
-    from `hole` on. Tiles are [N keys, M queries].
+    """Take the whole blocks of one head's queries within the bounds, or the MASKED ones, into dk,
+    dv [N, D]. Tiles are [N keys, M queries].
     """
     k_index = key + tl.arange(0, N)
+    first, last = steps_of_pass(bounds, MASKED)
     for step in range(first, last):
-        block = step + tl.where(step >= hole, gap, 0) if MASKED else step
-        rows = block * M + tl.arange(0, M)
-        q_tile = load_tile(q, (kv, member), block * M, M, D)
+        row = block_of_step(step, bounds, MASKED) * M
+        rows = row + tl.arange(0, M)
+        q_tile = load_tile(q, (kv, member), row, M, D)
         x = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         p, slope = _probabilities(x, tl.load(base + rows)[None, :], scale, SOFTCAP)
         if MASKED or DROPOUT:
-            q_at = tl.load(q_positions + rows, mask=rows < s, other=0) if POSITIONS else rows
+            q_at, start = places_of_queries(q_positions, starts, b, rows, s, POSITIONS, DOCUMENTS)
         if MASKED:
-            start = tl.load(starts + rows, mask=rows < s, other=0) if DOCUMENTS else rows
+            queries, keys = q_at[None, :], k_at[:, None]
             see = visible(
-                q_at[None, :],
-                k_at[:, None],
-                k_index[:, None],
-                start[None, :],
-                t,
-                CAUSAL,
-                WINDOW,
-                DOCUMENTS,
+                queries, keys, k_index[:, None], start[None, :], t, CAUSAL, WINDOW, DOCUMENTS
             )
             p = tl.where(see, p, 0.0)
-        dout_tile = load_tile(dout, (kv, member), block * M, M, D)
+        dout_tile = load_tile(dout, (kv, member), row, M, D)
         dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
         kept = p
         if DROPOUT:
-            sample, head, k0, k1, threshold, inverse_keep = drop
-            keep = keep_scores_transposed(sample, head, q_at, key, k0, k1, threshold, N, M)
-            kept, dp = tl.where(keep, p * inverse_keep, 0.0), tl.where(keep, dp * inverse_keep, 0.0)
+            kept, dp = drop_scores_transposed(p, dp, drop, q_at, key, N, M)
         dv = tl.dot(kept.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
-        ds = p * (dp - tl.load(delta + rows)[None, :])
-        if SOFTCAP > 0:
-            ds *= slope
+        ds = _score_gradient(p, dp, tl.load(delta + rows)[None, :], slope, SOFTCAP)
         if MASKED:
             ds = tl.where(see, ds, 0.0)  # a gradient that is NaN stays with the keys of its row
         ds = ds.to(q_tile.dtype)
         if ATOMIC:  # before dk, which leaves it registers
             part = tl.dot(tl.trans(ds), k_tile, input_precision="ieee")
-            dq.atomic_add([kv, member, block * M, 0], tl.reshape(part, [1, 1, M, D]))
+            dq.atomic_add([kv, member, row, 0], tl.reshape(part, [1, 1, M, D]))
         dk = tl.dot(ds, q_tile, dk, input_precision="ieee")
     return dk, dv
 
@@ -304,29 +311,15 @@ def dkv_kernel(
     key = block * N
     k_index = key + tl.arange(0, N)
     k_tile, v_tile = load_tile(k, (kv,), key, N, D), load_tile(v, (kv,), key, N, D)
-    k_at = tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
-    low, full_low, full_high, high = queries_of_keys(
-        table, b if DOCUMENTS else 0, key, s, t, CAUSAL, WINDOW, TABLE, M, N
-    )
-    gap = full_high - full_low
+    k_at = places_of_keys(k_positions, k_index, t, POSITIONS)
+    bounds = queries_of_keys(table, b if DOCUMENTS else 0, key, s, t, CAUSAL, WINDOW, TABLE, M, N)
     dk_tile, dv_tile = tl.zeros([N, D], tl.float32), tl.zeros([N, D], tl.float32)
     start = head * members - kv * group
     for member in range(start, start + members):
         row = (kv * group + member).to(tl.int64)
-        drop = (
-            (
-                tl.load(samples + b),
-                first_head + row.to(tl.int32) % heads,
-                k0,
-                k1,
-                threshold,
-                inverse_keep,
-            )
-            if DROPOUT
-            else (0, 0, 0, 0, 0, 0)
-        )
+        of_model = first_head + row.to(tl.int32) % heads
+        drop = drop_of_head(samples, b, of_model, k0, k1, threshold, inverse_keep, DROPOUT)
         for MASKED in tl.static_range(2):
-            first, last = (low, high - gap) if MASKED else (full_low, full_high)
             dk_tile, dv_tile = _dkv_pass(
                 dk_tile,
                 dv_tile,
@@ -339,16 +332,14 @@ def dkv_kernel(
                 delta + row * padded,
                 kv,
                 member,
-                first,
-                last,
-                full_low,
-                gap,
+                bounds,
+                b,
                 s,
                 t,
                 key,
                 k_at,
                 q_positions,
-                starts + b * s if DOCUMENTS else starts,
+                starts,
                 scale,
                 drop,
                 D,
@@ -377,10 +368,7 @@ def _dq_pass(
     base,
     delta,
     kv,
-    first,
-    last,
-    hole,
-    gap,
+    bounds,
     t,
     q_at,
     start,
@@ -398,41 +386,23 @@ def _dq_pass(
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
 ):
-    """Take blocks first..last of keys into dq [M, D]; `gap` blocks are left out from `hole` on.
-    Tiles are [M queries, N keys].
+    """Take the whole blocks of keys within the bounds, or the MASKED ones, into dq [M, D]. Tiles
+    are [M queries, N keys].
     """
+    first, last = steps_of_pass(bounds, MASKED)
     for step in range(first, last):
-        block = step + tl.where(step >= hole, gap, 0) if MASKED else step
-        k_tile = load_tile(k, (kv,), block * N, N, D)
-        p, slope = _probabilities(
-            tl.dot(q, tl.trans(k_tile), input_precision="ieee"), base[:, None], scale, SOFTCAP
-        )
-        v_tile = load_tile(v, (kv,), block * N, N, D)
+        key = block_of_step(step, bounds, MASKED) * N
+        k_tile = load_tile(k, (kv,), key, N, D)
+        x = tl.dot(q, tl.trans(k_tile), input_precision="ieee")
+        p, slope = _probabilities(x, base[:, None], scale, SOFTCAP)
+        v_tile = load_tile(v, (kv,), key, N, D)
         dp = tl.dot(dout, tl.trans(v_tile), input_precision="ieee")
         if DROPOUT:
-            sample, head, k0, k1, threshold, inverse_keep = drop
-            dp = tl.where(
-                keep_scores(sample, head, q_at, block * N, k0, k1, threshold, M, N),
-                dp * inverse_keep,
-                0.0,
-            )
-        ds = p * (dp - delta[:, None])
-        if SOFTCAP > 0:
-            ds *= slope
+            dp = drop_scores(dp, drop, q_at, key, M, N)
+        ds = _score_gradient(p, dp, delta[:, None], slope, SOFTCAP)
         if MASKED:
-            k_index = block * N + tl.arange(0, N)
-            k_at = (
-                tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
-            )
-            see = visible(
-                q_at[:, None],
-                k_at[None, :],
-                k_index[None, :],
-                start[:, None],
-                t,
-                CAUSAL,
-                WINDOW,
-                DOCUMENTS,
+            see = visible_tile(
+                q_at, start, key, k_positions, t, N, CAUSAL, WINDOW, DOCUMENTS, POSITIONS
             )
             ds = tl.where(see, ds, 0.0)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")
@@ -477,32 +447,19 @@ def dq_kernel(
     DROPOUT: tl.constexpr,
 ):
     """M rows of one head, the last ones first: they see the most keys."""
-    blocks = tl.cdiv(s, M)
-    block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
-    b, kv, member = head // heads, head // group, head % group
-    row = (blocks - 1 - block) * M
+    row, b, head, kv, member = queries_of_program(s, heads, group, section, M)
     rows = row + tl.arange(0, M)
-    inside = rows < s
-    q_tile, dout_tile = (
-        load_tile(q, (kv, member), row, M, D),
-        load_tile(dout, (kv, member), row, M, D),
-    )
+    q_tile = load_tile(q, (kv, member), row, M, D)
+    dout_tile = load_tile(dout, (kv, member), row, M, D)
     at = head.to(tl.int64) * padded + rows
     base_tile, delta_tile = tl.load(base + at), tl.load(delta + at)
-    q_at = tl.load(q_positions + rows, mask=inside, other=0) if POSITIONS else rows
-    start = tl.load(starts + b * s + rows, mask=inside, other=0) if DOCUMENTS else rows
-    drop = (
-        (tl.load(samples + b), first_head + head % heads, k0, k1, threshold, inverse_keep)
-        if DROPOUT
-        else (0, 0, 0, 0, 0, 0)
+    q_at, start = places_of_queries(q_positions, starts, b, rows, s, POSITIONS, DOCUMENTS)
+    drop = drop_of_head(
+        samples, b, first_head + head % heads, k0, k1, threshold, inverse_keep, DROPOUT
     )
-    low, full_low, full_high, high = keys_of_queries(
-        table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N
-    )
-    gap = full_high - full_low
+    bounds = keys_of_queries(table, b if DOCUMENTS else 0, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
     dq_tile = tl.zeros([M, D], tl.float32)
     for MASKED in tl.static_range(2):
-        first, last = (low, high - gap) if MASKED else (full_low, full_high)
         dq_tile = _dq_pass(
             dq_tile,
             q_tile,
@@ -512,10 +469,7 @@ def dq_kernel(
             base_tile,
             delta_tile,
             kv,
-            first,
-            last,
-            full_low,
-            gap,
+            bounds,
             t,
             q_at,
             start,
@@ -550,20 +504,15 @@ def backward(
     launch to prepare, one for dk and dv, one more for dq when deterministic.
     """
     gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
-    q, k, v = by_key_head(qkv)
-    (s, b, g, m, _), t = q.shape, len(k)
-    out, dout = out.unflatten(2, (g, m)), dout.unflatten(2, (g, m))
-    q, k, v, out, dout = (aligned(x.flatten(1, 2)) for x in (q, k, v, out, dout))
-    dq, dk, dv = (x.view(len(x), b * g, *x.shape[3:]) for x in by_key_head(gradients))
-    base, delta = _prepare(out, dout, lse, dlse)
-    rows = {"padded": base.shape[-1], "base": base, "delta": delta}
-    shared = mask_tensors(mask, sample_ids) | numbers(s, t, g * m, g, options) | rows
-    call = _Call(q, k, v, dout, mask, options, shared, batch=b)
+    dq, dk, dv = (
+        x.view(len(x), x.shape[1] * x.shape[2], *x.shape[3:]) for x in by_key_head(gradients)
+    )
+    call = _prepared(dout, dlse, out, lse, qkv, mask, options, sample_ids)
     if options.deterministic:
         _launch_dkv(call, dk, dv, None)
         _launch_dq(call, dq)
     else:
-        sum_of_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        sum_of_dq = torch.zeros(dq.shape, dtype=torch.float32, device=dq.device)
         _launch_dkv(call, dk, dv, sum_of_dq)
         torch.mul(sum_of_dq, options.scale, out=dq)
     return gradients
@@ -581,13 +530,35 @@ class _Call(NamedTuple):
     mask: AttentionMask
     options: Options
     shared: dict[str, Any]
-    batch: int
 
     def tiles(self, kernel: str) -> Tiles:
         """What a kernel is launched with."""
         arch = lang.capability(self.q.device)
         how = self.options, self.mask.causal, self.q.dtype, arch
         return configuration(kernel, self.q.shape[-1], *how)
+
+
+def _prepared(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Sequence[Tensor],
+    mask: AttentionMask,
+    options: Options,
+    sample_ids: Tensor | None,
+) -> _Call:
+    """What `backward` was given, as its launches read it, after the launch that prepares lse and
+    delta for them.
+    """
+    q, k, v = by_key_head(qkv)
+    (s, _, g, m, _), t = q.shape, len(k)
+    out, dout = out.unflatten(2, (g, m)), dout.unflatten(2, (g, m))
+    q, k, v, out, dout = (aligned(x.flatten(1, 2)) for x in (q, k, v, out, dout))
+    base, delta = _prepare(out, dout, lse, dlse)
+    rows = {"padded": base.shape[-1], "base": base, "delta": delta}
+    shared = mask_tensors(mask, sample_ids) | numbers(s, t, g * m, g, options) | rows
+    return _Call(q, k, v, dout, mask, options, shared)
 
 
 def _prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -624,19 +595,17 @@ def _launch_dkv(call: _Call, dk: Tensor, dv: Tensor, sum_of_dq: Tensor | None) -
     """dk and dv [t, b g, d]; dq without its scale is added to `sum_of_dq`, where that is given."""
     (s, _, m, d), (t, groups, _) = call.q.shape, call.k.shape
     tiles = call.tiles("dkv" if sum_of_dq is None else "dkv_dq")
-    programs = -(-t // tiles.N) * call.batch
-    heads = groups // call.batch  # of keys
-    members = heads_of_a_program(programs * heads, m, lang.multiprocessors(call.q.device))
-    parts = [dk, dv]
-    if members < m:
-        shape = t, groups * m // members, d
-        parts = [torch.empty(shape, dtype=torch.float32, device=dk.device) for _ in parts]
-    dkv_kernel[(programs * (heads * m // members),)](
+    programs = -(-t // tiles.N) * groups
+    members = heads_of_a_program(programs, m, lang.multiprocessors(call.q.device))
+    count = m // members
+    dk_parts, dv_parts = _room_for_parts(dk, count), _room_for_parts(dv, count)
+    dkv_kernel[(programs * count,)](
         operand(call.q, tiles.M),
         operand(call.k, tiles.N),
         operand(call.v, tiles.N),
         operand(call.dout, tiles.M),
-        *(operand(x, tiles.N) for x in parts),
+        operand(dk_parts, tiles.N),
+        operand(dv_parts, tiles.N),
         None if sum_of_dq is None else operand(sum_of_dq, tiles.M),
         table=call.mask.by_key,
         **call.shared,
@@ -646,10 +615,26 @@ def _launch_dkv(call: _Call, dk: Tensor, dv: Tensor, sum_of_dq: Tensor | None) -
         ATOMIC=sum_of_dq is not None,
         **tiles.launch(),
     )
-    if members < m:
-        for x, whole in zip(parts, (dk, dv), strict=True):
-            *others, last = x.view(t, groups, -1, d).unbind(2)
-            torch.add(reduce(Tensor.add_, others), last, out=whole)
+    _add_parts(dk_parts, dk)
+    _add_parts(dv_parts, dv)
+
+
+def _room_for_parts(whole: Tensor, count: int) -> Tensor:
+    """What `count` programs write for each key head of whole [t, b g, d]: parts [t, b g count, d]
+    in fp32, or the whole.
+    """
+    if count == 1:
+        return whole
+    t, groups, d = whole.shape
+    return torch.empty(t, groups * count, d, dtype=torch.float32, device=whole.device)
+
+
+def _add_parts(parts: Tensor, whole: Tensor) -> None:
+    """Make the whole of its parts, each key head's in their order."""
+    if parts is whole:
+        return
+    *others, last = parts.unflatten(1, (whole.shape[1], -1)).unbind(2)
+    torch.add(reduce(Tensor.add_, others), last, out=whole)
 
 
 def _launch_dq(call: _Call, dq: Tensor) -> None:

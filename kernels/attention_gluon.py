@@ -33,7 +33,14 @@ from typing import Any
 
 import torch
 from megatron.kernels import lang
-from megatron.kernels.attention_launch import Options, aligned, columns, descriptor, section
+from megatron.kernels.attention_launch import (
+    Options,
+    aligned,
+    columns,
+    descriptor,
+    outputs,
+    section,
+)
 from megatron.kernels.attention_masks import TILE, AttentionMask, keys_of_queries, schedule
 from megatron.kernels.configurations import find
 from torch import Tensor
@@ -160,13 +167,7 @@ def _load(source, at, ring, barriers, count, STAGES: gl.constexpr):
 
 @jit
 def _produce(
-    q,
-    k,
-    v,
-    table,
-    buffers,
-    barriers,
-    sizes,
+    given,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
     TABLE: gl.constexpr,
@@ -177,6 +178,7 @@ def _produce(
     """The loading warp: blocks in the order in which consumers let go of them, k of a block before
     v of the one before it.
     """
+    q, k, v, table, buffers, barriers, sizes = given
     q_tiles, k_ring, v_ring, out_tiles = buffers
     q_bars, k_bars, v_bars, turns = barriers
     s, t, all_heads, heads, group, section = sizes
@@ -354,15 +356,67 @@ def _steps(
 
 
 @jit
-def _consume(
-    out,
-    lse,
-    table,
-    starts,
-    buffers,
+def _first_block(
+    q_tile,
+    k_ring,
     barriers,
-    sizes,
+    q_at,
+    start,
+    index,
+    count,
+    key,
+    steps,
+    t,
     factor,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+    STAGES: gl.constexpr,
+    X: gl.constexpr,
+):
+    """(p [64, N], m, l, alpha [64]) of a tile's first block of keys, from `key` on, which is
+    masked. q and k are waited for, and k of the second block.
+    """
+    q_bars, k_bars, v_bars, turns = barriers
+    q_full, q_empty = q_bars
+    k_full, k_empty = k_bars
+    ROW: gl.constexpr = gl.SliceLayout(1, X)
+    R: gl.constexpr = q_tile.shape[0]
+    m, l = gl.full([R], float("-inf"), gl.float32, ROW), gl.zeros([R], gl.float32, ROW)
+    mbarrier.wait(q_full.index(PART), index & 1)
+    mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
+    x = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_ring, count, X, STAGES)])
+    mbarrier.arrive(k_empty.index(count % STAGES), count=1)
+    p, m, l, alpha = _softmax(
+        x, m, l, factor, q_at, start, key, t, CAUSAL, WINDOW, DOCUMENTS, True, X
+    )
+    p = _carried(p, k_ring.dtype, PARTS)
+    mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=steps > 1)
+    return p, m, l, alpha
+
+
+@jit
+def _store_tile(out, lse, out_tile, acc, m, l, at, q_at, s, head, O: gl.constexpr):
+    """Write acc / l [64, D] to out at the coordinates `at`, through shared memory once the store
+    before it has left that, and lse; rows that saw nothing get 0 and -inf.
+    """
+    R: gl.constexpr = acc.shape[0]
+    D: gl.constexpr = acc.shape[1]
+    total = gl.where(l == 0, 1.0, l)
+    result = acc * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, O)), 1)
+    tma.store_wait(0)
+    out_tile.reshape([R, D]).store(result.to(out_tile.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out, at, out_tile)
+    value = gl.where(l == 0, float("-inf"), m * 0.6931471805599453 + gl.log(total))
+    gl.store(lse + gl.cast(head, gl.int64) * s + q_at, value, mask=q_at < s)
+
+
+@jit
+def _consume(
+    given,
     PART: gl.constexpr,
     PARTS: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -375,10 +429,10 @@ def _consume(
     """A consumer: its 64 rows of tile after tile. m is the greatest score so far in base 2, l the
     sum of exponentials.
     """
+    out, lse, table, starts, buffers, barriers, sizes, factor = given
     q_tiles, k_ring, v_ring, out_tiles = buffers
     q_bars, k_bars, v_bars, turns = barriers
     q_full, q_empty = q_bars
-    k_full, k_empty = k_bars
     v_full, v_empty = v_bars
     s, t, all_heads, heads, group, section = sizes
     R: gl.constexpr = q_tiles.shape[3]
@@ -397,28 +451,26 @@ def _consume(
         row += PART * R
         q_at = row + gl.arange(0, R, layout=ROW)
         start = gl.load(starts + b * s + q_at, mask=q_at < s, other=0) if TABLE > 0 else q_at
-        m, l = gl.full([R], float("-inf"), gl.float32, ROW), gl.zeros([R], gl.float32, ROW)
-        mbarrier.wait(q_full.index(PART), index & 1)
-        mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
-        x = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_ring, count, X, STAGES)])
-        mbarrier.arrive(k_empty.index(count % STAGES), count=1)
-        p, m, l, alpha = _softmax(
-            x,
-            m,
-            l,
-            factor,
+        p, m, l, alpha = _first_block(
+            q_tile,
+            k_ring,
+            barriers,
             q_at,
             start,
+            index,
+            count,
             _block(0, span, edges) * N,
+            steps,
             t,
+            factor,
+            PART,
+            PARTS,
             CAUSAL,
             WINDOW,
             TABLE > 0,
-            True,
+            STAGES,
             X,
         )
-        p = _carried(p, k_ring.dtype, PARTS)
-        mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=steps > 1)
         acc = gl.zeros([R, D], gl.float32, O)
         for MASKED in gl.static_range(1, -1, -1):
             first, last = (1, edges) if MASKED else (edges, steps)
@@ -458,15 +510,14 @@ def _consume(
         )
         mbarrier.arrive(v_empty.index(count % STAGES), count=1)
         count += 1
-        total = gl.where(l == 0, 1.0, l)
-        result = acc * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, O)), 1)
-        tma.store_wait(0)
-        out_tile.reshape([R, D]).store(result.to(out_tiles.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out, [kv, member, row, 0], out_tile)
-        value = gl.where(l == 0, float("-inf"), m * 0.6931471805599453 + gl.log(total))
-        gl.store(lse + gl.cast(head, gl.int64) * s + q_at, value, mask=q_at < s)
+        _store_tile(out, lse, out_tile, acc, m, l, [kv, member, row, 0], q_at, s, head, O)
     tma.store_wait(0)
+
+
+@jit
+def _ring(x, COUNT: gl.constexpr):
+    """Shared memory for COUNT blocks of x."""
+    return gl.allocate_shared_memory(x.dtype, [COUNT] + x.block_type.shape, x.layout)
 
 
 @jit
@@ -507,11 +558,7 @@ def forward_kernel(
     """q, out: descriptors [b g, m, s, d] of blocks [1, 1, 64, D]; k, v [b g, 1, t, d] of [1, 1, N,
     D]. They read zeros and write nothing beyond.
     """
-    q_tiles = gl.allocate_shared_memory(q.dtype, [PARTS] + q.block_type.shape, q.layout)
-    k_ring = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)
-    v_ring = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)
-    out_tiles = gl.allocate_shared_memory(out.dtype, [PARTS] + out.block_type.shape, out.layout)
-    buffers = (q_tiles, k_ring, v_ring, out_tiles)
+    buffers = (_ring(q, PARTS), _ring(k, STAGES), _ring(v, STAGES), _ring(out, PARTS))
     barriers = (
         (_barriers(PARTS, 1), _barriers(PARTS, 1)),
         (_barriers(STAGES, 1), _barriers(STAGES, PARTS)),
@@ -520,69 +567,14 @@ def forward_kernel(
     )
     sizes = (s, t, all_heads, heads, group, section)
     factor = scale * 1.4426950408889634
+    consumer = (out, lse, table, starts, buffers, barriers, sizes, factor)
+    producer = (q, k, v, table, buffers, barriers, sizes)
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (
-                    _consume,
-                    (
-                        out,
-                        lse,
-                        table,
-                        starts,
-                        buffers,
-                        barriers,
-                        sizes,
-                        factor,
-                        0,
-                        PARTS,
-                        CAUSAL,
-                        WINDOW,
-                        TABLE,
-                        N,
-                        STAGES,
-                        PINGPONG,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        out,
-                        lse,
-                        table,
-                        starts,
-                        buffers,
-                        barriers,
-                        sizes,
-                        factor,
-                        1,
-                        PARTS,
-                        CAUSAL,
-                        WINDOW,
-                        TABLE,
-                        N,
-                        STAGES,
-                        PINGPONG,
-                    ),
-                ),
-                (
-                    _produce,
-                    (
-                        q,
-                        k,
-                        v,
-                        table,
-                        buffers,
-                        barriers,
-                        sizes,
-                        CAUSAL,
-                        WINDOW,
-                        TABLE,
-                        N,
-                        STAGES,
-                        PARTS,
-                    ),
-                ),
+                (_consume, (consumer, 0, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+                (_consume, (consumer, 1, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+                (_produce, (producer, CAUSAL, WINDOW, TABLE, N, STAGES, PARTS)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -590,87 +582,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _consume,
-                    (
-                        out,
-                        lse,
-                        table,
-                        starts,
-                        buffers,
-                        barriers,
-                        sizes,
-                        factor,
-                        0,
-                        PARTS,
-                        CAUSAL,
-                        WINDOW,
-                        TABLE,
-                        N,
-                        STAGES,
-                        PINGPONG,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        out,
-                        lse,
-                        table,
-                        starts,
-                        buffers,
-                        barriers,
-                        sizes,
-                        factor,
-                        1,
-                        PARTS,
-                        CAUSAL,
-                        WINDOW,
-                        TABLE,
-                        N,
-                        STAGES,
-                        PINGPONG,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        out,
-                        lse,
-                        table,
-                        starts,
-                        buffers,
-                        barriers,
-                        sizes,
-                        factor,
-                        2,
-                        PARTS,
-                        CAUSAL,
-                        WINDOW,
-                        TABLE,
-                        N,
-                        STAGES,
-                        PINGPONG,
-                    ),
-                ),
-                (
-                    _produce,
-                    (
-                        q,
-                        k,
-                        v,
-                        table,
-                        buffers,
-                        barriers,
-                        sizes,
-                        CAUSAL,
-                        WINDOW,
-                        TABLE,
-                        N,
-                        STAGES,
-                        PARTS,
-                    ),
-                ),
+                (_consume, (consumer, 0, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+                (_consume, (consumer, 1, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+                (_consume, (consumer, 2, PARTS, CAUSAL, WINDOW, TABLE, N, STAGES, PINGPONG)),
+                (_produce, (producer, CAUSAL, WINDOW, TABLE, N, STAGES, PARTS)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -761,10 +676,8 @@ def forward(
     """
     _check(q, mask, options, layout)
     (s, b, g, m, d), t = q.shape, len(k)
-    n, layout = g * m, layout or configuration(d)
+    n, layout, (out, lse) = g * m, layout or configuration(d), outputs(q)
     q, k, v = aligned(q.flatten(1, 2)), *(aligned(x.flatten(1, 2).unsqueeze(2)) for x in (k, v))
-    out = torch.empty(s, b, n, d, dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
     programs = min(lang.multiprocessors(q.device), -(-s // (layout.consumers * ROWS)) * b * n)
     forward_kernel[(programs,)](
         _described(q, ROWS),

@@ -130,6 +130,14 @@ def by_key_head(qkv: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return q.unflatten(2, (k.shape[2], -1)), k, v
 
 
+def outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for out [s, b, g m, d] and lse [b, g m, s] in fp32 of queries [s, b, g, m, d]."""
+    s, b, g, m, d = q.shape
+    return torch.empty(s, b, g * m, d, dtype=q.dtype, device=q.device), torch.empty(
+        b, g * m, s, dtype=torch.float32, device=q.device
+    )
+
+
 def aligned(x: Tensor) -> Tensor:
     """x [length, ..., d] where a descriptor can address it (rows contiguous, all else at multiples
     of 16 bytes), a copy where not.
@@ -283,6 +291,21 @@ def _operand_type(name: str, kind: str, rows: int, d: int, arch: int) -> str | t
     return (f"*{kind}", *["i32"] * (3 + heads))
 
 
+def _tensors_of_variant(fixed: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Of the tensors that masks and dropout may bring, by what is compiled in: (the types of those
+    that there are, the names of the others).
+    """
+    given = {
+        "table": fixed["TABLE"] > 0,
+        "starts": fixed["DOCUMENTS"],
+        "q_positions": fixed["POSITIONS"],
+        "k_positions": fixed["POSITIONS"],
+        "samples": fixed["DROPOUT"],
+    }
+    types = {name: "*i64" if name == "samples" else "*i32" for name in given if given[name]}
+    return types, [name for name in given if name not in types]
+
+
 def compiled(
     kernel: Any,
     name: str,
@@ -302,20 +325,9 @@ def compiled(
     options = Options(scale=1.0, deterministic=deterministic, **given)
     flags = {"causal": True, "window": None, "documents": False, "positions": False} | mask
     fixed = constants(d, tiles, options, **flags) | more
-    types: dict[str, Any] = dict(TYPES)
-    given_tensors = {
-        "table": fixed["TABLE"] > 0,
-        "starts": flags["documents"],
-        "q_positions": flags["positions"],
-        "k_positions": flags["positions"],
-        "samples": options.drop > 0,
-    }
-    types |= {
-        key: "*i64" if key == "samples" else "*i32"
-        for key, present in given_tensors.items()
-        if present
-    }
-    fixed |= {key: None for key, present in given_tensors.items() if not present}
+    of_tensors, absent = _tensors_of_variant(fixed)
+    types: dict[str, Any] = TYPES | of_tensors
+    fixed |= dict.fromkeys(absent)
     for key, rows in descriptors.items():
         kind = "fp32" if key == "dq" and not deterministic else "bf16"
         types[key] = _operand_type(key, kind, rows, d, arch)

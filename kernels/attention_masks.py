@@ -245,6 +245,30 @@ def _blocks(low, full_low, full_high, high, SIZE: tl.constexpr):
 
 
 @jit
+def steps_of_pass(bounds, MASKED: tl.constexpr):
+    """(first, last): the steps in which a tile with these bounds takes the whole blocks or, MASKED,
+    those before and after them, a step each.
+    """
+    low, full_low, full_high, high = bounds
+    if MASKED:
+        first, last = low, high - (full_high - full_low)
+    else:
+        first, last = full_low, full_high
+    return first, last
+
+
+@jit
+def block_of_step(step, bounds, MASKED: tl.constexpr):
+    """The block that a step takes: masked steps pass over the whole blocks between."""
+    low, full_low, full_high, high = bounds
+    if MASKED:
+        block = step + tl.where(step >= full_low, full_high - full_low, 0)
+    else:
+        block = step
+    return block
+
+
+@jit
 def visible(
     q_at,
     k_at,
@@ -266,6 +290,56 @@ def visible(
     if DOCUMENTS:
         see = see & (k_at >= start)
     return see
+
+
+@jit
+def places_of_queries(
+    q_positions, starts, b, rows, s, POSITIONS: tl.constexpr, DOCUMENTS: tl.constexpr
+):
+    """(positions, starts of their documents) [M] of the queries `rows` of sample b. Where the mask
+    knows no positions they count 0, 1, 2, ...; where it knows no documents nobody reads the starts.
+    """
+    q_at = tl.load(q_positions + rows, mask=rows < s, other=0) if POSITIONS else rows
+    start = tl.load(starts + b * s + rows, mask=rows < s, other=0) if DOCUMENTS else rows
+    return q_at, start
+
+
+@jit
+def places_of_keys(k_positions, k_index, t, POSITIONS: tl.constexpr):
+    """Positions [N] of the keys with these indices."""
+    return tl.load(k_positions + k_index, mask=k_index < t, other=0) if POSITIONS else k_index
+
+
+@jit
+def visible_tile(
+    q_at,
+    start,
+    key,
+    k_positions,
+    t,
+    N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """[M, N]: whether queries at q_at [M], in documents that begin at `start` [M], see the N keys
+    from `key` on.
+    """
+    k_index = key + tl.arange(0, N)
+    k_at = places_of_keys(k_positions, k_index, t, POSITIONS)
+    queries, keys = q_at[:, None], k_at[None, :]
+    return visible(queries, keys, k_index[None, :], start[:, None], t, CAUSAL, WINDOW, DOCUMENTS)
+
+
+@jit
+def queries_of_program(s, heads, group, section, M: tl.constexpr):
+    """(row, sample, head of all samples, key head, member of its group): this program has M queries
+    of that head from `row` on. The last ones come first: they see the most keys.
+    """
+    blocks = tl.cdiv(s, M)
+    block, head = schedule(tl.program_id(0), blocks, tl.num_programs(0) // blocks, section)
+    return (blocks - 1 - block) * M, head // heads, head, head // group, head % group
 
 
 @jit

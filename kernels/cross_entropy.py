@@ -159,7 +159,8 @@ def cross_entropy_parts(
     logits: Tensor, labels: Tensor, columns: int, softcap: float | None
 ) -> Tensor:
     """parts [3, n] (fp32) of logits [n, width], whose rows may lie apart."""
-    (tokens, width), _ = logits.shape, _checked(logits)
+    _checked(logits)
+    tokens, width = logits.shape
     parts = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     if tokens:
         parts_kernel[(tokens,)](
@@ -193,7 +194,8 @@ def cross_entropy_backward_(
     softcap: float | None,
 ) -> None:
     """Overwrite logits [n, width] with their gradient; lse, dloss, dlse [n] in fp32."""
-    (tokens, width), _ = logits.shape, _checked(logits)
+    _checked(logits)
+    tokens, width = logits.shape
     if tokens:
         numbers = (each.float().contiguous() for each in (lse, dloss, dlse))
         backward_kernel[(tokens,)](

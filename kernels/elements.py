@@ -1,5 +1,5 @@
-"""How every kernel reads and writes elements: in fp32 inside, in the tensor's own precision outside,
-nothing beyond a mask.
+"""How every kernel reads and writes elements: in fp32 inside, in the tensor's own precision
+outside, nothing beyond a mask.
 """
 
 from __future__ import annotations

@@ -149,9 +149,9 @@ def inverse_scales(
     LARGEST: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """1 / scale of each of a tile's `lines`, of `count` in all: its rows (AXIS 1) or its columns (AXIS
-    0). BLOCKS: the scales are found in the tile and written to scale [tiles, count] at `tile`; else
-    line i's is scale[i step].
+    """1 / scale of each of a tile's `lines`, of `count` in all: its rows (AXIS 1) or its columns
+    (AXIS 0). BLOCKS: the scales are found in the tile and written to scale [tiles, count] at
+    `tile`; else line i's is scale[i step].
     """
     if BLOCKS:
         found, inverse = scale_of(tl.max(magnitude(value), AXIS), LARGEST)
@@ -214,7 +214,8 @@ def _scales(
             down, n, dtype=torch.float32, device=device
         ).t()
     shapes = ((m, 1), (n, 1)) if scaling == "row" else ((1, 1), (1, 1))
-    return tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+    own, turned = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+    return own, turned
 
 
 def _find_scales(

@@ -108,8 +108,8 @@ def row_start(row, INNER, outer_stride, inner_stride):
 
 @jit
 def tile_of_rows(tile, column, rows, width, ROWS: tl.constexpr):
-    """Of the tile of ROWS whole rows with this number: (row [ROWS]; inside [ROWS, BLOCK], whether an
-    element is there; out [ROWS, BLOCK], its place in a contiguous tensor).
+    """Of the tile of ROWS whole rows with this number: (row [ROWS]; inside [ROWS, BLOCK], whether
+    an element is there; out [ROWS, BLOCK], its place in a contiguous tensor).
     """
     row = tile * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -130,11 +130,12 @@ def row_means(values, width):
 
 
 @jit
-def scaled(normed, weight, bias, y, column, known, CENTRE: tl.constexpr):
-    """What y is of z [..., BLOCK], before its rounding: RMSNorm rounds z and multiplies it by the
-    weight, LayerNorm adds a bias.
+def scaled(value, rstd, weight, bias, y, column, known, CENTRE: tl.constexpr):
+    """What y is of z = value rstd [..., BLOCK], before its rounding: RMSNorm rounds z and
+    multiplies it by the weight, LayerNorm adds a bias.
     """
     w = load_fp32(weight + column, known)
+    normed = value * rstd
     if CENTRE:
         return normed * w + load_fp32(bias + column, known)
     else:
@@ -162,8 +163,9 @@ def forward_kernel(
     BLOCK: tl.constexpr,
 ):
     """ROWS whole rows a program."""
+    tile = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    row, inside, out = tile_of_rows(tl.program_id(0), column, rows, width, ROWS)
+    row, inside, out = tile_of_rows(tile, column, rows, width, ROWS)
     value = load_rows(x, row, column, inside, inner, outer_stride, inner_stride)
     if ADD:
         value += load_fp32(residual + out, inside)
@@ -176,7 +178,7 @@ def forward_kernel(
         value = tl.where(inside, value - mean[:, None], 0)
     rstd = tl.rsqrt(row_means(value * value, width) + eps)
     tl.store(statistics + row, rstd, mask=row < rows)
-    result = scaled(value * rstd[:, None], weight, bias, y, column, column < width, CENTRE)
+    result = scaled(value, rstd[:, None], weight, bias, y, column, column < width, CENTRE)
     store_rounded(y + out, result, inside)
 
 
@@ -347,7 +349,7 @@ def wide_forward_kernel(
         value = wide_value(x, residual, begin, begin_out, column, width, ADD)
         if ADD:
             store_rounded(total + begin_out + column, value, known)
-        result = scaled((value - mean) * rstd, weight, bias, y, column, known, CENTRE)
+        result = scaled(value - mean, rstd, weight, bias, y, column, known, CENTRE)
         store_rounded(y + begin_out + column, result, known)
 
 

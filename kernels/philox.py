@@ -79,7 +79,7 @@ def fill(
         stop = min(start + step, row_count)
         words = [word[start:stop, None] for word in rows]
         # [rows, blocks, lanes]
-        values = torch.stack(transform(philox4x32([*words, blocks, *zeros], key)), dim=-1)
+        values = torch.stack(list(transform(philox4x32([*words, blocks, *zeros], key))), dim=-1)
         out[start:stop] = values.flatten(1)[:, skip : skip + columns]
 
 

@@ -97,6 +97,33 @@ def keep_scores(
 
 
 @jit
+def drop_of_head(samples, b, head, k0, k1, threshold, inverse_keep, DROPOUT: tl.constexpr):
+    """What decides which scores of a head of the model are dropped in sample b: (sample's id, head,
+    k0, k1, threshold, 1 / (1 - drop)), with a sample of 0 where there is no dropout.
+    """
+    sample = tl.load(samples + b) if DROPOUT else 0
+    return sample, head, k0, k1, threshold, inverse_keep
+
+
+@jit
+def drop_scores(x, drop, query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """x [QUERIES, KEYS] as dropout leaves it: what is kept times 1 / (1 - drop). `drop` is what
+    drop_of_head gives.
+    """
+    sample, head, k0, k1, threshold, inverse_keep = drop
+    keep = keep_scores(sample, head, query, first_key, k0, k1, threshold, QUERIES, KEYS)
+    return tl.where(keep, x * inverse_keep, 0.0)
+
+
+@jit
+def drop_scores_transposed(x, y, drop, query, first_key, KEYS: tl.constexpr, QUERIES: tl.constexpr):
+    """x and y [KEYS, QUERIES] as dropout leaves them, both by the mask of one tile of scores."""
+    sample, head, k0, k1, threshold, inverse_keep = drop
+    keep = keep_scores_transposed(sample, head, query, first_key, k0, k1, threshold, KEYS, QUERIES)
+    return tl.where(keep, x * inverse_keep, 0.0), tl.where(keep, y * inverse_keep, 0.0)
+
+
+@jit
 def keep_scores_transposed(
     sample, head, query, first_key, k0, k1, threshold, KEYS: tl.constexpr, QUERIES: tl.constexpr
 ):

@@ -57,12 +57,11 @@ def configuration(heads: int, half: int, arch: int = HOPPER) -> RotaryConfigurat
 
 @jit
 def load_turn(cos, sin, at, known, direction, HALF: tl.constexpr):
-    """(cos, sin direction) [1, BLOCK] of a token's angles, at the places `at` [BLOCK] of both tables;
-    a sine is read from the second half, where it has its own sign.
+    """(cos, sin direction) [1, BLOCK] of a token's angles, at the places `at` [BLOCK] of both
+    tables; a sine is read from the second half, where it has its own sign.
     """
-    c = load_fp32(cos + at, known)
-    d = load_fp32(sin + at + HALF, known) * direction
-    return c[None, :], d[None, :]
+    c = load_fp32(cos + at, known)[None, :]
+    return c, (load_fp32(sin + at + HALF, known) * direction)[None, :]
 
 
 @jit

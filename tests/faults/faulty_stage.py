@@ -57,9 +57,9 @@ def rank_process(rank: int, port: int) -> None:
     )
     met: list[str] = []
 
-    def compute(step, action, recording):
+    def take(step, action):
         if step.pipeline.device.type == "meta":  # the plan, which the first rank makes
-            return real_compute(step, action, recording)
+            return real_take(step, action)
         met.append(f"{action.kind.value} {action.stage} {action.micro}")
         if rank != VICTIM and met[-1] == PAUSE and met.count(PAUSE) == 2:
             while not (FOLDER / "fault").exists():
@@ -71,9 +71,9 @@ def rank_process(rank: int, port: int) -> None:
             if FAULT == "raise":
                 raise ZeroDivisionError("something of the user's own went wrong")
             os.kill(os.getpid(), signal.SIGKILL if FAULT == "kill" else signal.SIGSTOP)
-        return real_compute(step, action, recording)
+        return real_take(step, action)
 
-    real_compute, pipeline._Step.compute = pipeline._Step.compute, compute
+    real_take, pipeline._Step.take = pipeline._Step.take, take
     try:
         code = pretrain_gpt.main(sys.argv[6:])
     except BaseException:
