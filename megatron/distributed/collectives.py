@@ -282,7 +282,8 @@ def start_reduce_scatter(
                 host, axis, reduce_dtype=reduce_dtype, workspace=workspace
             ),
         )
-    own = x.chunk(axis.size)[axis.rank]
+    length = x.shape[0] // axis.size
+    own = x.narrow(0, axis.rank * length, length)
     out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
     workspace = x.numel() * reduce_dtype.itemsize // 2 if workspace is None else workspace
     if isinstance(axis.group, SilentGroup):

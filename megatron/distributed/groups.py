@@ -65,6 +65,8 @@ class Layout:
 
         inside = offsets([axis for axis in self.order if axis in axes])
         starts = offsets([axis for axis in self.order if axis not in axes])
+        if len(inside) == 1:
+            return tuple((start,) for start in starts)
         return tuple(tuple(start + offset for offset in inside) for start in starts)
 
 

@@ -201,7 +201,8 @@ class Block:
         """This rank's slice of a whole buffer: `part`, but at stage 0, where a rank updates all of
         it.
         """
-        return buffer.chunk(self.shard.size)[self.shard.rank]
+        length = buffer.numel() // self.shard.size
+        return buffer.narrow(0, self.shard.rank * length, length)
 
     # ---- weights at stage 3
 

@@ -22,12 +22,14 @@ def test_a_traceback_and_a_hang_are_noticed(monkeypatch):
     def broken(argv):
         raise KeyError("of ours")
 
+    def endless(argv):
+        while True:
+            pass
+
     monkeypatch.setattr(command_lines.pretrain_gpt, "main", broken)
     assert command_lines.outcome([])[0] == "traceback"
     monkeypatch.setattr(command_lines, "SECONDS", 1)
-    monkeypatch.setattr(
-        command_lines.pretrain_gpt, "main", lambda argv: command_lines.time.sleep(3)
-    )
+    monkeypatch.setattr(command_lines.pretrain_gpt, "main", endless)
     assert command_lines.outcome([])[0] == "hang"
     monkeypatch.setattr(command_lines.pretrain_gpt, "main", lambda argv: 2)
     assert command_lines.outcome([])[0] == "2 without a message"
