@@ -1,8 +1,10 @@
 """One table: operator x (device, precision, settings) -> implementation, and why.
 
 An implementation is taken by `auto` when it can do what is asked and nothing before it in the table
-can, Triton's and apex's only where they have been measured to be faster than what comes behind them
-(MEASURED). A word other than `auto` is taken or refused.
+can. Triton's and apex's have to be measured to be faster than what comes behind them (MEASURED);
+without a measurement Triton's are taken on the architectures of CHECKED_ON, for the operators of
+CHECKED, where the check at start (self_check.py) has found nothing wrong. A word other than `auto`
+is taken or refused.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.kernels import apex, attention_gluon, lang
+from megatron.kernels import apex, attention_gluon, fa4, lang
 
 from megatron.config.errors import UserError
 
 OPERATORS: dict[str, tuple[str, ...]] = {
-    "attention": ("gluon", "triton", "sdpa", "plain"),
+    "attention": ("gluon", "triton", "fa4", "sdpa", "plain"),
     "norm": ("triton", "apex", "torch"),
     "rotary": ("triton", "torch"),
     "activation": ("triton", "torch"),
@@ -33,6 +35,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 # What is for the asking alone, and what whoever takes it should know.
 FLAWS = {
     ("attention", "gluon"): "compiled, and checked on a CPU; never run on a GPU",
+    ("attention", "fa4"): "never run; torch calls its part of it a prototype",
     (
         "grad-norm",
         "apex",
@@ -41,6 +44,22 @@ FLAWS = {
         "taken; never run"
     ),
 }
+# Operators whose Triton kernels `auto` takes unmeasured: what torch computes in several passes over
+# memory, they compute in one.
+CHECKED = (
+    "norm",
+    "rotary",
+    "activation",
+    "dropout",
+    "cross-entropy",
+    "grad-norm",
+    "adam",
+)
+CHECKED_ON = (80, 90)
+NOT_MEASURED = "its speed has not been measured on this kind of device"
+UNMEASURED = f"triton is held against its definition at start; {NOT_MEASURED}"
+# Operator -> what the check at start found wrong with its Triton kernels; the same on all ranks.
+FAULTY: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -101,9 +120,12 @@ def choose(
     device: torch.device,
     dtype: torch.dtype,
     unable: Mapping[str, str] | None = None,
+    *,
+    unmeasured: bool | None = None,
 ) -> Choice:
     """The implementation of an operator. `unable` maps implementations to what they cannot do of
-    what is asked.
+    what is asked; `unmeasured`: whether `auto` takes Triton's without a measurement (None: as
+    CHECKED says).
 
     Raises UserError when `wanted` is not `auto` and cannot be had.
     """
@@ -112,14 +134,28 @@ def choose(
         for name in OPERATORS[operator]
         if (fault := _fault(operator, name, device, dtype) or (unable or {}).get(name))
     }
-    if wanted != "auto":
-        if wanted in faults:
-            can = [name for name in OPERATORS[operator] if name not in faults]
-            raise UserError(
-                f"{flag_of(operator)} {wanted}: {faults[wanted]}; drop the flag, or take "
-                f"{' or '.join(can)}"
-            )
-        return Choice(wanted, FLAWS.get((operator, wanted), ""))
+    if wanted == "auto":
+        trusted = operator in CHECKED if unmeasured is None else unmeasured
+        return _automatic(operator, faults, device, trusted and _is_checked_on(device))
+    if wanted in faults:
+        can = [
+            name
+            for name in OPERATORS[operator]
+            if name not in faults and (operator, name) not in FLAWS
+        ]
+        raise UserError(
+            f"{flag_of(operator)} {wanted}: {faults[wanted]}; drop the flag, or take "
+            f"{' or '.join(can)}"
+        )
+    return Choice(wanted, FLAWS.get((operator, wanted), ""))
+
+
+def _automatic(
+    operator: str, faults: Mapping[str, str], device: torch.device, unmeasured: bool
+) -> Choice:
+    """The first of the table that can do it and, Triton's and apex's, has won or, Triton's, is
+    taken `unmeasured`.
+    """
     passed = ""
     for name in OPERATORS[operator]:
         if (operator, name) in FLAWS:
@@ -132,23 +168,28 @@ def choose(
             found := MEASURED.get((operator, name, lang.capability(device)))
         ) is not None and found.wins:
             return Choice(name, str(found))
+        elif name == "triton" and found is None and unmeasured:
+            return Choice(name, UNMEASURED)
         else:
             passed = passed or (
                 f"{name}: {found}"
                 if found
-                else (
-                    f"{name} is available if its flag asks for it; its speed has not been "
-                    "measured on this kind of device"
-                )
+                else f"{name} is available if its flag asks for it; {NOT_MEASURED}"
             )
     raise AssertionError(f"nothing computes {operator}")
 
 
+def _is_checked_on(device: torch.device) -> bool:
+    return device.type == "cuda" and lang.capability(device) in CHECKED_ON
+
+
 def _fault(operator: str, name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if name == "triton":
-        return lang.unfit(device, dtype)
+        return lang.unfit(device, dtype) or FAULTY.get(operator)
     if name == "gluon":
         return attention_gluon.unfit(device, dtype)
+    if name == "fa4":
+        return fa4.unfit(device, dtype)
     if name == "apex":
         return apex.missing(operator) or (None if device.type == "cuda" else "it needs a GPU")
     return None

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call, or the named parts of it where a call may take 10 minutes at most:
+# Everything that needs a GPU, in one call, or the named parts of it where a call may take 10 minutes at most. In this order, so that the first ten minutes
+# answer most:
+#   smoke  a few iterations of every default path beside a CPU's: about 2 minutes
+#   train  training speed of three models with our kernels, with torch's operators and of a plain loop with and without Liger's, beside what was predicted:
+#          at most 8 minutes
+#   kernels  the kernels beside PyTorch's and Liger's (where it is installed), against the device's limits: at most 9 minutes
 #   tests  those marked gpu (parity of 2 to 4 ranks on one GPU among them), and those of the kernels, which run compiled where there is a GPU
 #   sanitize  every kernel in small shapes under compute-sanitizer, which finds accesses out of bounds and races in shared memory: about 5 minutes at most
-#   kernels  the kernels beside PyTorch's and Liger's (where it is installed), against the device's limits: at most 9 minutes
+#   zero   ZeRO's memory and speed, offload, and others' experiments, on one GPU that plays one rank of 8: at most 8 minutes
+#   runs   a 125M-parameter GPT for 40 iterations: dropout, recomputation, saves in the background and not; on two devices, where there are two, each way to
+#          share it, with communication beside computation and without
 #   tune   other configurations of the kernels than the frozen ones; only where it is named. It goes on with tuned.jsonl in FOLDER, which each call of
 #          at most 9 minutes makes longer: kernels/tools/tune.py, which writes the table when asked
-#   zero   ZeRO's memory and speed, offload, and others' experiments, on one GPU that plays one rank of 8: at most 8 minutes
-#   train  a 125M-parameter GPT for 40 iterations on one device and, where there are two, on two: each way to share it, with communication beside
-#          computation and without
 # Usage: bash scripts/gpu.sh [FOLDER for the results [PART ...]]. Takes the Python that has a CUDA torch: PYTHON=/path/to/python, default python3.
 # What it lacks is said at once. Packages that a machine without a network lacks are downloaded elsewhere, for its Python, and carried in a folder
 # (all of these: 4.4 MB; git ignores the folder):
@@ -22,24 +26,27 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
 out="${1:-gpu-results}"
 parts="${*:2}"
-parts="${parts:-tests sanitize kernels zero train}"
+parts="${parts:-smoke train kernels tests sanitize zero runs}"
 for part in $parts; do
-  case "$part" in tests | sanitize | kernels | tune | zero | train) ;; *) echo "$part: no part; they are tests, sanitize, kernels, tune, zero and train" >&2 && exit 2 ;; esac
+  case "$part" in
+    smoke | train | kernels | tests | sanitize | zero | runs | tune) ;;
+    *) echo "$part: no part; they are smoke, train, kernels, tests, sanitize, zero, runs and tune" >&2 && exit 2 ;;
+  esac
 done
 mkdir -p "$out"
 "$python" - $parts <<'PYTHON' 2>&1 | tee "$out/versions.txt" || exit 2
 import sys
 from importlib.metadata import PackageNotFoundError, version
-needed = ["torch", "triton", "numpy", "xxhash"] + ["pytest", "hypothesis", "PyYAML"] * ("tests" in sys.argv)
+needed = ["torch", "triton", "numpy", "xxhash"] + ["pytest", "hypothesis", "PyYAML"] * bool({"smoke", "tests"} & set(sys.argv))
 found, missing = [f"Python {sys.version.split()[0]}"], []
-for name in [*needed, "liger-kernel"] if "kernels" in sys.argv else needed:
+for name in [*needed, "liger-kernel"] if {"train", "kernels"} & set(sys.argv) else needed:
     try:
         found.append(f"{name} {version(name)}")
     except PackageNotFoundError:
         missing.append(name)
 print(", ".join(found))
 if missing == ["liger-kernel"]:
-    print("no liger-kernel: its column stays out of the kernels' table (to have it, carry its wheel: see the top of scripts/gpu.sh)")
+    print("no liger-kernel: it stays out of the tables (to have it, carry its wheel: see the top of scripts/gpu.sh)")
 elif missing:
     sys.exit(f"{sys.executable} lacks {' '.join(missing)}: carry wheels, see the top of scripts/gpu.sh")
 import torch
@@ -50,6 +57,16 @@ PYTHON
 
 wanted() { [[ " $parts " == *" $1 "* ]]; }
 failed=0
+if wanted smoke; then
+  "$python" -m pytest -m gpu tests/gpu/test_default_paths.py 2>&1 | tee "$out/smoke.txt" || failed=1
+fi
+if wanted train; then
+  "$python" benchmarks/training_gpu.py --out "$out" 2>&1 | tee "$out/train.txt" || failed=1
+fi
+if wanted kernels; then
+  "$python" benchmarks/kernels.py --out "$out" 2>&1 | tee "$out/kernels.txt" || failed=1
+  echo "to let auto take what has won: $python kernels/tools/adopt.py $out/kernels.json"
+fi
 if wanted tests; then
   # shellcheck disable=SC2046  # only the files that hold such tests: the others' imports cost half a minute
   "$python" -m pytest -m gpu $(grep -rl --include='test_*.py' 'mark\.gpu' tests) 2>&1 | tee "$out/tests.txt" || failed=1
@@ -77,17 +94,13 @@ if wanted sanitize; then
     fi
   fi
 fi
-if wanted kernels; then
-  "$python" benchmarks/kernels.py --out "$out" 2>&1 | tee "$out/kernels.txt" || failed=1
-  echo "to let auto take what has won: $python kernels/tools/adopt.py $out/kernels.json"
-fi
 if wanted tune; then
   "$python" kernels/tools/tune.py --out "$out/tuned.jsonl" 2>&1 | tee -a "$out/tune.txt" || failed=1
 fi
 if wanted zero; then
   "$python" benchmarks/zero_gpu.py --out "$out" 2>&1 | tee "$out/zero.txt" || failed=1
 fi
-wanted train || exit "$failed"
+wanted runs || exit "$failed"
 
 model=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 16 --global-batch-size 32 --mock-data
   --tokenizer-type NullTokenizer --vocab-size 50256 --bf16 --lr 6e-4 --train-iters 40 --log-interval 10 --eval-iters 0)

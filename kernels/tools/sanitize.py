@@ -45,6 +45,7 @@ from megatron.kernels.fp8 import quantise
 from megatron.kernels.grad_norm import sum_of_squares
 from megatron.kernels.initialise import normal_
 from megatron.kernels.norm import WIDEST, add_norm, norm, norm_backward
+from megatron.kernels.qk_norm import qk_norm, qk_norm_backward
 from megatron.kernels.rotary import rotary_
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -151,6 +152,12 @@ def loss_call(logits: Tensor, labels: Tensor, cap: float | None) -> None:
     cross_entropy_backward_(logits, labels, numbers, numbers, numbers, 1500, cap)
 
 
+def norms_of_heads(bias: Tensor | None, cos: Tensor, sin: Tensor) -> None:
+    qkv, weight = random(7, 2, 3, 5, 64), random(64)
+    _, statistics = qk_norm(qkv, weight, weight, bias, bias, cos, sin, 1e-5)
+    qk_norm_backward(qkv, qkv, weight, weight, cos, sin, statistics)
+
+
 def row_calls() -> Calls:
     """Rotary embedding, activations, dropout and the loss."""
     cos, sin = (random(7, 2, 1, 48, dtype=torch.float32) for _ in range(2))
@@ -158,6 +165,11 @@ def row_calls() -> Calls:
         "rotary embedding of fused heads",
         lambda: rotary_(random(7, 2, 3, 5, 64)[:, :, :, :4], cos, sin, 1),
     )
+    for shift in (None, random(64)):
+        yield (
+            f"norms of heads{'' if shift is None else ' with a bias'}",
+            partial(norms_of_heads, shift, cos, sin),
+        )
     for kind in KINDS:
         for shift in (None, random(2 * 1100)):
             x = random(3, 2, 2 * 1100) if kind.endswith("glu") else random(3, 2, 1100)

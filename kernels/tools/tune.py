@@ -57,6 +57,7 @@ from megatron.kernels import (
     adamw,
     attention,
     attention_backward,
+    cases,
     configurations,
     cross_entropy,
     dropout,
@@ -65,6 +66,7 @@ from megatron.kernels import (
     initialise,
     lang,
     norm,
+    qk_norm,
     rotary,
 )
 from megatron.kernels.configurations import FILE, Row, find, read, write
@@ -89,13 +91,12 @@ MODULES = {
     "grad_norm": grad_norm,
     "initialise": initialise,
     "norm": norm,
+    "qk_norm": qk_norm,
     "rotary": rotary,
 }
 UNTUNED = "attention gluon"  # has few layouts, which benchmarks/kernels.py measures
 LEAST_GAIN = 0.01
 ROUNDS = {"first": 5, "last": 25}
-# relative error in the Frobenius norm, against fp32
-BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
 def rows_of(arch: int, only: str = "") -> list[Row]:
@@ -270,15 +271,6 @@ def winner(frozen: Row, rows: list[Row], times: list[list[float]]) -> tuple[Row,
     return frozen, medians[0], medians[0]
 
 
-def wrong(case: Any) -> str:
-    """What is wrong with a case's results; nothing: ""."""
-    for actual, expected in zip(case.call(), case.expected(), strict=True):
-        error = float((actual.double() - expected.double()).norm() / expected.double().norm())
-        if not error < BOUND[actual.dtype if actual.dtype in BOUND else torch.float32]:
-            return f"off by {error:.2g} of the norm"
-    return ""
-
-
 def fitting(tried: list[Row], arch: int, jobs: int) -> list[Row]:
     """Those that compile and need no more than the gate allows."""
     judged = zip(tried, gate(tried, arch, jobs, whole=False), strict=True)
@@ -289,9 +281,7 @@ def fastest(row: Row, fit: list[Row], clock: Clock) -> tuple[Row, float, float]:
     """The winner of a short round of all and a long one of the four best, the frozen row in both:
     (it, its milliseconds, those of the frozen row).
     """
-    from megatron.kernels.tools import tuned_operators
-
-    case = tuned_operators.case(row, clock.device, clock.tiny)
+    case = cases.case(row, clock.device, clock.tiny)
     quick = clock.rounds([row, *fit], case.call, 1 if clock.tiny else ROUNDS["first"])
     order = sorted(range(len(fit)), key=lambda at: statistics.median(quick[1 + at]))
     finals = [row, *(fit[at] for at in order[:4])]
@@ -301,8 +291,6 @@ def fastest(row: Row, fit: list[Row], clock: Clock) -> tuple[Row, float, float]:
 
 def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
     """A line of the results for one row."""
-    from megatron.kernels.tools import tuned_operators
-
     tried = candidates(row, arch)[: 2 if clock.tiny else None]
     fit = tried if clock.tiny else fitting(tried, arch, jobs)
     line: dict[str, Any] = {
@@ -316,7 +304,7 @@ def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
     best, ms, frozen_ms = fastest(row, fit, clock)
     line |= {"numbers": dict(best.numbers), "ms": ms, "frozen_ms": frozen_ms}
     with using(best):
-        fault = wrong(tuned_operators.case(row, clock.device, True))
+        fault = cases.wrong(cases.case(row, clock.device, True))
     facts: dict[str, Any] = {}
     if best is not row and not fault and not clock.tiny:
         ((facts, faults),) = gate([best], arch, jobs, whole=True)

@@ -216,7 +216,7 @@ class ModelConfig:
     """
     make_vocab_size_divisible_by: int = model_flag(128, bound=POSITIVE)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    attention_backend: Literal["auto", "gluon", "triton", "sdpa", "plain"] = flag(
+    attention_backend: Literal["auto", "gluon", "triton", "fa4", "sdpa", "plain"] = flag(
         "auto",
         megatron=(
             "auto takes the fastest that supports the settings; flash and fused are read as "
@@ -225,7 +225,7 @@ class ModelConfig:
         change=KERNEL,
     )
     """Implementation of the attention core: our Triton kernels (gluon: with the forward pass for
-    Hopper), torch's scaled_dot_product_attention, or plain products.
+    Hopper), torch's scaled_dot_product_attention (fa4: with FlashAttention-4), or plain products.
     """
     norm_backend: ApexBackend = kernel_flag()
     """Implementation of LayerNorm and RMSNorm."""

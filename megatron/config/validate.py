@@ -183,7 +183,7 @@ def _positions(run: RunView) -> Faults:
 
 
 def _attention(run: RunView) -> Faults:
-    limited = run.attention_backend in ("gluon", "sdpa")
+    limited = run.attention_backend in ("gluon", "fa4", "sdpa")
     if limited and run.attention_dropout > 0:
         yield (
             f"--attention-backend {run.attention_backend}: cannot apply "

@@ -21,6 +21,7 @@ from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters, saved_statistics
+from megatron.layers.qk_norm import normed_projection
 from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused
 from megatron.layers.spec import (
     ZEROS,
@@ -36,6 +37,8 @@ from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 CAUSAL = AttentionMask()
 OURS = ("gluon", "triton")  # the backends of flash_attention, which takes masks with tables
+# the backends of scaled_dot_product_attention; kernels/fa4.py puts its own kernels there
+SDPA = ("sdpa", "fa4")
 
 
 def mask_of(config: ModelConfig, length: int, document_starts: Tensor | None) -> AttentionMask:
@@ -92,17 +95,18 @@ def choose_attention(config: ModelConfig, *, training: bool) -> str:
     """The implementation of the attention core: what the flag says, else torch's fused one where it
     can do what is asked.
 
-    Raises UserError when --attention-backend sdpa is forced with settings it cannot compute.
+    Raises UserError when --attention-backend sdpa or fa4 is forced with settings it cannot compute.
     """
-    if config.attention_backend in (*OURS, "plain"):
-        return config.attention_backend
+    backend = config.attention_backend
+    if backend in (*OURS, "plain"):
+        return backend
     needs_plain = beyond_sdpa(config, training=training)
-    if config.attention_backend == "sdpa" and needs_plain:
+    if backend in SDPA and needs_plain:
         raise UserError(
-            f"--attention-backend sdpa cannot compute {', '.join(needs_plain)}: drop it, or "
-            "take --attention-backend auto"
+            f"--attention-backend {backend} cannot compute {', '.join(needs_plain)}: drop it, "
+            "or take --attention-backend auto"
         )
-    return "plain" if needs_plain else "sdpa"
+    return "plain" if needs_plain else "fa4" if backend == "fa4" else "sdpa"
 
 
 def attention_core(
@@ -125,7 +129,7 @@ def attention_core(
     a state; first_head numbers q's first head within the model. What is not deterministic is our
     kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
     """
-    if backend != "sdpa":
+    if backend not in SDPA:
         drop = {}
         if dropout is not None and dropout.acts(state):
             drop = {
@@ -236,11 +240,15 @@ class SelfAttention(nn.Module):
         s, b, _ = qkv.shape  # the whole sequence, whatever part x is
         backend = self.backend[state is not None]
         heads = self.groups, self.queries_per_group + 2, self.head_dim
-        if self.config.rotary_backend == "triton" and self.q_norm is None and rotary is not None:
+        is_turned = rotary is None or self.config.rotary_backend == "triton"
+        is_normed = self.q_norm is None or self.config.norm_backend == "triton"
+        if self.q_norm is None and rotary is not None and is_turned:
             qkv, rotary = rotate_fused(qkv, rotary, heads), None
         qkv = qkv.view(s, b, *heads)
         parts: tuple[Tensor, ...]
-        if backend in OURS and self.q_norm is None and rotary is None:
+        if backend in OURS and is_turned and is_normed:
+            if self.q_norm is not None:
+                qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
             parts = (qkv,)
         else:
             parts = self._separate(qkv, rotary)
@@ -315,8 +323,17 @@ class AttentionBytes:
 
     @property
     def takes_projection(self) -> bool:
-        """Whether attention reads the fused projection itself, and writes its gradient."""
-        return self.is_ours and not self.rotates and not self.model.qk_layernorm
+        """Whether attention reads the fused projection itself, or a normed one of its shape, and
+        writes its gradient.
+        """
+        is_fused = not self.model.qk_layernorm or self.norms_projection
+        return self.is_ours and not self.rotates and is_fused
+
+    @property
+    def norms_projection(self) -> bool:
+        """Whether the norms of queries and keys make a second tensor of the projection's shape."""
+        is_fused = self.is_ours and not self.rotates and self.model.norm_backend == "triton"
+        return self.model.qk_layernorm and is_fused
 
     @property
     def is_repeated(self) -> bool:
@@ -343,20 +360,29 @@ class AttentionBytes:
             return self._saved_per_token_plain() + statistics
         statistics += wide * heads  # log-sum-exp
         if self.is_repeated:
-            width = 4 * q  # queries, repeated keys and values, the output
-            if norms:
-                width += q + 2 * k + gathered  # inputs of the norms
-            elif groups == 1 and not rotates:
-                width += 2 * k  # the projection, in which the queries are read
-            return compute * width + statistics
+            return compute * self._repeated_width() + statistics
         if self.device == "cpu" and compute < wide and not self.is_ours:  # computed in fp32
             width = q + (q + 2 * k + gathered if norms else 0)  # the output; inputs of the norms
             # the kernel's own inputs and output
             return compute * width + wide * (2 * q + 2 * k) + statistics
+        if self.norms_projection:
+            # values have statistics too, which nothing reads
+            statistics += groups * saved_statistics(model.normalization, wide)
+            return compute * (2 * (q + 2 * k) + q) + statistics
         width = q + 2 * k + q  # the fused projection, kept through its values; the output
         width += gathered if norms or not rotates else 0
         width += q + k if norms or rotates else 0
         return compute * width + statistics
+
+    def _repeated_width(self) -> int:
+        """Elements a token that are kept where keys and values are repeated."""
+        q, k = self.widths
+        width = 4 * q  # queries, repeated keys and values, the output
+        if self.model.qk_layernorm:
+            return width + q + 2 * k + self._gathered  # inputs of the norms
+        if self.model.num_query_groups == 1 and not self.rotates:
+            return width + 2 * k  # the projection, in which the queries are read
+        return width
 
     @property
     def _gathered(self) -> int:
@@ -403,8 +429,7 @@ class AttentionBytes:
         memory, of probabilities and scores.
         """
         q, k = self.widths
-        width = (1 if self.takes_projection else 2) * (q + 2 * k) + (
-            2 * q if self.is_repeated else 0
-        )
+        is_one = self.takes_projection and not self.norms_projection
+        width = (1 if is_one else 2) * (q + 2 * k) + (2 * q if self.is_repeated else 0)
         scores = 3 * self.wide * self.seq * self.model.num_attention_heads if self.is_plain else 0
         return self.seq * self.samples * (self.compute * width + scores)

@@ -20,15 +20,21 @@ def embedding_weight_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
     the weight's size.
     """
     ids, dy = ids.flatten(), dy.flatten(0, -2)
+    if main_grad.is_cuda:
+        # sorts the ids and adds in order, where index_add_ adds atomically
+        main_grad.index_put_((ids,), dy.to(main_grad.dtype), accumulate=True)
+        return
     step = max(1, SCRATCH_BYTES // (dy.shape[1] * main_grad.element_size()))
     for row in range(0, ids.shape[0], step):
-        piece, rows = ids[row : row + step], dy[row : row + step].to(main_grad.dtype)
-        # equal bits every time: index_add_ goes row by row here, index_put_ adds from all threads
-        # at once
-        if main_grad.device.type == "cpu":
-            main_grad.index_add_(0, piece, rows)
-        else:  # here index_put_ sorts first, index_add_ adds atomically
-            main_grad.index_put_((piece,), rows, accumulate=True)
+        # goes row by row here, where index_put_ adds from all threads at once
+        rows = dy[row : row + step].to(main_grad.dtype)
+        main_grad.index_add_(0, ids[row : row + step], rows)
+
+
+def embedding_grad_scratch(tokens: int, hidden: int, grad: int, device: str) -> int:
+    """Bytes of `embedding_weight_grad`'s widened gradients, for elements of `grad` bytes."""
+    whole = tokens * hidden * grad
+    return whole if device == "cuda" else min(SCRATCH_BYTES, whole)
 
 
 class _Embedding(torch.autograd.Function):

@@ -59,19 +59,21 @@ from megatron.layers.tensor_parallel import DENSE, TensorParallel
 def linear_weight_grad(
     dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool = False, by_apex: bool = False
 ) -> None:
-    """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i];
-    no temporary above SCRATCH_BYTES.
+    """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i]:
+    one product that adds up in main_grad itself, but for bf16 and fp16 on a CPU, where factors are
+    widened in pieces of at most SCRATCH_BYTES.
     """
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
     if by_apex and main_grad.dtype == torch.float32 and dy.dtype != torch.float32:
         apex.add_weight_grad(dy, x, main_grad.zero_() if overwrite else main_grad)
         return
+    beta = 0 if overwrite else 1
     if main_grad.dtype == dy.dtype:
-        # the product is added by the GEMM itself
-        main_grad.addmm_(dy.t(), x, beta=0 if overwrite else 1)
+        main_grad.addmm_(dy.t(), x, beta=beta)
         return
     if dy.is_cuda:
-        _add_by_rows(dy, x, main_grad, overwrite)
+        # reads bf16 or fp16, adds into fp32
+        torch.addmm(main_grad, dy.t(), x, main_grad.dtype, beta=beta, out=main_grad)
         return
     # no bf16 x bf16 -> fp32 product here
     step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))
@@ -85,18 +87,6 @@ def linear_weight_grad(
             )
 
 
-def _add_by_rows(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> None:
-    """`linear_weight_grad` with products that read bf16 or fp16 and write fp32."""
-    step = max(1, SCRATCH_BYTES // (x.shape[1] * main_grad.element_size()))
-    for row in range(0, main_grad.shape[0], step):
-        product = torch.mm(dy[:, row : row + step].t(), x, out_dtype=main_grad.dtype)
-        rows = main_grad[row : row + step]
-        if overwrite:
-            rows.copy_(product)
-        else:
-            rows.add_(product)
-
-
 # the attribute of a weight whose gradients are left for later: the list that they are put onto
 DEFERRED = "deferred_grads"
 
@@ -107,10 +97,8 @@ def weight_grad_scratch(
     """Bytes of `linear_weight_grad`'s temporaries, for elements of `compute` and `grad` bytes: none
     where the GEMM itself adds.
     """
-    if compute == grad:
+    if compute == grad or device == "cuda":
         return 0
-    if device == "cuda":
-        return min(SCRATCH_BYTES, outputs * inputs * grad)
     return (
         min(tokens, max(1, SCRATCH_BYTES // (grad * max(inputs, outputs))))
         * grad

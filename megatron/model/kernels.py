@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.kernels import attention_gluon, lang
+from megatron.kernels import attention_gluon, lang, self_check
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_backward import why_not_atomic
+from megatron.kernels.attention_launch import Options, table_key
 from megatron.kernels.dispatch import OPERATORS, Choice, choose, flag_of
 from megatron.layers.attention import OURS, beyond_sdpa
 
@@ -45,7 +46,14 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
         if operator != "adam" or config.optimizer.optimizer == "adam"
     ]
     choices = {
-        operator: choose(operator, _wanted(config, operator), device, dtype, unable.get(operator))
+        operator: choose(
+            operator,
+            _wanted(config, operator),
+            device,
+            dtype,
+            unable.get(operator),
+            unmeasured=_prefers_ours(config, device) if operator == "attention" else None,
+        )
         for operator in operators
     }
     fields = {
@@ -60,6 +68,51 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
         for name, group in (("model", config.model), ("optimizer", config.optimizer))
     }
     return dataclasses.replace(config, **groups), choices
+
+
+def faulty_kernels(config: Config, device: torch.device) -> dict[str, str]:
+    """Operator -> what is wrong with its Triton kernels on this device, of those that this run
+    takes.
+    """
+    dtype, arch = compute_dtype(config.precision), lang.capability(device)
+    _, choices = choose_kernels(config, device)
+    found = {}
+    for operator, choice in choices.items():
+        if choice.implementation != "triton":
+            continue
+        rows = self_check.rows_of(operator, arch, dtype, _attention_key(config))
+        if fault := self_check.faults(rows, device, dtype):
+            found[operator] = fault
+    return found
+
+
+def _attention_key(config: Config) -> dict[str, Any]:
+    """The key of this model's rows of attention in the table of configurations."""
+    model = config.model
+    options = Options(1.0, model.attn_logit_softcapping, model.attention_dropout)
+    return table_key(model.kv_channels or 0, options, True)
+
+
+def _prefers_ours(config: Config, device: torch.device) -> bool:
+    """Whether `auto` takes Triton's attention unmeasured: on Hopper, for which torch's FLASH kernel
+    was not made, and where there is something that kernel does not take, so that torch would read a
+    mask of all scores or keep them in memory.
+    """
+    return lang.capability(device) == lang.HOPPER or bool(
+        _masks(config) or beyond_sdpa(config.model, training=True)
+    )
+
+
+def _masks(config: Config) -> list[str]:
+    """The flags with which attention is more than causal."""
+    return [
+        flag
+        for flag, given in (
+            ("--window-size", config.model.window_size is not None),
+            ("--reset-attention-mask", config.data.reset_attention_mask),
+        )
+        if given
+    ]
 
 
 def remarks(choices: dict[str, Choice]) -> list[str]:
@@ -80,8 +133,11 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
     """Operator -> implementation -> what it cannot do of what the flags ask for."""
     model = config.model
     unable: dict[str, dict[str, str]] = {"attention": {}}
-    if needs := ", ".join(beyond_sdpa(model, training=True)):
-        unable["attention"]["sdpa"] = f"cannot compute {needs}"
+    needs = beyond_sdpa(model, training=True)
+    if needs:
+        unable["attention"]["sdpa"] = f"cannot compute {', '.join(needs)}"
+    if needs := [*needs, *_masks(config)]:
+        unable["attention"]["fa4"] = f"cannot compute {', '.join(needs)}"
     given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}
     if model.kv_channels is not None and (reason := unfit(model.kv_channels, arch, dtype, **given)):
         unable["attention"]["triton"] = reason

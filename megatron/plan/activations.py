@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron.config.groups import Config
-from megatron.config.workspace import SCRATCH_BYTES
 from megatron.kernels.attention_masks import table_bytes
 from megatron.layers.attention import AttentionBytes
 from megatron.layers.dropout import drawing_bytes, saved_mask
+from megatron.layers.embedding import embedding_grad_scratch
 from megatron.layers.linear import weight_grad_scratch
 from megatron.layers.linear_cross_entropy import chunk_tokens
 from megatron.layers.loss import widened_bytes
@@ -191,7 +191,11 @@ def embedding_bytes(shape: Shape) -> UnitBytes:
     forward = shape.whole + (shape.hidden if shape.sequence_parallel else 0)
     backward = (shape.whole if parallel else 0) + (shape.whole if shape.sequence_parallel else 0)
     narrow = shape.compute != shape.wide and not shape.narrow_grads
-    scratch = min(SCRATCH_BYTES, shape.whole // shape.compute * shape.wide) if narrow else 0
+    scratch = (
+        embedding_grad_scratch(shape.tokens, shape.model.hidden_size, shape.wide, shape.device)
+        if narrow
+        else 0
+    )
     return UnitBytes(0, 0, 0, forward, backward, backward, backward, 0, scratch)
 
 

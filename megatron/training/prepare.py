@@ -6,6 +6,7 @@ Called from training/pretrain.py.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,9 @@ from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.distributed.groups import Axis
 from megatron.distributed.rank_errors import raise_on_all_ranks
+from megatron.kernels.dispatch import FAULTY
 from megatron.model.arithmetic import padded_vocab_size
+from megatron.model.kernels import faulty_kernels
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.training.checkpointing import locate_checkpoint
 from megatron.training.resume import (
@@ -34,6 +37,8 @@ from megatron.training.resume import (
     schedule_changes,
 )
 from megatron.training.run import Progress
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,26 @@ def prepare(
     return Prepared(
         config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, notes, changed
     )
+
+
+def check_kernels(config: Config, device: torch.device, ranks: Ranks) -> None:
+    """Hold the Triton kernels that this run takes on a GPU against their definitions. What fails on
+    one rank no rank takes: `auto` falls back to torch with a warning, and `choose_kernels` refuses
+    a flag.
+    """
+    FAULTY.clear()
+    if device.type != "cuda":
+        return
+    for rank, found in enumerate(ranks.gather_or_raise(lambda: faulty_kernels(config, device))):
+        for operator, fault in found.items():
+            FAULTY.setdefault(operator, f"the check at start failed on rank {rank}: {fault}")
+    for operator, fault in FAULTY.items():
+        LOG.warning(
+            "%s: Triton's kernels are not taken. %s. Versions and GPU are in the banner; "
+            "python -m pytest tests/kernels finds what is wrong",
+            operator,
+            fault,
+        )
 
 
 def _changes(checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer) -> list[Change]:

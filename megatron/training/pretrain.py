@@ -34,10 +34,12 @@ from megatron.distributed.setup import (
     share_cores,
     slurm_job,
 )
+from megatron.kernels import fa4
 from megatron.model.arithmetic import (
     peak_tflops,
 )
 from megatron.model.build import build_model, hidden_shape
+from megatron.model.kernels import compute_dtype
 from megatron.observe.console import NOT_DONE, banner
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.blocks import build_run_blocks
@@ -59,7 +61,7 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
-from megatron.training.prepare import Prepared, prepare
+from megatron.training.prepare import Prepared, check_kernels, prepare
 from megatron.training.resume import (
     continuity,
     device_name,
@@ -172,6 +174,7 @@ def build(
         config, notes, world_size, device, groups.world, local_checkpoints=local_checkpoints
     )
     config, tokenizer = prepared.config, prepared.tokenizer
+    check_kernels(config, device, ranks)
     sections = _sections(prepared, groups, device)
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     device_names = _device_names(device, ranks)
@@ -202,7 +205,7 @@ def build(
         progress=prepared.progress,
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
-        peak_tflops=_peak_tflops(config, device, pipeline.model.dtype),
+        peak_tflops=_peak_tflops(config, device),
     ), prepared.checkpoint
 
 
@@ -233,8 +236,9 @@ def _device_names(device: torch.device, ranks: Ranks) -> str:
     return ", ".join(sorted(set(ranks.gather_or_raise(lambda: device_name(device)))))
 
 
-def _peak_tflops(config: Config, device: torch.device, dtype: torch.dtype) -> float | None:
-    return config.logging.peak_tflops or peak_tflops(device_name(device), dtype)
+def _peak_tflops(config: Config, device: torch.device) -> float | None:
+    known = peak_tflops(device_name(device), compute_dtype(config.precision))
+    return config.logging.peak_tflops or known
 
 
 def _make_groups(config: Config, world_size: int) -> Groups:
@@ -248,6 +252,8 @@ def _build_engine(
     """This rank's stages, sharded, with what drives them and what updates them."""
     model = build_model(config, vocab_size, groups, device)
     blocks = build_run_blocks(config, model, device, groups)
+    if model.config.attention_backend == "fa4":
+        fa4.activate()
     if model.config.weight_grad_backend == "apex":
         for parameter in model.parameters():
             parameter.by_apex = True  # read where its gradient is formed

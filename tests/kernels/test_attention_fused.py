@@ -13,7 +13,7 @@ from megatron.kernels.attention_masks import attention_mask
 from test_attention import assert_near
 
 from megatron.config.groups import ModelConfig
-from megatron.layers.attention import SelfAttention, mask_of
+from megatron.layers.attention import AttentionBytes, SelfAttention, mask_of
 from megatron.layers.rotary import rotary_table
 
 S, B = 40, 2
@@ -145,3 +145,51 @@ def test_a_layer_copies_nothing(device, monkeypatch, groups, rotary):
     assert sum(kept.values()) == 4 * (x.numel() + fused + q + lse) + (
         2 * table[0].nbytes if rotary else 0
     )
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("groups, rotary", [(8, True), (2, True), (2, False)])
+def test_norms_of_heads_stay_in_the_projection(device, groups, rotary, kind):
+    """Outputs and gradients are those of norms, rotation and attention apart; what is kept is what
+    the plan counts.
+    """
+    config = dataclasses.replace(
+        CONFIG,
+        num_query_groups=groups,
+        normalization=kind,
+        qk_layernorm=True,
+        **({} if rotary else {"position_embedding_type": "learned_absolute"}),
+    )
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(S, B, 24, generator=generator).to(device) for _ in range(2))
+    table = (
+        rotary_table(config, torch.arange(S, device=device)[:, None].expand(S, B), torch.float32)
+        if rotary
+        else None
+    )
+    results, kept = [], {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for backend in ("torch", "triton"):
+        config = dataclasses.replace(config, norm_backend=backend)
+        layer = SelfAttention(config, 1, 0).to_empty(device=device)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in layer.parameters():
+            parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + 0.2)
+            parameter.main_grad = torch.zeros_like(parameter)
+        kept.clear()
+        own = x.clone().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = layer(own, table, mask_of(config, S, None), None)
+        y.backward(dy)
+        results.append([y.detach(), own.grad, *(p.main_grad for p in layer.parameters())])
+    for actual, expected in zip(*results, strict=True):
+        # that of keys' bias is zero where nothing turns: it moves all scores of a query alike
+        assert (actual - expected).norm() < 3e-6 * expected.norm().clamp_min(1.0)
+    counted = AttentionBytes(config, S, B, 4, 4, "cuda", False)
+    assert counted.norms_projection and counted.takes_projection
+    tables = 2 * table[0].nbytes if rotary else 0
+    assert sum(kept.values()) == counted.saved() + x.nbytes + tables

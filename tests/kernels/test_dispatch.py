@@ -3,11 +3,14 @@ and what a model is built from.
 """
 
 import dataclasses
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from megatron.kernels import apex, dispatch, lang
+from megatron.kernels import apex, dispatch, fa4, lang
 from megatron.kernels.dispatch import OPERATORS, choose, flag_of
 from unit.layers.made import norm
 
@@ -16,6 +19,7 @@ from megatron.layers.linear import linear_weight_grad
 from megatron.model.kernels import choose_kernels, remarks
 from megatron.optimizer.clip import sum_of_squares
 
+ROOT = Path(__file__).resolve().parents[2]
 TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
 QUIET = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0)
@@ -83,12 +87,111 @@ def test_auto_takes_triton_where_it_has_been_measured_to_win(operator, measured)
     assert choose(operator, "auto", GPU, torch.float64).implementation == FALLBACK[operator]
 
 
+@pytest.mark.parametrize("operator", TRITON)
+def test_auto_takes_triton_unmeasured_where_it_is_checked_at_start(operator):
+    taken = choose(operator, "auto", GPU, BF16)
+    if operator in dispatch.CHECKED:
+        assert taken == dispatch.Choice("triton", dispatch.UNMEASURED)
+    else:
+        assert taken.implementation == FALLBACK[operator]
+
+
+@pytest.mark.parametrize("architecture", [86, 89, 100, 120])
+def test_auto_takes_nothing_unmeasured_on_other_architectures(architecture, monkeypatch):
+    monkeypatch.setattr(lang, "capability", lambda device: architecture)
+    for operator in TRITON:
+        assert choose(operator, "auto", GPU, BF16).implementation == FALLBACK[operator]
+
+
+def test_what_failed_its_check_is_not_taken(monkeypatch):
+    monkeypatch.setitem(dispatch.FAULTY, "norm", "the check at start failed")
+    assert choose("norm", "auto", GPU, BF16) == dispatch.Choice(
+        "torch", "triton: the check at start failed"
+    )
+    assert choose("rotary", "auto", GPU, BF16).implementation == "triton"
+    with pytest.raises(
+        ValueError,
+        match=(r"^--norm-backend triton: the check at start failed; drop the flag, or take torch$"),
+    ):
+        choose("norm", "triton", GPU, BF16)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "taken"),
+    [
+        ({}, {}, "auto"),
+        ({"window_size": 64}, {}, "triton"),
+        ({}, {"reset_attention_mask": True}, "triton"),
+        ({"attention_dropout": 0.1}, {}, "triton"),
+        ({"attn_logit_softcapping": 30.0}, {}, "triton"),
+    ],
+)
+def test_auto_takes_our_attention_where_torchs_flash_kernel_cannot(model, data, taken, monkeypatch):
+    """And on Hopper always."""
+    monkeypatch.setattr(lang, "capability", lambda device: 80)
+    config = of(dataclasses.replace(QUIET, kv_channels=64, **model))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+    assert choose_kernels(config, GPU)[0].model.attention_backend == taken
+    assert choose_kernels(config, CPU)[0].model.attention_backend == "auto"
+    monkeypatch.setattr(lang, "capability", lambda device: lang.HOPPER)
+    assert choose_kernels(config, GPU)[0].model.attention_backend == "triton"
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "why"),
+    [
+        ({"window_size": 8}, {}, "cannot compute --window-size"),
+        ({}, {"reset_attention_mask": True}, "cannot compute --reset-attention-mask"),
+        ({"attn_logit_softcapping": 3.0}, {}, "cannot compute --attn-logit-softcapping"),
+    ],
+)
+def test_what_fa4_cannot_compute_is_refused(model, data, why):
+    model = dataclasses.replace(QUIET, kv_channels=64, attention_backend="fa4", **model)
+    config = of(model)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+    with pytest.raises(ValueError, match=f"^--attention-backend fa4: {why}"):
+        choose_kernels(config, GPU)
+
+
+def test_fa4_is_taken_when_asked_for_alone():
+    asked = of(dataclasses.replace(QUIET, kv_channels=64, attention_backend="fa4"))
+    chosen, choices = choose_kernels(asked, GPU)
+    assert chosen.model.attention_backend == choices["attention"].implementation == "fa4"
+    assert "never run" in choices["attention"].because
+    with pytest.raises(ValueError, match="^--attention-backend fa4: it needs a GPU; drop the flag"):
+        choose_kernels(asked, CPU)
+    assert not fa4.is_installed() or torch.cuda.is_available()
+
+
+def test_fa4_takes_the_place_of_torchs_flash_kernels(tmp_path):
+    """With a stand-in of the wheel, in a process of its own: nothing gives the place back."""
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "interface.py").write_text("_flash_attn_fwd = _flash_attn_bwd = print\n")
+    code = (
+        "import torch\n"
+        "from megatron.kernels import fa4\n"
+        "from torch.nn.attention import current_flash_attention_impl\n"
+        "assert fa4.is_installed()\n"
+        "fa4.activate()\n"
+        "assert current_flash_attention_impl() == 'FA4'\n"
+        "cuda = torch.backends.cuda\n"
+        "assert cuda.flash_sdp_enabled() and not cuda.cudnn_sdp_enabled()\n"
+        "assert not cuda.mem_efficient_sdp_enabled() and not cuda.math_sdp_enabled()\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
 def test_auto_says_what_it_did_not_take_on_a_gpu():
     unmeasured = (
         "triton is available if its flag asks for it; its speed has not been measured on "
         "this kind of device"
     )
-    assert choose("norm", "auto", GPU, BF16) == dispatch.Choice("torch", unmeasured)
+    assert choose("init", "auto", GPU, BF16) == dispatch.Choice("torch", unmeasured)
     assert choose("attention", "auto", GPU, torch.float64) == dispatch.Choice(
         "sdpa", "triton: float64"
     )

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.kernels import configurations
+from megatron.kernels import cases, configurations
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.tools import tune as tool
-from megatron.kernels.tools import tuned_operators
 
 ABOUT = {"gpu": "H200", "torch": "2.11", "triton": "3.6.0", "tiny": False, "date": "2026-01-01"}
 
@@ -116,13 +115,13 @@ def test_only_whole_lines_of_this_device_count(tmp_path):
 
 
 def test_a_wrong_result_is_named():
-    good = tuned_operators.Case(lambda: (torch.ones(4),), lambda: (torch.ones(4),))
+    good = cases.Case(lambda: (torch.ones(4),), lambda: (torch.ones(4),))
     assert (
-        tool.wrong(good) == ""
-        and tool.wrong(replace(good, call=lambda: (torch.full((4,), 1.1),)))
+        cases.wrong(good) == ""
+        and cases.wrong(replace(good, call=lambda: (torch.full((4,), 1.1),)))
         == "off by 0.1 of the norm"
     )
-    assert "nan" in tool.wrong(replace(good, call=lambda: (torch.full((4,), torch.nan),)))
+    assert "nan" in cases.wrong(replace(good, call=lambda: (torch.full((4,), torch.nan),)))
     row = find("norm backward", 90, kind="wide")
     with (
         pytest.raises(ZeroDivisionError),
@@ -138,7 +137,7 @@ ONE_EACH = {row.operator: row for row in reversed(tool.rows_of(90)) if row.key.g
 
 @pytest.mark.parametrize("row", ONE_EACH.values(), ids=tool.title)
 def test_every_operator_is_right_at_the_size_that_is_compared(row, device):
-    assert tool.wrong(tuned_operators.case(row, device, True)) == ""
+    assert cases.wrong(cases.case(row, device, True)) == ""
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
@@ -153,7 +152,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
 
     assert (
         call("--only", "norm backward", "--minutes", "0")
-        == "0 rows measured, 3 left: the same call continues with them"
+        == "0 rows measured, 4 left: the same call continues with them"
     )
     assert call("--only", "norm backward wide") == "1 rows measured, 0 left"
     before, table = (tmp_path / "tuned.jsonl").read_text(), configurations.FILE.read_text()

@@ -26,6 +26,7 @@ from megatron.layers.attention import repeats_heads
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.arithmetic import padded_vocab_size, parameter_count
 from megatron.model.gpt import GPTModel
+from megatron.model.kernels import choose_kernels
 from megatron.model.stages import whole
 from megatron.optimizer.blocks import build_blocks
 from megatron.plan.activations import Shape, unit_bytes
@@ -64,7 +65,16 @@ def configure(
             tensor_model_parallel_size=tp, sequence_parallel=sp, world_size=world or tp
         ),
     )
-    return resolve(config, world or tp, VOCAB).config
+    return with_cpu_kernels(resolve(config, world or tp, VOCAB).config)
+
+
+def with_cpu_kernels(config: Config) -> Config:
+    """The same with the kernels that a CPU takes named: what is measured here is planned for a GPU,
+    whose `auto` takes others.
+    """
+    config, choices = choose_kernels(config, torch.device("cpu"))
+    model = dataclasses.replace(config.model, attention_backend=choices["attention"].implementation)
+    return dataclasses.replace(config, model=model)
 
 
 interpreted = pytest.mark.skipif(

@@ -12,7 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.benchmarks.peers.pipeline_rank import VIRTUAL, memory
-from test_memory import BATCH, DRY, GROUPED, KERNELS, LOSS, ROPE, SEQ, VOCAB, Kept
+from test_memory import (
+    BATCH,
+    DRY,
+    GROUPED,
+    KERNELS,
+    LOSS,
+    ROPE,
+    SEQ,
+    VOCAB,
+    Kept,
+    with_cpu_kernels,
+)
 from unit.by_hand import KeptWeights, backward_input, forward
 from unit.zero.measure import launches_of_nothing
 
@@ -88,7 +99,7 @@ def configure(
             **distributed,
         ),
     )
-    return resolve(config, pp * tp, VOCAB).config
+    return with_cpu_kernels(resolve(config, pp * tp, VOCAB).config)
 
 
 def storages(tensors: list[torch.Tensor], model: GPTModel) -> int:

@@ -1,5 +1,7 @@
-"""What tune.py times for a row of the table of configurations, and the definition's results
-in fp32 to compare small cases with.
+"""A call of every operator for each row of the table of configurations, and the definition's
+results in fp32 to compare a small one with.
+
+The check at start (self_check.py) compares; kernels/tools/tune.py compares and times.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from megatron.kernels import (
     grad_norm,
     initialise,
     norm,
+    qk_norm,
     rotary,
 )
 from megatron.kernels.configurations import Row
@@ -27,6 +30,8 @@ from torch import Tensor
 
 Results = tuple[Tensor, ...]
 KEY = (3, 7)  # of Philox
+# relative error in the Frobenius norm, against fp32: a few roundings of the precision
+BOUND = {torch.float32: 1e-5, torch.float16: 1.25e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -38,27 +43,39 @@ class Case:
 
 
 class Draw:
-    """Random operands of a device, small ones or those that are timed."""
+    """Random operands of a device, small ones or those that are timed, in `dtype` unless an
+    operator asks for another one.
+    """
 
-    def __init__(self, device: torch.device, tiny: bool):
-        self.device, self.tiny, self.count = device, tiny, 0
+    def __init__(self, device: torch.device, tiny: bool, dtype: torch.dtype = torch.bfloat16):
+        self.device, self.tiny, self.dtype, self.count = device, tiny, dtype, 0
 
-    def __call__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.count += 1
         return torch.randn(
             *shape,
             device=self.device,
             generator=torch.Generator(self.device).manual_seed(self.count),
-        ).to(dtype)
+        ).to(dtype or self.dtype)
 
     def either(self, small: Any, large: Any) -> Any:
         return small if self.tiny else large
 
 
-def case(row: Row, device: torch.device, tiny: bool) -> Case:
-    """The case of a row; small enough for the definition where `tiny`."""
+def case(row: Row, device: torch.device, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """The case of a row in a precision; small enough for the definition where `tiny`."""
     operator, _, rest = row.operator.partition(" ")
-    return CASES[operator](Draw(device, tiny), dict(row.key), rest)
+    return CASES[operator](Draw(device, tiny, dtype), dict(row.key), rest)
+
+
+def wrong(case: Case) -> str:
+    """What is wrong with a case's results beside the definition's; nothing: ""."""
+    for actual, expected in zip(case.call(), case.expected(), strict=True):
+        wide = expected.double()
+        error = float((actual.double() - wide).norm() / wide.norm())
+        if not error < BOUND.get(actual.dtype, BOUND[torch.float32]):
+            return f"off by {error:.2g} of the norm"
+    return ""
 
 
 def _gradients(function: Callable[..., Tensor], dout: Tensor, *inputs: Tensor) -> Results:
@@ -232,7 +249,7 @@ def _initialise(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
 
 
 def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
-    wide, dtype = key["kind"] == "wide", torch.float32 if key.get("bytes") == 4 else torch.bfloat16
+    wide, dtype = key["kind"] == "wide", torch.float32 if key.get("bytes") == 4 else draw.dtype
     # just wider than a program holds
     small = (33000 if direction == "forward" else 9000) if wide else 300
     rows, width = draw.either((5, small), (1024, 65536) if wide else (8192, 4096))
@@ -259,12 +276,43 @@ def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
     return Case(call, lambda: _gradients(definition, dy, x, weight))
 
 
+def _qk_norm(draw: Draw, _key: dict[str, Any], direction: str) -> Case:
+    """RMSNorms of heads that turn."""
+    s, b, g, heads, d = draw.either((3, 2, 2, 4, 32), (4096, 4, 8, 6, 128))
+    qkv, dy, weights = draw(s, b, g, heads, d), draw(s, b, g, heads, d), (draw(d), draw(d))
+    tables = _tables(draw, s, b, d)
+    y, statistics = qk_norm.qk_norm(qkv, *weights, None, None, *tables, 1e-5)
+
+    def definition(qkv: Tensor, *weights: Tensor) -> Tensor:
+        return qk_norm.qk_norm_reference(qkv, weights, None, tables, 1e-5)
+
+    if direction == "forward":
+        return Case(
+            lambda: qk_norm.qk_norm(qkv, *weights, None, None, *tables, 1e-5)[:1],
+            lambda: (definition(qkv.float(), *(weight.float() for weight in weights)),),
+        )
+
+    def call() -> Results:
+        dx, gradients = qk_norm.qk_norm_backward(dy, qkv, *weights, *tables, statistics)
+        return dx, *gradients
+
+    return Case(call, lambda: _gradients(definition, dy, qkv, *weights))
+
+
+def _tables(draw: Draw, s: int, b: int, d: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [s, b, 1, d] of random angles, as layers/rotary.py makes them."""
+    angles = draw(s, b, 1, d // 2, dtype=torch.float32)
+    return (
+        torch.cat([angles.cos()] * 2, -1),
+        torch.cat([-angles.sin(), angles.sin()], -1),
+    )
+
+
 def _rotary(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
     """In place: a second turn is the same work."""
     s, b, n, d = draw.either((5, 2, 3, 32), (4096, 4, 40, 128))
-    x, angles = draw(s, b, n, d), draw(s, b, 1, d // 2, dtype=torch.float32)
-    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-    before = x.float()
+    x, (cos, sin) = draw(s, b, n, d), _tables(draw, s, b, d)
+    before = x.to(torch.float32, copy=True)
 
     def call() -> Results:
         rotary.rotary_(x, cos, sin, 1)
@@ -283,5 +331,6 @@ CASES: dict[str, Callable[[Draw, dict[str, Any], str], Case]] = {
     "grad_norm": _grad_norm,
     "initialise": _initialise,
     "norm": _norm,
+    "qk_norm": _qk_norm,
     "rotary": _rotary,
 }
