@@ -7,11 +7,13 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.kernels import cases, dispatch, lang, self_check
 from megatron.kernels.configurations import find
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
+from megatron.distributed.groups import Axis
 from megatron.training import prepare
 
 BF16 = torch.bfloat16
@@ -133,3 +135,22 @@ def test_what_fails_is_left_out_with_a_warning(monkeypatch, caplog):
     assert "norm: Triton's kernels are not taken. the check at start failed" in caplog.text
     prepare.check_kernels(Config(), torch.device("cpu"), Ranks())
     assert dispatch.FAULTY == {}
+
+
+def checked_where_one_rank_is_faulty() -> dict[str, str]:
+    """What this rank leaves out, when the norm is wrong on rank 1 alone."""
+    rank = dist.get_rank()
+    world = Axis("world", rank, tuple(range(dist.get_world_size())), dist.group.WORLD)
+    before = prepare.faulty_kernels
+    prepare.faulty_kernels = lambda config, device: {"norm": "off"} if rank == 1 else {}
+    try:
+        prepare.check_kernels(Config(), GPU, Ranks(world))
+        return dict(dispatch.FAULTY)
+    finally:
+        prepare.faulty_kernels = before
+        dispatch.FAULTY.clear()
+
+
+def test_one_ranks_fault_is_every_ranks(gloo_world):
+    found = gloo_world(2).run(checked_where_one_rank_is_faulty)
+    assert found == [{"norm": "the check at start failed on rank 1: off"}] * 2
