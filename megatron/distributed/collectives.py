@@ -300,58 +300,18 @@ def start_reduce_scatter(
     return _start_native(REDUCE_SCATTER, "a reduce-scatter", out, x.to(reduce_dtype), axis, narrow)
 
 
-def _exchange(sends: Tensor, to: int, receives: Tensor, come: int, axis: Axis) -> list[Any]:
-    return dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.irecv, receives, axis.ranks[come], axis.group),
-            dist.P2POp(dist.isend, sends, axis.ranks[to], axis.group),
-        ]
-    )
-
-
-def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """An all-gather of x [n, ...] into out [size * n, ...] that hands out each rank's part as it
-    arrives, the own one first: (rank, part).
+def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """An all-gather of x [n, ...] into out [size * n, ...] that hands out rows as they come: (which
+    rows of out, the rows), this rank's own at once; when the others' have arrived, those before the
+    own and those behind.
     """
-    if is_gloo(axis) and x.is_cuda:
-        start_all_gather(x, axis, out).wait()
-        yield from enumerate(out.chunk(axis.size))
-        return
-    x, parts = x.contiguous(), out.chunk(axis.size)
-    steps = [
-        ((axis.rank + step) % axis.size, (axis.rank - step) % axis.size)
-        for step in range(1, axis.size)
-    ]
-    with _others("an all-gather", axis):
-        works = [_exchange(x, to, parts[come], come, axis) for to, come in steps]
-    parts[axis.rank].copy_(x)
-    yield axis.rank, parts[axis.rank]
-    for (_, come), pending in zip(steps, works):
-        with _others("an all-gather", axis):
-            for work in pending:
-                work.wait()
-        yield come, parts[come]
-
-
-def scatter_parts(part: Callable[[int], Tensor], axis: Axis) -> Tensor:
-    """A reduce-scatter whose input is computed on the way: part(r) [n, ...] is what rank r shall
-    sum up, the own one is asked for last.
-    """
-    received, works, kept = {}, [], []
-    for step in range(1, axis.size):
-        to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-        kept.append(part(to).contiguous())
-        if is_gloo(axis) and kept[0].is_cuda:
-            return reduce_scatter(torch.cat([part(rank) for rank in range(axis.size)]), axis)
-        received[come] = torch.empty_like(kept[-1])
-        with _others("a reduce-scatter", axis):
-            works += _exchange(kept[-1], to, received[come], come, axis)
-    own = received[axis.rank] = part(axis.rank).contiguous()
-    with _others("a reduce-scatter", axis):
-        for work in works:
-            work.wait()
-    _add_in_rank_order(received, axis, own)
-    return own
+    gathering = start_all_gather(x, axis, out)
+    first, behind = axis.rank * x.shape[0], (axis.rank + 1) * x.shape[0]
+    yield slice(first, behind), x
+    gathering.wait()
+    for rows in (slice(0, first), slice(behind, out.shape[0])):
+        if rows.start < rows.stop:
+            yield rows, out[rows]
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:

@@ -45,13 +45,13 @@ from megatron.distributed.collectives import (
     all_reduce,
     gather_parts,
     reduce_scatter,
-    scatter_parts,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
 from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import apex
+from megatron.kernels.lang import multiprocessors
 from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
@@ -87,6 +87,8 @@ def linear_weight_grad(
             )
 
 
+# rows and columns that one block of threads of a large product computes on Hopper, at most
+TILE = (128, 256)
 # the attribute of a weight whose gradients are left for later: the list that they are put onto
 DEFERRED = "deferred_grads"
 
@@ -228,13 +230,12 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
             return F.linear(x, weight, bias)
-        if not tp.overlap:
+        if not (tp.overlap and worth_cutting(x, weight.shape[0])):
             return F.linear(all_gather(x, tp.axis), weight, bias)
         whole = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
         y = x.new_empty((*whole.shape[:-1], weight.shape[0]))
-        parts = y.chunk(tp.size)
-        for rank, part in gather_parts(x, tp.axis, whole):
-            _linear_into(parts[rank], part, weight, bias)
+        for rows, part in gather_parts(x, tp.axis, whole):
+            _linear_into(y[rows], part, weight, bias)
         return y
 
     @staticmethod
@@ -278,9 +279,12 @@ class _RowLinear(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
             y = all_reduce(F.linear(x, weight), tp.axis)
-        elif tp.overlap:
-            parts = x.chunk(tp.size)
-            y = scatter_parts(lambda rank: F.linear(parts[rank], weight), tp.axis)
+        elif tp.overlap and worth_cutting(x, weight.shape[0] // 2):
+            # the first half of the outputs is summed beside the product of the second
+            halves = []
+            for half in weight.chunk(2):
+                halves.append(start_reduce_scatter(F.linear(x, half), tp.axis))
+            y = torch.cat([half.wait() for half in halves], dim=-1)
         else:
             y = reduce_scatter(F.linear(x, weight), tp.axis)
         return y if bias is None else y.add_(bias)
@@ -302,12 +306,11 @@ class _RowLinear(torch.autograd.Function):
             )
         if ctx.bias is not None and not frozen:
             bias_grad(dy, ctx.bias.main_grad)
-        if tp.sequence and tp.overlap:
+        if tp.sequence and tp.overlap and worth_cutting(dy, weight.shape[1]):
             whole = dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:]))
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            parts = dx.chunk(tp.size)
-            for rank, part in gather_parts(dy, tp.axis, whole):
-                torch.mm(part.flatten(0, -2), weight, out=parts[rank].flatten(0, -2))
+            for rows, part in gather_parts(dy, tp.axis, whole):
+                torch.mm(part.flatten(0, -2), weight, out=dx[rows].flatten(0, -2))
             dy = whole
         else:
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
@@ -315,6 +318,14 @@ class _RowLinear(torch.autograd.Function):
         if deferred is None and not frozen:
             add_weight_grad(dy, x, weight)
         return dx, None, None, None
+
+
+def worth_cutting(x: Tensor, outputs: int) -> bool:
+    """Whether a piece of a product, of x [s, b, i] with so many outputs, keeps a GPU as busy as the
+    whole does: it has a tile for each multiprocessor. On a CPU any has.
+    """
+    tiles = -(-x.shape[:-1].numel() // TILE[0]) * -(-outputs // TILE[1])
+    return not x.is_cuda or tiles >= multiprocessors(x.device)
 
 
 def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

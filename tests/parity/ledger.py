@@ -31,7 +31,6 @@ KINDS = {
     "start_all_gather": "all-gather",
     "gather_parts": "all-gather",
     "_GlooReduceScatter": "reduce-scatter",
-    "scatter_parts": "reduce-scatter",
 }
 
 

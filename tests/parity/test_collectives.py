@@ -76,15 +76,17 @@ def test_tensor_parallelism(gloo_world, size, overlap):
 @pytest.mark.parametrize("size", [2, 4])
 def test_sequence_parallelism(gloo_world, size, overlap):
     """A layer: 2 all-gathers and 2 reduce-scatters forward, the same backward, and 2 all-gathers of
-    sharded inputs for weight gradients.
+    sharded inputs for weight gradients. Overlapped, each reduce-scatter of a forward pass is two of
+    half the bytes.
     """
+    halves = 1 if overlap else 2
     bytes_each = (size - 1) / size * ACTIVATION
     found = in_layers(gloo_world, size, "--sequence-parallel", *overlap)
     regathers = found.pop(("all-gather", "backward", "_ColumnLinear.backward"))
     assert regathers == (2, bytes_each)
     assert found == {
         ("all-gather", "forward", "_ColumnLinear.forward"): (2, bytes_each),
-        ("reduce-scatter", "forward", "_RowLinear.forward"): (2, bytes_each),
+        ("reduce-scatter", "forward", "_RowLinear.forward"): (2 * halves, bytes_each / halves),
         ("all-gather", "backward", "_RowLinear.backward"): (2, bytes_each),
         ("reduce-scatter", "backward", "_ColumnLinear.backward"): (2, bytes_each),
     }

@@ -2,12 +2,16 @@
 gradients put together.
 """
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from unit.layers.made import linear, table
 
 from megatron.distributed.groups import Layout, build_groups
+from megatron.layers import linear as layers
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.loss import cross_entropy
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
@@ -88,6 +92,86 @@ def check_linear(kind, *which):
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_linear(gloo_world, kind, size, sequence, overlap):
     gloo_world(size).run(check_linear, kind, size, sequence, overlap)
+
+
+@pytest.mark.parametrize(
+    "tokens, outputs, cut",
+    [
+        (128 * 12, 256 * 11, True),  # 132 tiles
+        (128 * 12 - 127, 256 * 11 - 255, True),  # as many, some of them nearly empty
+        (128 * 11, 256 * 11, False),
+        (128 * 132, 1, True),
+        (1, 256 * 131, False),
+    ],
+)
+def test_a_product_is_cut_where_a_piece_fills_a_gpu(monkeypatch, tokens, outputs, cut):
+    monkeypatch.setattr(layers, "multiprocessors", lambda device: {"a GPU": 132}[device])
+    on_gpu = SimpleNamespace(shape=torch.Size((tokens, 1, I)), is_cuda=True, device="a GPU")
+    assert layers.worth_cutting(on_gpu, outputs) is cut
+    assert layers.worth_cutting(torch.empty(1, 1, I), 1)  # on a CPU always
+
+
+def check_uncut(kind):
+    """A product that is not worth cutting is made whole, and is the same."""
+    with mock.patch.object(layers, "worth_cutting", lambda *_: False):
+        with mock.patch.object(layers, "gather_parts", None):
+            check_linear(kind, 2, True, True)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_small_products_are_not_cut(gloo_world, kind):
+    gloo_world(2).run(check_uncut, kind)
+
+
+def products_of_a_pass(kind, size):
+    """Rows and columns of each product of the forward pass and the input gradient, in order."""
+    tp, seen = mode(size, True, True), []
+    real = {name: getattr(torch, name) for name in ("mm", "addmm")}
+    real_linear = layers.F.linear
+
+    def noted(name):
+        def product(*args, out):
+            seen.append(tuple(out.shape))
+            return real[name](*args, out=out)
+
+        return product
+
+    def linear_noted(x, weight, bias=None):
+        y = real_linear(x, weight, bias)
+        seen.append((y.shape[:-1].numel(), y.shape[-1]))
+        return y
+
+    cut = lambda x, dim: x.chunk(tp.size, dim)[tp.axis.rank].contiguous()  # noqa: E731
+    dim = 0 if kind == "column" else 1
+    part = filled(
+        linear(I, O, True, tp, ColumnLinear if kind == "column" else RowLinear),
+        {"weight": cut(draw(O, I), dim), "bias": draw(O // size if kind == "column" else O)},
+    )
+    x = draw(S // size, B, I) if kind == "column" else draw(S, B, I // size)
+    with (
+        mock.patch.object(torch, "mm", noted("mm")),
+        mock.patch.object(torch, "addmm", noted("addmm")),
+        mock.patch.object(layers.F, "linear", linear_noted),
+    ):
+        run(part, x, draw(*((S, B, O // size) if kind == "column" else (S // size, B, O))))
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_pieces_of_a_product_are_few(gloo_world, size):
+    """Gathered rows: this rank's, those before them, those behind them. Scattered: two halves of
+    the outputs.
+    """
+
+    def ranges(rank):
+        own = S // size * B
+        return [rows for rows in (own, rank * own, (size - 1 - rank) * own) if rows]
+
+    for rank, found in enumerate(gloo_world(size).run(products_of_a_pass, "column", size)):
+        assert found == [(rows, O // size) for rows in ranges(rank)]
+    for rank, found in enumerate(gloo_world(size).run(products_of_a_pass, "row", size)):
+        halves = [(S * B, O // 2)] * 2
+        assert found == halves + [(rows, I // size) for rows in ranges(rank)]
 
 
 def check_embedding(*which):
