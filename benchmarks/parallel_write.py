@@ -79,7 +79,10 @@ def optimizers(config: Config, ranks: int) -> Iterator[tuple[Groups, Optimizer]]
     config = resolve(config, ranks, None).config
     for rank in range(ranks):
         groups = build_groups(
-            layout_of(config, ranks), rank, lambda members: object(), **group_options(config)
+            layout_of(config, ranks),
+            rank,
+            lambda ranks, group_desc: object(),
+            **group_options(config),
         )
         model = build_model(config, config.data.vocab_size + 1, groups, torch.device("cpu"))
         yield (

@@ -519,8 +519,12 @@ NOT_DONE = (
     ),
     not_done(
         "--nccl-communicator-config-path --use-sharp --sharp-enabled-group --use-nccl-ub "
-        "--high-priority-stream-groups --symmetric-ar-type",
+        "--symmetric-ar-type",
         "NCCL is used with its defaults; its environment variables and NCCL_CONF_FILE change them",
+    ),
+    not_done(
+        "--high-priority-stream-groups",
+        "the groups that computation waits for have them: those of tensor parallelism and of ZeRO",
     ),
     not_done(
         "--distributed-timeout-seconds-after-init",

@@ -7,7 +7,7 @@ pp2: tp [0 1], cp [0 2], dp [0 4], pp [0 8].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -18,6 +18,7 @@ from megatron.config.stages import placement_of
 
 ORDER = ("pp", "dp", "cp", "tp")  # slowest first
 TP_PP_DP_ORDER = ("dp", "pp", "cp", "tp")  # --use-tp-pp-dp-mapping
+Partition = tuple[tuple[int, ...], ...]  # groups of ranks, none in two of them
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Layout:
         return rank
 
     @lru_cache  # a plan asks for those of thousands of ranks again and again
-    def partition(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+    def partition(self, *axes: str) -> Partition:
         """All groups of ranks that differ only in `axes`, each in ascending order."""
 
         def offsets(chosen: list[str]) -> list[int]:
@@ -172,15 +173,16 @@ def kv_sharers(tp: int, kv_heads: int) -> int:
 def build_groups(
     layout: Layout,
     rank: int,
-    new_group: Callable[[tuple[int, ...]], Any],
+    new_group: Callable[..., Any],
     kv_heads: int | None = None,
     *,
     tied: bool = False,
     shard: int | None = None,
 ) -> Groups:
-    """The groups of one rank. `new_group(ranks)` makes a process group; it is called for the same
-    tuples in the same order on every rank, once for each distinct tuple of two or more ranks (and
-    once more for `shard_gather` and each of `channels`).
+    """The groups of one rank. `new_group(ranks, group_desc=uses)` makes a process group; it is
+    called for the same tuples in the same order on every rank, once for each distinct tuple of two
+    or more ranks (and once more for `shard_gather` and each of `channels`). `uses` are the names of
+    the axes that share the group, with spaces between them.
 
     `kv_heads` is the number of key/value heads of the model (None: at least one for each tp rank);
     `tied`: the first and the last pp rank both hold the word embedding; `shard` neighbours of those
@@ -188,59 +190,84 @@ def build_groups(
     """
     shard = shard or layout.dp * layout.cp
     assert 0 <= rank < layout.world and layout.dp * layout.cp % shard == 0
-    axis = _Communicators(rank, new_group).axis
-    share = kv_sharers(layout.tp, kv_heads or layout.tp)
-    lines = layout.partition("pp")
-    ends = [(line[0], line[-1]) for line in lines] if tied and layout.pp > 1 else []
-    kv = [tp[i : i + share] for tp in layout.partition("tp") for i in range(0, layout.tp, share)]
+    partitions = _partitions(layout, kv_sharers(layout.tp, kv_heads or layout.tp), tied, shard)
+    make = _Communicators(rank, new_group, partitions)
+    axes = {name: make.axis(name) for name in partitions}
+    dense = BufferGroups(
+        replicas=axes.pop("replicas"),
+        shard=axes.pop("shard"),
+        shard_gather=make.own_axis("shard_gather", partitions["shard"], "shard_gather"),
+        replicate=axes.pop("replicate"),
+    )
     return Groups(
         layout=layout,
         rank=rank,
-        world=axis("world", layout.partition(*ORDER)),
-        **{name: axis(name, layout.partition(name)) for name in ("tp", "cp", "dp", "pp")},
-        buffers={"dense": _buffer_groups(axis, layout.partition("dp", "cp"), shard)},
-        kv=axis("kv", kv),
-        tied=axis("tied", ends),
-        channels=tuple(axis("channel", lines, own=True) for _ in range(channel_count(layout.pp))),
+        buffers={"dense": dense},
+        channels=tuple(
+            make.own_axis("channel", partitions["pp"], f"channel{number}")
+            for number in range(channel_count(layout.pp))
+        ),
+        **axes,
     )
+
+
+def _partitions(layout: Layout, share: int, tied: bool, shard: int) -> dict[str, Partition]:
+    """The groups of each axis: `share` neighbours of tp hold the same key/value head."""
+    lines = layout.partition("pp")
+    replicas = layout.partition("dp", "cp")
+    return {
+        "world": layout.partition(*ORDER),
+        **{name: layout.partition(name) for name in ("tp", "cp", "dp", "pp")},
+        "replicas": replicas,
+        "shard": _cut(replicas, shard),
+        "replicate": tuple(ranks[i::shard] for ranks in replicas for i in range(shard)),
+        "kv": _cut(layout.partition("tp"), share),
+        "tied": tuple((line[0], line[-1]) for line in lines) if tied and layout.pp > 1 else (),
+    }
+
+
+def _cut(partition: Partition, size: int) -> Partition:
+    """Each group cut into groups of `size` neighbours."""
+    return tuple(ranks[i : i + size] for ranks in partition for i in range(0, len(ranks), size))
 
 
 class _Communicators:
-    """Makes process groups, one for each tuple of ranks."""
+    """Makes process groups: one for each tuple of ranks of `partitions`, whichever of them name it,
+    and own ones.
+    """
 
-    def __init__(self, rank: int, new_group: Callable[[tuple[int, ...]], Any]) -> None:
-        self.rank, self.new_group = rank, new_group
+    def __init__(
+        self, rank: int, new_group: Callable[..., Any], partitions: Mapping[str, Partition]
+    ) -> None:
+        self.rank, self.new_group, self.partitions = rank, new_group, partitions
         self.made: dict[tuple[int, ...], Any] = {}
+        # by the first group: partitions that have it in common have all
+        self.uses: dict[tuple[int, ...], list[str]] = {}
+        for name, partition in partitions.items():
+            if partition:
+                self.uses.setdefault(partition[0], []).append(name)
 
-    def axis(self, name: str, partition: Iterable[tuple[int, ...]], *, own: bool = False) -> Axis:
-        """The part of the partition that holds this rank. `own`: with groups of its own."""
-        found = ALONE
+    def axis(self, name: str) -> Axis:
+        """The part of a partition that holds this rank."""
+        partition = self.partitions[name]
         for ranks in partition:
-            group = self._group(ranks, own) if len(ranks) > 1 else None
+            if len(ranks) > 1 and ranks not in self.made:
+                uses = " ".join(self.uses[partition[0]])
+                self.made[ranks] = self.new_group(ranks, group_desc=uses)
+        return self._part(name, partition, self.made)
+
+    def own_axis(self, name: str, partition: Partition, use: str) -> Axis:
+        """The part of a partition that holds this rank, on a group that no other axis has."""
+        made = {
+            ranks: self.new_group(ranks, group_desc=use) for ranks in partition if len(ranks) > 1
+        }
+        return self._part(name, partition, made)
+
+    def _part(self, name: str, partition: Partition, made: Mapping[tuple[int, ...], Any]) -> Axis:
+        for ranks in partition:
             if self.rank in ranks:
-                found = Axis(name, ranks.index(self.rank), ranks, group)
-        return found
-
-    def _group(self, ranks: tuple[int, ...], own: bool) -> Any:
-        if own:
-            return self.new_group(ranks)
-        if ranks not in self.made:
-            self.made[ranks] = self.new_group(ranks)
-        return self.made[ranks]
-
-
-def _buffer_groups(
-    axis: Callable[..., Axis], replicas: Sequence[tuple[int, ...]], shard: int
-) -> BufferGroups:
-    """Of parameters that all of `replicas` hold, shared out over `shard` neighbours."""
-    shards = [ranks[i : i + shard] for ranks in replicas for i in range(0, len(ranks), shard)]
-    replicate = [ranks[i::shard] for ranks in replicas for i in range(shard)]
-    return BufferGroups(
-        replicas=axis("replicas", replicas),
-        shard=axis("shard", shards),
-        shard_gather=axis("shard_gather", shards, own=True),
-        replicate=axis("replicate", replicate),
-    )
+                return Axis(name, ranks.index(self.rank), ranks, made.get(ranks))
+        return ALONE
 
 
 def layout_of(config: Config, world_size: int) -> Layout:
@@ -267,4 +294,4 @@ def group_options(config: Config) -> dict[str, Any]:
 
 def one_process() -> Groups:
     """The groups of a job of one process."""
-    return build_groups(Layout(), 0, lambda ranks: None)
+    return build_groups(Layout(), 0, lambda ranks, group_desc: None)

@@ -16,7 +16,7 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,13 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_REPEATABLE = (":4096:8", ":16:8")
 # below the ports that Linux gives to outgoing connections, so that ours is rarely taken
 SRUN_PORTS = range(20000, 30000)
+
+# axes whose collectives a layer's computation waits for
+URGENT = frozenset(("tp", "shard", "shard_gather"))
+# A message of a pipeline has a layer's time to arrive, and takes multiprocessors from that layer. A
+# channel of NCCL is one block of threads and carries 14 GB/s over a network by its own reckoning
+# (NCCL_P2P_PER_CHANNEL_NET_BW): four fill 400 Gb/s.
+MESSAGE_CTAS = 4
 
 Environment = Mapping[str, str]
 
@@ -387,17 +394,31 @@ def make_groups(
     if layout.world == 1:
         return one_process()
     assert dist.get_world_size() == layout.world
-    kind = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    nccl = dist.get_backend() == "nccl"
+    kind = torch.device("cuda" if nccl else "cpu")
     # torch would fall back to its own default
     timeout = dist.group.WORLD._get_backend(kind).options._timeout
-    return build_groups(
-        layout,
-        dist.get_rank(),
-        lambda ranks: dist.new_group(ranks, timeout=timeout),
-        kv_heads,
-        tied=tied,
-        shard=shard,
-    )
+
+    def new_group(ranks: tuple[int, ...], group_desc: str) -> Any:
+        if group_desc == "world":
+            return dist.group.WORLD  # which torch has made already
+        options = nccl_options(dist.ProcessGroupNCCL.Options, group_desc, timeout) if nccl else None
+        return dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=group_desc)
+
+    return build_groups(layout, dist.get_rank(), new_group, kv_heads, tied=tied, shard=shard)
+
+
+def nccl_options(make: Callable[..., Any], group_desc: str, timeout: timedelta) -> Any:
+    """NCCL's options for a group of these uses (`build_groups`): ahead of computation where
+    computation waits for it, and few blocks of threads for a pipeline's messages. `make`: the class
+    of the options, which CPU builds of torch lack.
+    """
+    uses = group_desc.split()
+    options = make(is_high_priority_stream=not URGENT.isdisjoint(uses))
+    options._timeout = timeout  # torch warns where it is not the group's
+    if uses[0].startswith("channel"):
+        options.config.max_ctas = MESSAGE_CTAS
+    return options
 
 
 def keep_freed_memory() -> bool:

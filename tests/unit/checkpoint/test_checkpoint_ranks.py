@@ -64,7 +64,7 @@ def wrongly_owned(layout: Layout, kv_heads: int, rule) -> list:
     owners: dict[tuple, list[int]] = {}
     for rank in range(layout.world):
         groups, at = (
-            build_groups(layout, rank, lambda ranks: object(), kv_heads),
+            build_groups(layout, rank, lambda ranks, group_desc: object(), kv_heads),
             layout.coordinates(rank),
         )
         held = {

@@ -44,10 +44,22 @@ def groups_of(
     shard: int | None = None,
 ):
     """The groups of a rank, and the calls of new_group that made them."""
-    calls: list[tuple[int, ...]] = []
+    groups, calls = made_groups(layout, rank, kv_heads, tied, shard)
+    return groups, [ranks for ranks, _ in calls]
 
-    def new_group(ranks):
-        calls.append(ranks)
+
+def made_groups(
+    layout: Layout,
+    rank: int,
+    kv_heads: int | None = None,
+    tied: bool = False,
+    shard: int | None = None,
+):
+    """The groups of a rank, and (ranks, what for) of each that was made."""
+    calls: list[tuple[tuple[int, ...], str]] = []
+
+    def new_group(ranks, group_desc):
+        calls.append((ranks, group_desc))
         return len(calls), ranks
 
     return build_groups(layout, rank, new_group, kv_heads, tied=tied, shard=shard), calls
@@ -128,6 +140,28 @@ def test_every_rank_is_in_one_group_of_each_axis_and_all_see_the_same(layout):
             groups.dense.shard_gather.size == 1
             or groups.dense.shard_gather.group != groups.dense.shard.group
         )
+
+
+@pytest.mark.parametrize("shard", [None, 2])
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS[1:], Layout(pp=2), Layout(dp=8), Layout(cp=2, dp=2)], ids=str
+)
+def test_a_group_says_all_that_it_is_for(layout, shard):
+    """Each group is described by the axes that use it, on all ranks alike."""
+    if shard and layout.dp * layout.cp % shard:
+        shard = None
+    uses: dict[int, set[str]] = {}
+    for rank in range(layout.world):
+        groups, calls = made_groups(layout, rank, 2, True, shard)
+        axes = [*(axis_of(groups, name) for name in AXES), groups.tied]
+        for name, axis in [
+            *((axis.name, axis) for axis in axes),
+            *((f"channel{number}", axis) for number, axis in enumerate(groups.channels)),
+        ]:
+            if axis.size > 1:
+                uses.setdefault(axis.group[0], set()).add(name)
+        assert calls == made_groups(layout, 0, 2, True, shard)[1]
+    assert [set(text.split()) for _, text in calls] == [uses[i + 1] for i in range(len(calls))]
 
 
 def test_a_shard_is_neighbours_and_copies_are_the_same_place_in_each():

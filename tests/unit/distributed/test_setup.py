@@ -1,4 +1,6 @@
-"""Choosing the device prepares the CPU's allocator."""
+"""Choosing the device prepares the CPU's allocator; what torch is asked for when groups are
+made.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,24 @@ import platform
 import resource
 import subprocess
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.config.groups import DistributedConfig
-from megatron.distributed.setup import Launch, choose_device, keep_freed_memory
+from megatron.distributed.groups import Layout
+from megatron.distributed.setup import (
+    MESSAGE_CTAS,
+    Launch,
+    choose_device,
+    keep_freed_memory,
+    make_groups,
+    nccl_options,
+)
 
 FAULTS = """
 import resource, sys, torch
@@ -50,3 +64,75 @@ def test_the_device_is_the_gpu_when_there_is_one():
 def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):
     monkeypatch.setattr("ctypes.CDLL", lambda _: object())
     assert keep_freed_memory() is False
+
+
+class Options:
+    """In place of torch's ProcessGroupNCCL.Options, with attributes that its type stub names."""
+
+    def __init__(self, is_high_priority_stream=False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(min_ctas=None, max_ctas=None)
+        self._timeout = timedelta(minutes=10)
+
+
+@pytest.mark.parametrize(
+    ("uses", "urgent", "few"),
+    [
+        ("tp", True, False),
+        ("tp kv", True, False),
+        ("world tp", True, False),
+        ("dp replicas shard", True, False),
+        ("shard_gather", True, False),
+        ("dp replicas", False, False),
+        ("kv", False, False),
+        ("pp tied", False, False),
+        ("channel0", False, True),
+        ("channel12", False, True),
+    ],
+)
+def test_nccl_puts_what_computation_waits_for_first_and_messages_on_few_channels(uses, urgent, few):
+    options = nccl_options(Options, uses, timedelta(minutes=3))
+    assert options.is_high_priority_stream is urgent
+    assert options.config.max_ctas == (MESSAGE_CTAS if few else None)
+    assert options.config.min_ctas is None and options._timeout == timedelta(minutes=3)
+
+
+def descriptions():
+    groups = make_groups(Layout(tp=2, pp=2), None, tied=True)
+    axes = [groups.world, groups.tp, groups.pp, groups.tied, *groups.channels]
+    return [axis.group.group_desc for axis in axes]
+
+
+def test_a_group_of_torch_is_described_by_its_uses(gloo_world):
+    # torch's own group of all ranks serves
+    uses = ["default_pg", "tp", "pp tied", "pp tied", "channel0", "channel1"]
+    assert gloo_world(4).run(descriptions) == [uses] * 4
+
+
+def asked_for():
+    """What torch is asked for where the backend is NCCL, by a stand-in for it."""
+    asked = []
+
+    def new_group(ranks, timeout, pg_options, group_desc):
+        asked.append((group_desc, pg_options))
+        return group_desc
+
+    world = SimpleNamespace(_get_backend=lambda kind: world, options=Options())
+    with (
+        mock.patch.object(dist, "get_backend", lambda: "nccl"),
+        mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), create=True),
+        mock.patch.object(dist, "new_group", new_group),
+        mock.patch.object(dist, "group", SimpleNamespace(WORLD=world)),
+    ):
+        make_groups(Layout(tp=2, pp=2), None, tied=True)
+    assert len({id(options) for _, options in asked}) == len(asked), "torch writes into them"
+    return [
+        (uses, options.is_high_priority_stream, options.config.max_ctas) for uses, options in asked
+    ]
+
+
+def test_each_group_of_nccl_has_options_of_its_own(gloo_world):
+    urgent = [("tp", True, None)] * 2
+    messages = [(f"channel{i}", False, MESSAGE_CTAS) for i in (0, 0, 1, 1)]
+    due = [*urgent, *[("pp tied", False, None)] * 2, *messages]
+    assert gloo_world(4).run(asked_for) == [due] * 4

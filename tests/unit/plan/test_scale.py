@@ -110,7 +110,7 @@ def blocks_of(config: Config, world: int, rank: int, vocab: int) -> tuple[GPTMod
     groups = build_groups(
         layout,
         layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank}),
-        lambda ranks: None,
+        lambda ranks, group_desc: None,
         **group_options(config),
     )
     model = build_model(config, vocab, groups, torch.device("cpu"))

@@ -256,7 +256,9 @@ def test_what_is_in_flight(ranks, m):
         model = GPTModel(
             config, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float32, seed=1, stages=stages
         )
-        groups = build_groups(Layout(pp=ranks), rank, lambda ranks: SilentGroup(gloo=True))
+        groups = build_groups(
+            Layout(pp=ranks), rank, lambda ranks, group_desc: SilentGroup(gloo=True)
+        )
         passes = CountingPasses()
         Pipeline(
             model,
