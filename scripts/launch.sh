@@ -16,6 +16,20 @@ if [ ! -O "$TRITON_CACHE_DIR" ]; then
     exit 2
 fi
 
+# torch's allocator grows its segments instead of adding new ones: sizes that differ from step to step (documents, evaluation, gathered weights) leave
+# no holes that nothing fits into. torch knows the setting by two names; nothing is set where either is.
+if [ -z "${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set}" ]; then
+    export PYTORCH_ALLOC_CONF=expandable_segments:True
+fi
+# NCCL starts operations of different communicators in the order in which the program gives them, the same on all ranks of each: two that are in
+# flight cannot take each other's multiprocessors in different orders on two GPUs and wait for ever. Below CUDA 12.3 NCCL would carry out one after
+# the other instead, and messages that cross between two stages would hang; so only where the driver knows that version, of which it is asked.
+look='import ctypes; v = ctypes.c_int(); ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(v)); print(v.value)'
+cuda=$("$PYTHON" -S -c "$look" 2>/dev/null)
+if [[ $cuda =~ ^[0-9]{4,6}$ ]] && [ "$cuda" -ge 12030 ]; then
+    export NCCL_LAUNCH_ORDER_IMPLICIT=${NCCL_LAUNCH_ORDER_IMPLICIT-1}
+fi
+
 # Both signals ask for a checkpoint. Which processes Slurm sends them to depends on its plugins, so a rank may get one twice, or before it can
 # handle it: ignored from here on, neither kills it. (Its handlers replace this; a second signal falls back to this.)
 trap '' USR1 TERM

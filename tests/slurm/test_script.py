@@ -4,7 +4,9 @@ they were called: cheap, and with odd input.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -239,22 +241,16 @@ def test_container_and_srun_flags_are_words_that_may_hold_spaces(start, tmp_path
         assert refused.code == 2 and f"{setting}=it's: " in refused.log and not refused.training
 
 
-# ---- logs of the ranks ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["srun", "torchrun"])
-def test_each_rank_has_its_log(tmp_path, way):
-    """What a rank writes stands in the job's log and in a file of its own, to the last line before
-    a failure.
-    """
-    checkout, logs = tmp_path / "a checkout", tmp_path / "my logs"
+def launch(
+    tmp_path: Path, way: str, pretrain: str, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """scripts/launch.sh on a node of one rank, which runs the text `pretrain`."""
+    checkout = tmp_path / "a checkout"
     shutil.copytree(ROOT / "scripts", checkout / "scripts")
-    (checkout / "pretrain_gpt.py").write_text(
-        "import os, sys\nprint('out of', os.environ.get('RANK', "
-        "os.environ['SLURM_PROCID']))\nprint('last words', file=sys.stderr)\nsys.exit(3)\n"
-    )
+    (checkout / "pretrain_gpt.py").write_text(pretrain)
+    inherited = {name: value for name, value in os.environ.items() if name not in SET_FOR_RANKS}
     environment = {
-        **os.environ,
+        **inherited,
         "SLURM_STEP_NUM_NODES": "1",
         "SLURM_NODEID": "0",
         "SLURM_PROCID": "0",
@@ -265,15 +261,74 @@ def test_each_rank_has_its_log(tmp_path, way):
         "RANKS_PER_NODE": "1",
         "PYTHON": sys.executable,
         "FAILURES": str(tmp_path / "failures"),
-        "LOGS": str(logs),
+        **settings,
     }
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", "scripts/launch.sh", way],
         cwd=checkout,
         env=environment,
         capture_output=True,
         text=True,
     )
+
+
+SET_FOR_RANKS = ("NCCL_LAUNCH_ORDER_IMPLICIT", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+DEFAULTS = {
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_CUDA_ALLOC_CONF": None,
+}
+
+
+@pytest.mark.parametrize("way", ["srun", "torchrun"])
+@pytest.mark.parametrize(
+    ("driver", "given", "changed"),
+    [
+        ("13000", {}, {}),
+        ("12030", {}, {}),
+        # older: messages that cross would hang
+        ("12020", {}, {"NCCL_LAUNCH_ORDER_IMPLICIT": None}),
+        # no driver
+        ("", {}, {"NCCL_LAUNCH_ORDER_IMPLICIT": None}),
+        ("13000", {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, {}),
+        ("", {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, {}),
+        ("13000", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, {}),
+        # the setting's older name
+        ("13000", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": None}),
+    ],
+)
+def test_settings_of_nccl_and_torch_reach_the_ranks_and_those_given_win(
+    tmp_path, way, driver, given, changed
+):
+    script = (
+        "import json, os\n"
+        f"print('SEEN', json.dumps({{name: os.environ.get(name) for name in {SET_FOR_RANKS}}}))\n"
+    )
+    python = program(
+        tmp_path / "python",
+        'case "$*" in *cuDriverGetVersion*) '
+        f'echo {driver} ;; *) exec {sys.executable} "$@" ;; esac',
+    )
+    done = launch(tmp_path, way, script, PYTHON=str(python), **given)
+    assert done.returncode == 0, done.stderr
+    seen = re.findall(r"SEEN (.*)", done.stdout)
+    assert [json.loads(line) for line in seen] == [{**DEFAULTS, **changed, **given}]
+
+
+# ---- logs of the ranks ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["srun", "torchrun"])
+def test_each_rank_has_its_log(tmp_path, way):
+    """What a rank writes stands in the job's log and in a file of its own, to the last line before
+    a failure.
+    """
+    logs = tmp_path / "my logs"
+    script = (
+        "import os, sys\nprint('out of', os.environ.get('RANK', "
+        "os.environ['SLURM_PROCID']))\nprint('last words', file=sys.stderr)\nsys.exit(3)\n"
+    )
+    done = launch(tmp_path, way, script, LOGS=str(logs))
     shown = done.stdout + done.stderr
     assert done.returncode == 3 and "out of 0" in shown and "last words" in shown, shown
     kept = "".join(path.read_text() for path in logs.rglob("*.log"))
