@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.config.derive import data_parallel_size
 from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
+from megatron.plan.communicators import nccl_buffers
 from megatron.plan.memory import MemoryPlan
 from megatron.plan.state import shard_size
 from megatron.plan.verdict import judge, memory_verdict
@@ -89,6 +90,8 @@ def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[
         lines.append(f"in the host's memory {gib(largest.static['host'])} GiB for each rank")
     if largest.static["disk"]:
         lines.append(f"in files on the node's disk {gib(largest.static['disk'])} GiB for each rank")
+    if plan.device == "cuda" and plan.world_size > 1:
+        lines.append(nccl_buffers(plan.config, plan.world_size).line())
     lines += zero_lines(plan, memory)
     sent = [transfer.line() for transfer in transfers(plan.config, plan.world_size, machine)]
     return [*lines, *([f"with {machine}:"] if sent else []), *sent]
