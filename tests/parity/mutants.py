@@ -129,10 +129,10 @@ MUTANTS = (
         ("fp64-gpt-tp2",),
     ),
     Mutant(
-        "an overlapped product of the own rows where the first rank's belong",
+        "the own rows of an overlapped product in another order",
         "megatron/distributed/collectives.py",
         "yield slice(first, behind), x",
-        "yield slice(0, x.shape[0]), x",
+        "yield slice(first, behind), x.flip(0)",
         ("fp64-documents-tp2-sp",),
     ),
     Mutant(
@@ -413,8 +413,8 @@ MUTANTS = (
     Mutant(
         "a tied matrix summed over data-parallel ranks",
         "megatron/distributed/groups.py",
-        "for line in lines] if tied",
-        """for line in layout.partition("dp")] if tied""",
+        "for line in lines) if tied",
+        """for line in layout.partition("dp")) if tied""",
         ("fp64-documents-pp2-1f1b-dp2",),
     ),
     Mutant(
