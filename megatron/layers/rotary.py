@@ -67,16 +67,31 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     return frequency, 1.0
 
 
-def rotary_table(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rotary:
-    """(cos, cos) and (-sin, sin) over the two halves [s, b, 1, r], from positions [s, b].
+class RotaryTables:
+    """Makes the tables of a model's micro-batches, in fp32 (fp64 for float64)."""
 
-    Angles in float64, rounded once to fp32 (fp64 for float64).
-    """
-    frequency, scale = inverse_frequencies(config)
-    angle = positions.unsqueeze(-1).unsqueeze(-1).double() * frequency.to(positions.device)
-    wide = torch.promote_types(dtype, torch.float32)
-    cos, sin = (angle.cos() * scale).to(wide), (angle.sin() * scale).to(wide)
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+        self.config = config
+        self.wide = torch.promote_types(dtype, torch.float32)
+        # a copy for each micro-batch would make the host wait for all that a GPU has queued
+        self.frequencies: dict[torch.device, tuple[Tensor, float]] = {}
+
+    def table(self, positions: Tensor) -> Rotary:
+        """(cos, cos) and (-sin, sin) over the two halves [s, b, 1, r], from positions [s, b].
+
+        Angles in float64, rounded once.
+        """
+        frequency, scale = self._frequencies_on(positions.device)
+        angle = positions.unsqueeze(-1).unsqueeze(-1).double() * frequency
+        cos, sin = (angle.cos() * scale).to(self.wide), (angle.sin() * scale).to(self.wide)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    def _frequencies_on(self, device: torch.device) -> tuple[Tensor, float]:
+        """As `inverse_frequencies`, on a device, where they stay."""
+        if device not in self.frequencies:
+            frequency, scale = inverse_frequencies(self.config)
+            self.frequencies[device] = frequency.to(device), scale
+        return self.frequencies[device]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:

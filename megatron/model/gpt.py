@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig
 from megatron.layers.attention import mask_of
 from megatron.layers.dropout import DropoutState
-from megatron.layers.rotary import rotary_table
+from megatron.layers.rotary import RotaryTables
 from megatron.layers.spec import ParameterSpec, spec_of
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.block import (
@@ -70,6 +70,8 @@ class GPTModel(nn.Module):
             if any(stage.head for stage in stages)
             else None
         )
+        rotates = config.position_embedding_type in ("rope", "yarn")
+        self.rotary = RotaryTables(config, dtype) if rotates else None
         self.chunks = [self._chunk(stage) for stage in stages]
         declared = (
             spec
@@ -116,7 +118,6 @@ class GPTModel(nn.Module):
         tokens, labels, loss_mask, position_ids = (
             x.t().contiguous() for x in (tokens, labels, loss_mask, position_ids)
         )
-        rotates = self.config.position_embedding_type in ("rope", "yarn")
         token_index = torch.arange(tokens.shape[0], device=tokens.device)
         own = slice(None)  # the positions of the hidden states that this rank holds
         if self.tp.sequence:
@@ -128,7 +129,7 @@ class GPTModel(nn.Module):
             loss_mask=loss_mask,
             position_ids=position_ids[own],
             mask=mask_of(self.config, tokens.shape[0], document_starts),
-            rotary=rotary_table(self.config, position_ids, self.dtype) if rotates else None,
+            rotary=None if self.rotary is None else self.rotary.table(position_ids),
             dropout=DropoutState(sample_ids, token_index) if training else None,
             hidden_dropout=DropoutState(sample_ids, token_index[own]) if training else None,
         )

@@ -30,9 +30,14 @@ def evaluate(
     # a pipeline needs many at once to be full
     step = run.chunk if run.groups.pp.size == 1 else batch
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss sum, tokens
+    earlier = None
     for first in range(0, samples, step):
-        if run.exits.agree(run.groups.world, run.device):
+        asked = run.exits.ask(run.groups.world, run.device)
+        # on a GPU a signal is seen one turn late, so that this turn is queued behind the last one
+        seen = asked if asked.is_here else earlier
+        if seen is not None and run.exits.take(seen):
             return None
+        earlier = asked
         sums = run_micro_batches(run, source, first, step)
         total += torch.stack([sums.losses.sum(), sums.tokens.sum()])
         progress(first + step, samples)

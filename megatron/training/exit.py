@@ -16,6 +16,7 @@ import torch
 from megatron.config.groups import TrainingConfig
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.groups import Axis
+from megatron.training.arriving import Arriving, sent
 from megatron.training.early import SIGNAL_CODES, Early
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,20 @@ class ExitConditions:
         over = limit is not None and (time.monotonic() - self.start) / 60 > limit
         return [*(float(self.received is number) for number in SIGNAL_CODES), float(over)]
 
-    def agree(self, axis: Axis, device: torch.device) -> bool:
-        """Exchange requests between all ranks; whether a signal is among them. What ranks do next
-        must depend on `agreed` alone.
+    def ask(self, axis: Axis, device: torch.device) -> Arriving:
+        """Begin to exchange requests between all ranks."""
+        return Arriving(all_reduce(sent(self.requests(), device), axis))
+
+    def take(self, asked: Arriving) -> bool:
+        """Read what all ranks have asked for; whether a signal is among it. What ranks do next must
+        depend on `agreed` alone.
         """
-        own = torch.tensor(self.requests(), dtype=torch.float64, device=device)
-        self.agreed = all_reduce(own, axis).tolist()
+        self.agreed = asked.read()
         return any(self.agreed[: len(SIGNAL_CODES)])
+
+    def agree(self, axis: Axis, device: torch.device) -> bool:
+        """Exchange requests now; whether a signal is among them."""
+        return self.take(self.ask(axis, device))
 
     def check(self, iteration: int) -> Exit | None:
         """The reason to stop after this iteration, if any: as the ranks agreed last."""

@@ -16,6 +16,7 @@ from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import waiting
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.pipeline import Recording
+from megatron.training.arriving import Arriving, sent
 from megatron.training.passes import MicroBatchSums, run_micro_batches
 from megatron.training.run import Run
 
@@ -67,25 +68,13 @@ class StepHandle:
     ):
         # of the layers' scalars
         self.gradients, self.learning_rate, self.names = gradients, learning_rate, names
-        scalars = torch.cat(
-            [torch.stack([outcome.grad_norm, outcome.skipped.double()]), *sums, requests]
-        )
-        self.event = None
-        if scalars.is_cuda:
-            self.scalars = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
-            self.scalars.copy_(scalars, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-        else:
-            self.scalars = scalars
-        # reading does not wait: on a CPU; the same on every rank
-        self.is_here = self.event is None
+        verdict = torch.stack([outcome.grad_norm, outcome.skipped.double()])
+        self.scalars = Arriving(torch.cat([verdict, *sums, requests]))
+        self.is_here = self.scalars.is_here
 
     def read(self) -> Report:
         """Wait for the scalars (not for work queued after them)."""
-        if self.event is not None:
-            self.event.synchronize()
-        norm, skipped, *rest = self.scalars.tolist()
+        norm, skipped, *rest = self.scalars.read()
         g = self.gradients
         count = g.sums.losses.numel()
         losses, tokens, rest = rest[:count], rest[count : 2 * count], rest[2 * count :]
@@ -136,10 +125,8 @@ def update(
     """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that
     ranks must agree on travels in one sum.
     """
-    requests = torch.tensor(
-        [*run.exits.requests(), *(run.checkpoints.ready() if run.checkpoints is not None else ())],
-        dtype=torch.float64,
-    ).to(run.device, non_blocking=True)
+    ready = run.checkpoints.ready() if run.checkpoints is not None else ()
+    requests = sent([*run.exits.requests(), *ready], run.device)
     grad_sq_sum = run.optimizer.grad_sq_sum().reshape(1)
     with waiting(_for_all(run)):
         parts = [grad_sq_sum, *gradients.sums, requests]

@@ -14,7 +14,7 @@ from test_attention import assert_near
 
 from megatron.config.groups import ModelConfig
 from megatron.layers.attention import AttentionBytes, SelfAttention, mask_of
-from megatron.layers.rotary import rotary_table
+from megatron.layers.rotary import RotaryTables
 
 S, B = 40, 2
 FORMS = [(2, 1), (2, 2), (3, 4), (1, 4)]  # key heads, query heads each
@@ -111,11 +111,8 @@ def test_a_layer_copies_nothing(device, monkeypatch, groups, rotary):
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
         parameter.main_grad = torch.zeros_like(parameter)
-    table = (
-        rotary_table(config, torch.arange(S, device=device)[:, None].expand(S, B), torch.float32)
-        if rotary
-        else None
-    )
+    positions = torch.arange(S, device=device)[:, None].expand(S, B)
+    table = RotaryTables(config, torch.float32).table(positions) if rotary else None
     x, dy = (torch.randn(S, B, 24, device=device) for _ in range(2))
     monkeypatch.setattr(lang, "multiprocessors", lambda _: 1)
     forth, back, kept = Allocations(), Allocations(), {}
@@ -162,11 +159,8 @@ def test_norms_of_heads_stay_in_the_projection(device, groups, rotary, kind):
     )
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(S, B, 24, generator=generator).to(device) for _ in range(2))
-    table = (
-        rotary_table(config, torch.arange(S, device=device)[:, None].expand(S, B), torch.float32)
-        if rotary
-        else None
-    )
+    positions = torch.arange(S, device=device)[:, None].expand(S, B)
+    table = RotaryTables(config, torch.float32).table(positions) if rotary else None
     results, kept = [], {}
 
     def keep(tensor):

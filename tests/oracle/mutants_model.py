@@ -20,6 +20,7 @@ from megatron.layers import attention, dropout, embedding, linear, loss, mlp, no
 from megatron.layers.attention import SelfAttention
 from megatron.layers.dropout import Dropout
 from megatron.layers.norm import Norm
+from megatron.layers.rotary import RotaryTables
 from megatron.model import block, gpt
 from megatron.model.block import HeadBlock, LayerBlock
 from megatron.model.gpt import GPTModel
@@ -173,12 +174,12 @@ def _(original):
     return lambda x, table, backend="torch": original(x, table, backend) if next(turns) else x
 
 
-@mutant("positions", "rotary positions count on through documents", "mixed-0", gpt, "rotary_table")
+@mutant(
+    "positions", "rotary positions count on through documents", "mixed-0", RotaryTables, "table"
+)
 def _(original):
-    def table(config, positions, dtype):
-        return original(
-            config, torch.arange(positions.shape[0])[:, None].expand(positions.shape), dtype
-        )
+    def table(self, positions):
+        return original(self, torch.arange(positions.shape[0])[:, None].expand(positions.shape))
 
     return table
 

@@ -21,7 +21,7 @@ from megatron.layers.embedding import embedding_weight_grad
 from megatron.layers.linear import add_weight_grads, deferring_weight_grads, linear_weight_grad
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, activate
-from megatron.layers.rotary import apply_rotary, inverse_frequencies, rotary_table
+from megatron.layers.rotary import RotaryTables, apply_rotary, inverse_frequencies
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -318,7 +318,7 @@ ROPE = ModelConfig(kv_channels=8, position_embedding_type="rope")
 def test_rotary_is_a_rotation_by_position():
     x = randn(6, 2, 3, 8)
     positions = torch.tensor([[0, 5], [1, 6], [2, 7], [3, 8], [4, 9], [5, 10]])
-    y = apply_rotary(x, rotary_table(ROPE, positions, torch.float64))
+    y = apply_rotary(x, RotaryTables(ROPE, torch.float64).table(positions))
     for s in range(6):
         for b in range(2):
             for i in range(4):
@@ -336,7 +336,7 @@ def test_rotary_is_a_rotation_by_position():
 def test_rotary_gradient_and_percent():
     config = dataclasses.replace(ROPE, rotary_percent=0.5)
     x = randn(3, 1, 2, 8, grad=True)
-    table = rotary_table(config, torch.tensor([[0], [1], [2]]), torch.float64)
+    table = RotaryTables(config, torch.float64).table(torch.tensor([[0], [1], [2]]))
     assert table[0].shape[-1] == 4
     assert torch.equal(apply_rotary(x, table)[..., 4:], x[..., 4:])
     assert torch.autograd.gradcheck(lambda z: apply_rotary(z, table), (x,))

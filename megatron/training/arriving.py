@@ -1,0 +1,40 @@
+"""Numbers on their way between the host and the device, for which neither waits.
+
+Called from training/step.py and training/exit.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sent(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Float64 numbers of the host, on the device: from pinned memory, so that nobody waits."""
+    pinned = device.type == "cuda"
+    there = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
+    return there.to(device, non_blocking=True)
+
+
+class Arriving:
+    """Numbers of the device that the host reads when it must."""
+
+    def __init__(self, numbers: Tensor):
+        self.event = None
+        if numbers.is_cuda:
+            self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        else:
+            self.numbers = numbers
+        # reading does not wait: on a CPU; the same on every rank
+        self.is_here = self.event is None
+
+    def read(self) -> list[float]:
+        """Wait for the numbers (not for work queued after them)."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.numbers.tolist()

@@ -1,0 +1,86 @@
+"""Every kernel goes through Triton's own launcher for Hopper and Ampere, into a driver that checks
+what it is given and computes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pretended.launches import GROUPS
+from pretended.libraries import missing_compiler
+from pretended.refused import LAUNCHES, MAPS
+
+HERE = Path(__file__).resolve().parent
+
+pytestmark = [
+    pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler())),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose driver serves"),
+]
+
+
+def compiled_environment() -> dict[str, str]:
+    """This process's, without Triton's interpreter."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+def launch(folder: Path, *words: str) -> tuple[dict, list[str]]:
+    """What launches.py found, and the lines of the driver's log."""
+    out, log = folder / "found.json", folder / "driver.log"
+    log.write_text("")
+    command = [sys.executable, HERE / "launches.py", "--out", out, "--log", log, *words]
+    done = subprocess.run(command, env=compiled_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text()), log.read_text().splitlines()
+
+
+def faults(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("FAULT")]
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+def test_every_kernel_is_launched(tmp_path, arch):
+    """Once at least; which kernels there are the list of compiled ones says."""
+    found, lines = launch(tmp_path, "--arch", str(arch), "--quick")
+    assert found["failed"] == {}
+    assert faults(lines) == []
+    assert found["launched"] == found["compiled"]
+    launches = sum(line.startswith("LAUNCH") for line in lines)
+    assert launches >= len(found["launched"])
+    # the TMA unit is Hopper's
+    assert ("MAP" in lines) == (arch == 90)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("arch", [90, 80])
+def test_every_shape_and_option(tmp_path, arch, group):
+    found, lines = launch(tmp_path, "--arch", str(arch), group)
+    assert found["failed"] == {}
+    assert faults(lines) == []
+    assert bool(found["calls"]) == (arch == 90 or group != "gluon")
+
+
+def test_a_misaligned_descriptor_is_found(tmp_path):
+    """Operands two bytes beside a multiple of 16, and nothing that copies them."""
+    found, lines = launch(tmp_path, "--quick", "--fault", "misaligned", "attention")
+    assert found["failed"]
+    assert all("refused by the pretended driver" in text for text in found["failed"].values())
+    assert set(faults(lines)) == {"FAULT map: address"}
+
+
+def test_the_driver_refuses_each_fault(tmp_path):
+    environment = os.environ | {"PRETENDED_LOG": str(tmp_path / "driver.log")}
+    command = [sys.executable, HERE / "refused.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    for kind, cases in (("maps", MAPS), ("launches", LAUNCHES)):
+        assert set(answers[kind]) == set(cases)
+        accepted = {name for name, answer in answers[kind].items() if answer == 0}
+        assert accepted == {"right"}

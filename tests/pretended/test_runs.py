@@ -1,0 +1,149 @@
+"""Runs on a GPU that exists in types only: each ends, and its host waits only where it must.
+
+Where that is (`expected`):
+- in an iteration for the numbers of the one before, unless those have been read already. Behind
+  them the device has the whole forward and backward pass of the iteration to do; with a loss scale
+  that follows them, nothing.
+- between iterations, when something is due, for the numbers of this one, and once more before an
+  evaluation.
+- in the evaluation of a source for each turn's exchange of signals, one turn later, and once for
+  the loss.
+- in the first iteration for the copy of the rotary frequencies.
+- in saves, which this does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from pretended.device import Wait
+from pretended.libraries import missing_compiler
+from pretended.test_launches import compiled_environment
+from pretended.train import CASES, FAULTS, Case
+
+HERE = Path(__file__).resolve().parent
+
+pytestmark = [
+    pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler())),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on"),
+]
+
+LOG, EVALUATION, SAVE = 3, 6, 4  # intervals of train.MODEL and of cases that save
+OFTEN = ("llama", "dropout", "fp16", "zero 3", "short")  # in every run of the tests
+WAITS = ("item", "pageable", "number", "not pinned", "mask", "synchronize", "backward")
+SHARE = 0.7  # of an iteration's operations: the forward and backward passes have more
+
+
+def train(folder: Path, names: list[str]) -> dict[str, dict]:
+    """What train.py found of each case."""
+    out = folder / "found.json"
+    command = [sys.executable, HERE / "train.py", "--out", out, *names]
+    environment = compiled_environment() | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    for result in found.values():
+        result["waits"] = [Wait(*wait) for wait in result["waits"]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def often(tmp_path_factory) -> dict[str, dict]:
+    """OFTEN and every fault, by one process."""
+    names = [*OFTEN, *(f"short+{fault}" for fault in FAULTS)]
+    return train(tmp_path_factory.mktemp("pretended"), names)
+
+
+def due(case: Case, iteration: int) -> bool:
+    """Whether the loop does something after an iteration."""
+    saves = case.saves and iteration % SAVE == 0
+    return iteration % LOG == 0 or saves or iteration == case.iterations
+
+
+def evaluated(case: Case, iteration: int) -> int:
+    """Sources that are evaluated after an iteration, the test split behind the last."""
+    if not case.evaluations:
+        return 0
+    return 2 if iteration == case.iterations else int(iteration % EVALUATION == 0)
+
+
+def expected(case: Case) -> Counter[tuple[str, int, str]]:
+    """How often the host waits: by phase, iteration and what for."""
+    waits: Counter[tuple[str, int, str]] = Counter()
+    if "--position-embedding-type" in case.flags:
+        waits["training", 1, "copy to the device"] = 1
+    for iteration in range(1, case.iterations + 1):
+        if iteration > 1 and not due(case, iteration - 1):
+            waits["training", iteration, "event"] = 1
+        if due(case, iteration):
+            waits["loop", iteration, "event"] = 1 + bool(evaluated(case, iteration))
+        sources = evaluated(case, iteration)
+        if sources:
+            turns = 2 * case.micro_batches  # of --eval-iters 2
+            waits["evaluation", iteration, "event"] = sources * (turns - 1)
+            waits["evaluation", iteration, "numbers read"] = sources
+    return waits
+
+
+def faults(case: Case, result: dict) -> list[str]:
+    """What is not as it should be in a run."""
+    if result["code"] != 0:
+        return [result["error"] or f"exit code {result['code']}"]
+    waits = [wait for wait in result["waits"] if wait.phase != "save"]
+    found = Counter((wait.phase, wait.iteration, wait.what) for wait in waits)
+    wanted = expected(case)
+    wrong = [
+        f"{found[key]} of {key}, not {wanted[key]}"
+        for key in sorted({*found, *wanted})
+        if found[key] != wanted[key]
+    ]
+    passes = SHARE * result["operations"]["training"] / case.iterations
+    for wait in waits:
+        if wait.phase == "training" and wait.what == "event":
+            if (wait.behind > passes) == case.dynamic_scale:
+                wrong.append(f"{wait}: {wait.behind} operations behind it")
+    return wrong
+
+
+@pytest.mark.parametrize("name", OFTEN)
+def test_a_run_waits_for_nothing_else(often, name):
+    assert faults(CASES[name], often[name]) == []
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OFTEN])
+def test_every_other_run_waits_for_nothing_else(tmp_path, name):
+    found = train(tmp_path, [name])
+    assert faults(CASES[name], found[name]) == []
+    saved = [wait for wait in found[name]["waits"] if wait.phase == "save"]
+    assert bool(saved) == CASES[name].saves
+
+
+@pytest.mark.parametrize("fault", WAITS)
+def test_a_wait_in_a_step_is_found(often, fault):
+    """One that is put behind each layer."""
+    result = often[f"short+{fault}"]
+    wrong = faults(CASES["short"], result)
+    if fault == "mask":  # torch's fake tensors end there
+        assert "DynamicOutputShapeException" in wrong[0]
+    else:
+        layers, passes = 2, CASES["short"].micro_batches
+        (first, second) = wrong
+        assert first.startswith(f"{layers * passes} of ('training', 1, ") and "not 0" in first
+        assert second.startswith(f"{layers * passes} of ('training', 2, ") and "not 0" in second
+
+
+def test_every_fault_is_tried():
+    assert {*WAITS, "devices"} == set(FAULTS)
+
+
+def test_a_mix_of_devices_is_found(often):
+    """A tensor of the host added to one of the device."""
+    (wrong,) = faults(CASES["short"], often["short+devices"])
+    assert "Expected all tensors to be on the same device" in wrong

@@ -1,0 +1,340 @@
+"""Whole runs of pretrain_gpt.py on the pretended device (device.py), one after another.
+
+    python tests/pretended/train.py --out FILE CASE...
+    python tests/pretended/train.py --out FILE short+item
+
+FILE gets, of each case, the exit code, how many operations each phase gave to the device, and all
+that made the host wait, with the phase of the run and the line of the product. Phases:
+
+    training    one iteration, from its first micro-batch to its last weights: loop.train_step
+    loop        between iterations
+    log         the lines of --log-interval
+    evaluation  one source of one evaluation
+    save        --save-interval, and the end of the run
+    start       all before
+
+A name behind a plus sign is of a fault that is put into the program, see FAULTS. Of several ranks
+the first one runs, on torch's process group that sends nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+
+from pretended import libraries
+
+if __name__ == "__main__":
+    libraries.load_device_guard()  # before torch is imported
+
+import torch
+import torch.distributed as dist
+from pretended.device import Log, pretended_device
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-3 "
+    "--log-interval 3 --eval-interval 6"
+)
+ITERATIONS = 7
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+)
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+KERNELS = (
+    " ".join(
+        f"--{operator}-backend triton"
+        for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross-entropy")
+    )
+    + " --grad-norm-backend triton --adam-implementation triton"
+)
+
+
+class Case(NamedTuple):
+    """A run: its flags beside MODEL, and what a test has to know of it."""
+
+    flags: str
+    ranks: int = 1
+    copies: int = 1  # of the model's layers: data-parallel ranks
+    micro_batches: int = 2  # of each rank and step
+    iterations: int = ITERATIONS
+    evaluations: int = 3  # sources: at iteration 6, at the end, and of the test split
+    dynamic_scale: bool = False
+    saves: bool = False
+
+    def words(self, folder: str) -> list[str]:
+        """Its command line; what it saves goes into the folder."""
+        numbers = {
+            "--global-batch-size": 2 * self.micro_batches * self.copies,
+            "--train-iters": self.iterations,
+            "--eval-iters": 2 if self.evaluations else 0,
+        }
+        words = [*MODEL.split(), *self.flags.split()]
+        for flag, value in numbers.items():
+            words += [flag, str(value)]
+        return [*words, "--save", folder] if self.saves else words
+
+
+BF16 = f"--bf16 {NO_DROPOUT}"
+LLAMA_BF16 = f"{BF16} {LLAMA}"
+DROPOUT = "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1"
+FULL = "--recompute-granularity full"
+DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+
+CASES = {
+    "gpt": Case(BF16),
+    "llama": Case(LLAMA_BF16),
+    "short": Case(BF16, iterations=2, evaluations=0),
+    "fp32": Case(NO_DROPOUT),
+    "dropout": Case(DROPOUT),
+    "fp16": Case(f"--fp16 {NO_DROPOUT}", dynamic_scale=True),
+    "fp16, fixed scale": Case(f"--fp16 --loss-scale 128 {NO_DROPOUT}"),
+    "untied": Case(f"{BF16} --untie-embeddings-and-output-weights"),
+    "one micro-batch": Case(LLAMA_BF16, micro_batches=1),
+    "accumulation": Case(LLAMA_BF16, micro_batches=5),
+    "recompute": Case(f"{DROPOUT} {LLAMA} {FULL}"),
+    "documents": Case(f"{LLAMA_BF16} {DOCUMENTS}"),
+    "window": Case(f"{LLAMA_BF16} --window-size 16"),
+    "yarn": Case(LLAMA_BF16.replace("rope", "yarn")),
+    "fused head": Case(f"{LLAMA_BF16} --fused-linear-cross-entropy"),
+    "sgd": Case(f"{BF16} --optimizer sgd"),
+    "kernels": Case(f"{DROPOUT} {LLAMA} {KERNELS}"),
+    "kernels, documents": Case(f"{LLAMA_BF16} {KERNELS} {DOCUMENTS}"),
+    "gluon": Case(f"{LLAMA_BF16} --attention-backend gluon --kv-channels 64"),
+    "any order": Case(f"{BF16} --no-deterministic-mode"),
+    "save": Case(f"{LLAMA_BF16} --save-interval 4", saves=True),
+    "zero 0": Case(BF16, ranks=4, copies=4),
+    "zero 1": Case(f"{BF16} --zero-stage 1", ranks=4, copies=4),
+    "zero 2": Case(f"{LLAMA_BF16} --zero-stage 2", ranks=4, copies=4),
+    "zero 3": Case(f"{LLAMA_BF16} --zero-stage 3", ranks=4, copies=4),
+    "zero 3, recompute": Case(f"{DROPOUT} {LLAMA} {FULL} --zero-stage 3", ranks=4, copies=4),
+    "tensor parallel": Case(f"{LLAMA_BF16} --tensor-model-parallel-size 2", ranks=2),
+    "sequence parallel": Case(
+        f"{DROPOUT} {LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 2",
+        ranks=4,
+        copies=2,
+    ),
+}
+
+
+# ---- faults that a test puts in
+
+
+def _reads_a_number(hidden: torch.Tensor) -> None:
+    hidden.sum().item()
+
+
+def _copies_from_pageable_memory(hidden: torch.Tensor) -> None:
+    hidden + torch.ones(hidden.shape[-1]).to(hidden.device)
+
+
+def _writes_a_number_down(hidden: torch.Tensor) -> None:
+    hidden + torch.tensor(1.0, device=hidden.device)
+
+
+def _copies_without_pinning(hidden: torch.Tensor) -> None:
+    hidden + torch.ones(hidden.shape[-1]).to(hidden.device, non_blocking=True)
+
+
+def _takes_what_is_not_zero(hidden: torch.Tensor) -> None:
+    hidden[hidden > 0]
+
+
+def _synchronises(hidden: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+
+
+def _reads_in_the_backward_pass(hidden: torch.Tensor) -> None:
+    def read(gradient: torch.Tensor) -> None:
+        gradient.sum().item()
+
+    if hidden.requires_grad:
+        hidden.register_hook(read)
+
+
+def _mixes_devices(hidden: torch.Tensor) -> None:
+    hidden + torch.ones(hidden.shape[-1])
+
+
+FAULTS: dict[str, Callable[[torch.Tensor], None]] = {
+    "item": _reads_a_number,
+    "pageable": _copies_from_pageable_memory,
+    "number": _writes_a_number_down,
+    "not pinned": _copies_without_pinning,
+    "mask": _takes_what_is_not_zero,
+    "synchronize": _synchronises,
+    "backward": _reads_in_the_backward_pass,
+    "devices": _mixes_devices,
+}
+
+
+@contextlib.contextmanager
+def with_fault(fault: str) -> Iterator[None]:
+    """A fault at the end of each layer's forward pass; nothing without a name."""
+    from megatron.model.block import LayerBlock
+
+    if not fault:
+        yield
+        return
+    forward = LayerBlock.forward
+
+    def faulty(self: LayerBlock, x: torch.Tensor, micro: Any) -> torch.Tensor:
+        y = forward(self, x, micro)
+        FAULTS[fault](y)
+        return y
+
+    with mock.patch.object(LayerBlock, "forward", faulty):
+        yield
+
+
+# ---- what is told to the log
+
+
+@contextlib.contextmanager
+def phases(log: Log) -> Iterator[None]:
+    """Tell the log where the run is."""
+    from megatron.training import loop, pretrain
+
+    def told(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with log.within(phase):
+                return function(*args, **kwargs)
+
+        return call
+
+    def train_step(run: Any, *rest: Any) -> Any:
+        log.iteration = run.progress.iteration + 1
+        with log.within("training"):
+            return step(run, *rest)
+
+    step = loop.train_step
+    named = {
+        "log": told("log", loop.log),
+        "evaluate": told("evaluation", loop.evaluate),
+        "save": told("save", loop.save),
+        "finalize": told("save", loop.finalize),
+        "train_step": train_step,
+    }
+    with mock.patch.object(pretrain, "train", told("loop", loop.train)):
+        with mock.patch.multiple(loop, **named):
+            yield
+
+
+# ---- parameters
+
+
+def take_parameters(block: Any) -> None:
+    """As Block._take_parameters for fake tensors: what torch itself keeps among a fake tensor's
+    attributes, its device for one, is not taken over, and references of torch's own do not hinder.
+    """
+    for entry, parameter in zip(block.entries, block.parameters, strict=True):
+        stored = torch.nn.Parameter(entry.view(block.weight), requires_grad=block.trained)
+        own = vars(stored)
+        declared = {name: value for name, value in vars(parameter).items() if name not in own}
+        own.update(declared, main_grad=None, label=entry.name)
+        with mock.patch.object(torch.utils.weakref, "getweakrefs", lambda x: []):
+            torch.utils.swap_tensors(parameter, stored)
+
+
+@contextlib.contextmanager
+def fake_parameters() -> Iterator[None]:
+    from megatron.optimizer.blocks import Block
+
+    with mock.patch.object(Block, "_take_parameters", take_parameters):
+        yield
+
+
+# ---- ranks that are not there
+
+
+@contextlib.contextmanager
+def ranks_of(count: int) -> Iterator[None]:
+    """This is the first of so many ranks, whose collectives send nothing."""
+    if count == 1:
+        yield
+        return
+    import torch.testing._internal.distributed.fake_pg  # makes the backend known  # noqa: F401
+
+    from megatron.distributed import groups
+    from megatron.distributed.rendezvous import Launch
+    from megatron.training import pretrain
+
+    def make_groups(layout: Any, kv_heads: int | None, **options: Any) -> Any:
+        return groups.build_groups(
+            layout, 0, lambda ranks: dist.new_group(list(ranks)), kv_heads, **options
+        )
+
+    def gather_bytes(data: bytes, axis: Any, device: torch.device) -> list[bytes]:
+        return [data] * axis.size
+
+    def broadcast_bytes(data: bytes, axis: Any, device: torch.device) -> bytes:
+        return data
+
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=count)
+    with contextlib.ExitStack() as stack:
+        named = {
+            "read_launch": lambda *_: Launch(0, count, 0, 1, "torchrun"),
+            "connect": lambda *_: None,
+            "disconnect": lambda: None,
+            "make_groups": make_groups,
+        }
+        stack.enter_context(mock.patch.multiple(pretrain, **named))
+        for function in (gather_bytes, broadcast_bytes):
+            for name, module in list(sys.modules.items()):
+                if name.startswith("megatron.") and hasattr(module, function.__name__):
+                    stack.enter_context(mock.patch.object(module, function.__name__, function))
+        yield
+    dist.destroy_process_group()
+
+
+def run(case_and_fault: str) -> dict[str, Any]:
+    """One case: exit code or error, operations by phase, and waits."""
+    import pretrain_gpt
+
+    name, _, fault = case_and_fault.partition("+")
+    case = CASES[name]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        log = stack.enter_context(pretended_device())
+        stack.enter_context(ranks_of(case.ranks))
+        stack.enter_context(phases(log))
+        stack.enter_context(fake_parameters())
+        stack.enter_context(with_fault(fault))
+        code, error = None, ""
+        try:
+            code = pretrain_gpt.main(case.words(folder))
+        except Exception:  # a test shows it
+            error = traceback.format_exc()
+    return {
+        "code": code,
+        "error": error,
+        "operations": log.operations,
+        "waits": log.waits,
+    }
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="train on a pretended GPU")
+    parser.add_argument("cases", nargs="*", help=", ".join(CASES))
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args(words)
+    results = {name: run(name) for name in arguments.cases or list(CASES)}
+    arguments.out.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
