@@ -464,8 +464,8 @@ MUTANTS = (
     Mutant(
         "a sum in the place of another rank's slice",
         BLOCKS,
-        "chunk(self.shard.size)[self.shard.rank]",
-        "chunk(self.shard.size)[-1 - self.shard.rank]",
+        "buffer.narrow(0, self.shard.rank * length, length)",
+        "buffer.narrow(0, (self.shard.size - 1 - self.shard.rank) * length, length)",
         ("fp64-dropout-dp2-zero1",),
     ),
     Mutant(

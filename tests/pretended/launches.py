@@ -193,6 +193,17 @@ def rotate(s: int, b: int, g: int, n: int, d: int, width: int, dtype: Any) -> No
     rotary_(x[:, :, :, 0], cos, cos, -1)
 
 
+def norm_heads(s: int, b: int, g: int, n: int, d: int, width: int, dtype: Any) -> None:
+    import torch
+    from megatron.kernels.qk_norm import qk_norm, qk_norm_backward
+
+    qkv, weight = torch.zeros(s, b, g, n, d, dtype=dtype), torch.zeros(d, dtype=dtype)
+    tables = (torch.zeros(s, b, 1, width),) * 2 if width else (None, None)
+    for bias in (None, weight):
+        _, statistics = qk_norm(qkv, weight, weight, bias, bias, *tables, 1e-5)
+        qk_norm_backward(qkv, qkv, weight, weight, *tables, statistics)
+
+
 def drop(s: int, b: int, width: int, dtype: Any) -> None:
     import torch
     from megatron.kernels.dropout import dropout, dropout_add
@@ -228,6 +239,9 @@ def row_calls(arch: int) -> Calls:
                 yield name, partial(activate, 3, 1100, dtype, kind, bias), quick
         for sizes in ((7, 2, 3, 5, 64, 48), (300, 1, 8, 6, 128, 128), (5, 3, 1, 3, 80, 80)):
             yield f"rotary {sizes}, {dtype}", partial(rotate, *sizes, dtype), bf16 and sizes[0] == 7
+        for sizes in ((7, 2, 3, 5, 64, 48), (300, 1, 8, 6, 128, 128), (5, 3, 1, 3, 80, 0)):
+            name = f"norms of heads {sizes}, {dtype}"
+            yield name, partial(norm_heads, *sizes, dtype), bf16 and sizes[0] == 7
         for sizes in ((5, 2, 1100), (1000, 3, 4096)):
             yield f"dropout {sizes}, {dtype}", partial(drop, *sizes, dtype), bf16 and sizes[0] == 5
         for cap in (None, 30.0):
