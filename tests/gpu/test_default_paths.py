@@ -13,8 +13,8 @@ pytestmark = pytest.mark.gpu
 
 BASE = """--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256
 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 --log-interval 1 --mock-data
---tokenizer-type NullTokenizer --vocab-size 1023 --lr 1e-3 --initial-loss-scale 4096 --eval-interval 2
---eval-iters 1""".split()
+--tokenizer-type NullTokenizer --vocab-size 1023 --lr 1e-3 --initial-loss-scale 4096
+--eval-interval 2 --eval-iters 1""".split()
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
 --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
 --hidden-dropout 0 --attention-dropout 0""".split()
