@@ -242,19 +242,21 @@ def _dkv_pass(
             )
             p = tl.where(see, p, 0.0)
         dout_tile = load_tile(dout, (kv, member), row, M, D)
-        dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
-        kept = p
-        if DROPOUT:
+        if DROPOUT:  # one draw of random bits for both
+            dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
             kept, dp = drop_scores_transposed(p, dp, drop, q_at, key, N, M)
-        dv = tl.dot(kept.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
+            dv = tl.dot(kept.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
+        else:  # dv first: it needs no registers of dp
+            dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
+            dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
         ds = _score_gradient(p, dp, tl.load(delta + rows)[None, :], slope, SOFTCAP)
         if MASKED:
             ds = tl.where(see, ds, 0.0)  # a gradient that is NaN stays with the keys of its row
         ds = ds.to(q_tile.dtype)
-        if ATOMIC:  # before dk, which leaves it registers
+        dk = tl.dot(ds, q_tile, dk, input_precision="ieee")
+        if ATOMIC:  # after dk, which needs ds in registers
             part = tl.dot(tl.trans(ds), k_tile, input_precision="ieee")
             dq.atomic_add([kv, member, row, 0], tl.reshape(part, [1, 1, M, D]))
-        dk = tl.dot(ds, q_tile, dk, input_precision="ieee")
     return dk, dv
 
 

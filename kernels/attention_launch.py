@@ -94,9 +94,10 @@ def configuration(
     """Tiles of the kernel "forward", "dkv", "dkv_dq" or "dq". In fp32 there is one size: those
     products use no tensor cores.
 
-    On Hopper by what compiles without spills in the loops and how many blocks of threads an SM then
-    holds (docs/kernels.md): with 128 registers a thread two, of which one multiplies while the
-    other one computes exponentials. Random bits and soft-caps are left with smaller tiles.
+    On Hopper by what compiles without spills in the loops and without products that wait for each
+    other, and by how many blocks of threads an SM then holds (docs/kernels.md): up to d = 64 two,
+    of which one multiplies while the other one computes exponentials, beyond one with larger tiles.
+    Random bits and soft-caps are left with smaller ones.
     """
     if options.tile or dtype == torch.float32:
         return Tiles(options.tile or 32, options.tile or 32)

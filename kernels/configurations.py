@@ -6,6 +6,7 @@ A row belongs to an operator, an architecture and a key (of attention, head dime
 fixed tiles; for one that follows its input's width, the most elements that a program takes,
 elements or bytes a thread, programs in all, from which the operator's `configuration()` makes a
 launch. `spills` and `shared` are the bytes that it may spill and what it needs of shared memory,
+`serialised` says why its matrix products may wait for each other (kernels/tools/listing.py),
 `measured` says by what it won and is absent where no GPU has had a say; a row `refused` says why
 there is none.
 
@@ -39,6 +40,7 @@ class Row:
     numbers: Mapping[str, int]
     spills: int = 0
     shared: int = 0
+    serialised: str = ""
     refused: str = ""
     measured: Mapping[str, Any] = field(default_factory=dict)
 

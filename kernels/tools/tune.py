@@ -12,12 +12,12 @@ puts what won into the table; then run manifest.py --write. --tiny takes small s
 candidates, also on a CPU: to try the program.
 
 For each row: candidates are compiled ahead of time, in processes of their own; those that break a
-rule of the gate (shared memory, spilled bytes beyond the frozen row's, no wgmma) are dropped. What
-is left is timed beside the frozen row, a call of each in turn, the four best and the frozen one for
-longer. The winner must be faster than the frozen row by more than both the noise of the two medians
-and 1%, its result must be the definition's, and all variants of it must pass the gate: then it is
-written. A row is measured where it is looked up: on a GPU newer than the row's architecture the
-winner becomes a row of the GPU's own.
+rule of the gate (shared memory, spilled bytes beyond the frozen row's, no wgmma or serialised ones)
+are dropped. What is left is timed beside the frozen row, a call of each in turn, the four best and
+the frozen one for longer. The winner must be faster than the frozen row by more than both the noise
+of the two medians and 1%, its result must be the definition's, and all variants of it must pass the
+gate: then it is written. A row is measured where it is looked up: on a GPU newer than the row's
+architecture the winner becomes a row of the GPU's own.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def candidates(row: Row, arch: int) -> list[Row]:
             if value
         ]
     return [
-        replace(row, arch=arch, numbers=each, shared=0, measured={})
+        replace(row, arch=arch, numbers=each, shared=0, serialised="", measured={})
         for each in chosen
         if each != row.numbers
     ]
@@ -220,11 +220,12 @@ def blocks_of_an_sm(facts: manifest.Facts, arch: int) -> int:
 def show(row: Row, facts: manifest.Facts, faults: list[str], arch: int) -> str:
     numbers = ", ".join(f"{name} {value}" for name, value in row.numbers.items())
     if "registers" not in facts:
-        return f"| {title(row)} | {numbers} | - | - | - | - | {'; '.join(faults)} |"
+        return f"| {title(row)} | {numbers} | - | - | - | - | - | {'; '.join(faults)} |"
     blocks = blocks_of_an_sm(facts, arch)
     return (
         f"| {title(row)} | {numbers} | {facts['registers']} | {facts['spilled']} | "
-        f"{facts['shared']} | {blocks} | {'; '.join(faults)} |"
+        f"{facts['shared']} | {blocks} | {facts['hot_instructions']}, {facts['hot_spill_loads']} | "
+        f"{'; '.join(faults)} |"
     )
 
 
@@ -391,8 +392,8 @@ def make_parser() -> argparse.ArgumentParser:
 def show_candidates(rows: list[Row], arch: int, jobs: int) -> None:
     """Compile the candidates of each row for an architecture, and print what they need."""
     print(
-        "| row | numbers | registers | spilled | shared | blocks an SM | faults |\n"
-        "|---|---|---|---|---|---|---|"
+        "| row | numbers | registers | spilled | shared | blocks an SM | hot loop | faults |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     for row in rows:
         all_of_them = [replace(row, arch=arch), *candidates(row, arch)]

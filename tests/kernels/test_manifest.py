@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def test_bad_configurations_are_found(gate):
         "spills",
         "too much shared memory",
         "no wgmma",
+        "serialised",
         "does not compile",
         "kills the compiler",
     }
@@ -59,18 +61,23 @@ def test_bad_configurations_are_found(gate):
         faults["too much shared memory"],
     )
     assert re.match(r"0 wgmma and \d+ older matrix instructions", faults["no wgmma"])
+    assert re.match(
+        r"[1-9]\d* of \d+ wgmma wait for the one before: registers are short",
+        faults["serialised"],
+    )
     assert (
         faults["does not compile"].startswith("does not compile: ")
         and "no_such_function" in faults["does not compile"]
     )
     assert faults["kills the compiler"].startswith("the compiler died with code -6")
-    assert done.stdout.splitlines()[-1].startswith("7 kernels compiled")
+    assert done.stdout.splitlines()[-1].startswith("8 kernels compiled")
     good = json.loads(
         next(line for line in done.stdout.splitlines() if line.startswith("good ")).removeprefix(
             "good "
         )
     )
     assert good["wgmma"] > 0 and good["old_mma"] == 0 and good["spilled"] == 0
+    assert good["serialised"] == 0 and good["hot_cp_async"] > 0 and good["hot_barriers"] > 0
 
 
 def test_a_difference_from_the_manifest_is_named():
@@ -83,18 +90,20 @@ def test_a_difference_from_the_manifest_is_named():
         "a: registers 40, the manifest has 32",
         "c: in the manifest, but no kernel has it",
     ]
-    assert (
-        manifest.differences(
-            {"a": {"instructions": 1020}}, {"a": {"instructions": 1000}}, whole=True
-        )
-        == []
-    )
-    for other in (1021, 979, None):
-        assert (
-            len(
-                manifest.differences(
-                    {"a": {"instructions": other}}, {"a": {"instructions": 1000}}, whole=True
-                )
-            )
-            == 1
-        )
+    for name in ("instructions", "hot_instructions"):
+        for other, lines in ((1020, 0), (1021, 1), (979, 1), (None, 1)):
+            found = {"a": {name: other}}
+            assert len(manifest.differences(found, {"a": {name: 1000}}, whole=True)) == lines
+
+
+def test_products_that_wait_for_each_other_need_a_reason():
+    from megatron.kernels.tools import manifest
+
+    row = manifest.rows(only="attention_forward_128_causal")["attention_forward_128_causal"]
+    facts = json.loads(manifest.MANIFEST.read_text())["3.6.0"][row.name]
+    assert facts["hot_instructions"] > 0 and manifest.faults(row, facts) == []
+    waiting = facts | {"serialised": 20, "wgmma": 24}
+    (fault,) = manifest.faults(row, waiting)
+    assert fault.startswith("20 of 24 wgmma wait for the one before: registers are short")
+    excused = replace(row, row=replace(row.row, serialised="nothing else fits"))
+    assert manifest.faults(excused, waiting) == []

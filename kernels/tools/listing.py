@@ -1,0 +1,170 @@
+"""What the machine code of a compiled kernel says, read from the listing that `nvdisasm -c` prints:
+its loops, and matrix products that wait for each other.
+
+A loop is what can come back to a block of instructions that every way into it passes. The compiler
+puts the second try of a wait behind the end of the program, from where it jumps back into the
+middle of a loop: by addresses alone that would look like a loop, too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+LABEL = re.compile(r"^(\.L_\w+):")
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)([^;]*);?")
+PRODUCT = r"(HGMMA|HMMA|UTC\w*MMA)"
+MEMORY = r"(LDG|STG|RED|ATOM|UTMA)"
+# what is counted in the loop that does most of the work
+IN_HOT_LOOP = {
+    "hot_instructions": r"",
+    "hot_cp_async": r"LDGSTS",
+    "hot_barriers": r"BAR\.",
+    "hot_spill_loads": r"LDL",
+}
+
+
+@dataclass
+class Block:
+    """Instructions that run one after another, as (name, operands), and the blocks that may come
+    next.
+    """
+
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)  # labels that are jumped to
+    falls: bool = True  # whether the next block of the listing may come next
+
+    def has(self, pattern: str) -> bool:
+        """Whether one of its instructions begins so."""
+        return any(re.match(pattern, name) for name, _ in self.instructions)
+
+
+def blocks(code: str) -> tuple[list[Block], dict[int, list[int]]]:
+    """(the blocks of a listing in order, for each the blocks that may come next)."""
+    found, labels = [Block()], {}
+    for line in code.splitlines():
+        if label := LABEL.match(line):
+            if found[-1].instructions:
+                found.append(Block())
+            labels[label[1]] = len(found) - 1
+        elif instruction := INSTRUCTION.match(line):
+            condition, name, operands = instruction.groups()
+            found[-1].instructions.append((name, operands.strip()))
+            kind = name.split(".")[0]
+            if kind in ("BRA", "BRX", "JMP", "EXIT", "RET"):
+                found[-1].targets = re.findall(r"\.L_\w+", operands)
+                # a branch has further conditions before its label
+                further = kind == "BRA" and not operands.strip().startswith("`")
+                found[-1].falls = bool(condition) or further
+                found.append(Block())
+    following = {
+        at: [labels[label] for label in block.targets if label in labels]
+        + ([at + 1] if block.falls and at + 1 < len(found) else [])
+        for at, block in enumerate(found)
+    }
+    return found, following
+
+
+def loops(following: dict[int, list[int]]) -> list[set[int]]:
+    """The loops among blocks of which 0 is the first: each the set of its blocks."""
+    order = _in_order(following)
+    before: dict[int, list[int]] = {at: [] for at in order}
+    for at in order:
+        for after in following[at]:
+            before[after].append(at)
+    # the blocks that every way from the first one passes
+    passed = {at: set(order) for at in order} | {0: {0}}
+    changed = True
+    while changed:
+        changed = False
+        for at in order[1:]:
+            new = {at} | set.intersection(*(passed[each] for each in before[at]))
+            changed |= new != passed[at]
+            passed[at] = new
+    found: dict[int, set[int]] = {}
+    for last in order:
+        for head in following[last]:
+            if head not in passed[last]:
+                continue
+            body, stack = found.setdefault(head, {head}), [last]
+            while stack:
+                at = stack.pop()
+                if at not in body:
+                    body.add(at)
+                    stack += before[at]
+    return list(found.values())
+
+
+def _in_order(following: dict[int, list[int]]) -> list[int]:
+    """The blocks that can be reached, each before those that only it leads to."""
+    left, seen = [], {0}
+    stack = [(0, iter(following[0]))]
+    while stack:
+        at, others = stack[-1]
+        after = next(others, None)
+        if after is None:
+            left.append(at)
+            stack.pop()
+        elif after not in seen:
+            seen.add(after)
+            stack.append((after, iter(following[after])))
+    return left[::-1]
+
+
+def hot_loop(code: str) -> list[str]:
+    """The names of the instructions of the loop that does most of the work; none without a loop.
+
+    Of loops with matrix products and none such within: the shortest, since loops over edges do what
+    the one over whole blocks does, and mask. Else the longest of those that go to memory.
+    """
+    found, following = blocks(code)
+    every = loops(following)
+    for work, choose in ((PRODUCT, min), (MEMORY, max)):
+        working = [body for body in every if any(found[at].has(work) for at in body)]
+        inner = [body for body in working if not any(other < body for other in working)]
+        if inner:
+            bodies = [_instructions(found, body, every) for body in inner]
+            return choose(bodies, key=len)
+    return []
+
+
+def _instructions(found: list[Block], body: set[int], every: list[set[int]]) -> list[str]:
+    """Of a loop, without the loops that only wait within it and the jumps back from them."""
+    waits = set().union(*(other for other in every if other < body))
+    return [
+        name
+        for at in sorted(body - waits)
+        if found[at].falls or len(found[at].instructions) > 1
+        for name, _ in found[at].instructions
+    ]
+
+
+def serialised(code: str) -> int:
+    """How many wgmma are waited for before the next one of their own sum begins.
+
+    The tensor cores take the products of one sum one after another without a wait between. Where
+    registers are short the compiler waits after each one (its warnings C7510 and following).
+    """
+    count = 0
+    for block in blocks(code)[0]:
+        waited: set[str] = set()  # sums that a wait came after
+        begun: set[str] = set()
+        for name, operands in block.instructions:
+            if name.startswith("HGMMA"):
+                total, *rest = (part.strip() for part in operands.split(","))
+                count += total in waited and total in rest
+                begun.add(total)
+                waited.discard(total)
+            elif name.startswith("WARPGROUP.DEPBAR") and operands.endswith("0x0"):
+                waited |= begun
+    return count
+
+
+def facts(code: str) -> dict[str, int]:
+    """What the manifest holds of a listing."""
+    hot = hot_loop(code)
+    counts = {
+        name: sum(re.match(pattern, each) is not None for each in hot)
+        for name, pattern in IN_HOT_LOOP.items()
+    }
+    return {"serialised": serialised(code)} | counts

@@ -1,0 +1,100 @@
+"""What is read from a listing of machine code: its loops, and matrix products that wait."""
+
+import pytest
+from megatron.kernels.tools import listing
+
+CHAIN = """
+.L_x_4:
+        /*0100*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR24+0x18000], R10 ;
+        /*0110*/              @!P0 BRA `(.L_x_2) ;
+.L_x_10:
+        /*0120*/                   WARPGROUP.ARRIVE ;
+        /*0130*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR16], RZ, !UPT{0} ;
+        /*0150*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR4], R88{0} ;
+        /*0170*/                   UMOV UR4, UR6 ;
+        /*0180*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR8], R88, gsb0 ;
+        /*0190*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*01a0*/                   MUFU.EX2 R88, R88 ;
+        /*01b0*/                   LDL R5, [R1+0x8] ;
+        /*01c0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*01d0*/                   HGMMA.64x128x16.F32.BF16 R24, R88, gdesc[UR4].tnspB, R24{0} ;
+        /*01f0*/                   HGMMA.64x128x16.F32.BF16 R24, R92, gdesc[UR4].tnspB, R24, gsb0 ;
+        /*0200*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0210*/               @P1 BRA `(.L_x_4) ;
+"""
+EDGES = CHAIN.replace("_4", "_8").replace("_2)", "_6)").replace("_10", "_12")
+EDGES = EDGES.replace(
+    "MUFU.EX2 R88, R88", "FSEL R88, R88, -INF , P2 ;\n /*01a8*/ FSEL R88, R88, RZ, P3"
+)
+PROGRAM = f"""
+.text.kernel:
+        /*0000*/                   LDG.E R1, desc[UR4][R2.64] ;
+{EDGES}
+        /*0220*/               @P2 BRA `(.L_x_5) ;
+{CHAIN}
+.L_x_5:
+        /*0220*/                   EXIT ;
+.L_x_2:
+        /*0230*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR24+0x18000], R10 ;
+        /*0240*/              @!P0 BRA `(.L_x_2) ;
+        /*0250*/                   BRA `(.L_x_10) ;
+.L_x_6:
+        /*0260*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR24+0x18000], R10 ;
+        /*0270*/              @!P0 BRA `(.L_x_6) ;
+        /*0280*/                   BRA `(.L_x_12) ;
+.L_x_14:
+        /*0290*/                   BRA `(.L_x_14);
+"""
+WAIT = ", gsb0 ;\n /*0140*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n /*0148*/ WARPGROUP.ARRIVE"
+
+
+def test_the_hot_loop_is_the_one_over_whole_blocks():
+    wanted = {"hot_instructions": 15, "hot_cp_async": 0, "hot_barriers": 1, "hot_spill_loads": 1}
+    facts = listing.facts(PROGRAM.format(""))
+    assert facts == {"serialised": 0, **wanted}
+    # in whatever order the two loops come
+    first, second = PROGRAM.find(EDGES), PROGRAM.find(CHAIN)
+    turned = PROGRAM[:first] + CHAIN + PROGRAM[first + len(EDGES) : second] + EDGES
+    assert listing.facts((turned + PROGRAM[second + len(CHAIN) :]).format("")) == facts
+    # a loop around both is not what is counted
+    back = " /*0218*/ @P3 BRA `(.L_x_9) ;\n"
+    around = PROGRAM.replace(".L_x_5:\n", f".L_x_5:\n{back}")
+    around = around.replace(EDGES, f".L_x_9:\n /*0008*/ MOV R1, R2 ;\n{EDGES}")
+    assert listing.facts(around.format("")) == facts
+
+
+def test_without_products_the_longest_loop_that_goes_to_memory():
+    short = ".L_x_1:\n /*0000*/ STG.E R1 ;\n /*0010*/ @P0 BRA `(.L_x_1) ;\n"
+    long = ".L_x_2:\n /*0020*/ LDGSTS.E.128 R1 ;\n /*0030*/ NOP ;\n /*0040*/ @P0 BRA `(.L_x_2) ;\n"
+    idle = ".L_x_3:\n" + " /*0050*/ NOP ;\n" * 9 + " /*0060*/ @!P0 BRA `(.L_x_3) ;\n"
+    assert listing.hot_loop(short + long + idle) == ["LDGSTS.E.128", "NOP", "BRA"]
+    assert listing.facts(short + long + idle)["hot_cp_async"] == 1
+    assert listing.hot_loop(" /*0000*/ LDG.E R1 ;\n /*0010*/ EXIT ;\n") == []
+
+
+def test_a_wait_within_a_sum_is_serialised_and_one_after_it_is_not():
+    assert listing.serialised(PROGRAM.format("")) == 0
+    assert listing.serialised(PROGRAM.format(WAIT)) == 6
+    # two sums at once
+    turns = [f" HGMMA.64x64x16.F32.BF16 R{24 + 32 * (at % 2)}" for at in range(6)]
+    code = [f" /*00{at}0*/ {turn}, gdesc[UR4],{turn[-4:]}" for at, turn in enumerate(turns)]
+    wait = ";\n /*0090*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+    assert listing.serialised(" ;\n".join(code) + wait) == 0
+    assert listing.serialised(wait.join(code) + wait) == 4
+    # all but the newest: what is waited for is not this sum
+    assert listing.serialised(wait.replace("0x0", "0x1").join(code)) == 0
+
+
+@pytest.mark.parametrize(
+    "line, falls",
+    [
+        ("BRA `(.L_x_1)", False),
+        ("@P0 BRA `(.L_x_1)", True),
+        ("BRA !P2, `(.L_x_1)", True),
+        ("BRA.U UP0, `(.L_x_1)", True),
+        ("BRA.DIV UR4, `(.L_x_1)", True),
+    ],
+)
+def test_a_branch_with_a_condition_may_go_on(line, falls):
+    found, following = listing.blocks(f".L_x_1:\n /*0000*/ {line} ;\n /*0010*/ EXIT ;\n")
+    assert found[0].falls == falls and following[0] == ([0, 1] if falls else [0])
