@@ -67,6 +67,7 @@ OVERLAP = re.compile(
     r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", re.DOTALL
 )
 ORDER = 0.02  # measured: up to 0.7%, by the order in which the compiler goes over its sets
+SPILL = 8  # measured: 152 and 160 bytes of one kernel, by the same
 Facts = dict[str, Any]
 
 
@@ -291,15 +292,13 @@ def differences(found: dict[str, Facts], known: dict[str, Facts], *, whole: bool
 
 
 def _same(key: str, found: Any, known: Any) -> bool:
-    """Equal; numbers of all instructions to ORDER, since equal compilations differ by some moves
-    where registers are short.
+    """Equal; numbers of all instructions to ORDER and spilled bytes to SPILL, since equal
+    compilations differ by some moves where registers are short.
     """
-    return (
-        found == known
-        or key.endswith("instructions")
-        and None not in (found, known)
-        and abs(found - known) <= ORDER * known
-    )
+    if found == known or None in (found, known):
+        return found == known
+    slack = {"instructions": ORDER * known, "hot_instructions": ORDER * known, "spilled": SPILL}
+    return abs(found - known) <= slack.get(key, 0)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -94,6 +94,9 @@ def test_a_difference_from_the_manifest_is_named():
         for other, lines in ((1020, 0), (1021, 1), (979, 1), (None, 1)):
             found = {"a": {name: other}}
             assert len(manifest.differences(found, {"a": {name: 1000}}, whole=True)) == lines
+    for other, lines in ((168, 0), (169, 1), (151, 1), (None, 1)):
+        found = {"a": {"spilled": other}}
+        assert len(manifest.differences(found, {"a": {"spilled": 160}}, whole=True)) == lines
 
 
 def test_products_that_wait_for_each_other_need_a_reason():
