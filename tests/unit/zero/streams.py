@@ -28,6 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.kernels import lang
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -125,6 +126,7 @@ class Memory:
     home: Stream
     where: str
     live: bool = True
+    pinned: bool = False  # by torch's allocator, which gives nothing away before copies are over
     # (first, end, written): when, where
     accesses: dict[tuple[int, int, bool], dict[Stream, tuple[int, str]]] = field(
         default_factory=dict
@@ -271,7 +273,7 @@ class PretendedGPU(TorchDispatchMode):
         put(
             torch.cuda,
             "get_device_properties",
-            lambda device=None: mock.Mock(total_memory=80 << 30),
+            lambda device=None: mock.Mock(total_memory=80 << 30, multi_processor_count=1),
         )
         for name in ("empty", "zeros"):
             put(torch, name, self._marking(getattr(torch, name)))
@@ -286,6 +288,8 @@ class PretendedGPU(TorchDispatchMode):
         put(staged.Staging, "hand_over", self._reading(staged.Staging.hand_over))
         put(pretrain, "choose_device", lambda launch, config: (Device(), "gloo"))
         put(pretrain, "set_determinism", lambda device, wanted: None)
+        # they would run in Triton's interpreter, for minutes
+        put(lang, "unfit", lambda device, dtype: "a pretended GPU")
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -311,6 +315,8 @@ class PretendedGPU(TorchDispatchMode):
             self.pinning = False
             if pin_memory or always:  # frombuffer is no operator
                 self.hosted.add(x.untyped_storage())
+            if pin_memory and (memory := self.memories.get(x.untyped_storage())) is not None:
+                memory.pinned = True
             return x
 
         return make
@@ -423,7 +429,8 @@ class PretendedGPU(TorchDispatchMode):
     def _free(self, memory: Memory) -> None:
         if memory.live:
             memory.live = False
-            self.freed[memory.home].append(memory)
+            if not memory.pinned:
+                self.freed[memory.home].append(memory)
 
     def _access(self, stream: Stream, time: int, tensor: Tensor, written: bool, where: str) -> None:
         memory = self.memories.get(tensor.untyped_storage())
