@@ -147,6 +147,8 @@ def test_nothing_is_left_when_pytest_is_interrupted(tmp_path, number):
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # a shell's background job ignores it, and so would this one
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         pids = (
