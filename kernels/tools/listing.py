@@ -25,7 +25,7 @@ IN_HOT_LOOP = {
 
 
 @dataclass
-class Block:
+class BasicBlock:
     """Instructions that run one after another, as (name, operands), and the blocks that may come
     next.
     """
@@ -39,13 +39,13 @@ class Block:
         return any(re.match(pattern, name) for name, _ in self.instructions)
 
 
-def blocks(code: str) -> tuple[list[Block], dict[int, list[int]]]:
+def blocks(code: str) -> tuple[list[BasicBlock], dict[int, list[int]]]:
     """(the blocks of a listing in order, for each the blocks that may come next)."""
-    found, labels = [Block()], {}
+    found, labels = [BasicBlock()], {}
     for line in code.splitlines():
         if label := LABEL.match(line):
             if found[-1].instructions:
-                found.append(Block())
+                found.append(BasicBlock())
             labels[label[1]] = len(found) - 1
         elif instruction := INSTRUCTION.match(line):
             condition, name, operands = instruction.groups()
@@ -56,7 +56,7 @@ def blocks(code: str) -> tuple[list[Block], dict[int, list[int]]]:
                 # a branch has further conditions before its label
                 further = kind == "BRA" and not operands.strip().startswith("`")
                 found[-1].falls = bool(condition) or further
-                found.append(Block())
+                found.append(BasicBlock())
     following = {
         at: [labels[label] for label in block.targets if label in labels]
         + ([at + 1] if block.falls and at + 1 < len(found) else [])
@@ -128,7 +128,7 @@ def hot_loop(code: str) -> list[str]:
     return []
 
 
-def _instructions(found: list[Block], body: set[int], every: list[set[int]]) -> list[str]:
+def _instructions(found: list[BasicBlock], body: set[int], every: list[set[int]]) -> list[str]:
     """Of a loop, without the loops that only wait within it and the jumps back from them."""
     waits = set().union(*(other for other in every if other < body))
     return [
