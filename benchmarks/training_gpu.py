@@ -42,13 +42,14 @@ import torch
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import flops_per_iteration, peak_tflops
+from megatron.observe.tracking import read_metrics
 
 PEER = ROOT / "benchmarks" / "peers" / "gpu_loop.py"
 STEPS, WARMUP = 12, 4
 PATIENCE = 150.0  # seconds for a cell
 TORCH = """--norm-backend torch --rotary-backend torch --activation-backend torch
     --dropout-backend torch --cross-entropy-backend torch --grad-norm-backend torch
-    --adam-implementation torch-fused"""
+    --attention-backend sdpa --adam-implementation torch-fused"""
 # of an H100, from its data sheet and from published products: FLOP/s and bytes/s
 PRODUCTS, ATTENTION, MEMORY = 0.79 * 989e12, 320e12, 0.85 * 3.35e12
 
@@ -169,8 +170,7 @@ def measure(model: Model, side: str) -> dict[str, Any]:
 
 def read(model: Model, rows: Path) -> dict[str, Any]:
     """Speed and memory of a metrics file, in pretrain_gpt.py's names."""
-    steps = [json.loads(row) for row in rows.read_text().splitlines()]
-    steps = [row for row in steps if "iteration-time" in row]
+    steps = [row for row in read_metrics(rows) if "iteration-time" in row]
     seconds = statistics.median(row["iteration-time"] for row in steps[WARMUP:])
     found: dict[str, Any] = {
         "seconds": seconds,

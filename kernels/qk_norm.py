@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
-from megatron.kernels.norm import norm_reference
+from megatron.kernels.norm import norm_reference, normed_rows, row_means, tile_of_rows
 from megatron.kernels.rotary import rotary_reference
 from torch import Tensor
 
@@ -127,21 +128,19 @@ def forward_kernel(
     BLOCK: tl.constexpr,
 ):
     """ROWS heads a program."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     known = channel < width
-    here = row < rows
-    inside = here[:, None] & known[None, :]
+    row, inside, _ = tile_of_rows(tl.program_id(0), channel, rows, width, ROWS)
     is_value, is_key = row % heads == heads - 1, row % heads == heads - 2
     start = x + (row.to(tl.int64) * width)[:, None]
     raw = load_fp32(start + channel[None, :], inside)
     value, mean = raw, tl.zeros([ROWS], tl.float32)
     if CENTRE:
-        mean = tl.sum(raw, 1) / width
-        tl.store(statistics + rows + row, mean, mask=here)
+        mean = row_means(raw, width)
+        tl.store(statistics + rows + row, mean, mask=row < rows)
         value = tl.where(inside, raw - mean[:, None], 0)
-    rstd = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
-    tl.store(statistics + row, rstd, mask=here)
+    rstd = tl.rsqrt(row_means(value * value, width) + eps)
+    tl.store(statistics + row, rstd, mask=row < rows)
     z = value * rstd[:, None] * load_parameters(q_weight, k_weight, is_key, channel, known)
     if CENTRE:
         z += load_parameters(q_bias, k_bias, is_key, channel, known)
@@ -161,6 +160,7 @@ def forward_kernel(
 @jit
 def turned_back(
     dy,
+    grad,
     start,
     row,
     cos,
@@ -173,9 +173,8 @@ def turned_back(
     channel,
     HALF: tl.constexpr,
 ):
-    """dz [ROWS, BLOCK] of turned heads' dy, which begin at `start` [ROWS, 1]."""
+    """dz [ROWS, BLOCK] of turned heads' `grad`, which begin at dy + start [ROWS, 1]."""
     other = partner(channel, HALF)
-    grad = load_fp32(dy + start + channel[None, :], inside)
     beside = load_fp32(dy + start + other[None, :], inside)
     turn = load_angles(cos, row, per_token, batch, table_s, table_b, channel, inside, 2 * HALF)
     cross = load_angles(sin, row, per_token, batch, table_s, table_b, other, inside, 2 * HALF)
@@ -216,9 +215,7 @@ def backward_kernel(
     dbias_q = tl.zeros([BLOCK], tl.float32)
     dbias_k = tl.zeros([BLOCK], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        here = row < rows
-        inside = here[:, None] & known[None, :]
+        row, inside, _ = tile_of_rows(tile, channel, rows, width, ROWS)
         is_value = (row % heads == heads - 1)[:, None]
         is_key = row % heads == heads - 2
         of_query = inside & (row % heads < heads - 2)[:, None]
@@ -228,22 +225,31 @@ def backward_kernel(
         grad = raw
         if TURN:
             grad = turned_back(
-                dy, start, row, cos, sin, per_token, batch, table_s, table_b, inside, channel, HALF
+                dy,
+                raw,
+                start,
+                row,
+                cos,
+                sin,
+                per_token,
+                batch,
+                table_s,
+                table_b,
+                inside,
+                channel,
+                HALF,
             )
-        rstd = tl.load(statistics + row, mask=here, other=0.0)[:, None]
         value = load_fp32(x + start + channel[None, :], inside)
+        normed, rstd = normed_rows(value, statistics, row, rows, inside, CENTRE)
         if CENTRE:
-            mean = tl.load(statistics + rows + row, mask=here, other=0.0)[:, None]
-            value = tl.where(inside, value - mean, 0)
             dbias_q += tl.sum(tl.where(of_query, grad, 0), 0)
             dbias_k += tl.sum(tl.where(of_key, grad, 0), 0)
-        normed = value * rstd
         dweight_q += tl.sum(tl.where(of_query, grad * normed, 0), 0)
         dweight_k += tl.sum(tl.where(of_key, grad * normed, 0), 0)
         grad *= load_parameters(q_weight, k_weight, is_key, channel, known)
-        change = normed * (tl.sum(grad * normed, 1) / width)[:, None]
+        change = normed * row_means(grad * normed, width)[:, None]
         if CENTRE:
-            change += (tl.sum(grad, 1) / width)[:, None]
+            change += row_means(grad, width)[:, None]
         result = tl.where(is_value, raw, (grad - change) * rstd)
         store_rounded(dx + start + channel[None, :], result, inside)
     mine = partials + tl.program_id(0) * width + channel
@@ -255,18 +261,31 @@ def backward_kernel(
         tl.store(mine + 3 * kind, dbias_k, mask=known)
 
 
-def _tables(qkv: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, dict]:
-    """The tables, or where there are none a stand-in that is not read, and what the kernels are
-    told of them.
+def _shared(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, form: QKNormConfiguration
+) -> dict[str, Any]:
+    """What both kernels are told: sizes, tables and launch. Where there are no tables, what stands
+    in for them is not read.
     """
+    s, b, g, heads, d = qkv.shape
+    shared = {
+        "rows": qkv.numel() // d,
+        "heads": heads,
+        "per_token": g * heads,
+        "batch": b,
+        "width": d,
+        "ROWS": form.rows,
+        "BLOCK": form.block,
+        "num_warps": form.num_warps,
+    }
     if cos is None or cos.shape[-1] == 0:
-        return qkv, qkv, {"table_s": 0, "table_b": 0, "TURN": False, "HALF": 0}
-    s, b, *_, d = qkv.shape
+        none = {"cos": qkv, "sin": qkv, "table_s": 0, "table_b": 0}
+        return {**shared, **none, "TURN": False, "HALF": 0}
     width = cos.shape[-1]
     assert cos.shape == sin.shape == (s, b, 1, width) and cos.stride() == sin.stride()
     assert cos.dtype == torch.float32 and width % 2 == 0 and width <= d and cos.stride(-1) == 1
     strides = {"table_s": cos.stride(0), "table_b": cos.stride(1)}
-    return cos, sin, {**strides, "TURN": True, "HALF": width // 2}
+    return {**shared, **strides, "cos": cos, "sin": sin, "TURN": True, "HALF": width // 2}
 
 
 def _check(qkv: Tensor, *parameters: Tensor | None) -> None:
@@ -294,13 +313,12 @@ def qk_norm(
 ) -> tuple[Tensor, Tensor]:
     """(y, statistics): RMSNorm without biases, LayerNorm with both."""
     _check(qkv, q_weight, k_weight, q_bias, k_bias)
-    _, b, g, heads, d = qkv.shape
+    d = qkv.shape[-1]
     rows = qkv.numel() // d
     y = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     statistics = torch.empty(1 if q_bias is None else 2, rows, device=qkv.device)
     if not rows:
         return y, statistics
-    cos, sin, turn = _tables(qkv, cos, sin)
     form = configuration("forward", d, capability(qkv.device))
     forward_kernel[(triton.cdiv(rows, form.rows),)](
         qkv,
@@ -308,21 +326,11 @@ def qk_norm(
         k_weight,
         q_weight if q_bias is None else q_bias,
         k_weight if k_bias is None else k_bias,
-        cos,
-        sin,
-        y,
-        statistics,
-        rows,
-        heads,
-        g * heads,
-        b,
-        width=d,
+        y=y,
+        statistics=statistics,
         eps=eps,
         CENTRE=q_bias is not None,
-        ROWS=form.rows,
-        BLOCK=form.block,
-        num_warps=form.num_warps,
-        **turn,
+        **_shared(qkv, cos, sin, form),
     )
     return y, statistics
 
@@ -356,12 +364,11 @@ def qk_norm_backward(
     _check(qkv, q_weight, k_weight)
     _check(dy)
     assert dy.shape == qkv.shape and dy.dtype == qkv.dtype
-    _, b, g, heads, d = qkv.shape
+    d = qkv.shape[-1]
     kinds, rows = statistics.shape
     dx = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     if not rows:
         return dx, torch.zeros(2 * kinds, d, device=qkv.device)
-    cos, sin, turn = _tables(qkv, cos, sin)
     form = configuration("backward", d, capability(qkv.device))
     programs = min(form.programs, triton.cdiv(rows, form.rows))
     partials = torch.empty(2 * kinds, programs, d, device=qkv.device)
@@ -370,21 +377,11 @@ def qk_norm_backward(
         qkv,
         q_weight,
         k_weight,
-        cos,
-        sin,
-        statistics,
-        dx,
-        partials,
-        rows,
-        heads,
-        g * heads,
-        b,
-        width=d,
+        statistics=statistics,
+        dx=dx,
+        partials=partials,
         CENTRE=kinds == 2,
-        ROWS=form.rows,
-        BLOCK=form.block,
-        num_warps=form.num_warps,
-        **turn,
+        **_shared(qkv, cos, sin, form),
     )
     return dx, partials.sum(1)
 

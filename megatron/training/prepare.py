@@ -38,7 +38,7 @@ from megatron.training.resume import (
 )
 from megatron.training.run import Progress
 
-LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def check_kernels(config: Config, device: torch.device, ranks: Ranks) -> None:
         for operator, fault in found.items():
             FAULTY.setdefault(operator, f"the check at start failed on rank {rank}: {fault}")
     for operator, fault in FAULTY.items():
-        LOG.warning(
+        logger.warning(
             "%s: Triton's kernels are not taken. %s. Versions and GPU are in the banner; "
             "python -m pytest tests/kernels finds what is wrong",
             operator,
