@@ -26,7 +26,8 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 
-Key = tuple[int, int]
+# two numbers of 32 bits, or 0-dimensional int64 tensors
+Key = tuple[int, int] | tuple[Tensor, Tensor]
 
 
 def key(seed: int, *names: object) -> Key:
@@ -73,14 +74,21 @@ def fill(
     blocks = torch.arange(first_block, last_block, device=out.device).unsqueeze(0)
     zeros = [torch.zeros_like(blocks)] * (3 - len(rows))
     skip = first_column - 4 * first_block
-    chunk = DROPOUT_COUNTERS[out.device.type] * (1 if out.is_cuda else torch.get_num_threads())
-    step = max(1, chunk // (last_block - first_block))
+    step = _rows_at_once(out, last_block - first_block)
     for start in range(0, row_count, step):
         stop = min(start + step, row_count)
         words = [word[start:stop, None] for word in rows]
         # [rows, blocks, lanes]
         values = torch.stack(list(transform(philox4x32([*words, blocks, *zeros], key))), dim=-1)
         out[start:stop] = values.flatten(1)[:, skip : skip + columns]
+
+
+def _rows_at_once(out: Tensor, blocks: int) -> int:
+    """So many rows that the words of a step stay in the cache, where they are written out."""
+    if torch.compiler.is_compiling():
+        return max(1, out.shape[0])
+    threads = 1 if out.is_cuda else torch.get_num_threads()
+    return max(1, DROPOUT_COUNTERS[out.device.type] * threads // blocks)
 
 
 def _box_muller(lanes: Sequence[Tensor]) -> list[Tensor]:

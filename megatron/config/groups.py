@@ -251,6 +251,11 @@ class ModelConfig:
     """Use only kernels that give the same bits every time. When off, the backward pass of attention
     may sum in any order on a GPU, which is faster.
     """
+    torch_compile: bool = flag(False, megatron="absent there", change=KERNEL)
+    """Compile each transformer layer with torch.compile, which fuses what stands between the matrix
+    products. Norms, rotary embedding, activations and dropout whose backend is auto are torch's
+    then.
+    """
     fused_linear_cross_entropy: bool = flag(
         False,
         megatron="--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear",

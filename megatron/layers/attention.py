@@ -134,7 +134,7 @@ def attention_core(
         if dropout is not None and dropout.acts(state):
             drop = {
                 "drop": dropout.probability,
-                "key": dropout.key,
+                "key": dropout.key if backend in OURS else dropout.words,
                 "sample_ids": state.sample_ids,
                 "first_head": first_head,
             }

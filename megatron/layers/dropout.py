@@ -74,10 +74,18 @@ class Dropout:
     def __init__(self, probability: float, seed: int, *names: object, backend: str = "torch"):
         self.probability, self.backend = probability, backend
         self.key = philox.key(seed, *names)
+        self.words: philox.Key = self.key
 
     def acts(self, state: DropoutState | None) -> bool:
         """Whether anything can be dropped."""
         return self.probability > 0 and state is not None
+
+    def keep_words_on(self, device: torch.device) -> None:
+        """Have the key in tensors: as numbers it would be a constant of a compiled graph, and every
+        layer would need a graph of its own.
+        """
+        k0, k1 = self.key
+        self.words = torch.tensor(k0, device=device), torch.tensor(k1, device=device)
 
     def hidden(self, x: Tensor, state: DropoutState | None) -> Tensor:
         """Drop elements of x [s, b, h]; the identity when state is None (evaluation) or the
@@ -90,7 +98,7 @@ class Dropout:
         s, b, h = x.shape
         # [s, b]
         rows = torch.broadcast_tensors(state.sample_ids[None, :], state.token_index[:, None])
-        keep = philox.keep_mask(self.key, [word.flatten() for word in rows], h, self.probability)
+        keep = philox.keep_mask(self.words, [word.flatten() for word in rows], h, self.probability)
         return _apply(x, keep.view(s, b, h), self.probability)
 
     def add(self, x: Tensor, residual: Tensor, state: DropoutState | None) -> Tensor:

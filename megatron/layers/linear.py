@@ -32,7 +32,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,7 @@ from megatron.distributed.collectives import (
 from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import apex
 from megatron.kernels.lang import multiprocessors
+from megatron.layers.opaque import Context
 from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
@@ -336,20 +337,85 @@ def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+_FUNCTIONS: dict[str, Any] = {"whole": _Linear, "column": _ColumnLinear, "row": _RowLinear}
+
+
+def _arguments(
+    kind: str, weight: Tensor, bias: Tensor | None
+) -> tuple[Context, tuple[TensorParallel, ...]]:
+    """What a function of this kind is called with beside tensors, by the operators below."""
+    tp = weight.tensor_parallel
+    context = Context((True, weight.requires_grad), weight=weight, bias=bias, tp=tp)
+    return context, () if kind == "whole" else (tp,)
+
+
+@torch.library.custom_op("megatron::linear", mutates_args=())
+def _opaque_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
+    context, tp = _arguments(kind, weight, bias)
+    return _FUNCTIONS[kind].forward(context, x, weight, bias, *tp)
+
+
+@_opaque_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
+    return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("megatron::linear_backward", mutates_args=())
+def _opaque_linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str
+) -> Tensor:
+    context, _ = _arguments(kind, weight, bias)
+    if getattr(weight, DEFERRED, None) is not None:
+        # a compiled graph writes something else into them as soon as it has read them
+        dy, x = dy.clone(), x.clone()
+    context.save_for_backward(x)
+    return _FUNCTIONS[kind].backward(context, dy)[0]
+
+
+@_opaque_linear_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save_linear(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, bias, ctx.kind, _ = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _differentiate_linear(ctx: Any, dy: Tensor) -> tuple:
+    dx = torch.ops.megatron.linear_backward(dy, *ctx.saved_tensors, ctx.kind)
+    return dx, None, None, None, None
+
+
+_opaque_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)
+
+
+def _apply(
+    kind: str, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
+) -> Tensor:
+    kind = "whole" if tp.size == 1 else kind
+    if torch.compiler.is_compiling():
+        rows = x.shape[0]
+        if tp.sequence:
+            rows = rows * tp.size if kind == "column" else rows // tp.size
+        return torch.ops.megatron.linear(x, weight, bias, kind, rows)
+    if kind == "whole":
+        return _Linear.apply(x, weight, bias)
+    return _FUNCTIONS[kind].apply(x, weight, bias, tp)
+
+
 def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
     """x [s, b, i] times weight [o, i] transposed, plus bias [o]: bit-equal to
     torch.nn.functional.linear.
     """
-    return _Linear.apply(x, weight, bias)
+    return _apply("whole", x, weight, bias, DENSE)
 
 
 def column_linear(
     x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
 ) -> Tensor:
     """x [s, b, i] (under SP this rank's s / size) -> [s, b, o / size]."""
-    if tp.size == 1:
-        return _Linear.apply(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, tp)
+    return _apply("column", x, weight, bias, tp)
 
 
 class Linear(nn.Module):
@@ -361,6 +427,7 @@ class Linear(nn.Module):
         super().__init__()
         self.tp = tp
         self.weight = weight.parameter(tp)
+        self.weight.tensor_parallel = tp  # for whom there is no module: the operators of a graph
         self.bias = None if bias is None else bias.parameter(tp)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -382,6 +449,4 @@ class RowLinear(Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.tp.size == 1:
-            return _Linear.apply(x, self.weight, self.bias)
-        return _RowLinear.apply(x, self.weight, self.bias, self.tp)
+        return _apply("row", x, self.weight, self.bias, self.tp)

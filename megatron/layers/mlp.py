@@ -15,6 +15,7 @@ from megatron.config.groups import ModelConfig
 from megatron.kernels.activation import activation as activation_forward
 from megatron.kernels.activation import activation_backward, configuration
 from megatron.layers.linear import ColumnLinear, RowLinear, column_linear
+from megatron.layers.opaque import add_gradient
 from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
@@ -63,12 +64,15 @@ class _TritonActivation(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         dx, dbias = activation_backward(dy, *ctx.saved_tensors, ctx.bias, ctx.activation)
         if ctx.needs_input_grad[1]:  # else there is none, or it is frozen
-            ctx.bias.main_grad.add_(dbias)
+            add_gradient(ctx.bias, dbias, dx)
         return dx, None, None
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """The activation on fc1's output [s, b, f or 2f] -> [s, b, f]."""
+    if activation in GATED and torch.compiler.is_compiling():
+        gate, up = x.chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)) * up
     if activation in GATED:
         return _Gated.apply(x, activation)
     if activation == "squared-relu":

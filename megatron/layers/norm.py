@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig
 from megatron.kernels import apex
 from megatron.kernels.norm import add_norm, norm, norm_backward
+from megatron.layers.opaque import add_gradient
 from megatron.layers.spec import ONES, ParameterSpec, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
@@ -40,8 +41,8 @@ class _LayerNorm(torch.autograd.Function):
             [True, *ctx.needs_input_grad[1:3]],
         )
         if ctx.needs_input_grad[1]:  # else it is frozen
-            ctx.weight.main_grad.add_(dweight)
-            ctx.bias.main_grad.add_(dbias)
+            add_gradient(ctx.weight, dweight, dx)
+            add_gradient(ctx.bias, dbias, dx)
         return dx, None, None, None
 
 
@@ -64,11 +65,15 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         x, rstd = ctx.saved_tensors
         normed = x * rstd  # rstd is wide, so is the product
+        dweight = None
         if ctx.needs_input_grad[1]:  # else it is frozen
-            ctx.weight.main_grad.add_((dy * normed).flatten(0, -2).sum(0))
+            dweight = (dy * normed).flatten(0, -2).sum(0)
         dnormed = dy * ctx.weight.to(rstd.dtype)
         projection = torch.linalg.vecdot(dnormed, normed).div_(x.shape[-1]).unsqueeze(-1)
-        return dnormed.addcmul_(normed, projection, value=-1).mul_(rstd).to(x.dtype), None, None
+        dx = dnormed.addcmul_(normed, projection, value=-1).mul_(rstd).to(x.dtype)
+        if dweight is not None:
+            add_gradient(ctx.weight, dweight, dx)
+        return dx, None, None
 
 
 class _ApexNorm(torch.autograd.Function):
@@ -90,7 +95,7 @@ class _ApexNorm(torch.autograd.Function):
         dx, *gradients = differentiate(dy, *ctx.saved_tensors, *parameters, ctx.eps)
         if ctx.needs_input_grad[1]:  # else it is frozen
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.main_grad.add_(gradient)
+                add_gradient(parameter, gradient, dx)
         return dx, None, None, None
 
 
@@ -120,9 +125,9 @@ class _TritonNorm(torch.autograd.Function):
         total, statistics = ctx.saved_tensors
         dx, gradients = norm_backward(dy, total, ctx.weight, statistics, dtotal)
         if ctx.needs_input_grad[2]:  # else it is frozen
-            ctx.weight.main_grad.add_(gradients[0])
+            add_gradient(ctx.weight, gradients[0], dx)
             if ctx.bias is not None:
-                ctx.bias.main_grad.add_(gradients[1])
+                add_gradient(ctx.bias, gradients[1], dx)
         return dx, dx if ctx.needs_input_grad[1] else None, None, None, None
 
 

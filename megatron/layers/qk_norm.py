@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron.kernels.qk_norm import qk_norm, qk_norm_backward
 from megatron.layers.norm import Norm
+from megatron.layers.opaque import add_gradient
 from megatron.layers.rotary import Rotary
 
 
@@ -40,7 +41,7 @@ class _QKNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # else they are frozen
             parameters = [*ctx.weights, *(bias for bias in ctx.biases if bias is not None)]
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.main_grad.add_(gradient)
+                add_gradient(parameter, gradient, dx)
         return dx, None, None, None, None, None, None, None
 
 

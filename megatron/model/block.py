@@ -227,6 +227,10 @@ class LayerBlock(Layer):
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self.position is not None:
             x = x + self.position(micro.position_ids)
+        return self.transform(x, micro)
+
+    def transform(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        """All but the table of positions: what --torch-compile compiles."""
         if self.embedding_dropout is not None:
             x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
         y, x = self.input_norm.of_sum(x)

@@ -160,9 +160,16 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
     return unable
 
 
+# what torch.compile fuses where nothing else is asked for
+COMPILED = ("norm", "rotary", "activation", "dropout")
+
+
 def _wanted(config: Config, operator: str) -> str:
     group = config.model if hasattr(config.model, _field(operator)) else config.optimizer
-    return getattr(group, _field(operator))
+    wanted = getattr(group, _field(operator))
+    if wanted == "auto" and operator in COMPILED and config.model.torch_compile:
+        return "torch"
+    return wanted
 
 
 def _field(operator: str) -> str:

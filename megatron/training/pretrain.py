@@ -39,6 +39,7 @@ from megatron.model.arithmetic import (
     peak_tflops,
 )
 from megatron.model.build import build_model, hidden_shape
+from megatron.model.compile import compile_layers
 from megatron.model.kernels import compute_dtype
 from megatron.observe.console import NOT_DONE, banner
 from megatron.observe.tracking import Tracker
@@ -257,6 +258,8 @@ def _build_engine(
     if model.config.weight_grad_backend == "apex":
         for parameter in model.parameters():
             parameter.by_apex = True  # read where its gradient is formed
+    if model.config.torch_compile:
+        compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
     passes = LayerPasses(recompute=config.training.recompute_granularity == "full")
     with raise_on_all_ranks(groups.world, device):

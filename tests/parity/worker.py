@@ -21,6 +21,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
 from megatron.layers import linear_cross_entropy
 from megatron.layers.linear import WeightGrad, add_weight_grads
+from megatron.model import compile
 from megatron.model.block import LayerBlock
 from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
@@ -279,11 +280,19 @@ def unwritten() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
+def traced() -> contextlib.AbstractContextManager:
+    """torch.compile traces, differentiates and divides graphs, and leaves out the generation of
+    code, which takes most of its time.
+    """
+    return mock.patch.object(compile, "BACKEND", "aot_eager_decomp_partition")
+
+
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "uneven": uneven,
     "overflow": overflow,
     "few_tokens": few_tokens,
     "unwritten": unwritten,
+    "traced": traced,
 }
 
 
