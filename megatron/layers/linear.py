@@ -427,7 +427,6 @@ class Linear(nn.Module):
         super().__init__()
         self.tp = tp
         self.weight = weight.parameter(tp)
-        self.weight.tensor_parallel = tp  # for whom there is no module: the operators of a graph
         self.bias = None if bias is None else bias.parameter(tp)
 
     def forward(self, x: Tensor) -> Tensor:

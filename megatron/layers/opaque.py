@@ -4,7 +4,8 @@
 A compiled backward pass is a graph of tensors, fixed when the forward pass was traced. main_grad is
 not among them: it is opened after the forward pass, moves from step to step, and is overwritten or
 added to, at once or later, as attributes of the parameter say. The operators here take the
-parameter, and read that when they run. Called from the layers of megatron/layers/.
+parameter, and read that when they run. Called from layers/norm.py, layers/qk_norm.py, layers/mlp.py
+and layers/linear.py.
 """
 
 from __future__ import annotations

@@ -129,6 +129,10 @@ def remarks(choices: dict[str, Choice]) -> list[str]:
     ]
 
 
+# the key of a layer's dropout is a number to these kernels, and numbers are constants of a graph
+EACH_ITS_GRAPH = "under --torch-compile each layer would need a graph of its own"
+
+
 def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str, str]]:
     """Operator -> implementation -> what it cannot do of what the flags ask for."""
     model = config.model
@@ -149,6 +153,12 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
         unable["attention"]["triton"] = f"--no-deterministic-mode with {reason}"
     if reason := attention_gluon.cannot(model.kv_channels, **given):
         unable["attention"]["gluon"] = reason
+    if model.torch_compile:
+        unable["dropout"] = {"triton": EACH_ITS_GRAPH}
+        if model.attention_dropout > 0:
+            of_dropout = f"with --attention-dropout above 0 {EACH_ITS_GRAPH}"
+            for name in OURS:
+                unable["attention"].setdefault(name, of_dropout)
     if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
         unable["adam"] = {
             "apex": (

@@ -259,7 +259,8 @@ def _build_engine(
         for parameter in model.parameters():
             parameter.by_apex = True  # read where its gradient is formed
     if model.config.torch_compile:
-        compile_layers(model, device)
+        with raise_on_all_ranks(groups.world, device):
+            compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
     passes = LayerPasses(recompute=config.training.recompute_granularity == "full")
     with raise_on_all_ranks(groups.world, device):

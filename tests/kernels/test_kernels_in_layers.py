@@ -9,6 +9,7 @@ from unit.layers.made import norm as norm_layer
 
 from megatron.config.groups import ModelConfig
 from megatron.model.block import LayerBlock
+from megatron.model.compile import compile_layers
 from megatron.model.gpt import GPTModel
 
 S, B = 4, 2
@@ -44,7 +45,7 @@ MODELS = {
 BACKENDS = ("norm_backend", "rotary_backend", "activation_backend", "dropout_backend")
 
 
-def run(config, index, dtype, device, backend, training=True):
+def run(config, index, dtype, device, backend, training=True, compiled=False):
     """Output, dx and main_grads of a layer whose parameters and inputs are the same for all
     backends and precisions, but for rounding to bf16.
     """
@@ -56,6 +57,8 @@ def run(config, index, dtype, device, backend, training=True):
         seed=3,
     )
     layer: LayerBlock = model.layers[str(index)].to_empty(device=device).to(dtype)
+    if compiled:
+        compile_layers(model, torch.device(device))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in layer.named_parameters():
         spread = 0.2 if parameter.ndim > 1 else 0.5
@@ -106,6 +109,17 @@ def test_backends_agree(name, index, device):
     )
     assert errors.max() < 3e-2 and errors[1].norm() < 1.1 * errors[0].norm(), errors
     assert all(torch.equal(ours[key], again[key]) for key in ours)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "qk norm, half rotation, biases"])
+def test_a_compiled_layer_calls_the_kernels_as_they_are(name, device):
+    """Their operators are not traced: every number is the same."""
+    config = dataclasses.replace(MODELS[name], attention_backend="triton")
+    eager, compiled = (
+        run(config, 1, torch.float32, device, "triton", compiled=compiled)
+        for compiled in (False, True)
+    )
+    assert all(torch.equal(eager[key], compiled[key]) for key in eager)
 
 
 def test_evaluation_drops_nothing(device):
