@@ -1,11 +1,13 @@
 """Whether steps are as fast as at another commit, by the ratio rule (benchmarks/ratio_rule.py).
 
     python campaigns/speed/speed.py --base COMMIT --out docs/results/speed.json
+    python campaigns/speed/speed.py --base HEAD --with=--torch-compile --out FILE
 
 Every case is the real program on CPU processes of this machine. The two commits take turns, and the
 one that begins changes from pair to pair. A run's time is the median of its iterations after the
 first few; a ratio is the base's time over this checkout's, so that more is better. The case `host`
-has a model so small that a step is the host's own work; its ratio must be 1 / 0.9.
+has a model so small that a step is the host's own work; its ratio must be 1 / 0.9. `--with` gives
+further flags to this checkout's runs alone.
 """
 
 from __future__ import annotations
@@ -39,8 +41,13 @@ STEP = f"""{BASE} --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq
 TINY = f"""{BASE} --num-layers 8 --hidden-size 16 --num-attention-heads 2 --seq-length 8
     --vocab-size 63 --train-iters 60
 """
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+    --hidden-dropout 0 --attention-dropout 0
+"""
 CASES = {  # name -> ranks, flags, the least ratio
     "one process": (1, STEP, 1.0),
+    "Llama": (1, f"{STEP} {LLAMA}", 1.0),
+    "Llama bf16": (1, f"{STEP} {LLAMA} --bf16", 1.0),
     "dp2": (2, STEP, 1.0),
     "tp2": (2, f"{STEP} --tensor-model-parallel-size 2", 1.0),
     "pp2": (2, f"{STEP} --pipeline-model-parallel-size 2", 1.0),
@@ -58,30 +65,33 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--only", default="", metavar="WORD", help="cases with this in their name")
+    parser.add_argument("--with", default="", dest="more", metavar="FLAGS")
     options = parser.parse_args()
     chosen = [name for name in CASES if options.only in name]
-    found: dict[str, Any] = {"base": commit_of(options.base), "machine": machine(), "cases": {}}
+    found: dict[str, Any] = {"base": commit_of(options.base), "machine": machine()}
+    found |= {"with": options.more, "cases": {}}
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
         tree = Path(folder, "tree")
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", str(tree), found["base"]], check=True)
         try:
             for name in chosen:
-                found["cases"][name] = compare(name, tree, options.pairs)
+                found["cases"][name] = compare(name, tree, options.pairs, options.more)
                 options.out.write_text(json.dumps(found, indent=1) + "\n")
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
     return int(not all(case["verdict"]["passed"] for case in found["cases"].values()))
 
 
-def compare(name: str, tree: Path, pairs: int) -> dict[str, Any]:
+def compare(name: str, tree: Path, pairs: int, more: str) -> dict[str, Any]:
     """All runs of a case, and what they come to."""
     ranks, flags, goal = CASES[name]
     seconds: dict[str, list[float]] = {"base": [], "this": []}
-    trees = {"base": tree, "this": ROOT}
+    sides = {"base": (tree, flags), "this": (ROOT, f"{flags} {more}")}
     for pair in range(pairs):
         for side in ("base", "this") if pair % 2 == 0 else ("this", "base"):
-            seconds[side].append(run(trees[side], ranks, flags))
+            where, given = sides[side]
+            seconds[side].append(run(where, ranks, given))
     ratios = [a / b for a, b in zip(seconds["base"], seconds["this"], strict=True)]
     judged = verdict(ratios, goal)
     print(

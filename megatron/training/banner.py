@@ -130,6 +130,8 @@ def _kernel_lines(config: Config, device: torch.device) -> list[str]:
     chosen = [f"{operator} {choice.implementation}" for operator, choice in kernels.items()]
     if config.optimizer.optimizer == "sgd":
         chosen.append("sgd torch-fused")
+    if model.torch_compile:
+        chosen.append("layers compiled by torch.compile")
     chosen.append(f"recompute {config.training.recompute_granularity or 'none'}")
     chosen.append(f"deterministic mode {'on' if model.deterministic_mode else 'off'}")
     lines = ["; ".join(chosen)]
