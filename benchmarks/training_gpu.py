@@ -1,5 +1,6 @@
 """Training speed on one GPU: pretrain_gpt.py with its default kernels, with torch's operators
-alone, and with --torch-compile, and a plain PyTorch loop with and without Liger's kernels.
+alone, with --torch-compile and with --cuda-graphs, and a plain PyTorch loop with and without
+Liger's kernels.
 
     python benchmarks/training_gpu.py --out FOLDER          # on a GPU: training_gpu.json and .md
     python benchmarks/training_gpu.py --out FOLDER --tiny   # to try it: small shapes, also on a CPU
@@ -79,7 +80,18 @@ MODELS = {
     "8B layers": Model(6, 4096, 14336, 32, 8, 128256, 8192, 1),
 }
 TINY = {"tiny": Model(2, 64, 128, 4, 2, 256, 32, 2)}
-SIDES = ("ours", "ours, torch's operators", "ours, compiled", "plain loop", "plain loop, Liger")
+SIDES = (
+    "ours",
+    "ours, torch's operators",
+    "ours, compiled",
+    "ours, graphs",
+    "plain loop",
+    "plain loop, Liger",
+)
+
+
+# times that the bytes of a one-pass kernel are counted
+PASSES = {"ours": 1, "ours, graphs": 1, "plain loop, Liger": 1, "ours, compiled": 1.5}
 
 
 def main() -> int:
@@ -128,7 +140,7 @@ def predicted(model: Model, side: str) -> dict[str, float]:
     attention = 3.5 * 2 * model.samples * model.heads * model.seq**2 * width * model.layers
     matrices = 6 * model.tokens * matrix_parameters(model)
     layer_bytes = model.tokens * model.layers * 2 * (34 * h + 10 * f)
-    passes = {"ours": 1, "plain loop, Liger": 1, "ours, compiled": 1.5}.get(side, 3)
+    passes = PASSES.get(side, 3)
     logits = 6 * model.tokens * model.vocab
     update = 30 * (matrix_parameters(model) + model.vocab * h)
     seconds = (
@@ -151,7 +163,11 @@ def measure(model: Model, side: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder, "rows.jsonl")
         if side.startswith("ours"):
-            more = {"ours, torch's operators": TORCH.split(), "ours, compiled": ["--torch-compile"]}
+            more = {
+                "ours, torch's operators": TORCH.split(),
+                "ours, compiled": ["--torch-compile"],
+                "ours, graphs": ["--cuda-graphs"],
+            }
             command = [str(ROOT / "pretrain_gpt.py"), *flags(model), *more.get(side, [])]
             command += ["--metrics-file", str(rows)]
         else:

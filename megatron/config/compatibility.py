@@ -480,7 +480,7 @@ NOT_DONE = (
     ),
     not_done(
         "--enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph --cuda-graph-*",
-        "no CUDA graph is captured: every kernel is launched by itself",
+        "no CUDA graph is captured because of it; --cuda-graphs captures transformer layers",
         quiet="none",
     ),
     not_done(

@@ -419,6 +419,11 @@ class TrainingConfig:
         change=STEPS_ALONE,
     )
     """What to do at a NaN or Inf loss or gradient: stop the run, or skip the step and log it."""
+    cuda_graphs: bool = flag(False, megatron="--enable-cuda-graph, --cuda-graph-impl local")
+    """Capture the passes of transformer layers in CUDA graphs in the second step and replay them:
+    for models so small that the host is slower than the GPU. Takes memory beyond the plan's for
+    copies of what passes between layers and for what graphs may not share.
+    """
     recompute_granularity: Literal["full"] | None = flag(
         None, megatron="selective is refused until it is built"
     )

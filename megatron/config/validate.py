@@ -196,6 +196,25 @@ def _attention(run: RunView) -> Faults:
         )
 
 
+def _cuda_graphs(run: RunView) -> Faults:
+    if not run.cuda_graphs:
+        return
+    moves = f"--zero-stage {run.zero_stage}, whose gradient buffers move (take 0 or 1)"
+    obstacles = {
+        "--torch-compile": run.torch_compile,
+        "--recompute-granularity full": run.recompute_granularity == "full",
+        f"{run.show('pipeline_schedule')} (take 1f1b or interleaved)": (
+            run.pipeline_schedule in ("zero-bubble", "zero-bubble-v")
+        ),
+        # a small model needs no tensor parallelism, and nothing has shown collectives in a graph
+        run.show("tensor_model_parallel_size"): run.tp > 1,
+        moves: run.zero_stage >= 2 and run.dp > 1,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            yield f"--cuda-graphs: does not combine with {obstacle}; drop one"
+
+
 def _precision(run: RunView) -> Faults:
     formats = given(run, "bf16", "fp16", "fp64")
     if len(formats) > 1:
@@ -485,6 +504,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     _heads,
     _positions,
     _attention,
+    _cuda_graphs,
     _precision,
     _optimizer,
     _sources,

@@ -121,6 +121,8 @@ class Segment(NamedTuple):
 class Block:
     """The flat buffers of one block on this rank. `stage` is 0 where one rank alone holds them."""
 
+    grad_place: Tensor | None = None  # of every gradient buffer, where CUDA graphs write to it
+
     def __init__(
         self,
         plan: Plan,
@@ -232,12 +234,20 @@ class Block:
         """The gradient of what this rank updates."""
         return self.summed if self.stage >= 2 or self.grad is None else self.part(self.grad)
 
+    def _new_grad(self) -> Tensor:
+        return torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
+
+    def keep_grad_place(self) -> None:
+        """Have every gradient buffer to come at the same address: CUDA graphs write there."""
+        assert self.stage < 2
+        self.grad_place = self._new_grad()
+
     def open(self) -> None:
         """Give the parameters a `main_grad`: the block's gradient buffer. Weights of linear layers
         are overwritten by their first product: only what lies between and after them is cleared.
         """
         assert self.grad is None
-        self.grad = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
+        self.grad = self._new_grad() if self.grad_place is None else self.grad_place
         for first, last in self.plan.cleared:
             self.grad[first:last].zero_()
         for entry, parameter in zip(self.entries, self.parameters):

@@ -47,6 +47,18 @@ class Graph(NamedTuple):
     objectives: list[tuple[GradientEdge, torch.dtype]]
 
 
+class LostGradientError(RuntimeError):
+    """Parameters of a layer whose gradient the first backward pass does not give."""
+
+    def __init__(self, lost: Sequence[str]):
+        self.names = ", ".join(lost)
+        super().__init__(
+            f"{self.names}: used in the forward pass, but the backward pass gave no "
+            "gradient: it would never be trained. Let its "
+            "autograd function return the gradient, or add it to the parameter's main_grad"
+        )
+
+
 class LayerPasses:
     """Carries out passes of layers; adds up the scalars that they return. `recompute`: keep the
     inputs of layers that allow it alone.
@@ -66,6 +78,19 @@ class LayerPasses:
         """
         self.scale, self.objectives = scale, objectives
         self.scalars = {}
+
+    def place(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch that passes are to be given in place of this one, from its first forward
+        pass on.
+        """
+        return micro
+
+    def leave(self, micro: MicroBatch) -> None:
+        """What `place` returned has had its last pass."""
+
+    def handed_on(self, x: Tensor | None) -> Tensor | None:
+        """The result of a stage's last layer as something that may live as long as it is read."""
+        return x
 
     def forward(
         self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False
@@ -160,8 +185,8 @@ def fold_grads(parameters: Sequence[nn.Parameter]) -> None:
 def every_gradient_arrives(
     edges: Sequence[GradientEdge], left: Sequence[WeightGrad]
 ) -> Iterator[None]:
-    """Around a backward pass from `edges`: RuntimeError when a parameter that the graph uses was
-    given no gradient, naming it.
+    """Around a backward pass from `edges`: LostGradientError when a parameter that the graph uses
+    was given no gradient.
 
     Each main_grad gets a version counter of its own for the time, which counts whatever is written
     to it.
@@ -180,11 +205,7 @@ def every_gradient_arrives(
         and not (parameter.main_grad is not None and parameter.main_grad._version)
     ]
     if lost:
-        raise RuntimeError(
-            f"{', '.join(lost)}: used in the forward pass, but the backward pass gave no "
-            "gradient: it would never be trained. Let its "
-            "autograd function return the gradient, or add it to the parameter's main_grad"
-        )
+        raise LostGradientError(lost)
 
 
 def _parameters_in(edges: Sequence[GradientEdge]) -> list[nn.Parameter]:

@@ -172,7 +172,7 @@ class Pipeline:
                 if kind is Kind.BACKWARD_INPUT:
                     left.appendleft(kept)
             self.weights.release(layer, kind, action.micro)
-        return x, left
+        return self.passes.handed_on(x), left
 
     def timeline(self, schedule: Schedule, recording: Recording) -> Timeline:
         """What all ranks of this pipeline recorded of one step; the collective call of all of them.
@@ -214,7 +214,7 @@ class Pipeline:
                 if recording is not None:
                     recording.add(action, begin)
                 if action in known.last_uses:
-                    step.micro_batches.pop(action.micro, None)
+                    step.leave(action.micro)
             elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                 step.send(action)
             else:
@@ -255,7 +255,7 @@ class _Step:
         kind, stage, micro = action
         if kind is Kind.FORWARD:
             if micro not in self.micro_batches:
-                self.micro_batches[micro] = self.make(micro)
+                self.micro_batches[micro] = self.pipeline.passes.place(self.make(micro))
             x = self._received(Message(kind, stage, micro), action) if stage > 0 else None
             return x, deque([self.micro_batches[micro]] * len(self.pipeline.layers[stage]))
         held = self.held.pop((stage, micro))
@@ -264,6 +264,11 @@ class _Step:
         if stage + 1 == len(self.placement):
             return loss_gradient(self.sums[micro], self.scale), held
         return self._received(Message(Kind.BACKWARD, stage, micro), action), held
+
+    def leave(self, micro: int) -> None:
+        """A micro-batch has had its last computation on this rank."""
+        if micro in self.micro_batches:
+            self.pipeline.passes.leave(self.micro_batches.pop(micro))
 
     def give(self, action: Action, y: Tensor | None, left: deque[Any]) -> None:
         """Keep what a computation has left for the next one of its stage and micro-batch, and hand

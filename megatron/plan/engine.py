@@ -210,6 +210,15 @@ class PlannedPasses:
     def begin(self, scale: float, objectives: set[str]) -> None:
         """Before a step."""
 
+    def place(self, micro: Any) -> Any:
+        return micro
+
+    def leave(self, micro: Any) -> None:
+        pass
+
+    def handed_on(self, x: Tensor | None) -> Tensor | None:
+        return x
+
     def forward(self, layer: Layer, x: Tensor | None, _: Any) -> tuple[Tensor, Kept]:
         """A forward pass, as LayerPasses.forward. What a layer keeps includes its input, which is
         counted as long as it is there.

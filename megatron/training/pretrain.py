@@ -47,6 +47,7 @@ from megatron.optimizer.blocks import build_run_blocks
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
+from megatron.parallel.graphs import GraphedPasses
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline
 from megatron.plan.verdict import Verdict
@@ -262,7 +263,11 @@ def _build_engine(
         with raise_on_all_ranks(groups.world, device):
             compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
-    passes = LayerPasses(recompute=config.training.recompute_granularity == "full")
+    passes: LayerPasses = LayerPasses(recompute=config.training.recompute_granularity == "full")
+    if config.training.cuda_graphs:
+        for block in zero.trained:
+            block.keep_grad_place()
+        passes = GraphedPasses(device)
     with raise_on_all_ranks(groups.world, device):
         optimizer = Optimizer(blocks, config, groups, zero.all_gather_weights)
     placement, shape = placement_of(config), hidden_shape(config)

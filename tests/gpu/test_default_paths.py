@@ -59,3 +59,22 @@ def test_a_default_path_trains_as_on_a_cpu(path, precision, tmp_path, monkeypatc
     expected = losses(tmp_path / "cpu", *PATHS[path])
     assert len(found) == len(expected) > 4
     assert found == pytest.approx(expected, rel=BOUND)
+
+
+@pytest.mark.parametrize("path", ["gpt", "llama"])
+def test_replayed_graphs_have_the_same_bits(path, tmp_path, capsys):
+    (tmp_path / "eager").mkdir()
+    (tmp_path / "graphs").mkdir()
+    flags = [*PATHS[path], "--bf16"]
+    expected = losses(tmp_path / "eager", *flags)
+    assert losses(tmp_path / "graphs", *flags, "--cuda-graphs") == expected
+
+
+@pytest.mark.parametrize("path", ["gpt without dropout", "llama", "recompute"])
+def test_compiled_layers_train_as_others(path, tmp_path, capsys):
+    (tmp_path / "eager").mkdir()
+    (tmp_path / "compiled").mkdir()
+    flags = [*PATHS[path], "--bf16"]
+    expected = losses(tmp_path / "eager", *flags)
+    found = losses(tmp_path / "compiled", *flags, "--torch-compile")
+    assert found == pytest.approx(expected, rel=BOUND)

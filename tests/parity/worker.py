@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from unit.parallel.recorded import RecordedGraph
 
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
@@ -26,6 +27,7 @@ from megatron.model.block import LayerBlock
 from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.blocks import Block
+from megatron.parallel.graphs import GraphedPasses
 from megatron.training import loop, pretrain
 
 
@@ -287,12 +289,19 @@ def traced() -> contextlib.AbstractContextManager:
     return mock.patch.object(compile, "BACKEND", "aot_eager_decomp_partition")
 
 
+def recorded() -> contextlib.AbstractContextManager:
+    """--cuda-graphs on a CPU."""
+    made = functools.partial(GraphedPasses, graph=RecordedGraph)
+    return mock.patch.object(pretrain, "GraphedPasses", made)
+
+
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "uneven": uneven,
     "overflow": overflow,
     "few_tokens": few_tokens,
     "unwritten": unwritten,
     "traced": traced,
+    "recorded": recorded,
 }
 
 

@@ -1,0 +1,223 @@
+"""Passes of transformer layers captured in CUDA graphs and replayed: one launch in place of all
+those of a pass, for models so small that the host is slower than the GPU.
+
+A graph repeats kernels on the addresses that it was captured with. So everything that a pass reads
+or writes has a place of its own: a layer's input and the gradient of its output are copied to such
+places, micro-batches are copied into *slots*, of which there are as many as micro-batches between
+their forward and their backward pass, and gradient buffers and weights stay where they are
+(optimizer/blocks.py). A layer has a forward graph for each slot, and two backward graphs, since the
+first backward pass of a step overwrites main_grad and the others add to it.
+
+What autograd keeps of a forward pass lives in the memory pool of the slot: its layers are always
+replayed in the order in which they were captured, and a new micro-batch comes when nothing of the
+one before is needed. Of a backward pass nothing lives on but its result, which is copied before
+another is replayed, so that all of them share one pool.
+
+The first step is made without graphs: kernels are compiled and libraries set up there. Embedding,
+head, evaluation and a layer with the table of positions never have graphs. Called from
+parallel/pipeline.py as LayerPasses are. s sequence, b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from megatron.config.errors import UserError
+from megatron.model.block import Layer, LayerBlock, MicroBatch, WithScalars
+from megatron.parallel.layer_passes import LayerPasses, LostGradientError, every_gradient_arrives
+from megatron.parallel.schedule import Kind
+
+STEPS_WITHOUT = 1
+
+
+class CudaGraph:
+    """Work on the GPU that was captured once, in memory of a pool that it shares with others."""
+
+    def __init__(self, pool: Any):
+        self.pool = pool
+        self.graph = torch.cuda.CUDAGraph()
+
+    @staticmethod
+    def new_pool() -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns; nothing of it has been computed before the first replay."""
+        # other threads, such as NCCL's watchdog, may ask the GPU meanwhile
+        with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
+            return work()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@dataclasses.dataclass
+class MicroBatchSlot:
+    """The place of one micro-batch, and the memory pool of its forward graphs."""
+
+    index: int
+    micro: MicroBatch
+    pool: Any
+
+
+@dataclasses.dataclass
+class CapturedLayer:
+    """A layer's passes on the micro-batches of a slot, and the places that they read and write."""
+
+    x: Tensor  # [s, b, h], of which autograd counts no writes
+    own: Tensor  # [s, b, h], the same memory as the leaf of the layer's autograd graph
+    y: Tensor  # [s, b, h], with its autograd graph
+    dy: Tensor  # [s, b, h]
+    forward: CudaGraph
+    # by whether main_grad is overwritten: the graph, and where it writes dx [s, b, h]
+    backward: dict[bool, tuple[CudaGraph, Tensor]] = dataclasses.field(default_factory=dict)
+
+
+class GraphedPasses(LayerPasses):
+    """LayerPasses that replay graphs from the second step on. `graph` is for tests.
+
+    Raises UserError where there is no GPU.
+    """
+
+    def __init__(self, device: torch.device, graph: type[CudaGraph] = CudaGraph):
+        super().__init__()
+        if graph is CudaGraph and device.type != "cuda":
+            raise UserError("--cuda-graphs: needs a GPU; drop the flag")
+        self.graph = graph
+        self.steps = 0
+        self.slots: dict[int, MicroBatchSlot] = {}  # by the identity of their micro-batches
+        self.free: list[MicroBatchSlot] = []
+        self.captured: dict[tuple[Layer, int], CapturedLayer] = {}
+        self.backward_pool: Any = None
+
+    def begin(self, scale: float, objectives: set[str]) -> None:
+        super().begin(scale, objectives)
+        self.steps += torch.is_grad_enabled()
+
+    def place(self, micro: MicroBatch) -> MicroBatch:
+        if not torch.is_grad_enabled() or self.steps <= STEPS_WITHOUT:
+            return micro
+        if self.free:
+            slot = self.free.pop()
+            copy_tensors(micro, slot.micro)
+        else:
+            copied = map_tensors(micro, torch.clone)
+            slot = MicroBatchSlot(len(self.slots), copied, self.graph.new_pool())
+            self.slots[id(copied)] = slot
+        return slot.micro
+
+    def leave(self, micro: MicroBatch) -> None:
+        if id(micro) in self.slots:
+            self.free.append(self.slots[id(micro)])
+
+    def handed_on(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.clone()
+
+    def forward(
+        self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False
+    ) -> tuple[Tensor, Any]:
+        slot = self.slots.get(id(micro))
+        if slot is None or not is_captured(layer):
+            return super().forward(layer, x, micro, again)
+        key = layer, slot.index
+        if key not in self.captured:
+            self.captured[key] = self._capture_forward(layer, x, slot)
+        captured = self.captured[key]
+        captured.x.copy_(x)
+        captured.forward.replay()
+        return captured.y.detach(), captured
+
+    def backward(
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any
+    ) -> tuple[Tensor | None, Any]:
+        if not isinstance(saved, CapturedLayer):
+            return super().backward(kind, layer, dy, saved)
+        assert kind is Kind.BACKWARD, "a split backward pass is not captured"
+        weights = self.parameters[layer]
+        overwrites = are_overwritten(weights)
+        if overwrites not in saved.backward:
+            saved.backward[overwrites] = self._capture_backward(saved)
+        graph, dx = saved.backward[overwrites]
+        saved.dy.copy_(dy)
+        graph.replay()
+        for weight in weights if overwrites else ():
+            weight.overwrite_main_grad = False
+        return dx, None
+
+    def _capture_forward(self, layer: Layer, x: Tensor, slot: MicroBatchSlot) -> CapturedLayer:
+        own = torch.empty_like(x).requires_grad_()
+        own.data.copy_(x)
+        graph = self.graph(slot.pool)
+        y = graph.capture(lambda: layer(own, slot.micro))
+        if isinstance(y, WithScalars):
+            raise RuntimeError(
+                "--cuda-graphs: a layer that returns scalars beside its output is not captured; "
+                "drop the flag"
+            )
+        return CapturedLayer(own.data, own, y, torch.empty_like(y.detach()), graph)
+
+    def _capture_backward(self, captured: CapturedLayer) -> tuple[CudaGraph, Tensor]:
+        if self.backward_pool is None:
+            self.backward_pool = self.graph.new_pool()
+        graph = self.graph(self.backward_pool)
+
+        def differentiate() -> Tensor:
+            # towards the input alone: gradients of parameters are in main_grad
+            (dx,) = torch.autograd.grad(captured.y, captured.own, captured.dy, retain_graph=True)
+            return dx
+
+        try:
+            with every_gradient_arrives([get_gradient_edge(captured.y)], ()):
+                return graph, graph.capture(differentiate)
+        except LostGradientError as error:
+            raise UserError(
+                "--cuda-graphs: what a captured backward pass computes is in main_grad, and these "
+                f"parameters leave their gradient to autograd: {error.names}; drop the flag"
+            ) from error
+
+
+def are_overwritten(weights: Sequence[Tensor]) -> bool:
+    """Whether the next backward pass overwrites the main_grad of a layer's matrices."""
+    return any(getattr(weight, "overwrite_main_grad", False) for weight in weights)
+
+
+def is_captured(layer: Layer) -> bool:
+    """Whether all that a layer trains lies between its input and its output."""
+    return isinstance(layer, LayerBlock) and layer.position is None
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """A micro-batch, or a part of one, with other tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        return tuple(map_tensors(each, function) for each in value)
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: map_tensors(each, function) for name, each in fields.items()}
+        return dataclasses.replace(value, **changed)  # type: ignore[type-var]
+    return value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a micro-batch, in the order of its fields."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, keep)
+    return found
+
+
+def copy_tensors(source: MicroBatch, target: MicroBatch) -> None:
+    """Write the tensors of a micro-batch over those of another of the same shapes."""
+    for place, tensor in zip(tensors_of(target), tensors_of(source), strict=True):
+        place.data.copy_(tensor)  # what autograd has saved of it is to be read again

@@ -1,0 +1,137 @@
+"""--cuda-graphs by a stand-in for graphs on a CPU (recorded.py): whole runs in layouts against one
+process without graphs, and what would go wrong if something did not keep its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from distributed.pool import RankError
+from parity.compare import faults_of
+from parity.layouts import Row
+from parity.worker import Outcome, run_case
+from torch import nn
+from unit.parallel.recorded import RecordedGraph
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.errors import UserError
+from megatron.config.validate import resolve
+from megatron.model.block import LayerBlock, MicroBatch
+from megatron.optimizer.blocks import Block
+from megatron.parallel import graphs
+from megatron.parallel.graphs import GraphedPasses
+from pretrain_gpt import main
+
+ROWS = (
+    Row("dp2", "gpt"),
+    Row("pp2 1f1b", "dropout"),
+    Row("pp2 interleaved v2 dp2", "documents-rope"),
+    Row("pp2 gpipe", "ramp-up"),
+    Row("dp2 zero1", "caps-zloss"),
+    Row("pp2 1f1b dp2 zero1", "uneven"),
+    Row("pp2 1f1b dp2", "gqa2-qknorm", "bf16"),
+)
+
+
+def at_once(self: GraphedPasses, micro: MicroBatch) -> MicroBatch:
+    """A micro-batch leaves its slot while it is still in flight."""
+    placed = PLACE(self, micro)
+    GraphedPasses.leave(self, placed)
+    return placed
+
+
+PLACE = GraphedPasses.place
+MUTANTS = {
+    "gradient buffers move": (Block, "keep_grad_place", lambda self: None),
+    "a micro-batch is not copied": (graphs, "copy_tensors", lambda source, target: None),
+    "a result is overwritten before it is read": (GraphedPasses, "handed_on", lambda self, x: x),
+    "main_grad is never overwritten": (graphs, "are_overwritten", lambda weights: False),
+    "a slot is given away too early": (GraphedPasses, "place", at_once),
+}
+
+
+def replayed(flags: tuple[str, ...], patches: tuple[str, ...], mutant: str = "") -> Outcome:
+    """A run with graphs, which is seen to replay some where it has a transformer layer."""
+    before = RecordedGraph.count
+    change = mock.patch.object(*MUTANTS[mutant]) if mutant else contextlib.nullcontext()
+    with change:
+        outcome = run_case((*flags, "--cuda-graphs"), (*patches, "recorded"))
+    assert RecordedGraph.count > before
+    return outcome
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_replayed_passes_are_the_same_run(gloo_world, row):
+    assert not faults_of(
+        row, gloo_world(row.world).run(replayed, row.flags(layout=True), row.patches)
+    )
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_does_not_keep_its_place_is_seen(gloo_world, mutant):
+    row = Row("pp2 interleaved v2", "llama")
+    try:
+        outcomes = gloo_world(2).run(replayed, row.flags(layout=True), row.patches, mutant)
+    except RankError as error:
+        assert "the run ended with exit code 1" in str(error)  # NaN
+    else:
+        assert faults_of(row, outcomes)
+
+
+def test_this_row_has_no_fault_without_a_mutant(gloo_world):
+    row = Row("pp2 interleaved v2", "llama")
+    assert not faults_of(row, gloo_world(2).run(replayed, row.flags(layout=True), row.patches))
+
+
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
+    "--global-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 --lr 1e-2 "
+    "--train-iters 3 --eval-iters 0 --cuda-graphs"
+).split()
+
+
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        ("--torch-compile", "--torch-compile"),
+        ("--recompute-granularity full", "--recompute-granularity full"),
+        ("--zero-stage 2", "--zero-stage 2"),
+        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+            "--pipeline-schedule zero-bubble",
+        ),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_with_the_reason(flags, named):
+    config = parse_arguments([*RUN, *flags.split(), "--global-batch-size", "8"]).config
+    with pytest.raises(UserError, match=f"--cuda-graphs: does not combine with {named}.*drop one"):
+        resolve(config, 4, None)
+
+
+def test_without_a_gpu_it_is_refused(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert main(RUN) == 2
+    assert "--cuda-graphs: needs a GPU; drop the flag" in capsys.readouterr().err
+
+
+class WithAnOrdinaryModule(LayerBlock):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.adapter = nn.Linear(32, 32)
+
+    def forward(self, x, micro):
+        y = super().forward(x, micro)
+        return y + self.adapter(y)
+
+
+def test_a_module_that_leaves_its_gradient_to_autograd_is_refused_by_name(monkeypatch):
+    from megatron.model import gpt
+
+    monkeypatch.setattr(gpt, "LayerBlock", WithAnOrdinaryModule)
+    with pytest.raises(UserError, match="leave their gradient to autograd: .*adapter.weight.*drop"):
+        replayed((*RUN[:-1], "--position-embedding-type", "rope"), ())
