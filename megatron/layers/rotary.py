@@ -179,8 +179,8 @@ def apply_rotary(x: Tensor, rotary: Rotary | None, backend: str = "torch") -> Te
 
 
 def rotate_projection(qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-    """(queries [s, b, g m, d] and keys [s, b, g, d], rotated, values [s, b, g, d]) of the projection
-    [s, b, g, m + 2, d], by torch.
+    """(queries [s, b, g m, d] and keys [s, b, g, d], rotated, values [s, b, g, d]) of the
+    projection [s, b, g, m + 2, d], by torch.
     """
     return _RotaryOfProjection.apply(qkv, *rotary)
 
