@@ -54,6 +54,7 @@ ENVIRONMENTS = {  # torch is installed first, by its pin, so that no requirement
     "litgpt": ["litgpt==0.5.9", "numpy<2"],
     "deepspeed": ["deepspeed==0.19.8", "numpy==2.3.5"],
     "megatron-core": ["megatron-core==0.16.1", "einops==0.8.2", "numpy==2.3.5"],
+    "torchtitan": ["torchtitan==0.3.0", "numpy==2.4.6", "triton==3.6.0"],
 }
 
 
@@ -162,8 +163,10 @@ def our_flags(work: Work) -> list[str]:
         if work.pipeline_parallel > 1
         else []
     )
+    grouped = f"--group-query-attention --num-query-groups {work.query_groups}".split()
     return [
         *flags.split(),
+        *grouped * (work.query_groups > 0),
         *serial,
         *stages,
         *["--sequence-parallel"] * work.sequence_parallel,

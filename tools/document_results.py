@@ -461,6 +461,62 @@ def nvme() -> str:
     )
 
 
+HOST_TIMES = {
+    "layer_and_micro_batch": "a layer and micro-batch, us",
+    "micro_batch": "a micro-batch, us",
+    "layer": "a layer, us",
+    "step": "a step, us",
+}
+
+
+@figure("host.programs")
+def host_programs() -> str:
+    """Medians of each program; the parts are those of the largest size's step."""
+    programs = result("host_time")["programs"]
+    rows = [
+        (
+            name,
+            *(f"{1e6 * found[key]:.0f}" for key in HOST_TIMES),
+            f"{1e3 * found['whole']:.1f}",
+            " + ".join(f"{1e3 * seconds:.1f}" for seconds in found["parts"].values()),
+        )
+        for name, found in programs.items()
+    ]
+    parts = next(iter(programs.values()))["parts"]
+    header = f"program | {' | '.join(HOST_TIMES.values())} | whole step, ms | {' + '.join(parts)}"
+    return table(header, rows)
+
+
+@figure("host.ratios")
+def host_ratios() -> str:
+    rows = [
+        (row["peer"], row["what"], ratio(row), row["pairs"], row["goal"], verdict(row))
+        for row in result("host_time")["rows"]
+    ]
+    return table("against | of | its time by ours (95%) | rounds | goal | ", rows)
+
+
+FIGURES["host.losses"] = lambda: f"{result('host_time')['losses_differ_by']:.0e}"
+
+
+@figure("launches")
+def launches() -> str:
+    rows = []
+    for name, case in result("launches")["cases"].items():
+        counts = case["launches"]
+        passes = [counts[part]["layer and micro-batch"] for part in ("forward", "backward")]
+        sums = [
+            sum(part[per] for part in counts.values())
+            for per in ("micro-batch", "layer and step", "step")
+        ]
+        rows.append((name, *passes, *sums))
+    return table(
+        "model | forward, a layer and micro-batch | backward | a micro-batch beside | "
+        "a layer and step | a step",
+        rows,
+    )
+
+
 @figure("speed")
 def speed() -> str:
     rows = [

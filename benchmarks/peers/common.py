@@ -29,6 +29,7 @@ class Work:
     layers: int = 6
     hidden: int = 256
     heads: int = 8
+    query_groups: int = 0  # key and value heads; 0: as many as heads
     ffn: int = 688
     seq: int = 256
     vocab: int = 8192
@@ -47,6 +48,10 @@ class Work:
     lr: float = 1e-3
     lr_warmup: int = 5
     threads: int = 2  # of each process
+
+    @property
+    def key_heads(self) -> int:
+        return self.query_groups or self.heads
 
     @property
     def processes(self) -> int:

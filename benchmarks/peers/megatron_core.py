@@ -110,6 +110,7 @@ def build(work: Work) -> GPTModel:
         num_layers=work.layers,
         hidden_size=work.hidden,
         num_attention_heads=work.heads,
+        num_query_groups=work.key_heads,
         ffn_hidden_size=work.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=1e-5,
@@ -166,11 +167,9 @@ def load(model: GPTModel, start: Mapping[str, np.ndarray], work: Work, rank: int
     for layer in model.decoder.layers:
         i = layer.layer_number - 1
         attention, mlp = f"layers.{i}.attention", f"layers.{i}.mlp"
+        groups = work.key_heads // work.tensor_parallel
         heads = [
-            part(f"{attention}.{name}.weight", 0).view(
-                work.heads // work.tensor_parallel, -1, work.hidden
-            )
-            for name in "qkv"
+            part(f"{attention}.{name}.weight", 0).view(groups, -1, work.hidden) for name in "qkv"
         ]
         layer.self_attention.linear_qkv.weight.copy_(torch.cat(heads, 1).flatten(0, 1))
         layer.self_attention.linear_proj.weight.copy_(part(f"{attention}.proj.weight", 1))
@@ -191,31 +190,22 @@ def forward_step(batches: Iterator[torch.Tensor], model):
     )
 
 
-def main() -> None:
-    work, start = parse_work()
-    torch.set_num_threads(work.threads)
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(work.tensor_parallel, work.pipeline_parallel)
-    tensor_rank, data_rank = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-    )
-    model = build(work)
-    load(model, start, work, tensor_rank)
-    tokens, bf16 = tensor_of(start, "tokens"), work.precision == "bf16"
-    parameters = torch.tensor(
-        sum(
-            p.numel()
-            for p in model.parameters()
-            if tensor_parallel.param_is_not_tensor_parallel_duplicate(p)
+class Training:
+    """The run of this rank: `step` takes one step and returns its mean loss."""
+
+    def __init__(self, work: Work, start: Mapping[str, np.ndarray]):
+        self.work, self.tokens = work, tensor_of(start, "tokens")
+        parallel_state.initialize_model_parallel(work.tensor_parallel, work.pipeline_parallel)
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        bare = build(work)
+        load(bare, start, work, parallel_state.get_tensor_model_parallel_rank())
+        self.parameters = count_parameters(bare)
+        config, bf16 = bare.config, work.precision == "bf16"
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+        self.model = DistributedDataParallel(
+            config, ddp, Float16Module(config, bare) if bf16 else bare
         )
-    )
-    dist.all_reduce(parameters, group=parallel_state.get_model_parallel_group())
-    config = model.config
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
-    model = DistributedDataParallel(config, ddp, Float16Module(config, model) if bf16 else model)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
+        settings = OptimizerConfig(
             optimizer="adam",
             lr=work.lr,
             weight_decay=0.1,
@@ -225,33 +215,53 @@ def main() -> None:
             bf16=bf16,
             params_dtype=config.params_dtype,
             clip_grad=1.0,
-        ),
-        [model],
-    )
-    config.finalize_model_grads_func, config.no_sync_func, config.grad_scale_func = (
-        finalize_model_grads,
-        model.no_sync,
-        optimizer.scale_loss,
-    )
-    schedule, clock, losses = get_forward_backward_func(), StepClock(), []
-    for step in range(work.steps):
-        for group in optimizer.param_groups:
+        )
+        self.optimizer = get_megatron_optimizer(settings, [self.model])
+        config.finalize_model_grads_func = finalize_model_grads
+        config.no_sync_func = self.model.no_sync
+        config.grad_scale_func = self.optimizer.scale_loss
+        self.schedule = get_forward_backward_func()
+
+    def step(self, step: int) -> float:
+        """Step 0, 1, ...; 0 without the head."""
+        work = self.work
+        for group in self.optimizer.param_groups:
             # the work of Megatron's own scheduler
             group["lr"], group["weight_decay"] = work.learning_rate(step), 0.1 * group["wd_mult"]
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        parts = schedule(
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        parts = self.schedule(
             forward_step_func=forward_step,
-            data_iterator=iter(rank_samples(tokens, step, work, data_rank)),
-            model=[model],
+            data_iterator=iter(rank_samples(self.tokens, step, work, self.data_rank)),
+            model=[self.model],
             num_microbatches=work.accumulation,
             seq_length=work.seq,
             micro_batch_size=work.micro_batch,
         )
-        optimizer.step()
-        # 0 without the head
-        losses.append(sum(part["lm loss"].item() for part in parts) / work.accumulation)
-    report(work, clock, losses, int(parameters), {"megatron-core": megatron.core.__version__})
+        self.optimizer.step()
+        return sum(part["lm loss"].item() for part in parts) / work.accumulation
+
+
+def count_parameters(model: GPTModel) -> int:
+    """Of the whole model."""
+    parameters = torch.tensor(
+        sum(
+            p.numel()
+            for p in model.parameters()
+            if tensor_parallel.param_is_not_tensor_parallel_duplicate(p)
+        )
+    )
+    dist.all_reduce(parameters, group=parallel_state.get_model_parallel_group())
+    return int(parameters)
+
+
+def main() -> None:
+    work, start = parse_work()
+    torch.set_num_threads(work.threads)
+    dist.init_process_group("gloo")
+    training, clock = Training(work, start), StepClock()
+    losses = [training.step(step) for step in range(work.steps)]
+    report(work, clock, losses, training.parameters, {"megatron-core": megatron.core.__version__})
 
 
 if __name__ == "__main__":

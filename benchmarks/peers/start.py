@@ -24,7 +24,7 @@ def matrices(work: Work, model: ModelConfig) -> list[TensorSpec]:
     """The matrices of the model; its other weights are those of norms and begin as ones."""
     sizes = {
         "kv_channels": work.hidden // work.heads,
-        "num_query_groups": work.heads,
+        "num_query_groups": work.key_heads,
         "max_position_embeddings": work.seq,
     }
     model = dataclasses.replace(model, **sizes)

@@ -22,7 +22,7 @@ from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters, saved_statistics
 from megatron.layers.qk_norm import normed_projection
-from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused
+from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
 from megatron.layers.spec import (
     ZEROS,
     ParameterSpec,
@@ -269,6 +269,8 @@ class SelfAttention(nn.Module):
         """Queries [s, b, n, d], keys and values [s, b, g, d] of the projection [s, b, g, n/g + 2,
         d], normalised and rotated.
         """
+        if self.q_norm is None and rotary is not None:
+            return rotate_projection(qkv, rotary)
         q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
         q, k = q.flatten(2, 3), k.squeeze(3)
         if self.q_norm is not None:

@@ -99,10 +99,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     back.
     """
     width = cos.shape[-1]
-    turning, rest = x[..., :width], x[..., width:]
-    swapped = torch.cat((turning[..., width // 2 :], turning[..., : width // 2]), dim=-1)
+    turning = x if width == x.shape[-1] else x[..., :width]
+    first, second = turning.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
     y = (turning * cos).addcmul_(swapped, sin, value=direction).to(x.dtype)
-    return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
+    return y if turning is x else torch.cat((y, x[..., width:]), dim=-1)
 
 
 class _Rotary(torch.autograd.Function):
@@ -116,6 +117,27 @@ class _Rotary(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         # the transpose of a rotation turns the other way
         return _rotate(dy, cos, sin, -1), None, None
+
+
+class _RotaryOfProjection(torch.autograd.Function):
+    """Queries [s, b, g m, d] and keys [s, b, g, d] of the projection qkv [s, b, g, m + 2, d],
+    rotated, and its values [s, b, g, d] as they are.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        q = _rotate(qkv[:, :, :, :-2], cos.unsqueeze(2), sin.unsqueeze(2), 1)
+        k = _rotate(qkv[:, :, :, -2], cos, sin, 1)
+        return q.flatten(2, 3), k, qkv[:, :, :, -1]
+
+    @staticmethod
+    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):
+        cos, sin = ctx.saved_tensors
+        # the transpose of a rotation turns the other way
+        dq, dk = _rotate(dq, cos, sin, -1), _rotate(dk, cos, sin, -1)
+        parts = dq.unflatten(2, (dk.shape[2], -1)), dk.unsqueeze(3), dv.unsqueeze(3)
+        return torch.cat(parts, dim=3), None, None
 
 
 class _RotaryInPlace(torch.autograd.Function):
@@ -154,6 +176,13 @@ def apply_rotary(x: Tensor, rotary: Rotary | None, backend: str = "torch") -> Te
         if backend == "triton"
         else _Rotary.apply(x, *rotary)
     )
+
+
+def rotate_projection(qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+    """(queries [s, b, g m, d] and keys [s, b, g, d], rotated, values [s, b, g, d]) of the
+    projection [s, b, g, m + 2, d], by torch.
+    """
+    return _RotaryOfProjection.apply(qkv, *rotary)
 
 
 def rotate_fused(qkv: Tensor, rotary: Rotary, heads: tuple[int, int, int]) -> Tensor:

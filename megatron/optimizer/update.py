@@ -6,8 +6,7 @@ Called from optimizer/optimizer.py, segment by segment.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -97,9 +96,10 @@ class UpdateRule:
             "eps": eps,
         }
         stored = [grad, *(states[name] for name in self.state_names)]
-        rounded = [None] * math.ceil(master.numel() / size) if out is None else out.split(size)
+        weights = pieces_of(master, size)
+        rounded = [None] * len(weights) if out is None else pieces_of(out, size)
         for wide, weight, result in zip(
-            _widened(stored, master, size), master.split(size), rounded, strict=True
+            _widened(stored, master, size), weights, rounded, strict=True
         ):
             if not folds:
                 wide[0].mul_(coefficient)
@@ -203,15 +203,24 @@ class UpdateRule:
         )
 
 
+def pieces_of(buffer: Tensor, size: int) -> Sequence[Tensor]:
+    """Views of a flat buffer, of at most `size` elements each."""
+    return (buffer,) if buffer.numel() <= size else buffer.split(size)
+
+
 def _widened(stored: list[Tensor], master: Tensor, size: int) -> Iterator[list[Tensor]]:
     """Pieces of `size` elements of a gradient and states in the precision of `master`. What has
     been done to those of states is stored, rounded, before the next ones come.
     """
     narrow = [buffer.dtype != master.dtype for buffer in stored]
+    cut = zip(*(pieces_of(buffer, size) for buffer in stored), strict=True)
+    if not any(narrow):
+        yield from map(list, cut)
+        return
     # one allocation: the C library would trim several, step by step
     rooms = iter(master.new_empty(sum(narrow), min(size, master.numel())))
     scratch = [next(rooms) if each else None for each in narrow]
-    for pieces in zip(*(buffer.split(size) for buffer in stored), strict=True):
+    for pieces in cut:
         wide = [
             piece if room is None else room[: piece.numel()].copy_(piece)
             for piece, room in zip(pieces, scratch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -168,10 +167,13 @@ def _(original):
     return lambda x, cos, sin, direction: original(x, cos, sin, -direction)
 
 
-@mutant("positions", "keys are not rotated", "llama", attention, "apply_rotary")
+@mutant("positions", "keys are not rotated", "llama", attention, "rotate_projection")
 def _(original):
-    turns = itertools.cycle((True, False))  # queries first
-    return lambda x, table, backend="torch": original(x, table, backend) if next(turns) else x
+    def rotate(qkv, table):
+        q, _, v = original(qkv, table)
+        return q, qkv[:, :, :, -2], v
+
+    return rotate
 
 
 @mutant(

@@ -216,9 +216,9 @@ class Watch(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if name == "_local_scalar_dense":
             return self._number(function, args[0])
-        if name in SIZED_BY_VALUES and _on_device(args):
+        if name in SIZED_BY_VALUES and on_device(args):
             self.log.wait(name)
-        if function is torch.ops.aten.repeat_interleave.Tensor and _on_device(args):
+        if function is torch.ops.aten.repeat_interleave.Tensor and on_device(args):
             if kwargs.get("output_size") is None:
                 self.log.wait("repeat_interleave")
         if name in INDEXED:
@@ -230,7 +230,7 @@ class Watch(TorchDispatchMode):
         elif name == "copy_":
             free = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
             self._look_at_copy(args[1], args[0], free, pins=False)
-        if _on_device((result, *args)) and not _is_view(function):
+        if on_device((result, *args)) and not is_view(function):
             self.log.operation()
         return result
 
@@ -282,17 +282,17 @@ def _unknown(x: Tensor | None) -> Iterator[None]:
     x.constant = known
 
 
-def _on_device(values: Any) -> bool:
+def on_device(values: Any) -> bool:
     """Whether any of them is a tensor of the device, or a list with one."""
     return any(
         value.device.type == "cuda"
         if isinstance(value, Tensor)
-        else isinstance(value, (list, tuple)) and _on_device(value)
+        else isinstance(value, (list, tuple)) and on_device(value)
         for value in values
     )
 
 
-def _is_view(function: Any) -> bool:
+def is_view(function: Any) -> bool:
     """Whether an operation gives another view of its argument, for which the device does
     nothing.
     """

@@ -21,7 +21,12 @@ from megatron.layers.embedding import embedding_weight_grad
 from megatron.layers.linear import add_weight_grads, deferring_weight_grads, linear_weight_grad
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, activate
-from megatron.layers.rotary import RotaryTables, apply_rotary, inverse_frequencies
+from megatron.layers.rotary import (
+    RotaryTables,
+    apply_rotary,
+    inverse_frequencies,
+    rotate_projection,
+)
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -340,6 +345,25 @@ def test_rotary_gradient_and_percent():
     assert table[0].shape[-1] == 4
     assert torch.equal(apply_rotary(x, table)[..., 4:], x[..., 4:])
     assert torch.autograd.gradcheck(lambda z: apply_rotary(z, table), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups, queries, percent", [(2, 3, 1.0), (2, 1, 0.5), (1, 4, 1.0)])
+def test_a_rotated_projection_has_the_bits_of_its_rotated_parts(groups, queries, percent, dtype):
+    config = dataclasses.replace(ROPE, rotary_percent=percent)
+    table = RotaryTables(config, dtype).table(torch.tensor([[0, 4], [1, 5], [2, 0]]))
+    qkv = randn(3, 2, groups, queries + 2, 8, dtype=dtype, seed=5, grad=True)
+    q, k, v = qkv.split((queries, 1, 1), dim=3)
+    parts = apply_rotary(q.flatten(2, 3), table), apply_rotary(k.squeeze(3), table), v.squeeze(3)
+    turned = rotate_projection(qkv, table)
+    assert all(map(torch.equal, turned, parts))
+    # as attention leaves it: [b, n, s, d] in memory
+    gradients = [
+        randn(*x.permute(1, 2, 0, 3).shape, dtype=dtype, seed=seed).permute(2, 0, 1, 3)
+        for seed, x in enumerate(parts)
+    ]
+    wanted, got = (torch.autograd.grad(each, qkv, gradients)[0] for each in (parts, turned))
+    assert torch.equal(got, wanted)
 
 
 def test_rotary_scalings():

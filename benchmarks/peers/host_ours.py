@@ -1,0 +1,55 @@
+"""Our side of benchmarks/host_time.py: pretrain_gpt.py's own run, which takes its steps as turns.py
+says.
+
+    python host_ours.py --num-layers 4 ...     # the flags of pretrain_gpt.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from turns import Turns  # noqa: E402
+from zero_ours import Ended  # noqa: E402
+
+import pretrain_gpt  # noqa: E402
+from megatron.parallel.pipeline import Pipeline  # noqa: E402
+from megatron.parallel.schedule import Kind  # noqa: E402
+from megatron.training import loop  # noqa: E402
+
+
+def main() -> int:
+    turns = Turns()
+    forward_backward, finish_step = loop.forward_backward, loop.finish_step
+    compute = {
+        Kind.FORWARD: turns.timed("forward", Pipeline.compute),
+        Kind.BACKWARD: turns.timed("backward", Pipeline.compute),
+    }
+
+    def on_step(run, **settings):
+        if next(turns, None) is None:
+            raise Ended
+        return forward_backward(run, **settings)
+
+    def on_finish_step(run, pending, interval):
+        finish_step(run, pending, interval)
+        if pending is not None:
+            turns.note(interval.last.loss)
+
+    def on_compute(pipeline, action, x, held):
+        return compute[action.kind](pipeline, action, x, held)
+
+    update = turns.timed("optimizer", loop.update)
+    named = {"forward_backward": on_step, "finish_step": on_finish_step, "update": update}
+    with mock.patch.multiple(loop, **named), mock.patch.object(Pipeline, "compute", on_compute):
+        try:
+            return pretrain_gpt.main(sys.argv[1:])
+        except Ended:
+            return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

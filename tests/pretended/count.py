@@ -1,0 +1,236 @@
+"""Kernel launches of a training step on the pretended device (device.py), counted one by one.
+
+    python tests/pretended/count.py --out docs/results/launches.json
+    python tests/pretended/count.py --out FILE --quick CASE... Llama+fault
+
+An operator of torch that does something to tensors of the device counts as one launch; views and
+allocations count as none. Of our own operators the bodies run, so that each launch of a Triton
+kernel counts, and each operator of torch beside it. The second step of runs of several sizes is
+counted. It is a + b layers + c micro-batches + d layers x micro-batches, with whole numbers, which
+one size more than is needed for them confirms. `--quick` counts one size and gives what it finds;
+`+fault` behind a case's name puts one more operator into each layer.
+
+What torch's operators launch inside is not seen: some are several kernels (`index_put_` of the word
+embedding's gradient, backward passes of attention), and a product may be two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+
+from pretended import libraries
+
+if __name__ == "__main__":
+    libraries.load_device_guard()  # before torch is imported
+
+import torch
+from pretended.device import is_view, on_device, pretended_device
+from pretended.train import (
+    BF16,
+    DROPOUT,
+    LLAMA_BF16,
+    Case,
+    fake_parameters,
+    kernels_as_they_are,
+    ranks_of,
+)
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CASES = {
+    "Llama": Case(LLAMA_BF16, evaluations=0),
+    "Llama, ZeRO-1, 4 ranks": Case(f"{LLAMA_BF16} --zero-stage 1", 4, 4, evaluations=0),
+    "GPT-2": Case(BF16, evaluations=0),
+    "GPT-2, dropout 0.1": Case(DROPOUT, evaluations=0),
+}
+SIZES = ((3, 2), (3, 4), (5, 2), (5, 4), (7, 5))  # layers, micro-batches
+QUICK = (4, 3)
+COUNTED = 2  # the iteration
+PARTS = ("forward", "backward", "optimizer", "rest")
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+NO_WORK = ALLOCATIONS | {"_unsafe_view", "lift_fresh", "set_", "resize_"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts launches by the part of the step that they belong to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = ""  # none: they do not count
+        self.counts: Counter[str] = Counter()
+
+    def add(self) -> None:
+        """One launch."""
+        if self.part:
+            self.counts[self.part] += 1
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.namespace == "megatron":
+            with self:
+                return OPDEFS[function._schema.name]._init_fn(*args, **kwargs)
+        result = function(*args, **kwargs)
+        name = function.overloadpacket.__name__
+        works = name not in NO_WORK and not is_view(function)
+        asks = function.namespace == "prim"  # which device a tensor is on
+        if works and not asks and on_device((result, *args, *kwargs.values())):
+            self.add()
+        return result
+
+    def within(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, as a part of the step."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self.part = self.part, part if self.part else ""
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.part = before
+
+        return call
+
+
+@contextlib.contextmanager
+def parts_of_a_step(launches: Launches) -> Iterator[None]:
+    """Tell the counter where the run is."""
+    from triton.runtime.jit import JITFunction
+
+    from megatron.parallel.pipeline import Pipeline
+    from megatron.parallel.schedule import Kind
+    from megatron.training import loop
+
+    compute = {
+        Kind.FORWARD: launches.within("forward", Pipeline.compute),
+        Kind.BACKWARD: launches.within("backward", Pipeline.compute),
+    }
+    step = loop.train_step
+
+    def train_step(run: Any, *rest: Any) -> Any:
+        launches.part = "rest" if run.progress.iteration + 1 == COUNTED else ""
+        try:
+            return step(run, *rest)
+        finally:
+            launches.part = ""
+
+    def on_compute(pipeline: Any, action: Any, *rest: Any) -> Any:
+        return compute[action.kind](pipeline, action, *rest)
+
+    def run_kernel(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        launches.add()
+
+    update = launches.within("optimizer", loop.update)
+    with (
+        mock.patch.multiple(loop, train_step=train_step, update=update),
+        mock.patch.object(Pipeline, "compute", on_compute),
+        mock.patch.object(JITFunction, "run", run_kernel),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def one_more(fault: bool) -> Iterator[None]:
+    """With a fault: one more operator at the end of each layer's forward pass."""
+    from megatron.model.block import LayerBlock
+
+    forward = LayerBlock.forward
+
+    def faulty(self: Any, x: torch.Tensor, micro: Any) -> torch.Tensor:
+        y = forward(self, x, micro)
+        y.detach() + 1
+        return y
+
+    with mock.patch.object(LayerBlock, "forward", faulty) if fault else contextlib.nullcontext():
+        yield
+
+
+def count(case: Case, layers: int, micro_batches: int, fault: bool) -> Launches:
+    """The launches of one step, by part."""
+    import pretrain_gpt
+
+    case = case._replace(micro_batches=micro_batches, iterations=COUNTED + 1)
+    launches = Launches()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(contextlib.redirect_stdout(None))
+        stack.enter_context(pretended_device())
+        stack.enter_context(ranks_of(case.ranks))
+        stack.enter_context(parts_of_a_step(launches))
+        stack.enter_context(fake_parameters())
+        stack.enter_context(kernels_as_they_are())
+        stack.enter_context(one_more(fault))
+        stack.enter_context(launches)
+        words = [*case.words(folder), "--num-layers", str(layers), "--log-interval", "100"]
+        code = pretrain_gpt.main(words)
+    assert code == 0, code
+    return launches
+
+
+def fit(counts: dict[tuple[int, int], int]) -> dict[str, int]:
+    """The whole numbers of counts by size. Raises ValueError where there are none."""
+    (few, one), (_, several), (many, _) = SIZES[:3]
+    both = (counts[many, several] - counts[many, one]) - (counts[few, several] - counts[few, one])
+    both //= (many - few) * (several - one)
+    layer = (counts[many, one] - counts[few, one]) // (many - few) - both * one
+    micro = (counts[few, several] - counts[few, one]) // (several - one) - both * few
+    step = counts[few, one] - layer * few - micro * one - both * few * one
+    fitted = {
+        "layer and micro-batch": both,
+        "micro-batch": micro,
+        "layer and step": layer,
+        "step": step,
+    }
+    if any(total(fitted, *size) != found for size, found in counts.items()):
+        raise ValueError(f"launches are not linear in layers and micro-batches: {counts}")
+    return fitted
+
+
+def total(of: dict[str, int], layers: int, micro_batches: int) -> int:
+    """The launches that the four numbers mean for one size."""
+    return (
+        of["step"]
+        + of["layer and step"] * layers
+        + of["micro-batch"] * micro_batches
+        + of["layer and micro-batch"] * layers * micro_batches
+    )
+
+
+def measure(case: Case) -> dict[str, dict[str, int]]:
+    """The four numbers of each part."""
+    found = {size: count(case, *size, fault=False).counts for size in SIZES}
+    return {part: fit({size: found[size][part] for size in SIZES}) for part in PARTS}
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="count launches on a pretended GPU")
+    parser.add_argument("cases", nargs="*", help=", ".join(CASES))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} layers, micro-batches alone")
+    arguments = parser.parse_args(words)
+    found = {}
+    for name in arguments.cases or list(CASES):
+        plain, _, fault = name.partition("+")
+        case = CASES[plain]
+        if arguments.quick:
+            found[name] = dict(count(case, *QUICK, fault=bool(fault)).counts)
+        else:
+            found[name] = {"flags": case.flags, "ranks": case.ranks, "launches": measure(case)}
+    result = {"torch": torch.__version__, "cases": found}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

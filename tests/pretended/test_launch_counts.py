@@ -1,0 +1,84 @@
+"""A step launches as many kernels as docs/results/launches.json says, no more.
+
+Where a change of the program changes a number, `python tests/pretended/count.py --out
+docs/results/launches.json` counts anew, and `python tools/document_results.py` writes the table.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pretended.count import CASES, PARTS, QUICK, SIZES, fit, total
+from pretended.libraries import missing_compiler
+from pretended.test_launches import compiled_environment
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parents[1] / "docs/results/launches.json"
+OFTEN = ("Llama", "GPT-2, dropout 0.1")  # in every run of the tests
+
+pytestmark = [
+    pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler())),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on"),
+]
+
+
+def counted(folder: Path, *words: str) -> dict[str, dict[str, int]]:
+    """Launches of one size by case and part."""
+    out = folder / "found.json"
+    command = [sys.executable, HERE / "count.py", "--out", out, "--quick", *words]
+    environment = compiled_environment() | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())["cases"]
+
+
+def ceilings(name: str) -> dict[str, int]:
+    """Of the parts of a step of that size."""
+    recorded = json.loads(RESULTS.read_text())["cases"][name]["launches"]
+    return {part: total(recorded[part], *QUICK) for part in PARTS}
+
+
+@pytest.fixture(scope="module")
+def often(tmp_path_factory) -> dict[str, dict[str, int]]:
+    """OFTEN and a fault, by one process."""
+    return counted(tmp_path_factory.mktemp("counted"), *OFTEN, f"{OFTEN[0]}+fault")
+
+
+@pytest.mark.parametrize("name", OFTEN)
+def test_a_step_launches_what_is_recorded(often, name):
+    assert often[name] == ceilings(name)
+
+
+@pytest.mark.campaign
+def test_a_step_of_every_other_case_launches_what_is_recorded(tmp_path):
+    names = [name for name in CASES if name not in OFTEN]
+    assert counted(tmp_path, *names) == {name: ceilings(name) for name in names}
+
+
+def test_one_more_operator_in_a_layer_is_found(often):
+    found = often[f"{OFTEN[0]}+fault"]
+    layers, micro_batches = QUICK
+    more = {"forward": layers * micro_batches}
+    expected = {part: count + more.get(part, 0) for part, count in ceilings(OFTEN[0]).items()}
+    assert found == expected and found != ceilings(OFTEN[0])
+
+
+def test_what_is_recorded_is_of_every_case_as_it_is():
+    recorded = json.loads(RESULTS.read_text())["cases"]
+    assert {name: case["flags"] for name, case in recorded.items()} == {
+        name: case.flags for name, case in CASES.items()
+    }
+
+
+def test_counts_that_are_not_linear_are_refused():
+    numbers = {"layer and micro-batch": 5, "micro-batch": 3, "layer and step": 2, "step": 7}
+    counts = {size: total(numbers, *size) for size in SIZES}
+    assert fit(counts) == numbers
+    counts[SIZES[-1]] += 1
+    with pytest.raises(ValueError, match="not linear"):
+        fit(counts)

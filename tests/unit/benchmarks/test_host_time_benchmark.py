@@ -1,0 +1,96 @@
+"""The benchmark of host time: its four numbers are those of a step that is made of them, its sizes
+are work that the program takes, unequal work is refused, and our side takes turns.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from megatron.benchmarks import host_time as tool
+from megatron.benchmarks.peers.start import write_start
+from megatron.benchmarks.training import our_flags
+from megatron.benchmarks.turn_group import Group
+
+from megatron.config.arguments import parse_arguments
+
+STEP = tool.StepTime(step=7.0, layer=0.5, micro_batch=2.0, layer_and_micro_batch=0.25)
+
+
+def seconds(of: tool.StepTime, layers: int, count: int) -> float:
+    both = of.layer_and_micro_batch * layers * count
+    return of.step + of.layer * layers + of.micro_batch * count + both
+
+
+def runs_of(who: str, factors: list[float], of: tool.StepTime = STEP) -> list[dict]:
+    """A warm-up and one round for each factor."""
+    return [
+        {
+            "round": index - 1,
+            "who": who,
+            "layers": layers,
+            "micro_batches": count,
+            "seconds": factor * seconds(of, layers, count),
+            "parts": {"forward": factor},
+            "losses": [5.5, 5.25],
+        }
+        for index, factor in enumerate([100.0, *factors])
+        for layers, count in tool.SIZES
+    ]
+
+
+def test_four_sizes_give_the_four_numbers_of_a_step():
+    found = tool.fit({size: seconds(STEP, *size) for size in tool.SIZES})
+    assert found == pytest.approx(STEP)
+
+
+def test_ratios_are_the_peers_time_by_ours_in_the_same_round():
+    factors = [1.0, 1.5, 2.0, 1.0, 1.25, 3.0, 1.0]
+    slower = STEP._replace(layer_and_micro_batch=2 * STEP.layer_and_micro_batch)
+    runs = runs_of("ours", factors) + runs_of("megatron-core", factors, slower)
+    found = tool.summary(runs)
+    slope, whole = found["rows"]
+    assert (slope["what"], slope["median"], slope["passed"]) == (
+        "layer and micro-batch",
+        pytest.approx(2.0),
+        True,
+    )
+    expected = seconds(slower, *tool.LARGEST) / seconds(STEP, *tool.LARGEST)
+    assert (whole["what"], whole["median"]) == ("whole step", pytest.approx(expected))
+    # the median factor is 1.25; the warm-up counts nowhere
+    assert found["programs"]["ours"]["layer_and_micro_batch"] == pytest.approx(1.25 * 0.25)
+    assert found["programs"]["ours"]["parts"] == {"forward": 1.25}
+    slow = tool.summary(runs_of("ours", factors, slower) + runs_of("megatron-core", factors))
+    assert [row["passed"] for row in slow["rows"]] == [False, False]
+
+
+def test_programs_with_other_losses_are_refused():
+    runs = runs_of("ours", [1.0]) + runs_of("torchtitan", [1.0])
+    assert tool.check_losses(runs) == 0
+    runs[-5]["losses"] = [5.5, 5.25 + 2 * tool.CLOSE]  # of its warm-up
+    assert runs[-5]["round"] == -1
+    with pytest.raises(RuntimeError, match="equal work"):
+        tool.check_losses(runs)
+
+
+def test_our_command_line_asks_for_the_same_work():
+    work = tool.work_of(*tool.LARGEST, rounds=7)
+    config = parse_arguments(our_flags(work)).config
+    assert (config.model.num_layers, config.model.num_query_groups) == (work.layers, 2)
+    training = config.training
+    assert training.global_batch_size == work.accumulation * training.micro_batch_size
+    # a step is left for the turn that ends the run
+    assert training.train_iters > tool.WARMUP + 7 * tool.TURN
+    assert config.logging.log_interval == training.train_iters
+
+
+def test_our_side_takes_turns_and_times_its_parts(tmp_path):
+    work = tool.work_of(2, 2, rounds=1)
+    write_start(tmp_path / "start", work, our_flags(work))
+    group = Group(tool.OURS, tool.command_of(tool.OURS, work, Path("none"), tmp_path / "start"), 1)
+    try:
+        run = tool.turn(group, (2, 2), 0, 3)
+    finally:
+        group.end()
+    assert len(run["losses"]) == 3 and set(run["parts"]) == {"forward", "backward", "optimizer"}
+    assert 0 < sum(run["parts"].values()) < run["seconds"]
