@@ -21,6 +21,7 @@ parallel/pipeline.py as LayerPasses are. s sequence, b batch, h hidden.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,13 +49,29 @@ class CudaGraph:
         return torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns; nothing of it has been computed before the first replay."""
-        # other threads, such as NCCL's watchdog, may ask the GPU meanwhile
-        with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
-            return work()
+        """What `work` returns; nothing of it has been computed before the first replay.
+
+        torch.cuda.graph would wait for the whole GPU first: a message that a neighbour sends only
+        after its own capture would never arrive.
+        """
+        stream = capture_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # other threads, such as NCCL's watchdog, may ask the GPU meanwhile
+            self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                return work()
+            finally:
+                self.graph.capture_end()
 
     def replay(self) -> None:
         self.graph.replay()
+
+
+@functools.cache
+def capture_stream() -> torch.cuda.Stream:
+    """Of all captures: the backward pass of a layer is captured on the stream of its forward."""
+    return torch.cuda.Stream()
 
 
 @dataclasses.dataclass
