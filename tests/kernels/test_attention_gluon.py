@@ -253,8 +253,8 @@ MUTANTS = {
         "is written, and a read",
     ),
     "one consumer is enough": (
-        "_barriers(STAGES, PARTS)",
-        "_barriers(STAGES, 1)",
+        "make_barriers(STAGES, PARTS)",
+        "make_barriers(STAGES, 1)",
         "is written|arrivals|is read|deadlock",
     ),
     "the wrong buffer": (
