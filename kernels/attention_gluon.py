@@ -1,5 +1,5 @@
 """Flash attention forward on Hopper, written out warp by warp in Gluon, the low-level language
-within Triton's wheel. Backward is attention_backward.py's.
+within Triton's wheel. The backward pass is attention_gluon_backward.py's.
 
 q, k, v, out and lse as in attention.py, which has the definition and the operator; bf16 and fp16, d
 up to 128. A block of threads takes 128 rows of one head after another (a persistent grid). In it:
@@ -144,9 +144,7 @@ def _blocks_of_tile(
 ):
     """visits_of() the blocks of keys that the tile takes."""
     s, t, all_heads, heads, group, section = sizes
-    return visits_of(
-        keys_of_queries(table, head // heads, row, s, t, CAUSAL, WINDOW, TABLE, M, N)
-    )
+    return visits_of(keys_of_queries(table, head // heads, row, s, t, CAUSAL, WINDOW, TABLE, M, N))
 
 
 @jit
@@ -570,7 +568,12 @@ def forward_kernel(
     """q, out: descriptors [b g, m, s, d] of blocks [1, 1, 64, D]; k, v [b g, 1, t, d] of [1, 1, N,
     D]. They read zeros and write nothing beyond.
     """
-    buffers = (make_ring(q, PARTS), make_ring(k, STAGES), make_ring(v, STAGES), make_ring(out, PARTS))
+    buffers = (
+        make_ring(q, PARTS),
+        make_ring(k, STAGES),
+        make_ring(v, STAGES),
+        make_ring(out, PARTS),
+    )
     barriers = (
         (make_barriers(PARTS, 1), make_barriers(PARTS, 1)),
         (make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)),
@@ -626,9 +629,7 @@ def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def cannot(d: int | None, *, softcap: float | None = None, drop: float = 0.0) -> str | None:
-    """What the kernel cannot compute of this; None when it can all. The backward pass is that of
-    attention.py and could.
-    """
+    """What the kernels, of either pass, cannot compute of this; None when they can all."""
     if d is not None and (not 32 < d <= 128 or d % 8):
         return f"head dimension {d}, which is no multiple of 8 from 40 to 128"
     if softcap is not None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from checks import Allocations, assert_as_good, canaries
 from gluon_interpreter import Fault, Interpreted
-from megatron.kernels import attention_gluon, attention_gluon_backward, lang
-from megatron.kernels.attention import attention_reference
+from megatron.kernels import attention, attention_gluon, attention_gluon_backward, lang
+from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_gluon_backward import backward, dkv_kernel, dq_kernel
 from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import attention_mask
@@ -38,9 +38,7 @@ CASES = {
     "documents_window": (200, 200, 2, 2, 1, 128, BF16, {"documents": (130,), "window": 60}, 1),
 }
 QUICK = ("causal_gqa_in_parts", "full_odd", "causal_keys_that_nobody_sees", "documents_window")
-CHOSEN = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.campaign) for name in CASES
-]
+CHOSEN = [pytest.param(name, marks=() if name in QUICK else pytest.mark.campaign) for name in CASES]
 
 
 @pytest.fixture
@@ -162,6 +160,24 @@ def test_order_does_not_matter(interpreted, monkeypatch, stages):
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
+def test_the_operator_takes_both_passes_in_gluon(interpreted, monkeypatch):
+    """Also where the Triton kernels would add up dq atomically."""
+    q, k, v, mask, _ = make("narrow_window_fewer_keys")
+    interpreted(2)
+    forward = attention_gluon.forward_kernel
+    monkeypatch.setattr(attention_gluon, "forward_kernel", Interpreted(forward))
+    monkeypatch.setattr(attention, "backward", None)
+    x = [each[:70].detach().requires_grad_() for each in (q, k, v)]
+    mask = attention_mask(70, 70, window=5)
+    out, lse = flash_attention(*x, scale=0.1, mask=mask, gluon=True, deterministic=False)
+    (out.float().sin().sum() + lse.sum()).backward()
+    y = [each[:70].double().requires_grad_() for each in (q, k, v)]
+    out, lse = attention_reference(*y, scale=0.1, mask=mask)
+    (out.sin().sum() + lse.sum()).backward()
+    for ours, exact in zip(x, y, strict=True):
+        assert (ours.grad.double() - exact.grad).norm() < 5e-3 * exact.grad.norm()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_numbers_stay_where_they_belong(interpreted, bad):
     """dout of one row reaches the keys that the row sees, keys that nobody sees reach nothing."""
@@ -277,14 +293,14 @@ MUTANTS = {
     ),
     "dk takes q of another block": (
         "dkv",
-        "dk = _add(dk, ds, q_ring.index(before)",
-        "dk = _add(dk, ds, q_ring.index((count + 1) % STAGES)",
+        "dk = add_product(dk, ds, q_ring.index(before)",
+        "dk = add_product(dk, ds, q_ring.index((count + 1) % STAGES)",
         "is read|is written",
     ),
     "dq takes k of another block": (
         "dq",
-        "dq = _add(dq, ds, k_ring.index(before)",
-        "dq = _add(dq, ds, k_ring.index((step + 1) % STAGES)",
+        "dq = add_product(dq, ds, k_ring.index(before)",
+        "dq = add_product(dq, ds, k_ring.index((step + 1) % STAGES)",
         "is read|is written",
     ),
     "a buffer beyond the ring": (
