@@ -202,7 +202,7 @@ def _compiled(name: str, d: int, variant: str, parts: bool = False) -> lang.Comp
 
 def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
     """Head dimensions between take what 64 and 128 compile to. What is spilled lies outside the
-    loop over whole blocks, but for one value with documents at d = 128.
+    loop over whole blocks.
     """
     if gluon is None or arch != lang.HOPPER:
         return

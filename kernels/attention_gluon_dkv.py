@@ -245,7 +245,6 @@ def _steps_of_keys(
         x = product_with(k_tile, q_tile, X)
         dp = product_with(v_tile, dout_tile, X)
         x, dk = warpgroup_mma_wait(1, deps=[x, dk])
-        mbarrier.arrive(empty.index(before), count=1)
         p = gl.exp2(x * factor - base_ring.index(slot).load(X))
         if MASKED:
             see = _seen_by_queries(x, step, key, starts, visits, s, t, CAUSAL, WINDOW, DOCUMENTS, X)
@@ -256,6 +255,7 @@ def _steps_of_keys(
         if MASKED:
             ds = gl.where(see, ds, 0.0)  # a gradient that is NaN stays with the keys of its row
         dv = warpgroup_mma_wait(0, deps=[dv])
+        mbarrier.arrive(empty.index(before), count=1)
     return dk, dv, ds, count
 
 
