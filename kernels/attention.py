@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.kernels import attention_gluon, lang, philox
+from megatron.kernels import attention_gluon, attention_gluon_backward, lang, philox
 from megatron.kernels.attention_backward import backward, tanh, why_not_atomic
 from megatron.kernels.attention_launch import (
     RUNTIME,
@@ -395,20 +395,15 @@ def _flash_attention_backward(
     first_head: int,
     deterministic: bool,
     tile: int,
+    gluon: bool,
 ) -> list[Tensor]:
     mask = AttentionMask(
         causal, window, q_positions, k_positions, document_starts, by_query, by_key
     )
-    return backward(
-        dout,
-        dlse,
-        out,
-        lse,
-        qkv,
-        mask,
-        Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile),
-        sample_ids,
-    )
+    options = Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile)
+    if gluon:
+        return attention_gluon_backward.backward(dout, dlse, out, lse, qkv, mask, options)
+    return backward(dout, dlse, out, lse, qkv, mask, options, sample_ids)
 
 
 @_flash_attention_backward.register_fake
@@ -430,7 +425,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     qkv, rest = tensors[: ctx.count], iter(tensors[ctx.count :])
     others = [next(rest) if other is None else other[0] for other in ctx.others]
     gradients = torch.ops.megatron.flash_attention_backward(
-        torch.zeros_like(out) if dout is None else dout, dlse, out, lse, qkv, *others[:-1]
+        torch.zeros_like(out) if dout is None else dout, dlse, out, lse, qkv, *others
     )
     return gradients, *(None for _ in others)
 
@@ -452,7 +447,7 @@ def flash_attention(
     gluon: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(out [s, b, n, d], lse [b, n, s]) as of attention_reference, by the kernels; both have
-    gradients. `gluon`: forward by attention_gluon.py.
+    gradients. `gluon`: by attention_gluon.py and attention_gluon_backward.py.
 
     Given are q, k, v, or the fused projection [s, b, g, m + 2, d] alone: each key head's m query
     heads, the key, the value. They are read where they are, and the gradient of the fused one is
@@ -467,9 +462,9 @@ def flash_attention(
                                    first_head=...)
 
     deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits. Raises
-    UserError where that does not exist.
+    UserError where that does not exist. The kernels in Gluon are deterministic all the same.
     """
-    if not deterministic and (
+    if not (deterministic or gluon) and (
         reason := why_not_atomic(qkv[0].shape[-1], softcap, drop, lang.capability(qkv[0].device))
     ):
         raise UserError(f"attention that is not deterministic: {reason}; take --deterministic-mode")

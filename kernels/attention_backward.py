@@ -509,7 +509,7 @@ def backward(
     dq, dk, dv = (
         x.view(len(x), x.shape[1] * x.shape[2], *x.shape[3:]) for x in by_key_head(gradients)
     )
-    call = _prepared(dout, dlse, out, lse, qkv, mask, options, sample_ids)
+    call = prepared(dout, dlse, out, lse, qkv, mask, options, sample_ids)
     if options.deterministic:
         _launch_dkv(call, dk, dv, None)
         _launch_dq(call, dq)
@@ -540,7 +540,7 @@ class _Call(NamedTuple):
         return configuration(kernel, self.q.shape[-1], *how)
 
 
-def _prepared(
+def prepared(
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
@@ -600,7 +600,7 @@ def _launch_dkv(call: _Call, dk: Tensor, dv: Tensor, sum_of_dq: Tensor | None) -
     programs = -(-t // tiles.N) * groups
     members = heads_of_a_program(programs, m, lang.multiprocessors(call.q.device))
     count = m // members
-    dk_parts, dv_parts = _room_for_parts(dk, count), _room_for_parts(dv, count)
+    dk_parts, dv_parts = room_for_parts(dk, count), room_for_parts(dv, count)
     dkv_kernel[(programs * count,)](
         operand(call.q, tiles.M),
         operand(call.k, tiles.N),
@@ -617,11 +617,11 @@ def _launch_dkv(call: _Call, dk: Tensor, dv: Tensor, sum_of_dq: Tensor | None) -
         ATOMIC=sum_of_dq is not None,
         **tiles.launch(),
     )
-    _add_parts(dk_parts, dk)
-    _add_parts(dv_parts, dv)
+    add_parts(dk_parts, dk)
+    add_parts(dv_parts, dv)
 
 
-def _room_for_parts(whole: Tensor, count: int) -> Tensor:
+def room_for_parts(whole: Tensor, count: int) -> Tensor:
     """What `count` programs write for each key head of whole [t, b g, d]: parts [t, b g count, d]
     in fp32, or the whole.
     """
@@ -631,7 +631,7 @@ def _room_for_parts(whole: Tensor, count: int) -> Tensor:
     return torch.empty(t, groups * count, d, dtype=torch.float32, device=whole.device)
 
 
-def _add_parts(parts: Tensor, whole: Tensor) -> None:
+def add_parts(parts: Tensor, whole: Tensor) -> None:
     """Make the whole of its parts, each key head's in their order."""
     if parts is whole:
         return

@@ -1,5 +1,5 @@
 """Flash attention forward on Hopper, written out warp by warp in Gluon, the low-level language
-within Triton's wheel. Backward is attention_backward.py's.
+within Triton's wheel. The backward pass is attention_gluon_backward.py's.
 
 q, k, v, out and lse as in attention.py, which has the definition and the operator; bf16 and fp16, d
 up to 128. A block of threads takes 128 rows of one head after another (a persistent grid). In it:
@@ -26,7 +26,7 @@ products, 528 of exponentials and some 480 instructions a warp; d = 64 halves th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,9 +59,8 @@ try:
 
     jit = gluon.jit
 except ImportError:
-    gluon = gl = fence_async_shared = mbarrier = tma = warpgroup_mma = warpgroup_mma_wait = (
-        TensorDescriptor
-    ) = None
+    gluon = gl = fence_async_shared = mbarrier = tma = TensorDescriptor = None
+    warpgroup_mma = warpgroup_mma_wait = None
 
     def jit(function: Any, **_: Any) -> Any:
         """The function as it is: nobody can call it."""
@@ -70,6 +69,7 @@ except ImportError:
 
 ROWS = 64  # of a consumer: what one wgmma takes
 WRITTEN_FOR = "3.6."  # Triton's versions; Gluon is experimental and changes with each
+ELEMENTS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 RUNTIME = ("s", "t", "all_heads", "heads", "group", "section")  # one compilation for all values
 
 
@@ -119,6 +119,18 @@ def _tile(index, sizes, M: gl.constexpr):
 
 
 @jit
+def visits_of(bounds):
+    """(span, edges, steps) of a tile with these bounds: it takes `steps` blocks, of which the first
+    `edges` are masked; at least one of either, for the first is.
+    """
+    low, full_low, full_high, high = bounds
+    steps, whole = high - low, full_high - full_low
+    bare = gl.where((whole > 0) & (whole == steps), 1, 0)
+    full_low, whole = full_low + bare, whole - bare
+    return (low, full_low, whole), gl.maximum(steps - whole, 1), gl.maximum(steps, 1)
+
+
+@jit
 def _blocks_of_tile(
     table,
     row,
@@ -130,21 +142,13 @@ def _blocks_of_tile(
     M: gl.constexpr,
     N: gl.constexpr,
 ):
-    """(span, edges, steps): the tile takes `steps` blocks of keys, of which the first `edges` are
-    masked; at least one of either, for the first is.
-    """
+    """visits_of() the blocks of keys that the tile takes."""
     s, t, all_heads, heads, group, section = sizes
-    low, full_low, full_high, high = keys_of_queries(
-        table, head // heads, row, s, t, CAUSAL, WINDOW, TABLE, M, N
-    )
-    steps, whole = high - low, full_high - full_low
-    bare = gl.where((whole > 0) & (whole == steps), 1, 0)
-    full_low, whole = full_low + bare, whole - bare
-    return (low, full_low, whole), gl.maximum(steps - whole, 1), gl.maximum(steps, 1)
+    return visits_of(keys_of_queries(table, head // heads, row, s, t, CAUSAL, WINDOW, TABLE, M, N))
 
 
 @jit
-def _block(step, span, edges):
+def block_at(step, span, edges):
     """The block of keys that a step takes: the edges on both sides of the whole blocks, then
     those.
     """
@@ -197,10 +201,10 @@ def _produce(
                 index * PARTS + part,
                 PARTS,
             )
-        at = _block(0, span, edges) * N
+        at = block_at(0, span, edges) * N
         _load(k, [kv, 0, at, 0], k_ring, k_bars, count, STAGES)
         for step in range(1, steps):
-            after = _block(step, span, edges) * N
+            after = block_at(step, span, edges) * N
             _load(k, [kv, 0, after, 0], k_ring, k_bars, count + 1, STAGES)
             _load(v, [kv, 0, at, 0], v_ring, v_bars, count, STAGES)
             at = after
@@ -334,7 +338,7 @@ def _steps(
             factor,
             q_at,
             start,
-            _block(step, span, edges) * N,
+            block_at(step, span, edges) * N,
             t,
             CAUSAL,
             WINDOW,
@@ -398,18 +402,24 @@ def _first_block(
 
 
 @jit
-def _store_tile(out, lse, out_tile, acc, m, l, at, q_at, s, head, O: gl.constexpr):
-    """Write acc / l [64, D] to out at the coordinates `at`, through shared memory once the store
-    before it has left that, and lse; rows that saw nothing get 0 and -inf.
+def store_rows(target, tile, rows, at):
+    """Write rows [R, D] at these coordinates, through shared memory once the store before it has
+    left that.
     """
-    R: gl.constexpr = acc.shape[0]
-    D: gl.constexpr = acc.shape[1]
+    tma.store_wait(0)
+    tile.reshape(rows.shape).store(rows.to(tile.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(target, at, tile)
+
+
+@jit
+def _store_tile(out, lse, out_tile, acc, m, l, at, q_at, s, head, O: gl.constexpr):
+    """Write acc / l [64, D] to out at the coordinates `at`, and lse; rows that saw nothing get 0
+    and -inf.
+    """
     total = gl.where(l == 0, 1.0, l)
     result = acc * gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, O)), 1)
-    tma.store_wait(0)
-    out_tile.reshape([R, D]).store(result.to(out_tile.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out, at, out_tile)
+    store_rows(out, out_tile, result, at)
     value = gl.where(l == 0, float("-inf"), m * 0.6931471805599453 + gl.log(total))
     gl.store(lse + gl.cast(head, gl.int64) * s + q_at, value, mask=q_at < s)
 
@@ -459,7 +469,7 @@ def _consume(
             start,
             index,
             count,
-            _block(0, span, edges) * N,
+            block_at(0, span, edges) * N,
             steps,
             t,
             factor,
@@ -515,13 +525,13 @@ def _consume(
 
 
 @jit
-def _ring(x, COUNT: gl.constexpr):
+def make_ring(x, COUNT: gl.constexpr):
     """Shared memory for COUNT blocks of x."""
     return gl.allocate_shared_memory(x.dtype, [COUNT] + x.block_type.shape, x.layout)
 
 
 @jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """COUNT mbarriers whose phases end with so many arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for each in gl.static_range(COUNT):
@@ -558,12 +568,17 @@ def forward_kernel(
     """q, out: descriptors [b g, m, s, d] of blocks [1, 1, 64, D]; k, v [b g, 1, t, d] of [1, 1, N,
     D]. They read zeros and write nothing beyond.
     """
-    buffers = (_ring(q, PARTS), _ring(k, STAGES), _ring(v, STAGES), _ring(out, PARTS))
+    buffers = (
+        make_ring(q, PARTS),
+        make_ring(k, STAGES),
+        make_ring(v, STAGES),
+        make_ring(out, PARTS),
+    )
     barriers = (
-        (_barriers(PARTS, 1), _barriers(PARTS, 1)),
-        (_barriers(STAGES, 1), _barriers(STAGES, PARTS)),
-        (_barriers(STAGES, 1), _barriers(STAGES, PARTS)),
-        _barriers(PARTS, 1),
+        (make_barriers(PARTS, 1), make_barriers(PARTS, 1)),
+        (make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)),
+        (make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)),
+        make_barriers(PARTS, 1),
     )
     sizes = (s, t, all_heads, heads, group, section)
     factor = scale * 1.4426950408889634
@@ -614,9 +629,7 @@ def unfit(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def cannot(d: int | None, *, softcap: float | None = None, drop: float = 0.0) -> str | None:
-    """What the kernel cannot compute of this; None when it can all. The backward pass is that of
-    attention.py and could.
-    """
+    """What the kernels, of either pass, cannot compute of this; None when they can all."""
     if d is not None and (not 32 < d <= 128 or d % 8):
         return f"head dimension {d}, which is no multiple of 8 from 40 to 128"
     if softcap is not None:
@@ -624,19 +637,22 @@ def cannot(d: int | None, *, softcap: float | None = None, drop: float = 0.0) ->
     return "attention dropout (use --attention-dropout 0)" if drop > 0 else None
 
 
-def _block_layout(rows: int, d: int, dtype: Any) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns(d)], dtype)
+def block_type(kind: str, block: Sequence[int]) -> str:
+    """The type of a descriptor's argument, of blocks of bf16, fp16 or fp32."""
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, ELEMENTS[kind]))
+    return f"tensordesc<{kind}[{', '.join(map(str, block))}],{layout!r}>"
 
 
-def _described(x: Tensor, rows: int) -> Any:
+def described(x: Tensor, rows: int) -> Any:
     """x for the TMA unit, in blocks of `rows`, laid out in shared memory as wgmma reads them."""
-    plain, dtype = descriptor(x, rows), gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+    plain = descriptor(x, rows)
+    element = getattr(gl, str(x.dtype).removeprefix("torch."))
     return TensorDescriptor(
         plain.base,
         plain.shape,
         plain.strides,
         plain.block_shape,
-        _block_layout(rows, x.shape[-1], dtype),
+        gl.NVMMASharedLayout.get_default_for(plain.block_shape, element),
     )
 
 
@@ -680,10 +696,10 @@ def forward(
     q, k, v = aligned(q.flatten(1, 2)), *(aligned(x.flatten(1, 2).unsqueeze(2)) for x in (k, v))
     programs = min(lang.multiprocessors(q.device), -(-s // (layout.consumers * ROWS)) * b * n)
     forward_kernel[(programs,)](
-        _described(q, ROWS),
-        _described(k, layout.N),
-        _described(v, layout.N),
-        _described(out.view(q.shape), ROWS),
+        described(q, ROWS),
+        described(k, layout.N),
+        described(v, layout.N),
+        described(out.view(q.shape), ROWS),
         lse,
         mask.by_query,
         mask.document_starts,
@@ -723,7 +739,7 @@ def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
                 layout, **{"causal": True, "window": None, "documents": False} | of_mask
             )
             blocks = {
-                name: f"tensordesc<bf16[1, 1, {rows}, {d}],{_block_layout(rows, d, gl.bfloat16)!r}>"
+                name: block_type("bf16", (1, 1, rows, d))
                 for name, rows in {"q": ROWS, "k": layout.N, "v": layout.N, "out": ROWS}.items()
             }
             tables = {"table": "*i32", "starts": "*i32"} if fixed["TABLE"] else {}

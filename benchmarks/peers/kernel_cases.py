@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.kernels import attention_gluon, lang, philox
+from megatron.kernels import attention_gluon, attention_gluon_backward, lang, philox
 from megatron.kernels.activation import activation, activation_backward, activation_reference
 from megatron.kernels.adamw import adamw_
 from megatron.kernels.attention import flash_attention
@@ -47,10 +47,18 @@ EXPECTED_GLUON = {
     (128, True): 600e12,
     (128, False): 630e12,
 }
+# backward, of (head dimension, causal)
+EXPECTED_GLUON_BACKWARD = {
+    (64, True): 350e12,
+    (64, False): 370e12,
+    (128, True): 425e12,
+    (128, False): 450e12,
+}
 GLUON_CHECK = """  # small shapes of each kind, against fp64
 import torch
 from megatron.kernels.attention import attention_reference
 from megatron.kernels.attention_gluon import configuration, forward
+from megatron.kernels.attention_gluon_backward import backward
 from megatron.kernels.attention_launch import Options, by_key_head
 from megatron.kernels.attention_masks import AttentionMask
 for d in (64, 128):
@@ -62,13 +70,24 @@ for d in (64, 128):
             torch.randn(length, 2, heads, d, device="cuda", dtype=torch.bfloat16)
             for length, heads in ((s, 8), (t, 2), (t, 2))
         )
-        exact = attention_reference(q.double(), k.double(), v.double(), scale=d**-0.5, mask=mask)
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        exact = attention_reference(*leaves, scale=d**-0.5, mask=mask)
+        dout = torch.randn_like(q)
+        gradients = torch.autograd.grad((exact[0] * dout).sum(), leaves)
+        exact = [x.detach() for x in exact]
         for kind in ("shipped", "three consumers")[: 2 if d == 64 else 1]:
             options, chosen = Options(d**-0.5), configuration(d, kind)
             found = forward(*by_key_head((q, k, v)), mask, options, chosen)
             for ours, want in zip(found, exact):
                 error = float((ours.double() - want).norm() / want.norm())
                 assert error < 5e-3, f"d {d}, {mask}, {kind}: off by {error:.2g} of the norm"
+        for name, ours, want in zip(
+            ("dq", "dk", "dv"),
+            backward(dout, None, *found, (q, k, v), mask, Options(d**-0.5)),
+            gradients,
+        ):
+            error = float((ours.double() - want).norm() / want.norm())
+            assert error < 5e-3, f"{name}, d {d}, {mask}: off by {error:.2g} of the norm"
 """
 H200_COPY = 4.3e12  # bytes per second, for predictions alone
 
@@ -195,6 +214,15 @@ def attention(bench: Any) -> None:
                     2.5e3 * flops / EXPECTED[d, False],
                     **choice,
                 )
+                if gluon is not None:
+                    bench.measure(
+                        "attention",
+                        f"backward, {case}",
+                        {"ours in Gluon": _gluon_backward((q, k, v), dout, mask)},
+                        2.5 * flops,
+                        "FLOP",
+                        2.5e3 * flops / EXPECTED_GLUON_BACKWARD[d, causal],
+                    )
                 del forwards, backwards
 
 
@@ -215,8 +243,8 @@ def _held(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _gluon(device: torch.device) -> Callable[[int, int], dict[str, Any]] | None:
-    """(head dimension, length) -> what is measured of the kernel in Gluon, which has never run: it
-    is tried in a process that may hang first.
+    """(head dimension, length) -> what is measured of the kernels in Gluon, which have never run:
+    they are tried in a process that may hang first.
     """
     if reason := attention_gluon.unfit(device, torch.bfloat16):
         print(f"ours in Gluon is not measured: {reason}")
@@ -244,6 +272,15 @@ def _gluon(device: torch.device) -> Callable[[int, int], dict[str, Any]] | None:
         )
 
     return layouts
+
+
+def _gluon_backward(
+    qkv: tuple[Tensor, Tensor, Tensor], dout: Tensor, mask: AttentionMask
+) -> Callable[[], Any]:
+    """The backward pass in Gluon of what its forward pass has made."""
+    options = Options(dout.shape[-1] ** -0.5)
+    out, lse = attention_gluon.forward(*by_key_head(qkv), mask, options)
+    return lambda: attention_gluon_backward.backward(dout, None, out, lse, qkv, mask, options)
 
 
 def _flex(causal: bool, length: int, device: torch.device) -> Callable[..., Tensor]:

@@ -160,6 +160,20 @@ def serialised(code: str) -> int:
     return count
 
 
+def overlapped(code: str) -> int:
+    """How many exponentials stand between a wgmma and the wait for all of them."""
+    count, under_way = 0, False
+    for block in blocks(code)[0]:
+        for name, operands in block.instructions:
+            if name.startswith("HGMMA"):
+                under_way = True
+            elif name.startswith("WARPGROUP.DEPBAR") and operands.endswith("0x0"):
+                under_way = False
+            elif name == "MUFU.EX2":
+                count += under_way
+    return count
+
+
 def facts(code: str) -> dict[str, int]:
     """What the manifest holds of a listing."""
     hot = hot_loop(code)

@@ -62,10 +62,6 @@ SUBSET = (
     r"swiglu_bf16$|adamw .*bf16 weights bf16|plain$|dropout_add_bf16|"
     r"squares fp32|initialise|rotary_bf16_40"
 )
-# all products but one are over, then all
-OVERLAP = re.compile(
-    r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b(.*?)WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", re.DOTALL
-)
 ORDER = 0.02  # measured: up to 0.7%, by the order in which the compiler goes over its sets
 SPILL = 8  # measured: 152 and 160 bytes of one kernel, by the same
 Facts = dict[str, Any]
@@ -166,7 +162,7 @@ def read_cubin(compiled: Any, arch: int, gluon: bool) -> Facts:
     if gluon:
         counts |= {
             "setmaxnreg": sum(each.startswith("USETMAXREG") for each in instructions),
-            "overlapped": sum(between.count("MUFU.EX2") for between in OVERLAP.findall(code)),
+            "overlapped": listing.overlapped(code),
         }
     return {
         "registers": registers,

@@ -224,8 +224,8 @@ class ModelConfig:
         ),
         change=KERNEL,
     )
-    """Implementation of the attention core: our Triton kernels (gluon: with the forward pass for
-    Hopper), torch's scaled_dot_product_attention (fa4: with FlashAttention-4), or plain products.
+    """Implementation of the attention core: our Triton kernels (gluon: those for Hopper in
+    Gluon), torch's scaled_dot_product_attention (fa4: with FlashAttention-4), or plain products.
     """
     norm_backend: ApexBackend = kernel_flag()
     """Implementation of LayerNorm and RMSNorm."""

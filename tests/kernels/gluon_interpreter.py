@@ -1,5 +1,5 @@
 """Runs a warp-specialised Gluon kernel on a CPU, and finds what it does wrong in time. Exactly the
-part of Gluon that kernels/attention_gluon.py uses.
+part of Gluon that kernels/attention_gluon.py and attention_gluon_backward.py use.
 
 A block of threads is a Machine. Its partitions run one at a time, each in a thread; at every
 operation on shared memory a seeded scheduler decides who goes on, a partition or a copy of the TMA
@@ -130,6 +130,15 @@ class Shared:
             self.dtype,
             lambda data: self.view(data).permute(order),
         )
+
+    def load(self, layout: Any) -> Tensor:
+        self.machine.pause()
+        buffer, me = self.slots[0], self.machine.me()
+        self.machine.may_read(buffer)
+        event = self.machine.event()
+        buffer.reads.add(event)
+        me.known.add(event)
+        return self.view(buffer.data).clone()
 
     def store(self, value: Tensor) -> None:
         self.machine.pause()
@@ -329,19 +338,13 @@ class Descriptor:
         self.block_type = SimpleNamespace(shape=list(given.block_shape), nbytes=size)
 
     def cut(self, at: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Where a block lies in the tensor, and that part in the block."""
-        ends = [
-            min(start + size, length)
-            for start, size, length in zip(at, self.block_type.shape, self.data.shape, strict=True)
-        ]
-        if (
-            any(
-                not 0 <= start < limit
-                for start, limit in zip(at[:2], self.data.shape, strict=False)
-            )
-            or at[2] < 0
-        ):
+        """Where a block lies in the tensor, and that part in the block. Along a dimension of which
+        a block has one element it may not lie beyond.
+        """
+        sizes = list(zip(at, self.block_type.shape, self.data.shape, strict=True))
+        if any(start < 0 or size == 1 and start >= length for start, size, length in sizes):
             raise Fault(f"block {at} of a tensor {list(self.data.shape)}: it lies beyond")
+        ends = [min(start + size, length) for start, size, length in sizes]
         return (
             tuple(slice(min(start, end), end) for start, end in zip(at, ends, strict=True)),
             tuple(slice(0, max(0, end - start)) for start, end in zip(at, ends, strict=True)),
@@ -458,15 +461,15 @@ def _language(machine: Machine) -> dict[str, Any]:
         me.products.append(Product(a, b, acc if use_acc else None, events))
         return me.products[-1]
 
-    def multiply_wait(outstanding: int, deps: list[Product]) -> Tensor:
+    def multiply_wait(outstanding: int, deps: list[Product]) -> Any:
         machine.pause()
         me = machine.me()
         while len(me.products) > outstanding:
             product = me.products.pop(0)
             product._finish()
             me.known |= product._events
-        (product,) = deps
-        return product._refuse() if product._result is None else product._result
+        found = [each._refuse() if each._result is None else each._result for each in deps]
+        return found[0] if len(found) == 1 else tuple(found)
 
     def load(pointer: Pointer, mask: Tensor | None = None, other: Any = 0) -> Any:
         values = pointer.base.view(-1)[pointer.elements(mask)]

@@ -513,10 +513,11 @@ class TestOps:
             3,
             True,
             tile,
+            False,
         )
         leaves = [x.detach().clone().requires_grad_() for x in tensors]
-        torch.library.opcheck(torch.ops.megatron.flash_attention.default, (leaves, *rest, False))
-        out, lse = torch.ops.megatron.flash_attention(tensors, *rest, False)
+        torch.library.opcheck(torch.ops.megatron.flash_attention.default, (leaves, *rest))
+        out, lse = torch.ops.megatron.flash_attention(tensors, *rest)
         torch.library.opcheck(
             torch.ops.megatron.flash_attention_backward.default,
             (dout, dlse, out, lse, tensors, *rest),

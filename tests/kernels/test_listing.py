@@ -98,3 +98,15 @@ def test_a_wait_within_a_sum_is_serialised_and_one_after_it_is_not():
 def test_a_branch_with_a_condition_may_go_on(line, falls):
     found, following = listing.blocks(f".L_x_1:\n /*0000*/ {line} ;\n /*0010*/ EXIT ;\n")
     assert found[0].falls == falls and following[0] == ([0, 1] if falls else [0])
+
+
+def test_exponentials_beside_a_product_are_counted():
+    """The chain's only one comes after the wait for all products; moved before it, it counts."""
+    assert listing.overlapped(PROGRAM.format("")) == 0
+    exponential = "        /*01a0*/                   MUFU.EX2 R88, R88 ;\n"
+    wait = "        /*0190*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+    assert CHAIN.count(wait + exponential) == 1
+    assert listing.overlapped(CHAIN.replace(wait + exponential, exponential + wait)) == 1
+    # a wait for all but one leaves a product under way
+    partial = wait.replace("0x0", "0x1")
+    assert listing.overlapped(CHAIN.replace(wait + exponential, partial + exponential)) == 1
