@@ -251,20 +251,29 @@ def summary(runs: list[dict]) -> list[dict]:
     return rows
 
 
+def turns(seeds: int) -> list[tuple[str, int]]:
+    """Every side and seed, in the order of the runs: the sides that are held to the criterion take
+    turns, a different one first with each seed; then come the others.
+    """
+    names = [who for who, side in SIDES.items() if side.held]
+    others = [who for who, side in SIDES.items() if not side.held]
+    order = []
+    for seed in range(1, seeds + 1):
+        first = seed % len(names)
+        order += [(who, seed) for who in names[first:] + names[:first]]
+    return order + [(who, seed) for seed in range(1, seeds + 1) for who in others]
+
+
 def measure(args: argparse.Namespace, document: dict) -> None:
     """Run what the document lacks, seed by seed in turning order, and write it after every run."""
     prefix, tokenizer = args.data.resolve(), args.tokenizer_model.resolve()
     places = {"peers": args.peers.resolve(), "nanogpt": args.nanogpt.resolve()}
-    names = list(SIDES)
     with tempfile.TemporaryDirectory() as folder:
         base = shortened(args.steps)
         flags = our_flags(base, "Llama", prefix, tokenizer)
         document["tokens"] = write_tokens(Path(folder), flags)
-        for seed in range(1, args.seeds + 1):
-            turn = seed % len(names)
-            for who in names[turn:] + names[:turn]:
-                if any(r["who"] == who and r["seed"] == seed for r in document["runs"]):
-                    continue
+        for who, seed in turns(args.seeds):
+            if not any(r["who"] == who and r["seed"] == seed for r in document["runs"]):
                 work = replace(base, seed=seed, each_once=SIDES[who].each_once)
                 flags = our_flags(work, SIDES[who].shape, prefix, tokenizer)
                 found = run(who, work, flags, Path(folder), places)
