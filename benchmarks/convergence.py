@@ -1,9 +1,10 @@
-"""The quickstart's model trained to its end by this project, by litgpt and by nanoGPT, several seeds
-each: is the loss equal at equal tokens, and what does a token cost?
+"""The quickstart's model trained to its end by this project, by litgpt and by nanoGPT, several
+seeds each: is the loss equal at equal tokens, and what does a token cost?
 
     bash scripts/quickstart.sh                       # once: the token file
     python benchmarks/training.py --setup DIR        # once: litgpt's environment
-    python benchmarks/convergence.py --peers DIR --nanogpt CHECKOUT --out docs/results/convergence.json
+    python benchmarks/convergence.py --peers DIR --nanogpt CHECKOUT \\
+        --out docs/results/convergence.json
 
 Every run trains on the same tokens (scripts/quickstart.sh) with the same batch, AdamW, schedule and
 rule of initial weights, in fp32 on one thread, without dropout; each trainer draws weights and
@@ -14,7 +15,9 @@ CHECKOUT is a clone of nanoGPT at the commit below; its train.py runs unchanged.
 again and again, so it runs twice: as it comes, and with windows drawn without replacement, as the
 others do (the shims are in benchmarks/peers/).
 
-Final weights are evaluated on the same 224 windows of held-out text: ours by pretrain_gpt.py, the
+First each peer trains 20 steps from our initial weights on our samples, and must end with our loss
+but for rounding: the model, the optimizer and the schedule are then the same. Final weights are
+evaluated on the same 224 windows of held-out text: ours by pretrain_gpt.py, the
 peers by their own model and one common function. The criterion, fixed before the first run: two
 trainers are equal when the 95% interval of the difference of their means (Welch's t) holds zero and
 lies within the quickstart's tolerance of 0.02. A peer that draws windows with replacement sees
@@ -41,21 +44,31 @@ if not __package__:  # run as a file: this folder's `kernels` and `data` must hi
     sys.path[0] = str(ROOT)
 
 import numpy as np
+import torch
 from megatron.benchmarks import training
 from megatron.benchmarks.peers.common import TrainedWork
 
 from megatron.config.arguments import parse_arguments
+from megatron.config.validate import resolve
 from megatron.data.loader import FileReader, build_data
 from megatron.data.tokenizer import build_tokenizer
+from megatron.layers.spec import whole
+from megatron.model.block import layer_parameters, word_matrix
+from megatron.model.init import fill_initial
 
 NANOGPT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
 WORK = TrainedWork()
 SHAPES = {
-    "Llama": "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear",
-    "GPT-2": "--position-embedding-type learned_absolute --normalization LayerNorm --activation gelu",
+    "Llama": """--position-embedding-type rope --normalization RMSNorm --swiglu
+        --disable-bias-linear""",
+    "GPT-2": """--position-embedding-type learned_absolute --normalization LayerNorm
+        --activation gelu""",
 }
+SEEDS = 5
 EVALUATED = 28  # batches, as in the quickstart
 TOLERANCE = 0.02  # of the quickstart's expected loss
+# from our start: roundings of fp32, which 20 steps multiply, and the digits of our console
+SAME_STEPS, SAME_WITHIN = 20, 1e-5
 RATE = re.compile(r"iteration +(\d+)/.*\| learning rate: (\S+)")
 VALIDATION = re.compile(r"validation loss at iteration (\d+) \| lm loss value: (\S+)")
 
@@ -90,15 +103,16 @@ def shortened(steps: int) -> TrainedWork:
 
 def our_flags(work: TrainedWork, shape: str, data: Path, tokenizer: Path) -> list[str]:
     """`pretrain_gpt.py`'s flags for a run."""
-    return f"""--num-layers {work.layers} --hidden-size {work.hidden}
+    flags = f"""--num-layers {work.layers} --hidden-size {work.hidden}
         --num-attention-heads {work.heads} --seq-length {work.seq} {SHAPES[shape]}
         --init-method-std {work.initial_std} --hidden-dropout 0 --attention-dropout 0
         --micro-batch-size {work.micro_batch} --global-batch-size {work.step_samples}
         --train-iters {work.steps} --lr {work.lr} --min-lr {work.min_lr} --lr-decay-style cosine
         --lr-warmup-iters {work.lr_warmup} --weight-decay {work.weight_decay} --clip-grad 1
-        --adam-beta1 0.9 --adam-beta2 0.95 --seed {work.seed} --data-path {data} --split 92,4,4
-        --tokenizer-type SentencePieceTokenizer --tokenizer-model {tokenizer}
-        --eval-interval {work.steps} --eval-iters {EVALUATED} --log-interval {work.warmup}""".split()
+        --adam-beta1 0.9 --adam-beta2 0.95 --seed {work.seed} --split 92,4,4
+        --eval-interval {work.steps} --eval-iters {EVALUATED} --log-interval {work.warmup}
+        --tokenizer-type SentencePieceTokenizer"""
+    return [*flags.split(), "--data-path", str(data), "--tokenizer-model", str(tokenizer)]
 
 
 def write_tokens(folder: Path, flags: list[str]) -> dict[str, int]:
@@ -123,6 +137,31 @@ def write_tokens(folder: Path, flags: list[str]) -> dict[str, int]:
     (folder / "index.json").write_text(json.dumps(index))
     (folder / "tensors.bin").write_bytes(b"".join(array.tobytes() for array in arrays.values()))
     return {name: array.size for name, array in arrays.items()}
+
+
+def write_start(folder: Path, work: TrainedWork, flags: list[str]) -> None:
+    """What write_tokens() writes, and the run's own beginning: its initial matrices by their
+    logical names and `places`, at which its samples begin in `train`. A peer needs a few more samples than
+    it trains on.
+    """
+    write_tokens(folder, flags)
+    config = resolve(parse_arguments(flags).config, 1, work.vocab).config
+    data = build_data(config, build_tokenizer(config.data))
+    [stream] = data.train.reader.streams
+    arrays = {"places": stream.places(np.arange((work.steps + 1) * work.step_samples))}
+    parameters = [word_matrix(config.model, work.vocab, work.vocab)]
+    for index in range(work.layers):
+        parameters += layer_parameters(config.model, index).values()
+    for tensor in (tensor for spec in parameters for tensor in spec.tensors):
+        if len(tensor.shape) == 2:
+            values = torch.empty(tensor.shape)
+            fill_initial(whole(tensor), values, config.training.seed)
+            arrays[tensor.name] = values.numpy()
+    index = json.loads((folder / "index.json").read_text())
+    index |= {name: [str(array.dtype), array.shape] for name, array in arrays.items()}
+    (folder / "index.json").write_text(json.dumps(index))
+    with open(folder / "tensors.bin", "ab") as file:
+        file.writelines(array.tobytes() for array in arrays.values())
 
 
 def check_nanogpt(checkout: Path) -> None:
@@ -246,9 +285,36 @@ def summary(runs: list[dict]) -> list[dict]:
             difference, half = welch(losses[side.like], losses[who])
             low, high = difference - half, difference + half
             row |= {"difference": difference, "low": low, "high": high, "held": side.held}
+            row["our_seeds"] = len(found[side.like])
             row["equal"] = low <= 0 <= high and max(-low, high) <= TOLERANCE
         rows.append(row)
     return rows
+
+
+def same_start(prefix: Path, tokenizer: Path, places: dict) -> dict[str, float]:
+    """Of each peer: how far its loss on the held-out windows is from ours after a few steps that
+    begin with the same weights and read the same samples. Raises RuntimeError when it is more than
+    rounding: then the two do not do the same work.
+    """
+    work, found = replace(shortened(SAME_STEPS), warmup=SAME_STEPS // 2, same_start=1), {}
+    work = replace(work, lr=work.lr / 10, min_lr=work.min_lr / 10)  # high rates multiply rounding
+    for who, side in SIDES.items():
+        if side.script is None or not side.held:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            flags = our_flags(work, side.shape, prefix, tokenizer)
+            write_start(Path(folder), work, flags)
+            ours, peer = (
+                run(name, work, flags, Path(folder), places)["validation_loss"]
+                for name in (side.like, who)
+            )
+        found[who] = abs(ours - peer)
+        print(
+            f"{who} from our start: {SAME_STEPS} steps end {found[who]:.1e} from ours", flush=True
+        )
+        if found[who] > SAME_WITHIN:
+            raise RuntimeError(f"{who} does other work than ours: {found[who]:g} apart")
+    return found
 
 
 def turns(seeds: int) -> list[tuple[str, int]]:
@@ -268,6 +334,8 @@ def measure(args: argparse.Namespace, document: dict) -> None:
     """Run what the document lacks, seed by seed in turning order, and write it after every run."""
     prefix, tokenizer = args.data.resolve(), args.tokenizer_model.resolve()
     places = {"peers": args.peers.resolve(), "nanogpt": args.nanogpt.resolve()}
+    if "same_start" not in document:
+        document["same_start"] = same_start(prefix, tokenizer, places)
     with tempfile.TemporaryDirectory() as folder:
         base = shortened(args.steps)
         flags = our_flags(base, "Llama", prefix, tokenizer)
@@ -298,7 +366,7 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--data", type=Path, default=quickstart / "shakespeare_text_document")
     parser.add_argument("--tokenizer-model", type=Path, default=quickstart / "tokenizer.model")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=WORK.steps, help="fewer only to try it out")
     parser.add_argument("--out", type=Path, required=True, help="JSON; runs in it are kept")
     args = parser.parse_args()

@@ -103,6 +103,7 @@ class TrainedWork(Work):
     seed: int = 1  # of the initial weights and of the order of the data
     each_once: int = 0  # 1: windows are drawn without replacement by a trainer that does not do so
     initial_std: float = 0.02  # of every matrix; divided by sqrt(2 x layers) for residual outputs
+    same_start: int = 0  # 1: begin with our weights and read our windows in our order
 
 
 def parse_work(kind: type[Work] = Work) -> tuple[Work, Mapping[str, np.ndarray]]:

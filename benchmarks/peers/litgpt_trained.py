@@ -3,17 +3,21 @@
 Shims beside those of litgpt_pretrain.py, each where litgpt has no setting for what the other side
 does: initial weights are drawn from the GPT-2 rule (litgpt's is GPT-NeoX's); AdamW decays matrices
 alone (litgpt hands over all weights as one group); the learning rate of a step is that of its last
-micro-batch, counted from 1 (litgpt counts from 0, half a step less).
+micro-batch, counted from 1 (litgpt counts from 0, half a step less). With --same_start it begins
+with our weights and reads our windows.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import litgpt.pretrain
+import numpy as np
 import torch
 from common import StepClock, TrainedWork, parse_work, report, tensor_of, validation_loss
 from litgpt.args import EvalArgs, TrainArgs
@@ -33,12 +37,17 @@ class MatrixDecayAdamW(torch.optim.AdamW):
 
 
 class Windows(DataModule):
-    """Training tokens cut into windows that do not overlap, shuffled by the seed."""
+    """Training tokens cut into windows that do not overlap, shuffled by the seed; or our windows
+    in our order.
+    """
 
-    def __init__(self, work: TrainedWork, tokens: torch.Tensor, held_out: torch.Tensor):
+    def __init__(self, work: TrainedWork, start: Mapping[str, np.ndarray]):
         super().__init__()
-        self.work, self.held_out = work, held_out
-        self.windows = tokens.long().unfold(0, work.seq + 1, work.seq)
+        self.work, self.held_out = work, tensor_of(start, "validation")
+        tokens = tensor_of(start, "train").long()
+        self.windows = tokens.unfold(0, work.seq + 1, work.seq)
+        if work.same_start:
+            self.windows = tokens.unfold(0, work.seq + 1, 1)[tensor_of(start, "places")]
 
     def connect(
         self, tokenizer=None, batch_size: int = 1, max_seq_length: int | None = None
@@ -48,7 +57,10 @@ class Windows(DataModule):
     def train_dataloader(self) -> DataLoader:
         order = torch.Generator().manual_seed(self.work.seed)
         return DataLoader(
-            self.windows, batch_size=self.work.micro_batch, shuffle=True, generator=order
+            self.windows,
+            batch_size=self.work.micro_batch,
+            shuffle=not self.work.same_start,
+            generator=order,
         )
 
     def val_dataloader(self) -> DataLoader:
@@ -68,12 +80,30 @@ def draw_weights(work: TrainedWork, model: torch.nn.Module) -> None:
             )
 
 
+@torch.no_grad()
+def take_weights(
+    work: TrainedWork, model: torch.nn.Module, start: Mapping[str, np.ndarray]
+) -> None:
+    """Our initial matrices; norms begin as ones."""
+    draw_weights(work, model)
+    model.lm_head.weight.copy_(tensor_of(start, "embedding.word.weight"))
+    for i, block in enumerate(model.transformer.h):
+        attention, mlp = f"layers.{i}.attention", f"layers.{i}.mlp"
+        heads = tensor_of(start, *(f"{attention}.{part}.weight" for part in "qkv"))
+        block.attn.qkv.weight.copy_(heads)
+        block.attn.proj.weight.copy_(tensor_of(start, f"{attention}.proj.weight"))
+        block.mlp.fc_1.weight.copy_(tensor_of(start, f"{mlp}.gate.weight"))
+        block.mlp.fc_2.weight.copy_(tensor_of(start, f"{mlp}.up.weight"))
+        block.mlp.proj.weight.copy_(tensor_of(start, f"{mlp}.down.weight"))
+
+
 def main() -> None:
     work, start = parse_work(TrainedWork)
     torch.set_num_threads(work.threads)
     torch.compile = lambda model: model
     litgpt.pretrain.save_checkpoint = lambda *_: None
-    litgpt.pretrain.initialize_weights = lambda fabric, model, **_: draw_weights(work, model)
+    initial = partial(take_weights, start=start) if work.same_start else draw_weights
+    litgpt.pretrain.initialize_weights = lambda fabric, model, **_: initial(work, model)
     rate = litgpt.pretrain.get_lr
     litgpt.pretrain.get_lr = lambda lr, done, *rest: rate(lr, done + 1, *rest)
     models, original = [], litgpt.pretrain.GPT
@@ -85,7 +115,7 @@ def main() -> None:
             model_config=model_config(work),
             out_dir=Path(folder),
             precision="32-true",
-            data=Windows(work, tensor_of(start, "train"), held_out),
+            data=Windows(work, start),
             devices=1,
             logger_name="csv",
             seed=work.seed,
