@@ -141,8 +141,8 @@ def write_tokens(folder: Path, flags: list[str]) -> dict[str, int]:
 
 def write_start(folder: Path, work: TrainedWork, flags: list[str]) -> None:
     """What write_tokens() writes, and the run's own beginning: its initial matrices by their
-    logical names and `places`, at which its samples begin in `train`. A peer needs a few more samples than
-    it trains on.
+    logical names and `places`, at which its samples begin in `train`. A peer needs a few more
+    samples than it trains on.
     """
     write_tokens(folder, flags)
     config = resolve(parse_arguments(flags).config, 1, work.vocab).config
