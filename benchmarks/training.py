@@ -246,17 +246,19 @@ def wait_until_quiet(quiet: float, patience: float = 600.0) -> None:
             return
 
 
-def run(who: str, work: Work, peers: Path, start: Path) -> dict:
-    """One job from start to end: its answer and how busy the machine was with other work. Raises
-    RuntimeError when it fails.
+def watched(
+    command: list[str], threads: int, **environ: str
+) -> tuple[list[tuple[str, float]], dict]:
+    """Run a job to its end: its lines, each with the CPU seconds used by then, and its exit code,
+    its seconds and how busy the machine was with other work.
     """
-    command = command_of(who, work, peers, start)
     environ = {
         **os.environ,
-        "OMP_NUM_THREADS": str(work.threads),
+        "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "DS_ACCELERATOR": "cpu",
         **KEPT_MEMORY,
+        **environ,
     }
     load, busy, begun = os.getloadavg()[0], busy_seconds(), time.perf_counter()
     process = subprocess.Popen(
@@ -274,23 +276,39 @@ def run(who: str, work: Work, peers: Path, start: Path) -> dict:
         time.perf_counter() - begun,
         busy_seconds() - busy - usage.ru_utime - usage.ru_stime,
     )
-    results = [
-        json.loads(line.removeprefix("RESULT ")) for line, _ in lines if line.startswith("RESULT ")
-    ]
-    # DeepSpeed's threads sometimes abort at exit, after the answer
-    if process.returncode and not results:
-        raise RuntimeError(
-            f"{' '.join(command)}\nended with {process.returncode}:\n"
-            f"{''.join(line for line, _ in lines[-80:])}"
-        )
-    answer = our_answer(lines, work) if who == "ours" else results[0]
-    return {
-        **answer,
+    return lines, {
         "exit_code": process.returncode,
         "wall_seconds": round(wall, 2),
         "load_before": load,
         "others_cores": round(max(0.0, others / wall), 3),
     }
+
+
+def failed(command: list[str], lines: list[tuple[str, float]], exit_code: int) -> RuntimeError:
+    """What to raise when a job fails."""
+    last = "".join(line for line, _ in lines[-80:])
+    return RuntimeError(f"{' '.join(command)}\nended with {exit_code}:\n{last}")
+
+
+def answers(lines: list[tuple[str, float]]) -> list[dict]:
+    """What a peer reported."""
+    return [
+        json.loads(line.removeprefix("RESULT ")) for line, _ in lines if line.startswith("RESULT ")
+    ]
+
+
+def run(who: str, work: Work, peers: Path, start: Path) -> dict:
+    """One job from start to end: its answer and how busy the machine was with other work. Raises
+    RuntimeError when it fails.
+    """
+    command = command_of(who, work, peers, start)
+    lines, facts = watched(command, work.threads)
+    results = answers(lines)
+    # DeepSpeed's threads sometimes abort at exit, after the answer
+    if facts["exit_code"] and not results:
+        raise failed(command, lines, facts["exit_code"])
+    answer = our_answer(lines, work) if who == "ours" else results[0]
+    return {**answer, **facts}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@
 # Llama: config.json of Llama-3.2-1B and of Llama-3.1-8B, -70B, -405B; peak learning rates from Dubey et al. 2024, table 3 (the 1B model was
 # distilled: its rate is ours), schedule and first batch of 4M tokens from section 3.4. Their rotary scaling came in with long sequences:
 # --no-use-rope-scaling trains as they began, at 8192.
+# Speedrun: the model, batch and schedule that modded-nanogpt's track 3 holds fixed, as far as flags can say them, for a run of 5,625 steps of
+# 524,288 tokens; docs/recipe.md lists what they cannot.
 
 gpt3_common=(--seq-length 2048 --activation gelu-tanh --hidden-dropout 0 --attention-dropout 0 --bf16
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1 --lr-decay-style cosine --lr-warmup-fraction 0.00125)
@@ -16,6 +18,12 @@ llama_common=(--seq-length 8192 --max-position-embeddings 131072 --position-embe
     --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear --group-query-attention --num-query-groups 8
     --hidden-dropout 0 --attention-dropout 0 --bf16 --global-batch-size 512
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1 --lr-decay-style cosine --lr-warmup-fraction 0.0067)
+
+speedrun_124m=(--num-layers 12 --hidden-size 768 --num-attention-heads 6 --seq-length 1024 --normalization RMSNorm --qk-layernorm
+    --activation squared-relu --position-embedding-type rope --rotary-percent 0.5 --rotary-base 1280 --untie-embeddings-and-output-weights
+    --final-logit-softcapping 15 --hidden-dropout 0 --attention-dropout 0 --bf16 --global-batch-size 512
+    --lr 1.5e-3 --min-lr 0 --lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-samples 2016000 --lr-warmup-samples 128000
+    --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-15 --weight-decay 0.1 --clip-grad 1)
 
 # gpt3 LAYERS HIDDEN HEADS BATCH LR MIN_LR
 gpt3() {
@@ -53,8 +61,9 @@ preset() {
         llama-8b) llama 32 4096 14336 32 8 3e-4 3e-6 && split 4 1 1 && model+=(--untie-embeddings-and-output-weights) ;;
         llama-70b) llama 80 8192 28672 64 8 1.5e-4 1.5e-6 && split 8 4 1 && model+=(--untie-embeddings-and-output-weights) ;;
         llama-405b) llama 126 16384 53248 128 8 8e-5 8e-7 && split 8 16 1 full && model+=(--untie-embeddings-and-output-weights) ;;
+        speedrun-124m) vocabulary=50257 model=("${speedrun_124m[@]}") && split 1 1 64 ;;
         *)
-            echo "no preset $1: choose gpt3-125m, -350m, -760m, -1.3b, -2.7b, -6.7b, -13b, -175b or llama-1b, -8b, -70b, -405b" >&2
+            echo "no preset $1: choose gpt3-125m, -350m, -760m, -1.3b, -2.7b, -6.7b, -13b, -175b, llama-1b, -8b, -70b, -405b or speedrun-124m" >&2
             return 1 ;;
     esac
 }

@@ -198,6 +198,79 @@ FIGURES["training.two-processes"] = lambda: table(STEPS, steps("training_cpu_two
 FIGURES["training.pipeline"] = lambda: table(STEPS, steps("training_cpu_pipeline"))
 
 
+@figure("convergence")
+def convergence() -> str:
+    from megatron.benchmarks.convergence import SEEDS
+
+    rows = []
+    for row in result("convergence")["rows"]:
+        apart, judged = "", ""
+        if "difference" in row:
+            apart = f"{row['difference']:+.4f} ({row['low']:+.4f} to {row['high']:+.4f})"
+            judged = ("**no**", "yes")[row["equal"]]
+            if min(row["seeds"], row["our_seeds"]) < SEEDS:
+                judged = f"open until {SEEDS} seeds"
+            if not row["held"]:
+                judged = "not held to it"
+        rows.append(
+            (
+                row["who"],
+                row["seeds"],
+                f"{row['loss']:.4f}",
+                f"{row['spread']:.4f}",
+                apart,
+                judged,
+                f"{row['tokens_per_cpu_second']:.0f}",
+                f"{row['tokens_per_second']:.0f}",
+            )
+        )
+    return table(
+        "trainer | seeds | loss, mean | standard deviation | less ours (95%) | equal | "
+        "tokens per CPU second | tokens/s elapsed",
+        rows,
+    )
+
+
+@figure("convergence.same-start")
+def convergence_same_start() -> str:
+    """The largest distance of a peer's loss from ours after the steps from our start."""
+    return f"{max(result('convergence')['same_start'].values()):.0e}"
+
+
+@figure("curves.most")
+def curves_most() -> str:
+    """The largest distance of any layout's loss from one process at any step."""
+    from megatron.benchmarks.layout_curves import differences
+
+    return f"{max(map(max, differences(result('layout_curves')['runs']).values())):.2f}"
+
+
+@figure("curves")
+def curves() -> str:
+    from megatron.benchmarks.layout_curves import BASE, differences
+
+    runs = result("layout_curves")["runs"]
+    apart = differences(runs)
+    rows = []
+    for run in runs:
+        found = apart.get(run["layout"], [])
+        shown = [f"{max(part):.1e}" for part in (found[:10], found[:60], found) if part]
+        shown += [f"{statistics.mean(found[-100:]):.1e}"] if found else [""] * 4
+        rows.append(
+            (
+                run["layout"],
+                *shown,
+                f"{run['validation_loss']:.4f}",
+                f"{statistics.mean(run['losses'][-100:]):.4f}",
+            )
+        )
+    return table(
+        f"layout | from {BASE}: most, steps 1 to 10 | 1 to 60 | whole run | mean, last 100 steps | "
+        "validation loss | mean training loss, last 100 steps",
+        rows,
+    )
+
+
 # ---- pipelines -----------------------------------------------------------------------------------
 
 

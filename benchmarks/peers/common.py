@@ -9,13 +9,14 @@ import json
 import math
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -46,6 +47,7 @@ class Work:
     steps: int = 30
     warmup: int = 10  # steps before the clock starts
     lr: float = 1e-3
+    min_lr: float = 0.0
     lr_warmup: int = 5
     threads: int = 2  # of each process
 
@@ -78,24 +80,44 @@ class Work:
         ]
 
     def learning_rate(self, step: int) -> float:
-        """Of step 0, 1, ...: linear warm-up, then cosine to zero at the last step."""
+        """Of step 0, 1, ...: linear warm-up, then cosine to min_lr at the last step."""
         done = step + 1
         if done <= self.lr_warmup:
             return self.lr * done / self.lr_warmup
-        return (
-            0.5
-            * self.lr
-            * (1 + math.cos(math.pi * (done - self.lr_warmup) / (self.steps - self.lr_warmup)))
-        )
+        share = (done - self.lr_warmup) / (self.steps - self.lr_warmup)
+        return self.min_lr + 0.5 * (self.lr - self.min_lr) * (1 + math.cos(math.pi * share))
 
 
-def parse_work() -> tuple[Work, Mapping[str, np.ndarray]]:
-    """Read the command line of a peer script: the work, and what start.py wrote: initial weights
-    (logical tensors by name) and `tokens`.
+@dataclass(frozen=True)
+class TrainedWork(Work):
+    """A whole training run: the quickstart's model, batch and schedule (scripts/quickstart.sh)."""
+
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    ffn: int = 320  # of the Llama shape; the GPT-2 shape has 4 x hidden without a gate
+    vocab: int = 2048
+    accumulation: int = 2
+    steps: int = 600
+    warmup: int = 20
+    lr: float = 4e-3
+    lr_warmup: int = 60
+    threads: int = 1
+    min_lr: float = 4e-4
+    weight_decay: float = 0.1  # of matrices; norms and biases have none
+    seed: int = 1  # of the initial weights and of the order of the data
+    each_once: int = 0  # 1: windows are drawn without replacement by a trainer that does not do so
+    initial_std: float = 0.02  # of every matrix; divided by sqrt(2 x layers) for residual outputs
+    same_start: int = 0  # 1: begin with our weights and read our windows in our order
+
+
+def parse_work(kind: type[Work] = Work) -> tuple[Work, Mapping[str, np.ndarray]]:
+    """Read the command line of a peer script: the work, and the tensors that go with it. Those of
+    start.py are initial weights (logical tensors by name) and `tokens`.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("start", type=Path, help="a folder")
-    for field in fields(Work):
+    for field in fields(kind):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     args = vars(parser.parse_args())
     start = args.pop("start")
@@ -105,12 +127,25 @@ def parse_work() -> tuple[Work, Mapping[str, np.ndarray]]:
             name: np.fromfile(file, dtype, math.prod(shape)).reshape(shape)
             for name, (dtype, shape) in index.items()
         }
-    return Work(**args), tensors
+    return kind(**args), tensors
 
 
 def tensor_of(start: Mapping[str, np.ndarray], *names: str) -> Tensor:
     """Logical tensors of the start on top of each other."""
     return torch.cat([torch.from_numpy(start[name]) for name in names])
+
+
+@torch.no_grad()
+def validation_loss(logits: Callable[[Tensor], Tensor], rows: Tensor) -> float:
+    """Mean loss per token over rows [n, seq + 1] of tokens, fp32 logits [b, seq, vocab], summed in
+    float64.
+    """
+    total = 0.0
+    for batch in rows.split(8):
+        found = logits(batch[:, :-1].contiguous()).float().flatten(0, 1)
+        losses = F.cross_entropy(found, batch[:, 1:].flatten(), reduction="none")
+        total += float(losses.double().sum())
+    return total / rows[:, 1:].numel()
 
 
 def rank_samples(tokens: Tensor, step: int, work: Work, rank: int) -> tuple[Tensor, ...]:
@@ -126,16 +161,29 @@ class StepClock:
 
     def __init__(self):
         self.stamps: list[tuple[float, float]] = []  # elapsed, CPU seconds of this process
-        register_optimizer_step_post_hook(
-            lambda *_: self.stamps.append((time.perf_counter(), time.process_time()))
-        )
+        self.rates: list[float] = []  # the learning rate of each step
+        register_optimizer_step_post_hook(self.tick)
+
+    def tick(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.stamps.append((time.perf_counter(), time.process_time()))
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def rate_error(self, work: Work) -> float:
+        """The largest difference of a step's learning rate from that of the work, by the peak."""
+        wanted = map(work.learning_rate, range(work.steps))
+        return max(abs(a - b) for a, b in zip(self.rates, wanted, strict=True)) / work.lr
 
 
 def report(
-    work: Work, clock: StepClock, losses: list[float], parameters: int, versions: dict[str, str]
+    work: Work,
+    clock: StepClock,
+    losses: list[float],
+    parameters: int,
+    versions: dict[str, str],
+    **more: float,
 ) -> None:
     """Print the answer as JSON on a line of its own: throughput from the end of the last warm-up
-    step to the end of the last step.
+    step to the end of the last step, and `more`.
 
     With several processes rank 0 prints the sum of their CPU seconds and the mean of their losses;
     a stage without the head hands in zeros.
@@ -162,6 +210,7 @@ def report(
         "parameters": parameters,
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "python": platform.python_version(), **versions},
+        **more,
     }
     if first:
         print("\nRESULT " + json.dumps(answer), flush=True)

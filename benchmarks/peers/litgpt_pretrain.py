@@ -42,13 +42,9 @@ class Tokens(DataModule):
         return DataLoader(self.rows[: self.work.micro_batch], batch_size=self.work.micro_batch)
 
 
-def main() -> None:
-    work, start = parse_work()
-    assert work.dropout == 0, "litgpt has no dropout"
-    torch.set_num_threads(work.threads)
-    torch.compile = lambda model: model
-    litgpt.pretrain.save_checkpoint = lambda *_: None
-    config = Config(
+def model_config(work: Work) -> Config:
+    """The model of the work in litgpt's terms."""
+    return Config(
         name="benchmark",
         block_size=work.seq,
         vocab_size=work.vocab,
@@ -64,6 +60,14 @@ def main() -> None:
         intermediate_size=work.ffn,
         norm_eps=1e-5,
     )
+
+
+def main() -> None:
+    work, start = parse_work()
+    assert work.dropout == 0, "litgpt has no dropout"
+    torch.set_num_threads(work.threads)
+    torch.compile = lambda model: model
+    litgpt.pretrain.save_checkpoint = lambda *_: None
     models, original = [], litgpt.pretrain.GPT
     # only to count the parameters afterwards
     litgpt.pretrain.GPT = lambda config: models.append(original(config)) or models[-1]
@@ -71,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         litgpt.pretrain.setup(
             "benchmark",
-            model_config=config,
+            model_config=model_config(work),
             out_dir=Path(folder),
             precision="bf16-mixed" if work.precision == "bf16" else "32-true",
             data=Tokens(work, tensor_of(start, "tokens")),

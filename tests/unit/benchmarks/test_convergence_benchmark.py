@@ -1,0 +1,310 @@
+"""The benchmark of whole training runs: all sides do the same work, the criterion finds a
+difference, and the common evaluation is ours.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.benchmarks import convergence as tool
+from megatron.benchmarks.peers import common
+from megatron.benchmarks.peers.common import StepClock, TrainedWork, validation_loss
+from megatron.tools.generate import load_model
+
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.config.arguments import parse_arguments
+from megatron.config.validate import resolve
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.loader import build_data
+from megatron.data.tokenizer import build_tokenizer
+from megatron.model.arithmetic import parameter_count
+from megatron.optimizer.lr_schedule import ParamSchedule
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = replace(
+    tool.shortened(20), layers=1, hidden=16, heads=2, seq=8, vocab=300, micro_batch=2, warmup=5
+)
+
+
+def peer(name: str, monkeypatch: pytest.MonkeyPatch, **modules: types.ModuleType):
+    """A script of benchmarks/peers/ as a module, with stand-ins for what it imports."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks/peers"))
+    for module, stand_in in {"common": common, **modules}.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return __import__(name)
+
+
+@pytest.fixture
+def nanogpt(monkeypatch: pytest.MonkeyPatch):
+    yield peer("nanogpt_trained", monkeypatch, model=types.ModuleType("model"))
+    monkeypatch.delitem(sys.modules, "nanogpt_trained")
+
+
+def test_the_llama_shape_is_the_quickstarts(corpus):
+    """Every flag that the quickstart gives to pretrain_gpt.py, with the same value; paths and how
+    often something is logged, evaluated and saved aside.
+    """
+    script = (ROOT / "scripts/quickstart.sh").read_text()
+    flags = re.search(r"pretrain_gpt.py \\\n(.*?)\"\$@\"", script, re.S)[1].replace("\\\n", " ")
+    iterations = re.search(r"^iterations=(\d+)", script, re.M)[1]
+    flags = flags.replace("$iterations", iterations).replace('"${tokenizer[@]}"', "")
+    flags = flags.replace("quickstart/shakespeare_text_document", str(corpus[0]))
+    given = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(corpus[1])]
+    its = parse_arguments([*flags.split(), *given]).config
+    ours = parse_arguments(tool.our_flags(tool.WORK, "Llama", *corpus)).config
+    its, ours = (resolve(config, 1, 2048).config for config in (its, ours))
+    assert ours.model == its.model and ours.optimizer == its.optimizer
+    assert ours.data.split == its.data.split and ours.data.seq_length == its.data.seq_length
+    for name in ("train_iters", "micro_batch_size", "global_batch_size"):
+        assert getattr(ours.training, name) == getattr(its.training, name)
+    assert ours.evaluation.eval_iters == its.evaluation.eval_iters == tool.EVALUATED
+
+
+def test_both_shapes_have_what_the_peers_count(corpus):
+    """litgpt's and nanoGPT's own counts of the benchmark's models."""
+    found = {}
+    for shape in tool.SHAPES:
+        flags = tool.our_flags(tool.WORK, shape, *corpus)
+        model = resolve(parse_arguments(flags).config, 1, 2048).config.model
+        found[shape] = parameter_count(model, 2048)["total"]
+    assert found == {"Llama": 1_016_960, "GPT-2": 1_088_256}
+
+
+def test_the_learning_rate_is_that_of_our_schedule(corpus):
+    config = parse_arguments(tool.our_flags(tool.WORK, "Llama", *corpus)).config
+    schedule = ParamSchedule.of(resolve(config, 1, 2048).config)
+    for step in range(tool.WORK.steps):
+        wanted = schedule.learning_rate((step + 1) * tool.WORK.step_samples)
+        assert tool.WORK.learning_rate(step) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_nanogpts_settings_give_the_same_learning_rates(nanogpt):
+    """train.py warms up over (step + 1) / (warmup + 1) and falls over (step - warmup) / (decay -
+    warmup), step counted from 0.
+    """
+    words = nanogpt.settings(tool.WORK, Path("data"), Path("out"))
+    given = dict(word.removeprefix("--").split("=") for word in words)
+    warmup, decay = int(given["warmup_iters"]), int(given["lr_decay_iters"])
+    lr, least = float(given["learning_rate"]), float(given["min_lr"])
+    for step in (0, 1, 58, 59, 60, 300, 599):
+        share = 0.5 * (1 + np.cos(np.pi * (step - warmup) / (decay - warmup)))
+        rate = lr * (step + 1) / (warmup + 1) if step < warmup else least + share * (lr - least)
+        assert rate == pytest.approx(tool.WORK.learning_rate(step), rel=1e-12)
+    assert int(given["max_iters"]) + 1 == tool.WORK.steps  # train.py ends after this step's number
+    tokens = int(given["batch_size"]) * int(given["gradient_accumulation_steps"])
+    assert tokens * int(given["block_size"]) == tool.WORK.step_tokens
+
+
+def test_a_wrong_learning_rate_is_noticed():
+    clock = StepClock()
+    for step in range(TINY.steps):
+        optimizer = types.SimpleNamespace(param_groups=[{"lr": TINY.learning_rate(step)}])
+        clock.tick(optimizer)
+    assert clock.rate_error(TINY) == 0
+    clock.rates[3] = TINY.learning_rate(4)  # as a schedule that counts from 0 instead of 1 would
+    assert clock.rate_error(TINY) > 1e-3
+    line = " [x] iteration {:8d}/ 20 | a: 1 | learning rate: {:.6E} | b"
+    lines = [line.format(step, TINY.learning_rate(step - 1)) for step in (5, 10, 15, 20)]
+    assert tool.our_rate_error(lines, TINY) < 1e-6
+    lines[1] = line.format(10, TINY.learning_rate(10))
+    assert tool.our_rate_error(lines, TINY) > 1e-3
+
+
+def test_windows_drawn_once_do_not_overlap_and_leave_other_draws_alone(nanogpt):
+    torch.manual_seed(0)
+    draw = nanogpt.WindowsOnce(TINY, tokens=100)  # 12 windows of 8, and a token after the last
+    epoch = torch.cat([draw(92, (3,)) for _ in range(4)])
+    assert sorted(epoch.tolist()) == [8 * i for i in range(12)] != epoch.tolist()
+    assert sorted(torch.cat([draw(92, (3,)) for _ in range(4)]).tolist()) == sorted(epoch.tolist())
+    again = nanogpt.WindowsOnce(TINY, tokens=100)
+    assert torch.equal(torch.cat([again(92, (3,)) for _ in range(4)]), epoch)
+    torch.manual_seed(3)
+    other = draw(50, (6,))
+    torch.manual_seed(3)
+    assert torch.equal(other, torch.randint(50, (6,)))
+
+
+def test_given_windows_are_read_in_their_order(nanogpt):
+    """train.py draws for its first step, then for its evaluation, then for all other steps."""
+    places = torch.tensor([70, 3, 9, 41, 22, 60])
+    draw = nanogpt.WindowsOnce(TINY, 100, places)
+    drawn = [draw(92, (2,)) for _ in range(4)]
+    assert torch.cat([drawn[0], *drawn[2:]]).tolist() == places.tolist()
+    assert set(drawn[1].tolist()) != {9, 41}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A token file of made-up words and its tokenizer."""
+    folder, draw = tmp_path_factory.mktemp("corpus"), random.Random(0)
+    words = ["".join(draw.choices("abcdefghij", k=4)) for _ in range(60)]
+    lines = [json.dumps({"text": " ".join(draw.choices(words, k=300))}) + "\n" for _ in range(100)]
+    (folder / "text.jsonl").write_text("".join(lines))
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "t.model"]
+    for command in (
+        ["train_tokenizer.py", "--input", "text.jsonl", "--vocab-size", "300"]
+        + ["--output-prefix", "t"],
+        ["preprocess_data.py", "--input", "text.jsonl", "--output-prefix", "text", *tokenizer]
+        + ["--append-eod"],
+    ):
+        path = str(ROOT / "tools" / command[0])
+        subprocess.run([sys.executable, path, *command[1:]], cwd=folder, check=True)
+    return folder / "text_text_document", folder / "t.model"
+
+
+def test_peers_get_our_tokens_and_the_common_evaluation_is_ours(corpus, tmp_path):
+    """A tiny run of ours through the benchmark; its checkpoint, evaluated as a peer's model is,
+    has the loss that pretrain_gpt.py printed.
+    """
+    flags = tool.our_flags(TINY, "GPT-2", *corpus)
+    sizes = tool.write_tokens(tmp_path, flags)
+    train = np.fromfile(tmp_path / "train.bin", np.uint16)
+    held_out = np.fromfile(tmp_path / "val.bin", np.uint16).reshape(-1, TINY.seq + 1)
+    assert len(train) == sizes["train"] and int(train.max()) < TINY.vocab
+    assert len(held_out) == tool.EVALUATED * TINY.step_samples
+    dataset = IndexedDataset(str(corpus[0]))
+    documents = [dataset.sequence(i).tolist() for i in range(100)]
+    assert train.tolist() == sum(documents[:92], [])
+    stream = sum(documents[92:96], [])
+    stream += stream[: TINY.seq]  # the last window of an epoch goes on at the beginning
+    cuts = {tuple(stream[i : i + TINY.seq + 1]) for i in range(len(stream) - TINY.seq)}
+    assert {tuple(row) for row in held_out.tolist()} <= cuts
+
+    places = {"peers": tmp_path, "nanogpt": tmp_path}
+    save = ["--save", str(tmp_path / "run")]
+    found = tool.run("ours, GPT-2 shape", TINY, [*flags, *save], tmp_path, places)
+    assert found["exit_code"] == 0 and len(found["losses"]) == 4 and found["seed"] == TINY.seed
+    model = load_model(Checkpoint(find_checkpoint(tmp_path / "run", None)), torch.device("cpu"))
+    rows = torch.from_numpy(held_out.astype(np.int64))
+    loss = validation_loss(model.logits, rows)
+    # seven digits of the console, and means of fp32 losses near 4
+    assert loss == pytest.approx(found["validation_loss"], abs=5e-6)
+    assert validation_loss(model.logits, rows.flip(0)) == pytest.approx(loss, abs=1e-9)
+    assert abs(validation_loss(model.logits, rows.flip(1)) - loss) > 1e-4
+
+
+def test_a_peer_gets_our_start(corpus, tmp_path):
+    """Places at which our samples begin, and our initial matrices."""
+    flags = tool.our_flags(TINY, "GPT-2", *corpus)
+    tool.write_start(tmp_path, TINY, flags)
+    index = json.loads((tmp_path / "index.json").read_text())
+    with open(tmp_path / "tensors.bin", "rb") as file:
+        start = {
+            name: np.fromfile(file, dtype, int(np.prod(shape))).reshape(shape)
+            for name, (dtype, shape) in index.items()
+        }
+        assert not file.read()
+    config = resolve(parse_arguments(flags).config, 1, 300).config
+    batch = build_data(config, build_tokenizer(config.data)).train.batch(0, TINY.step_samples)
+    for place, row in zip(start["places"], batch.tokens.tolist()):
+        assert start["train"][place : place + TINY.seq].tolist() == row
+    assert start["embedding.word.weight"].shape == (300, TINY.hidden)
+    assert start["layers.0.mlp.down.weight"].std() == pytest.approx(0.02 / 2**0.5, rel=0.1)
+    assert start["embedding.word.weight"].std() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize(("apart", "fine"), [(3e-7, True), (3e-3, False)])
+def test_a_peer_that_does_other_work_is_refused(apart, fine, corpus, monkeypatch, tmp_path):
+    def run(who, work, flags, tokens, places):
+        assert work.same_start and (tokens / "tensors.bin").exists()
+        return {"validation_loss": 7.0 + apart * (tool.SIDES[who].script is not None)}
+
+    monkeypatch.setattr(tool, "run", run)
+    if fine:
+        found = tool.same_start(*corpus, {})
+        assert found == pytest.approx({"litgpt": apart, "nanoGPT, each window once": apart})
+    else:
+        with pytest.raises(RuntimeError, match="litgpt does other work than ours: 0.003 apart"):
+            tool.same_start(*corpus, {})
+
+
+def test_quantiles_of_t():
+    """Tables of Student's t, two-sided 95%."""
+    for freedom, wanted in ((1, 12.7062), (2, 4.30265), (4, 2.77645), (8, 2.30600), (30, 2.04227)):
+        assert tool.t_quantile(freedom) == pytest.approx(wanted, abs=2e-4)
+    assert 2.30600 < tool.t_quantile(7.3) < 2.36463
+
+
+def test_welchs_interval():
+    """Of a worked example: variances 2.5 and 10 of five values each, 5.882 degrees of freedom."""
+    ours, theirs = [1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 4.0, 6.0, 8.0, 10.0]
+    difference, half = tool.welch(ours, theirs)
+    assert difference == 3 and half == pytest.approx(tool.t_quantile(5.88235) * 2.5**0.5, rel=1e-5)
+    assert tool.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
+
+
+def runs_with(shift: float, spread: float = 0.004) -> list[dict]:
+    """Five seeds of ours and of litgpt, whose mean lies `shift` above."""
+    offsets = [spread * step for step in (-1, -0.5, 0, 0.5, 1)]
+    return [
+        {
+            "who": who,
+            "seed": seed,
+            "validation_loss": 4.06 + offset + more,
+            "tokens_per_cpu_second": 8000.0,
+            "tokens_per_second": 7000.0,
+        }
+        for who, more in (("ours, Llama shape", 0.0), ("litgpt", shift))
+        for seed, offset in enumerate(offsets, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shift", "spread", "equal"),
+    [(0.001, 0.004, True), (0.012, 0.004, False), (0.0, 0.05, False)],
+    ids=["equal", "apart", "too noisy to say"],
+)
+def test_the_criterion(shift, spread, equal):
+    ours, litgpt = tool.summary(runs_with(shift, spread))
+    assert litgpt["equal"] is equal and litgpt["difference"] == pytest.approx(shift)
+    assert "equal" not in ours and ours["seeds"] == 5
+    assert ours["spread"] == pytest.approx(litgpt["spread"])
+
+
+def test_every_side_and_seed_runs_once_the_held_ones_first():
+    order = tool.turns(5)
+    assert len(set(order)) == len(order) == 5 * len(tool.SIDES)
+    held = [tool.SIDES[who].held for who, _ in order]
+    assert held == sorted(held, reverse=True) and not all(held)
+    firsts = [next(who for who, seed in order if seed == wanted) for wanted in range(1, 5)]
+    assert len(set(firsts)) == 4
+
+
+def test_another_commit_or_a_changed_file_of_nanogpt_is_refused(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *identity, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    with pytest.raises(SystemExit, match="is at commit none: clone nanoGPT"):
+        tool.check_nanogpt(tmp_path / "nowhere")
+    git("init", "-q")
+    (tmp_path / "train.py").write_text("pass\n")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    with pytest.raises(SystemExit, match="check out 3adf61e"):
+        tool.check_nanogpt(tmp_path)
+    monkeypatch.setattr(tool, "NANOGPT", git("rev-parse", "HEAD"))
+    tool.check_nanogpt(tmp_path)
+    (tmp_path / "train.py").write_text("other\n")
+    with pytest.raises(SystemExit, match="has changes, undo them"):
+        tool.check_nanogpt(tmp_path)
+
+
+def test_the_recorded_rows_are_those_of_the_recorded_runs():
+    document = json.loads((ROOT / "docs/results/convergence.json").read_text())
+    assert document["rows"] == json.loads(json.dumps(tool.summary(document["runs"])))
+    assert document["nanogpt"] == tool.NANOGPT and document["tolerance"] == tool.TOLERANCE
+    assert TrainedWork(**document["work"]) == tool.WORK
+    assert all(run["rate_error"] < 1e-6 and run["exit_code"] == 0 for run in document["runs"])
