@@ -1,4 +1,4 @@
-"""The passes of one layer: the only code that calls autograd.
+"""The passes of one layer: with graphs.py the only code that calls autograd.
 
 Each layer is an autograd graph of its own, from a detached input to its output. A backward pass is
 whole, or in two parts: first the gradient of the input, later the gradients of the weights of
