@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from torch import Tensor
 
 GATED = ("swiglu", "geglu")
@@ -236,7 +236,7 @@ def _width(x: Tensor, bias: Tensor | None, kind: str) -> int:
     return x.shape[-1] // (2 if kind in GATED else 1)
 
 
-@torch.library.custom_op("megatron::activation", mutates_args=())
+@operator("activation")
 def activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """y of one of KINDS."""
     width = _width(x, bias, kind)
@@ -262,7 +262,7 @@ def _(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return x.new_empty((*x.shape[:-1], _width(x, bias, kind)))
 
 
-@torch.library.custom_op("megatron::activation_backward", mutates_args=())
+@operator("activation_backward")
 def activation_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, kind: str
 ) -> tuple[Tensor, Tensor]:

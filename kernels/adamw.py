@@ -26,7 +26,7 @@ from collections.abc import Iterator
 import torch
 from megatron.kernels.configurations import find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from torch import Tensor
 
 
@@ -125,9 +125,7 @@ def _constants(beta1: float, beta2: float, eps: float) -> dict[str, float]:
     }
 
 
-@torch.library.custom_op(
-    "megatron::adamw_", mutates_args=("master", "exp_avg", "exp_avg_sq", "out")
-)
+@operator("adamw_", mutates_args=("master", "exp_avg", "exp_avg_sq", "out"))
 def adamw_(
     master: Tensor,
     grad: Tensor,

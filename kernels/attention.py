@@ -59,7 +59,7 @@ from megatron.kernels.attention_masks import (
 )
 from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
-from megatron.kernels.lang import jit, tl
+from megatron.kernels.lang import jit, operator, tl
 from megatron.kernels.random import drop_of_head, drop_scores
 from torch import Tensor
 
@@ -338,7 +338,7 @@ def unfit(
     return next((fault for row in rows if (fault := row.unfit(arch))), None)
 
 
-@torch.library.custom_op("megatron::flash_attention", mutates_args=())
+@operator("flash_attention")
 def _flash_attention(
     qkv: Sequence[Tensor],
     scale: float,
@@ -373,7 +373,7 @@ def _(qkv: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     return outputs(by_key_head(qkv)[0])
 
 
-@torch.library.custom_op("megatron::flash_attention_backward", mutates_args=())
+@operator("flash_attention_backward")
 def _flash_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from megatron.kernels.configurations import find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from torch import Tensor
 
 
@@ -154,7 +154,7 @@ def configuration(width: int, arch: int = HOPPER) -> LossConfiguration:
     return LossConfiguration(block, block // (32 * row["per_thread"]))
 
 
-@torch.library.custom_op("megatron::cross_entropy_parts", mutates_args=())
+@operator("cross_entropy_parts")
 def cross_entropy_parts(
     logits: Tensor, labels: Tensor, columns: int, softcap: float | None
 ) -> Tensor:
@@ -183,7 +183,7 @@ def _(logits: Tensor, labels: Tensor, columns: int, softcap: float | None) -> Te
     return torch.empty((3, logits.shape[0]), dtype=torch.float32, device=logits.device)
 
 
-@torch.library.custom_op("megatron::cross_entropy_backward_", mutates_args=("logits",))
+@operator("cross_entropy_backward_", mutates_args=("logits",))
 def cross_entropy_backward_(
     logits: Tensor,
     labels: Tensor,

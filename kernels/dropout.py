@@ -23,7 +23,7 @@ import torch
 from megatron.kernels import philox
 from megatron.kernels.configurations import find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from megatron.kernels.random import keep_tile
 from torch import Tensor
 
@@ -123,7 +123,7 @@ def _launch(
     return y
 
 
-@torch.library.custom_op("megatron::dropout_add", mutates_args=())
+@operator("dropout_add")
 def dropout_add(
     x: Tensor,
     residual: Tensor,
@@ -150,7 +150,7 @@ def _(
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("megatron::dropout", mutates_args=())
+@operator("dropout")
 def dropout(
     x: Tensor, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, probability: float
 ) -> Tensor:

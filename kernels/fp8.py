@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 from megatron.kernels.configurations import find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from torch import Tensor
 
 BLOCK = 128  # elements of a row that share a scale
@@ -259,7 +259,7 @@ def _quantise_tiles(
     )
 
 
-@torch.library.custom_op("megatron::quantise_fp8", mutates_args=())
+@operator("quantise_fp8")
 def quantise_fp8(
     x: Tensor, dtype: torch.dtype, scaling: str, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from megatron.kernels.configurations import find
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from torch import Tensor
 
 
@@ -41,7 +41,7 @@ def squares_kernel(piece, partials, size, BLOCK: tl.constexpr):
     tl.store(partials + tl.program_id(0), tl.sum(total, 0))
 
 
-@torch.library.custom_op("megatron::sum_of_squares", mutates_args=())
+@operator("sum_of_squares")
 def sum_of_squares(pieces: Sequence[Tensor]) -> Tensor:
     """The sum in float64 of at least one piece; one launch a piece."""
     # on Hopper four blocks of eight warps for each of 132 multiprocessors, sixteen elements a

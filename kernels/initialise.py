@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from megatron.kernels import philox
 from megatron.kernels.configurations import find
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from megatron.kernels.random import philox4x32
 from torch import Tensor
 
@@ -104,7 +104,7 @@ def configuration(columns: int, arch: int = HOPPER) -> InitialConfiguration:
     return InitialConfiguration(row["block"] // blocks, blocks, row["num_warps"])
 
 
-@torch.library.custom_op("megatron::normal_", mutates_args=("out",))
+@operator("normal_", mutates_args=("out",))
 def normal_(out: Tensor, k0: int, k1: int, first_row: int, first_column: int, std: float) -> None:
     """Fill out [R, C] (fp32) with the rectangle at (first_row, first_column) of a normal(0, std)
     matrix under the key (k0, k1).

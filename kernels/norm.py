@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from torch import Tensor
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -496,7 +496,7 @@ def _forward(
     return y, total, statistics
 
 
-@torch.library.custom_op("megatron::norm", mutates_args=())
+@operator("norm")
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """(y, statistics): RMSNorm without a bias, LayerNorm with one."""
     y, _, statistics = _forward(x, None, weight, bias, eps)
@@ -510,7 +510,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tenso
     )
 
 
-@torch.library.custom_op("megatron::add_norm", mutates_args=())
+@operator("add_norm")
 def add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -558,7 +558,7 @@ def _launch_backward(
         wide_backward_kernel[grid](*read, projections, *written, *shape, ADD=add, **fixed)
 
 
-@torch.library.custom_op("megatron::norm_backward", mutates_args=())
+@operator("norm_backward")
 def norm_backward(
     dy: Tensor, total: Tensor, weight: Tensor, statistics: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from megatron.kernels.norm import norm_reference, normed_rows, row_means, tile_of_rows
 from megatron.kernels.rotary import rotary_reference
 from torch import Tensor
@@ -300,7 +300,7 @@ def _check(qkv: Tensor, *parameters: Tensor | None) -> None:
         )
 
 
-@torch.library.custom_op("megatron::qk_norm", mutates_args=())
+@operator("qk_norm")
 def qk_norm(
     qkv: Tensor,
     q_weight: Tensor,
@@ -350,7 +350,7 @@ def _(
     return qkv.new_empty(qkv.shape), qkv.new_empty(kinds, rows, dtype=torch.float32)
 
 
-@torch.library.custom_op("megatron::qk_norm_backward", mutates_args=())
+@operator("qk_norm_backward")
 def qk_norm_backward(
     dy: Tensor,
     qkv: Tensor,

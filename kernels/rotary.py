@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, tl, triton
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from torch import Tensor
 
 
@@ -99,7 +99,7 @@ def rotary_kernel(
     store_rounded(low + HALF, second * c + first * d, inside)
 
 
-@torch.library.custom_op("megatron::rotary_", mutates_args=("x",))
+@operator("rotary_", mutates_args=("x",))
 def rotary_(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
     """Turn x in place, by the angles of the tables (direction 1) or back (-1)."""
     assert x.dtype != torch.float64 and cos.dtype == torch.float32, (

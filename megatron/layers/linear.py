@@ -51,7 +51,7 @@ from megatron.distributed.collectives import (
 )
 from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import apex
-from megatron.kernels.lang import multiprocessors
+from megatron.kernels.lang import multiprocessors, operator
 from megatron.layers.opaque import Context
 from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
@@ -349,7 +349,7 @@ def _arguments(
     return context, () if kind == "whole" else (tp,)
 
 
-@torch.library.custom_op("megatron::linear", mutates_args=())
+@operator("linear")
 def _opaque_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
     context, tp = _arguments(kind, weight, bias)
     return _FUNCTIONS[kind].forward(context, x, weight, bias, *tp)
@@ -360,7 +360,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> T
     return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
 
 
-@torch.library.custom_op("megatron::linear_backward", mutates_args=())
+@operator("linear_backward")
 def _opaque_linear_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str
 ) -> Tensor:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.kernels.lang import operator
+
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor, dx: Tensor) -> None:
     """main_grad += gradient, in a backward pass that returns dx."""
@@ -25,7 +27,7 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor, dx: Tensor) -> None:
 
 
 # dx is not written: who reads it later keeps the operator in the graph
-@torch.library.custom_op("megatron::add_gradient_", mutates_args=("dx",))
+@operator("add_gradient_", mutates_args=("dx",))
 def _add_gradient(dx: Tensor, parameter: Tensor, gradient: Tensor) -> None:
     add_to_main_grad(parameter, gradient)
 

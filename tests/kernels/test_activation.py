@@ -127,8 +127,8 @@ def test_definition_has_this_gradient(kind):
 def test_operators_are_well_formed(device):
     for kind, bias in (("swiglu", False), ("gelu", True)):
         dy, x, bias = operands(kind, bias, (2, 2), 8, torch.float32, device)
-        torch.library.opcheck(ops.activation, (x, bias, kind))
-        torch.library.opcheck(ops.activation_backward, (dy, x, bias, kind))
+        torch.library.opcheck(ops.activation.overload, (x, bias, kind))
+        torch.library.opcheck(ops.activation_backward.overload, (dy, x, bias, kind))
     dx, dbias = ops.activation_backward(dy[:0], x[:0], bias, kind)
     assert (
         dx.shape == (0, 2, 8)

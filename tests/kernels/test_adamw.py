@@ -248,7 +248,7 @@ def test_op_is_what_it_says(device):
     p, g, m, v = draw(40, device)
     for out in (torch.zeros(40, dtype=BF16, device=device), None):
         torch.library.opcheck(
-            adamw_,
+            adamw_.overload,
             (
                 p,
                 g,

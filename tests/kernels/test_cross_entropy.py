@@ -200,7 +200,8 @@ def test_layer_over_three_ranks(device, monkeypatch):
 
 def test_ops_are_what_they_say(device):
     logits, labels, dloss, dlse = draw(2, 20, 32, torch.float32, device)
-    torch.library.opcheck(cross_entropy_parts, (logits.nan_to_num(), labels, 20, 3.0))
+    torch.library.opcheck(cross_entropy_parts.overload, (logits.nan_to_num(), labels, 20, 3.0))
     torch.library.opcheck(
-        cross_entropy_backward_, (logits.nan_to_num(), labels, dloss, dloss, dlse, 20, None)
+        cross_entropy_backward_.overload,
+        (logits.nan_to_num(), labels, dloss, dloss, dlse, 20, None),
     )

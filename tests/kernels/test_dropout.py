@@ -74,6 +74,6 @@ def test_views_and_what_is_not_finite(device):
 
 def test_operators_are_well_formed(device):
     x, residual = torch.randn(2, 2, 2, 8, device=device)
-    torch.library.opcheck(dropout_add, (x, residual, *where(2, 2, device), *KEY, 0.1))
-    torch.library.opcheck(dropout, (x, *where(2, 2, device), *KEY, 0.1))
+    torch.library.opcheck(dropout_add.overload, (x, residual, *where(2, 2, device), *KEY, 0.1))
+    torch.library.opcheck(dropout.overload, (x, *where(2, 2, device), *KEY, 0.1))
     assert dropout(x[:0], *where(0, 2, device), *KEY, 0.1).shape == (0, 2, 8)

@@ -130,7 +130,7 @@ def test_operator_is_well_formed(device):
     x = torch.randn(130, 64, device=device)
     for scaling in SCALINGS:
         for transposed in (True, False):
-            torch.library.opcheck(quantise_fp8, (x, E4M3, scaling, transposed))
+            torch.library.opcheck(quantise_fp8.overload, (x, E4M3, scaling, transposed))
     assert set(LARGEST) == {E4M3, E5M2} and all(
         torch.finfo(dtype).max == most for dtype, most in LARGEST.items()
     )

@@ -67,5 +67,6 @@ def test_no_pieces_at_all(device):
 
 def test_op_is_what_it_says(device):
     torch.library.opcheck(
-        sum_of_squares, ([draw(70, torch.float32, device), draw(10, torch.bfloat16, device)],)
+        sum_of_squares.overload,
+        ([draw(70, torch.float32, device), draw(10, torch.bfloat16, device)],),
     )

@@ -203,8 +203,8 @@ def test_no_rows(device):
 def test_operators_are_well_formed(centre, device):
     x, residual, weight, bias, dy, dtotal = operands((2, 2, 16), torch.float32, centre, device)
     y, statistics = ops.norm(x, weight, bias, EPS)
-    torch.library.opcheck(ops.norm, (x, weight, bias, EPS))
-    torch.library.opcheck(ops.add_norm, (x, residual, weight, bias, EPS))
+    torch.library.opcheck(ops.norm.overload, (x, weight, bias, EPS))
+    torch.library.opcheck(ops.add_norm.overload, (x, residual, weight, bias, EPS))
     torch.library.opcheck(
-        ops.norm_backward, (dy, x, weight, statistics, dtotal if centre else None)
+        ops.norm_backward.overload, (dy, x, weight, statistics, dtotal if centre else None)
     )

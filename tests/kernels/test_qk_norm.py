@@ -97,8 +97,8 @@ def test_the_definition_in_float64_is_differentiable():
 def test_the_operators_pass_torchs_own_checks(device):
     qkv, dy, weights, biases, rotary = operands(2, 1, 16, 16, torch.float32, device, True)
     call = (qkv, *weights, *biases, *rotary, EPS)
-    torch.library.opcheck(torch.ops.megatron.qk_norm, call)
+    torch.library.opcheck(torch.ops.megatron.qk_norm.default, call)
     _, statistics = qk_norm(*call)
     torch.library.opcheck(
-        torch.ops.megatron.qk_norm_backward, (dy, qkv, *weights, *rotary, statistics)
+        torch.ops.megatron.qk_norm_backward.default, (dy, qkv, *weights, *rotary, statistics)
     )

@@ -92,6 +92,6 @@ def test_what_is_not_finite_stays_in_its_pair(device):
 def test_operator_is_well_formed(device):
     cos, sin = tables(2, 2, 4, device)
     torch.library.opcheck(
-        rotary_, (torch.randn(2, 2, 3, 3, 8, device=device)[:, :, :, :2], cos, sin, 1)
+        rotary_.overload, (torch.randn(2, 2, 3, 3, 8, device=device)[:, :, :, :2], cos, sin, 1)
     )
     rotary_(torch.empty(0, 2, 3, 8, device=device), cos[:0], sin[:0], 1)

@@ -37,6 +37,7 @@ if __name__ == "__main__":
     libraries.load_device_guard()  # before torch is imported
 
 import torch
+from megatron.kernels.lang import CALLED
 from pretended.device import is_view, on_device, pretended_device
 from pretended.train import (
     BF16,
@@ -47,7 +48,6 @@ from pretended.train import (
     kernels_as_they_are,
     ranks_of,
 )
-from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CASES = {
@@ -81,7 +81,7 @@ class Launches(TorchDispatchMode):
         kwargs = kwargs or {}
         if function.namespace == "megatron":
             with self:
-                return OPDEFS[function._schema.name]._init_fn(*args, **kwargs)
+                return CALLED[function._schema.name](*args, **kwargs)
         result = function(*args, **kwargs)
         name = function.overloadpacket.__name__
         works = name not in NO_WORK and not is_view(function)

@@ -27,8 +27,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.kernels.lang import CALLED
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -162,7 +162,7 @@ class LiveBytes(TorchDispatchMode):
         # of an operator of ours: what its launcher allocates, too
         if function.namespace == "megatron":
             with self._inside():
-                out = OPDEFS[function.name()]._init_fn(*args, **(kwargs or {}))
+                out = CALLED[function.name()](*args, **(kwargs or {}))
         else:
             out = function(*args, **(kwargs or {}))
         origin = None
