@@ -46,7 +46,7 @@ from megatron.model.gpt import GPTModel  # noqa: E402
 from megatron.model.init import fill_initial  # noqa: E402
 from megatron.model.stages import Stage  # noqa: E402
 from megatron.optimizer.blocks import build_blocks  # noqa: E402
-from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
+from megatron.parallel.layer_passes import LayerPasses, Passes  # noqa: E402
 from megatron.parallel.pipeline import (
     Pipeline,
     Recording,
@@ -320,7 +320,7 @@ class Sleeper(Layer):
         self.stage = stage
 
 
-class SleepingPasses:
+class SleepingPasses(Passes):
     """Passes that only sleep. `costs`: seconds by kind, then by stage."""
 
     def __init__(self, costs: dict[str, list[float]], shape: tuple[int, int, int]):

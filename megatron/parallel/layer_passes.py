@@ -59,7 +59,24 @@ class LostGradientError(RuntimeError):
         )
 
 
-class LayerPasses:
+class Passes:
+    """What the executor asks of passes beside carrying them out, where nothing keeps a place."""
+
+    def place(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch that passes are to be given in place of this one, from its first forward
+        pass on.
+        """
+        return micro
+
+    def leave(self, micro: MicroBatch) -> None:
+        """What `place` returned has had its last pass."""
+
+    def handed_on(self, x: Tensor | None) -> Tensor | None:
+        """The result of a stage's last layer as something that may live as long as it is read."""
+        return x
+
+
+class LayerPasses(Passes):
     """Carries out passes of layers; adds up the scalars that they return. `recompute`: keep the
     inputs of layers that allow it alone.
     """
@@ -78,19 +95,6 @@ class LayerPasses:
         """
         self.scale, self.objectives = scale, objectives
         self.scalars = {}
-
-    def place(self, micro: MicroBatch) -> MicroBatch:
-        """The micro-batch that passes are to be given in place of this one, from its first forward
-        pass on.
-        """
-        return micro
-
-    def leave(self, micro: MicroBatch) -> None:
-        """What `place` returned has had its last pass."""
-
-    def handed_on(self, x: Tensor | None) -> Tensor | None:
-        """The result of a stage's last layer as something that may live as long as it is read."""
-        return x
 
     def forward(
         self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False

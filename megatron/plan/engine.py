@@ -23,6 +23,7 @@ from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.zero import Zero
+from megatron.parallel.layer_passes import Passes
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import Kind, Schedule
 from megatron.plan.activations import UnitBytes
@@ -194,7 +195,7 @@ class Kept:
 
 
 @dataclass
-class PlannedPasses:
+class PlannedPasses(Passes):
     """In place of LayerPasses: passes that compute nothing. `units`: what a micro-batch keeps of
     each layer; `shape` [s, b, h].
     """
@@ -209,15 +210,6 @@ class PlannedPasses:
 
     def begin(self, scale: float, objectives: set[str]) -> None:
         """Before a step."""
-
-    def place(self, micro: Any) -> Any:
-        return micro
-
-    def leave(self, micro: Any) -> None:
-        pass
-
-    def handed_on(self, x: Tensor | None) -> Tensor | None:
-        return x
 
     def forward(self, layer: Layer, x: Tensor | None, _: Any) -> tuple[Tensor, Kept]:
         """A forward pass, as LayerPasses.forward. What a layer keeps includes its input, which is

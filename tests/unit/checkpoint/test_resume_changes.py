@@ -209,6 +209,7 @@ OTHERWISE = {
         "train_samples",
         "exit_interval",
         "exit_duration_in_mins",
+        "cuda_graphs",
         "recompute_granularity",
         "recompute_method",
         "recompute_num_layers",

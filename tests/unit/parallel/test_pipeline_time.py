@@ -17,6 +17,7 @@ from unit.by_hand import KeptWeights
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
 from megatron.model.block import Layer
+from megatron.parallel.layer_passes import Passes
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import COMPUTATIONS, Kind, build_schedule, place
 
@@ -24,7 +25,7 @@ RANKS, MICRO_BATCHES = 4, 8
 SHAPE = (1, 1, 1)
 
 
-class Clocked:
+class Clocked(Passes):
     """Stands in for the passes of a model with one layer a stage: a pass advances this rank's
     clock, and its output is the time at which it ended.
 

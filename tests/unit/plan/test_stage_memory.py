@@ -46,7 +46,7 @@ from megatron.model.block import Layer, LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.optimizer.blocks import Block, build_blocks
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_passes import LayerPasses, Passes
 from megatron.parallel.pipeline import Pipeline, loss_gradient
 from megatron.parallel.schedule import Kind, Schedule, build_schedule
 from megatron.parallel.simulate import Costs
@@ -212,7 +212,7 @@ def test_what_a_stage_keeps_is_what_autograd_keeps(model, distributed, recompute
     ]
 
 
-class CountingPasses:
+class CountingPasses(Passes):
     """Counts pairs of layer and micro-batch from the forward pass to the weight gradient."""
 
     def __init__(self) -> None:
