@@ -590,8 +590,8 @@ def launches() -> str:
     )
 
 
-@figure("speed")
-def speed() -> str:
+def commits(file: str, base: str, this: str) -> str:
+    """The cases of a file that campaigns/speed/speed.py has written."""
     rows = [
         (
             name,
@@ -601,9 +601,19 @@ def speed() -> str:
             f"{case['goal']:.2f}",
             verdict(case["verdict"]),
         )
-        for name, case in result("speed")["cases"].items()
+        for name, case in result(file)["cases"].items()
     ]
-    return table("case | processes | before, ms | after, ms | ratio (95%) | goal | ", rows)
+    return table(f"case | processes | {base}, ms | {this}, ms | ratio (95%) | goal | ", rows)
+
+
+@figure("speed")
+def speed() -> str:
+    return commits("speed", "before", "after")
+
+
+@figure("compiled")
+def compiled() -> str:
+    return commits("compile", "eager", "compiled")
 
 
 # ---- data and checkpoints ------------------------------------------------------------------------
