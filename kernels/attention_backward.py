@@ -492,6 +492,15 @@ def dq_kernel(
     store_tile(dq, (kv, member), row, dq_tile * scale, M, D)
 
 
+def room_for_gradients(qkv: Sequence[Tensor]) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Unwritten gradients of qkv, three tensors or one, and the parts that launches write: dq [s, b
+    g, m, d], dk and dv [t, b g, d].
+    """
+    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+    parts = by_key_head(gradients)
+    return gradients, tuple(x.view(len(x), x.shape[1] * x.shape[2], *x.shape[3:]) for x in parts)
+
+
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -505,10 +514,7 @@ def backward(
     """Gradients of qkv, three tensors or one, from those of out [s, b, n, d] and lse [b, n, s]: one
     launch to prepare, one for dk and dv, one more for dq when deterministic.
     """
-    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
-    dq, dk, dv = (
-        x.view(len(x), x.shape[1] * x.shape[2], *x.shape[3:]) for x in by_key_head(gradients)
-    )
+    gradients, (dq, dk, dv) = room_for_gradients(qkv)
     call = prepared(dout, dlse, out, lse, qkv, mask, options, sample_ids)
     if options.deterministic:
         _launch_dkv(call, dk, dv, None)

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.kernels import lang
 from megatron.kernels.attention_backward import (
     add_parts,
     heads_of_a_program,
     prepared,
+    room_for_gradients,
     room_for_parts,
 )
 from megatron.kernels.attention_gluon import (
@@ -37,7 +37,7 @@ from megatron.kernels.attention_gluon import (
 )
 from megatron.kernels.attention_gluon_dkv import RUNTIME, dkv_kernel
 from megatron.kernels.attention_gluon_dq import dq_kernel
-from megatron.kernels.attention_launch import Options, by_key_head, columns, section
+from megatron.kernels.attention_launch import Options, columns, section
 from megatron.kernels.attention_masks import TILE, AttentionMask
 from megatron.kernels.configurations import find
 from torch import Tensor
@@ -99,10 +99,7 @@ def backward(
     """
     assert qkv[0].shape[-1] <= 128 and mask.q_positions is None
     assert options.softcap is None and options.drop == 0
-    gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
-    dq, dk, dv = (
-        x.view(len(x), x.shape[1] * x.shape[2], *x.shape[3:]) for x in by_key_head(gradients)
-    )
+    gradients, (dq, dk, dv) = room_for_gradients(qkv)
     call = prepared(dout, dlse, out, lse, qkv, mask, options, None)
     _launch_dkv(call, dk, dv)
     _launch_dq(call, dq)

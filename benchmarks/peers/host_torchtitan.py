@@ -66,7 +66,7 @@ from torchtitan.trainer import Trainer
 
 
 class Numbers(BaseTokenizer):
-    """Tokens are numbers already."""
+    """Tokens are numbers already: its base class wants these methods, and nothing calls them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):

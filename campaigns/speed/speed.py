@@ -65,7 +65,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--only", default="", metavar="WORD", help="cases with this in their name")
-    parser.add_argument("--with", default="", dest="more", metavar="FLAGS")
+    parser.add_argument(
+        "--with", default="", dest="more", metavar="FLAGS", help="of this checkout's runs alone"
+    )
     options = parser.parse_args()
     chosen = [name for name in CASES if options.only in name]
     found: dict[str, Any] = {"base": commit_of(options.base), "machine": machine()}

@@ -70,11 +70,11 @@ class _TritonActivation(torch.autograd.Function):
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """The activation on fc1's output [s, b, f or 2f] -> [s, b, f]."""
-    if activation in GATED and torch.compiler.is_compiling():
+    if activation in GATED:
+        if not torch.compiler.is_compiling():
+            return _Gated.apply(x, activation)
         gate, up = x.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)) * up
-    if activation in GATED:
-        return _Gated.apply(x, activation)
     if activation == "squared-relu":
         return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if activation == "gelu-tanh" else "none")

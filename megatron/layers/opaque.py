@@ -29,17 +29,12 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor, dx: Tensor) -> None:
 # dx is not written: who reads it later keeps the operator in the graph
 @operator("add_gradient_", mutates_args=("dx",))
 def _add_gradient(dx: Tensor, parameter: Tensor, gradient: Tensor) -> None:
-    add_to_main_grad(parameter, gradient)
+    parameter.main_grad.add_(gradient)
 
 
 @_add_gradient.register_fake
 def _(dx: Tensor, parameter: Tensor, gradient: Tensor) -> None:
     pass
-
-
-def add_to_main_grad(parameter: Tensor, gradient: Tensor) -> None:
-    parameter.main_grad.add_(gradient)
-    torch.autograd.graph.increment_version(parameter.main_grad)
 
 
 class Context:

@@ -87,8 +87,7 @@ class MicroBatchSlot:
 class CapturedLayer:
     """A layer's passes on the micro-batches of a slot, and the places that they read and write."""
 
-    x: Tensor  # [s, b, h], of which autograd counts no writes
-    own: Tensor  # [s, b, h], the same memory as the leaf of the layer's autograd graph
+    x: Tensor  # [s, b, h], the leaf of the layer's autograd graph
     y: Tensor  # [s, b, h], with its autograd graph
     dy: Tensor  # [s, b, h]
     forward: CudaGraph
@@ -146,7 +145,7 @@ class GraphedPasses(LayerPasses):
         if key not in self.captured:
             self.captured[key] = self._capture_forward(layer, x, slot)
         captured = self.captured[key]
-        captured.x.copy_(x)
+        captured.x.data.copy_(x)  # what autograd has saved of it is to be read again
         captured.forward.replay()
         return captured.y.detach(), captured
 
@@ -168,16 +167,15 @@ class GraphedPasses(LayerPasses):
         return dx, None
 
     def _capture_forward(self, layer: Layer, x: Tensor, slot: MicroBatchSlot) -> CapturedLayer:
-        own = torch.empty_like(x).requires_grad_()
-        own.data.copy_(x)
+        place = torch.empty_like(x).requires_grad_()
         graph = self.graph(slot.pool)
-        y = graph.capture(lambda: layer(own, slot.micro))
+        y = graph.capture(lambda: layer(place, slot.micro))
         if isinstance(y, WithScalars):
             raise RuntimeError(
                 "--cuda-graphs: a layer that returns scalars beside its output is not captured; "
                 "drop the flag"
             )
-        return CapturedLayer(own.data, own, y, torch.empty_like(y.detach()), graph)
+        return CapturedLayer(place, y, torch.empty_like(y.detach()), graph)
 
     def _capture_backward(self, captured: CapturedLayer) -> tuple[CudaGraph, Tensor]:
         if self.backward_pool is None:
@@ -186,7 +184,7 @@ class GraphedPasses(LayerPasses):
 
         def differentiate() -> Tensor:
             # towards the input alone: gradients of parameters are in main_grad
-            (dx,) = torch.autograd.grad(captured.y, captured.own, captured.dy, retain_graph=True)
+            (dx,) = torch.autograd.grad(captured.y, captured.x, captured.dy, retain_graph=True)
             return dx
 
         try:
@@ -237,4 +235,4 @@ def tensors_of(value: Any) -> list[Tensor]:
 def copy_tensors(source: MicroBatch, target: MicroBatch) -> None:
     """Write the tensors of a micro-batch over those of another of the same shapes."""
     for place, tensor in zip(tensors_of(target), tensors_of(source), strict=True):
-        place.data.copy_(tensor)  # what autograd has saved of it is to be read again
+        place.data.copy_(tensor)  # as of a layer's input

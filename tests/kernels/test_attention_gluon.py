@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checks import Allocations, assert_as_good, canaries
+from gluon_cases import make
 from gluon_interpreter import Fault, Interpreted
 from megatron.kernels import attention_gluon, lang
 from megatron.kernels.attention import attention_reference, flash_attention
@@ -49,32 +50,9 @@ def interpreted(monkeypatch):
     return use
 
 
-def make(name):
-    """(q, k, v as strided views, mask, programs)."""
-    s, t, b, n, g, d, dtype, has, programs = CASES[name]
-    generator = torch.Generator().manual_seed(s + d)
-    q, k, v = (
-        torch.randn(length, b, heads + 1, d, generator=generator).to(dtype)[:, :, :heads]
-        for length, heads in ((s, n), (t, g), (t, g))
-    )
-    mask = dict(has)
-    if ends := mask.pop("documents", None):
-        at = torch.arange(s)
-        mask["document_starts"] = torch.stack(
-            [
-                sum(
-                    torch.where(at >= end + i, end + i - before, 0)
-                    for before, end in zip((0, *(e + i for e in ends)), ends, strict=False)
-                )
-                for i in range(b)
-            ]
-        )
-    return q, k, v, attention_mask(s, t, **mask), programs
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(interpreted, name):
-    q, k, v, mask, programs = make(name)
+    q, k, v, mask, programs = make(CASES[name])
     scale = q.shape[-1] ** -0.5
     exact = attention_reference(q.double(), k.double(), v.double(), scale=scale, mask=mask)
     torchs = attention_reference(q, k, v, scale=scale, mask=mask)
@@ -97,7 +75,7 @@ def test_order_does_not_matter(interpreted, monkeypatch, layout):
     """Programs with three tiles each, in twelve orders that starve one partition or another, or the
     copies.
     """
-    q, k, v, mask, _ = make("causal_gqa")
+    q, k, v, mask, _ = make(CASES["causal_gqa"])
     layout = replace(attention_gluon.configuration(128), **layout)
     monkeypatch.setattr(attention_gluon, "configuration", lambda _: layout)
     found = []
@@ -145,7 +123,7 @@ def test_on_a_gpu():
 
 
 def test_nan_stays_in_its_rows(interpreted):
-    q, k, v, mask, _ = make("causal_gqa")
+    q, k, v, mask, _ = make(CASES["causal_gqa"])
     q, k = q.clone(), k.clone()
     q[5, 0, 0], k[200, 0, 1, 0] = float("nan"), float("inf")
     interpreted(2)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checks import Allocations, assert_as_good, canaries
+from gluon_cases import make
 from gluon_interpreter import Fault, Interpreted
 from megatron.kernels import attention, attention_gluon, attention_gluon_backward, lang
 from megatron.kernels.attention import attention_reference, flash_attention
@@ -57,32 +58,6 @@ def interpreted(monkeypatch):
     return use
 
 
-def starts_of_documents(s: int, b: int, ends: tuple[int, ...]) -> torch.Tensor:
-    """[b, s]: the first row of each row's document; those of sample i end i rows later."""
-    at = torch.arange(s)
-    rows = []
-    for i in range(b):
-        starts = torch.zeros_like(at)
-        for end in ends:
-            starts = torch.where(at >= end + i, end + i, starts)
-        rows.append(starts)
-    return torch.stack(rows)
-
-
-def make(name):
-    """(q, k, v as strided views, mask, processors)."""
-    s, t, b, n, g, d, dtype, has, processors = CASES[name]
-    generator = torch.Generator().manual_seed(s + d)
-    q, k, v = (
-        torch.randn(length, b, heads + 1, d, generator=generator).to(dtype)[:, :, :heads]
-        for length, heads in ((s, n), (t, g), (t, g))
-    )
-    mask = dict(has)
-    if ends := mask.pop("documents", None):
-        mask["document_starts"] = starts_of_documents(s, b, ends)
-    return q, k, v, attention_mask(s, t, **mask), processors
-
-
 def defined(qkv, scale, mask, dout, dlse):
     """(out, lse, gradients) of the definition in the precision of qkv."""
     leaves = [x.detach().requires_grad_() for x in qkv]
@@ -94,7 +69,7 @@ def defined(qkv, scale, mask, dout, dlse):
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_equals_the_definition(interpreted, name):
-    q, k, v, mask, processors = make(name)
+    q, k, v, mask, processors = make(CASES[name])
     scale, generator = q.shape[-1] ** -0.5, torch.Generator().manual_seed(1)
     dout = torch.randn(q.shape, generator=generator).to(q.dtype)
     dlse = torch.randn(q.shape[1], q.shape[2], len(q), generator=generator)
@@ -162,7 +137,7 @@ def test_order_does_not_matter(interpreted, monkeypatch, stages):
 
 def test_the_operator_takes_both_passes_in_gluon(interpreted, monkeypatch):
     """Also where the Triton kernels would add up dq atomically."""
-    q, k, v, mask, _ = make("narrow_window_fewer_keys")
+    q, k, v, mask, _ = make(CASES["narrow_window_fewer_keys"])
     interpreted(2)
     forward = attention_gluon.forward_kernel
     monkeypatch.setattr(attention_gluon, "forward_kernel", Interpreted(forward))

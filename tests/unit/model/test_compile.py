@@ -11,7 +11,7 @@ from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.layers.dropout import Dropout
 from megatron.model import compile
-from megatron.model.block import LayerBlock
+from megatron.model.block import LayerBlock, MicroBatch
 from megatron.model.gpt import GPTModel
 from pretrain_gpt import main
 
@@ -70,15 +70,19 @@ def test_recomputation_compiles_a_third_mode(monkeypatch, capsys):
     assert graphs(monkeypatch, 3, "--hidden-dropout", "0", *recompute) == compile.GRAPHS
 
 
+def micro_batch(model: GPTModel) -> MicroBatch:
+    ids, positions = torch.zeros(B, S, dtype=torch.int64), torch.arange(S).expand(B, S)
+    batch = (ids, ids, torch.ones(B, S), positions, torch.tensor([3, 8]))
+    return model.micro_batch(*batch, training=True)
+
+
 def kept_bytes(config: ModelConfig, dtype: torch.dtype, compiled: bool) -> int:
     """What a middle layer keeps for its backward pass, but for its input, tables and weights."""
     model = GPTModel(config, vocab_size=16, padded_vocab=16, dtype=dtype, seed=3)
     layer: LayerBlock = model.layers["1"].to_empty(device="cpu").to(dtype)
     if compiled:
         compile.compile_layers(model, torch.device("cpu"))
-    ids, positions = torch.zeros(B, S, dtype=torch.int64), torch.arange(S).expand(B, S)
-    batch = (ids, ids, torch.ones(B, S), positions, torch.tensor([3, 8]))
-    micro = model.micro_batch(*batch, training=True)
+    micro = micro_batch(model)
     x = torch.zeros(S, B, H, dtype=dtype, requires_grad=True)
     others = {each.untyped_storage().data_ptr() for each in (x, *layer.parameters())}
     others |= {each.untyped_storage().data_ptr() for each in micro.rotary or ()}
@@ -137,10 +141,8 @@ def test_an_ordinary_module_in_a_layer_is_compiled_and_trained():
             parameter.main_grad = torch.zeros_like(parameter)
         if compiled:
             compile.compile_layers(model, torch.device("cpu"))
-        ids, positions = torch.zeros(B, S, dtype=torch.int64), torch.arange(S).expand(B, S)
-        batch = (ids, ids, torch.ones(B, S), positions, torch.tensor([3, 8]))
         x = torch.randn(S, B, H, requires_grad=True)
-        layer(x, model.micro_batch(*batch, training=True)).square().sum().backward()
+        layer(x, micro_batch(model)).square().sum().backward()
         owned = {id(parameter) for parameter in layer.mlp.parameters()}
         gradients = [
             parameter.grad if id(parameter) in owned else parameter.main_grad
