@@ -22,7 +22,7 @@ Roofline, bytes an element of bf16: row 3, block 3, block with q_t 4; with tenso
 rows 2 more for the maxima, which come first. 8192 x 4096 at 4.3 TB/s: 23, 23, 31 us. Blocks with
 q_t take 1,130 instructions a thread of 32 elements, which 132 processors at 1.75 GHz issue in 37
 us:
-maxima both ways, divisions and a turn through shared memory. Nothing in the model takes it yet.
+maxima both ways, divisions and a turn through shared memory. Called from layers/fp8.py.
 """
 
 from __future__ import annotations
@@ -43,22 +43,45 @@ SCALINGS = ("tensor", "row", "block")
 
 
 class Quantised(NamedTuple):
-    """q [m, n] and its scale; q_t [n, m] and its own, or two Nones."""
+    """q [m, n] and its scale, q_t [n, m] and its own; two Nones for what was not asked for."""
 
-    q: Tensor
-    scale: Tensor
+    q: Tensor | None
+    scale: Tensor | None
     q_t: Tensor | None
     scale_t: Tensor | None
 
 
-def quantise_reference(x: Tensor, dtype: torch.dtype, scaling: str) -> tuple[Tensor, Tensor]:
-    """The definition: (q, scale) of x [m, n]; q_t and its scale are those of x.t()."""
+class Maxima(NamedTuple):
+    """The greatest |x| of what shares a scale, in q and in q_t: [1] and [1], or of rows [m] and of
+    columns [n].
+    """
+
+    amax: Tensor
+    amax_t: Tensor
+
+
+def maxima_reference(x: Tensor, scaling: str) -> Maxima:
+    """The definition of `find_maxima`."""
+    assert scaling != "block"
+    wide = x.float().abs()
+    found = (wide.amax().view(1),) * 2 if scaling == "tensor" else (wide.amax(1), wide.amax(0))
+    return Maxima(*(torch.where(amax.isnan(), torch.inf, amax) for amax in found))
+
+
+def quantise_reference(
+    x: Tensor, dtype: torch.dtype, scaling: str, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The definition: (q, scale) of x [m, n], with the maxima `amax` where they are given; q_t and
+    its scale are those of x.t().
+    """
     m, n = x.shape
     width = {"tensor": n, "row": n, "block": BLOCK}[scaling]
     wide = torch.nn.functional.pad(x.float(), (0, -n % width)).view(m, -1, width)
-    amax = wide.abs().amax(-1) if scaling != "tensor" else wide.abs().amax().view(1, 1)
-    amax = torch.where(amax.isnan(), torch.inf, amax)
-    scale = amax.clamp_min(TINY) * (1 / LARGEST[dtype])
+    if amax is None:
+        amax = wide.abs().amax(-1) if scaling != "tensor" else wide.abs().amax().view(1, 1)
+        amax = torch.where(amax.isnan(), torch.inf, amax)
+    scale = amax.view(-1, wide.shape[1] if scaling == "block" else 1).clamp_min(TINY)
+    scale = scale * (1 / LARGEST[dtype])
     y = (wide * (1 / scale)[..., None]).clamp(-LARGEST[dtype], LARGEST[dtype])
     return y.view(m, -1)[:, :n].to(dtype), scale
 
@@ -174,20 +197,22 @@ def tile_kernel(
     step,
     LARGEST: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PLAIN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """A tile of q and, TRANSPOSED, of q_t. BLOCKS: the scales are those of its rows and columns,
+    """A tile, PLAIN of q, TRANSPOSED of q_t. BLOCKS: the scales are those of its rows and columns,
     and written; else row i's is scale[i step].
     """
     across = tl.cdiv(n, N)
     value, rows, columns = _tile(x, m, n, across, M, N)
     inside = (rows < m)[:, None] & (columns < n)[None, :]
-    tile = tl.program_id(0) % across
-    inverse = inverse_scales(value, scale, tile, rows, m, step, 1, LARGEST, BLOCKS)
-    at = q + rows.to(tl.int64)[:, None] * n + columns[None, :]
-    store_rounded(at, value * inverse[:, None], inside)
+    if PLAIN:
+        tile = tl.program_id(0) % across
+        inverse = inverse_scales(value, scale, tile, rows, m, step, 1, LARGEST, BLOCKS)
+        at = q + rows.to(tl.int64)[:, None] * n + columns[None, :]
+        store_rounded(at, value * inverse[:, None], inside)
     if TRANSPOSED:
         tile = tl.program_id(0) // across
         inverse = inverse_scales(value, scale_t, tile, columns, n, step, 0, LARGEST, BLOCKS)
@@ -205,42 +230,82 @@ def row_configuration(n: int, arch: int = HOPPER) -> tuple[int, int]:
     return columns, max(columns // (32 * row["per_thread"]), 1)
 
 
-def _scales(
-    down: int, across: int, m: int, n: int, scaling: str, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Room for the scales of q and of q_t."""
-    if scaling == "block":
-        return torch.empty(across, m, dtype=torch.float32, device=device).t(), torch.empty(
-            down, n, dtype=torch.float32, device=device
-        ).t()
-    shapes = ((m, 1), (n, 1)) if scaling == "row" else ((1, 1), (1, 1))
-    own, turned = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-    return own, turned
-
-
-def _find_scales(
-    x: Tensor, scale: Tensor, scale_t: Tensor, scaling: str, largest: float, warps: int
-) -> None:
-    """Fill the scales of rows and columns, or of the whole."""
+@operator("maxima_fp8")
+def maxima_fp8(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+    """What `find_maxima` gives."""
     m, n = x.shape
     down, across = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
     of_rows = torch.empty(across, m, dtype=torch.float32, device=x.device)
     of_columns = torch.empty(down, n, dtype=torch.float32, device=x.device)
-    maxima_kernel[(down * across,)](x, of_rows, of_columns, m, n, M=BLOCK, N=BLOCK, num_warps=warps)
-    for found, into in ((of_rows, scale), (of_columns, scale_t)):
-        amax = found.amax(0) if scaling == "row" else found.amax()
-        torch.mul(amax.clamp_min(TINY).view(into.shape), 1 / largest, out=into)
-
-
-def _quantise_tiles(
-    x: Tensor, q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, scaling: str
-) -> None:
-    """Fill q [m, n] and its scale, and where q_t has room for it q_t [n, m] and its own."""
-    m, n = x.shape
-    largest = LARGEST[q.dtype]
     warps = find("fp8 tiles", capability(x.device)).numbers["num_warps"]
+    maxima_kernel[(down * across,)](
+        x.contiguous(), of_rows, of_columns, m, n, M=BLOCK, N=BLOCK, num_warps=warps
+    )
+    if scaling == "row":
+        return of_rows.amax(0), of_columns.amax(0)
+    amax = of_rows.amax().view(1)
+    return amax, amax.clone()
+
+
+@maxima_fp8.register_fake
+def _(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+    m, n = x.shape if scaling == "row" else (1, 1)
+    return x.new_empty(m, dtype=torch.float32), x.new_empty(n, dtype=torch.float32)
+
+
+def find_maxima(x: Tensor, scaling: str) -> Maxima:
+    """Of x [m, n] with at least one element, scaled by "tensor" or "row"."""
+    assert scaling in ("tensor", "row")
+    return Maxima(*maxima_fp8(x, scaling))
+
+
+def _scale(count: int, length: int, scaling: str, device: torch.device) -> Tensor:
+    """Room for the scales of `count` rows of so many elements."""
+    if scaling == "block":
+        blocks = -(-length // BLOCK)
+        return torch.empty(blocks, count, dtype=torch.float32, device=device).t()
+    return torch.empty(count if scaling == "row" else 1, 1, dtype=torch.float32, device=device)
+
+
+@operator("quantise_fp8")
+def quantise_fp8(
+    x: Tensor,
+    dtype: torch.dtype,
+    scaling: str,
+    plain: bool,
+    transposed: bool,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, scale, q_t, scale_t) of x [m, n] with at least one element; what is not asked for is of
+    no size. `amax` and `amax_t`: see `find_maxima`, by which they are found where not given.
+    """
+    m, n = x.shape
+    assert x.dtype != torch.float64, "float64: the definition serves it"
+    assert dtype in LARGEST and scaling in SCALINGS and x.numel() and (plain or transposed)
+    arch = capability(x.device)
+    assert arch >= HOPPER, (
+        f"the 8-bit floats of compute capability {arch / 10} are not compiled for: Hopper and newer"
+    )
+    x = x.contiguous()
+    sides = ((plain, m, n), (transposed, n, m))
+    q, q_t = (x.new_empty((a, b) if asked else (0, 0), dtype=dtype) for asked, a, b in sides)
+    scale, scale_t = (
+        _scale(a, b, scaling, x.device) if asked else x.new_empty((0, 0), dtype=torch.float32)
+        for asked, a, b in sides
+    )
+    if scaling == "row" and not transposed and amax is None:
+        columns, warps = row_configuration(n, arch)
+        fixed = {"LARGEST": LARGEST[dtype], "COLUMNS": columns, "LOOPS": columns < n}
+        row_kernel[(m,)](x, q, scale, n, **fixed, num_warps=warps)
+        return q, scale, q_t, scale_t
     if scaling != "block":
-        _find_scales(x, scale, scale_t, scaling, largest, warps)
+        given = (amax, amax_t)
+        if any(side[0] and found is None for side, found in zip(sides, given, strict=True)):
+            given = find_maxima(x, scaling)
+        for into, found in zip((scale, scale_t), given, strict=True):
+            if into.numel():
+                torch.mul(found.clamp_min(TINY).view(into.shape), 1 / LARGEST[dtype], out=into)
     tile_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(n, BLOCK),)](
         x,
         q,
@@ -250,55 +315,34 @@ def _quantise_tiles(
         m,
         n,
         int(scaling == "row"),
-        LARGEST=largest,
+        LARGEST=LARGEST[dtype],
         BLOCKS=scaling == "block",
-        TRANSPOSED=q_t.numel() > 0,
+        PLAIN=plain,
+        TRANSPOSED=transposed,
         M=BLOCK,
         N=BLOCK,
-        num_warps=warps,
+        num_warps=find("fp8 tiles", arch).numbers["num_warps"],
     )
-
-
-@operator("quantise_fp8")
-def quantise_fp8(
-    x: Tensor, dtype: torch.dtype, scaling: str, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(q, scale, q_t, scale_t) of x [m, n] with at least one element; without `transposed` the last
-    two are of no size.
-    """
-    m, n = x.shape
-    assert x.dtype != torch.float64, "float64: the definition serves it"
-    assert dtype in LARGEST and scaling in SCALINGS and x.numel()
-    arch = capability(x.device)
-    assert arch >= HOPPER, (
-        f"the 8-bit floats of compute capability {arch / 10} are not compiled for: Hopper and newer"
-    )
-    down, across = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
-    x = x.contiguous()
-    q = torch.empty(m, n, dtype=dtype, device=x.device)
-    q_t = torch.empty((n, m) if transposed else (0, 0), dtype=dtype, device=x.device)
-    scale, scale_t = _scales(down, across, m, n, scaling, x.device)
-    if scaling == "row" and not transposed:
-        columns, warps = row_configuration(n, arch)
-        fixed = {"LARGEST": LARGEST[dtype], "COLUMNS": columns, "LOOPS": columns < n}
-        row_kernel[(m,)](x, q, scale, n, **fixed, num_warps=warps)
-    else:
-        _quantise_tiles(x, q, scale, q_t, scale_t, scaling)
-    return q, scale, q_t, scale_t if transposed else scale.new_empty(0, 0)
+    return q, scale, q_t, scale_t
 
 
 @quantise_fp8.register_fake
 def _(
-    x: Tensor, dtype: torch.dtype, scaling: str, transposed: bool
+    x: Tensor,
+    dtype: torch.dtype,
+    scaling: str,
+    plain: bool,
+    transposed: bool,
+    amax: Tensor | None,
+    amax_t: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def side(asked: bool, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        if not asked:
+            return x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
+        return x.new_empty((rows, length), dtype=dtype), _scale(rows, length, scaling, x.device)
+
     m, n = x.shape
-    scale, scale_t = _scales(-(-m // BLOCK), -(-n // BLOCK), m, n, scaling, x.device)
-    return (
-        x.new_empty(m, n, dtype=dtype),
-        scale,
-        x.new_empty((n, m) if transposed else (0, 0), dtype=dtype),
-        scale_t if transposed else scale.new_empty(0, 0),
-    )
+    return (*side(plain, m, n), *side(transposed, n, m))
 
 
 def quantise(
@@ -306,11 +350,33 @@ def quantise(
     dtype: torch.dtype = torch.float8_e4m3fn,
     scaling: str = "row",
     *,
+    plain: bool = True,
     transposed: bool = False,
+    maxima: Maxima | None = None,
 ) -> Quantised:
-    """x [m, n] in 8 bits, and `transposed` its transposed copy."""
-    q, scale, q_t, scale_t = quantise_fp8(x, dtype, scaling, transposed)
-    return Quantised(q, scale, *((q_t, scale_t) if transposed else (None, None)))
+    """x [m, n] in 8 bits, `plain` as it is, `transposed` its transposed copy. `maxima`: those of x
+    as part of a larger tensor, whose scales it then takes.
+    """
+    given = maxima or (None, None)
+    q, scale, q_t, scale_t = quantise_fp8(x, dtype, scaling, plain, transposed, *given)
+    own = (q, scale) if plain else (None, None)
+    return Quantised(*own, *((q_t, scale_t) if transposed else (None, None)))
+
+
+def quantise_by_definition(
+    x: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scaling: str = "row",
+    *,
+    plain: bool = True,
+    transposed: bool = False,
+    maxima: Maxima | None = None,
+) -> Quantised:
+    """The same by the definition, on any device, and in float64."""
+    amax, amax_t = maxima or (None, None)
+    own = quantise_reference(x, dtype, scaling, amax) if plain else (None, None)
+    turned = quantise_reference(x.t(), dtype, scaling, amax_t) if transposed else (None, None)
+    return Quantised(*own, *turned)
 
 
 def aot(arch: int = HOPPER) -> Iterator[Compiled]:
@@ -340,19 +406,27 @@ def aot(arch: int = HOPPER) -> Iterator[Compiled]:
             row_warps,
             row=rows,
         )
-    for name, blocks, transposed, kind, largest in (
-        ("blocks", True, False, "*fp8e4nv", 448.0),
-        ("blocks_transposed", True, True, "*fp8e4nv", 448.0),
-        ("blocks_transposed_e5m2", True, True, "*fp8e5", 57344.0),
-        ("scaled", False, False, "*fp8e4nv", 448.0),
-        ("scaled_transposed", False, True, "*fp8e4nv", 448.0),
+    for name, blocks, plain, transposed, kind, largest in (
+        ("blocks", True, True, False, "*fp8e4nv", 448.0),
+        ("blocks_transposed", True, True, True, "*fp8e4nv", 448.0),
+        ("blocks_transposed_e5m2", True, True, True, "*fp8e5", 57344.0),
+        ("blocks_transposed_alone", True, False, True, "*fp8e4nv", 448.0),
+        ("scaled", False, True, False, "*fp8e4nv", 448.0),
+        ("scaled_transposed", False, True, True, "*fp8e4nv", 448.0),
+        ("scaled_transposed_alone", False, False, True, "*fp8e4nv", 448.0),
     ):
         given = {"x": "*bf16", "q": kind, "scale": "*fp32", "q_t": kind, "scale_t": "*fp32"}
         yield Compiled(
             f"fp8_{name}",
             tile_kernel,
             given | sizes | {"step": "i32"},
-            tile | {"LARGEST": largest, "BLOCKS": blocks, "TRANSPOSED": transposed},
+            tile
+            | {
+                "LARGEST": largest,
+                "BLOCKS": blocks,
+                "PLAIN": plain,
+                "TRANSPOSED": transposed,
+            },
             (*given, *sizes),
             warps,
             row=tiles,

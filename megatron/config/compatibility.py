@@ -126,6 +126,9 @@ EQUALS = (
         "--checkpoint-num-layers --activations-checkpoint-num-layers", "--recompute-num-layers $"
     ),
     equals("--activations-checkpoint-method", "--recompute-granularity full --recompute-method $"),
+    equals("--fp8-e4m3", "--fp8-format e4m3"),
+    equals("--fp8-hybrid", "--fp8-format hybrid"),
+    equals("--disable-fp8-wgrad", "--no-fp8-wgrad"),
     equals("--override-lr-scheduler", "--override-opt-param-scheduler"),
     equals("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
     equals("--no-check-for-nan-in-loss-and-grad", "--nan-policy skip"),
@@ -407,11 +410,18 @@ NOTES = (
         "acts only in mixture-of-experts models (--num-experts), which are refused",
     ),
     note(
-        "--fp8-* --no-fp8-wgrad --disable-fp8-wgrad --fp4-* --num-layers-at-start-in-bf16 "
-        "--num-layers-at-end-in-bf16 "
-        "--keep-fp8-transpose-cache --keep-fp8-transpose-cache-when-using-custom-fsdp "
-        "--reuse-grad-buf-for-mxfp8-param-ag",
-        "acts only with --fp8-format or --fp4-format, which are refused",
+        "--fp4-* --reuse-grad-buf-for-mxfp8-param-ag",
+        "acts only with --fp4-format or mxfp8, which are refused",
+    ),
+    note(
+        "--fp8-amax-compute-algo --fp8-amax-history-len --fp8-interval --fp8-margin "
+        "--fp8-quantizer-factory",
+        "acts only with --fp8-recipe delayed or custom, which are refused: a scale is that of the "
+        "numbers themselves",
+    ),
+    note(
+        "--keep-fp8-transpose-cache --keep-fp8-transpose-cache-when-using-custom-fsdp",
+        "transposed copies are made where they are read, and not kept",
     ),
     note(
         "--inference-* --disable-chunked-prefill --no-inference-* --use-legacy-static-engine "
@@ -445,6 +455,10 @@ NOTES = (
 
 # Services: the result does not depend on them, but who asks for one must hear that it is missing.
 NOT_DONE = (
+    not_done(
+        "--fp8-param-gather",
+        "weights are gathered and kept in --bf16, whatever their products are formed of",
+    ),
     not_done(
         "--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* "
         "--record-memory-history --memory-snapshot-path "
@@ -679,11 +693,10 @@ REFUSED = (
         "--output-logit-dtype --embedding-weights-in-fp32 --fp32-residual-connection",
         "precision is what --bf16, --fp16 or --fp64 say (with fp32 master weights); drop it",
     ),
+    refused("--fp8-output-proj", "the head's product stays in --bf16; drop it"),
     refused(
-        "--fp8-format --fp8-e4m3 --fp8-hybrid --fp8-param-gather --fp4-format "
-        "--fp4-param-gather --first-last-layers-bf16 "
-        "--te-precision-config-file --kitchen-* --fp8-output-proj",
-        "fp8 and fp4 are not supported; use --bf16",
+        "--fp4-format --fp4-param-gather --te-precision-config-file --kitchen-*",
+        "fp4 is not supported; use --bf16, with or without --fp8-format",
     ),
     refused(
         "--quick-geglu --activation-func-clamp-value",
@@ -883,6 +896,11 @@ INSTEAD: dict[tuple[str, str], str] = {
         "--recompute-method",
         "block",
     ): "block recompute is not built yet; use --recompute-method uniform",
+    **{
+        ("--fp8-recipe", word): "not a recipe here; give --fp8-recipe tensorwise, rowwise or "
+        "blockwise"
+        for word in ("delayed", "mxfp8", "custom")
+    },
     **{
         (flag, word): f"moments are kept in fp32 or bf16; give {flag} bf16, which has fp32's range"
         for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype")

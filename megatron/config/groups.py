@@ -28,6 +28,9 @@ from megatron.config.metadata import (
     DATA_PATH,
     DECAY,
     DYNAMIC_SCALE,
+    FIRST_LAST,
+    FP8,
+    FP8_FAULT,
     FP16,
     GATHERED,
     GPT2_BPE,
@@ -276,6 +279,37 @@ class PrecisionConfig:
     """Compute in float16, with fp32 master weights, fp32 gradient accumulation and loss scaling."""
     fp64: bool = flag(False, megatron="absent there", change=STEPS)
     """Compute everything in float64, to compare runs far below rounding."""
+    fp8_format: Literal["e4m3", "hybrid"] | None = flag(
+        None, megatron="never run on a GPU here", change=STEPS
+    )
+    """Form the products of wide linear layers of 8-bit floats: of e4m3 alone, or hybrid, with e5m2
+    for the gradients of outputs. Weights, sums and everything else stay as they are.
+    """
+    fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = flag(
+        "tensorwise",
+        megatron="default delayed there, which is refused; mxfp8 is refused",
+        needs=FP8_FAULT,
+        change=STEPS,
+    )
+    """What shares a scale: a tensor, a row, or 128 consecutive elements of a row. Under rowwise the
+    gradients of weights are formed without 8-bit floats.
+    """
+    fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad", needs=FP8, change=STEPS)
+    """Form the gradients of weights of 8-bit floats, too."""
+    fp8_min_width: int = flag(
+        4096, megatron="absent there", bound=POSITIVE, needs=FP8_FAULT, change=STEPS
+    )
+    """Leave linear layers with fewer inputs or outputs than this as they are: there 8-bit floats
+    gain little.
+    """
+    first_last_layers_bf16: bool = flag(False, needs=FP8, change=STEPS)
+    """Leave the first and last transformer layers as they are, see --num-layers-at-start-in-bf16
+    and --num-layers-at-end-in-bf16.
+    """
+    num_layers_at_start_in_bf16: int = flag(1, bound=NOT_NEGATIVE, needs=FIRST_LAST, change=STEPS)
+    """How many of the first transformer layers --first-last-layers-bf16 leaves as they are."""
+    num_layers_at_end_in_bf16: int = flag(1, bound=NOT_NEGATIVE, needs=FIRST_LAST, change=STEPS)
+    """How many of the last transformer layers --first-last-layers-bf16 leaves as they are."""
     loss_scale: float | None = flag(
         None,
         bound=LOSS_SCALE,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron.config.derive import DEFAULTS, METADATA, RunView, derive
 from megatron.config.errors import ArgumentErrors, UserError
+from megatron.config.fp8 import fp8_faults
 from megatron.config.groups import Config
 from megatron.config.metadata import flag_name, is_rotary
 from megatron.config.schedules import planned_micro_batches
@@ -506,6 +507,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     _attention,
     _cuda_graphs,
     _precision,
+    fp8_faults,
     _optimizer,
     _sources,
     _split,

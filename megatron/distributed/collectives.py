@@ -124,6 +124,16 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Handle:
     )
 
 
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
+    """The greatest of each element over the axis, in place; x."""
+    if axis.size == 1:
+        return x
+    if isinstance(axis.group, SilentGroup):
+        return axis.group.start("all-reduce", x).wait()
+    work = dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group, async_op=True)
+    return _Works([work], x, of=("an all-reduce", axis)).wait()
+
+
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle:
     """Every rank's x [n, ...] -> [size * n, ...] in axis order. `x` may be this rank's part of
     `out`, which then stays where it is.

@@ -22,9 +22,10 @@ this rank's part of the sequence, never a gathered copy. Collectives of s b h el
     row          -                       -
     row, SP      all-gather of dy        all-gather of dy
 
-An unsplit backward has those of B and column's of W. Called from layers/attention.py, layers/mlp.py
-and model/block.py; parallel/layer_passes.py opens and empties the list of deferred weight
-gradients.
+An unsplit backward has those of B and column's of W. Weights that are marked form their products
+of 8-bit floats (fp8.py), which adds an all-reduce of maxima under scales of a tensor or a row.
+Called from layers/attention.py, layers/mlp.py and model/block.py; parallel/layer_passes.py opens
+and empties the list of deferred weight gradients.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ from megatron.distributed.collectives import (
 )
 from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import apex
+from megatron.kernels.fp8 import Quantised
 from megatron.kernels.lang import multiprocessors, operator
+from megatron.layers.fp8 import fp8_products
 from megatron.layers.opaque import Context
 from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
@@ -125,10 +128,34 @@ def _products_of(dtype: torch.dtype) -> Iterator[None]:
         settings.fp32_precision = before
 
 
-def add_weight_grad(dy: Tensor, x: Tensor, weight: nn.Parameter) -> None:
-    """Add a weight's gradient in its main_grad, or put it there if that is to be overwritten."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear, of 8-bit floats where the weight is marked for them."""
+    fp8 = fp8_products(weight)
+    return F.linear(x, weight, bias) if fp8 is None else fp8.forward(x, weight, bias)
+
+
+def input_grad(
+    dy: Tensor, weight: Tensor, *, weight_grad: bool
+) -> tuple[Tensor, Tensor | Quantised]:
+    """dy [s, b, o] times weight [o, i], and what `add_weight_grad` takes in place of dy; that is
+    called next if `weight_grad`.
+    """
+    fp8 = fp8_products(weight)
+    if fp8 is None:
+        return dy.matmul(weight), dy
+    return fp8.input_grad(dy, weight, weight_grad=weight_grad)
+
+
+def add_weight_grad(dy: Tensor | Quantised, x: Tensor, weight: nn.Parameter) -> None:
+    """Add a weight's gradient in its main_grad, or put it there if that is to be overwritten. `dy`
+    is as `input_grad` returns it, or as it came.
+    """
     overwrite = getattr(weight, "overwrite_main_grad", False)
     weight.overwrite_main_grad = False
+    fp8 = fp8_products(weight)
+    if fp8 is not None and fp8.weight_grad:
+        fp8.add_weight_grad(dy, x, weight.main_grad, overwrite)
+        return
     linear_weight_grad(dy, x, weight.main_grad, overwrite, getattr(weight, "by_apex", False))
 
 
@@ -199,17 +226,18 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         (x,) = ctx.saved_tensors
-        dx = dy.matmul(ctx.weight)
-        if not ctx.needs_input_grad[1]:  # frozen, and so is the bias
-            return dx, None, None
         deferred = getattr(ctx.weight, DEFERRED, None)
+        frozen = not ctx.needs_input_grad[1]
+        dx, kept = input_grad(dy, ctx.weight, weight_grad=deferred is None and not frozen)
+        if frozen:  # and so is the bias
+            return dx, None, None
         if deferred is None:
-            add_weight_grad(dy, x, ctx.weight)
+            add_weight_grad(kept, x, ctx.weight)
         else:
             deferred.append(WeightGrad(ctx.weight, dy, x.detach()))
         if ctx.bias is not None:
@@ -230,9 +258,9 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
-            return F.linear(x, weight, bias)
-        if not (tp.overlap and worth_cutting(x, weight.shape[0])):
-            return F.linear(all_gather(x, tp.axis), weight, bias)
+            return product(x, weight, bias)
+        if not _cuts(tp, x, weight, weight.shape[0]):
+            return product(all_gather(x, tp.axis), weight, bias)
         whole = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
         y = x.new_empty((*whole.shape[:-1], weight.shape[0]))
         for rows, part in gather_parts(x, tp.axis, whole):
@@ -253,14 +281,14 @@ class _ColumnLinear(torch.autograd.Function):
                 gathering.wait()
         else:
             deferred.append(WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap))
-        if tp.sequence:
-            summing = start_reduce_scatter(dy.matmul(weight), tp.axis)
-        else:
-            summing = start_all_reduce(dy.matmul(weight), tp.axis)
+        dx, kept = input_grad(dy, weight, weight_grad=gathering is not None)
+        start = start_reduce_scatter if tp.sequence else start_all_reduce
+        summing = start(dx, tp.axis)
+        del dx  # under sequence parallelism it is whole, and read once
         if not tp.overlap:
             summing.wait()
         if gathering is not None:
-            add_weight_grad(dy, gathering.wait(), weight)
+            add_weight_grad(kept, gathering.wait(), weight)
         if ctx.bias is not None and not frozen:
             bias_grad(dy, ctx.bias.main_grad)
         return summing.wait(), None, None, None
@@ -279,15 +307,15 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
-            y = all_reduce(F.linear(x, weight), tp.axis)
-        elif tp.overlap and worth_cutting(x, weight.shape[0] // 2):
+            y = all_reduce(product(x, weight), tp.axis)
+        elif _cuts(tp, x, weight, weight.shape[0] // 2):
             # the first half of the outputs is summed beside the product of the second
             halves = []
             for half in weight.chunk(2):
                 halves.append(start_reduce_scatter(F.linear(x, half), tp.axis))
             y = torch.cat([half.wait() for half in halves], dim=-1)
         else:
-            y = reduce_scatter(F.linear(x, weight), tp.axis)
+            y = reduce_scatter(product(x, weight), tp.axis)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -307,18 +335,26 @@ class _RowLinear(torch.autograd.Function):
             )
         if ctx.bias is not None and not frozen:
             bias_grad(dy, ctx.bias.main_grad)
-        if tp.sequence and tp.overlap and worth_cutting(dy, weight.shape[1]):
+        kept: Tensor | Quantised
+        if tp.sequence and _cuts(tp, dy, weight, weight.shape[1]):
             whole = dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:]))
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
             for rows, part in gather_parts(dy, tp.axis, whole):
                 torch.mm(part.flatten(0, -2), weight, out=dx[rows].flatten(0, -2))
-            dy = whole
+            kept = whole
         else:
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
-            dx = dy.matmul(weight)
+            dx, kept = input_grad(dy, weight, weight_grad=deferred is None and not frozen)
         if deferred is None and not frozen:
-            add_weight_grad(dy, x, weight)
+            add_weight_grad(kept, x, weight)
         return dx, None, None, None
+
+
+def _cuts(tp: TensorParallel, x: Tensor, weight: Tensor, outputs: int) -> bool:
+    """Whether a product is cut into pieces beside which others are communicated. 8-bit floats are
+    quantised whole.
+    """
+    return tp.overlap and fp8_products(weight) is None and worth_cutting(x, outputs)
 
 
 def worth_cutting(x: Tensor, outputs: int) -> bool:

@@ -9,9 +9,11 @@ import functools
 
 import torch
 
+from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.stages import placement_of
-from megatron.distributed.groups import Groups
+from megatron.distributed.groups import Axis, Groups
+from megatron.layers.fp8 import mark_fp8
 from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
@@ -36,7 +38,7 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
     chosen, _ = choose_kernels(config, device)
     stages = zip(pipeline_stages(config, padded), placement_of(config), strict=True)
     own = tuple(stage for stage, rank in stages if rank == groups.pp.rank)
-    return GPTModel(
+    model = GPTModel(
         chosen.model,
         vocab_size=vocab_size,
         padded_vocab=padded,
@@ -45,6 +47,19 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
         tp=tp,
         stages=own,
     )
+    _mark_fp8(model, config, groups.tp)
+    return model
+
+
+def _mark_fp8(model: GPTModel, config: Config, tp: Axis) -> None:
+    """Let the wide linear layers compute with 8-bit floats where the flags ask for it."""
+    precision, layers = config.precision, config.model.num_layers
+    for index, layer in model.layers.items():
+        if not layer_in_fp8(precision, int(index), layers):
+            continue
+        for linear in wide_linears(config.model, precision):
+            weight = layer.get_parameter(f"{linear.name}.weight")
+            mark_fp8(weight, precision, linear.split, tp)
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:

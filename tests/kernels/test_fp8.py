@@ -7,8 +7,13 @@ from megatron.kernels.fp8 import (
     BLOCK,
     LARGEST,
     SCALINGS,
+    Maxima,
     dequantise,
+    find_maxima,
+    maxima_fp8,
+    maxima_reference,
     quantise,
+    quantise_by_definition,
     quantise_fp8,
     quantise_reference,
 )
@@ -30,10 +35,46 @@ def test_against_the_definition(m, n, dtype, wide, scaling, device):
     x = (torch.randn(m, n, device=device) * torch.logspace(-3, 2, n, device=device)).to(wide)
     with canaries():
         alone, both = quantise(x, dtype, scaling), quantise(x, dtype, scaling, transposed=True)
-    for found, source in ((alone[:2], x), (both[:2], x), (both[2:], x.t())):
+        turned = quantise(x, dtype, scaling, plain=False, transposed=True)
+    for found, source in (
+        (alone[:2], x),
+        (both[:2], x),
+        (both[2:], x.t()),
+        (turned[2:], x.t()),
+    ):
         q, scale = quantise_reference(source, dtype, scaling)
         assert torch.equal(found[1], scale) and torch.equal(bits(found[0]), bits(q))
     assert alone.q_t is None and alone.scale_t is None
+    assert turned.q is None and turned.scale is None
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_a_part_takes_the_scales_of_the_whole(dimension, scaling, device):
+    """With the maxima of the whole, parts of a matrix come out as the whole one's parts do."""
+    x = torch.randn(260, 384, device=device).bfloat16()
+    x[3, 200], x[150, 2], x[200, 300] = 100.0, 60.0, 30.0
+    parts = x.chunk(2, dimension)
+    own = [find_maxima(part, scaling) for part in parts]
+    for found, part in zip(own, parts, strict=True):
+        for a, b in zip(found, maxima_reference(part, scaling), strict=True):
+            assert torch.equal(a, b)
+
+    def of(side: int, part: int) -> torch.Tensor:
+        # a row's maximum is shared where the row is cut, and its own part's where it is not
+        is_cut = scaling == "tensor" or dimension != side
+        return torch.maximum(own[0][side], own[1][side]) if is_cut else own[part][side]
+
+    for number, part in enumerate(parts):
+        given = Maxima(of(0, number), of(1, number))
+        for make in (quantise, quantise_by_definition):
+            found = make(part, E4M3, scaling, transposed=True, maxima=given)
+            whole = quantise(x, E4M3, scaling, transposed=True)
+            assert torch.equal(bits(found.q), bits(whole.q.chunk(2, dimension)[number]))
+            assert torch.equal(bits(found.q_t), bits(whole.q_t.chunk(2, 1 - dimension)[number]))
+            plain = make(part, E4M3, scaling, maxima=given)
+            assert torch.equal(bits(found.q), bits(plain.q))
+            assert torch.equal(found.scale, plain.scale)
 
 
 @pytest.mark.parametrize("dtype, mantissa", [(E4M3, 3), (E5M2, 2)])
@@ -129,8 +170,13 @@ def test_products_of_a_pass_forward_and_backward(scaling, device):
 def test_operator_is_well_formed(device):
     x = torch.randn(130, 64, device=device)
     for scaling in SCALINGS:
-        for transposed in (True, False):
-            torch.library.opcheck(quantise_fp8.overload, (x, E4M3, scaling, transposed))
+        for plain, transposed in ((True, True), (True, False), (False, True)):
+            arguments = (x, E4M3, scaling, plain, transposed, None, None)
+            torch.library.opcheck(quantise_fp8.overload, arguments)
+        if scaling != "block":
+            torch.library.opcheck(maxima_fp8.overload, (x, scaling))
+            given = find_maxima(x, scaling)
+            torch.library.opcheck(quantise_fp8.overload, (x, E4M3, scaling, True, True, *given))
     assert set(LARGEST) == {E4M3, E5M2} and all(
         torch.finfo(dtype).max == most for dtype, most in LARGEST.items()
     )

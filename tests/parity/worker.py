@@ -20,7 +20,7 @@ from unit.parallel.recorded import RecordedGraph
 
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
-from megatron.layers import linear_cross_entropy
+from megatron.layers import fp8, linear_cross_entropy
 from megatron.layers.linear import WeightGrad, add_weight_grads
 from megatron.model import compile
 from megatron.model.block import LayerBlock
@@ -295,6 +295,11 @@ def recorded() -> contextlib.AbstractContextManager:
     return mock.patch.object(pretrain, "GraphedPasses", made)
 
 
+def own_maxima() -> contextlib.AbstractContextManager:
+    """Quantise with the maxima of what this rank holds alone."""
+    return mock.patch.object(fp8, "all_reduce_max", lambda x, axis: x)
+
+
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "uneven": uneven,
     "overflow": overflow,
@@ -302,6 +307,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "unwritten": unwritten,
     "traced": traced,
     "recorded": recorded,
+    "own_maxima": own_maxima,
 }
 
 

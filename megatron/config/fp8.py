@@ -1,0 +1,111 @@
+"""Which linear layers compute with 8-bit floats, and what that asks of a run's sizes.
+
+Called from validate.py, from layers/fp8.py, which marks their weights, and from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron.config.derive import GATED, RunView
+from megatron.config.groups import ModelConfig, PrecisionConfig
+
+BLOCK = 128  # elements that share a scale under --fp8-recipe blockwise
+# torch's scaled products take multiples of this
+MULTIPLE = 16
+
+
+class LinearShape(NamedTuple):
+    """A linear layer of the whole model: its name in a transformer layer, outputs and inputs.
+    `split`: the dimension of its weight [outputs, inputs] that tensor-parallel ranks share.
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    split: int
+
+
+def linear_shapes(model: ModelConfig | RunView) -> tuple[LinearShape, ...]:
+    """Those of a transformer layer."""
+    h, f, d = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    q = d * model.num_attention_heads
+    fused = f * (2 if model.activation in GATED else 1)
+    return (
+        LinearShape("attention.qkv", q + 2 * d * model.num_query_groups, h, 0),
+        LinearShape("attention.proj", h, q, 1),
+        LinearShape("mlp.fc1", fused, h, 0),
+        LinearShape("mlp.fc2", h, f, 1),
+    )
+
+
+def wide_linears(
+    model: ModelConfig | RunView, precision: PrecisionConfig | RunView
+) -> tuple[LinearShape, ...]:
+    """Those that compute with 8-bit floats, in the layers that do."""
+    if precision.fp8_format is None:
+        return ()
+    least = precision.fp8_min_width
+    return tuple(each for each in linear_shapes(model) if min(each.outputs, each.inputs) >= least)
+
+
+def layer_in_fp8(precision: PrecisionConfig | RunView, index: int, layers: int) -> bool:
+    """Whether transformer layer `index` of so many computes with 8-bit floats."""
+    if precision.fp8_format is None:
+        return False
+    if not precision.first_last_layers_bf16:
+        return True
+    first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    return first <= index < layers - last
+
+
+def fp8_faults(run: RunView) -> Iterator[str]:
+    """What is wrong with the sizes of a run whose products are to be of 8-bit floats."""
+    needed = ("hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads")
+    if run.fp8_format is None or not run.has(*needed, "num_query_groups", "num_layers"):
+        return
+    asked, wide = run.show("fp8_format"), wide_linears(run, run)
+    if not wide:
+        widest = max(min(each.outputs, each.inputs) for each in linear_shapes(run))
+        yield (
+            f"{asked}: no linear layer has {run.fp8_min_width} inputs and outputs, the widest has "
+            f"{widest} of the fewer; narrow ones lose more time than they gain: drop it, or lower "
+            "--fp8-min-width"
+        )
+    if not any(layer_in_fp8(run, index, run.num_layers) for index in range(run.num_layers)):
+        yield (
+            f"{asked}: --first-last-layers-bf16 leaves none of --num-layers {run.num_layers}; lower "
+            "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16"
+        )
+    multiple = BLOCK if run.fp8_recipe == "blockwise" else MULTIPLE
+    yield from _widths(run, wide, multiple)
+    tokens = (
+        run.seq_length * run.micro_batch_size if run.has("seq_length", "micro_batch_size") else 0
+    )
+    if run.fp8_wgrad and run.fp8_recipe != "rowwise" and tokens % multiple:
+        yield (
+            f"{asked}: a micro-batch of {tokens} tokens is no multiple of {multiple}, which "
+            f"--fp8-recipe {run.fp8_recipe} needs for the gradients of weights; change "
+            "--seq-length or --micro-batch-size, or give --no-fp8-wgrad"
+        )
+    if run.num_query_groups < run.tp and any(each.name == "attention.qkv" for each in wide):
+        yield (
+            f"{asked}: with {run.show('num_query_groups')} below "
+            f"{run.show('tensor_model_parallel_size')} several ranks hold parts of a key's "
+            "gradient, which would be rounded before they are added up; use at most "
+            f"--tensor-model-parallel-size {run.num_query_groups}"
+        )
+
+
+def _widths(run: RunView, wide: tuple[LinearShape, ...], multiple: int) -> Iterator[str]:
+    for each in wide:
+        sizes = [each.outputs, each.inputs]
+        sizes[each.split] //= run.tp
+        for size, what in zip(sizes, ("outputs", "inputs"), strict=True):
+            if size % multiple:
+                yield (
+                    f"{run.show('fp8_format')}: {each.name} has {size} {what} on each "
+                    f"tensor-parallel rank, and --fp8-recipe {run.fp8_recipe} needs a multiple of "
+                    f"{multiple}; change --tensor-model-parallel-size or the width"
+                )
