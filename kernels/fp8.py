@@ -88,10 +88,10 @@ def quantise_reference(
 
 def dequantise(q: Tensor, scale: Tensor) -> Tensor:
     """q scale [m, n] in fp32."""
-    columns = torch.arange(q.shape[1], device=q.device) // (
-        BLOCK if scale.shape[1] > 1 else q.shape[1] or 1
-    )
-    return q.float() * scale[:, columns]
+    wide = q.float()
+    if scale.shape[1] > 1:
+        scale = scale.repeat_interleave(BLOCK, 1)[:, : q.shape[1]]
+    return wide.mul_(scale)
 
 
 @jit

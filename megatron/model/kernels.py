@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from megatron.config.errors import UserError
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.kernels import attention_gluon, lang, self_check
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_backward import why_not_atomic
 from megatron.kernels.attention_launch import Options, table_key
-from megatron.kernels.dispatch import OPERATORS, Choice, choose, flag_of
+from megatron.kernels.dispatch import FAULTY, OPERATORS, Choice, choose, flag_of
 from megatron.layers.attention import OURS, beyond_sdpa
 
 
@@ -39,6 +40,7 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
     device, precision or model cannot have. What it returns chooses itself.
     """
     dtype = compute_dtype(config.precision)
+    _check_fp8(config, device)
     unable = _unable(config, lang.capability(device), dtype)
     operators = [
         operator
@@ -77,13 +79,32 @@ def faulty_kernels(config: Config, device: torch.device) -> dict[str, str]:
     dtype, arch = compute_dtype(config.precision), lang.capability(device)
     _, choices = choose_kernels(config, device)
     found = {}
-    for operator, choice in choices.items():
-        if choice.implementation != "triton":
-            continue
+    taken = [name for name, choice in choices.items() if choice.implementation == "triton"]
+    if config.precision.fp8_format is not None:
+        taken.append("fp8")
+    for operator in taken:
         rows = self_check.rows_of(operator, arch, dtype, _attention_key(config))
         if fault := self_check.faults(rows, device, dtype):
             found[operator] = fault
     return found
+
+
+def _check_fp8(config: Config, device: torch.device) -> None:
+    """Raises UserError where the flags ask for 8-bit floats and a GPU cannot multiply them."""
+    precision = config.precision
+    if precision.fp8_format is None or device.type != "cuda":
+        return
+    asked = f"--fp8-format {precision.fp8_format}"
+    arch = lang.capability(device)
+    if arch < lang.HOPPER:
+        raise UserError(
+            f"{asked}: needs a GPU of compute capability 9.0 or newer, this one has {arch / 10}; "
+            "drop it"
+        )
+    if not precision.bf16:
+        raise UserError(f"{asked}: on a GPU the results are bf16; give --bf16")
+    if fault := lang.unfit(device, torch.bfloat16) or FAULTY.get("fp8"):
+        raise UserError(f"{asked}: {fault}; drop it")
 
 
 def _attention_key(config: Config) -> dict[str, Any]:

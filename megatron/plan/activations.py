@@ -9,15 +9,18 @@ width, q and k widths of queries and keys, V vocabulary, all of this rank.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
+from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config
 from megatron.kernels.attention_masks import table_bytes
 from megatron.layers.attention import AttentionBytes
 from megatron.layers.dropout import drawing_bytes, saved_mask
 from megatron.layers.embedding import embedding_grad_scratch
+from megatron.layers.fp8 import Scratch, scratch
 from megatron.layers.linear import weight_grad_scratch
 from megatron.layers.linear_cross_entropy import chunk_tokens
 from megatron.layers.loss import widened_bytes
@@ -130,6 +133,32 @@ class Shape:
 
 def layer_bytes(shape: Shape, index: int) -> UnitBytes:
     """One transformer layer."""
+    return _with_fp8(_layer_bytes(shape, index), shape, index)
+
+
+def _with_fp8(layer: UnitBytes, shape: Shape, index: int) -> UnitBytes:
+    """Products of 8-bit floats take their factors beside what a layer takes anyway."""
+    config = shape.config
+    if not layer_in_fp8(config.precision, index, config.model.num_layers):
+        return layer
+    grad = shape.compute if shape.narrow_grads else shape.wide
+    found = []
+    for linear in wide_linears(config.model, config.precision):
+        sizes = [linear.outputs, linear.inputs]
+        sizes[linear.split] //= config.distributed.tensor_model_parallel_size
+        outputs, inputs = sizes
+        found.append(scratch(shape.tokens, outputs, inputs, config.precision, shape.device, grad))
+    most = Scratch(*map(max, zip(*found, strict=True)))
+    return dataclasses.replace(
+        layer,
+        forward=layer.forward + most.forward,
+        backward=layer.backward + most.input_grad,
+        split=layer.split + most.input_grad,
+        scratch=max(layer.scratch, most.weight_grad),
+    )
+
+
+def _layer_bytes(shape: Shape, index: int) -> UnitBytes:
     model = shape.model
     tokens = shape.tokens
     hidden = shape.hidden

@@ -12,6 +12,7 @@ import torch
 
 from megatron import __version__
 from megatron.config.derive import data_parallel_size
+from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config
 from megatron.distributed.groups import describe_layout, layout_of
 from megatron.model.arithmetic import flops_per_iteration, parameter_count, peak_tflops
@@ -104,7 +105,16 @@ def _precision_line(config: Config) -> str:
     dtype = compute_dtype(config.precision)
     kept = "float64" if dtype == torch.float64 else "float32"
     name = str(dtype).removeprefix("torch.")
-    return f"{name} weights, {kept} master weights, gradients and moments"
+    kinds = f"{name} weights, {kept} master weights, gradients and moments"
+    wide = wide_linears(config.model, config.precision)
+    if not wide:
+        return kinds
+    layers = config.model.num_layers
+    taken = sum(layer_in_fp8(config.precision, index, layers) for index in range(layers))
+    return (
+        f"{kinds}; fp8 {config.precision.fp8_format}, {config.precision.fp8_recipe}: products of "
+        f"{', '.join(linear.name for linear in wide)} in {taken} of {layers} layers"
+    )
 
 
 def _batch_lines(prepared: Prepared, world_size: int) -> list[str]:

@@ -92,6 +92,12 @@ DROPOUT = "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1"
 FULL = "--recompute-granularity full"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 
+# multiples of 128, as blocks want them
+FP8 = (
+    "--fp8-format hybrid --hidden-size 256 --ffn-hidden-size 256 --kv-channels 64 "
+    "--fp8-min-width 128"
+)
+
 CASES = {
     "gpt": Case(BF16),
     "llama": Case(LLAMA_BF16),
@@ -114,6 +120,13 @@ CASES = {
     "torch, dropout": Case(f"--bf16 --attention-dropout 0 {LLAMA} {TORCH}"),
     "torch, documents": Case(f"{LLAMA_BF16} {TORCH} {DOCUMENTS}"),
     "gluon": Case(f"{LLAMA_BF16} --attention-backend gluon --kv-channels 64"),
+    "fp8, tensors": Case(f"{LLAMA_BF16} {FP8} --fp8-recipe tensorwise"),
+    "fp8, rows": Case(f"{LLAMA_BF16} {FP8} --fp8-recipe rowwise"),
+    "fp8, blocks": Case(f"{LLAMA_BF16} {FP8} --fp8-recipe blockwise"),
+    "fp8, tensor parallel": Case(
+        f"{LLAMA_BF16} {FP8} --fp8-format e4m3 --tensor-model-parallel-size 2 --sequence-parallel",
+        ranks=2,
+    ),
     "any order": Case(f"{BF16} --no-deterministic-mode"),
     "save": Case(f"{LLAMA_BF16} --save-interval 4", saves=True),
     "zero 0": Case(BF16, ranks=4, copies=4),

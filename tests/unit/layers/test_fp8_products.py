@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from unit.layers.made import linear
 
 from megatron.config.arguments import parse_arguments
@@ -231,3 +232,32 @@ def test_what_megatrons_flags_become():
         assert found.precision == right.precision
     with pytest.raises(ArgumentErrors, match="give --fp8-recipe tensorwise, rowwise or blockwise"):
         resolved("--fp8-format e4m3 --fp8-recipe delayed")
+
+
+@pytest.mark.parametrize("recipe, form", [*itertools.product(RECIPES, FORMATS)])
+def test_a_gpu_is_given_what_its_products_take(recipe, form):
+    """Shapes, strides and types of all factors and scales, as torch checks them on tensors that
+    have nothing else.
+    """
+    precision = PrecisionConfig(fp8_format=form, fp8_recipe=recipe)
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.empty(O, 256, device="cuda", dtype=torch.bfloat16))
+        main_grad = torch.empty(O, 256, device="cuda")
+        mark_fp8(weight, precision, 0, ALONE)
+        products = fp8_products(weight)
+        x = torch.empty(64, 2, 256, device="cuda", dtype=torch.bfloat16)
+        bias = torch.empty(O, device="cuda", dtype=torch.bfloat16)
+        y = products.forward(x, weight, bias)
+        assert (y.shape, y.dtype, y.device.type) == ((64, 2, O), torch.bfloat16, "cuda")
+        for together in (True, False):
+            dx, kept = products.input_grad(y, weight, weight_grad=together)
+            assert (dx.shape, dx.dtype) == (x.shape, torch.bfloat16)
+            if products.weight_grad:
+                with mock.patch.object(fp8, "PIECE_BYTES", 4 * 256 * 128):
+                    products.add_weight_grad(kept, x, main_grad, overwrite=False)
+        # the check can fail: a scale of another number of rows
+        q = torch.empty(64, 256, device="cuda", dtype=E4M3)
+        if recipe != "tensorwise":
+            scale = torch.empty(2, 63, device="cuda").t()
+            with pytest.raises(RuntimeError, match="[Ss]cal"):
+                fp8.scaled_product(q, scale, q, scale, torch.bfloat16)

@@ -50,6 +50,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 # whose worst moment is the head's
 WIDE_HEAD = "--fused-linear-cross-entropy --untie-embeddings-and-output-weights --num-layers 2"
 TP2 = "--tensor-model-parallel-size 2"
+FP8 = "--fp8-format hybrid --fp8-min-width 128"
 KERNELS = " ".join(
     f"--{operator}-backend triton"
     for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross-entropy")
@@ -227,6 +228,18 @@ CASES: dict[str, tuple[int, int, str]] = {
             f"{SMALL} {WIDE_HEAD} {LLAMA} {PP2} {KERNELS} --num-layers 4 --pipeline-schedule "
             "zero-bubble --hidden-dropout 0.1"
         ),
+    ),
+    "one rank, fp8 by tensors, bf16": (1, 2, f"{SMALL} {FP8} --bf16"),
+    "one rank, fp8 by rows": (1, 1, f"{SMALL} {FP8} --fp8-recipe rowwise"),
+    "tp2 sp, fp8 by tensors, llama, bf16": (
+        2,
+        2,
+        f"{LARGER} {LLAMA} {FP8} {TP2} --sequence-parallel --bf16",
+    ),
+    "one rank, fp8 by blocks, recompute": (
+        1,
+        2,
+        f"{SMALL} {FULL} --fp8-format e4m3 --fp8-min-width 128 --fp8-recipe blockwise",
     ),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }
