@@ -1,6 +1,6 @@
 """Training speed on one GPU: pretrain_gpt.py with its default kernels, with torch's operators
-alone, with --torch-compile and with --cuda-graphs, and a plain PyTorch loop with and without
-Liger's kernels.
+alone, with --torch-compile, with --cuda-graphs and with --fp8-format, and a plain PyTorch loop with
+and without Liger's kernels.
 
     python benchmarks/training_gpu.py --out FOLDER          # on a GPU: training_gpu.json and .md
     python benchmarks/training_gpu.py --out FOLDER --tiny   # to try it: small shapes, also on a CPU
@@ -17,7 +17,10 @@ forward and backward alike), and of what is bound by memory at 85% of the bandwi
 bytes a token and layer for one-pass kernels (34 hidden + 10 ffn elements of 2 bytes, forward and
 backward), 6 bytes a logit, and 30 a parameter for AdamW. With torch's operators the bytes are
 counted three times, with --torch-compile one and a half times: it fuses, but cuts where a norm adds
-up along another dimension than the next operator.
+up along another dimension than the next operator. Products of 8-bit floats, of models wide enough
+for them, are counted at what cuBLAS reaches at 4096^3 (1,230 TFLOP/s with scales of tensors, 1,215
+of rows; of blocks no figure was found, 1,100 is a guess), beside the bytes that quantising reads
+and writes, and those in which gradients of weights are added up.
 """
 
 from __future__ import annotations
@@ -79,15 +82,25 @@ MODELS = {
     "1.3B": Model(24, 2048, 5504, 16, 16, 50304, 2048, 4),
     "8B layers": Model(6, 4096, 14336, 32, 8, 128256, 8192, 1),
 }
-TINY = {"tiny": Model(2, 64, 128, 4, 2, 256, 32, 2)}
+TINY = {"tiny": Model(2, 128, 256, 4, 4, 256, 32, 4)}
+# recipe: FLOP/s of its products; and bytes that quantising takes for an element of x, of the weight
+# and of the gradient of the output, in a step
+FP8 = {
+    "tensorwise": (1230e12, (10, 10, 6)),
+    "rowwise": (1215e12, (3, 8, 3)),
+    "blockwise": (1100e12, (6, 6, 4)),
+}
+FP8_SIDES = {f"ours, fp8 {recipe}": recipe for recipe in FP8}
 SIDES = (
     "ours",
     "ours, torch's operators",
     "ours, compiled",
     "ours, graphs",
+    *FP8_SIDES,
     "plain loop",
     "plain loop, Liger",
 )
+WIDE = 4096  # inputs and outputs from which on linear layers take 8-bit floats
 
 
 # times that the bytes of a one-pass kernel are counted
@@ -105,6 +118,8 @@ def main() -> int:
     started, cells = time.monotonic(), []
     for name, model in (TINY if given.tiny else MODELS).items():
         for side in SIDES:
+            if side in FP8_SIDES and model.hidden < WIDE and not given.tiny:
+                continue
             cell = {"model": name, "side": side, "predicted": predicted(model, side)}
             if time.monotonic() - started > 60 * given.minutes:
                 cell |= {"fault": "not run: no time left"}
@@ -136,6 +151,8 @@ def flops(model: Model) -> float:
 
 def predicted(model: Model, side: str) -> dict[str, float]:
     """Seconds of a step on an H100, and MFU; docstring of the module."""
+    if side in FP8_SIDES:
+        return _predicted_fp8(model, FP8_SIDES[side])
     h, f, width = model.hidden, model.ffn, model.hidden // model.heads
     attention = 3.5 * 2 * model.samples * model.heads * model.seq**2 * width * model.layers
     matrices = 6 * model.tokens * matrix_parameters(model)
@@ -148,6 +165,25 @@ def predicted(model: Model, side: str) -> dict[str, float]:
         + attention / ATTENTION
         + (passes * (layer_bytes + logits) + update) / MEMORY
     )
+    return {"seconds": seconds, "mfu": flops(model) / seconds / 989e12}
+
+
+def _predicted_fp8(model: Model, recipe: str) -> dict[str, float]:
+    """As `predicted`, where linear layers take 8-bit floats."""
+    rate, (of_x, of_weight, of_dy) = FP8[recipe]
+    h, width = model.hidden, model.hidden // model.heads
+    qkv = h + 2 * model.groups * width
+    shapes = ((qkv, h), (h, h), (2 * model.ffn, h), (h, model.ffn))  # outputs and inputs
+    weights = model.layers * sum(outputs * inputs for outputs, inputs in shapes)
+    narrow = (2 if recipe == "rowwise" else 3) * 2 * model.tokens * weights
+    wide = 6 * model.tokens * weights - narrow
+    quantised = of_weight * weights + model.layers * model.tokens * sum(
+        of_dy * outputs + of_x * inputs for outputs, inputs in shapes
+    )
+    added = 0 if recipe == "rowwise" else 8 * weights
+    seconds = predicted(model, "ours")["seconds"]
+    seconds += narrow / rate + (wide - 6 * model.tokens * weights) / PRODUCTS
+    seconds += (quantised + added) / MEMORY
     return {"seconds": seconds, "mfu": flops(model) / seconds / 989e12}
 
 
@@ -168,6 +204,10 @@ def measure(model: Model, side: str) -> dict[str, Any]:
                 "ours, compiled": ["--torch-compile"],
                 "ours, graphs": ["--cuda-graphs"],
             }
+            if side in FP8_SIDES:
+                least = str(min(WIDE, model.hidden))
+                more[side] = ["--fp8-format", "hybrid", "--fp8-min-width", least]
+                more[side] += ["--fp8-recipe", FP8_SIDES[side]]
             command = [str(ROOT / "pretrain_gpt.py"), *flags(model), *more.get(side, [])]
             command += ["--metrics-file", str(rows)]
         else:

@@ -288,24 +288,49 @@ def quantise_fp8(
         f"the 8-bit floats of compute capability {arch / 10} are not compiled for: Hopper and newer"
     )
     x = x.contiguous()
-    sides = ((plain, m, n), (transposed, n, m))
-    q, q_t = (x.new_empty((a, b) if asked else (0, 0), dtype=dtype) for asked, a, b in sides)
-    scale, scale_t = (
-        _scale(a, b, scaling, x.device) if asked else x.new_empty((0, 0), dtype=torch.float32)
-        for asked, a, b in sides
-    )
+    q, scale = _side(x, dtype, scaling, plain, m, n)
+    q_t, scale_t = _side(x, dtype, scaling, transposed, n, m)
     if scaling == "row" and not transposed and amax is None:
         columns, warps = row_configuration(n, arch)
         fixed = {"LARGEST": LARGEST[dtype], "COLUMNS": columns, "LOOPS": columns < n}
         row_kernel[(m,)](x, q, scale, n, **fixed, num_warps=warps)
-        return q, scale, q_t, scale_t
-    if scaling != "block":
-        given = (amax, amax_t)
-        if any(side[0] and found is None for side, found in zip(sides, given, strict=True)):
-            given = find_maxima(x, scaling)
-        for into, found in zip((scale, scale_t), given, strict=True):
-            if into.numel():
-                torch.mul(found.clamp_min(TINY).view(into.shape), 1 / LARGEST[dtype], out=into)
+    else:
+        if scaling != "block":
+            _fill_scales(x, scaling, LARGEST[dtype], (scale, scale_t), (amax, amax_t))
+        _quantise_tiles(x, q, scale, q_t, scale_t, scaling)
+    return q, scale, q_t, scale_t
+
+
+def _side(
+    x: Tensor, dtype: torch.dtype, scaling: str, asked: bool, rows: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """Room for q or q_t and its scale; of no size where it is not asked for."""
+    if not asked:
+        return x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
+    return x.new_empty((rows, length), dtype=dtype), _scale(rows, length, scaling, x.device)
+
+
+def _fill_scales(
+    x: Tensor,
+    scaling: str,
+    largest: float,
+    scales: tuple[Tensor, Tensor],
+    maxima: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """The scales of tensors or rows from their maxima, which are found where not given."""
+    wanted = [amax for scale, amax in zip(scales, maxima, strict=True) if scale.numel()]
+    are_given = all(amax is not None for amax in wanted)
+    given = maxima if are_given else find_maxima(x, scaling)
+    for scale, amax in zip(scales, given, strict=True):
+        if scale.numel():
+            torch.mul(amax.clamp_min(TINY).view(scale.shape), 1 / largest, out=scale)
+
+
+def _quantise_tiles(
+    x: Tensor, q: Tensor, scale: Tensor, q_t: Tensor, scale_t: Tensor, scaling: str
+) -> None:
+    """Fill q and q_t, whichever has room; with blocks their scales, too."""
+    m, n = x.shape
     tile_kernel[(triton.cdiv(m, BLOCK) * triton.cdiv(n, BLOCK),)](
         x,
         q,
@@ -315,15 +340,14 @@ def quantise_fp8(
         m,
         n,
         int(scaling == "row"),
-        LARGEST=LARGEST[dtype],
+        LARGEST=LARGEST[q.dtype],
         BLOCKS=scaling == "block",
-        PLAIN=plain,
-        TRANSPOSED=transposed,
+        PLAIN=q.numel() > 0,
+        TRANSPOSED=q_t.numel() > 0,
         M=BLOCK,
         N=BLOCK,
-        num_warps=find("fp8 tiles", arch).numbers["num_warps"],
+        num_warps=find("fp8 tiles", capability(x.device)).numbers["num_warps"],
     )
-    return q, scale, q_t, scale_t
 
 
 @quantise_fp8.register_fake
@@ -336,13 +360,11 @@ def _(
     amax: Tensor | None,
     amax_t: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    def side(asked: bool, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        if not asked:
-            return x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
-        return x.new_empty((rows, length), dtype=dtype), _scale(rows, length, scaling, x.device)
-
     m, n = x.shape
-    return (*side(plain, m, n), *side(transposed, n, m))
+    return (
+        *_side(x, dtype, scaling, plain, m, n),
+        *_side(x, dtype, scaling, transposed, n, m),
+    )
 
 
 def quantise(

@@ -75,14 +75,13 @@ def fp8_faults(run: RunView) -> Iterator[str]:
         )
     if not any(layer_in_fp8(run, index, run.num_layers) for index in range(run.num_layers)):
         yield (
-            f"{asked}: --first-last-layers-bf16 leaves none of --num-layers {run.num_layers}; lower "
-            "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16"
+            f"{asked}: --first-last-layers-bf16 leaves none of --num-layers {run.num_layers}; "
+            "lower --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16"
         )
     multiple = BLOCK if run.fp8_recipe == "blockwise" else MULTIPLE
     yield from _widths(run, wide, multiple)
-    tokens = (
-        run.seq_length * run.micro_batch_size if run.has("seq_length", "micro_batch_size") else 0
-    )
+    is_sized = run.has("seq_length", "micro_batch_size")
+    tokens = run.seq_length * run.micro_batch_size if is_sized else 0
     if run.fp8_wgrad and run.fp8_recipe != "rowwise" and tokens % multiple:
         yield (
             f"{asked}: a micro-batch of {tokens} tokens is no multiple of {multiple}, which "

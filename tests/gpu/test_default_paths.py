@@ -61,6 +61,22 @@ def test_a_default_path_trains_as_on_a_cpu(path, precision, tmp_path, monkeypatc
     assert found == pytest.approx(expected, rel=BOUND)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0),
+    reason="products of 8-bit floats need compute capability 9.0",
+)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_products_of_8_bit_floats_train_as_their_definition(recipe, tmp_path, monkeypatch, capsys):
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "cpu").mkdir()
+    form = "e4m3" if recipe == "blockwise" else "hybrid"
+    fp8 = f"--bf16 --fp8-format {form} --fp8-recipe {recipe} --fp8-min-width 256".split()
+    found = losses(tmp_path / "gpu", *LLAMA, *fp8)
+    monkeypatch.setattr(pretrain_module, "choose_device", lambda *_: (torch.device("cpu"), "gloo"))
+    expected = losses(tmp_path / "cpu", *LLAMA, *fp8)
+    assert found == pytest.approx(expected, rel=BOUND)
+
+
 @pytest.mark.parametrize("path", ["gpt", "llama"])
 def test_replayed_graphs_have_the_same_bits(path, tmp_path, capsys):
     (tmp_path / "eager").mkdir()

@@ -35,7 +35,15 @@ pytestmark = [
 ]
 
 LOG, EVALUATION, SAVE = 3, 6, 4  # intervals of train.MODEL and of cases that save
-OFTEN = ("llama", "dropout", "fp16", "torch", "zero 3", "fp8, blocks", "short")  # in every run of the tests
+OFTEN = (
+    "llama",
+    "dropout",
+    "fp16",
+    "torch",
+    "zero 3",
+    "fp8, blocks",
+    "short",
+)  # in every run of the tests
 WAITS = ("item", "pageable", "number", "not pinned", "mask", "synchronize", "backward")
 SHARE = 0.7  # of an iteration's operations: the forward and backward passes have more
 

@@ -12,7 +12,7 @@ DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "performance.md"
 TINY = tool.TINY["tiny"]
 
 
-@pytest.mark.parametrize("side", ["ours", "ours, compiled", "plain loop"])
+@pytest.mark.parametrize("side", ["ours", "ours, compiled", "ours, fp8 blockwise", "plain loop"])
 def test_a_cell_is_measured(side):
     found = tool.measure(TINY, side)
     assert len(found["losses"]) == tool.STEPS and found["tokens_per_second"] > 0

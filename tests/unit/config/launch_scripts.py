@@ -113,6 +113,7 @@ FP8 = (
     " --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max "
     "--fp8-param-gather"
 )
+PARAM_GATHER = "--fp8-param-gather: weights are gathered"
 MOCK = """ --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2
     --split "'99,1,0'" --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1"""
 REAL = """ --data-path corpus_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model
@@ -162,10 +163,10 @@ MEGATRON_LM = (
         LLAMA3 + FP8 + MOCK,
         8,
         vocabulary=128257,
-        not_done=LLAMA3_NOT_DONE,
-        refused=(*DECOUPLED, "--fp8-format hybrid: fp8", "--fp8-param-gather: fp8"),
-        drop="--decoupled-lr --decoupled-min-lr --fp8-format --fp8-param-gather",
-        reason="no fp8, and one learning rate",
+        not_done=(*LLAMA3_NOT_DONE, PARAM_GATHER),
+        refused=DECOUPLED,
+        drop="--decoupled-lr --decoupled-min-lr",
+        reason="one learning rate",
     ),
     Script(
         "examples/llama/train_llama3_8b_h100_fp8.sh DTYPE=bf16",
@@ -182,10 +183,10 @@ MEGATRON_LM = (
         LLAMA3 + FP8 + REAL,
         8,
         vocabulary=128256,
-        not_done=LLAMA3_NOT_DONE,
-        refused=(*DECOUPLED, "--fp8-format hybrid: fp8", "--fp8-param-gather: fp8"),
-        drop="--decoupled-lr --decoupled-min-lr --fp8-format --fp8-param-gather",
-        reason="no fp8, and one learning rate",
+        not_done=(*LLAMA3_NOT_DONE, PARAM_GATHER),
+        refused=DECOUPLED,
+        drop="--decoupled-lr --decoupled-min-lr",
+        reason="one learning rate",
     ),
 )
 
