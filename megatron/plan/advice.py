@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.config.derive import data_parallel_size
+from megatron.config.derive import data_parallel_size, replica_count
 from megatron.config.groups import Config
 from megatron.plan.memory import MemoryPlan, RankMemory
 from megatron.plan.state import precisions, shard_size
@@ -78,10 +78,11 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     training = config.training
     size = precisions(config)
     stage = config.distributed.zero_stage
-    replicas = data_parallel_size(config, world_size)
+    replicas = replica_count(config, world_size)
     shard = shard_size(config, world_size)
     backward = 6 if training.recompute_granularity else 4
-    accumulates = training.global_batch_size > training.micro_batch_size * replicas
+    samples = training.micro_batch_size * data_parallel_size(config, world_size)
+    accumulates = training.global_batch_size > samples
     gathers = stage == 3 and not config.distributed.zero3_keep_gathered
     transfer = partial(_transfer, config, machine, gathers and accumulates)
     gather = partial(transfer, sent=size.compute, flops=2)
