@@ -300,6 +300,8 @@ def test_the_gate_wants_what_the_design_rests_on():
             "the wait for the product has moved up"
             in manifest.faults(row, facts | {"overlapped": 0})[0]
         )
+        assert facts["unguarded"] == 0
+        assert "other warps may still run" in manifest.faults(row, facts | {"unguarded": 2})[0]
 
 
 def test_what_it_cannot_do_is_said():
