@@ -201,7 +201,7 @@ def faults(row: lang.Compiled, facts: Facts) -> list[str]:
     if facts.get("unguarded"):
         found.append(
             f"{facts['unguarded']} arrivals at an mbarrier without a barrier of threads since the "
-            "last wait for products, which other warps may still run"
+            "last wait for products, which other warps may still run: use release()"
         )
     if facts.get("serialised") and not (row.row and row.row.serialised):
         found.append(
