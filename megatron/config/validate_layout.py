@@ -133,7 +133,10 @@ def context_parallel(run: RunView) -> Faults:
         ("--cuda-graphs", run.cuda_graphs),
     ):
         if is_given:
-            yield f"{flag}: does not combine with {shown}, under which attention communicates; drop one"
+            yield (
+                f"{flag}: does not combine with {shown}, under which attention communicates; "
+                "drop one"
+            )
     if run.cp_comm_type == "a2a" and run.has("num_attention_heads", "num_query_groups"):
         yield from _exchanged_heads(run, shown)
 

@@ -270,19 +270,7 @@ class SelfAttention(nn.Module):
         # all that this context-parallel rank holds of the sequence, whatever part x is
         s, b, _ = qkv.shape
         backend = self.backend[state is not None]
-        heads = self.groups, self.queries_per_group + 2, self.head_dim
-        is_turned = rotary is None or self.config.rotary_backend == "triton"
-        is_normed = self.q_norm is None or self.config.norm_backend == "triton"
-        if self.q_norm is None and rotary is not None and is_turned:
-            qkv, rotary = rotate_fused(qkv, rotary, heads), None
-        qkv = qkv.view(s, b, *heads)
-        parts: tuple[Tensor, ...]
-        if backend in OURS and is_turned and is_normed and self.cp.size == 1:
-            if self.q_norm is not None:
-                qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
-            parts = (qkv,)
-        else:
-            parts = self._separate(qkv, rotary)
+        parts = self._parts(qkv, rotary, backend)
         core: Callable[..., Tensor] = partial(  # type: ignore[assignment]
             attention_core,
             scale=self.head_dim**-0.5,
@@ -299,10 +287,26 @@ class SelfAttention(nn.Module):
             out = self._over_ranks(core, parts, places)
         return self.proj(out.reshape(s, b, -1))
 
+    def _parts(self, qkv: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
+        """Queries, keys and values, normalised and rotated, of what the projection gives; or all
+        three in one, where attention takes that and reads no other rank's.
+        """
+        heads = self.groups, self.queries_per_group + 2, self.head_dim
+        is_turned = rotary is None or self.config.rotary_backend == "triton"
+        is_normed = self.q_norm is None or self.config.norm_backend == "triton"
+        if self.q_norm is None and rotary is not None and is_turned:
+            qkv, rotary = rotate_fused(qkv, rotary, heads), None
+        qkv = qkv.view(*qkv.shape[:2], *heads)
+        if backend in OURS and is_turned and is_normed and self.cp.size == 1:
+            if self.q_norm is not None:
+                qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
+            return (qkv,)
+        return self._separate(qkv, rotary)
+
     def _over_ranks(
         self, core: Callable[..., Tensor], parts: tuple[Tensor, ...], places: Places
     ) -> Tensor:
-        """Attention of this rank's queries [s / C, b, n, d] over the keys and values of all ranks."""
+        """Attention of this rank's queries [s / C, b, n, d] over all ranks' keys and values."""
         axis, (q, k, v) = self.cp.axis, parts
         if self.cp.comm_type == "allgather":
             return core(q, *gather_keys(k, v, places, axis), first_head=self.first_head)
