@@ -34,6 +34,9 @@ from megatron.distributed.collectives import all_gather, all_to_all, reduce_scat
 from megatron.distributed.groups import ALONE, Axis
 
 BLOCK = 128  # positions that go together where documents are masked, at most
+# work of the busiest rank, as a multiple of the mean, that is good enough; and how many changes of
+# blocks a rank are tried to come there
+EVEN, CHANGES = 1.002, 8
 
 
 @dataclass(frozen=True)
@@ -82,15 +85,37 @@ def places_of(
     if window is not None:
         pairs = np.minimum(pairs, window)
     work = pairs.reshape(len(pairs), -1, block).sum(axis=(0, 2))
+    blocks = np.sort(_shares(work, size), axis=1)
+    return (blocks[:, :, None] * block + np.arange(block)).reshape(size, each)
+
+
+def _shares(work: np.ndarray, size: int) -> np.ndarray:
+    """[size, blocks / size]: the blocks of each rank, as many for each and about as much work. The
+    heaviest come first, each to the rank with the least work so far; then the ranks with the most
+    and the least change blocks while that brings them closer.
+    """
+    count = len(work) // size
     taken: list[list[int]] = [[] for _ in range(size)]
     loads = [(0, rank) for rank in range(size)]
     for index in np.argsort(-work, kind="stable").tolist():
         load, rank = heapq.heappop(loads)
         taken[rank].append(index)
-        if len(taken[rank]) * block < each:
+        if len(taken[rank]) < count:
             heapq.heappush(loads, (load + int(work[index]), rank))
-    blocks = np.sort(np.array(taken), axis=1)
-    return (blocks[:, :, None] * block + np.arange(block)).reshape(size, each)
+    shares = np.array(taken)
+    for _ in range(CHANGES * size):
+        totals = work[shares].sum(1)
+        most, least = totals.argmax(), totals.argmin()
+        if totals[most] <= EVEN * totals.mean():
+            break
+        moved = work[shares[most]][:, None] - work[shares[least]][None, :]
+        half = (totals[most] - totals[least]) / 2
+        best = np.abs(moved - half).argmin()
+        one, other = np.unravel_index(best, moved.shape)
+        if not 0 < moved[one, other] < 2 * half:
+            break
+        shares[most, one], shares[least, other] = shares[least, other], shares[most, one]
+    return shares
 
 
 class _GatherSequence(torch.autograd.Function):

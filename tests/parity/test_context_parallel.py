@@ -40,3 +40,23 @@ ROWS = (
 def test_the_layout_is_the_same_run(gloo_world, row):
     outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches)
     assert not faults_of(row, outcomes)
+
+
+MUTANTS = (
+    (Row("cp2", "llama"), "local_positions"),
+    (Row("cp2", "gpt"), "labels_of_the_slice"),
+    (Row("cp2", "documents"), "whole_loss_mask"),
+    (Row("cp2", "gpt"), "factor_of_ranks"),
+    (Row("cp2", "gpt"), "order_of_ranks"),
+    (Row("cp2 a2a", "gpt"), "order_of_ranks"),
+    (Row("cp2", "gpt"), "no_sum_of_key_gradients"),
+    (Row("cp2", "gpt"), "first_queries"),
+    (Row("cp2 a2a", "dropout"), "heads_of_the_first_rank"),
+    (Row("cp4 a2a", "gqa2-qknorm"), "key_heads_of_the_first_ranks"),
+)
+
+
+@pytest.mark.parametrize("row, mutant", MUTANTS, ids=str)
+def test_what_others_got_wrong_is_found(gloo_world, row, mutant):
+    outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), (mutant,))
+    assert faults_of(row, outcomes)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
+from parity import context_mutants
 from torch import Tensor, nn
 from unit.parallel.recorded import RecordedGraph
 
@@ -308,6 +309,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "traced": traced,
     "recorded": recorded,
     "own_maxima": own_maxima,
+    **context_mutants.PATCHES,
 }
 
 
