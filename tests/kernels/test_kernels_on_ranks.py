@@ -14,15 +14,19 @@ from megatron.kernels import attention
 from unit.by_hand import backward, backward_input, backward_weight, forward
 
 from megatron.config.groups import ModelConfig
+from megatron.data.loader import Batch
 from megatron.distributed.groups import Layout, build_groups
-from megatron.layers.tensor_parallel import TensorParallel
+from megatron.layers.context_parallel import WHOLE, ContextParallel
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.optimizer.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
+from megatron.training.passes import share_positions
 
 S, B, VOCAB = 8, 2, 30
+TYPES = ("allgather", "a2a")  # of context parallelism
 GPT = ModelConfig(
     num_layers=1,
     hidden_size=32,
@@ -55,25 +59,32 @@ TRITON = {
 
 def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
     """The loss and every main_grad of one micro-batch on this rank."""
-    tp = TensorParallel(
-        build_groups(Layout(tp=2), dist.get_rank(), dist.new_group).tp, sequence=True
+    tp, cp = DENSE, WHOLE
+    if how in TYPES:
+        cp = ContextParallel(build_groups(Layout(cp=2), dist.get_rank(), dist.new_group).cp, how)
+    else:
+        groups = build_groups(Layout(tp=2), dist.get_rank(), dist.new_group)
+        tp = TensorParallel(groups.tp, sequence=True)
+    model = GPTModel(
+        config, vocab_size=VOCAB, padded_vocab=32, dtype=torch.float32, seed=5, tp=tp, cp=cp
     )
-    model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=torch.float32, seed=5, tp=tp)
     for block in build_blocks(model, torch.device("cpu")):
         for entry in block.entries:
             for box in entry.boxes:
                 fill_initial(box, entry.view(block.weight), 5)
         block.open()
     ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(0))
-    micro = model.micro_batch(
+    batch = Batch(
         ids[:, :-1],
         ids[:, 1:],
         torch.ones(B, S),
         torch.arange(S).expand(B, S),
+        torch.tensor([[0] * 5 + [5] * 3, [0] * S], dtype=torch.int32),
         torch.arange(B),
-        torch.tensor([[0] * 5 + [5] * 3, [0] * S]),
-        training=True,
     )
+    if cp.size > 1:
+        batch = share_positions(batch, cp.axis, None)
+    micro = model.micro_batch(**vars(batch), training=True)
     run = LayerPasses(recompute=how == "recompute")
     sums, saved = forward(model, micro, run)
     dy = loss_gradient(sums, 1.0)
@@ -126,7 +137,13 @@ def copies(config: ModelConfig, how: str) -> None:
 )
 @pytest.mark.parametrize(
     "name, how",
-    [("gpt", "whole"), ("gpt", "in two parts"), ("llama", "recompute"), ("llama", "in two parts")],
+    [
+        ("gpt", "whole"),
+        ("gpt", "in two parts"),
+        ("llama", "recompute"),
+        ("llama", "in two parts"),
+        *((name, how) for name in ("gpt", "llama") for how in TYPES),
+    ],
 )
 def test_kernels_on_two_ranks(gloo_world, name, how):
     gloo_world(2).run(compare, CONFIGS[name], how)

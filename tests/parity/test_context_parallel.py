@@ -33,6 +33,10 @@ ROWS = (
             ("cp4 pp2 interleaved v2", "gqa4-qkvbias"),
         )
     ),
+    Row("cp2 tp2 sp", "gqa2-qknorm", "bf16"),
+    Row("cp2 a2a", "documents-rope", "bf16"),
+    Row("cp4 zero3", "gpt", "fp16"),
+    Row("cp2 dp2 zero2", "gpt", "wire"),
 )
 
 

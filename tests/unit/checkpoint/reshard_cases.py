@@ -61,8 +61,9 @@ FEATURES |= {
     "ramp-fp64": f"{FEATURES['untied-fp64']} --global-batch-size 8 --rampup-batch-size 4 4 16",
     "ledger-fp64": FEATURES["mqa-fp64"],  # files, of which the blend has changed at iteration 2
 }
-TP, PP, SCHEDULE, ZERO = (
+TP, CP, PP, SCHEDULE, ZERO = (
     "--tensor-model-parallel-size",
+    "--context-parallel-size",
     "--pipeline-model-parallel-size",
     "--pipeline-schedule",
     "--zero-stage",
@@ -75,6 +76,8 @@ LAYOUTS = {  # name: ranks, flags
     "dp2": (2, ""),
     "tp4sp": (4, f"{TP} 4 --sequence-parallel"),
     "tp2dp2": (4, f"{TP} 2"),
+    "cp2": (2, f"{CP} 2 --cp-comm-type a2a"),
+    "cp2dp2": (4, f"{CP} 2"),
     "pp2": (2, f"{PP} 2 {SCHEDULE} 1f1b"),
     "pp4": (4, f"{PP} 4 {SCHEDULE} 1f1b {AUTO}"),
     "pp2v2": (2, f"{PP} 2 {SCHEDULE} interleaved --num-virtual-stages-per-pipeline-rank 2 {AUTO}"),
@@ -85,6 +88,7 @@ LAYOUTS = {  # name: ranks, flags
     "dp2zero2": (2, f"{ZERO} 2"),
     "dp2zero3": (2, f"{ZERO} 3"),
     "dp4zero3shard2": (4, f"{ZERO} 3 --zero-shard-size 2"),
+    "cp2dp2zero2": (4, f"{CP} 2 {ZERO} 2"),
     "pp2dp2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {ZERO} 2"),
 }
 

@@ -64,6 +64,7 @@ TABLE = [
             "dp2>pp4 pp4>pp2dp2 pp2v2>one pp2zbv>tp2sppp2"
         ),
     ),
+    *_rows("mqa-fp64", "one>cp2 cp2>tp2sp cp2dp2>one dp2zero2>cp2dp2zero2 cp2dp2zero2>cp2"),
     *_rows("mqa-fp64", "dp2zero2>pp2dp2zero2 dp2>dp2zero3 pp2zbv>dp4zero3shard2"),
     *_rows(
         "untied-fp64",
