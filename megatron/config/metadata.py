@@ -98,6 +98,7 @@ DYNAMIC_SCALE = Need(
 FP16 = Need("--fp16")
 BF16 = Need("--bf16", fault=True)
 RECOMPUTE = Need("--recompute-granularity full", fault=True)
+SELECTIVE = Need("--recompute-granularity selective", fault=True)
 ADAM = Need("--optimizer adam")
 OFFLOADED_ADAM = Need("--optimizer adam", fault=True)
 SGD = Need("--optimizer sgd")

@@ -202,7 +202,7 @@ def _cuda_graphs(run: RunView) -> Faults:
     moves = f"--zero-stage {run.zero_stage}, whose gradient buffers move (take 0 or 1)"
     obstacles = {
         "--torch-compile": run.torch_compile,
-        "--recompute-granularity full": run.recompute_granularity == "full",
+        run.show("recompute_granularity"): run.recompute_granularity is not None,
         f"{run.show('pipeline_schedule')} (take 1f1b or interleaved)": (
             run.pipeline_schedule in ("zero-bubble", "zero-bubble-v")
         ),
@@ -426,8 +426,31 @@ def _weight_decay(run: RunView) -> Faults:
 
 
 def _recompute(run: RunView) -> Faults:
-    if run.recompute_granularity is not None and run.recompute_num_layers != 1:
-        yield f"{run.show('recompute_num_layers')}: groups of layers are not built yet; use 1"
+    if run.recompute_method == "block" and run.recompute_num_layers is None:
+        yield (
+            "--recompute-method block: give --recompute-num-layers, the number of layers of each "
+            "stage that are recomputed"
+        )
+    if run.has("recompute_num_layers", "num_layers") and run.recompute_num_layers > run.num_layers:
+        yield f"{run.show('recompute_num_layers')}: there are {run.num_layers} layers; give fewer"
+    if run.recompute_granularity == "selective" and run.torch_compile:
+        yield (
+            "--recompute-granularity selective: a layer that --torch-compile has compiled fixes "
+            "what it keeps; drop one, or take --recompute-granularity full"
+        )
+    if run.distribute_saved_activations and run.sequence_parallel and run.tp > 1:
+        yield (
+            "--distribute-saved-activations: with --sequence-parallel each rank keeps its part of "
+            "the sequence already; drop one"
+        )
+    sizes = run.has("micro_batch_size", "seq_length", "hidden_size") and run.tp > 1
+    if sizes and run.distribute_saved_activations:
+        elements = run.micro_batch_size * run.seq_length * run.hidden_size
+        if elements % run.tp:
+            yield (
+                f"--distribute-saved-activations: the {elements} elements of a layer's input are "
+                f"not divisible by {run.show('tensor_model_parallel_size')}; drop it"
+            )
 
 
 def _cannot_be_made(folder: Path) -> str:

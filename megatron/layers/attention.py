@@ -22,6 +22,7 @@ from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters, saved_statistics
 from megatron.layers.qk_norm import normed_projection
+from megatron.layers.recompute import Rebuilder
 from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
 from megatron.layers.spec import (
     ZEROS,
@@ -209,10 +210,18 @@ def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> Paramet
 
 
 class SelfAttention(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads."""
+    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. `rebuilder`: the layer's."""
 
-    def __init__(self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel = DENSE):
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        layer: int,
+        tp: TensorParallel = DENSE,
+        rebuilder: Rebuilder | None = None,
+    ):
         super().__init__()
+        self.rebuilder = rebuilder or Rebuilder()
         self.config = config
         self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
         self.groups = max(1, config.num_query_groups // tp.size)
@@ -236,22 +245,32 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Tensor, rotary: Rotary | None, mask: AttentionMask, state: DropoutState | None
     ) -> Tensor:
+        backend = self.backend[state is not None]
+        heads = partial(self._heads, rotary=rotary, backend=backend)
+        attend = partial(self._attend, mask=mask, state=state, backend=backend)
+        parts = self.rebuilder("qkv", heads, x)
+        return self.proj(self.rebuilder("core_attn", attend, *parts))
+
+    def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
+        """What the attention core reads: the fused projection, or queries, keys and values."""
         qkv = self.qkv(x)
         s, b, _ = qkv.shape  # the whole sequence, whatever part x is
-        backend = self.backend[state is not None]
         heads = self.groups, self.queries_per_group + 2, self.head_dim
         is_turned = rotary is None or self.config.rotary_backend == "triton"
         is_normed = self.q_norm is None or self.config.norm_backend == "triton"
         if self.q_norm is None and rotary is not None and is_turned:
             qkv, rotary = rotate_fused(qkv, rotary, heads), None
         qkv = qkv.view(s, b, *heads)
-        parts: tuple[Tensor, ...]
         if backend in OURS and is_turned and is_normed:
             if self.q_norm is not None:
                 qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
-            parts = (qkv,)
-        else:
-            parts = self._separate(qkv, rotary)
+            return (qkv,)
+        return self._separate(qkv, rotary)
+
+    def _attend(
+        self, *parts: Tensor, mask: AttentionMask, state: DropoutState | None, backend: str
+    ) -> Tensor:
+        """The attention core [s, b, n d] of what `_heads` gives."""
         out = attention_core(
             *parts,
             scale=self.head_dim**-0.5,
@@ -263,7 +282,7 @@ class SelfAttention(nn.Module):
             first_head=self.first_head,
             deterministic=self.config.deterministic_mode,
         )
-        return self.proj(out.reshape(s, b, -1))  # type: ignore[union-attr]
+        return out.flatten(2)  # type: ignore[union-attr]
 
     def _separate(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, n, d], keys and values [s, b, g, d] of the projection [s, b, g, n/g + 2,

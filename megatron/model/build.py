@@ -36,7 +36,7 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
     chosen, _ = choose_kernels(config, device)
     stages = zip(pipeline_stages(config, padded), placement_of(config), strict=True)
     own = tuple(stage for stage, rank in stages if rank == groups.pp.rank)
-    return GPTModel(
+    model = GPTModel(
         chosen.model,
         vocab_size=vocab_size,
         padded_vocab=padded,
@@ -45,6 +45,8 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
         tp=tp,
         stages=own,
     )
+    model.choose_recompute(config.training)
+    return model
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:

@@ -263,7 +263,8 @@ def _build_engine(
         with raise_on_all_ranks(groups.world, device):
             compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
-    passes: LayerPasses = LayerPasses(recompute=config.training.recompute_granularity == "full")
+    shares = config.training.distribute_saved_activations
+    passes: LayerPasses = LayerPasses(groups.tp if shares else ALONE)
     if config.training.cuda_graphs:
         for block in zero.trained:
             block.keep_grad_place()

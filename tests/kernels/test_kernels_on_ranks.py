@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from checks import Allocations
 from megatron.kernels import attention
-from unit.by_hand import backward, backward_input, backward_weight, forward
+from unit.by_hand import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+    recomputing,
+)
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout, build_groups
@@ -34,6 +42,10 @@ GPT = ModelConfig(
     attention_dropout=0.1,
     hidden_dropout=0.1,
 )
+RECOMPUTE = {
+    "recompute": FULL_RECOMPUTE,
+    "selective": recomputing("layernorm", "qkv", "core_attn", "mlp"),
+}
 CONFIGS = {
     "gpt": GPT,
     "llama": dataclasses.replace(
@@ -74,7 +86,8 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
         torch.tensor([[0] * 5 + [5] * 3, [0] * S]),
         training=True,
     )
-    run = LayerPasses(recompute=how == "recompute")
+    run = LayerPasses()
+    model.choose_recompute(RECOMPUTE.get(how, NO_RECOMPUTE))
     sums, saved = forward(model, micro, run)
     dy = loss_gradient(sums, 1.0)
     if how == "in two parts":
@@ -126,7 +139,8 @@ def copies(config: ModelConfig, how: str) -> None:
 )
 @pytest.mark.parametrize(
     "name, how",
-    [("gpt", "whole"), ("gpt", "in two parts"), ("llama", "recompute"), ("llama", "in two parts")],
+    [("gpt", "whole"), ("gpt", "in two parts"), ("llama", "recompute"), ("llama", "in two parts")]
+    + [("gpt", "selective"), ("llama", "selective")],
 )
 def test_kernels_on_two_ranks(gloo_world, name, how):
     gloo_world(2).run(compare, CONFIGS[name], how)
