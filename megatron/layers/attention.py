@@ -367,9 +367,45 @@ class AttentionBytes:
             self.device, masked, self.model.num_attention_heads, self.model.num_query_groups
         )
 
-    def saved(self) -> int:
-        """From the QKV projection's output to the output projection's input, and the mask."""
-        return self.seq * self.samples * self._saved_per_token() + self._mask()
+    def saved(self, recomputed: frozenset[str] = frozenset()) -> int:
+        """From the QKV projection's output to the output projection's input, and the mask, without
+        what these modules of `Rebuilder` make again.
+        """
+        tokens = self.seq * self.samples
+        if "core_attn" in recomputed:
+            return 0 if "qkv" in recomputed else tokens * self._heads_per_token()
+        if "qkv" in recomputed:
+            return tokens * self._core_per_token() + self._mask()
+        return tokens * self._saved_per_token() + self._mask()
+
+    def _heads_per_token(self) -> int:
+        """What `SelfAttention._heads` keeps and returns: the projection and what is made of it."""
+        model, (q, k) = self.model, self.widths
+        norms, rotates = model.qk_layernorm, self.rotates
+        groups = model.num_query_groups * (2 if self.norms_projection else 1)
+        statistics = saved_statistics(model.normalization, self.wide) if norms else 0
+        width = q + 2 * k
+        if self.norms_projection:
+            width *= 2
+        else:
+            width += self._gathered if norms or not rotates else 0
+            width += q + k if norms or rotates else 0
+        return self.compute * width + statistics * (model.num_attention_heads + groups)
+
+    def _core_per_token(self) -> int:
+        """What the attention core makes and keeps beside what it reads."""
+        model, compute, wide, (q, k) = self.model, self.compute, self.wide, self.widths
+        if self.is_plain:
+            # one key head: queries that lie in the projection are copied for the product
+            lie = not model.qk_layernorm and not self.rotates and model.num_query_groups == 1
+            copied = q if lie and model.num_attention_heads > 1 else 0
+            return compute * (3 * q + copied) + self._scores_per_token()
+        log_sum_exp = wide * model.num_attention_heads
+        if self.is_repeated:
+            return compute * 3 * q + log_sum_exp
+        if self.device == "cpu" and compute < wide and not self.is_ours:
+            return compute * q + wide * (2 * q + 2 * k) + log_sum_exp
+        return compute * q + log_sum_exp
 
     def _saved_per_token(self) -> int:
         model, compute, wide = self.model, self.compute, self.wide
@@ -416,14 +452,7 @@ class AttentionBytes:
     def _saved_per_token_plain(self) -> int:
         """Where all scores are in memory."""
         model, (q, k) = self.model, self.widths
-        heads, dropped = model.num_attention_heads, model.attention_dropout > 0
-        scores = self.wide  # softmax
-        if model.attn_logit_softcapping is not None:
-            scores += self.wide  # tanh
-        if dropped:
-            scores += 1  # mask
-        if dropped or self.compute != self.wide:
-            scores += self.compute  # the probabilities that multiply the values
+        heads = model.num_attention_heads
         if model.qk_layernorm:
             # inputs of the norms; queries, repeated keys and values; the output
             width = q + 2 * k + self._gathered + 4 * q
@@ -431,7 +460,19 @@ class AttentionBytes:
             width = q + 2 * k + 3 * q  # one head each: the values stay in the projection
         else:
             width = 4 * q
-        return self.compute * width + scores * heads * self.seq
+        return self.compute * width + self._scores_per_token()
+
+    def _scores_per_token(self) -> int:
+        """All that has the shape of the scores, where these are in memory."""
+        model, dropped = self.model, self.model.attention_dropout > 0
+        scores = self.wide  # softmax
+        if model.attn_logit_softcapping is not None:
+            scores += self.wide  # tanh
+        if dropped:
+            scores += 1  # mask
+        if dropped or self.compute != self.wide:
+            scores += self.compute  # the probabilities that multiply the values
+        return scores * model.num_attention_heads * self.seq
 
     def _mask(self) -> int:
         """None when the fused attention is causal and no more, one for each sample with document
