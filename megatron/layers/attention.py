@@ -488,10 +488,13 @@ class AttentionBytes:
 
     def gradients(self) -> int:
         """Of queries, keys and values apart, then of the projection; where all scores are in
-        memory, of probabilities and scores.
+        memory, of probabilities and scores, beside those of the output and the values.
         """
         q, k = self.widths
         is_one = self.takes_projection and not self.norms_projection
         width = (1 if is_one else 2) * (q + 2 * k) + (2 * q if self.is_repeated else 0)
-        scores = 3 * self.wide * self.seq * self.model.num_attention_heads if self.is_plain else 0
-        return self.seq * self.samples * (self.compute * width + scores)
+        per_token = self.compute * width
+        if self.is_plain:
+            scores = self.wide * self.seq * self.model.num_attention_heads
+            per_token = max(per_token, 2 * scores + self.compute * 2 * q)
+        return self.seq * self.samples * per_token
