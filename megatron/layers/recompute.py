@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
     source: Rebuilt
     number: int
-    shape: tuple[Any, Any, int] | None  # sizes, strides, offset in the result's storage
+    shape: tuple[Any, Any, Any] | None  # sizes, strides, offset in the result's storage
 
     def read(self) -> Tensor:
         """The tensor; each place is read once."""
@@ -64,7 +64,7 @@ class Rebuilt:
         self.reads: Counter[int] = Counter()  # to come
         self.tensors: dict[int, Tensor] = {}
 
-    def place(self, number: int, shape: tuple[Any, Any, int] | None = None) -> Place:
+    def place(self, number: int, shape: tuple[Any, Any, Any] | None = None) -> Place:
         """One more reader of a tensor."""
         self.reads[number] += 1
         return Place(self, number, shape)

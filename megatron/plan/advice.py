@@ -72,7 +72,7 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     one; and weights that come from host memory.
 
     A transfer hides when its bytes take no longer than the FLOPs beside it: 2 for each parameter
-    and token in a forward pass, 4 in a backward pass (6 with recomputation). Latency and what else
+    and token in a forward pass, 4 in a backward pass (6 where all layers are recomputed). Latency and what else
     is on the wire are not counted.
     """
     training = config.training
@@ -80,7 +80,9 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     stage = config.distributed.zero_stage
     replicas = data_parallel_size(config, world_size)
     shard = shard_size(config, world_size)
-    backward = 6 if training.recompute_granularity else 4
+    # what is computed again of some layers, or within them, hides less
+    whole = training.recompute_granularity == "full" and training.recompute_method != "block"
+    backward = 6 if whole else 4
     accumulates = training.global_batch_size > training.micro_batch_size * replicas
     gathers = stage == 3 and not config.distributed.zero3_keep_gathered
     transfer = partial(_transfer, config, machine, gathers and accumulates)
