@@ -16,16 +16,15 @@ from test_split_units import (
     B,
     H,
     S,
-    Storages,
     build,
     gradients,
     micro_batch,
-    no_collector,
     split,
     whole,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
+from unit.storages import Storages, no_collector
 
 from megatron.layers.recompute import Rebuilder, Rebuilt
 from megatron.model.recompute import KEPT, WHOLE, LayerRecompute, stage_recompute

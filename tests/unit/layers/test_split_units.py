@@ -2,18 +2,12 @@
 two.
 """
 
-import contextlib
 import dataclasses
-import gc
 import threading
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from unit.by_hand import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -23,6 +17,7 @@ from unit.by_hand import (
     forward,
     recomputing,
 )
+from unit.storages import Storages, no_collector, of
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout, build_groups
@@ -228,57 +223,6 @@ def test_recomputing_is_done_once(monkeypatch):
     assert len(calls) == 2
     passes.backward(Kind.BACKWARD_WEIGHT, unit, None, kept)
     assert len(calls) == 2
-
-
-class Storages(TorchDispatchMode):
-    """Every storage that an operator made, without keeping it alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = of(*(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and not of(x) <= given | self.made.keys():
-                self.made[x.untyped_storage()._cdata] = (
-                    StorageWeakRef(x.untyped_storage()),
-                    x.untyped_storage().nbytes(),
-                )
-        return out
-
-    def alive(self):
-        return {
-            key: size for key, (reference, size) in self.made.items() if not reference.expired()
-        }
-
-    def settle(self, done):
-        """Whether `done` of the living storages comes true: Gloo's thread drops a sent tensor a
-        moment after the message is over.
-        """
-        end = time.monotonic() + 60
-        while not (came := done(self.alive())) and time.monotonic() < end:
-            time.sleep(0.001)
-        return came
-
-
-def of(*tensors):
-    return {x.untyped_storage()._cdata for x in tensors}
-
-
-@contextlib.contextmanager
-def no_collector():
-    """Storages must go by their references alone."""
-    with Storages():
-        # the first use of such a mode imports much, and leaves this function's frame in a cycle
-        torch.zeros(1)
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @no_collector()
