@@ -426,7 +426,8 @@ def _weight_decay(run: RunView) -> Faults:
 
 
 def _recompute(run: RunView) -> Faults:
-    if run.recompute_method == "block" and run.recompute_num_layers is None:
+    in_full = run.recompute_granularity == "full"
+    if in_full and run.recompute_method == "block" and run.recompute_num_layers is None:
         yield (
             "--recompute-method block: give --recompute-num-layers, the number of layers of each "
             "stage that are recomputed"

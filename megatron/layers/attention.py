@@ -210,7 +210,9 @@ def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> Paramet
 
 
 class SelfAttention(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. `rebuilder`: the layer's."""
+    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. `rebuilder`: that of the
+    layer.
+    """
 
     def __init__(
         self,

@@ -3,7 +3,7 @@ keeping them (Korthikanti et al. 2022).
 
 Autograd saves what backward passes read. A `Rebuilder` stands between: of a computation that is to
 be made again it keeps the inputs, drops what is saved inside, and marks the results, so that
-whoever saves one of them keeps a `Place` in its stead. The first read of any of these runs the
+whoever saves one of them keeps a `SavedPlace` in its stead. The first read of any of these runs the
 computation again, once, and gives each reader its tensor. A tensor goes when its last reader has
 had it. Inputs may be results of another such computation, which then runs first.
 
@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 Function = Callable[..., Any]  # of tensors: a tensor, or several
 
 
-class Place(NamedTuple):
+class SavedPlace(NamedTuple):
     """Where a tensor comes from that is not kept: a view of a result, or what a computation saved
     inside (`shape` None).
     """
@@ -44,12 +44,12 @@ class Place(NamedTuple):
         return tensor if self.shape is None else tensor.as_strided(*self.shape)
 
 
-Saved = Tensor | Place
+Saved = Tensor | SavedPlace
 
 
 def unpack(saved: Saved) -> Tensor:
     """What a backward pass reads."""
-    return saved.read() if isinstance(saved, Place) else saved
+    return saved.read() if isinstance(saved, SavedPlace) else saved
 
 
 class Rebuilt:
@@ -64,12 +64,12 @@ class Rebuilt:
         self.reads: Counter[int] = Counter()  # to come
         self.tensors: dict[int, Tensor] = {}
 
-    def place(self, number: int, shape: tuple[Any, Any, Any] | None = None) -> Place:
+    def place(self, number: int, shape: tuple[Any, Any, Any] | None = None) -> SavedPlace:
         """One more reader of a tensor."""
         self.reads[number] += 1
-        return Place(self, number, shape)
+        return SavedPlace(self, number, shape)
 
-    def drop(self, _: Tensor) -> Place:
+    def drop(self, _: Tensor) -> SavedPlace:
         """In the place of a tensor that is saved inside."""
         self.inside += 1
         return self.place(self.inside - 1)

@@ -10,6 +10,7 @@ from functools import partial
 
 from megatron.config.derive import data_parallel_size
 from megatron.config.groups import Config
+from megatron.model.recompute import recomputes_all
 from megatron.plan.memory import MemoryPlan, RankMemory
 from megatron.plan.state import precisions, shard_size
 
@@ -72,17 +73,15 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     one; and weights that come from host memory.
 
     A transfer hides when its bytes take no longer than the FLOPs beside it: 2 for each parameter
-    and token in a forward pass, 4 in a backward pass (6 where all layers are recomputed). Latency and what else
-    is on the wire are not counted.
+    and token in a forward pass, 4 in a backward pass (6 where every layer is recomputed). Latency
+    and what else is on the wire are not counted.
     """
     training = config.training
     size = precisions(config)
     stage = config.distributed.zero_stage
     replicas = data_parallel_size(config, world_size)
     shard = shard_size(config, world_size)
-    # what is computed again of some layers, or within them, hides less
-    whole = training.recompute_granularity == "full" and training.recompute_method != "block"
-    backward = 6 if whole else 4
+    backward = 6 if recomputes_all(training) else 4
     accumulates = training.global_batch_size > training.micro_batch_size * replicas
     gathers = stage == 3 and not config.distributed.zero3_keep_gathered
     transfer = partial(_transfer, config, machine, gathers and accumulates)

@@ -212,7 +212,9 @@ OTHERWISE = {
         "cuda_graphs",
         "recompute_granularity",
         "recompute_method",
+        "recompute_modules",
         "recompute_num_layers",
+        "distribute_saved_activations",
     },
     "evaluation": {"eval_interval", "skip_train"},
 }

@@ -1,5 +1,5 @@
-"""Selective recomputation: bits, matrix products, when what is rebuilt exists; and the mistakes that
-these find.
+"""Selective recomputation: bits, matrix products, how long what is rebuilt lives; and the mistakes
+that these find.
 """
 
 from __future__ import annotations
