@@ -53,11 +53,6 @@ def stage_recompute(training: TrainingConfig, layers: int) -> list[LayerRecomput
     return [choice for start in starts for choice in group_of(min(size, layers - start))]
 
 
-def recomputes_all(training: TrainingConfig) -> bool:
-    """Whether every layer runs its forward pass twice."""
-    return training.recompute_granularity == "full" and training.recompute_method != "block"
-
-
 def recompute_text(training: TrainingConfig) -> str:
     """The choice in words."""
     granularity, count = training.recompute_granularity, training.recompute_num_layers or 1

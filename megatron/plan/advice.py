@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.config.derive import data_parallel_size
-from megatron.config.groups import Config
-from megatron.model.recompute import recomputes_all
+from megatron.config.groups import Config, TrainingConfig
 from megatron.plan.memory import MemoryPlan, RankMemory
 from megatron.plan.state import precisions, shard_size
 
@@ -81,7 +80,7 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     stage = config.distributed.zero_stage
     replicas = data_parallel_size(config, world_size)
     shard = shard_size(config, world_size)
-    backward = 6 if recomputes_all(training) else 4
+    backward = _backward_flops(training)
     accumulates = training.global_batch_size > training.micro_batch_size * replicas
     gathers = stage == 3 and not config.distributed.zero3_keep_gathered
     transfer = partial(_transfer, config, machine, gathers and accumulates)
@@ -108,6 +107,12 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
         transfer(f"reduce-scatter {often}", size.wire, backward, 2),
         gather("gather of the new weights in the next forward pass"),
     ]
+
+
+def _backward_flops(training: TrainingConfig) -> int:
+    """FLOPs for each parameter and token that stand beside a layer's gradients at least."""
+    whole = training.recompute_granularity == "full" and training.recompute_method != "block"
+    return 6 if whole else 4
 
 
 def _transfer(
