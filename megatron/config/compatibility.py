@@ -882,6 +882,10 @@ INSTEAD: dict[tuple[str, str], str] = {
     ): "Llama 3's tokenizer is a tokenizer.json; give --tokenizer-type HuggingFaceTokenizer "
     "with --tokenizer-model FOLDER",
     **{
+        ("--recompute", word): f"auto chooses; give --recompute-granularity {word} for that"
+        for word in ("full", "selective")
+    },
+    **{
         ("--recompute-modules", word): f"{word} is a part of {what}; drop the word{instead}"
         for word, what, instead in (
             ("moe", _EXPERTS, ", or give mlp"),
@@ -938,7 +942,7 @@ HABITS = {
     "--num-query-groups": "--n-kv-heads --num-kv-heads --kv-heads",
     "--ffn-hidden-size": "--intermediate-size --d-ff",
     "--hidden-dropout": "--dropout",
-    "--recompute-granularity": "--gradient-checkpointing --activation-checkpointing --recompute",
+    "--recompute-granularity": "--gradient-checkpointing --activation-checkpointing",
     "--attention-backend": "--flash-attn --flash-attention",
     "--data-path": "--data --dataset --train-data",
     "--tokenizer-model": "--tokenizer --tokenizer-path --tokenizer-name-or-path",

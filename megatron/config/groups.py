@@ -50,6 +50,7 @@ from megatron.config.metadata import (
     POSITIVE,
     RATE,
     RECOMPUTE,
+    RECOMPUTE_AUTO,
     ROPE,
     ROTARY,
     ROUNDING,
@@ -447,6 +448,20 @@ class TrainingConfig:
     recompute_num_layers: int | None = flag(None, bound=POSITIVE, needs=RECOMPUTE)
     """Layers of a group, or layers of each stage that are recomputed, see --recompute-method.
     Default of uniform: 1.
+    """
+    recompute: Literal["auto"] | None = flag(None, megatron="absent there")
+    """auto: choose for the layers of each pipeline rank what costs the least time and fits
+    --memory-budget, and say why.
+    """
+    memory_budget: float | None = flag(
+        None, megatron="absent there", bound=POSITIVE, needs=RECOMPUTE_AUTO
+    )
+    """GiB that the plan of a step may need on each device with --recompute auto; what the plan does
+    not count (see --dry-run) comes on top.
+    """
+    recompute_layers: tuple[str, ...] | None = flag(None, megatron="absent there")
+    """What is recomputed of each layer of the model, in order: WHAT*COUNT ... with WHAT none, full,
+    or modules of --recompute-modules with + between them. It is what --recompute auto chooses.
     """
     distribute_saved_activations: bool = flag(
         False,

@@ -98,6 +98,7 @@ DYNAMIC_SCALE = Need(
 FP16 = Need("--fp16")
 BF16 = Need("--bf16", fault=True)
 RECOMPUTE = Need("--recompute-granularity full", fault=True)
+RECOMPUTE_AUTO = Need("--recompute auto", fault=True)
 SELECTIVE = Need("--recompute-granularity selective", fault=True)
 ADAM = Need("--optimizer adam")
 OFFLOADED_ADAM = Need("--optimizer adam", fault=True)

@@ -73,6 +73,7 @@ class GPTModel(nn.Module):
         )
         rotates = config.position_embedding_type in ("rope", "yarn")
         self.rotary = RotaryTables(config, dtype) if rotates else None
+        self.stages = stages
         self.chunks = [self._chunk(stage) for stage in stages]
         declared = (
             spec
@@ -93,9 +94,9 @@ class GPTModel(nn.Module):
 
     def choose_recompute(self, training: TrainingConfig) -> None:
         """Tell the layers what their backward passes compute again; nothing until then."""
-        for chunk in self.chunks:
+        for stage, chunk in zip(self.stages, self.chunks, strict=True):
             layers = [layer for _, layer in chunk if layer.recomputes]
-            for layer, choice in zip(layers, stage_recompute(training, len(layers)), strict=True):
+            for layer, choice in zip(layers, stage_recompute(training, stage.layers), strict=True):
                 layer.choose_recompute(choice)
 
     def declared(self) -> list[tuple[str, nn.Parameter, ParameterSpec]]:

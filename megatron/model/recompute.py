@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.groups import TrainingConfig
+from megatron.config.recompute import FULL, NONE, layer_words
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,22 @@ def group_of(size: int) -> list[LayerRecompute]:
     ]
 
 
-def stage_recompute(training: TrainingConfig, layers: int) -> list[LayerRecompute]:
-    """The choice for each layer of a stage with so many, in order. Full: `uniform` cuts the stage
-    into groups of --recompute-num-layers (the last may be smaller), `block` takes so many of its
-    first layers, each by itself.
+def choice_of(what: str) -> LayerRecompute:
+    """The choice that a word of --recompute-layers names."""
+    if what == FULL:
+        return WHOLE
+    return KEPT if what == NONE else LayerRecompute(frozenset(what.split("+")))
+
+
+def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompute]:
+    """The choice for each layer of a stage, in order. Full: `uniform` cuts the stage into groups of
+    --recompute-num-layers (the last may be smaller), `block` takes so many of its first layers,
+    each by itself.
     """
+    layers = len(stage)
+    if training.recompute_layers is not None:
+        words = layer_words(training.recompute_layers)
+        return [choice_of(words[layer]) for layer in stage]
     if training.recompute_granularity == "selective":
         return [LayerRecompute(frozenset(training.recompute_modules or ("core_attn",)))] * layers
     if training.recompute_granularity is None:
@@ -55,6 +67,8 @@ def stage_recompute(training: TrainingConfig, layers: int) -> list[LayerRecomput
 
 def recompute_text(training: TrainingConfig) -> str:
     """The choice in words."""
+    if training.recompute_layers is not None:
+        return f"by layers ({' '.join(training.recompute_layers)})"
     granularity, count = training.recompute_granularity, training.recompute_num_layers or 1
     if granularity is None:
         return "none"

@@ -288,7 +288,7 @@ def head_bytes(shape: Shape) -> UnitBytes:
 
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
     """The units of a stage in the order of the forward pass."""
-    choices = stage_recompute(shape.config.training, len(stage.layers))
+    choices = stage_recompute(shape.config.training, stage.layers)
     layers = [layer_bytes(shape, index, choice) for index, choice in zip(stage.layers, choices)]
     return [
         *([embedding_bytes(shape)] if stage.embedding else []),

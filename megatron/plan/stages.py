@@ -59,7 +59,7 @@ def stage_costs(config: Config, stages: Sequence[Stage], padded_vocab: int) -> C
     again = [
         sum(
             flops_again(model, config.data.seq_length, choice)
-            for choice in stage_recompute(config.training, len(stage.layers))
+            for choice in stage_recompute(config.training, stage.layers)
         )
         for stage in stages
     ]

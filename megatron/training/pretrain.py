@@ -149,7 +149,7 @@ def _tell_peers(run: Run, error: Exception) -> None:
 def _dry_run(config: Config, notes: list[str], world_size: int, not_done: Sequence[str]) -> int:
     here = torch.device("cpu")
     with job_log():
-        prepared = prepare(config, notes, world_size, here, ALONE)
+        prepared = prepare(config, notes, world_size, here, ALONE, planned_for="cuda")
         sections, verdict = describe(prepared, world_size, here, planned_for="cuda")
     text, code = end_of_dry_run(verdict)
     print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)

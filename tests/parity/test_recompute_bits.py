@@ -11,13 +11,19 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
+from distributed.pool import RankError
 from parity.layouts import BASE, FEATURES, SCHEDULES, Row
 from parity.test_pipeline_bits import bits, same
 from parity.worker import Outcome, run_case
 
+from megatron.config.arguments import parse_arguments
+from megatron.config.errors import UserError
+from megatron.config.recompute import layer_words
+from megatron.config.validate import resolve
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.zero import Zero
 from megatron.parallel.layer_passes import Inputs, LayerPasses
+from megatron.plan.recompute import choose_layers
 
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full"
@@ -32,8 +38,10 @@ CHOICES = {
     "uneven groups": f"{FULL} --recompute-method uniform --recompute-num-layers 3",
     "block": f"{FULL} --recompute-method block --recompute-num-layers 1",
     "shares": f"{FULL} --recompute-num-layers 2 --distribute-saved-activations",
+    "by layers": "--recompute-layers full layernorm+mlp core_attn none",
 }
 PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024"}
+VOCAB = 50  # tokens of BASE
 STEPS = "--train-iters 3 --lr-warmup-iters 1 --num-layers 4 --micro-batch-size 1"
 
 CI = (  # layout, feature, precision, choices; small worlds first
@@ -48,7 +56,7 @@ CI = (  # layout, feature, precision, choices; small worlds first
     ("pp2 interleaved v2", "dropout", "fp32", "groups, norms, activation"),
     ("pp2 zero-bubble", "dropout", "bf16", "all, groups"),
     ("pp2 zero-bubble-v", "gqa2-qknorm", "fp32", "all"),
-    ("pp2 1f1b tp2", "dropout", "bf16", "shares"),
+    ("pp2 1f1b tp2", "dropout", "bf16", "shares, by layers"),
     ("pp2 zero-bubble dp2 zero3", "dropout", "bf16", "all, groups"),
 )
 LAYOUTS = (
@@ -80,7 +88,9 @@ def rows() -> list:
         for feature, precision in (("dropout", "bf16"), ("gqa2-qknorm", "fp32")):
             for choice in CHOICES:
                 row = layout, feature, precision, choice
-                if row not in ci and (choice != "shares" or "tp2" in layout and "sp" not in layout):
+                shares = choice == "shares" and ("tp2" not in layout or "sp" in layout)
+                more_layers = "interleaved" in layout or "zero-bubble-v" in layout
+                if row not in ci and not shares and not (choice == "by layers" and more_layers):
                     found.append(pytest.param(*row, id=" ".join(row), marks=pytest.mark.campaign))
     return found
 
@@ -109,6 +119,28 @@ def test_the_same_bits(gloo_world, kept, layout, feature, precision, choice):
         kept[flags] = parts(world.run(run_case, flags))
     found = parts(world.run(run_case, (*flags, *CHOICES[choice].split())))
     assert all(same(one, other) for one, other in zip(found, kept[flags], strict=True))
+
+
+def test_what_auto_chooses_has_the_same_bits(gloo_world, kept):
+    flags = flags_of("pp2 1f1b", "dropout", "bf16")
+    if flags not in kept:
+        kept[flags] = parts(gloo_world(2).run(run_case, flags))
+    auto = "--recompute auto --memory-budget 0.00057".split()
+    config = resolve(parse_arguments([*flags, *auto]).config, 2, VOCAB).config
+    chosen, _ = choose_layers(config, VOCAB, 2, "cpu")
+    assert set(layer_words(chosen.training.recompute_layers)) > {"none"}
+    found = parts(gloo_world(2).run(run_case, (*flags, *auto)))
+    assert all(same(one, other) for one, other in zip(found, kept[flags], strict=True))
+    with pytest.raises(RankError, match="even with the recomputation that needs the least"):
+        gloo_world(2).run(refused_for, (*flags, *auto, "--memory-budget", "0.0001"))
+
+
+def refused_for(flags: tuple[str, ...]) -> None:
+    """The run ends with an error of the user's."""
+    try:
+        run_case(flags)
+    except UserError as error:
+        raise AssertionError(str(error)) from None
 
 
 def parts(outcomes: list[Outcome]) -> tuple:
