@@ -193,7 +193,8 @@ def choose_for_rank(steps: PlannedSteps, rank: int, budget: int) -> RankChoice:
     chosen = candidates([len(stage.layers) for stage in stages], len(options))
     needed = needed_bytes(steps, rank, options, chosen)
     seconds = np.array([seconds_again(shape, what) for what in options])[chosen].sum(1)
-    order = np.lexsort((needed, np.round(seconds * 1e12)))
+    costs = np.round(seconds * 1e12)  # sums in any order are equal
+    order = np.lexsort((needed, costs))
     fitting = order[needed[order] <= budget]
     if not len(fitting):
         raise UserError(
@@ -202,23 +203,25 @@ def choose_for_rank(steps: PlannedSteps, rank: int, budget: int) -> RankChoice:
             "more, or use more ranks, a higher --zero-stage or a smaller --micro-batch-size"
         )
     best = fitting[0]
-
-    def layers_of(row: int) -> list[str]:
-        return [options[index] for index in chosen[row]]
-
-    less = np.flatnonzero(np.round(seconds * 1e12) < np.round(seconds[best] * 1e12))
-    cheaper = None
-    if len(less):
-        row = less[np.argmin(needed[less])]
-        cheaper = ", ".join(words_of(layers_of(row))), int(needed[row])
     kept = np.flatnonzero((chosen == options.index(NONE)).all(1))[0]
     return RankChoice(
-        dict(zip(numbers, layers_of(best), strict=True)),
+        dict(zip(numbers, [options[index] for index in chosen[best]], strict=True)),
         int(needed[best]),
         float(seconds[best]),
         int(needed[kept]),
-        cheaper,
+        _cheaper(options, chosen, needed, costs < costs[best]),
     )
+
+
+def _cheaper(
+    options: Sequence[str], chosen: np.ndarray, needed: np.ndarray, among: np.ndarray
+) -> tuple[str, int] | None:
+    """Of these candidates the one that needs the least, in words, and its bytes."""
+    rows = np.flatnonzero(among)
+    if not len(rows):
+        return None
+    row = rows[np.argmin(needed[rows])]
+    return ", ".join(words_of([options[index] for index in chosen[row]])), int(needed[row])
 
 
 def needed_bytes(

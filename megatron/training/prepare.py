@@ -71,10 +71,10 @@ def prepare(
     """
     with raise_on_all_ranks(world, device):
         tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
-        resolved = resolve(config, world_size, tokenizer.vocab_size)
-        target = planned_for or device.type
-        config, reasons = choose_layers(resolved.config, tokenizer.vocab_size, world_size, target)
-        notes = [*notes, *resolved.notes, *reasons]
+        config, reasons = _resolved(
+            config, tokenizer.vocab_size, world_size, planned_for or device.type
+        )
+        notes = [*notes, *reasons]
         schedule = ParamSchedule.of(config)
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
     with raise_on_all_ranks(world, device):
@@ -97,6 +97,15 @@ def prepare(
     return Prepared(
         config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, notes, changed
     )
+
+
+def _resolved(
+    config: Config, vocab_size: int, world_size: int, device: str
+) -> tuple[Config, list[str]]:
+    """The configuration with derived and chosen values, and what there is to say of them."""
+    resolved = resolve(config, world_size, vocab_size)
+    config, reasons = choose_layers(resolved.config, vocab_size, world_size, device)
+    return config, [*resolved.notes, *reasons]
 
 
 def check_kernels(config: Config, device: torch.device, ranks: Ranks) -> None:
