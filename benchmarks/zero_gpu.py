@@ -261,10 +261,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
     groups = build_groups(layout_of(config, ranks), 0, dist.new_group, **group_options(config))
     model = build_model(config, vocab, groups, device)
     blocks = build_run_blocks(config, model, device, groups)
-    zero, passes = (
-        Zero(model, blocks, groups, config.distributed),
-        LayerPasses(config.training.recompute_granularity == "full"),
-    )
+    zero, passes = Zero(model, blocks, groups, config.distributed), LayerPasses()
     seq, samples = config.data.seq_length, config.training.micro_batch_size
     return Run(
         config=config,

@@ -33,6 +33,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.plan.advice import BANDWIDTH, HOST_BANDWIDTH, MFU, PEAK_TFLOPS, Machine
 from megatron.plan.checkpoint import checkpoint_report
 from megatron.plan.memory import MemoryPlan  # noqa: E402
+from megatron.plan.recompute import choose_layers  # noqa: E402
 from megatron.plan.table import memory_report  # noqa: E402
 from megatron.plan.verdict import DEVICE_MEMORY
 
@@ -103,6 +104,7 @@ def plan(what: str, argv: list[str]) -> list[str]:
     config = without_files(parsed.config)
     vocab_size = build_tokenizer(resolve(config, world_size, None).config.data).vocab_size
     config = resolve(config, world_size, vocab_size).config
+    config, reasons = choose_layers(config, vocab_size, world_size, "cuda")
     if what == "checkpoint":
         return checkpoint_report(
             config,
@@ -118,11 +120,12 @@ def plan(what: str, argv: list[str]) -> list[str]:
         own["--bandwidth"],
         own["--host-bandwidth"],
     )
-    return memory_report(
+    report = memory_report(
         MemoryPlan(config, vocab_size, world_size),
         memory=config.distributed.device_memory or DEVICE_MEMORY,
         machine=machine,
     )
+    return [*report, *reasons]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -59,6 +59,7 @@ TAKES_FILE = ("--config", "--deepspeed-config")
 NO_PATHS = {
     "split",
     "freeze",
+    "recompute_layers",
     "pipeline_model_parallel_layout",
     "wandb_project",
     "wandb_exp_name",

@@ -129,6 +129,11 @@ EQUALS = (
     equals("--fp8-e4m3", "--fp8-format e4m3"),
     equals("--fp8-hybrid", "--fp8-format hybrid"),
     equals("--disable-fp8-wgrad", "--no-fp8-wgrad"),
+    equals("--recompute-activations", "--recompute-granularity selective"),
+    equals(
+        "--distribute-checkpointed-activations --partition-activations",
+        "--distribute-saved-activations",
+    ),
     equals("--override-lr-scheduler", "--override-opt-param-scheduler"),
     equals("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
     equals("--no-check-for-nan-in-loss-and-grad", "--nan-policy skip"),
@@ -516,8 +521,7 @@ NOT_DONE = (
         otherwise="--attention-backend auto takes the fastest kernel that supports the settings",
     ),
     not_done(
-        "--distribute-saved-activations --distribute-checkpointed-activations "
-        "--partition-activations --checkpoint-in-cpu "
+        "--checkpoint-in-cpu "
         "--contigious-checkpointing --split-transformers --memory-centric-tiled-linear "
         "--tile-factor --mlp-chunks-for-training",
         "it saves no memory here; --sequence-parallel and --recompute-granularity full do",
@@ -643,8 +647,8 @@ REFUSED = (
         "one learning rate serves all parameters; drop it",
     ),
     refused(
-        "--recompute-activations --recompute-modules --moe-layer-recompute",
-        f"selective recompute is {_LATER}; drop it, or use --checkpoint-activations (all of it)",
+        "--moe-layer-recompute",
+        "there are no experts here; of a dense layer --recompute-modules mlp recomputes the MLP",
     ),
     refused(
         "--use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args "
@@ -877,6 +881,8 @@ ASKS: dict[tuple[str, str], CompatibilityRow] = {
     ),
 }
 
+_EXPERTS = "a mixture of experts, which is not built"
+
 # Values that are refused, with what to give instead.
 INSTEAD: dict[tuple[str, str], str] = {
     (
@@ -884,14 +890,23 @@ INSTEAD: dict[tuple[str, str], str] = {
         "Llama3Tokenizer",
     ): "Llama 3's tokenizer is a tokenizer.json; give --tokenizer-type HuggingFaceTokenizer "
     "with --tokenizer-model FOLDER",
-    (
-        "--recompute-granularity",
-        "selective",
-    ): "selective recompute is not built yet; drop it, or use --recompute-granularity full",
-    (
-        "--recompute-method",
-        "block",
-    ): "block recompute is not built yet; use --recompute-method uniform",
+    **{
+        ("--recompute", word): f"auto chooses; give --recompute-granularity {word} for that"
+        for word in ("full", "selective")
+    },
+    **{
+        ("--recompute-modules", word): f"{word} is a part of {what}; drop the word{instead}"
+        for word, what, instead in (
+            ("moe", _EXPERTS, ", or give mlp"),
+            ("moe_act", _EXPERTS, ", or give mlp_act, the dense MLP's activation"),
+            ("shared_experts", _EXPERTS, ""),
+            ("mla_up_proj", "latent attention, which is not built", ""),
+            ("gdn_norm_out", "gated delta nets, which are not built", ""),
+            ("gdp_in_proj", "gated delta nets, which are not built", ""),
+            ("gdp_qkv", "gated delta nets, which are not built", ""),
+            ("mhc", "hyper-connections, which are not built", ""),
+        )
+    },
     **{
         ("--cp-comm-type", word): f"is {_LATER}; give --cp-comm-type allgather or a2a"
         for word in ("p2p", "a2a+p2p")
@@ -945,7 +960,7 @@ HABITS = {
     "--num-query-groups": "--n-kv-heads --num-kv-heads --kv-heads",
     "--ffn-hidden-size": "--intermediate-size --d-ff",
     "--hidden-dropout": "--dropout",
-    "--recompute-granularity": "--gradient-checkpointing --activation-checkpointing --recompute",
+    "--recompute-granularity": "--gradient-checkpointing --activation-checkpointing",
     "--attention-backend": "--flash-attn --flash-attention",
     "--data-path": "--data --dataset --train-data",
     "--tokenizer-model": "--tokenizer --tokenizer-path --tokenizer-name-or-path",
@@ -977,10 +992,11 @@ def translate_value(flag: str, words: Words) -> tuple[Words, str]:
         return [
             str(int(left) + 1)
         ], f"--window-size {words[0]} is a window of {int(left) + 1} tokens, itself included"
+    for word in words:
+        if (flag, word) in INSTEAD:
+            raise UserError(INSTEAD[flag, word])
     if len(words) != 1:
         return words, ""
-    if (flag, words[0]) in INSTEAD:
-        raise UserError(INSTEAD[flag, words[0]])
     ours, text = VALUES.get((flag, words[0]), (words[0], ""))
     return [ours], text
 

@@ -29,6 +29,8 @@ OFFLOAD = (
     "zero_optimization.offload_optimizer.nvme_path",
 )
 
+PARTITION = "activation_checkpointing.partition_activations"
+
 # Keys that are refused with these values, and what to do.
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "zero_optimization.offload_optimizer.device": (
@@ -73,7 +75,10 @@ NOTED = {
     "comet": "metrics.jsonl is always written",
     "flops_profiler": "throughput and MFU are always logged",
     "comms_logger": "communication is not logged",
-    "activation_checkpointing": "--checkpoint-activations switches recompute on",
+    "activation_checkpointing": (
+        "--checkpoint-activations switches recompute on, and --recompute-num-layers says how many "
+        "layers share a saved input"
+    ),
     "zero_allow_untested_optimizer": "DeepSpeed's optimizers are not used",
     "zero_force_ds_cpu_optimizer": "DeepSpeed's optimizers are not used",
     "prescale_gradients": "gradients are summed over ranks, and scaled once",
@@ -201,6 +206,8 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> Answer:
     if key in OFFLOAD:
         device = content["zero_optimization"]["offload_optimizer"].get("device")
         return _offload(key, value, device, config)
+    if key == PARTITION and not _keeps_copies(config):
+        return "acts only where layers are recomputed on several tensor-parallel ranks", ""
     unsaid = key == "data_types.grad_accum_dtype" and value is None
     if key in SAME and not unsaid:
         group, field = SAME[key]
@@ -209,6 +216,13 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> Answer:
     if key == "gradient_accumulation_steps":
         return _accumulation(value, config)
     return _without_a_flag(key, value)
+
+
+def _keeps_copies(config: Config) -> bool:
+    """Whether each tensor-parallel rank would keep a copy of what full recomputation keeps."""
+    distributed = config.distributed
+    several = distributed.tensor_model_parallel_size > 1 and not distributed.sequence_parallel
+    return several and config.training.recompute_granularity == "full"
 
 
 def _without_a_flag(key: str, value: Any) -> Answer:

@@ -144,9 +144,11 @@ def _derive_training(run: RunView) -> Derivation:
         )
     if run.recompute_granularity == "full":
         if run.recompute_method is None:
-            yield "recompute_method", "uniform", "the one method there is"
-        if run.recompute_num_layers is None:
+            yield "recompute_method", "uniform", "every layer is recomputed"
+        if run.recompute_num_layers is None and run.recompute_method != "block":
             yield "recompute_num_layers", 1, "every layer by itself"
+    if run.recompute_granularity == "selective" and run.recompute_modules is None:
+        yield "recompute_modules", ("core_attn",), "Megatron's default"
     if run.skip_train and run.train_iters is None and run.train_samples is None:
         yield "train_iters", 0, "--skip-train trains nothing"
     if run.skip_train and run.lr is None:

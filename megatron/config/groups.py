@@ -54,6 +54,7 @@ from megatron.config.metadata import (
     POSITIVE,
     RATE,
     RECOMPUTE,
+    RECOMPUTE_AUTO,
     ROPE,
     ROTARY,
     ROUNDING,
@@ -61,6 +62,7 @@ from megatron.config.metadata import (
     SAVE_FOR_SAFETY,
     SCALED_ROPE,
     SEED,
+    SELECTIVE,
     SEVERAL_RANKS,
     SGD,
     SHARDED,
@@ -107,6 +109,7 @@ model_flag = partial(flag, change=MODEL)
 kernel_flag = partial(flag, "auto", megatron="absent there", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]
 ApexBackend = Literal["auto", "triton", "apex", "torch"]
+RecomputeModule = Literal["core_attn", "qkv", "layernorm", "mlp_act", "mlp"]
 Prefixes = tuple[str, ...]
 
 
@@ -459,22 +462,50 @@ class TrainingConfig:
     for models so small that the host is slower than the GPU. Takes memory beyond the plan's for
     copies of what passes between layers and for what graphs may not share.
     """
-    recompute_granularity: Literal["full"] | None = flag(
-        None, megatron="selective is refused until it is built"
-    )
-    """full: keep only each block's input and recompute the block in the backward pass."""
-    recompute_method: Literal["uniform"] | None = flag(
+    recompute_granularity: Literal["full", "selective"] | None = flag(None)
+    """full: keep the input of layers alone and compute the layers again in the backward pass.
+    selective: compute the parts of each layer again that --recompute-modules names.
+    """
+    recompute_modules: tuple[RecomputeModule, ...] | None = flag(
         None,
-        megatron="block is refused until it is built",
-        needs=RECOMPUTE,
+        megatron="qkv and mlp_act are absent there; of mlp fc2 is not computed again here",
+        needs=SELECTIVE,
     )
-    """uniform: recompute every layer."""
-    recompute_num_layers: int | None = flag(
-        None,
-        megatron="only 1 until groups are built",
-        needs=RECOMPUTE,
+    """What selective recomputes: core_attn (the attention core), qkv (queries, keys and values),
+    layernorm (what the norms in front of attention and MLP give), mlp_act (the activation, or
+    the gated product), mlp (fc1's product and the activation). Default: core_attn.
+    """
+    recompute_method: Literal["uniform", "block"] | None = flag(None, needs=RECOMPUTE)
+    """uniform: recompute every layer, in groups of --recompute-num-layers that keep one input.
+    block: recompute the first --recompute-num-layers layers of each (virtual) pipeline stage,
+    each by itself. Default: uniform.
+    """
+    recompute_num_layers: int | None = flag(None, bound=POSITIVE, needs=RECOMPUTE)
+    """Layers of a group, or layers of each stage that are recomputed, see --recompute-method.
+    Default of uniform: 1.
+    """
+    recompute: Literal["auto"] | None = flag(None, megatron="absent there")
+    """auto: choose for the layers of each pipeline rank what costs the least time and fits
+    --memory-budget, and say why.
+    """
+    memory_budget: float | None = flag(
+        None, megatron="absent there", bound=POSITIVE, needs=RECOMPUTE_AUTO
     )
-    """Layers per recomputed unit."""
+    """GiB that the plan of a step may need on each device with --recompute auto; what the plan does
+    not count (see --dry-run) comes on top.
+    """
+    recompute_layers: tuple[str, ...] | None = flag(None, megatron="absent there")
+    """What is recomputed of each layer of the model, in order: WHAT*COUNT ... with WHAT none, full,
+    or modules of --recompute-modules with + between them. It is what --recompute auto chooses.
+    """
+    distribute_saved_activations: bool = flag(
+        False,
+        needs=(RECOMPUTE, TENSOR_PARALLEL),
+        deepspeed="activation_checkpointing.partition_activations",
+    )
+    """Of the layer inputs that full recomputation keeps, each tensor-parallel rank keeps its share
+    and gathers them in the backward pass.
+    """
 
 
 @dataclass(frozen=True)

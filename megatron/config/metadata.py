@@ -101,6 +101,8 @@ FP8 = Need("--fp8-format e4m3 or hybrid", lambda run: run.fp8_format is not None
 FP8_FAULT = Need(FP8.text, FP8.holds, fault=True)
 FIRST_LAST = Need("--first-last-layers-bf16")
 RECOMPUTE = Need("--recompute-granularity full", fault=True)
+RECOMPUTE_AUTO = Need("--recompute auto", fault=True)
+SELECTIVE = Need("--recompute-granularity selective", fault=True)
 ADAM = Need("--optimizer adam")
 OFFLOADED_ADAM = Need("--optimizer adam", fault=True)
 SGD = Need("--optimizer sgd")

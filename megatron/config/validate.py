@@ -20,6 +20,7 @@ from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.fp8 import fp8_faults
 from megatron.config.groups import Config
 from megatron.config.metadata import flag_name, is_rotary
+from megatron.config.recompute import layer_words
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import (
@@ -204,7 +205,9 @@ def _cuda_graphs(run: RunView) -> Faults:
     moves = f"--zero-stage {run.zero_stage}, whose gradient buffers move (take 0 or 1)"
     obstacles = {
         "--torch-compile": run.torch_compile,
-        "--recompute-granularity full": run.recompute_granularity == "full",
+        run.show("recompute_granularity"): run.recompute_granularity is not None,
+        run.show("recompute"): run.recompute is not None,
+        run.show("recompute_layers"): run.recompute_layers is not None,
         f"{run.show('pipeline_schedule')} (take 1f1b or interleaved)": (
             run.pipeline_schedule in ("zero-bubble", "zero-bubble-v")
         ),
@@ -428,8 +431,55 @@ def _weight_decay(run: RunView) -> Faults:
 
 
 def _recompute(run: RunView) -> Faults:
-    if run.recompute_granularity is not None and run.recompute_num_layers != 1:
-        yield f"{run.show('recompute_num_layers')}: groups of layers are not built yet; use 1"
+    in_full = run.recompute_granularity == "full"
+    if in_full and run.recompute_method == "block" and run.recompute_num_layers is None:
+        yield (
+            "--recompute-method block: give --recompute-num-layers, the number of layers of each "
+            "stage that are recomputed"
+        )
+    if run.has("recompute_num_layers", "num_layers") and run.recompute_num_layers > run.num_layers:
+        yield f"{run.show('recompute_num_layers')}: there are {run.num_layers} layers; give fewer"
+    ways = given(run, "recompute", "recompute_granularity", "recompute_layers")
+    if len(ways) > 1 and not (run.recompute and run.recompute_granularity is None):
+        yield f"{' '.join(map(run.show, ways))}: contradict each other; keep one"
+    if run.recompute is not None and run.memory_budget is None:
+        yield "--recompute auto: give --memory-budget, the GiB that the plan may need on a device"
+    selective = [way for way in ways if way != "recompute_granularity"]
+    selective += ["recompute_granularity"] if run.recompute_granularity == "selective" else []
+    for way in selective if run.torch_compile else ():
+        yield (
+            f"{run.show(way)}: a layer that --torch-compile has compiled fixes what it keeps; "
+            "drop one, or take --recompute-granularity full"
+        )
+    yield from _recompute_layers(run)
+    if run.distribute_saved_activations and run.sequence_parallel and run.tp > 1:
+        yield (
+            "--distribute-saved-activations: with --sequence-parallel each rank keeps its part of "
+            "the sequence already; drop one"
+        )
+    sizes = run.has("micro_batch_size", "seq_length", "hidden_size") and run.tp > 1
+    if sizes and run.distribute_saved_activations:
+        elements = run.micro_batch_size * run.seq_length * run.hidden_size
+        if elements % run.tp:
+            yield (
+                f"--distribute-saved-activations: the {elements} elements of a layer's input are "
+                f"not divisible by {run.show('tensor_model_parallel_size')}; drop it"
+            )
+
+
+def _recompute_layers(run: RunView) -> Faults:
+    if run.recompute_layers is None:
+        return
+    try:
+        count = len(layer_words(run.recompute_layers))
+    except UserError as problem:
+        yield f"--recompute-layers: {problem}"
+        return
+    if run.has("num_layers") and count != run.num_layers:
+        yield (
+            f"{run.show('recompute_layers')}: says what becomes of {count} layers, and there are "
+            f"{run.num_layers}"
+        )
 
 
 def _cannot_be_made(folder: Path) -> str:

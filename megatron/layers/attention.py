@@ -32,6 +32,7 @@ from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters, saved_statistics
 from megatron.layers.qk_norm import normed_projection
+from megatron.layers.recompute import Rebuilder
 from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
 from megatron.layers.spec import (
     ZEROS,
@@ -227,7 +228,9 @@ def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> Paramet
 
 
 class SelfAttention(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads."""
+    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. `rebuilder`: that of the
+    layer.
+    """
 
     def __init__(
         self,
@@ -236,8 +239,10 @@ class SelfAttention(nn.Module):
         layer: int,
         tp: TensorParallel = DENSE,
         cp: ContextParallel = WHOLE,
+        rebuilder: Rebuilder | None = None,
     ):
         super().__init__()
+        self.rebuilder = rebuilder or Rebuilder()
         self.config, self.cp = config, cp
         self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
         self.groups = max(1, config.num_query_groups // tp.size)
@@ -266,11 +271,37 @@ class SelfAttention(nn.Module):
         state: DropoutState | None,
         places: Places | None = None,
     ) -> Tensor:
-        qkv = self.qkv(x)
-        # all that this context-parallel rank holds of the sequence, whatever part x is
-        s, b, _ = qkv.shape
         backend = self.backend[state is not None]
-        parts = self._parts(qkv, rotary, backend)
+        heads = partial(self._heads, rotary=rotary, backend=backend)
+        attend = partial(self._attend, mask=mask, state=state, backend=backend, places=places)
+        parts = self.rebuilder("qkv", heads, x)
+        return self.proj(self.rebuilder("core_attn", attend, *parts))
+
+    def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
+        """What the attention core reads: the fused projection, or queries, keys and values."""
+        qkv = self.qkv(x)
+        heads = self.groups, self.queries_per_group + 2, self.head_dim
+        is_turned = rotary is None or self.config.rotary_backend == "triton"
+        is_normed = self.q_norm is None or self.config.norm_backend == "triton"
+        if self.q_norm is None and rotary is not None and is_turned:
+            qkv, rotary = rotate_fused(qkv, rotary, heads), None
+        # all that this context-parallel rank holds of the sequence, whatever part x is
+        qkv = qkv.view(*qkv.shape[:2], *heads)
+        if backend in OURS and is_turned and is_normed and self.cp.size == 1:
+            if self.q_norm is not None:
+                qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
+            return (qkv,)
+        return self._separate(qkv, rotary)
+
+    def _attend(
+        self,
+        *parts: Tensor,
+        mask: AttentionMask,
+        state: DropoutState | None,
+        backend: str,
+        places: Places | None,
+    ) -> Tensor:
+        """The attention core [s, b, n d] of what `_heads` gives."""
         core: Callable[..., Tensor] = partial(  # type: ignore[assignment]
             attention_core,
             scale=self.head_dim**-0.5,
@@ -282,26 +313,8 @@ class SelfAttention(nn.Module):
             deterministic=self.config.deterministic_mode,
         )
         if places is None:
-            out = core(*parts, first_head=self.first_head)
-        else:
-            out = self._over_ranks(core, parts, places)
-        return self.proj(out.reshape(s, b, -1))
-
-    def _parts(self, qkv: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
-        """Queries, keys and values, normalised and rotated, of what the projection gives; or all
-        three in one, where attention takes that and reads no other rank's.
-        """
-        heads = self.groups, self.queries_per_group + 2, self.head_dim
-        is_turned = rotary is None or self.config.rotary_backend == "triton"
-        is_normed = self.q_norm is None or self.config.norm_backend == "triton"
-        if self.q_norm is None and rotary is not None and is_turned:
-            qkv, rotary = rotate_fused(qkv, rotary, heads), None
-        qkv = qkv.view(*qkv.shape[:2], *heads)
-        if backend in OURS and is_turned and is_normed and self.cp.size == 1:
-            if self.q_norm is not None:
-                qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
-            return (qkv,)
-        return self._separate(qkv, rotary)
+            return core(*parts, first_head=self.first_head).flatten(2)
+        return self._over_ranks(core, parts, places).flatten(2)
 
     def _over_ranks(
         self, core: Callable[..., Tensor], parts: tuple[Tensor, ...], places: Places
@@ -397,9 +410,45 @@ class AttentionBytes:
             self.device, masked, self.model.num_attention_heads, self.model.num_query_groups
         )
 
-    def saved(self) -> int:
-        """From the QKV projection's output to the output projection's input, and the mask."""
-        return self.seq * self.samples * self._saved_per_token() + self._mask()
+    def saved(self, recomputed: frozenset[str] = frozenset()) -> int:
+        """From the QKV projection's output to the output projection's input, and the mask, without
+        what these modules of `Rebuilder` make again.
+        """
+        tokens = self.seq * self.samples
+        if "core_attn" in recomputed:
+            return 0 if "qkv" in recomputed else tokens * self._heads_per_token()
+        if "qkv" in recomputed:
+            return tokens * self._core_per_token() + self._mask()
+        return tokens * self._saved_per_token() + self._mask()
+
+    def _heads_per_token(self) -> int:
+        """What `SelfAttention._heads` keeps and returns: the projection and what is made of it."""
+        model, (q, k) = self.model, self.widths
+        norms, rotates = model.qk_layernorm, self.rotates
+        groups = model.num_query_groups * (2 if self.norms_projection else 1)
+        statistics = saved_statistics(model.normalization, self.wide) if norms else 0
+        width = q + 2 * k
+        if self.norms_projection:
+            width *= 2
+        else:
+            width += self._gathered if norms or not rotates else 0
+            width += q + k if norms or rotates else 0
+        return self.compute * width + statistics * (model.num_attention_heads + groups)
+
+    def _core_per_token(self) -> int:
+        """What the attention core makes and keeps beside what it reads."""
+        model, compute, wide, (q, k) = self.model, self.compute, self.wide, self.widths
+        if self.is_plain:
+            # one key head: queries that lie in the projection are copied for the product
+            lie = not model.qk_layernorm and not self.rotates and model.num_query_groups == 1
+            copied = q if lie and model.num_attention_heads > 1 else 0
+            return compute * (3 * q + copied) + self._scores_per_token()
+        log_sum_exp = wide * model.num_attention_heads
+        if self.is_repeated:
+            return compute * 3 * q + log_sum_exp
+        if self.device == "cpu" and compute < wide and not self.is_ours:
+            return compute * q + wide * (2 * q + 2 * k) + log_sum_exp
+        return compute * q + log_sum_exp
 
     def _saved_per_token(self) -> int:
         model, compute, wide = self.model, self.compute, self.wide
@@ -446,14 +495,7 @@ class AttentionBytes:
     def _saved_per_token_plain(self) -> int:
         """Where all scores are in memory."""
         model, (q, k) = self.model, self.widths
-        heads, dropped = model.num_attention_heads, model.attention_dropout > 0
-        scores = self.wide  # softmax
-        if model.attn_logit_softcapping is not None:
-            scores += self.wide  # tanh
-        if dropped:
-            scores += 1  # mask
-        if dropped or self.compute != self.wide:
-            scores += self.compute  # the probabilities that multiply the values
+        heads = model.num_attention_heads
         if model.qk_layernorm:
             # inputs of the norms; queries, repeated keys and values; the output
             width = q + 2 * k + self._gathered + 4 * q
@@ -461,7 +503,19 @@ class AttentionBytes:
             width = q + 2 * k + 3 * q  # one head each: the values stay in the projection
         else:
             width = 4 * q
-        return self.compute * width + scores * heads * self.seq
+        return self.compute * width + self._scores_per_token()
+
+    def _scores_per_token(self) -> int:
+        """All that has the shape of the scores, where these are in memory."""
+        model, dropped = self.model, self.model.attention_dropout > 0
+        scores = self.wide  # softmax
+        if model.attn_logit_softcapping is not None:
+            scores += self.wide  # tanh
+        if dropped:
+            scores += 1  # mask
+        if dropped or self.compute != self.wide:
+            scores += self.compute  # the probabilities that multiply the values
+        return scores * model.num_attention_heads * self.seq
 
     def _mask(self) -> int:
         """None when the fused attention is causal and no more, one for each sample with document
@@ -477,10 +531,13 @@ class AttentionBytes:
 
     def gradients(self) -> int:
         """Of queries, keys and values apart, then of the projection; where all scores are in
-        memory, of probabilities and scores.
+        memory, of probabilities and scores, beside those of the output and the values.
         """
         q, k = self.widths
         is_one = self.takes_projection and not self.norms_projection
         width = (1 if is_one else 2) * (q + 2 * k) + (2 * q if self.is_repeated else 0)
-        scores = 3 * self.wide * self.seq * self.model.num_attention_heads if self.is_plain else 0
-        return self.seq * self.samples * (self.compute * width + scores)
+        per_token = self.compute * width
+        if self.is_plain:
+            scores = self.wide * self.seq * self.model.num_attention_heads
+            per_token = max(per_token, 2 * scores + self.compute * 2 * q)
+        return self.seq * self.samples * per_token

@@ -34,9 +34,9 @@ from megatron.distributed.collectives import all_gather, all_to_all, reduce_scat
 from megatron.distributed.groups import ALONE, Axis
 
 BLOCK = 128  # positions that go together where documents are masked, at most
-# work of the busiest rank, as a multiple of the mean, that is good enough; and how many changes of
-# blocks a rank are tried to come there
-EVEN, CHANGES = 1.002, 8
+# work of the busiest rank, as a multiple of the mean, that is good enough; and how many exchanges
+# of blocks a rank are tried to come there
+EVEN, EXCHANGES = 1.002, 8
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def places_of(
 def _shares(work: np.ndarray, size: int) -> np.ndarray:
     """[size, blocks / size]: the blocks of each rank, as many for each and about as much work. The
     heaviest come first, each to the rank with the least work so far; then the ranks with the most
-    and the least change blocks while that brings them closer.
+    and the least exchange blocks while that brings them closer.
     """
     count = len(work) // size
     taken: list[list[int]] = [[] for _ in range(size)]
@@ -103,19 +103,27 @@ def _shares(work: np.ndarray, size: int) -> np.ndarray:
         if len(taken[rank]) < count:
             heapq.heappush(loads, (load + int(work[index]), rank))
     shares = np.array(taken)
-    for _ in range(CHANGES * size):
-        totals = work[shares].sum(1)
-        most, least = totals.argmax(), totals.argmin()
-        if totals[most] <= EVEN * totals.mean():
+    for _ in range(EXCHANGES * size):
+        if not _exchange(shares, work):
             break
-        moved = work[shares[most]][:, None] - work[shares[least]][None, :]
-        half = (totals[most] - totals[least]) / 2
-        best = np.abs(moved - half).argmin()
-        one, other = np.unravel_index(best, moved.shape)
-        if not 0 < moved[one, other] < 2 * half:
-            break
-        shares[most, one], shares[least, other] = shares[least, other], shares[most, one]
     return shares
+
+
+def _exchange(shares: np.ndarray, work: np.ndarray) -> bool:
+    """Exchange two blocks of the ranks with the most and the least work, in place; False where that
+    is not needed or does not help.
+    """
+    totals = work[shares].sum(1)
+    most, least = shares[totals.argmax()], shares[totals.argmin()]
+    if totals.max() <= EVEN * totals.mean():
+        return False
+    gap = totals.max() - totals.min()
+    moved = work[most][:, None] - work[least][None, :]
+    one, other = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
+    if not 0 < moved[one, other] < gap:
+        return False
+    most[one], least[other] = least[other], most[one]
+    return True
 
 
 class _GatherSequence(torch.autograd.Function):

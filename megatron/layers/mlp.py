@@ -16,6 +16,7 @@ from megatron.kernels.activation import activation as activation_forward
 from megatron.kernels.activation import activation_backward, configuration
 from megatron.layers.linear import ColumnLinear, RowLinear, column_linear
 from megatron.layers.opaque import add_gradient
+from megatron.layers.recompute import Rebuilder
 from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
@@ -129,19 +130,35 @@ def bias_sum_bytes(model: ModelConfig, tokens: int) -> int:
 
 
 class MLP(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels."""
+    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. `rebuilder`: the layer's."""
 
-    def __init__(self, config: ModelConfig, name: str = "mlp", tp: TensorParallel = DENSE):
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str = "mlp",
+        tp: TensorParallel = DENSE,
+        rebuilder: Rebuilder | None = None,
+    ):
         super().__init__()
+        self.rebuilder = rebuilder or Rebuilder()
         self.activation, self.backend = config.activation, config.activation_backend
         parameters = mlp_parameters(config, name, tp.sequence)
         self.fc1 = ColumnLinear(parameters["fc1.weight"], parameters.get("fc1.bias"), tp)
         self.fc2 = RowLinear(parameters["fc2.weight"], parameters.get("fc2.bias"), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        # the activation adds the bias, and sums up its gradient in the pass that it makes over dx
+        return self.fc2(self.rebuilder("mlp", self._inner, x))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """fc2's input [s, b, f]."""
+        # our activation adds the bias, and sums up its gradient in the pass that it makes over dx
         # anyway
+        ours = self.backend == "triton"
+        fused = column_linear(x, self.fc1.weight, None, self.fc1.tp) if ours else self.fc1(x)
+        return self.rebuilder("mlp_act", self._activate, fused)
+
+    def _activate(self, fused: Tensor) -> Tensor:
+        """The activation of fc1's output [s, b, f or 2f]."""
         if self.backend == "triton":
-            fused = column_linear(x, self.fc1.weight, None, self.fc1.tp)
-            return self.fc2(_TritonActivation.apply(fused, self.fc1.bias, self.activation))
-        return self.fc2(activate(self.fc1(x), self.activation))
+            return _TritonActivation.apply(fused, self.fc1.bias, self.activation)
+        return activate(fused, self.activation)

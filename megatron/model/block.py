@@ -25,9 +25,11 @@ from megatron.layers.linear_cross_entropy import linear_cross_entropy
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, mlp_parameters
 from megatron.layers.norm import Norm, norm_parameters
+from megatron.layers.recompute import Rebuilder
 from megatron.layers.rotary import Rotary
 from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, under
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
+from megatron.model.recompute import KEPT, LayerRecompute
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ class Layer(nn.Module):
     output or WithScalars.
     """
 
-    recomputed = False  # full recomputation keeps its input alone
+    recomputes = False  # it may be computed again
+    recompute: LayerRecompute = KEPT  # what is, of it
     splits_backward = False  # a split backward pass leaves its weight gradients for later
     reads_weight_backward = True
     of_vocabulary = False  # its matrix may be far larger than those of other layers
@@ -178,6 +181,10 @@ class Layer(nn.Module):
         sequence parallelism.
         """
         return ()
+
+    def choose_recompute(self, choice: LayerRecompute) -> None:
+        """What backward passes compute again, from the next forward pass on."""
+        self.recompute = choice
 
 
 class EmbeddingBlock(Layer):
@@ -201,7 +208,7 @@ class LayerBlock(Layer):
     rank's part of s).
     """
 
-    recomputed = splits_backward = True
+    recomputes = splits_backward = True
 
     def __init__(
         self,
@@ -226,26 +233,34 @@ class LayerBlock(Layer):
             else None
         )
         self.embedding_dropout = dropout("embedding.dropout") if index == 0 else None
+        self.rebuilder = Rebuilder()
         self.input_norm = norm("input_norm")
-        self.attention = SelfAttention(config, seed, index, tp, cp)
+        self.attention = SelfAttention(config, seed, index, tp, cp, self.rebuilder)
         self.attention_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = MLP(config, f"layers.{index}.mlp", tp)
+        self.mlp = MLP(config, f"layers.{index}.mlp", tp, self.rebuilder)
         self.mlp_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm("final_norm") if "final_norm.weight" in parameters else None
+
+    def choose_recompute(self, choice: LayerRecompute) -> None:
+        super().choose_recompute(choice)
+        self.rebuilder.modules = choice.modules
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self.position is not None:
             x = x + self.position(micro.position_ids)
-        return self.transform(x, micro)
+        with self.rebuilder.forward_pass():
+            return self.transform(x, micro)
 
     def transform(self, x: Tensor, micro: MicroBatch) -> Tensor:
         """All but the table of positions: what --torch-compile compiles."""
         if self.embedding_dropout is not None:
             x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
         y, x = self.input_norm.of_sum(x)
+        self.rebuilder.discard("layernorm", y, self.input_norm, x)
         attended = self.attention(y, micro.rotary, micro.mask, micro.dropout, micro.places)
         y, x = _add_norm(attended, self.attention_dropout, x, self.mlp_norm, micro)
+        self.rebuilder.discard("layernorm", y, self.mlp_norm, x)
         y = self.mlp(y)
         if self.final_norm is None:
             return self.mlp_dropout.add(y, x, micro.hidden_dropout)

@@ -50,6 +50,7 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
         stages=own,
     )
     _mark_fp8(model, config, groups.tp)
+    model.choose_recompute(config.training)
     return model
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.config.groups import ModelConfig
+from megatron.config.groups import ModelConfig, TrainingConfig
 from megatron.layers.attention import mask_of
 from megatron.layers.context_parallel import WHOLE, ContextParallel, Places
 from megatron.layers.dropout import DropoutState
@@ -27,6 +27,7 @@ from megatron.model.block import (
     MicroBatch,
     ScalarSpec,
 )
+from megatron.model.recompute import stage_recompute
 from megatron.model.stages import Stage, whole
 
 
@@ -75,6 +76,7 @@ class GPTModel(nn.Module):
         )
         rotates = config.position_embedding_type in ("rope", "yarn")
         self.rotary = RotaryTables(config, dtype) if rotates else None
+        self.stages = stages
         self.chunks = [self._chunk(stage) for stage in stages]
         declared = (
             spec
@@ -92,6 +94,13 @@ class GPTModel(nn.Module):
             *((f"layers.{i}", layers[str(i)]) for i in stage.layers),
             *([("head", self.head)] if stage.head else []),
         ]
+
+    def choose_recompute(self, training: TrainingConfig) -> None:
+        """Tell the layers what their backward passes compute again; nothing until then."""
+        for stage, chunk in zip(self.stages, self.chunks, strict=True):
+            layers = [layer for _, layer in chunk if layer.recomputes]
+            for layer, choice in zip(layers, stage_recompute(training, stage.layers), strict=True):
+                layer.choose_recompute(choice)
 
     def declared(self) -> list[tuple[str, nn.Parameter, ParameterSpec]]:
         """Every parameter by name with its declaration, in order; a tied head adds none."""

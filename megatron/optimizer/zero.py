@@ -154,7 +154,7 @@ class Zero:
         trained = [block for block in buffers if block.trained]
         if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
             self.early[layer, micro] = [block.open_early() for block in trained]
-        elif kind is not Kind.FORWARD:
+        elif kind is not Kind.FORWARD and kind is not Kind.REBUILD:
             self._open(trained)
         if kind is Kind.BACKWARD_WEIGHT:
             # what the first half has completed
@@ -170,7 +170,7 @@ class Zero:
         """After the pass: let go of the weights, reduce the gradients that are complete."""
         buffers = self.buffers_of[layer]
         if self.stage == 3 and _reads_weight(layer, kind):
-            self._release_gathered(buffers)
+            self._release_gathered(buffers, read_again=kind is Kind.REBUILD)
         elif self.stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
             # The pass is queued. What the host has to do for the layer that comes next, it does
             # now, while the GPU computes.
@@ -271,11 +271,13 @@ class Zero:
         if not any(block in self.deferred for block in coming):
             self._gather_all(coming)
 
-    def _release_gathered(self, buffers: Buffers) -> None:
-        """Stage 3: the pass is queued. Start what is read next, and free what is not."""
+    def _release_gathered(self, buffers: Buffers, read_again: bool) -> None:
+        """Stage 3: the pass is queued. Start what is read next, and free what is not, nor is
+        `read_again` soon: a layer that has been rebuilt keeps its weights for its backward pass.
+        """
         if self.overlap_gather:
             self._gather_all(self._next_to(buffers))
-        if not self._needed(buffers):
+        if not read_again and not self._needed(buffers):
             for block in buffers:
                 block.release()
 

@@ -3,9 +3,10 @@
 Each layer is an autograd graph of its own, from a detached input to its output. A backward pass is
 whole, or in two parts: first the gradient of the input, later the gradients of the weights of
 linear layers (Qi et al. 2023). Both ways give the same bits. With full recomputation (Chen et al.
-2016) a layer's input alone is kept, and the graph is built again in the backward pass: dropout
-masks and all else in a layer are functions of the micro-batch, so the second forward pass has the
-bits of the first.
+2016) the input of a group of layers is kept alone, and their graphs are built again before the
+backward pass of the last: dropout masks and all else in a layer are functions of the micro-batch,
+so the second forward pass has the bits of the first. What a layer computes again by itself is
+layers/recompute.py.
 
 Layers of this project add to `main_grad` themselves. What an ordinary PyTorch module leaves in
 `.grad` is added to it after each pass. Called by parallel/pipeline.py. s sequence, b batch, h
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.distributed.collectives import all_gather
+from megatron.distributed.groups import ALONE, Axis
 from megatron.layers.linear import WeightGrad, add_weight_grads, deferring_weight_grads
 from megatron.model.block import Layer, MicroBatch, WithScalars
 from megatron.parallel.schedule import Kind
@@ -32,8 +35,9 @@ Call = tuple[Layer, Kind]  # one pass of a layer
 class Inputs(NamedTuple):
     """What full recomputation keeps of a layer's forward pass."""
 
-    x: Tensor | None
+    x: Tensor | None  # None but of the first layer of a group
     micro: MicroBatch
+    shape: torch.Size | None = None  # of an input whose share alone is kept
 
 
 class Graph(NamedTuple):
@@ -77,12 +81,12 @@ class Passes:
 
 
 class LayerPasses(Passes):
-    """Carries out passes of layers; adds up the scalars that they return. `recompute`: keep the
-    inputs of layers that allow it alone.
+    """Carries out passes of layers; adds up the scalars that they return. `sharing`: the ranks that
+    hold the same input of a layer, and keep a share of it each where it is recomputed.
     """
 
-    def __init__(self, recompute: bool = False):
-        self.recompute = recompute
+    def __init__(self, sharing: Axis = ALONE):
+        self.sharing = sharing
         self.scalars: dict[str, Tensor] = {}  # by name, of all forward passes since `begin`
         self.objectives: set[str] = set()
         self.scale = 0.0
@@ -106,7 +110,7 @@ class LayerPasses(Passes):
         layer returns beside its output has been counted by then.
         """
         differentiated = torch.is_grad_enabled()
-        keeps_inputs = differentiated and self.recompute and layer.recomputed and not again
+        keeps_inputs = differentiated and layer.recompute.whole and not again
         with torch.set_grad_enabled(differentiated and not keeps_inputs):
             own = None if x is None else x.detach().requires_grad_(torch.is_grad_enabled())
             y = layer(own, micro)
@@ -116,7 +120,7 @@ class LayerPasses(Passes):
         for name, value in scalars.items() if not again else ():
             self.scalars[name] = self.scalars.get(name, 0.0) + value.detach().double()
         if keeps_inputs:
-            return y, Inputs(x, micro)
+            return y, self._inputs(x, micro) if layer.recompute.first else Inputs(None, micro)
         if not y.requires_grad:
             return y.detach(), None
         objectives = [
@@ -125,6 +129,26 @@ class LayerPasses(Passes):
             if name in self.objectives and value.requires_grad
         ]
         return y.detach(), Graph(own, get_gradient_edge(y), objectives)
+
+    def rebuild(self, layer: Layer, saved: Inputs, following: Inputs) -> tuple[Any, Inputs]:
+        """The forward pass of a layer once more, before the backward pass of another layer of its
+        group: (what its own backward pass needs, the same of the layer that reads its output).
+        """
+        y, graph = self.forward(layer, self._input_of(saved), saved.micro, again=True)
+        return graph, following._replace(x=y)
+
+    def _inputs(self, x: Tensor | None, micro: MicroBatch) -> Inputs:
+        """What is kept of a layer's input [s, b, h], and of its micro-batch."""
+        if x is None or self.sharing.size == 1:
+            return Inputs(x, micro)
+        share = x.flatten().chunk(self.sharing.size)[self.sharing.rank].clone()
+        return Inputs(share, micro, x.shape)
+
+    def _input_of(self, saved: Inputs) -> Tensor | None:
+        """The layer's input [s, b, h] of what is kept of it."""
+        if saved.x is None or saved.shape is None:
+            return saved.x
+        return all_gather(saved.x, self.sharing).view(saved.shape)
 
     def backward(
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any
@@ -144,7 +168,7 @@ class LayerPasses(Passes):
             return None, None
         if isinstance(saved, Inputs):
             # the output has no name here: it would live as long as the backward pass
-            saved = self.forward(layer, saved.x, saved.micro, again=True)[1]
+            saved = self.forward(layer, self._input_of(saved), saved.micro, again=True)[1]
         if kind is Kind.BACKWARD:
             return self._differentiate(layer, saved, dy), None
         with deferring_weight_grads(layer) as left:

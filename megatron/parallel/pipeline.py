@@ -132,6 +132,9 @@ class Pipeline:
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
         chunks = ([layer for _, layer in chunk] for chunk in model.chunks)
         self.layers: dict[int, list[Layer]] = dict(zip(own, chunks, strict=True))  # by stage
+        self.places = {  # of each layer in its stage
+            layer: place for layers in self.layers.values() for place, layer in enumerate(layers)
+        }
         self.calls = {
             (kind, stage): calls_of(kind, layers)
             for kind in COMPUTATIONS
@@ -167,6 +170,9 @@ class Pipeline:
             if kind is Kind.FORWARD:
                 x, kept = self.passes.forward(layer, x, held.pop())
                 left.append(kept)
+            elif kind is Kind.REBUILD:
+                at = self.places[layer]
+                held[at], held[at + 1] = self.passes.rebuild(layer, held[at], held[at + 1])
             else:
                 x, kept = self.passes.backward(kind, layer, x, held.pop())
                 if kind is Kind.BACKWARD_INPUT:
@@ -372,19 +378,20 @@ class _Step:
 
 def calls_of(kind: Kind, layers: Sequence[Layer]) -> list[Call]:
     """The passes that a computation of a stage consists of. A layer that cannot split its backward
-    pass does all of it in the first half.
+    pass does all of it in the first half. Layers that are recomputed in a group are rebuilt in
+    order, up to the last, whose own backward pass does that.
     """
     if kind is Kind.FORWARD:
         return [(layer, kind) for layer in layers]
-    if kind is Kind.BACKWARD_INPUT:
-        return [
-            (layer, kind if layer.splits_backward else Kind.BACKWARD) for layer in reversed(layers)
-        ]
-    return [
-        (layer, kind)
-        for layer in reversed(layers)
-        if kind is Kind.BACKWARD or layer.splits_backward
-    ]
+    if kind is Kind.BACKWARD_WEIGHT:
+        return [(layer, kind) for layer in reversed(layers) if layer.splits_backward]
+    calls: list[Call] = []
+    for place, layer in reversed(list(enumerate(layers))):
+        if layer.recompute.last:
+            first = max(at for at in range(place + 1) if layers[at].recompute.first)
+            calls += [(before, Kind.REBUILD) for before in layers[first:place]]
+        calls.append((layer, kind if layer.splits_backward else Kind.BACKWARD))
+    return calls
 
 
 def loss_gradient(sums: Tensor, scale: float) -> Tensor:

@@ -27,6 +27,9 @@ class Kind(enum.Enum):
     # input gradients (with those of norms and biases, and all of embedding and head)
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"  # the weight gradients that BACKWARD_INPUT left out
+    # a layer's forward pass once more, within one of the first two kinds of backward passes of its
+    # stage: no action of a schedule
+    REBUILD = "R"
     SEND_FORWARD = "SF"  # the stage's output, to the next stage
     RECEIVE_FORWARD = "RF"  # the stage's input, from the stage before; posted, not awaited
     SEND_BACKWARD = "SB"  # the gradient of the stage's input, to the stage before

@@ -9,8 +9,7 @@ width, q and k widths of queries and keys, V vocabulary, all of this rank.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +27,7 @@ from megatron.layers.mlp import bias_sum_bytes, saved_widths
 from megatron.layers.norm import saved_statistics
 from megatron.model.arithmetic import local_shape
 from megatron.model.kernels import choose_kernels
+from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage
 from megatron.plan.state import element_sizes
 
@@ -48,6 +48,27 @@ class UnitBytes:
     weight: int  # during a weight gradient's pass alone, beside `deferred`
     scratch: int  # in which weight gradients are formed
     head: bool = False
+    # of a layer that is recomputed whole: the same when its graph is there again
+    rebuilt: UnitBytes | None = None
+    keeps_input: bool = True  # itself, or else a share of it or nothing
+
+
+@dataclass(frozen=True)
+class DroppedBytes:
+    """What selective recomputation makes again instead of keeping it."""
+
+    norm: int  # the output of a norm, of which there are two
+    attention: int  # from the QKV projection's output to the output projection's input
+    inner: int  # fc1's output
+    activated: int  # fc2's input
+
+    @property
+    def mlp(self) -> int:
+        return self.inner + self.activated
+
+    @property
+    def total(self) -> int:
+        return 2 * self.norm + self.attention + self.mlp
 
 
 class Shape:
@@ -69,7 +90,7 @@ class Shape:
         self.hidden = self.own * self.model.hidden_size * self.compute
         self.whole = self.tokens * self.model.hidden_size * self.compute
         self.vocab = padded_vocab // tp
-        self.recomputed = config.training.recompute_granularity == "full"
+        self.shares_inputs = config.training.distribute_saved_activations
         self.narrow_grads = config.optimizer.main_grads_dtype == "bf16"
         sizes = self.seq, self.samples, self.compute, self.wide
         self.attention = AttentionBytes(
@@ -93,14 +114,24 @@ class Shape:
         return self.own * kept
 
     def layer(self) -> int:
-        """Bytes that a layer keeps, its input included: before attention and MLP the residual
-        stream, norm output and dropout mask.
+        """Bytes that a layer keeps, its input included, without recomputation: before attention and
+        MLP the residual stream, norm output and dropout mask.
         """
         return (
             2 * (2 * self.hidden + self.statistics + self.mask)
             + self.attention.saved()
             + self.inner
             + self.activated
+        )
+
+    def dropped(self, modules: frozenset[str]) -> DroppedBytes:
+        """Bytes of these that a layer does not keep where it makes these modules again."""
+        whole = "mlp" in modules
+        return DroppedBytes(
+            self.hidden if "layernorm" in modules else 0,
+            self.attention.saved() - self.attention.saved(modules),
+            self.inner if whole else 0,
+            self.activated if whole or "mlp_act" in modules else 0,
         )
 
     def ends(self, index: int) -> int:
@@ -131,16 +162,32 @@ class Shape:
         )
 
 
-def layer_bytes(shape: Shape, index: int) -> UnitBytes:
+def layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     """One transformer layer."""
-    return _with_fp8(_layer_bytes(shape, index), shape, index)
+    products = _fp8_scratch(shape, index)
+    own = _with_fp8(_kept_layer(shape, index, choice.modules), products)
+    if not choice.whole:
+        return own
+    hidden, attention = shape.hidden, shape.attention
+    mlp = shape.inner + shape.activated
+    tp = shape.config.distributed.tensor_model_parallel_size
+    saved = hidden // tp if shape.shares_inputs else hidden
+    # nothing is kept
+    forward = max(hidden + attention.saved(), 3 * hidden + mlp) + shape.dropout()
+    return replace(
+        own,
+        saved=saved if choice.first else 0,
+        forward=forward + products.forward,
+        rebuilt=own,
+        keeps_input=choice.first and not shape.shares_inputs,
+    )
 
 
-def _with_fp8(layer: UnitBytes, shape: Shape, index: int) -> UnitBytes:
-    """Products of 8-bit floats take their factors beside what a layer takes anyway."""
+def _fp8_scratch(shape: Shape, index: int) -> Scratch:
+    """The most that any linear layer takes to form its products of 8-bit floats."""
     config = shape.config
     if not layer_in_fp8(config.precision, index, config.model.num_layers):
-        return layer
+        return Scratch(0, 0, 0)
     grad = shape.compute if shape.narrow_grads else shape.wide
     found = []
     for linear in wide_linears(config.model, config.precision):
@@ -148,50 +195,51 @@ def _with_fp8(layer: UnitBytes, shape: Shape, index: int) -> UnitBytes:
         sizes[linear.split] //= config.distributed.tensor_model_parallel_size
         outputs, inputs = sizes
         found.append(scratch(shape.tokens, outputs, inputs, config.precision, shape.device, grad))
-    most = Scratch(*map(max, zip(*found, strict=True)))
-    return dataclasses.replace(
+    return Scratch(*map(max, zip(*found, strict=True)))
+
+
+def _with_fp8(layer: UnitBytes, products: Scratch) -> UnitBytes:
+    """Products of 8-bit floats take their factors beside what a layer takes anyway."""
+    return replace(
         layer,
-        forward=layer.forward + most.forward,
-        backward=layer.backward + most.input_grad,
-        split=layer.split + most.input_grad,
-        scratch=max(layer.scratch, most.weight_grad),
+        forward=layer.forward + products.forward,
+        backward=layer.backward + products.input_grad,
+        split=layer.split + products.input_grad,
+        scratch=max(layer.scratch, products.weight_grad),
     )
 
 
-def _layer_bytes(shape: Shape, index: int) -> UnitBytes:
-    model = shape.model
-    tokens = shape.tokens
+def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
+    """A layer whose graph is kept from its forward to its backward pass, but for these modules."""
+    model, attention = shape.model, shape.attention
     hidden = shape.hidden
-    attention = shape.attention
+    dropped = shape.dropped(modules)
     whole = shape.layer() + shape.ends(index)
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
-    forward = 3 * hidden + shape.dropout()  # the outputs of attention and MLP, and the layer's
+    # What is made again is there when it is read: of the MLP first, of attention when the MLP's is
+    # gone. A norm's output is read again for a product that is made again, else when its weight
+    # gradient is formed.
+    in_mlp = dropped.mlp + (dropped.norm if "mlp" in modules else 0)
+    in_attention = dropped.total - (0 if "qkv" in modules else dropped.norm)
     # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of
     # attention when the MLP's tensors are gone.
     backward = max(
-        shape.inner + bias_sum_bytes(model, tokens),
-        gathered + shape.activated,
-        attention.gradients() - mlp - hidden,
+        shape.inner + bias_sum_bytes(model, shape.tokens) + in_mlp,
+        gathered + shape.activated + in_mlp,
+        attention.gradients() - mlp - hidden + in_attention,
     )
-    forming, scratch = _forming(shape, gathered)
+    forming, scratch = _forming(shape, gathered, dropped, in_mlp)
     q, k = attention.widths
     # inputs and output gradients of the linear layers
-    deferred = 4 * hidden + tokens * shape.compute * (q + 2 * k + q) + mlp
+    deferred = 4 * hidden + shape.tokens * shape.compute * (q + 2 * k + q) + mlp
     # fc2's input stays, and dropout's gradient beside that of its output
     split = backward + shape.activated + (hidden if model.hidden_dropout > 0 else 0)
-    if shape.recomputed:
-        again = whole - hidden
-        backward = again + max(forward, backward)
-        split = again + max(forward, split)
-        forming = again + forming
-        # nothing is kept
-        forward = max(hidden + attention.saved(), 3 * hidden + mlp) + shape.dropout()
     return UnitBytes(
-        hidden if shape.recomputed else whole,
+        whole - dropped.total,
         0,
         deferred,
-        forward,
+        _forward(shape, dropped),
         backward,
         split,
         forming,
@@ -200,17 +248,31 @@ def _layer_bytes(shape: Shape, index: int) -> UnitBytes:
     )
 
 
-def _forming(shape: Shape, gathered: int) -> tuple[int, int]:
+def _forward(shape: Shape, dropped: DroppedBytes) -> int:
+    """Of a layer whose graph is kept: the outputs of attention and MLP, and the layer's. What is
+    not kept lives until it has been read.
+    """
+    hidden = shape.hidden
+    kept_of_mlp = shape.inner + shape.activated - dropped.mlp
+    return shape.dropout() + max(
+        3 * hidden + dropped.norm + dropped.activated,
+        hidden + dropped.norm + dropped.mlp,
+        hidden + dropped.norm + dropped.attention - kept_of_mlp,
+    )
+
+
+def _forming(shape: Shape, gathered: int, dropped: DroppedBytes, in_mlp: int) -> tuple[int, int]:
     """Bytes while weight gradients are formed, and those in which they are; `gathered`: of hidden
-    states of the whole sequence under sequence parallelism.
+    states of the whole sequence under sequence parallelism; `in_mlp`: of what has been made again.
     """
     model = shape.model
     columns = saved_widths(shape.model)[0]
     f = model.ffn_hidden_size
     h = model.hidden_size
     # of fc2's weight; and of fc1's, when fc2's input is gone
-    fc2 = gathered + shape.activated, shape.weight_scratch(f, h)
-    fc1 = 2 * gathered + shape.hidden - shape.activated, shape.weight_scratch(h, columns)
+    fc2 = gathered + shape.activated + in_mlp, shape.weight_scratch(f, h)
+    again = dropped.mlp + dropped.norm
+    fc1 = 2 * gathered + shape.hidden - shape.activated + again, shape.weight_scratch(h, columns)
     return max(fc2, fc1, key=sum)
 
 
@@ -256,7 +318,8 @@ def head_bytes(shape: Shape) -> UnitBytes:
 
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
     """The units of a stage in the order of the forward pass."""
-    layers = [layer_bytes(shape, index) for index in stage.layers]
+    choices = stage_recompute(shape.config.training, stage.layers)
+    layers = [layer_bytes(shape, index, choice) for index, choice in zip(stage.layers, choices)]
     return [
         *([embedding_bytes(shape)] if stage.embedding else []),
         *layers,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.config.derive import data_parallel_size, replica_count
-from megatron.config.groups import Config
+from megatron.config.groups import Config, TrainingConfig
 from megatron.plan.memory import MemoryPlan, RankMemory
 from megatron.plan.state import precisions, shard_size
 
@@ -80,14 +80,14 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     one; and weights that come from host memory.
 
     A transfer hides when its bytes take no longer than the FLOPs beside it: 2 for each parameter
-    and token in a forward pass, 4 in a backward pass (6 with recomputation). Latency and what else
-    is on the wire are not counted.
+    and token in a forward pass, 4 in a backward pass (6 where every layer is recomputed). Latency
+    and what else is on the wire are not counted.
     """
     size = precisions(config)
     stage = config.distributed.zero_stage
     replicas = replica_count(config, world_size)
     shard = shard_size(config, world_size)
-    backward = 6 if config.training.recompute_granularity else 4
+    backward = _backward_flops(config.training)
     accumulates = _accumulates(config, world_size)
     gathers = stage == 3 and not config.distributed.zero3_keep_gathered
     transfer = partial(_transfer, config, machine, gathers and accumulates)
@@ -114,6 +114,12 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
         transfer(f"reduce-scatter {often}", size.wire, backward, 2),
         gather("gather of the new weights in the next forward pass"),
     ]
+
+
+def _backward_flops(training: TrainingConfig) -> int:
+    """FLOPs for each parameter and token that stand beside a layer's gradients at least."""
+    whole = training.recompute_granularity == "full" and training.recompute_method != "block"
+    return 6 if whole else 4
 
 
 def _transfer(

@@ -179,19 +179,21 @@ class CountedBlock(Block):
 
 class Kept:
     """What a pass leaves for the next one of its layer and micro-batch: the layer's input, if it
-    has one, and bytes.
+    is kept itself, and bytes. `has_input`: the layer has one; `is_graph`: and its graph is there.
     """
 
-    def __init__(self, x: Tensor | None, *held: Held):
+    def __init__(
+        self, x: Tensor | None, *held: Held, has_input: bool = False, is_graph: bool = True
+    ):
         self.x = x
         self.held = held
+        self.has_input = has_input
+        self.is_graph = is_graph
 
-    def let_go(self) -> bool:
-        """Free all of it; whether there was an input."""
-        had_input = self.x is not None
+    def let_go(self) -> None:
+        """Free all of it."""
         self.x = None
         self.held = ()
-        return had_input
 
 
 @dataclass
@@ -217,18 +219,49 @@ class PlannedPasses(Passes):
         """
         self.ledger.moment = f"forward pass of {self.names[layer]}"
         unit = self.units[layer]
-        own = unit.saved - (0 if x is None else x.nbytes)
-        kept = Kept(
-            x, Held(self.ledger, "activations", own), Held(self.ledger, "logits", unit.logits)
-        )
+        kept = self._kept(unit, x, "activations")
         self.ledger.look(unit.forward)
         return torch.empty(2, device=META) if unit.head else self._hidden("activations"), kept
+
+    def rebuild(self, layer: Layer, saved: Kept, following: Kept) -> tuple[Kept, Kept]:
+        """A second forward pass, as LayerPasses.rebuild."""
+        graph = self._graph_of(layer, saved)
+        x = self._hidden("temporaries")
+        return graph, Kept(x, *following.held, has_input=True, is_graph=False)
+
+    def _kept(self, unit: UnitBytes, x: Tensor | None, kind: str) -> Kept:
+        """What a forward pass leaves; what it keeps includes its input, which is counted already
+        where it is kept itself.
+        """
+        own = unit.saved - (0 if x is None or not unit.keeps_input else x.nbytes)
+        return Kept(
+            x if unit.keeps_input else None,
+            Held(self.ledger, kind, own),
+            Held(self.ledger, "logits", unit.logits),
+            has_input=x is not None,
+            is_graph=unit.rebuilt is None,
+        )
+
+    def _graph_of(self, layer: Layer, saved: Kept) -> Kept:
+        """The graph of a layer that is recomputed whole."""
+        unit = self.units[layer].rebuilt
+        assert unit is not None and not saved.is_graph
+        self.ledger.moment = f"recomputation of {self.names[layer]}"
+        x = saved.x
+        if x is None:  # the shares of its input are gathered
+            x = self._hidden("temporaries")
+        graph = self._kept(unit, x, "temporaries")
+        saved.let_go()
+        self.ledger.look(unit.forward)
+        return graph
 
     def backward(
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Kept
     ) -> tuple[Tensor | None, Kept | None]:
         """A backward pass, as LayerPasses.backward."""
-        unit = self.units[layer]
+        if not saved.is_graph:
+            saved = self._graph_of(layer, saved)
+        unit = self.units[layer].rebuilt or self.units[layer]
         name = self.names[layer]
         if kind is Kind.BACKWARD_WEIGHT:
             self.ledger.moment = f"weight gradients of {name}"
@@ -244,7 +277,8 @@ class PlannedPasses(Passes):
             self.ledger.look(unit.backward)
             self.ledger.look(unit.forming, unit.scratch)
         dx = None
-        if saved.let_go():
+        saved.let_go()
+        if saved.has_input:
             dx = self._hidden("activations" if layer in self.senders else "temporaries")
         self.ledger.look()
         return dx, left

@@ -27,7 +27,13 @@ from megatron.model.stages import Stage, pipeline_stages
 from megatron.optimizer.blocks import Block, build_run_blocks
 from megatron.optimizer.zero import Zero
 from megatron.parallel.schedule import Schedule, build_schedule
-from megatron.plan.activations import Shape, input_bytes, loss_bytes, unit_bytes
+from megatron.plan.activations import (
+    Shape,
+    UnitBytes,
+    input_bytes,
+    loss_bytes,
+    unit_bytes,
+)
 from megatron.plan.engine import META, CountedBlock, CountedGroup, Ledger, Peak, run_step
 from megatron.plan.state import shard_size, static_bytes
 
@@ -94,7 +100,10 @@ class MemoryPlan:
             return self
         if (stage, recompute) not in self._changed:
             config = self.config.with_fields("distributed", zero_stage=stage)
-            config = config.with_fields("training", recompute_granularity=recompute)
+            if recompute != training.recompute_granularity:
+                config = config.with_fields(
+                    "training", recompute_granularity=recompute, recompute_layers=None
+                )
             plan = MemoryPlan(config, self.vocab_size, self.world_size, self.device)
             self._changed[stage, recompute] = plan
         return self._changed[stage, recompute]
@@ -114,32 +123,49 @@ def rank_memories(
     """What each pipeline rank needs, on a `cuda` device with NCCL or a `cpu` with Gloo. The ranks
     that hold the same stages need the same.
     """
-    padded = padded_vocab_size(
-        vocab_size, config.model, config.distributed.tensor_model_parallel_size
-    )
-    stages = pipeline_stages(config, padded)
-    schedule = schedule_of(config, world_size, steady=True)
-    shape = Shape(config, padded, device)
-    shard = shard_size(config, world_size)
-    layout = layout_of(config, world_size)
-    inside = with_state_on_the_device(config)
+    steps = PlannedSteps(config, vocab_size, world_size, device)
+    return [steps.of_rank(rank, Ledger()) for rank in range(steps.schedule.ranks)]
 
-    def of_rank(rank: int) -> RankMemory:
-        ledger = Ledger()
-        group = CountedGroup(device != "cuda", ledger)
-        groups = _groups_of(rank, config, layout, group)
-        model = build_model(config, vocab_size, groups, torch.device(device))
+
+class PlannedSteps:
+    """The steps of each pipeline rank, on tensors without memory."""
+
+    def __init__(self, config: Config, vocab_size: int, world_size: int, device: str):
+        self.config, self.vocab_size, self.device = config, vocab_size, device
+        tp = config.distributed.tensor_model_parallel_size
+        padded = padded_vocab_size(vocab_size, config.model, tp)
+        self.stages = pipeline_stages(config, padded)
+        self.schedule = schedule_of(config, world_size, steady=True)
+        self.shape = Shape(config, padded, device)
+        self.shard = shard_size(config, world_size)
+        self.layout = layout_of(config, world_size)
+
+    def stages_of(self, rank: int) -> list[Stage]:
+        """Those that a pipeline rank holds."""
+        placed = zip(self.stages, self.schedule.placement)
+        return [stage for stage, where in placed if where == rank]
+
+    def units_of(self, rank: int) -> list[list[UnitBytes]]:
+        """The units of each of its stages."""
+        return [unit_bytes(self.shape, stage) for stage in self.stages_of(rank)]
+
+    def of_rank(
+        self, rank: int, ledger: Ledger, units: list[list[UnitBytes]] | None = None
+    ) -> RankMemory:
+        """What a pipeline rank needs; `units`: others than those of the flags."""
+        config, shape = self.config, self.shape
+        group = CountedGroup(self.device != "cuda", ledger)
+        groups = _groups_of(rank, config, self.layout, group)
+        model = build_model(config, self.vocab_size, groups, torch.device(self.device))
+        inside = with_state_on_the_device(config)
         blocks = build_run_blocks(inside, model, META, groups, make=partial(CountedBlock, ledger))
-        placed = zip(stages, schedule.placement)
-        units = [unit_bytes(shape, stage) for stage, where in placed if where == rank]
         inputs = input_bytes(shape) + (loss_bytes(shape) if model.head is not None else 0)
         zero = Zero(model, blocks, groups, config.distributed)
+        units = units or self.units_of(rank)
         hidden = hidden_shape(config)
-        peak = run_step(ledger, model, zero, schedule, groups, units, hidden, inputs)
+        peak = run_step(ledger, model, zero, self.schedule, groups, units, hidden, inputs)
         count = sum(parameter.numel() for parameter in model.parameters())
-        return RankMemory(blocks, count, static_bytes(config, blocks, shard), peak)
-
-    return [of_rank(rank) for rank in range(schedule.ranks)]
+        return RankMemory(blocks, count, static_bytes(config, blocks, self.shard), peak)
 
 
 def _groups_of(rank: int, config: Config, layout: Layout, group: CountedGroup) -> Groups:

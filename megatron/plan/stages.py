@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.groups import Config
+from megatron.config.groups import Config, ModelConfig
+from megatron.layers.mlp import saved_widths
 from megatron.model.arithmetic import head_widths, padded_vocab_size, unit_flops
+from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.schedule import Kind, Schedule
 from megatron.parallel.simulate import Costs, simulate
@@ -46,20 +48,38 @@ def stage_lines(plan: MemoryPlan) -> list[str]:
 def stage_costs(config: Config, stages: Sequence[Stage], padded_vocab: int) -> Costs:
     """FLOPs per token of each stage's passes. A product of matrices costs the same forward, for the
     input gradient and for the weight gradient; the attention core has no weights, and the head
-    computes its weight gradient with its input gradient. Recomputation runs layers forward again.
+    computes its weight gradient with its input gradient.
     """
     model = config.model
-    recomputed = config.training.recompute_granularity == "full"
     flops = unit_flops(model, config.data.seq_length, padded_vocab)
     core = 2 * head_widths(model)[0] * config.data.seq_length
     forward = [sum(flops[i] for i in stage.units) for stage in stages]
     layers = [sum(flops[i + 1] for i in stage.layers) for stage in stages]
     weight = [own - core * len(stage.layers) for own, stage in zip(layers, stages, strict=True)]
-    back = [
-        2 * f - w + (own if recomputed else 0)
-        for f, w, own in zip(forward, weight, layers, strict=True)
+    again = [
+        sum(
+            flops_again(model, config.data.seq_length, choice)
+            for choice in stage_recompute(config.training, stage.layers)
+        )
+        for stage in stages
     ]
+    back = [2 * f - w + own for f, w, own in zip(forward, weight, again, strict=True)]
     return Costs(tuple(forward), tuple(back), tuple(weight))
+
+
+def flops_again(model: ModelConfig, seq: int, choice: LayerRecompute) -> int:
+    """FLOPs per token of what a layer's backward pass computes again: forward passes of its matrix
+    products, and the causal half of attention.
+    """
+    if choice.whole:
+        return unit_flops(model, seq, 0)[1]
+    q, k = head_widths(model)
+    products = {
+        "qkv": 2 * model.hidden_size * (q + 2 * k),
+        "core_attn": 2 * q * seq,
+        "mlp": 2 * model.hidden_size * saved_widths(model)[0],
+    }
+    return sum(flops for module, flops in products.items() if module in choice.modules)
 
 
 def units_of(stage: Stage) -> str:

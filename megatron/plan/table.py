@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from megatron.config.derive import replica_count
+from megatron.config.groups import TrainingConfig
+from megatron.model.recompute import recompute_text
 from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
 from megatron.plan.communicators import nccl_buffers
 from megatron.plan.memory import MemoryPlan
@@ -30,11 +32,12 @@ def memory_table(plan: MemoryPlan) -> list[str]:
     """A row for each pipeline rank, in GiB: what it holds after the passes of a step, the most of
     what comes and goes in a step, the worst moment.
     """
-    kept = plan.with_recompute(None).ranks
+    granularity = plan.config.training.recompute_granularity
+    kept = plan.with_recompute(granularity if granularity == "selective" else None).ranks
     again = plan.with_recompute("full").ranks
     rows: list[tuple[str, ...]] = [("rank", *COLUMNS, "worst moment")]
     for number, (rank, other) in enumerate(zip(kept, again, strict=True)):
-        chosen = other if plan.config.training.recompute_granularity else rank
+        chosen = other if granularity == "full" else rank
         static = chosen.static
         most = chosen.peak.most
         sizes = [
@@ -67,7 +70,6 @@ def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[
     distributed = plan.config.distributed
     largest = plan.fullest
     replicas = replica_count(plan.config, plan.world_size)
-    recompute = plan.config.training.recompute_granularity == "full"
     shard = distributed.zero_shard_size or replicas
     lines = [
         memory_verdict(plan, memory).line,
@@ -80,8 +82,7 @@ def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[
         "GiB by pipeline rank: parameters, gradients, optimizer after the passes of a step; of the "
         "others the most at any moment; the peak of all together",
         *memory_table(plan),
-        "(recomputed): with full recompute; bytes/param and worst moment: "
-        f"with{'' if recompute else 'out'} it, as the flags say",
+        _what_columns_say(plan.config.training),
         f"resident {max(rank.resident / rank.parameters for rank in plan.ranks):.4g} bytes a "
         f"parameter, peak {gib(largest.total)} GiB, "
         f"{largest.total / largest.parameters:.4g} bytes a parameter",
@@ -95,6 +96,19 @@ def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[
     lines += zero_lines(plan, memory)
     sent = [transfer.line() for transfer in transfers(plan.config, plan.world_size, machine)]
     return [*lines, *([f"with {machine}:"] if sent else []), *sent]
+
+
+def _what_columns_say(training: TrainingConfig) -> str:
+    """Which recompute the columns of `memory_table` count."""
+    chosen = f"recompute {recompute_text(training)}"
+    if training.recompute_granularity == "selective":
+        return f"(recomputed): with full recompute; all others: {chosen}, as the flags say"
+    if training.recompute_granularity == "full":
+        return f"(recomputed), bytes/param and worst moment: with {chosen}, as the flags say"
+    return (
+        "(recomputed): with full recompute; bytes/param and worst moment: without it, as the flags "
+        "say"
+    )
 
 
 def zero_lines(plan: MemoryPlan, memory: float) -> list[str]:
@@ -131,8 +145,10 @@ def banner_lines(plan: MemoryPlan, machine: Machine | None) -> list[str]:
     """
     sizes = plan.fullest.sizes()
     which = " (the largest)" if plan.config.distributed.pipeline_model_parallel_size > 1 else ""
+    training = plan.config.training
+    counted = f", recompute {recompute_text(training)}" if training.recompute_granularity else ""
     lines = [
-        f"estimate per rank{which} (GiB): "
+        f"estimate per rank{which} (GiB){counted}: "
         f"{', '.join(f'{name} {gib(size)}' for name, size in sizes.items())}"
     ]
     if shard_size(plan.config, plan.world_size) > 1:

@@ -17,6 +17,7 @@ from megatron.config.groups import Config
 from megatron.distributed.groups import describe_layout, layout_of
 from megatron.model.arithmetic import flops_per_iteration, parameter_count, peak_tflops
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
+from megatron.model.recompute import recompute_text
 from megatron.plan.advice import Machine
 from megatron.plan.memory import MemoryPlan
 from megatron.plan.stages import stage_lines
@@ -142,7 +143,7 @@ def _kernel_lines(config: Config, device: torch.device) -> list[str]:
         chosen.append("sgd torch-fused")
     if model.torch_compile:
         chosen.append("layers compiled by torch.compile")
-    chosen.append(f"recompute {config.training.recompute_granularity or 'none'}")
+    chosen.append(f"recompute {recompute_text(config.training)}")
     chosen.append(f"deterministic mode {'on' if model.deterministic_mode else 'off'}")
     lines = ["; ".join(chosen)]
     if (

@@ -25,6 +25,7 @@ from megatron.kernels.dispatch import FAULTY
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.kernels import faulty_kernels
 from megatron.optimizer.lr_schedule import ParamSchedule
+from megatron.plan.recompute import choose_layers
 from megatron.training.checkpointing import locate_checkpoint
 from megatron.training.resume import (
     Change,
@@ -63,14 +64,17 @@ def prepare(
     device: torch.device,
     world: Axis,
     local_checkpoints: LocalCheckpoints | None = None,
+    planned_for: str | None = None,
 ) -> Prepared:
     """Read everything that a run depends on, and refuse what does not fit, on every rank of `world`
-    or on none. Raises UserError.
+    or on none. Memory is that of `planned_for` (cuda, cpu) or of the device. Raises UserError.
     """
     with raise_on_all_ranks(world, device):
         tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
-        resolved = resolve(config, world_size, tokenizer.vocab_size)
-        config, notes = resolved.config, [*notes, *resolved.notes]
+        config, reasons = _resolved(
+            config, tokenizer.vocab_size, world_size, planned_for or device.type
+        )
+        notes = [*notes, *reasons]
         schedule = ParamSchedule.of(config)
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
     with raise_on_all_ranks(world, device):
@@ -93,6 +97,15 @@ def prepare(
     return Prepared(
         config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, notes, changed
     )
+
+
+def _resolved(
+    config: Config, vocab_size: int, world_size: int, device: str
+) -> tuple[Config, list[str]]:
+    """The configuration with derived and chosen values, and what there is to say of them."""
+    resolved = resolve(config, world_size, vocab_size)
+    config, reasons = choose_layers(resolved.config, vocab_size, world_size, device)
+    return config, [*resolved.notes, *reasons]
 
 
 def check_kernels(config: Config, device: torch.device, ranks: Ranks) -> None:

@@ -149,7 +149,7 @@ def _tell_peers(run: Run, error: Exception) -> None:
 def _dry_run(config: Config, notes: list[str], world_size: int, not_done: Sequence[str]) -> int:
     here = torch.device("cpu")
     with job_log():
-        prepared = prepare(config, notes, world_size, here, ALONE)
+        prepared = prepare(config, notes, world_size, here, ALONE, planned_for="cuda")
         sections, verdict = describe(prepared, world_size, here, planned_for="cuda")
     text, code = end_of_dry_run(verdict)
     print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
@@ -263,7 +263,8 @@ def _build_engine(
         with raise_on_all_ranks(groups.world, device):
             compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
-    passes: LayerPasses = LayerPasses(recompute=config.training.recompute_granularity == "full")
+    shares = config.training.distribute_saved_activations
+    passes: LayerPasses = LayerPasses(groups.tp if shares else ALONE)
     if config.training.cuda_graphs:
         for block in zero.trained:
             block.keep_grad_place()

@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from checks import Allocations
 from megatron.kernels import attention
-from unit.by_hand import backward, backward_input, backward_weight, forward
+from unit.by_hand import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+    recomputing,
+)
 
 from megatron.config.groups import ModelConfig
 from megatron.data.loader import Batch
@@ -38,6 +46,10 @@ GPT = ModelConfig(
     attention_dropout=0.1,
     hidden_dropout=0.1,
 )
+RECOMPUTE = {
+    "recompute": FULL_RECOMPUTE,
+    "selective": recomputing("layernorm", "qkv", "core_attn", "mlp"),
+}
 CONFIGS = {
     "gpt": GPT,
     "llama": dataclasses.replace(
@@ -85,7 +97,8 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
     if cp.size > 1:
         batch = share_positions(batch, cp.axis, None)
     micro = model.micro_batch(**vars(batch), training=True)
-    run = LayerPasses(recompute=how == "recompute")
+    run = LayerPasses()
+    model.choose_recompute(RECOMPUTE.get(how, NO_RECOMPUTE))
     sums, saved = forward(model, micro, run)
     dy = loss_gradient(sums, 1.0)
     if how == "in two parts":
@@ -142,6 +155,8 @@ def copies(config: ModelConfig, how: str) -> None:
         ("gpt", "in two parts"),
         ("llama", "recompute"),
         ("llama", "in two parts"),
+        ("gpt", "selective"),
+        ("llama", "selective"),
         *((name, how) for name in ("gpt", "llama") for how in TYPES),
     ],
 )

@@ -374,9 +374,9 @@ MUTANTS = (
     Mutant(
         "no dropout in the second run of recomputation",
         "megatron/parallel/layer_passes.py",
-        "self.forward(layer, saved.x, saved.micro, again=True)",
-        """self.forward(layer, saved.x, __import__("dataclasses").replace(
-            saved.micro, dropout=None, hidden_dropout=None), again=True)""",
+        "saved = self.forward(layer, self._input_of(saved), saved.micro, again=True)[1]",
+        """saved = self.forward(layer, self._input_of(saved), __import__("dataclasses").replace(
+            saved.micro, dropout=None, hidden_dropout=None), again=True)[1]""",
         ("fp64-recompute-pp2-zero-bubble",),
     ),
     Mutant(

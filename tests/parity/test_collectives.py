@@ -76,8 +76,8 @@ def test_tensor_parallelism(gloo_world, size, overlap):
 @pytest.mark.parametrize("size", [2, 4])
 def test_context_parallelism(gloo_world, size, groups):
     """A layer with q = n d and k = g d channels of T = s / C tokens. Keys and values gathered, and
-    their gradients reduce-scattered: 2 k T (C - 1) elements each way. Heads exchanged: (q + 2 k + q)
-    T (C - 1) / C, where k counts key/value heads that are repeated.
+    their gradients reduce-scattered: 2 k T (C - 1) elements each way. Heads exchanged:
+    (q + 2 k + q) T (C - 1) / C, where k counts key/value heads that are repeated.
     """
     grouped = "--group-query-attention", "--num-query-groups", str(groups)
     tokens, channels = SEQ // size, HIDDEN // 8

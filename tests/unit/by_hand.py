@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.config.groups import TrainingConfig
 from megatron.model.block import MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
@@ -19,6 +20,16 @@ from megatron.optimizer.blocks import Block, build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Weights
 from megatron.parallel.schedule import Kind
+
+
+def recomputing(*modules: str, **full: Any) -> TrainingConfig:
+    """Flags that recompute these modules, or whole layers."""
+    if modules:
+        return TrainingConfig(recompute_granularity="selective", recompute_modules=modules)
+    return TrainingConfig(recompute_granularity="full", **full)
+
+
+NO_RECOMPUTE, FULL_RECOMPUTE = TrainingConfig(), recomputing()
 
 
 class KeptWeights(Weights):

@@ -212,7 +212,12 @@ OTHERWISE = {
         "cuda_graphs",
         "recompute_granularity",
         "recompute_method",
+        "recompute",
+        "memory_budget",
+        "recompute_layers",
+        "recompute_modules",
         "recompute_num_layers",
+        "distribute_saved_activations",
     },
     "evaluation": {"eval_interval", "skip_train"},
 }

@@ -301,7 +301,7 @@ def test_rules_say_nothing_about_a_flag_whose_value_is_unknown():
         (["--swiglu", "x"], "--swiglu x: it takes no value"),
         (["--swiglu", "--squared-relu"], "--squared-relu: contradicts --swiglu; drop one of them"),
         (["--window-size", "511,1"], "--window-size 511,1: Megatron's pair must be W-1,0"),
-        (["--recompute-granularity", "selective"], "selective recompute is not built yet"),
+        (["--recompute-modules", "mpl"], "--recompute-modules mpl: choose from core_attn, qkv"),
         (["--swiglu="], "--swiglu '': it takes no value"),
     ],
 )

@@ -344,8 +344,8 @@ def test_notes_change_nothing():
         ),
         ("--use-flash-attn --attention-backend triton", []),
         (
-            "--partition-activations --tile-factor 1",
-            ["--partition-activations: it saves no memory here"],
+            "--checkpoint-in-cpu --tile-factor 1",
+            ["--checkpoint-in-cpu: it saves no memory here"],
         ),
         (
             "--manual-gc --empty-unused-memory-level 1",
@@ -383,8 +383,17 @@ def test_services_that_do_not_exist_are_not_notes(words, missing):
             "--disable-bf16-reduced-precision-matmul: matrix products of bf16",
         ),
         (
-            "--activations-checkpoint-method block",
-            "--activations-checkpoint-method block: block recompute is not built yet",
+            "--moe-layer-recompute",
+            "--moe-layer-recompute: there are no experts here",
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn moe_act",
+            "--recompute-modules core_attn moe_act: moe_act is a part of a mixture of experts, "
+            "which is not built; drop the word, or give mlp_act",
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules mla_up_proj",
+            "--recompute-modules mla_up_proj: mla_up_proj is a part of latent attention",
         ),
     ],
 )
@@ -403,6 +412,14 @@ def test_earlier_names_of_recompute_are_mapped():
         training.recompute_method,
         training.recompute_num_layers,
     ) == ("full", "uniform", 1)
+    block = parse_arguments(
+        "--activations-checkpoint-method block --checkpoint-num-layers 2 --partition-activations "
+        "--hidden-size 64".split()
+    ).config.training
+    assert (block.recompute_granularity, block.recompute_method) == ("full", "block")
+    assert block.recompute_num_layers == 2 and block.distribute_saved_activations
+    selective = parse_arguments(["--recompute-activations"]).config.training
+    assert selective.recompute_granularity == "selective" and selective.recompute_modules is None
 
 
 def test_a_smaller_batch_is_never_promised():

@@ -347,6 +347,19 @@ def test_state_in_files(tmp_path):
         assert "contradicts --optimizer-nvme-offload disk; drop the flag" in fault
 
 
+def test_shares_of_saved_inputs(tmp_path):
+    content = {"activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4}}
+    ranks = [*FLAGS, "--tensor-model-parallel-size", "2", "--checkpoint-activations"]
+    for flags in (FLAGS, ranks[:-1], [*ranks, "--sequence-parallel"]):
+        notes, faults = compare(tmp_path, content, flags)
+        assert faults == [] and "acts only where layers are recomputed" in notes[0]
+    (fault,) = compare(tmp_path, content, ranks)[1]
+    assert fault.endswith("give --distribute-saved-activations")
+    notes, faults = compare(tmp_path, content, [*ranks, "--distribute-saved-activations"])
+    assert faults == [] and "equals --distribute-saved-activations" in notes[0]
+    assert "--recompute-num-layers says how many" in notes[1]
+
+
 def test_its_faults_come_with_the_others(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 8}')

@@ -267,8 +267,40 @@ def test_a_complete_configuration_has_no_faults():
             "--recompute-method uniform: acts only with --recompute-granularity full",
         ),
         (
-            "--checkpoint-activations --recompute-num-layers 2",
-            "--recompute-num-layers 2: groups of layers are not built yet",
+            "--checkpoint-activations --recompute-num-layers 20",
+            "--recompute-num-layers 20: there are 2 layers; give fewer",
+        ),
+        (
+            "--checkpoint-activations --recompute-num-layers 0",
+            "--recompute-num-layers 0: must be greater than 0",
+        ),
+        (
+            "--recompute-granularity full --recompute-method block",
+            "--recompute-method block: give --recompute-num-layers",
+        ),
+        (
+            "--recompute-granularity selective --recompute-method block",
+            "--recompute-method block: acts only with --recompute-granularity full",
+        ),
+        (
+            "--recompute-granularity selective --recompute-num-layers 1",
+            "--recompute-num-layers 1: acts only with --recompute-granularity full",
+        ),
+        (
+            "--recompute-granularity full --recompute-modules mlp",
+            "--recompute-modules mlp: acts only with --recompute-granularity selective",
+        ),
+        (
+            "--recompute-granularity selective --torch-compile",
+            "--recompute-granularity selective: a layer that --torch-compile has compiled",
+        ),
+        (
+            "--recompute-granularity selective --cuda-graphs",
+            "--cuda-graphs: does not combine with --recompute-granularity selective",
+        ),
+        (
+            "--distribute-saved-activations --recompute-granularity selective",
+            "--distribute-saved-activations: acts only with --recompute-granularity full",
         ),
         ("--verify-integrity", "--verify-integrity: acts only with --save DIR"),
         ("--save ckpt --save-keep-last 0", "--save-keep-last 0: must be greater than 0"),
@@ -681,6 +713,25 @@ def test_launched_and_assumed_ranks_have_the_same_rules():
             ],
         ),
         ("--tensor-model-parallel-size 4 --seq-length 30", 4, []),
+        (
+            "--tensor-model-parallel-size 4 --sequence-parallel --checkpoint-activations "
+            "--distribute-saved-activations",
+            4,
+            ["--distribute-saved-activations: with --sequence-parallel each rank keeps its part"],
+        ),
+        (
+            "--tensor-model-parallel-size 4 --checkpoint-activations --hidden-size 36 "
+            "--micro-batch-size 1 --seq-length 31 --kv-channels 8 --distribute-saved-activations",
+            4,
+            [],
+        ),
+        (
+            "--tensor-model-parallel-size 4 --checkpoint-activations --hidden-size 34 "
+            "--micro-batch-size 1 --seq-length 31 --kv-channels 8 --ffn-hidden-size 64 "
+            "--distribute-saved-activations",
+            4,
+            ["--distribute-saved-activations: the 1054 elements of a layer's input are not"],
+        ),
         (
             "--tensor-model-parallel-size 2 --global-batch-size 6",
             8,

@@ -2,19 +2,22 @@
 two.
 """
 
-import contextlib
 import dataclasses
-import gc
 import threading
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from unit.by_hand import backward, backward_input, backward_weight, forward
+from unit.by_hand import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+    recomputing,
+)
+from unit.storages import Storages, no_collector, of
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout, build_groups
@@ -60,10 +63,17 @@ CONFIGS = {
         position_embedding_type="rope",
     ),
 }
-RECOMPUTE = {"plain": False, "recompute": True}
+RECOMPUTE = {
+    "plain": NO_RECOMPUTE,
+    "recompute": FULL_RECOMPUTE,
+    "norms": recomputing("layernorm"),
+    "activation": recomputing("mlp_act"),
+    "attention": recomputing("core_attn"),
+    "selective": recomputing("layernorm", "qkv", "core_attn", "mlp"),
+}
 
 
-def build(config, dtype=torch.float64, tp=DENSE):
+def build(config, dtype=torch.float64, tp=DENSE, how="plain"):
     """A model with random gradients: a backward pass adds to what is there."""
     model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=dtype, seed=5, tp=tp)
     for block in build_blocks(model, torch.device("cpu")):
@@ -74,6 +84,7 @@ def build(config, dtype=torch.float64, tp=DENSE):
         block.grad.normal_(generator=torch.Generator().manual_seed(6))
         for parameter in block.parameters:
             parameter.overwrite_main_grad = False
+    model.choose_recompute(RECOMPUTE[how])
     return model
 
 
@@ -125,11 +136,12 @@ def check_equal(name, how, size=1, sequence=False, overlap=True, micro_batches=1
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         model = build(config, dtype, tp)
         before = gradients(model)
-        whole(model, LayerPasses(RECOMPUTE[how]), micro_batches)
+        whole(model, LayerPasses(), micro_batches)
         expected = gradients(model)
+        model.choose_recompute(RECOMPUTE[how])
         for parameter_name, parameter in model.named_parameters():
             parameter.main_grad.copy_(before[parameter_name])
-        split(model, LayerPasses(RECOMPUTE[how]), micro_batches)
+        split(model, LayerPasses(), micro_batches)
         for parameter_name, got in gradients(model).items():
             assert torch.equal(got, expected[parameter_name]), (dtype, parameter_name)
             assert not torch.equal(got, before[parameter_name]), (dtype, parameter_name)
@@ -144,7 +156,13 @@ def test_two_parts_are_the_whole(name, how):
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])
 @pytest.mark.parametrize(
-    "name, how", [("gpt", "recompute"), ("gqa-swiglu", "plain"), ("mqa-qknorm", "plain")]
+    "name, how",
+    [
+        ("gpt", "recompute"),
+        ("gqa-swiglu", "plain"),
+        ("gqa-swiglu", "selective"),
+        ("mqa-qknorm", "plain"),
+    ],
 )
 def test_two_parts_are_the_whole_on_two_ranks(gloo_world, name, how, sequence, overlap):
     gloo_world(2).run(check_equal, name, how, 2, sequence, overlap)
@@ -192,7 +210,7 @@ def test_what_belongs_to_which_part():
 
 
 def test_recomputing_is_done_once(monkeypatch):
-    model, passes, calls = build(CONFIGS["gpt"]), LayerPasses(recompute=True), []
+    model, passes, calls = build(CONFIGS["gpt"], how="recompute"), LayerPasses(), []
     run = LayerBlock.forward
     monkeypatch.setattr(
         LayerBlock, "forward", lambda unit, *args: calls.append(unit) or run(unit, *args)
@@ -207,64 +225,13 @@ def test_recomputing_is_done_once(monkeypatch):
     assert len(calls) == 2
 
 
-class Storages(TorchDispatchMode):
-    """Every storage that an operator made, without keeping it alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = of(*(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and not of(x) <= given | self.made.keys():
-                self.made[x.untyped_storage()._cdata] = (
-                    StorageWeakRef(x.untyped_storage()),
-                    x.untyped_storage().nbytes(),
-                )
-        return out
-
-    def alive(self):
-        return {
-            key: size for key, (reference, size) in self.made.items() if not reference.expired()
-        }
-
-    def settle(self, done):
-        """Whether `done` of the living storages comes true: Gloo's thread drops a sent tensor a
-        moment after the message is over.
-        """
-        end = time.monotonic() + 60
-        while not (came := done(self.alive())) and time.monotonic() < end:
-            time.sleep(0.001)
-        return came
-
-
-def of(*tensors):
-    return {x.untyped_storage()._cdata for x in tensors}
-
-
-@contextlib.contextmanager
-def no_collector():
-    """Storages must go by their references alone."""
-    with Storages():
-        # the first use of such a mode imports much, and leaves this function's frame in a cycle
-        torch.zeros(1)
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @no_collector()
-def check_what_stays(name, tp, passes):
+def check_what_stays(name, tp, how="plain"):
     """After B of a layer the inputs of its linear layers and the gradients of their outputs are
     alive, nothing else of either pass.
     """
     config = CONFIGS[name]
-    model = build(config, tp=tp)
+    model, passes = build(config, tp=tp, how=how), LayerPasses()
     micro = micro_batch(model)
     s = S // tp.size if tp.sequence else S
     draw = torch.Generator().manual_seed(1)
@@ -310,14 +277,14 @@ def least_bytes(config, tp):
 @pytest.mark.parametrize("how", RECOMPUTE)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_inputs_and_output_gradients_alone_stay(name, how):
-    check_what_stays(name, DENSE, LayerPasses(RECOMPUTE[how]))
+    check_what_stays(name, DENSE, how)
 
 
 def check_what_stays_on_a_rank(name, sequence):
     groups = build_groups(
         Layout(tp=2), dist.get_rank(), dist.new_group, CONFIGS[name].num_query_groups
     )
-    check_what_stays(name, TensorParallel(groups.tp, groups.kv, sequence=sequence), LayerPasses())
+    check_what_stays(name, TensorParallel(groups.tp, groups.kv, sequence=sequence))
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])

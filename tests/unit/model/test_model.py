@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from unit.by_hand import backward, filled, forward
+from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, backward, filled, forward
 
 from megatron.config.groups import ModelConfig
 from megatron.layers.spec import Box, Init, TensorSpec
@@ -133,8 +133,9 @@ def test_recompute_keeps_only_inputs_of_layers():
     graph.
     """
     model = build(TIED)
+    model.choose_recompute(FULL_RECOMPUTE)
     micro = batch(model)
-    _, saved = forward(model, micro, LayerPasses(recompute=True))
+    _, saved = forward(model, micro)
     for kept in saved[1:-1]:
         x = kept.x
         assert (
@@ -143,6 +144,7 @@ def test_recompute_keeps_only_inputs_of_layers():
             and x.shape == (S, B, 16)
             and x.grad_fn is None
         )
+    model.choose_recompute(NO_RECOMPUTE)
     _, plain = forward(model, micro)
     assert all(graph.output.node is not None for graph in plain)
 

@@ -13,7 +13,16 @@ from parity.compare import FP64_GATE, fp64, narrow
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row, narrow_bound
 from parity.worker import Outcome, one_thread, run_case
 from torch import Tensor, nn
-from unit.by_hand import backward, backward_input, backward_weight, filled, forward
+from unit.by_hand import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    backward,
+    backward_input,
+    backward_weight,
+    filled,
+    forward,
+    recomputing,
+)
 from unit.layers.made import norm
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
@@ -162,7 +171,11 @@ def split(model: GPTModel, passes: LayerPasses, numbers: range) -> None:
 
 
 @pytest.mark.parametrize("run_passes", [whole, split])
-@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "recompute"])
+@pytest.mark.parametrize(
+    "recompute",
+    [NO_RECOMPUTE, FULL_RECOMPUTE, recomputing("layernorm", "qkv", "core_attn", "mlp")],
+    ids=["plain", "recompute", "selective"],
+)
 def test_gradients_are_those_of_plain_autograd(recompute, run_passes):
     model = build()
     weights = {
@@ -175,7 +188,8 @@ def test_gradients_are_those_of_plain_autograd(recompute, run_passes):
             weights,
             torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number)),
         ).backward()
-    run_passes(model, LayerPasses(recompute), range(3))
+    model.choose_recompute(recompute)
+    run_passes(model, LayerPasses(), range(3))
     for name, parameter in model.named_parameters():
         expected = weights[name].grad
         assert expected.norm() > 0 and parameter.grad is None

@@ -8,9 +8,9 @@ import random
 import torch
 import torch.distributed as dist
 from random_schedules import random_schedule
-from unit.by_hand import KeptWeights, backward, filled, forward
+from unit.by_hand import NO_RECOMPUTE, KeptWeights, backward, filled, forward
 
-from megatron.config.groups import ModelConfig
+from megatron.config.groups import ModelConfig, TrainingConfig
 from megatron.distributed.groups import Groups, Layout, one_process
 from megatron.distributed.setup import make_groups
 from megatron.model.gpt import GPTModel
@@ -35,7 +35,7 @@ CONFIG = ModelConfig(
 
 
 def pipeline_of(
-    placement: tuple[int, ...], groups: Groups, recompute: bool = False
+    placement: tuple[int, ...], groups: Groups, recompute: TrainingConfig = NO_RECOMPUTE
 ) -> tuple[Pipeline, list]:
     """This rank's stages with their initial weights, and their blocks."""
     count = len(placement)
@@ -50,9 +50,10 @@ def pipeline_of(
         stages=tuple(stage for stage, rank in zip(stages, placement) if rank == groups.pp.rank),
     )
     blocks = filled(model)
+    model.choose_recompute(recompute)
     shape = S, B, CONFIG.hidden_size
     return Pipeline(
-        model, KeptWeights(), LayerPasses(recompute), placement, shape, groups, torch.device("cpu")
+        model, KeptWeights(), LayerPasses(), placement, shape, groups, torch.device("cpu")
     ), blocks
 
 
@@ -69,7 +70,9 @@ def batch(model: GPTModel, index: int, training: bool = True):
     )
 
 
-def outcome(schedule: Schedule, groups: Groups, recompute: bool = False) -> tuple[dict, dict]:
+def outcome(
+    schedule: Schedule, groups: Groups, recompute: TrainingConfig = NO_RECOMPUTE
+) -> tuple[dict, dict]:
     """(losses by micro-batch, gradients by name) of one run on this rank."""
     pipeline, blocks = pipeline_of(schedule.placement, groups, recompute)
     training = any(
@@ -131,7 +134,7 @@ def run_random(seeds: range) -> list[tuple[dict, dict]]:
     return [outcome(drawn(seed, groups.pp.size)[0], groups) for seed in seeds]
 
 
-def run_named(cases: list[tuple[str, int, int, bool]]) -> list[tuple[dict, dict]]:
+def run_named(cases: list[tuple[str, int, int, TrainingConfig]]) -> list[tuple[dict, dict]]:
     groups = make_groups(Layout(pp=dist.get_world_size()), None)
     return [
         outcome(build_schedule(name, groups.pp.size, virtual, count), groups, recompute)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pipeline_cases as cases
 import pytest
 import torch
+from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
 
 from megatron.parallel.check import check
 
@@ -54,6 +55,17 @@ def test_random_schedules_train_as_one_process(gloo_world, ranks):
     assert kinds == {"F", "B", "I", "W", "SF", "RF", "SB", "RB", True, False}
 
 
+GROUPS = recomputing(recompute_method="uniform", recompute_num_layers=2)
+BLOCK = recomputing(recompute_method="block", recompute_num_layers=1)
+SELECTIVE = recomputing("layernorm", "qkv", "core_attn", "mlp")
+RECOMPUTED = [  # micro-batches, and what is computed again
+    (1, NO_RECOMPUTE),
+    (2, BLOCK),
+    (3, GROUPS),
+    (4, SELECTIVE),
+    (5, FULL_RECOMPUTE),
+    (8, NO_RECOMPUTE),
+]
 NAMED = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("zero-bubble", 1), ("zero-bubble-v", 2)]
 
 
@@ -66,7 +78,7 @@ def test_every_schedule_has_the_bits_of_one_process(gloo_world, ranks):
     runs = [
         (name, virtual if name == "interleaved" else chunks, count, recompute)
         for name, chunks in NAMED
-        for count, recompute in [(1, False), (3, False), (5, True), (8, False)]
+        for count, recompute in RECOMPUTED
     ]
     ranked = gloo_world(ranks).run(cases.run_named, runs)
     for index, (_, _, count, _) in enumerate(runs):

@@ -46,6 +46,7 @@ LLAMA = (
     "--untie-embeddings-and-output-weights"
 )
 FULL = "--recompute-granularity full"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 PP2 = "--pipeline-model-parallel-size 2"
 # whose worst moment is the head's
 WIDE_HEAD = "--fused-linear-cross-entropy --untie-embeddings-and-output-weights --num-layers 2"
@@ -240,6 +241,60 @@ CASES: dict[str, tuple[int, int, str]] = {
         1,
         2,
         f"{SMALL} {FULL} --fp8-format e4m3 --fp8-min-width 128 --fp8-recipe blockwise",
+    ),
+    "one rank, norms and activation rebuilt": (1, 2, f"{SMALL} {SELECTIVE} layernorm mlp_act"),
+    "one rank, core attention rebuilt, plain": (
+        1,
+        1,
+        f"{SMALL} {SELECTIVE} core_attn --attention-backend plain --hidden-dropout 0.1",
+    ),
+    "one rank, llama, bf16, MLP and norms rebuilt": (
+        1,
+        2,
+        f"{LARGER} {LLAMA} --bf16 {SELECTIVE} mlp layernorm",
+    ),
+    "one rank, our kernels, llama, all rebuilt": (
+        1,
+        2,
+        f"{LARGER} {LLAMA} {KERNELS} --bf16 {SELECTIVE} layernorm qkv core_attn mlp",
+    ),
+    "tp2 sp, llama, all rebuilt": (
+        2,
+        2,
+        f"{LARGER} {LLAMA} {TP2} --sequence-parallel {SELECTIVE} layernorm qkv core_attn mlp",
+    ),
+    "pp2, zero-bubble, dropout, all but attention rebuilt": (
+        2,
+        4,
+        f"{SMALL} {PP2} --pipeline-schedule zero-bubble --hidden-dropout 0.1 {SELECTIVE} "
+        "layernorm qkv mlp",
+    ),
+    "pp2, llama, norms and activation rebuilt": (
+        2,
+        4,
+        f"{SMALL} {LLAMA} {PP2} {SELECTIVE} layernorm mlp_act",
+    ),
+    "stage 2, dp2, MLP rebuilt": (2, 2, f"{SMALL} --zero-stage 2 {SELECTIVE} mlp"),
+    "stage 3, dp2, recompute in groups of 3": (
+        2,
+        2,
+        f"{LARGER} {FULL} --recompute-num-layers 3 --zero-stage 3",
+    ),
+    "one rank, recompute in uneven groups": (
+        1,
+        2,
+        f"{LARGER} {LLAMA} {FULL} --recompute-num-layers 4",
+    ),
+    "pp2, interleaved, the first layer of each stage recomputed": (
+        2,
+        4,
+        f"{SMALL} {PP2} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 {FULL} "
+        "--recompute-method block --recompute-num-layers 1",
+    ),
+    "tp2, recompute, inputs shared": (
+        2,
+        2,
+        f"{LARGER} --num-layers 12 {TP2} {FULL} --distribute-saved-activations",
     ),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }

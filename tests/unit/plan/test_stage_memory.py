@@ -116,7 +116,7 @@ def kept_of_stages(config: Config) -> list[tuple[int, int]]:
     belongs to the loss.
     """
     padded = padded_vocab_size(VOCAB, config.model)
-    passes = LayerPasses(recompute=config.training.recompute_granularity is not None)
+    passes = LayerPasses()
     x, forwards, found = None, [], []
     for stage in pipeline_stages(config, padded):
         model = GPTModel(
@@ -127,6 +127,7 @@ def kept_of_stages(config: Config) -> list[tuple[int, int]]:
             seed=1,
             stages=(stage,),
         )
+        model.choose_recompute(config.training)
         for block in build_blocks(model, torch.device("cpu")):
             block.open()
         tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)

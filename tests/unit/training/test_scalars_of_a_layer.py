@@ -12,7 +12,15 @@ from parity.compare import fp64
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row
 from parity.worker import Outcome, one_thread, run_case
 from torch import Tensor
-from unit.by_hand import backward, backward_input, backward_weight, filled, forward
+from unit.by_hand import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    backward,
+    backward_input,
+    backward_weight,
+    filled,
+    forward,
+)
 
 from megatron.config.groups import ModelConfig
 from megatron.model import gpt
@@ -75,7 +83,8 @@ def objective(model: GPTModel, passes: LayerPasses) -> tuple[float, Tensor, list
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_auxiliary_loss_is_part_of_what_is_differentiated(split, recompute):
     """Against finite differences of loss and penalty together."""
-    model, passes = build(), LayerPasses(recompute)
+    model, passes = build(), LayerPasses()
+    model.choose_recompute(FULL_RECOMPUTE if recompute else NO_RECOMPUTE)
     _, sums, saved = objective(model, passes)
     dy = loss_gradient(sums, SCALE)
     if split:
@@ -106,7 +115,8 @@ def test_an_auxiliary_loss_is_part_of_what_is_differentiated(split, recompute):
 def test_a_second_forward_pass_counts_nothing_twice():
     found = []
     for recompute in (False, True):
-        model, passes = build(), LayerPasses(recompute)
+        model, passes = build(), LayerPasses()
+        model.choose_recompute(FULL_RECOMPUTE if recompute else NO_RECOMPUTE)
         _, sums, saved = objective(model, passes)
         backward(model, saved, loss_gradient(sums, SCALE), passes)
         found.append({name: value.item() for name, value in passes.scalars.items()})

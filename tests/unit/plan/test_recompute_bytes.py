@@ -1,0 +1,181 @@
+"""What a layer keeps at each level of recomputation, against the storages that live after its
+forward pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from test_memory import (
+    BATCH,
+    DRY,
+    GROUPED,
+    KERNELS,
+    LOSS,
+    ROPE,
+    SEQ,
+    VOCAB,
+    configure,
+    interpreted,
+)
+from unit.by_hand import forward
+from unit.storages import Storages
+from unit.zero.measure import launches_of_nothing
+
+from megatron.config.groups import Config, PrecisionConfig
+from megatron.layers.recompute import Rebuilder
+from megatron.model.arithmetic import padded_vocab_size
+from megatron.model.gpt import GPTModel
+from megatron.model.kernels import compute_dtype
+from megatron.model.stages import whole
+from megatron.optimizer.blocks import build_blocks
+from megatron.plan.activations import Shape, unit_bytes
+
+MODULES = ("layernorm", "qkv", "core_attn", "mlp_act", "mlp")
+CHOICES = [
+    chosen
+    for count in range(len(MODULES))
+    for chosen in itertools.combinations(MODULES, count)
+    if not {"mlp", "mlp_act"} <= set(chosen)
+]
+SOME = [
+    *((each,) for each in MODULES),
+    ("layernorm", "mlp_act"),
+    ("layernorm", "qkv", "core_attn", "mlp"),
+]
+LLAMA = {**DRY, **ROPE, **GROUPED, "activation": "swiglu", "normalization": "RMSNorm"}
+ONE_GROUP = {"group_query_attention": True, "num_query_groups": 1}
+MODELS: dict[str, dict] = {
+    "gpt": {},
+    "without attention dropout": {"attention_dropout": 0.0},
+    "grouped": {**DRY, **GROUPED},
+    "rotary": {**DRY, **ROPE},
+    "llama": LLAMA,
+    "norms of queries": {**DRY, **ROPE, **GROUPED, "qk_layernorm": True},
+    "norms of queries, plain": {**ROPE, "qk_layernorm": True},
+    "grouped norms, plain": {
+        **DRY,
+        **GROUPED,
+        "qk_layernorm": True,
+        "attention_backend": "plain",
+    },
+    "soft cap": {"attn_logit_softcapping": 5.0, **GROUPED},
+    "window": {**DRY, "window_size": 8},
+    "one group": {**DRY, **ONE_GROUP},
+    "one group, plain": ONE_GROUP,
+    "one group, rotary, plain": {**ONE_GROUP, **ROPE},
+    "squared relu": {**DRY, "activation": "squared-relu"},
+    "geglu": {"activation": "geglu", "normalization": "RMSNorm"},
+}
+OURS: dict[str, dict] = {
+    "gpt": KERNELS,
+    "llama": {**LLAMA, **KERNELS},
+    "norms of queries": {**ROPE, **GROUPED, "qk_layernorm": True, **KERNELS},
+    "squared relu, soft cap": {
+        **KERNELS,
+        "activation": "squared-relu",
+        "attn_logit_softcapping": 5.0,
+    },
+    **{
+        f"{kernel} alone": {
+            **ROPE,
+            **GROUPED,
+            "attention_dropout": 0.1 * (kernel == "attention_backend"),
+            kernel: "triton",
+        }
+        for kernel in KERNELS
+    },
+}
+
+
+def with_modules(modules: tuple[str, ...], precision: PrecisionConfig, **model) -> Config:
+    training = (
+        {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+    )
+    return configure(precision, training=training, **model)
+
+
+def kept_storages(config: Config) -> int:
+    """Bytes alive between forward and backward pass beside parameters and the micro-batch."""
+    model = GPTModel(
+        config.model,
+        vocab_size=VOCAB,
+        padded_vocab=padded_vocab_size(VOCAB, config.model),
+        dtype=compute_dtype(config.precision),
+        seed=1,
+    )
+    model.choose_recompute(config.training)
+    for block in build_blocks(model, torch.device("cpu")):
+        block.open()
+    tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)
+    positions = torch.arange(SEQ).expand(BATCH, SEQ)
+    mask = torch.ones(BATCH, SEQ)
+    micro = model.micro_batch(tokens, tokens, mask, positions, ids, training=True)
+    with launches_of_nothing(), Storages() as storages:
+        y, saved = forward(model, micro)
+        del y
+        total = sum(storages.alive().values())
+    del saved
+    return total - LOSS
+
+
+def planned(config: Config, device: str = "cuda") -> int:
+    """The same by the formulas."""
+    padded = padded_vocab_size(VOCAB, config.model)
+    units = unit_bytes(Shape(config, padded, device), whole(config.model)[0])
+    return sum(unit.saved + unit.logits for unit in units)
+
+
+FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
+
+
+def check(choices: list[tuple[str, ...]], precision: PrecisionConfig, device: str, model: dict):
+    for modules in choices:
+        config = with_modules(modules, precision, **model)
+        assert kept_storages(config) == planned(config, device), modules
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_kept(name):
+    check(SOME, FP32, "cuda", MODELS[name])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_kept_with_every_choice(name):
+    check(CHOICES, FP32, "cuda", MODELS[name])
+
+
+@interpreted
+@pytest.mark.parametrize("name", OURS)
+def test_what_is_kept_with_our_kernels(name):
+    check(SOME, FP32, "cuda", OURS[name])
+
+
+@interpreted
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", OURS)
+def test_what_is_kept_with_our_kernels_and_every_choice(name):
+    check(CHOICES, FP32, "cuda", OURS[name])
+
+
+@pytest.mark.parametrize("name", ["llama", "one group"])
+def test_what_is_kept_in_bf16_on_a_cpu(name):
+    """Whose attention is computed in fp32."""
+    check(SOME, BF16, "cpu", {**MODELS[name], "normalization": "RMSNorm"})
+
+
+def test_what_is_marked_and_kept_would_be_found(monkeypatch):
+    """The result of a computation that is made again lives on."""
+    mark = Rebuilder._mark
+
+    def keeping(rebuilder, rebuilt, y):
+        mark(rebuilder, rebuilt, y)
+        rebuilt.output = y
+
+    config = with_modules(("mlp_act",), FP32, **LLAMA)
+    assert kept_storages(config) == planned(config)
+    monkeypatch.setattr(Rebuilder, "_mark", keeping)
+    assert kept_storages(config) > planned(config)

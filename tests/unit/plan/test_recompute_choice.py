@@ -1,0 +1,188 @@
+"""--recompute auto: every candidate's bytes are those of the plan, and the choice is that of brute
+force.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.errors import ArgumentErrors, UserError
+from megatron.config.groups import Config
+from megatron.config.recompute import layer_words, words_of
+from megatron.config.validate import resolve
+from megatron.plan import recompute
+from megatron.plan.memory import PlannedSteps, rank_memories
+from megatron.plan.recompute import (
+    candidates,
+    choose_for_rank,
+    choose_layers,
+    needed_bytes,
+    seconds_again,
+    worthwhile,
+)
+
+VOCAB = 1024
+COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3
+--train-iters 2 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --micro-batch-size 2
+--bf16 --attention-dropout 0 --hidden-dropout 0"""
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+--untie-embeddings-and-output-weights"""
+PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+CASES = {  # ranks, layers, flags
+    "one rank": (1, 3, LLAMA),
+    "gpt": (1, 3, "--hidden-dropout 0.1"),
+    "pp2": (2, 6, f"{LLAMA} {PP2}"),
+    "pp2, zero-bubble": (2, 4, f"{LLAMA} {PP2} --pipeline-schedule zero-bubble"),
+    "pp2, two stages a rank": (
+        2,
+        4,
+        f"{LLAMA} {PP2} --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "zero 3": (4, 3, f"{LLAMA} --zero-stage 3"),
+    "tp2 sp": (2, 3, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel"),
+}
+
+
+def configure(name: str, *more: str) -> Config:
+    world, layers, flags = CASES[name]
+    words = [*COMMON.split(), "--num-layers", str(layers), *flags.split(), *more]
+    return resolve(parse_arguments(words).config, world, VOCAB).config
+
+
+def steps_of(name: str) -> PlannedSteps:
+    return PlannedSteps(configure(name), VOCAB, CASES[name][0], "cuda")
+
+
+def total(name: str, rank: int, words: dict[int, str]) -> int:
+    """What the plan says of a rank whose layers recompute this, the others nothing."""
+    world, layers, _ = CASES[name]
+    every = words_of([words.get(layer, "none") for layer in range(layers)])
+    return rank_memories(configure(name, "--recompute-layers", *every), VOCAB, world)[rank].total
+
+
+def layers_of(steps: PlannedSteps, rank: int) -> list[int]:
+    return [layer for stage in steps.stages_of(rank) for layer in stage.layers]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bytes_of_all_candidates_are_those_of_the_plan(name):
+    steps = steps_of(name)
+    options = worthwhile(steps.shape)
+    assert options[-1] == "none" and options[0] == "full" and len(options) > 4
+    for rank in range(steps.schedule.ranks):
+        layers = layers_of(steps, rank)
+        chosen = candidates([len(stage.layers) for stage in steps.stages_of(rank)], len(options))
+        needed = needed_bytes(steps, rank, options, chosen)
+        for row in range(0, len(chosen), max(1, len(chosen) // 6)):
+            words = {
+                layer: options[index] for layer, index in zip(layers, chosen[row], strict=True)
+            }
+            assert needed[row] == total(name, rank, words), words
+
+
+@pytest.mark.parametrize("name", ["one rank", "pp2", "pp2, two stages a rank", "zero 3"])
+def test_no_cheaper_choice_fits(name):
+    """Against every choice of every layer, in any order, each planned by itself."""
+    steps = steps_of(name)
+    rank = 0
+    options, layers = worthwhile(steps.shape), layers_of(steps, rank)
+    rows = np.array(list(itertools.product(range(len(options)), repeat=len(layers))))
+    needed = needed_bytes(steps, rank, options, rows)
+    for row in (0, len(rows) // 2, len(rows) - 1):  # rows are what the plan says
+        words = {layer: options[index] for layer, index in zip(layers, rows[row], strict=True)}
+        assert needed[row] == total(name, rank, words)
+    seconds = np.array([seconds_again(steps.shape, what) for what in options])[rows].sum(1)
+    for share in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
+        budget = math.ceil(needed.min() + share * (needed.max() - needed.min()))
+        found = choose_for_rank(steps, rank, budget)
+        assert found.needed <= budget
+        assert found.needed == total(name, rank, found.layers)
+        assert found.seconds == pytest.approx(seconds[needed <= budget].min(), rel=1e-9), share
+
+
+def test_saved_bytes_would_be_the_wrong_objective(monkeypatch):
+    """The control: of candidates judged by what they keep alone the cheapest does not fit."""
+    name = "one rank"
+    steps = steps_of(name)
+    shape, options = steps.shape, worthwhile(steps.shape)
+    kept = {what: recompute.layer_bytes(shape, 1, recompute.choice_of(what)) for what in options}
+    saved = np.array([kept[what].saved for what in options])
+    full = needed_bytes(steps, 0, options, candidates([3], len(options)))
+    budget = int(full.min()) + (int(full.max()) - int(full.min())) // 3
+    assert choose_for_rank(steps, 0, budget).needed <= budget
+
+    def of_what_is_saved(steps, rank, options, chosen):
+        # right without recomputation, and beyond that as far as what is kept falls
+        return full.max() - (3 * saved.max() - saved[chosen].sum(1))
+
+    monkeypatch.setattr(recompute, "needed_bytes", of_what_is_saved)
+    wrong = choose_for_rank(steps, 0, budget)
+    assert total(name, 0, wrong.layers) > budget
+
+
+def test_candidates():
+    assert candidates([2], 2).tolist() == [[0, 0], [0, 1], [1, 1]]
+    assert candidates([1, 1], 2).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert candidates([], 4).shape == candidates([0], 4).shape == (1, 0)
+    for sizes in ([126], [16, 16], [2] * 8, [1] * 12):
+        many = candidates(sizes, 8)
+        assert 1 < len(many) <= recompute.MOST_CANDIDATES and many.shape[1] == sum(sizes)
+        first = many[:, : sizes[0]]
+        assert (np.diff(first, axis=1) >= 0).all() and len(np.unique(many, axis=0)) == len(many)
+
+
+def test_the_choice_and_its_reasons():
+    world, layers, _ = CASES["pp2"]
+    plain = max(rank.total for rank in rank_memories(configure("pp2"), VOCAB, world)) / 2**30
+    config = configure("pp2", "--recompute", "auto", "--memory-budget", f"{0.8 * plain:.6f}")
+    chosen, lines = choose_layers(config, VOCAB, world, "cuda")
+    words = layer_words(chosen.training.recompute_layers)
+    assert len(words) == layers and words[0] != "none" and len(lines) == 2
+    assert all(rank.total <= 0.8 * plain * 2**30 for rank in rank_memories(chosen, VOCAB, world))
+    assert "recompute of pipeline rank 0: " in lines[0] and " without; adds " in lines[0]
+    assert "of all that add less the least is " in lines[0]
+    assert choose_layers(config, VOCAB, world, "cuda") == (chosen, lines)  # again the same
+    # the first stage holds more micro-batches, and pays more
+    assert sum(word != "none" for word in words[:3]) >= sum(word != "none" for word in words[3:])
+    assert choose_layers(configure("pp2"), VOCAB, world, "cuda") == (configure("pp2"), [])
+
+
+def test_nothing_fits():
+    config = configure("pp2", "--recompute", "auto", "--memory-budget", "0.001")
+    with pytest.raises(UserError, match="--memory-budget 0.001: pipeline rank 0 needs .* even"):
+        choose_layers(config, VOCAB, 2, "cuda")
+
+
+@pytest.mark.parametrize(
+    "flags, fault",
+    [
+        ("--recompute auto", "--recompute auto: give --memory-budget"),
+        ("--memory-budget 3", "--memory-budget 3.0: acts only with --recompute auto"),
+        (
+            "--recompute auto --memory-budget 3 --recompute-granularity full",
+            "--recompute auto --recompute-granularity full: contradict each other",
+        ),
+        ("--recompute full", "--recompute full: auto chooses; give --recompute-granularity full"),
+        ("--recompute-layers full*2", "says what becomes of 2 layers, and there are 3"),
+        ("--recompute-layers all*3", "--recompute-layers: 'all*3': 'all' is none of none, full"),
+        ("--recompute-layers mlp*0 full*3", "'mlp*0': behind * stands the number of layers"),
+        ("--recompute-layers full+mlp*3", "'full' is none of none"),
+        (
+            "--recompute-layers mlp*3 --torch-compile",
+            "--recompute-layers mlp*3: a layer that --torch-compile has compiled",
+        ),
+        (
+            "--recompute auto --memory-budget 3 --cuda-graphs",
+            "--cuda-graphs: does not combine with --recompute auto",
+        ),
+    ],
+)
+def test_what_is_refused(flags, fault):
+    with pytest.raises(ArgumentErrors) as caught:
+        configure("one rank", *flags.split())
+    assert any(fault in line for line in caught.value.faults), caught.value.faults
