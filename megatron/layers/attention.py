@@ -357,6 +357,10 @@ class AttentionBytes:
     wide: int
     device: str  # cpu or cuda
     documents: bool  # attention ends at their bounds
+    # ranks that hold parts of the sequence, of which this one holds `seq` positions, and whether
+    # keys and values of all of them are gathered
+    cp: int = 1
+    gathers: bool = False
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -417,9 +421,38 @@ class AttentionBytes:
         tokens = self.seq * self.samples
         if "core_attn" in recomputed:
             return 0 if "qkv" in recomputed else tokens * self._heads_per_token()
+        shared = self._shared_per_token() if self.cp > 1 else 0
         if "qkv" in recomputed:
-            return tokens * self._core_per_token() + self._mask()
-        return tokens * self._saved_per_token() + self._mask()
+            return tokens * (self._core_per_token() + max(0, shared)) + self._mask()
+        return tokens * (self._saved_per_token() + shared) + self._mask()
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether torch's fused attention computes a narrow run in fp32, as it does on a CPU."""
+        narrow = self.device == "cpu" and self.compute < self.wide
+        return narrow and not self.is_ours and not self.is_plain
+
+    def _shared_per_token(self) -> int:
+        """What context parallelism adds to what attention keeps for each position of this rank; may
+        be negative, since parts of the projection are copied before attention reads them.
+        """
+        (q, k), norms = self.widths, self.model.qk_layernorm
+        if self.is_plain:
+            # keys and values repeated for each query head, or the output before it is exchanged
+            copies = 2 * q * (self.cp - 1) if self.gathers else q
+            return self.compute * copies + (self.cp - 1) * self._scores_per_token()
+        if self.gathers:
+            if self.is_widened:
+                return self.wide * 2 * k * (self.cp - 1)
+            own = k if norms else q + 3 * k if self.rotates else 0
+            return self.compute * (2 * k * self.cp - own)
+        repeated = max(k, self.cp * self.model.kv_channels)
+        if self.is_widened:
+            return self.wide * 2 * (repeated - k)
+        if norms:
+            return self.compute * (q + 2 * repeated - k)
+        own = 3 * k if self.rotates else 2 * k + self._gathered - q
+        return self.compute * (2 * repeated - own)
 
     def _heads_per_token(self) -> int:
         """What `SelfAttention._heads` keeps and returns: the projection and what is made of it."""
@@ -446,7 +479,7 @@ class AttentionBytes:
         log_sum_exp = wide * model.num_attention_heads
         if self.is_repeated:
             return compute * 3 * q + log_sum_exp
-        if self.device == "cpu" and compute < wide and not self.is_ours:
+        if self.is_widened:
             return compute * q + wide * (2 * q + 2 * k) + log_sum_exp
         return compute * q + log_sum_exp
 
@@ -461,7 +494,7 @@ class AttentionBytes:
         statistics += wide * heads  # log-sum-exp
         if self.is_repeated:
             return compute * self._repeated_width() + statistics
-        if self.device == "cpu" and compute < wide and not self.is_ours:  # computed in fp32
+        if self.is_widened:
             width = q + (q + 2 * k + gathered if norms else 0)  # the output; inputs of the norms
             # the kernel's own inputs and output
             return compute * width + wide * (2 * q + 2 * k) + statistics
@@ -521,13 +554,15 @@ class AttentionBytes:
         """None when the fused attention is causal and no more, one for each sample with document
         masking. Our kernels have none.
         """
-        if self.is_ours or not (
-            self.is_plain or self.documents or self.model.window_size is not None
-        ):
+        of_positions = self.cp > 1 and self.gathers
+        masked = self.documents or of_positions or self.model.window_size is not None
+        if self.is_ours or not (self.is_plain or masked):
             return 0
         # torch's fused attention turns a boolean mask into numbers that are added to the scores
-        element = 1 if self.is_plain else self.compute
-        return element * self.seq**2 * (self.samples if self.documents else 1)
+        element = 1 if self.is_plain else self.wide if self.is_widened else self.compute
+        keys = self.seq * self.cp
+        queries = self.seq if self.gathers else keys
+        return element * queries * keys * (self.samples if self.documents else 1)
 
     def gradients(self) -> int:
         """Of queries, keys and values apart, then of the projection; where all scores are in

@@ -82,7 +82,8 @@ class Shape:
         self.device = device
         self.compute, self.wide = element_sizes(config.precision)
         self.samples = config.training.micro_batch_size
-        self.seq = config.data.seq_length
+        cp = config.distributed.context_parallel_size
+        self.seq = config.data.seq_length // cp  # that this rank holds
         self.tokens = self.samples * self.seq
         # outside the pairs of matrices
         self.sequence_parallel = config.distributed.sequence_parallel
@@ -94,7 +95,12 @@ class Shape:
         self.narrow_grads = config.optimizer.main_grads_dtype == "bf16"
         sizes = self.seq, self.samples, self.compute, self.wide
         self.attention = AttentionBytes(
-            self.model, *sizes, device, config.data.reset_attention_mask
+            self.model,
+            *sizes,
+            device,
+            config.data.reset_attention_mask,
+            cp,
+            config.distributed.cp_comm_type == "allgather",
         )
         # fc1's output, fc2's input
         self.inner, self.activated = (

@@ -51,6 +51,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 # whose worst moment is the head's
 WIDE_HEAD = "--fused-linear-cross-entropy --untie-embeddings-and-output-weights --num-layers 2"
 TP2 = "--tensor-model-parallel-size 2"
+CP2 = "--context-parallel-size 2"
 FP8 = "--fp8-format hybrid --fp8-min-width 128"
 KERNELS = " ".join(
     f"--{operator}-backend triton"
@@ -296,6 +297,24 @@ CASES: dict[str, tuple[int, int, str]] = {
         2,
         f"{LARGER} --num-layers 12 {TP2} {FULL} --distribute-saved-activations",
     ),
+    "cp2": (2, 2, f"{SMALL} {CP2}"),
+    "cp2, heads exchanged": (2, 2, f"{SMALL} {CP2} --cp-comm-type a2a"),
+    "cp2, llama, bf16": (2, 2, f"{LARGER} {LLAMA} {CP2} --bf16"),
+    "cp2, llama, grouped, heads exchanged": (
+        2,
+        2,
+        f"{LARGER} {LLAMA} {CP2} --cp-comm-type a2a --group-query-attention --num-query-groups 2",
+    ),
+    "stage 2, cp2 tp2 sp, llama": (
+        4,
+        2,
+        f"{LARGER} {LLAMA} {CP2} {TP2} --sequence-parallel --zero-stage 2",
+    ),
+    "stage 3, cp2, documents, recompute": (
+        2,
+        2,
+        f"{SMALL} {CP2} --zero-stage 3 --reset-attention-mask {FULL}",
+    ),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }
 
@@ -305,14 +324,16 @@ def command(name: str) -> tuple[str, ...]:
     ranks, micro_batches, flags = CASES[name]
     config = parse_arguments([*COMMON.split(), *flags.split()]).config
     distributed = config.distributed
-    replicas = (
-        ranks // distributed.tensor_model_parallel_size // distributed.pipeline_model_parallel_size
+    shared = (
+        distributed.tensor_model_parallel_size
+        * distributed.context_parallel_size
+        * distributed.pipeline_model_parallel_size
     )
     return (
         *COMMON.split(),
         *flags.split(),
         "--global-batch-size",
-        str(micro_batches * replicas * config.training.micro_batch_size),
+        str(micro_batches * (ranks // shared) * config.training.micro_batch_size),
     )
 
 
