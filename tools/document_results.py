@@ -271,6 +271,29 @@ def curves() -> str:
     )
 
 
+@figure("fp8.curves")
+def fp8_curves() -> str:
+    from megatron.benchmarks.fp8_curves import BASE, LAST, last_mean
+
+    runs = result("fp8_curves")["runs"]
+    base = next(run for run in runs if run["format"] == BASE)
+    rows = [
+        (
+            run["format"],
+            f"{run['validation_loss']:.3f}",
+            f"{run['validation_loss'] - base['validation_loss']:+.3f}",
+            f"{last_mean(run):.3f}",
+            f"{last_mean(run) - last_mean(base):+.3f}",
+        )
+        for run in runs
+    ]
+    return table(
+        f"products | validation loss | less {BASE} | training loss, mean of the last {LAST} steps | "
+        f"less {BASE}",
+        rows,
+    )
+
+
 # ---- pipelines -----------------------------------------------------------------------------------
 
 

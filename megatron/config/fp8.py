@@ -81,12 +81,17 @@ def fp8_faults(run: RunView) -> Iterator[str]:
     multiple = BLOCK if run.fp8_recipe == "blockwise" else MULTIPLE
     yield from _widths(run, wide, multiple)
     is_sized = run.has("seq_length", "micro_batch_size")
-    tokens = run.seq_length * run.micro_batch_size if is_sized else 0
+    tokens = run.seq_length // run.cp * run.micro_batch_size if is_sized else 0
     if run.fp8_wgrad and run.fp8_recipe != "rowwise" and tokens % multiple:
         yield (
             f"{asked}: a micro-batch of {tokens} tokens is no multiple of {multiple}, which "
             f"--fp8-recipe {run.fp8_recipe} needs for the gradients of weights; change "
             "--seq-length or --micro-batch-size, or give --no-fp8-wgrad"
+        )
+    if run.cp > 1 and run.fp8_wgrad and run.fp8_recipe == "blockwise":
+        yield (
+            f"{asked}: under {run.show('context_parallel_size')} blocks of tokens would hold other "
+            "tokens than in one process; give --no-fp8-wgrad, or --fp8-recipe tensorwise"
         )
     if run.num_query_groups < run.tp and any(each.name == "attention.qkv" for each in wide):
         yield (

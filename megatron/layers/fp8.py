@@ -19,6 +19,7 @@ Marked by model/build.py, called from layers/linear.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,8 +51,8 @@ MARK = "fp8"
 
 
 class Factor(NamedTuple):
-    """A matrix [m, n] of a product, and what is wanted of it. `split`: the dimension that ranks
-    share, if they do.
+    """A matrix [m, n] of a product, and what is wanted of it. `split`: the dimension that
+    tensor-parallel ranks share, if they do; `of_tokens`: rows are tokens.
     """
 
     x: Tensor
@@ -59,12 +60,13 @@ class Factor(NamedTuple):
     split: int | None
     plain: bool = False
     transposed: bool = False
+    of_tokens: bool = True
 
 
 @dataclass(frozen=True)
 class Fp8Products:
     """How the products of one weight [o, i] are formed. `split`: the dimension of the weight that
-    the ranks of `axis` share.
+    the ranks of `axis` share; `cp`: the ranks that hold other tokens of the same samples.
     """
 
     scaling: str  # tensor, row or block
@@ -72,11 +74,12 @@ class Fp8Products:
     weight_grad: bool  # of 8-bit floats, too
     split: int | None = None
     axis: Axis = ALONE
+    cp: Axis = ALONE
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i] -> [..., o]."""
         own = Factor(x.flatten(0, -2), E4M3, 1 if self.split == 1 else None, plain=True)
-        q, w = self._quantise(own, Factor(weight.detach(), E4M3, self.split, plain=True))
+        q, w = self._quantise(own, self._weight(weight, plain=True))
         y = scaled_product(q.q, q.scale, w.q, w.scale, x.dtype, bias)
         return y.view(*x.shape[:-1], -1)
 
@@ -88,7 +91,7 @@ class Fp8Products:
         """
         keeps = weight_grad and self.weight_grad
         own = Factor(dy.flatten(0, -2), self.grad_dtype, self._dy_split, True, keeps)
-        q, w = self._quantise(own, Factor(weight.detach(), E4M3, self.split, transposed=True))
+        q, w = self._quantise(own, self._weight(weight, transposed=True))
         dx = scaled_product(q.q, q.scale, w.q_t, w.scale_t, dy.dtype)
         kept = Quantised(None, None, q.q_t, q.scale_t) if keeps else dy
         return dx.view(*dy.shape[:-1], -1), kept
@@ -116,6 +119,9 @@ class Fp8Products:
             else:
                 into.add_(part)
 
+    def _weight(self, weight: Tensor, **wanted: bool) -> Factor:
+        return Factor(weight.detach(), E4M3, self.split, of_tokens=False, **wanted)
+
     @property
     def _dy_split(self) -> int | None:
         """dy is cut where the outputs are."""
@@ -123,29 +129,19 @@ class Fp8Products:
 
     def _quantise(self, *factors: Factor) -> list[Quantised]:
         """Each of the factors in 8 bits, with the scales of the whole tensors that they are parts
-        of: one all-reduce where any of them is part of what shares a scale.
+        of.
         """
         found = [self._maxima(factor) for factor in factors]
-        shared = [
-            amax
-            for factor, maxima in zip(factors, found, strict=True)
-            if maxima is not None
-            for amax, is_shared in zip(maxima, self._shares(factor), strict=True)
-            if is_shared
-        ]
-        if shared:
-            greatest = all_reduce_max(torch.cat(shared), self.axis)
-            sizes = [amax.numel() for amax in shared]
-            for amax, whole in zip(shared, greatest.split(sizes), strict=True):
-                amax.copy_(whole)
+        _share(self.axis, zip(found, map(self._shares, factors), strict=True))
+        _share(self.cp, zip(found, map(self._shares_positions, factors), strict=True))
         return [
             _quantised(factor, self.scaling, maxima)
             for factor, maxima in zip(factors, found, strict=True)
         ]
 
     def _shares(self, factor: Factor) -> tuple[bool, bool]:
-        """Whether other ranks hold parts of what shares a scale in what is wanted of a factor, as
-        it is and transposed. Blocks never cross ranks.
+        """Whether ranks of `axis` hold parts of what shares a scale in what is wanted of a factor,
+        as it is and transposed. Blocks never cross ranks.
         """
         if factor.split is None or self.scaling == "block":
             return False, False
@@ -155,12 +151,35 @@ class Fp8Products:
             factor.transposed and (whole or factor.split == 0),
         )
 
+    def _shares_positions(self, factor: Factor) -> tuple[bool, bool]:
+        """The same of context-parallel ranks, which hold other tokens."""
+        shares = factor.of_tokens and self.scaling == "tensor" and self.cp.size > 1
+        return shares and factor.plain, shares and factor.transposed
+
     def _maxima(self, factor: Factor) -> Maxima | None:
         """This rank's, where others have parts; None where what quantises may find them itself."""
-        if not any(self._shares(factor)):
+        if not any((*self._shares(factor), *self._shares_positions(factor))):
             return None
         find = find_maxima if factor.x.is_cuda else maxima_reference
         return find(factor.x, self.scaling)
+
+
+def _share(axis: Axis, wanted: Iterable[tuple[Maxima | None, tuple[bool, bool]]]) -> None:
+    """Let maxima be the greatest over an axis, in place, where they are to be shared: one
+    all-reduce for all of them.
+    """
+    shared = [
+        amax
+        for maxima, which in wanted
+        if maxima is not None
+        for amax, is_shared in zip(maxima, which, strict=True)
+        if is_shared
+    ]
+    if not shared:
+        return
+    greatest = all_reduce_max(torch.cat(shared), axis)
+    for amax, whole in zip(shared, greatest.split([len(amax) for amax in shared]), strict=True):
+        amax.copy_(whole)
 
 
 def _quantised(factor: Factor, scaling: str, maxima: Maxima | None) -> Quantised:
@@ -233,9 +252,11 @@ def fp8_products(weight: Tensor) -> Fp8Products | None:
     return getattr(weight, MARK, None)
 
 
-def mark_fp8(weight: nn.Parameter, precision: PrecisionConfig, split: int, axis: Axis) -> None:
+def mark_fp8(
+    weight: nn.Parameter, precision: PrecisionConfig, split: int, axis: Axis, cp: Axis = ALONE
+) -> None:
     """Let the linear layer of this weight, of which the ranks of `axis` share dimension `split`,
-    form its products of 8-bit floats.
+    form its products of 8-bit floats. `cp`: the context-parallel ranks.
     """
     is_shared = axis.size > 1
     products = Fp8Products(
@@ -244,5 +265,6 @@ def mark_fp8(weight: nn.Parameter, precision: PrecisionConfig, split: int, axis:
         precision.fp8_wgrad and precision.fp8_recipe != "rowwise",
         split if is_shared else None,
         axis if is_shared else ALONE,
+        cp,
     )
     setattr(weight, MARK, products)

@@ -12,7 +12,7 @@ import torch
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.stages import placement_of
-from megatron.distributed.groups import Axis, Groups
+from megatron.distributed.groups import Groups
 from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.fp8 import mark_fp8
 from megatron.layers.spec import ParameterSpec
@@ -49,12 +49,12 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
         cp=ContextParallel(groups.cp, distributed.cp_comm_type),
         stages=own,
     )
-    _mark_fp8(model, config, groups.tp)
+    _mark_fp8(model, config, groups)
     model.choose_recompute(config.training)
     return model
 
 
-def _mark_fp8(model: GPTModel, config: Config, tp: Axis) -> None:
+def _mark_fp8(model: GPTModel, config: Config, groups: Groups) -> None:
     """Let the wide linear layers compute with 8-bit floats where the flags ask for it."""
     precision, layers = config.precision, config.model.num_layers
     for index, layer in model.layers.items():
@@ -62,7 +62,7 @@ def _mark_fp8(model: GPTModel, config: Config, tp: Axis) -> None:
             continue
         for linear in wide_linears(config.model, precision):
             weight = layer.get_parameter(f"{linear.name}.weight")
-            mark_fp8(weight, precision, linear.split, tp)
+            mark_fp8(weight, precision, linear.split, groups.tp, groups.cp)
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:

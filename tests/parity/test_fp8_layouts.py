@@ -41,6 +41,10 @@ ROWS = (
     *(Fp8Row("tp2", "llama", fp8=recipe) for recipe in (TENSOR, WISE_ROWS, BLOCKS)),
     *(Fp8Row("tp2 sp", "llama", fp8=recipe) for recipe in (TENSOR, WISE_ROWS, BLOCKS)),
     Fp8Row("dp2 zero3", "llama", fp8=TENSOR),
+    Fp8Row("cp2", "llama", fp8=TENSOR),
+    Fp8Row("cp2 a2a tp2 sp", "llama", fp8=TENSOR),
+    Fp8Row("cp2", "llama", fp8=WISE_ROWS),
+    Fp8Row("cp2 tp2", "llama", fp8=f"{BLOCKS} --no-fp8-wgrad"),
     Fp8Row("pp2 zero-bubble tp2 sp", "llama", fp8=TENSOR),
     Fp8Row("pp2 1f1b dp2 zero2", "llama", fp8=BLOCKS),
     Fp8Row(
@@ -57,8 +61,10 @@ def test_a_layout_changes_no_quantised_number(gloo_world, row):
     assert not faults_of(row, outcomes)
 
 
-@pytest.mark.parametrize("recipe", [TENSOR, WISE_ROWS])
-def test_scales_of_what_a_rank_holds_are_another_run(gloo_world, recipe):
-    row = Fp8Row("tp2 sp", "llama", fp8=recipe)
+@pytest.mark.parametrize(
+    "layout, recipe", [("tp2 sp", TENSOR), ("tp2 sp", WISE_ROWS), ("cp2", TENSOR)]
+)
+def test_scales_of_what_a_rank_holds_are_another_run(gloo_world, layout, recipe):
+    row = Fp8Row(layout, "llama", fp8=recipe)
     outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), ("own_maxima",))
     assert faults_of(row, outcomes)

@@ -215,6 +215,11 @@ def test_the_wide_linear_layers_of_the_layers_that_are_named():
             1,
             "leaves none of --num-layers 4",
         ),
+        (
+            f"{E4M3_WIDE} --fp8-recipe blockwise --seq-length 256 --context-parallel-size 2",
+            2,
+            "blocks of tokens would hold other tokens",
+        ),
         ("--fp8-recipe rowwise", 1, "--fp8-recipe rowwise: acts only with --fp8-format"),
     ],
 )
