@@ -25,7 +25,15 @@ from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, mlp_parameters
 from megatron.layers.norm import Norm, norm_parameters
 from megatron.layers.rotary import Rotary
-from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, under
+from megatron.layers.spec import (
+    Multipliers,
+    ParameterSpec,
+    Shard,
+    TensorSpec,
+    normal,
+    parts_under,
+    under,
+)
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
@@ -44,6 +52,9 @@ class MicroBatch:
     hidden_dropout: DropoutState | None  # under sequence parallelism of this rank's part
 
 
+ENDS = Multipliers(decoupled_lr=True)  # the word embedding and the head's matrix
+
+
 def word_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
     """The word embedding [v, h], which is the head's matrix too unless they are untied."""
     ends = None if config.untie_embeddings_and_output_weights else "tied"
@@ -59,6 +70,7 @@ def word_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> Para
                 copies=ends,
                 grad_sum=() if ends is None else (ends,),
                 stored=padded_vocab,
+                multipliers=ENDS,
             ),
         )
     )
@@ -72,7 +84,13 @@ def head_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> Para
     return ParameterSpec(
         (
             TensorSpec(
-                "head.weight", shape, normal(config), "head", shard=Shard(0), stored=padded_vocab
+                "head.weight",
+                shape,
+                normal(config),
+                "head",
+                shard=Shard(0),
+                stored=padded_vocab,
+                multipliers=ENDS,
             ),
         )
     )
