@@ -5,13 +5,13 @@ q, k, v, out and lse as in attention.py, which has the definition and the operat
 up to 128. A block of threads takes 128 rows of one head after another (a persistent grid). In it:
 
 - one warp loads: q of a tile, then k and v of block after block into two rings of buffers, through
-  the TMA unit. A buffer has two mbarriers: `full`,
-  on which its copy ends, and `empty`, on which each consumer arrives when its products have read
-  the buffer;
+  the TMA unit. A buffer has mbarriers: `full`, on which its copy ends, and `empty`, on which each
+  consumer arrives when its products have read the buffer (of k each consumer has its own);
 - two consumers, four warps and 64 rows each, multiply and compute exponentials. A consumer issues q
-  k^T of block j + 1, then p v of block j, and while
-  both run on the tensor cores waits for the first and computes p of block j + 1. They issue their
-  products in turns (PINGPONG), so that one's exponentials hide behind the other's products.
+  k^T of block j + 1, then p v of block j, and while both run on the tensor cores waits for the
+  first and computes p of block j + 1. They issue their products in turns (PINGPONG), so that one's
+  exponentials hide behind the other's products: a turn begins when the consumer before has released
+  k of its block, while its p v still runs.
 
 Sources: Shah et al., "FlashAttention-3: fast and accurate attention with asynchrony and
 low-precision", 2024 (the two overlaps); the PTX manual (mbarriers, wgmma). Edges come first and
@@ -160,12 +160,36 @@ def block_at(step, span, edges):
 
 
 @jit
-def _load(source, at, ring, barriers, count, STAGES: gl.constexpr):
-    """Copy block `count` of all that a ring takes, when its buffer is free."""
+def release(empty):
+    """Arrive at a buffer's mbarrier once all warps of this partition have read the buffer.
+
+    mbarrier.arrive would be as safe, but the compiler puts a barrier before it and another one
+    before the next access to shared memory; it puts none before an arrival that expects no bytes.
+    """
+    gl.thread_barrier()
+    mbarrier.expect(empty, 0)
+
+
+@jit
+def free_slot(
+    barriers, count, size: gl.constexpr, STAGES: gl.constexpr, RELEASES: gl.constexpr = 1
+):
+    """The slot of block `count` of a ring, once its consumers have left it at each of the RELEASES
+    mbarriers that it has; `size` bytes are announced.
+    """
     full, empty = barriers
     slot = count % STAGES
-    mbarrier.wait(empty.index(slot), (count // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(slot), source.block_type.nbytes)
+    for each in gl.static_range(RELEASES):
+        mbarrier.wait(empty.index(each * STAGES + slot), (count // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(slot), size)
+    return slot
+
+
+@jit
+def _load(source, at, ring, barriers, count, STAGES: gl.constexpr, RELEASES: gl.constexpr = 1):
+    """Copy block `count` of all that a ring takes, when its buffer is free."""
+    full, empty = barriers
+    slot = free_slot(barriers, count, source.block_type.nbytes, STAGES, RELEASES)
     tma.async_copy_global_to_shared(source, at, full.index(slot), ring.index(slot))
 
 
@@ -184,7 +208,7 @@ def _produce(
     """
     q, k, v, table, buffers, barriers, sizes = given
     q_tiles, k_ring, v_ring, out_tiles = buffers
-    q_bars, k_bars, v_bars, turns = barriers
+    q_bars, k_bars, v_bars = barriers
     s, t, all_heads, heads, group, section = sizes
     M: gl.constexpr = PARTS * q.block_type.shape[2]
     count = 0
@@ -202,10 +226,10 @@ def _produce(
                 PARTS,
             )
         at = block_at(0, span, edges) * N
-        _load(k, [kv, 0, at, 0], k_ring, k_bars, count, STAGES)
+        _load(k, [kv, 0, at, 0], k_ring, k_bars, count, STAGES, PARTS)
         for step in range(1, steps):
             after = block_at(step, span, edges) * N
-            _load(k, [kv, 0, after, 0], k_ring, k_bars, count + 1, STAGES)
+            _load(k, [kv, 0, after, 0], k_ring, k_bars, count + 1, STAGES, PARTS)
             _load(v, [kv, 0, at, 0], v_ring, v_bars, count, STAGES)
             at = after
             count += 1
@@ -283,6 +307,16 @@ def _scores(q_tile, k_ring, count, X: gl.constexpr, STAGES: gl.constexpr):
 
 
 @jit
+def _wait_for_turn(k_empty, count, PART: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """Wait until the consumer before this one has its scores: of block `count` + 1, or, for the
+    first consumer, the last one's of block `count`.
+    """
+    block = count + (1 if PART > 0 else 0)
+    slot = (PART + PARTS - 1) % PARTS * STAGES + block % STAGES
+    mbarrier.wait(k_empty.index(slot), block // STAGES & 1)
+
+
+@jit
 def _steps(
     acc,
     alpha,
@@ -292,7 +326,6 @@ def _steps(
     first,
     last,
     count,
-    rounds,
     q_tile,
     buffers,
     barriers,
@@ -314,23 +347,21 @@ def _steps(
     O: gl.constexpr,
 ):
     """Steps first..last: p and alpha are those of the step before, whose v has not been multiplied
-    yet; `count` is its block, `rounds` of the turns are over.
+    yet; `count` is its block.
     """
     q_tiles, k_ring, v_ring, out_tiles = buffers
-    q_bars, k_bars, v_bars, turns = barriers
+    q_bars, k_bars, v_bars = barriers
     k_full, k_empty = k_bars
     v_full, v_empty = v_bars
     q_at, start = rows
     N: gl.constexpr = k_ring.shape[3]
     for step in range(first, last):
         if PINGPONG:
-            mbarrier.wait(turns.index(PART), (rounds & 1) ^ (1 if PART == 0 else 0))
+            _wait_for_turn(k_empty, count, PART, PARTS, STAGES)
         x = _scores(q_tile, k_ring, count + 1, X, STAGES)
         acc = _add_values(acc, alpha, p, v_ring, v_full, count, O, STAGES)
-        if PINGPONG:
-            mbarrier.arrive(turns.index((PART + 1) % PARTS), count=1)
         x = warpgroup_mma_wait(1, deps=[x])
-        mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)
+        release(k_empty.index(PART * STAGES + (count + 1) % STAGES))
         p, m, l, alpha = _softmax(
             x,
             m,
@@ -352,11 +383,10 @@ def _steps(
             k_full.index((count + 2) % STAGES), (count + 2) // STAGES & 1, pred=step + 1 < steps
         )
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+        release(v_empty.index(count % STAGES))
         p = _carried(p, k_ring.dtype, PARTS)
         count += 1
-        rounds += 1
-    return acc, alpha, p, m, l, count, rounds
+    return acc, alpha, p, m, l, count
 
 
 @jit
@@ -383,7 +413,7 @@ def _first_block(
     """(p [64, N], m, l, alpha [64]) of a tile's first block of keys, from `key` on, which is
     masked. q and k are waited for, and k of the second block.
     """
-    q_bars, k_bars, v_bars, turns = barriers
+    q_bars, k_bars, v_bars = barriers
     q_full, q_empty = q_bars
     k_full, k_empty = k_bars
     ROW: gl.constexpr = gl.SliceLayout(1, X)
@@ -392,11 +422,12 @@ def _first_block(
     mbarrier.wait(q_full.index(PART), index & 1)
     mbarrier.wait(k_full.index(count % STAGES), count // STAGES & 1)
     x = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_ring, count, X, STAGES)])
-    mbarrier.arrive(k_empty.index(count % STAGES), count=1)
+    release(k_empty.index(PART * STAGES + count % STAGES))
     p, m, l, alpha = _softmax(
         x, m, l, factor, q_at, start, key, t, CAUSAL, WINDOW, DOCUMENTS, True, X
     )
     p = _carried(p, k_ring.dtype, PARTS)
+    gl.thread_barrier()  # else the compiler puts one into the loop, before the wait for the turn
     mbarrier.wait(k_full.index((count + 1) % STAGES), (count + 1) // STAGES & 1, pred=steps > 1)
     return p, m, l, alpha
 
@@ -441,7 +472,7 @@ def _consume(
     """
     out, lse, table, starts, buffers, barriers, sizes, factor = given
     q_tiles, k_ring, v_ring, out_tiles = buffers
-    q_bars, k_bars, v_bars, turns = barriers
+    q_bars, k_bars, v_bars = barriers
     q_full, q_empty = q_bars
     v_full, v_empty = v_bars
     s, t, all_heads, heads, group, section = sizes
@@ -453,7 +484,6 @@ def _consume(
     ROW: gl.constexpr = gl.SliceLayout(1, X)
     q_tile, out_tile = q_tiles.index(PART).reshape([R, D]), out_tiles.index(PART)
     count = 0
-    rounds = 0
     for index in range(_count_tiles(sizes, M)):
         row, head = _tile(index, sizes, M)
         b, kv, member = head // heads, head // group, head % group
@@ -484,7 +514,7 @@ def _consume(
         acc = gl.zeros([R, D], gl.float32, O)
         for MASKED in gl.static_range(1, -1, -1):
             first, last = (1, edges) if MASKED else (edges, steps)
-            acc, alpha, p, m, l, count, rounds = _steps(
+            acc, alpha, p, m, l, count = _steps(
                 acc,
                 alpha,
                 p,
@@ -493,7 +523,6 @@ def _consume(
                 first,
                 last,
                 count,
-                rounds,
                 q_tile,
                 buffers,
                 barriers,
@@ -514,11 +543,11 @@ def _consume(
                 X,
                 O,
             )
-        mbarrier.arrive(q_empty.index(PART), count=1)
+        release(q_empty.index(PART))
         acc = warpgroup_mma_wait(
             0, deps=[_add_values(acc, alpha, p, v_ring, v_full, count, O, STAGES)]
         )
-        mbarrier.arrive(v_empty.index(count % STAGES), count=1)
+        release(v_empty.index(count % STAGES))
         count += 1
         _store_tile(out, lse, out_tile, acc, m, l, [kv, member, row, 0], q_at, s, head, O)
     tma.store_wait(0)
@@ -576,9 +605,8 @@ def forward_kernel(
     )
     barriers = (
         (make_barriers(PARTS, 1), make_barriers(PARTS, 1)),
+        (make_barriers(STAGES, 1), make_barriers(PARTS * STAGES, 1)),
         (make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)),
-        (make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)),
-        make_barriers(PARTS, 1),
     )
     sizes = (s, t, all_heads, heads, group, section)
     factor = scale * 1.4426950408889634

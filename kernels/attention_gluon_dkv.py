@@ -17,11 +17,13 @@ from functools import partial
 
 from megatron.kernels.attention_gluon import (
     block_at,
+    free_slot,
     gl,
     jit,
     make_barriers,
     make_ring,
     mbarrier,
+    release,
     store_rows,
     tma,
     visits_of,
@@ -45,18 +47,6 @@ def load_held(first, second, tiles, full, at, PARTS: gl.constexpr):
         place = [kv, member, row + part * R, 0]
         tma.async_copy_global_to_shared(first, place, bar, first_tiles.index(part))
         tma.async_copy_global_to_shared(second, place, bar, second_tiles.index(part))
-
-
-@jit
-def free_slot(barriers, count, size: gl.constexpr, STAGES: gl.constexpr):
-    """The slot of block `count` of the ring, once all consumers have left it; `size` bytes are
-    announced.
-    """
-    full, empty = barriers
-    slot = count % STAGES
-    mbarrier.wait(empty.index(slot), (count // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(slot), size)
-    return slot
 
 
 @jit
@@ -200,7 +190,9 @@ def _first_queries(
     dp = warpgroup_mma_wait(0, deps=[dp])
     dv = gl.zeros([R, D], gl.float32, O)
     dv = warpgroup_mma_wait(0, deps=[add_product(dv, p, dout_tile, O)])
-    return gl.where(see, p * (dp - delta_ring.index(0).load(X)), 0.0), dv
+    ds = gl.where(see, p * (dp - delta_ring.index(0).load(X)), 0.0)
+    gl.thread_barrier()  # else the compiler puts one into the loop, before the wait for a block
+    return ds, dv
 
 
 @jit
@@ -255,7 +247,7 @@ def _steps_of_keys(
         if MASKED:
             ds = gl.where(see, ds, 0.0)  # a gradient that is NaN stays with the keys of its row
         dv = warpgroup_mma_wait(0, deps=[dv])
-        mbarrier.arrive(empty.index(before), count=1)
+        release(empty.index(before))
     return dk, dv, ds, count
 
 

@@ -14,11 +14,13 @@ from functools import partial
 
 from megatron.kernels.attention_gluon import (
     block_at,
+    free_slot,
     gl,
     jit,
     make_barriers,
     make_ring,
     mbarrier,
+    release,
     store_rows,
     tma,
     visits_of,
@@ -27,7 +29,6 @@ from megatron.kernels.attention_gluon import (
 from megatron.kernels.attention_gluon_dkv import (
     RUNTIME,
     add_product,
-    free_slot,
     load_held,
     product_with,
 )
@@ -135,6 +136,7 @@ def _first_keys(
     x, dp = warpgroup_mma_wait(0, deps=[x, dp])
     see = _seen_keys(x, 0, rows, visits, t, CAUSAL, WINDOW, DOCUMENTS, X)
     p = gl.exp2(x * factor - gl.expand_dims(base, 1))
+    gl.thread_barrier()  # else the compiler puts one into the loop, before the wait for a block
     return gl.where(see, p * (dp - gl.expand_dims(delta, 1)), 0.0)
 
 
@@ -177,7 +179,7 @@ def _steps_of_queries(
         x = product_with(q_tile, k_ring.index(slot).reshape([N, D]), X)
         x, dq = warpgroup_mma_wait(0, deps=[x, dq])
         dp = product_with(dout_tile, v_ring.index(slot).reshape([N, D]), X)
-        mbarrier.arrive(empty.index(before), count=1)
+        release(empty.index(before))
         p = gl.exp2(x * factor - gl.expand_dims(base, 1))
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds = p * (dp - gl.expand_dims(delta, 1))

@@ -49,12 +49,15 @@ SWITCHES = {
     "mapping": "--use-tp-pp-dp-mapping",
     "auto": "--pipeline-model-parallel-layout auto",
     "kept": "--zero3-keep-gathered",
+    "a2a": "--cp-comm-type a2a",
+    "allgather": "--cp-comm-type allgather",
     "offload": "--optimizer-cpu-offload",
     "param-offload": "--param-cpu-offload",
     **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
 }
 SIZES = {
     "tp": "--tensor-model-parallel-size",
+    "cp": "--context-parallel-size",
     "pp": "--pipeline-model-parallel-size",
     "v": "--num-virtual-stages-per-pipeline-rank",
     "zero": "--zero-stage",
@@ -68,28 +71,29 @@ class Words(NamedTuple):
     ranks: int
     flags: tuple[str, ...]
     tp: int
+    cp: int
     dp: int
     pp: int
 
 
 def read_layout(text: str) -> Words:
     """`tp2 sp pp2 zero-bubble dp2`. UserError for a word that is none."""
-    sizes, flags = {"tp": 1, "dp": 1, "pp": 1}, []
+    sizes, flags = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, []
     for word in text.split():
-        if match := re.fullmatch(r"(tp|dp|pp|v|zero|shard)([1-9]\d*)", word):
+        if match := re.fullmatch(r"(tp|cp|dp|pp|v|zero|shard)([1-9]\d*)", word):
             sizes[match[1]] = int(match[2])
         elif word in SWITCHES:
             flags += SWITCHES[word].split()
         else:
             raise UserError(
-                f"--layout {text!r}: {word!r} is none of tpN, dpN, ppN, vN, zeroN, shardN, "
+                f"--layout {text!r}: {word!r} is none of tpN, cpN, dpN, ppN, vN, zeroN, shardN, "
                 f"{', '.join(SWITCHES)}"
             )
     given = [
         part for name, flag in SIZES.items() if name in sizes for part in (flag, str(sizes[name]))
     ]
-    tp, dp, pp = (sizes[name] for name in ("tp", "dp", "pp"))
-    return Words(tp * dp * pp, (*given, *flags), tp, dp, pp)
+    tp, cp, dp, pp = (sizes[name] for name in ("tp", "cp", "dp", "pp"))
+    return Words(tp * cp * dp * pp, (*given, *flags), tp, cp, dp, pp)
 
 
 def shortened(config: Config, steps: int, layouts: list[str]) -> Config:

@@ -174,6 +174,38 @@ def overlapped(code: str) -> int:
     return count
 
 
+def unguarded(code: str) -> int:
+    """How many arrivals at an mbarrier can follow a wait for wgmma without a barrier of threads
+    between them: one thread says that a buffer has been read, and other warps may still read it.
+    """
+    found, following = blocks(code)
+    waited = [False] * len(found)  # whether a wait without a barrier since may come before a block
+    left = list(range(len(found)))
+    while left:
+        at = left.pop()
+        after, _ = _arrivals(found[at], waited[at])
+        for each in following[at]:
+            if after and not waited[each]:
+                waited[each] = True
+                left.append(each)
+    return sum(_arrivals(block, before)[1] for block, before in zip(found, waited, strict=True))
+
+
+def _arrivals(block: BasicBlock, waited: bool) -> tuple[bool, int]:
+    """(Whether a wait for wgmma without a barrier since comes before the block's end, arrivals
+    after such a wait), from whether one comes before its beginning.
+    """
+    count = 0
+    for name, _ in block.instructions:
+        if name.startswith("WARPGROUP.DEPBAR"):
+            waited = True
+        elif name.startswith("BAR.SYNC"):
+            waited = False
+        elif name.startswith("SYNCS.ARRIVE"):
+            count += waited
+    return waited, count
+
+
 def facts(code: str) -> dict[str, int]:
     """What the manifest holds of a listing."""
     hot = hot_loop(code)

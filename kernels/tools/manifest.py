@@ -14,11 +14,12 @@ kernel compiles to; --rows is for trying configurations; --write is for a change
 The rows come from the functions `aot(architecture)` of kernels/*.py, which take the table
 kernels/configurations.json. Rules, whatever the manifest says: matrix products use wgmma on sm_90,
 tcgen05 on sm_100 and nothing older, on sm_80 tensor cores and asynchronous copies; no wgmma waits
-for the one before it (`serialised`), no more bytes are spilled and no more shared memory is needed
-than the table's row says. What begins with hot_ is counted in the loop that does most of the work
-(kernels/tools/listing.py). The manifest is keyed by Triton's version: with
-another one only the rules are checked. Compilation runs in processes of its own: the compiler can
-abort, and the row that it did that with is named.
+for the one before it (`serialised`), no thread says that a buffer has been read before all warps
+have read it (`unguarded`), no more bytes are spilled and no more shared memory is needed than the
+table's row says. What begins with hot_ is counted in the loop that does most of the work
+(kernels/tools/listing.py). The manifest is keyed by Triton's version: with another one only the
+rules are checked. Compilation runs in processes of its own: the compiler can abort, and the row
+that it did that with is named.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ def compile_row(row: lang.Compiled) -> Facts:
 
 
 def read_cubin(compiled: Any, arch: int, gluon: bool) -> Facts:
-    """Of a kernel that is written warp by warp also: changes of its warps' registers, and
-    exponentials that are computed while a product runs.
+    """Of a kernel that is written warp by warp also: changes of its warps' registers, exponentials
+    that are computed while a product runs, and buffers released before all warps have read them.
     """
     tools = Path(lang.triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -163,6 +164,7 @@ def read_cubin(compiled: Any, arch: int, gluon: bool) -> Facts:
         counts |= {
             "setmaxnreg": sum(each.startswith("USETMAXREG") for each in instructions),
             "overlapped": listing.overlapped(code),
+            "unguarded": listing.unguarded(code),
         }
     return {
         "registers": registers,
@@ -195,6 +197,11 @@ def faults(row: lang.Compiled, facts: Facts) -> list[str]:
     if facts.get("overlapped") == 0:
         found.append(
             "no exponential is computed while a product runs: the wait for the product has moved up"
+        )
+    if facts.get("unguarded"):
+        found.append(
+            f"{facts['unguarded']} arrivals at an mbarrier without a barrier of threads since the "
+            "last wait for products, which other warps may still run: use release()"
         )
     if facts.get("serialised") and not (row.row and row.row.serialised):
         found.append(

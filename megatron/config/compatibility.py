@@ -281,10 +281,10 @@ NOTES = (
     ),
     note(
         (
-            "--cp-comm-type --hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank "
+            "--hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank "
             "--force-ds-sequence-parallel"
         ),
-        "concerns context parallelism, whose size is 1",
+        "concerns kinds of context parallelism that are not built",
     ),
     note(
         "--overlap-param-gather-with-optimizer-step --no-use-layer-wise-param-layout",
@@ -559,11 +559,6 @@ ONLY = (
         f"sharding weights further than over the tensor-parallel ranks is {_LATER}",
     ),
     only(
-        "--context-parallel-size --ds-sequence-parallel-size",
-        "1",
-        f"context parallelism is {_LATER}",
-    ),
-    only(
         "--num-distributed-optimizer-instances",
         "1",
         (
@@ -688,7 +683,8 @@ REFUSED = (
         ),
     ),
     refused(
-        "--hybrid-context-parallel --ds-sequence-parallel-fpdt", f"context parallelism is {_LATER}"
+        "--hybrid-context-parallel --ds-sequence-parallel-fpdt",
+        f"this kind of context parallelism is {_LATER}; use --context-parallel-size",
     ),
     refused(
         "--output-logit-dtype --embedding-weights-in-fp32 --fp32-residual-connection",
@@ -897,6 +893,10 @@ INSTEAD: dict[tuple[str, str], str] = {
         "--recompute-method",
         "block",
     ): "block recompute is not built yet; use --recompute-method uniform",
+    **{
+        ("--cp-comm-type", word): f"is {_LATER}; give --cp-comm-type allgather or a2a"
+        for word in ("p2p", "a2a+p2p")
+    },
     **{
         ("--fp8-recipe", word): "not a recipe here; give --fp8-recipe tensorwise, rowwise or "
         "blockwise"

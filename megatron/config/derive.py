@@ -5,6 +5,7 @@ run that rules look at.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,25 +27,32 @@ GATED = ("swiglu", "geglu")
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """How many times `world_size` ranks hold the model; 0 where tensor- x pipeline-parallel size
-    does not divide them, which `resolve` refuses.
+    """How many samples `world_size` ranks work on at a time; 0 where tensor- x context- x
+    pipeline-parallel size does not divide them, which `resolve` refuses.
     """
     sizes = (
         config.distributed.tensor_model_parallel_size,
+        config.distributed.context_parallel_size,
         config.distributed.pipeline_model_parallel_size,
     )
-    model = sizes[0] * sizes[1]
+    model = math.prod(sizes)
     return (
         world_size // model if min(sizes) > 0 and world_size > 0 and world_size % model == 0 else 0
     )
+
+
+def replica_count(config: Config, world_size: int) -> int:
+    """How many times `world_size` ranks hold the model: data- x context-parallel size."""
+    return data_parallel_size(config, world_size) * config.distributed.context_parallel_size
 
 
 class RunView:
     """What rules look at: every field by its own name (`run.lr`), the numbers of ranks and the
     tokenizer's vocabulary.
 
-    `tp` ranks share each matrix, `pp` times so many hold the model, and `dp` times so many make the
-    `world` (dp 0: they do not).
+    `tp` ranks share each matrix, `cp` times so many the positions of a sample, `pp` times so many
+    hold the model, and `dp` times so many make the `world` (dp 0: they do not). `replicas` ranks
+    hold the same parameters.
     """
 
     def __init__(self, config: Config, world: int, vocabulary: int | None):
@@ -53,7 +61,9 @@ class RunView:
         self.vocabulary = vocabulary
         self.tp = config.distributed.tensor_model_parallel_size
         self.pp = config.distributed.pipeline_model_parallel_size
+        self.cp = config.distributed.context_parallel_size
         self.dp = data_parallel_size(config, world)
+        self.replicas = self.dp * self.cp
 
     def __getattr__(self, field: str) -> Any:
         return getattr(getattr(self.config, GROUP_OF[field]), field)
@@ -198,17 +208,17 @@ def _without_sharing(run: RunView) -> Derivation:
     """ZeRO where each rank would share with itself alone: the same flags run in every layout.
     Weights come and go from host memory all the same.
     """
-    if run.zero_stage == 0 or (run.dp != 1 and run.zero_shard_size != 1):
+    if run.zero_stage == 0 or (run.replicas != 1 and run.zero_shard_size != 1):
         return
     reason = (
         "one data-parallel rank has nothing to shard over"
-        if run.dp == 1
+        if run.replicas == 1
         else "--zero-shard-size 1 shards over a single rank"
     )
     offloaded = run.zero_stage == 3 and run.param_cpu_offload
     if not offloaded:
         yield "zero_stage", 0, reason
-    if run.has("zero_shard_size") and (run.dp == 1 or not offloaded):
+    if run.has("zero_shard_size") and (run.replicas == 1 or not offloaded):
         yield "zero_shard_size", None, reason
     if run.zero3_keep_gathered and run.zero_stage == 3 and not offloaded:
         yield "zero3_keep_gathered", False, reason

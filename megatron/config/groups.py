@@ -22,6 +22,7 @@ from megatron.config.metadata import (
     BELOW_ONE,
     BF16,
     CHANGING_DECAY,
+    CONTEXT_PARALLEL,
     CPU_OFFLOAD,
     DATA_FILES,
     DATA_PARALLEL,
@@ -770,6 +771,19 @@ class DistributedConfig:
 
     tensor_model_parallel_size: int = flag(1, bound=POSITIVE)
     """Ranks over which each layer's matrices are divided (TP)."""
+    context_parallel_size: int = flag(
+        1, "--ds-sequence-parallel-size", bound=POSITIVE, change=ROUNDING
+    )
+    """Ranks over which the positions of each sample are divided (CP)."""
+    cp_comm_type: Literal["allgather", "a2a"] = flag(
+        "allgather",
+        megatron="default p2p there, which is not built yet",
+        needs=CONTEXT_PARALLEL,
+        change=ROUNDING,
+    )
+    """How attention reads what other context-parallel ranks hold: keys and values of all positions
+    (allgather), or all positions of a part of the heads (a2a).
+    """
     pipeline_model_parallel_size: int = flag(1, bound=POSITIVE, deepspeed="pipeline.stages")
     """Ranks over which the layers are divided (PP)."""
     pipeline_schedule: Literal[*SCHEDULES] | None = flag(  # type: ignore[valid-type]

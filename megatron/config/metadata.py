@@ -146,8 +146,9 @@ TRACKERS = Need(
 )
 SEVERAL_RANKS = Need("several ranks", lambda run: run.world > 1)
 TENSOR_PARALLEL = Need("--tensor-model-parallel-size above 1", lambda run: run.tp > 1)
+CONTEXT_PARALLEL = Need("--context-parallel-size above 1", lambda run: run.cp > 1)
 PIPELINE = Need("--pipeline-model-parallel-size above 1", lambda run: run.pp > 1)
-DATA_PARALLEL = Need("several data-parallel ranks", lambda run: run.dp > 1)
+DATA_PARALLEL = Need("several data- or context-parallel ranks", lambda run: run.replicas > 1)
 SHARDED = Need(
     "--zero-stage 1, 2 or 3",
     lambda run: run.zero_stage > 0 or not run.has("zero_shard_size"),

@@ -25,6 +25,7 @@ from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import (
     Faults,
     bubble,
+    context_parallel,
     given,
     nearest,
     pipeline_schedule,
@@ -209,7 +210,7 @@ def _cuda_graphs(run: RunView) -> Faults:
         ),
         # a small model needs no tensor parallelism, and nothing has shown collectives in a graph
         run.show("tensor_model_parallel_size"): run.tp > 1,
-        moves: run.zero_stage >= 2 and run.dp > 1,
+        moves: run.zero_stage >= 2 and run.replicas > 1,
     }
     for obstacle, is_there in obstacles.items():
         if is_there:
@@ -512,6 +513,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     _ranges,
     _needs,
     tensor_parallel,
+    context_parallel,
     zero,
     pipeline_split,
     pipeline_schedule,

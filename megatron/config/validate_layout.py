@@ -4,6 +4,7 @@ schedules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron.config.derive import RunView
@@ -110,16 +111,60 @@ def tensor_parallel(run: RunView) -> Faults:
         )
 
 
+def _replicas(run: RunView) -> str:
+    return "data-parallel rank(s)" if run.cp == 1 else "data- x context-parallel ranks"
+
+
+def context_parallel(run: RunView) -> Faults:
+    """Lengths and heads that context-parallel ranks can share."""
+    if run.cp <= 1:
+        return
+    shown = run.show("context_parallel_size")
+    unit = 2 * run.cp
+    if run.sequence_parallel:
+        unit = math.lcm(unit, run.cp * run.tp)
+    if run.has("seq_length") and run.seq_length % unit:
+        yield (
+            f"{run.show('seq_length')}: {shown} cuts it into {unit} equal parts; the nearest that "
+            f"fits is {nearest(run.seq_length, unit)}"
+        )
+    for flag, is_given in (
+        ("--torch-compile", run.torch_compile),
+        ("--cuda-graphs", run.cuda_graphs),
+    ):
+        if is_given:
+            yield (
+                f"{flag}: does not combine with {shown}, under which attention communicates; "
+                "drop one"
+            )
+    if run.cp_comm_type == "a2a" and run.has("num_attention_heads", "num_query_groups"):
+        yield from _exchanged_heads(run, shown)
+
+
+def _exchanged_heads(run: RunView, shown: str) -> Faults:
+    heads, groups = run.num_attention_heads // run.tp, max(1, run.num_query_groups // run.tp)
+    if heads % run.cp or (groups % run.cp and run.cp % groups):
+        yield (
+            f"--cp-comm-type a2a: {shown} does not share out {heads} query and {groups} key/value "
+            "heads of a tensor-parallel rank; give --cp-comm-type allgather, or a "
+            f"--context-parallel-size that divides {heads} and divides or is a multiple of {groups}"
+        )
+
+
 def zero(run: RunView) -> Faults:
     """Hybrid sharding: the data-parallel ranks must fall into groups of equal size."""
     size = run.zero_shard_size
-    if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp and run.dp % size:
-        sizes = (*range(2, min(run.dp, 4096)), run.dp)  # nobody shards over more but over all
+    if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp and run.replicas % size:
+        sizes = (
+            *range(2, min(run.replicas, 4096)),
+            run.replicas,
+        )  # nobody shards over more but over all
         fitting = min(
-            (other for other in sizes if run.dp % other == 0), key=lambda other: abs(other - size)
+            (other for other in sizes if run.replicas % other == 0),
+            key=lambda other: abs(other - size),
         )
         yield (
-            f"{run.show('zero_shard_size')}: must divide the {run.dp} data-parallel rank(s); "
+            f"{run.show('zero_shard_size')}: must divide the {run.replicas} {_replicas(run)}; "
             f"the nearest that fits is {fitting}"
         )
 

@@ -44,6 +44,8 @@ class Batch:
     # [b, s] int32: where the token's document begins in its sample, under --reset-attention-mask
     document_starts: torch.Tensor | None
     sample_ids: torch.Tensor  # [b] int64: sample numbers of the run
+    # [C, s / C] int64, under context parallelism: the positions that each of C ranks holds
+    places: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device; to a GPU from pinned memory, without waiting."""

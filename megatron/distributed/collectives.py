@@ -161,6 +161,30 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
     return _Works(works, out, of=("an all-gather", axis))
 
 
+def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
+    """x [size, ...], whose i-th part goes to rank i -> [size, ...], whose i-th part came from rank
+    i.
+    """
+    if axis.size == 1:
+        return _Works([], x)
+    if is_gloo(axis) and x.is_cuda:
+        return _staged(x, axis, None, start_all_to_all)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if isinstance(axis.group, SilentGroup):
+        return axis.group.start("all-to-all", out)
+    x = x.contiguous()
+    if not is_gloo(axis):
+        return _start_native("all_to_all_single", "an all-to-all", out, x, axis)
+    works = []
+    with _others("an all-to-all", axis):
+        for step in range(1, axis.size):
+            to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            works.append(dist.irecv(out[come], src=axis.ranks[come], group=axis.group))
+            works.append(dist.isend(x[to], dst=axis.ranks[to], group=axis.group))
+    out[axis.rank].copy_(x[axis.rank])
+    return _Works(works, out, of=("an all-to-all", axis))
+
+
 class _GlooReduceScatter:
     """Rounds of irecv and isend of views of x; the own slice is read in place. At most two rounds
     are in flight, of `workspace` bytes in all.
@@ -332,6 +356,11 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
     """Every rank's x [n, ...] -> [size * n, ...]."""
     return start_all_gather(x, axis).wait()
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Part i of x [size, ...] to rank i -> [size, ...], part i from rank i."""
+    return start_all_to_all(x, axis).wait()
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:

@@ -275,6 +275,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
     distributed = config.distributed
     return Layout(
         tp=distributed.tensor_model_parallel_size,
+        cp=distributed.context_parallel_size,
         dp=data_parallel_size(config, world_size),
         pp=distributed.pipeline_model_parallel_size,
         order=TP_PP_DP_ORDER if distributed.use_tp_pp_dp_mapping else ORDER,

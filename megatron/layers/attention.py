@@ -7,8 +7,10 @@ Called from model/block.py, once a layer; model/gpt.py asks it for the mask of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,14 @@ from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
+from megatron.layers.context_parallel import (
+    WHOLE,
+    ContextParallel,
+    Places,
+    gather_keys,
+    heads_for_sequence,
+    sequence_for_heads,
+)
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters, saved_statistics
@@ -41,15 +51,23 @@ OURS = ("gluon", "triton")  # the backends of flash_attention, which takes masks
 SDPA = ("sdpa", "fa4")
 
 
-def mask_of(config: ModelConfig, length: int, document_starts: Tensor | None) -> AttentionMask:
+def mask_of(
+    config: ModelConfig,
+    length: int,
+    document_starts: Tensor | None,
+    own: Tensor | None = None,
+) -> AttentionMask:
     """The mask of all layers for samples of this length, one document each or with document_starts
-    [b, s].
+    [b, s]. `own`: the queries' positions, where they are not all.
     """
+    given: dict[str, Any] = {"window": config.window_size, "document_starts": document_starts}
+    if own is not None:
+        given |= {"q_positions": own, "k_positions": torch.arange(length, device=own.device)}
+        if document_starts is not None:
+            given["document_starts"] = document_starts[:, own]
     if config.attention_backend in OURS:
-        return attention_mask(
-            length, length, window=config.window_size, document_starts=document_starts
-        )
-    return AttentionMask(window=config.window_size, document_starts=document_starts)
+        return attention_mask(length if own is None else len(own), length, **given)
+    return AttentionMask(**given)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
@@ -211,9 +229,16 @@ def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> Paramet
 class SelfAttention(nn.Module):
     """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads."""
 
-    def __init__(self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel = DENSE):
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        layer: int,
+        tp: TensorParallel = DENSE,
+        cp: ContextParallel = WHOLE,
+    ):
         super().__init__()
-        self.config = config
+        self.config, self.cp = config, cp
         self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries_per_group = self.heads // self.groups
@@ -234,36 +259,60 @@ class SelfAttention(nn.Module):
         }
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, mask: AttentionMask, state: DropoutState | None
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        mask: AttentionMask,
+        state: DropoutState | None,
+        places: Places | None = None,
     ) -> Tensor:
         qkv = self.qkv(x)
-        s, b, _ = qkv.shape  # the whole sequence, whatever part x is
+        # all that this context-parallel rank holds of the sequence, whatever part x is
+        s, b, _ = qkv.shape
         backend = self.backend[state is not None]
-        heads = self.groups, self.queries_per_group + 2, self.head_dim
-        is_turned = rotary is None or self.config.rotary_backend == "triton"
-        is_normed = self.q_norm is None or self.config.norm_backend == "triton"
-        if self.q_norm is None and rotary is not None and is_turned:
-            qkv, rotary = rotate_fused(qkv, rotary, heads), None
-        qkv = qkv.view(s, b, *heads)
-        parts: tuple[Tensor, ...]
-        if backend in OURS and is_turned and is_normed:
-            if self.q_norm is not None:
-                qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
-            parts = (qkv,)
-        else:
-            parts = self._separate(qkv, rotary)
-        out = attention_core(
-            *parts,
+        parts = self._parts(qkv, rotary, backend)
+        core: Callable[..., Tensor] = partial(  # type: ignore[assignment]
+            attention_core,
             scale=self.head_dim**-0.5,
             mask=mask,
             backend=backend,
             softcap=self.config.attn_logit_softcapping,
             dropout=self.dropout,
             state=state,
-            first_head=self.first_head,
             deterministic=self.config.deterministic_mode,
         )
-        return self.proj(out.reshape(s, b, -1))  # type: ignore[union-attr]
+        if places is None:
+            out = core(*parts, first_head=self.first_head)
+        else:
+            out = self._over_ranks(core, parts, places)
+        return self.proj(out.reshape(s, b, -1))
+
+    def _parts(self, qkv: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
+        """Queries, keys and values, normalised and rotated, of what the projection gives; or all
+        three in one, where attention takes that and reads no other rank's.
+        """
+        heads = self.groups, self.queries_per_group + 2, self.head_dim
+        is_turned = rotary is None or self.config.rotary_backend == "triton"
+        is_normed = self.q_norm is None or self.config.norm_backend == "triton"
+        if self.q_norm is None and rotary is not None and is_turned:
+            qkv, rotary = rotate_fused(qkv, rotary, heads), None
+        qkv = qkv.view(*qkv.shape[:2], *heads)
+        if backend in OURS and is_turned and is_normed and self.cp.size == 1:
+            if self.q_norm is not None:
+                qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
+            return (qkv,)
+        return self._separate(qkv, rotary)
+
+    def _over_ranks(
+        self, core: Callable[..., Tensor], parts: tuple[Tensor, ...], places: Places
+    ) -> Tensor:
+        """Attention of this rank's queries [s / C, b, n, d] over all ranks' keys and values."""
+        axis, (q, k, v) = self.cp.axis, parts
+        if self.cp.comm_type == "allgather":
+            return core(q, *gather_keys(k, v, places, axis), first_head=self.first_head)
+        whole = heads_for_sequence(q, k, v, places, axis)
+        first_head = self.first_head + axis.rank * (self.heads // axis.size)
+        return sequence_for_heads(core(*whole, first_head=first_head), places, axis)
 
     def _separate(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, n, d], keys and values [s, b, g, d] of the projection [s, b, g, n/g + 2,

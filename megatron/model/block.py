@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.layers.attention import SelfAttention, attention_parameters
+from megatron.layers.context_parallel import WHOLE, ContextParallel, Places
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.embedding import Embedding
 from megatron.layers.linear import column_linear, linear
@@ -50,6 +51,8 @@ class MicroBatch:
     rotary: Rotary | None
     dropout: DropoutState | None  # of the whole sequence; None: evaluation
     hidden_dropout: DropoutState | None  # under sequence parallelism of this rank's part
+    # under context parallelism; all else is of the positions that this rank holds
+    places: Places | None = None
 
 
 ENDS = Multipliers(decoupled_lr=True)  # the word embedding and the head's matrix
@@ -218,7 +221,14 @@ class LayerBlock(Layer):
 
     recomputed = splits_backward = True
 
-    def __init__(self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE):
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        index: int,
+        tp: TensorParallel = DENSE,
+        cp: ContextParallel = WHOLE,
+    ):
         super().__init__()
         parameters = layer_parameters(config, index, tp.sequence)
 
@@ -235,7 +245,7 @@ class LayerBlock(Layer):
         )
         self.embedding_dropout = dropout("embedding.dropout") if index == 0 else None
         self.input_norm = norm("input_norm")
-        self.attention = SelfAttention(config, seed, index, tp)
+        self.attention = SelfAttention(config, seed, index, tp, cp)
         self.attention_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = MLP(config, f"layers.{index}.mlp", tp)
@@ -252,7 +262,7 @@ class LayerBlock(Layer):
         if self.embedding_dropout is not None:
             x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
         y, x = self.input_norm.of_sum(x)
-        attended = self.attention(y, micro.rotary, micro.mask, micro.dropout)
+        attended = self.attention(y, micro.rotary, micro.mask, micro.dropout, micro.places)
         y, x = _add_norm(attended, self.attention_dropout, x, self.mlp_norm, micro)
         y = self.mlp(y)
         if self.final_norm is None:

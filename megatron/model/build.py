@@ -13,6 +13,7 @@ from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.stages import placement_of
 from megatron.distributed.groups import Axis, Groups
+from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.fp8 import mark_fp8
 from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import TensorParallel
@@ -45,6 +46,7 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
         dtype=compute_dtype(config.precision),
         seed=config.training.seed,
         tp=tp,
+        cp=ContextParallel(groups.cp, distributed.cp_comm_type),
         stages=own,
     )
     _mark_fp8(model, config, groups.tp)
@@ -64,9 +66,10 @@ def _mark_fp8(model: GPTModel, config: Config, tp: Axis) -> None:
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:
     """[s, b, h] of what travels between the stages of a resolved configuration."""
-    split = (
-        config.distributed.tensor_model_parallel_size if config.distributed.sequence_parallel else 1
-    )
+    distributed = config.distributed
+    split = distributed.context_parallel_size
+    if distributed.sequence_parallel:
+        split *= distributed.tensor_model_parallel_size
     return (
         config.data.seq_length // split,
         config.training.micro_batch_size,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.layers.attention import mask_of
+from megatron.layers.context_parallel import WHOLE, ContextParallel, Places
 from megatron.layers.dropout import DropoutState
 from megatron.layers.rotary import RotaryTables
 from megatron.layers.spec import ParameterSpec, spec_of
@@ -47,10 +48,12 @@ class GPTModel(nn.Module):
         dtype: torch.dtype,
         seed: int,
         tp: TensorParallel = DENSE,
+        cp: ContextParallel = WHOLE,
         stages: tuple[Stage, ...] | None = None,
     ):
         super().__init__()
         self.config, self.dtype, self.vocab_size, self.tp = config, dtype, vocab_size, tp
+        self.cp = cp
         stages = whole(config) if stages is None else stages
         self.embedding = (
             EmbeddingBlock(config, vocab_size, padded_vocab, tp)
@@ -58,7 +61,7 @@ class GPTModel(nn.Module):
             else None
         )
         self.layers = nn.ModuleDict(
-            {str(i): LayerBlock(config, seed, i, tp) for stage in stages for i in stage.layers}
+            {str(i): LayerBlock(config, seed, i, tp, cp) for stage in stages for i in stage.layers}
         )
         tied = (
             None
@@ -109,16 +112,21 @@ class GPTModel(nn.Module):
         position_ids: Tensor,
         sample_ids: Tensor,
         document_starts: Tensor | None = None,
+        places: Tensor | None = None,
         *,
         training: bool,
     ) -> MicroBatch:
         """Turn a loader's [b, s] tensors into what the layers read; sample_ids [b] number the run's
-        samples.
+        samples. Under context parallelism the first four are of the positions that this rank holds,
+        and `places` [C, s / C] are those of all ranks.
         """
         tokens, labels, loss_mask, position_ids = (
             x.t().contiguous() for x in (tokens, labels, loss_mask, position_ids)
         )
-        token_index = torch.arange(tokens.shape[0], device=tokens.device)
+        held = None if places is None else Places.of(places, self.cp.axis)
+        length = tokens.shape[0] * self.cp.size
+        token_index = torch.arange(length, device=tokens.device) if held is None else held.own
+        gathers = held is not None and self.cp.comm_type == "allgather"
         own = slice(None)  # the positions of the hidden states that this rank holds
         if self.tp.sequence:
             part = tokens.shape[0] // self.tp.size
@@ -128,10 +136,11 @@ class GPTModel(nn.Module):
             labels=labels,
             loss_mask=loss_mask,
             position_ids=position_ids[own],
-            mask=mask_of(self.config, tokens.shape[0], document_starts),
+            mask=mask_of(self.config, length, document_starts, token_index if gathers else None),
             rotary=None if self.rotary is None else self.rotary.table(position_ids),
             dropout=DropoutState(sample_ids, token_index) if training else None,
             hidden_dropout=DropoutState(sample_ids, token_index[own]) if training else None,
+            places=held,
         )
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.config.derive import data_parallel_size
+from megatron.config.derive import data_parallel_size, replica_count
 from megatron.config.groups import Config
 from megatron.plan.memory import MemoryPlan, RankMemory
 from megatron.plan.state import precisions, shard_size
@@ -67,6 +67,14 @@ class Transfer:
         return f"{self.what} {verdict}: {needed}{'' if self.hides else f'; {self.flags} helps'}"
 
 
+def _accumulates(config: Config, world_size: int) -> bool:
+    """Whether a step has several micro-batches."""
+    training = config.training
+    return training.global_batch_size > (
+        training.micro_batch_size * data_parallel_size(config, world_size)
+    )
+
+
 def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> list[Transfer]:
     """What the ranks that hold the same parameters send beside computation, nothing where there is
     one; and weights that come from host memory.
@@ -75,13 +83,12 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     and token in a forward pass, 4 in a backward pass (6 with recomputation). Latency and what else
     is on the wire are not counted.
     """
-    training = config.training
     size = precisions(config)
     stage = config.distributed.zero_stage
-    replicas = data_parallel_size(config, world_size)
+    replicas = replica_count(config, world_size)
     shard = shard_size(config, world_size)
-    backward = 6 if training.recompute_granularity else 4
-    accumulates = training.global_batch_size > training.micro_batch_size * replicas
+    backward = 6 if config.training.recompute_granularity else 4
+    accumulates = _accumulates(config, world_size)
     gathers = stage == 3 and not config.distributed.zero3_keep_gathered
     transfer = partial(_transfer, config, machine, gathers and accumulates)
     gather = partial(transfer, sent=size.compute, flops=2)
@@ -122,7 +129,7 @@ def _transfer(
     """`sent` bytes beside `flops` FLOPs for each parameter. `narrower`: the bytes with
     --grad-reduce-in-bf16; `keeping_helps`: so would --zero3-keep-gathered.
     """
-    seq = config.data.seq_length
+    seq = config.data.seq_length // config.distributed.context_parallel_size
     tokens = config.training.micro_batch_size * seq
     needed = math.ceil(sent * machine.flops_per_byte(host=host) / flops)
     flags = [f"--micro-batch-size {-(-needed // seq)}"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from megatron.config.derive import data_parallel_size
+from megatron.config.derive import replica_count
 from megatron.config.groups import Config
 from megatron.plan.memory import rank_memories
 from megatron.plan.state import precisions
@@ -27,7 +27,7 @@ def shard_bytes(config: Config, vocab_size: int, world_size: int) -> list[float]
         - sum(block.size for block in rank.blocks if copied and block.name == "head")
         for rank in rank_memories(config, vocab_size, world_size)
     ]
-    return [count * each / data_parallel_size(config, world_size) for count in written]
+    return [count * each / replica_count(config, world_size) for count in written]
 
 
 def best_interval(cost: float, between_failures: float, least: float = 0.0) -> float:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.config.derive import data_parallel_size
+from megatron.config.derive import replica_count
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.optimizer.blocks import Block, on_host_of
 from megatron.optimizer.nvme import SLOTS, in_pages, part_room
@@ -54,7 +54,7 @@ def shard_size(config: Config, world_size: int) -> int:
     """
     if config.distributed.zero_stage == 0:
         return 1
-    return config.distributed.zero_shard_size or data_parallel_size(config, world_size)
+    return config.distributed.zero_shard_size or replica_count(config, world_size)
 
 
 def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.derive import data_parallel_size
+from megatron.config.derive import replica_count
 from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
 from megatron.plan.communicators import nccl_buffers
 from megatron.plan.memory import MemoryPlan
@@ -66,7 +66,7 @@ def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[
     """All that tools/plan.py memory prints; `memory` is a device's GiB."""
     distributed = plan.config.distributed
     largest = plan.fullest
-    replicas = data_parallel_size(plan.config, plan.world_size)
+    replicas = replica_count(plan.config, plan.world_size)
     recompute = plan.config.training.recompute_granularity == "full"
     shard = distributed.zero_shard_size or replicas
     lines = [
@@ -100,7 +100,7 @@ def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[
 def zero_lines(plan: MemoryPlan, memory: float) -> list[str]:
     """Which stage of ZeRO fits into so many GiB, and whether each needs less than the last."""
     distributed = plan.config.distributed
-    if data_parallel_size(plan.config, plan.world_size) == 1:
+    if replica_count(plan.config, plan.world_size) == 1:
         # else it is 0
         where = (
             ", and weights are in host memory between their uses"

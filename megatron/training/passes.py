@@ -7,16 +7,22 @@ Called from training/step.py and training/evaluate.py.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.data.loader import Source
+from megatron.data.loader import Batch, Source
+from megatron.distributed.groups import Axis
+from megatron.layers.context_parallel import places_of
 from megatron.model.block import MicroBatch
 from megatron.parallel.pipeline import Recording
 from megatron.parallel.schedule import Schedule, build_schedule, forward_only
 from megatron.training.run import Run
+
+# of a batch, [b, s], of which a context-parallel rank reads its own positions alone
+OF_POSITIONS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class MicroBatchSums(NamedTuple):
@@ -64,7 +70,10 @@ def run_micro_batches(
         with run.timers("data") if training else contextlib.nullcontext():
             batch = source.batch(
                 run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size
-            ).to(run.device)
+            )
+            if run.groups.cp.size > 1:
+                batch = share_positions(batch, run.groups.cp, run.config.model.window_size)
+            batch = batch.to(run.device)
         if run.counts:
             sums[1, index] = batch.loss_mask.sum()
         return run.model.micro_batch(
@@ -74,6 +83,7 @@ def run_micro_batches(
             batch.position_ids,
             batch.sample_ids,
             batch.document_starts,
+            batch.places,
             training=training,
         )
 
@@ -85,6 +95,21 @@ def run_micro_batches(
         for index, each in found.losses.items():
             sums[0, index] = each[1]
     return MicroBatchSums(sums[0], sums[1], _scalars(run, found.scalars))
+
+
+def share_positions(batch: Batch, cp: Axis, window: int | None) -> Batch:
+    """The positions that this rank of a context-parallel axis holds of whole samples, and what all
+    of them hold. On the host, so that no GPU is waited for.
+    """
+    starts = batch.document_starts
+    length = batch.tokens.shape[1]
+    places = places_of(length, cp.size, None if starts is None else starts.numpy(), window)
+    own = torch.from_numpy(places[cp.rank])
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[:, own] for name in OF_POSITIONS},
+        places=torch.from_numpy(places),
+    )
 
 
 def _scalars(run: Run, found: dict[str, Tensor]) -> Tensor:

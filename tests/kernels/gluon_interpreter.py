@@ -9,15 +9,17 @@ run.
 Whether an order of accesses is guaranteed does not depend on the order that happened. Each access
 to a buffer is an event, and each partition has the set of events that it knows to be over: its own;
 those of its products and stores once it waited for them; those known to whoever arrived at an
-mbarrier whose phase it waited for. Faults, whatever the numbers say: a read of a buffer whose last
-write is not known to be over; a write or copy into one with a read or write not known to be over;
-use of a product's result, or the end of a partition, before it was waited for; generic writes that
-the TMA unit or a product reads without a fence; an element of the result that is written twice; a
-deadlock. A buffer that is being copied into holds NaN, products read their operands as late as they
-may, and stores to memory too.
+mbarrier whose phase it waited for. The warps of a partition are in no order between two of its
+barriers of threads: an arrival is one thread's and says only what all of them knew at the last one.
+Faults, whatever the numbers say: a read of a buffer whose last write is not known to be over; a
+write or copy into one with a read or write not known to be over; use of a product's result, or the
+end of a partition, before it was waited for; a phase of an mbarrier that ends while a warp may
+still wait for the one before; generic writes that the TMA unit or a product reads without a fence;
+an element of the result that is written twice; a deadlock. A buffer that is being copied into holds
+NaN, products read their operands as late as they may, and stores to memory too.
 
-Not modelled: layouts, the order of warps within a partition, sizes of registers and shared memory
-(the compile-only gate has those).
+Not modelled: layouts, what warps of a partition exchange through shared memory (the compiler orders
+that), sizes of registers and shared memory (the compile-only gate has those).
 """
 
 from __future__ import annotations
@@ -175,19 +177,43 @@ class Product:
 class Partition:
     """The warps that run one function."""
 
-    def __init__(self, machine: Machine, name: str, run: Callable[[], None], known: set[int]):
+    def __init__(
+        self,
+        machine: Machine,
+        name: str,
+        run: Callable[[], None],
+        known: set[int],
+        warps: int,
+    ):
         self.name, self.known, self.ready, self.where = name, set(known), None, ""
+        self.warps, self.shared = warps, set(known)  # shared: what all of its warps know
+        self.waited: list[tuple[Barrier, int]] = []  # for which phases, since the warps met
         self.products: list[Product] = []
         self.stores: list[tuple[int, Callable[[], None]]] = []
         self.unfenced: list[Buffer] = []
         self.done, self.error, self.go = False, None, threading.Semaphore(0)
         self.thread = threading.Thread(target=self._run, args=(machine, run), daemon=True)
 
+    def meet(self) -> None:
+        """All warps wait for each other. Until then one of them may have stood before each wait,
+        and would stand there for ever if another phase of that mbarrier had ended since.
+        """
+        for bar, phase in self.waited:
+            if self.warps > 1 and bar.phase != phase:
+                raise Fault(f"{bar.name}: a phase ends before all warps have seen the last one")
+        self.waited.clear()
+        self.shared |= self.known
+
+    def said(self) -> set[int]:
+        """What an arrival of one of its threads says to be over."""
+        return self.known if self.warps == 1 else self.shared
+
     def _run(self, machine: Machine, run: Callable[[], None]) -> None:
         self.go.acquire()
         try:
             if not machine.stopped:
                 run()
+                self.meet()
                 for left, what in ((self.products, "a product"), (self.stores, "a store")):
                     if left:
                         raise Fault(f"the partition ends before {what} of it was waited for")
@@ -248,7 +274,7 @@ class Machine:
     def specialize(
         self, functions: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]
     ) -> None:
-        assert len(warps) == len(registers) == len(functions) - 1
+        assert len(warps) == len(registers)
         parent = self.partitions[0]
         self.partitions += [
             Partition(
@@ -256,8 +282,11 @@ class Machine:
                 f"partition {i} ({function.__name__})",
                 lambda f=function, a=args: f(*a),
                 parent.known,
+                count,
             )
-            for i, (function, args) in enumerate(functions)
+            for i, ((function, args), count) in enumerate(
+                zip(functions, [parent.warps, *warps], strict=True)
+            )
         ]
         children = self.partitions[1:]
         for each in children:
@@ -266,8 +295,8 @@ class Machine:
         if self.copies:
             raise Fault(f"the kernel ends, and {len(self.copies)} copies are under way")
 
-    def run(self, kernel: Callable[[], None]) -> None:
-        self.partitions = [Partition(self, "the kernel", kernel, set())]
+    def run(self, kernel: Callable[[], None], warps: int) -> None:
+        self.partitions = [Partition(self, "the kernel", kernel, set(), warps)]
         self.partitions[0].thread.start()
         weights: dict[int, float] = {}
         copies = self.random.choice((0.001, 1.0, 100.0))
@@ -385,16 +414,16 @@ def _language(machine: Machine) -> dict[str, Any]:
         if pred:
             machine.pause(lambda: bar.passed(phase))
             machine.me().known |= bar.known
-
-    def arrive(bar: Barrier, *, count: int = 1, pred: bool = True) -> None:
-        machine.pause()
-        if pred:
-            bar.arrive(machine.me().known, count)
+            machine.me().waited.append((bar, bar.phase))
 
     def expect(bar: Barrier, size: int) -> None:
         machine.pause()
         bar.arrive(set(), 0, size)
-        bar.arrive(machine.me().known, 1)
+        bar.arrive(machine.me().said(), 1)
+
+    def meet() -> None:
+        machine.pause()
+        machine.me().meet()
 
     def copy_in(source: Descriptor, at: list[int], bar: Barrier, target: Shared) -> None:
         machine.pause()
@@ -508,6 +537,7 @@ def _language(machine: Machine) -> dict[str, Any]:
         "cdiv": lambda a, b: -(-a // b),
         "static_range": range,
         "cast": lambda x, _: x,
+        "thread_barrier": meet,
     }
     tensor = {
         "arange": lambda first, last, layout=None: torch.arange(first, last, dtype=torch.int32),
@@ -536,7 +566,7 @@ def _language(machine: Machine) -> dict[str, Any]:
     }
     gl = SimpleNamespace(**scalar, **tensor, **memory, **names)
     mbarrier = SimpleNamespace(
-        init=Barrier.init, wait=wait, arrive=arrive, expect=expect, MBarrierLayout=lambda: None
+        init=Barrier.init, wait=wait, expect=expect, MBarrierLayout=lambda: None
     )
     tma = SimpleNamespace(
         async_copy_global_to_shared=copy_in,
@@ -629,7 +659,8 @@ class Interpreted:
                     for name, x in bound.items()
                 }
                 machine.run(
-                    lambda space=space, given=given: space[self.kernel.fn.__name__](**given)
+                    lambda space=space, given=given: space[self.kernel.fn.__name__](**given),
+                    num_warps,
                 )
 
         return launch

@@ -15,7 +15,16 @@ from gluon_cases import make
 from gluon_interpreter import Fault, Interpreted
 from megatron.kernels import attention_gluon, lang
 from megatron.kernels.attention import attention_reference, flash_attention
-from megatron.kernels.attention_gluon import cannot, forward_kernel, unfit
+from megatron.kernels.attention_gluon import (
+    cannot,
+    forward_kernel,
+    gl,
+    jit,
+    make_barriers,
+    mbarrier,
+    release,
+    unfit,
+)
 from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import attention_mask
 
@@ -168,9 +177,14 @@ MUTANTS = {
         "is read|deadlock",
     ),
     "the producer does not wait": (
-        "    mbarrier.wait(empty.index(slot), (count // STAGES & 1) ^ 1)\n",
-        "",
+        "mbarrier.wait(empty.index(each * STAGES + slot), (count // STAGES & 1) ^ 1)",
+        "pass",
         "is written, and a read",
+    ),
+    "the producer waits for one consumer's k": (
+        "gl.static_range(RELEASES)",
+        "gl.static_range(1)",
+        "is written, and a read|deadlock",
     ),
     "the producer's phase is wrong": (
         "(count // STAGES & 1) ^ 1)",
@@ -178,27 +192,27 @@ MUTANTS = {
         "deadlock",
     ),
     "k is not released": (
-        "        mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)\n",
+        "        release(k_empty.index(PART * STAGES + (count + 1) % STAGES))\n",
         "",
         "deadlock",
     ),
     "v is not released": (
-        "        mbarrier.arrive(v_empty.index(count % STAGES), count=1)\n        p = _carried",
+        "        release(v_empty.index(count % STAGES))\n        p = _carried",
         "        p = _carried",
         "deadlock",
     ),
     "q is not released": (
-        "        mbarrier.arrive(q_empty.index(PART), count=1)\n",
+        "        release(q_empty.index(PART))\n",
         "",
         "deadlock",
     ),
     "k is released too early": (
         (
             "        x = warpgroup_mma_wait(1, deps=[x])\n        "
-            "mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)\n"
+            "release(k_empty.index(PART * STAGES + (count + 1) % STAGES))\n"
         ),
         (
-            "        mbarrier.arrive(k_empty.index((count + 1) % STAGES), count=1)\n        x = "
+            "        release(k_empty.index(PART * STAGES + (count + 1) % STAGES))\n        x = "
             "warpgroup_mma_wait(1, deps=[x])\n"
         ),
         "is written, and a read",
@@ -206,13 +220,28 @@ MUTANTS = {
     "v is released before its product": (
         (
             "        acc = warpgroup_mma_wait(0, deps=[acc])\n        "
-            "mbarrier.arrive(v_empty.index(count % STAGES), count=1)\n        p = _carried"
+            "release(v_empty.index(count % STAGES))\n        p = _carried"
         ),
         (
-            "        mbarrier.arrive(v_empty.index(count % STAGES), count=1)\n        acc = "
+            "        release(v_empty.index(count % STAGES))\n        acc = "
             "warpgroup_mma_wait(0, deps=[acc])\n        p = _carried"
         ),
         "is written, and a read",
+    ),
+    "warps do not meet before a release": (
+        "    gl.thread_barrier()\n    mbarrier.expect(empty, 0)\n",
+        "    mbarrier.expect(empty, 0)\n",
+        "is written, and a read|a phase ends",
+    ),
+    "warps meet after a release": (
+        "    gl.thread_barrier()\n    mbarrier.expect(empty, 0)\n",
+        "    mbarrier.expect(empty, 0)\n    gl.thread_barrier()\n",
+        "is written, and a read|a phase ends",
+    ),
+    "all consumers release k at the first one's mbarrier": (
+        "release(k_empty.index(PART * STAGES + (count + 1) % STAGES))",
+        "release(k_empty.index((count + 1) % STAGES))",
+        "is written|deadlock|a phase ends",
     ),
     "one consumer is enough": (
         "make_barriers(STAGES, PARTS)",
@@ -251,12 +280,21 @@ MUTANTS = {
         "before a store|is written",
     ),
     "too few bytes": ("source.block_type.nbytes", "source.block_type.nbytes // 2", "deadlock"),
-    "turns are not passed on": (
-        "            mbarrier.arrive(turns.index((PART + 1) % PARTS), count=1)\n",
-        "            pass\n",
+    "a turn waits for the block after": (
+        "block = count + (1 if PART > 0 else 0)",
+        "block = count + 1",
         "deadlock",
     ),
-    "nobody has the first turn": ("^ (1 if PART == 0 else 0)", "^ 0", "deadlock"),
+    "a turn waits for its own consumer": (
+        "slot = (PART + PARTS - 1) % PARTS * STAGES + block % STAGES",
+        "slot = PART * STAGES + block % STAGES",
+        "deadlock",
+    ),
+    "a turn's phase is wrong": (
+        "mbarrier.wait(k_empty.index(slot), block // STAGES & 1)",
+        "mbarrier.wait(k_empty.index(slot), (block // STAGES & 1) ^ 1)",
+        "deadlock|a phase ends",
+    ),
     "tiles are counted forwards": (
         "place = gl.where(rounds % 2 == 0, program, programs - 1 - program)",
         "place = program",
@@ -289,6 +327,36 @@ def test_mutants_are_found(interpreted, monkeypatch, job, name):
             attention_gluon.forward(*job, layout)
 
 
+@jit
+def _follow(full, empty):
+    for step in range(4):
+        mbarrier.wait(full.index(0), step & 1)
+        release(empty.index(0))
+
+
+@jit
+def _lead(full, empty):
+    for step in range(4):
+        mbarrier.expect(full.index(0), 0)
+        mbarrier.wait(empty.index(0), step & 1)
+
+
+@jit
+def phases_kernel():
+    """Four warps follow another one from phase to phase."""
+    both = make_barriers(1, 1), make_barriers(1, 1)
+    gl.warp_specialize([(_follow, both), (_lead, both)], [1], [24])
+
+
+def test_a_phase_that_a_slow_warp_would_miss_is_found():
+    """One warp's arrival ends the phase that another one may still wait for."""
+    for seed in range(3):
+        Interpreted(phases_kernel, seed)[(1,)](num_warps=4)
+        alone = {"gl.thread_barrier()\n    mbarrier.expect": "mbarrier.expect"}
+        with pytest.raises(Fault, match="a phase ends before all warps have seen the last one"):
+            Interpreted(phases_kernel, seed, alone)[(1,)](num_warps=4)
+
+
 def test_the_gate_wants_what_the_design_rests_on():
     from megatron.kernels.tools import manifest
 
@@ -300,6 +368,8 @@ def test_the_gate_wants_what_the_design_rests_on():
             "the wait for the product has moved up"
             in manifest.faults(row, facts | {"overlapped": 0})[0]
         )
+        assert facts["unguarded"] == 0
+        assert "other warps may still run" in manifest.faults(row, facts | {"unguarded": 2})[0]
 
 
 def test_what_it_cannot_do_is_said():

@@ -214,8 +214,8 @@ MUTANTS = {
     ),
     "the producer does not wait": (
         "both",
-        "    mbarrier.wait(empty.index(slot), (count // STAGES & 1) ^ 1)\n",
-        "",
+        "mbarrier.wait(empty.index(each * STAGES + slot), (count // STAGES & 1) ^ 1)",
+        "pass",
         "is written, and a read",
     ),
     "the producer's phase is wrong": (
@@ -226,14 +226,14 @@ MUTANTS = {
     ),
     "buffers are not released": (
         "both",
-        "        mbarrier.arrive(empty.index(before), count=1)\n",
+        "        release(empty.index(before))\n",
         "",
         "deadlock",
     ),
     "the wrong buffer is released": (
         "both",
-        "        mbarrier.arrive(empty.index(before), count=1)\n",
-        "        mbarrier.arrive(empty.index(slot), count=1)\n",
+        "        release(empty.index(before))\n",
+        "        release(empty.index(slot))\n",
         "is written, and a read|deadlock|arrivals",
     ),
     "k is released before dq's product": (
@@ -241,14 +241,20 @@ MUTANTS = {
         (
             "        x, dq = warpgroup_mma_wait(0, deps=[x, dq])\n"
             "        dp = product_with(dout_tile, v_ring.index(slot).reshape([N, D]), X)\n"
-            "        mbarrier.arrive(empty.index(before), count=1)\n"
+            "        release(empty.index(before))\n"
         ),
         (
-            "        mbarrier.arrive(empty.index(before), count=1)\n"
+            "        release(empty.index(before))\n"
             "        x, dq = warpgroup_mma_wait(0, deps=[x, dq])\n"
             "        dp = product_with(dout_tile, v_ring.index(slot).reshape([N, D]), X)\n"
         ),
         "is written, and a read",
+    ),
+    "warps do not meet before a release": (
+        "both",
+        "    gl.thread_barrier()\n    mbarrier.expect(empty, 0)\n",
+        "    mbarrier.expect(empty, 0)\n",
+        "is written, and a read|a phase ends",
     ),
     "one consumer is enough": (
         "both",
@@ -402,3 +408,5 @@ def test_the_gate_wants_what_the_design_rests_on():
             "the wait for the product has moved up"
             in manifest.faults(row, facts | {"overlapped": 0})[0]
         )
+        assert facts["unguarded"] == 0
+        assert "other warps may still run" in manifest.faults(row, facts | {"unguarded": 2})[0]

@@ -110,3 +110,27 @@ def test_exponentials_beside_a_product_are_counted():
     # a wait for all but one leaves a product under way
     partial = wait.replace("0x0", "0x1")
     assert listing.overlapped(CHAIN.replace(wait + exponential, partial + exponential)) == 1
+
+
+def test_an_arrival_needs_a_barrier_after_the_wait_for_products():
+    wait, barrier, arrival = (
+        f" /*00{at}0*/ {text} ;\n"
+        for at, text in enumerate(
+            (
+                "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+                "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80",
+                "@!P0 SYNCS.ARRIVE.TRANS64 RZ, [UR4+0x30180], RZ",
+            )
+        )
+    )
+    assert listing.unguarded(wait + barrier + arrival) == 0
+    assert listing.unguarded(wait + arrival) == listing.unguarded(barrier + wait + arrival) == 1
+    assert listing.unguarded(arrival + wait + barrier) == 0
+    # by one way into a block there is a barrier, by the other one there is not
+    skip = " /*0030*/ @P1 BRA `(.L_x_1) ;\n"
+    assert listing.unguarded(wait + skip + barrier + ".L_x_1:\n" + arrival) == 1
+    assert listing.unguarded(skip + wait + barrier + ".L_x_1:\n" + arrival) == 0
+    # a wait at the end of a loop, an arrival at its beginning
+    back = " /*0040*/ @P1 BRA `(.L_x_2) ;\n"
+    assert listing.unguarded(".L_x_2:\n" + arrival + wait + back) == 1
+    assert listing.unguarded(".L_x_2:\n" + arrival + wait + barrier + back) == 0

@@ -392,7 +392,7 @@ def traits(row: Row) -> set[tuple[str, str]]:
     in fp64 its layout, or each axis of its pipeline with the schedule. Under ZeRO: its stage with
     its feature or precision, and in fp64 with all that its layout is made of.
     """
-    _, flags, tp, dp, pp = row.words
+    _, flags, tp, _, dp, pp = row.words
     words = FEATURES[row.feature].flags.split()
     groups = (
         int(words[words.index("--num-query-groups") + 1]) if "--num-query-groups" in words else tp

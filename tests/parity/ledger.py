@@ -30,6 +30,7 @@ KINDS = {
     "start_all_reduce": "all-reduce",
     "start_all_gather": "all-gather",
     "gather_parts": "all-gather",
+    "start_all_to_all": "all-to-all",
     "_GlooReduceScatter": "reduce-scatter",
 }
 
@@ -40,7 +41,7 @@ class Call:
     ring all-reduce 2 (N-1)/N of the tensor.
     """
 
-    kind: str  # all-reduce, all-gather, reduce-scatter, message
+    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, message
     ranks: tuple[int, ...]
     bytes: float
     phase: str  # forward, backward: of a layer; else elsewhere

@@ -97,15 +97,15 @@ MUTANTS = (
     Mutant(
         "no sum of a row-parallel layer's outputs",
         f"{LAYERS}/linear.py",
-        "y = all_reduce(F.linear(x, weight), tp.axis)",
-        "y = F.linear(x, weight)",
+        "y = all_reduce(product(x, weight), tp.axis)",
+        "y = product(x, weight)",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "no sum of a column-parallel layer's input gradients",
         f"{LAYERS}/linear.py",
-        "start_all_reduce(dy.matmul(weight), tp.axis)",
-        "start_all_reduce(dy.matmul(weight), DENSE.axis)",
+        "summing = start(dx, tp.axis)",
+        "summing = start(dx, tp.axis if tp.sequence else DENSE.axis)",
         ("fp64-gpt-tp2",),
     ),
     Mutant(

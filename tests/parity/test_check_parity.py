@@ -70,8 +70,9 @@ def test_a_mutant_is_a_bug(tmp_path):
         (["--layout", "tp2"], "--layout: expected two, got 1"),
         (
             ["--layout", "tp2", "--layout", "tp2 xx"],
-            "'xx' is none of tpN, dpN, ppN, vN, zeroN, shardN, sp, serial, mapping, auto, "
-            "kept, offload, param-offload, gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v",
+            "'xx' is none of tpN, cpN, dpN, ppN, vN, zeroN, shardN, sp, serial, mapping, auto, "
+            "kept, a2a, allgather, offload, param-offload, gpipe, 1f1b, interleaved, zero-bubble, "
+            "zero-bubble-v",
         ),
         (
             ["--layout", "tp1", "--layout", "pp3"],
@@ -99,20 +100,29 @@ def test_mistakes_are_named_before_anything_runs(arguments, words, capsys):
 
 
 def test_layouts_are_words():
-    tp, pp, virtual = (
+    tp, cp, pp, virtual = (
         "--tensor-model-parallel-size",
+        "--context-parallel-size",
         "--pipeline-model-parallel-size",
         "--num-virtual-stages-per-pipeline-rank",
     )
-    assert read_layout("tp2 sp dp4") == (8, (tp, "2", pp, "1", "--sequence-parallel"), 2, 4, 1)
+    assert read_layout("tp2 sp dp4") == (
+        8,
+        (tp, "2", cp, "1", pp, "1", "--sequence-parallel"),
+        2,
+        1,
+        4,
+        1,
+    )
     assert read_layout("pp2 interleaved v3 dp2") == (
         4,
-        (tp, "1", pp, "2", virtual, "3", "--pipeline-schedule", "interleaved"),
+        (tp, "1", cp, "1", pp, "2", virtual, "3", "--pipeline-schedule", "interleaved"),
+        1,
         1,
         2,
         2,
     )
-    assert read_layout("") == (1, (tp, "1", pp, "1"), 1, 1, 1)
+    assert read_layout("") == (1, (tp, "1", cp, "1", pp, "1"), 1, 1, 1, 1)
 
 
 def test_the_batch_does_not_follow_the_layout():

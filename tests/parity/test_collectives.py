@@ -26,7 +26,7 @@ SHORT = (
 ACTIVATION = SEQ * HIDDEN * FP64  # s x b x h of a micro-batch of one sample
 
 
-def in_layers(gloo_world, size, *flags):
+def in_layers(gloo_world, size, *flags, shared="--tensor-model-parallel-size"):
     """(kind, phase, caller) -> (how many a layer and micro-batch, bytes that a rank sends in each),
     the same on every rank.
     """
@@ -36,7 +36,7 @@ def in_layers(gloo_world, size, *flags):
         "--fp64",
         "--micro-batch-size",
         "1",
-        "--tensor-model-parallel-size",
+        shared,
         str(size),
         *flags,
     )
@@ -69,6 +69,35 @@ def test_tensor_parallelism(gloo_world, size, overlap):
     assert in_layers(gloo_world, size, *overlap) == {
         ("all-reduce", "forward", "_RowLinear.forward"): (2, bytes_each),
         ("all-reduce", "backward", "_ColumnLinear.backward"): (2, bytes_each),
+    }
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("size", [2, 4])
+def test_context_parallelism(gloo_world, size, groups):
+    """A layer with q = n d and k = g d channels of T = s / C tokens. Keys and values gathered, and
+    their gradients reduce-scattered: 2 k T (C - 1) elements each way. Heads exchanged: (q + 2 k + q)
+    T (C - 1) / C, where k counts key/value heads that are repeated.
+    """
+    grouped = "--group-query-attention", "--num-query-groups", str(groups)
+    tokens, channels = SEQ // size, HIDDEN // 8
+    found = in_layers(gloo_world, size, *grouped, shared="--context-parallel-size")
+    gathered = 2 * groups * channels * tokens * (size - 1) * FP64
+    assert found == {
+        ("all-gather", "forward", "_GatherSequence.forward"): (1, gathered),
+        ("reduce-scatter", "backward", "_GatherSequence.backward"): (1, gathered),
+    }
+    a2a = "--cp-comm-type", "a2a"
+    found = in_layers(gloo_world, size, *grouped, *a2a, shared="--context-parallel-size")
+    qkv, out = (
+        width * channels * tokens * (size - 1) // size * FP64
+        for width in (8 + 2 * max(groups, size), 8)
+    )
+    assert found == {
+        ("all-to-all", "forward", "_to_sequence"): (1, qkv),
+        ("all-to-all", "forward", "_to_heads"): (1, out),
+        ("all-to-all", "backward", "_to_sequence"): (1, out),
+        ("all-to-all", "backward", "_to_heads"): (1, qkv),
     }
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
+from parity import context_mutants
 from torch import Tensor, nn
 from unit.parallel.recorded import RecordedGraph
 
@@ -325,6 +326,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "recorded": recorded,
     "own_maxima": own_maxima,
     "copy_at_the_base_rate": copy_at_the_base_rate,
+    **context_mutants.PATCHES,
 }
 
 

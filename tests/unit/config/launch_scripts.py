@@ -425,21 +425,20 @@ MEGATRON_DEEPSPEED = (
             zero_stage="1",
         )
         + " --use-flash-attn-triton",
-        2,
+        8,
         template(2, 1, micro=1),
         refused=(
             "--lr-decay-tokens ",
             "--lr-warmup-tokens ",
             "--train-tokens ",
-            "--ds-sequence-parallel-size 4: context parallelism",
             *SCALER,
         ),
-        drop=IN_SAMPLES["drop"] + " --ds-sequence-parallel-size",
+        drop=IN_SAMPLES["drop"],
         add=(
             "--lr-decay-samples 9155273 --lr-warmup-samples 91552 --train-samples 9155273 "
             "--loss-scale-window 500 --initial-loss-scale 2048"
         ),
-        reason="context parallelism is not built yet; lengths in tokens",
+        reason="lengths in tokens",
         not_done=(*IN_SAMPLES["not_done"], "--use-flash-attn-triton: with attention dropout"),
     ),
     Script(
