@@ -30,6 +30,7 @@ ROWS = (
     TwoRates("tp2 dp2 zero2", "gpt"),
     TwoRates("tp2 sp dp2 zero3", "llama"),
     TwoRates("dp2 zero1", "gpt"),
+    TwoRates("cp2 zero2", "gpt"),
     TwoRates("pp2 1f1b", "gpt"),
     TwoRates("pp2 1f1b", "llama"),
     TwoRates("pp2 zero-bubble-v dp2 zero2", "gpt"),
