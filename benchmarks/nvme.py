@@ -38,6 +38,7 @@ from megatron.config.groups import Config, ModelConfig, OptimizerConfig
 from megatron.model.gpt import GPTModel
 from megatron.optimizer import nvme
 from megatron.optimizer.blocks import build_blocks
+from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.optimizer import Optimizer
 
 GOAL = 1.3
@@ -93,7 +94,10 @@ class Step:
 
     def __call__(self) -> None:
         for step_on_host in self.optimizer.step(
-            lr=1e-4, weight_decay=0.1, grad_sq_sum=self.squares, grad_factor=1.0
+            rates=LearningRates(1e-4, 1e-4),
+            weight_decay=0.1,
+            grad_sq_sum=self.squares,
+            grad_factor=1.0,
         ).deferred.values():
             step_on_host()
         self.optimizer.files.expect((), read=False)  # all is written

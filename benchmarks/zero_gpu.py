@@ -64,7 +64,7 @@ from megatron.distributed.setup import set_determinism
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.build import build_model, hidden_shape
 from megatron.optimizer.blocks import build_run_blocks
-from megatron.optimizer.lr_schedule import ParamSchedule
+from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
@@ -335,7 +335,7 @@ def take_steps(run: Run, count: int) -> tuple[list[float], list[StepHandle]]:
         gradients = forward_backward(
             run, first_sample=0, batch_size=run.config.training.global_batch_size, loss_scale=1.0
         )
-        pendings.append(update(run, gradients, learning_rate=1e-4, weight_decay=0.1))
+        pendings.append(update(run, gradients, rates=LearningRates(1e-4, 1e-4), weight_decay=0.1))
         mark()
     if cuda:
         torch.cuda.synchronize()

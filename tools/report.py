@@ -97,7 +97,10 @@ def plots(rows: list[Row]) -> list[Plot]:
         Plot(
             "Learning rate",
             "learning rate",
-            (("learning-rate", "learning rate"),),
+            (
+                ("learning-rate", "learning rate"),
+                ("decoupled-learning-rate", "of embedding and output layer"),
+            ),
             "learning-rate was not logged",
         ),
         Plot(

@@ -5,7 +5,6 @@ pickles of other programs.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import math
 import pickle
@@ -91,7 +90,7 @@ def run_state(tensors: dict[str, Tensor]) -> dict[str, Any]:
         "open_nan": 0,
         "optimizer_steps": 4.0,
         "scaler": LossScaler(config.precision).state(),
-        "schedule": dataclasses.asdict(ParamSchedule.of(config)),
+        "schedule": ParamSchedule.of(config).state(),
         "ledger": {"segments": [{"first_sample": 0, "sources": [source]}]},
         "config": config.to_dict(),
         "vocab_size": 101,
@@ -118,7 +117,7 @@ def use(root: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         scaler.load(state["scaler"])
         scaler.update(True)
         torch.ones(1).mul_(scaler.scale)
-        ParamSchedule(**state["schedule"]).learning_rate(progress.scheduled_samples + 16)
+        ParamSchedule(**state["schedule"]).learning_rates(progress.scheduled_samples + 16)
         changed_fields(state, config, 101, "f1")
         sources = [{"id": "a1", "content": "c1", "name": "books", "share": 65536}]
         history, blend, _ = extend_history(state["ledger"], progress.consumed_samples, sources)

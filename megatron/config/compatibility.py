@@ -643,8 +643,9 @@ REFUSED = (
     ),
     refused("--warmup", "use --lr-warmup-fraction: a share of the decay, not a percentage"),
     refused(
-        "--decoupled-lr --decoupled-min-lr --head-lr-mult",
-        "one learning rate serves all parameters; drop it",
+        "--head-lr-mult",
+        "it is of a classification head, which no model here has; drop it, or give the output "
+        "layer's matrix and the word embedding their own rate with --decoupled-lr",
     ),
     refused(
         "--moe-layer-recompute",

@@ -28,6 +28,7 @@ from megatron.config.metadata import (
     DATA_PARALLEL,
     DATA_PATH,
     DECAY,
+    DECOUPLED,
     DYNAMIC_SCALE,
     FIRST_LAST,
     FP8,
@@ -577,6 +578,11 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = flag(0.0, bound=NOT_NEGATIVE, needs=DECAY)
     """Learning rate at the end of the decay."""
+    decoupled_lr: float | None = flag(None, bound=NOT_NEGATIVE)
+    """Peak learning rate of the word embedding and of the output layer's matrix, on the same
+    schedule. Default: lr."""
+    decoupled_min_lr: float | None = flag(None, bound=NOT_NEGATIVE, needs=(DECOUPLED, DECAY))
+    """With --decoupled-lr: their learning rate at the end of the decay. Default: min-lr."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after warm-up."""
     lr_decay_iters: int | None = flag(None, bound=POSITIVE)

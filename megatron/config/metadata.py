@@ -108,6 +108,7 @@ OFFLOADED_ADAM = Need("--optimizer adam", fault=True)
 SGD = Need("--optimizer sgd")
 CPU_OFFLOAD = Need("--optimizer-cpu-offload", fault=True)
 DECAY = Need("a --lr-decay-style that decays", lambda run: run.lr_decay_style != "constant")
+DECOUPLED = Need("--decoupled-lr N", fault=True)
 WSD = Need("--lr-decay-style WSD")
 WARMUP = Need(
     "a warm-up (--lr-warmup-iters, -samples or -fraction)",

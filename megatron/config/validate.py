@@ -416,11 +416,24 @@ def _schedule(run: RunView) -> Faults:
     for field in ("min_lr", "lr_warmup_init"):
         if run.lr is not None and getattr(run, field) > run.lr and not run.skip_train:
             yield f"{run.show(field)}: greater than {run.show('lr')}"
+    yield from _decoupled(run)
     if run.override_opt_param_scheduler and run.use_checkpoint_opt_param_scheduler:
         yield (
             "--override-opt-param-scheduler: contradicts "
             "--use-checkpoint-opt-param-scheduler; keep one"
         )
+
+
+def _decoupled(run: RunView) -> Faults:
+    if run.decoupled_lr is None or run.skip_train:
+        return
+    shown = run.show("decoupled_lr")
+    if run.lr_warmup_init > run.decoupled_lr:
+        yield f"{run.show('lr_warmup_init')}: greater than {shown}"
+    if run.decoupled_min_lr is None and run.min_lr > run.decoupled_lr:
+        yield f"{run.show('min_lr')}: greater than {shown}; give --decoupled-min-lr"
+    elif run.decoupled_min_lr is not None and run.decoupled_min_lr > run.decoupled_lr:
+        yield f"{run.show('decoupled_min_lr')}: greater than {shown}"
 
 
 def _weight_decay(run: RunView) -> Faults:

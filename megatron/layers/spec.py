@@ -54,11 +54,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Factors of the learning rate, the weight decay and Adam's epsilon of one tensor."""
+    """Factors of the learning rate, the weight decay and Adam's epsilon of one tensor.
+    `decoupled_lr`: it takes the rate of --decoupled-lr, where that is given.
+    """
 
     lr: float = 1.0
     weight_decay: float = 1.0
     eps: float = 1.0
+    decoupled_lr: bool = False
 
 
 @dataclass(frozen=True)

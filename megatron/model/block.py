@@ -27,7 +27,15 @@ from megatron.layers.mlp import MLP, mlp_parameters
 from megatron.layers.norm import Norm, norm_parameters
 from megatron.layers.recompute import Rebuilder
 from megatron.layers.rotary import Rotary
-from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, under
+from megatron.layers.spec import (
+    Multipliers,
+    ParameterSpec,
+    Shard,
+    TensorSpec,
+    normal,
+    parts_under,
+    under,
+)
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.recompute import KEPT, LayerRecompute
 
@@ -49,6 +57,9 @@ class MicroBatch:
     places: Places | None = None
 
 
+ENDS = Multipliers(decoupled_lr=True)  # the word embedding and the head's matrix
+
+
 def word_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
     """The word embedding [v, h], which is the head's matrix too unless they are untied."""
     ends = None if config.untie_embeddings_and_output_weights else "tied"
@@ -64,6 +75,7 @@ def word_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> Para
                 copies=ends,
                 grad_sum=() if ends is None else (ends,),
                 stored=padded_vocab,
+                multipliers=ENDS,
             ),
         )
     )
@@ -77,7 +89,13 @@ def head_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> Para
     return ParameterSpec(
         (
             TensorSpec(
-                "head.weight", shape, normal(config), "head", shard=Shard(0), stored=padded_vocab
+                "head.weight",
+                shape,
+                normal(config),
+                "head",
+                shard=Shard(0),
+                stored=padded_vocab,
+                multipliers=ENDS,
             ),
         )
     )

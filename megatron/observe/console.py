@@ -21,6 +21,11 @@ def _number(value: float, spec: str) -> str:
     return "NaN" if math.isnan(value) else format(value, spec)
 
 
+def _optional(metrics: Mapping[str, float], name: str, label: str, spec: str) -> list[str]:
+    """The field of a metric that may be missing."""
+    return [f"{label}: {_number(metrics[name], spec)}"] if name in metrics else []
+
+
 def duration(seconds: float) -> str:
     """`hh:mm:ss`, from one day on `2d 03:04:05`; NaN for an unknown time."""
     if not math.isfinite(seconds):
@@ -45,9 +50,9 @@ def training_line(
 
     `metrics` is the row that goes to the trackers (names and units in metrics.py):
     consumed_samples, iteration-time, throughput, learning-rate, batch-size, lm loss, loss-scale,
-    grad-norm and tokens-per-second-per-gpu are needed; num-zeros, params-norm, mfu and
-    mem-max-allocated-bytes may be missing. `skipped` and `nan` count iterations of the log
-    interval.
+    grad-norm and tokens-per-second-per-gpu are needed; decoupled-learning-rate, num-zeros,
+    params-norm, mfu and mem-max-allocated-bytes may be missing. `skipped` and `nan` count
+    iterations of the log interval.
     """
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
     mfu = _number(metrics["mfu"] * 100, ".1f") + "%" if "mfu" in metrics else "n/a"
@@ -57,16 +62,13 @@ def training_line(
         f"elapsed time per iteration (ms): {_number(metrics['iteration-time'] * 1000, '.1f')}",
         f"throughput per GPU (TFLOP/s/GPU): {_number(metrics['throughput'], '.1f')}",
         f"learning rate: {_number(metrics['learning-rate'], '.6E')}",
+        *_optional(metrics, "decoupled-learning-rate", "decoupled learning rate", ".6E"),
         f"global batch size: {metrics['batch-size']:5d}",
         f"lm loss: {_number(metrics['lm loss'], '.6E')}",
         f"loss scale: {_number(metrics['loss-scale'], '.1f')}",
         f"grad norm: {_number(metrics['grad-norm'], '.3f')}",
-    ]
-    if "num-zeros" in metrics:
-        fields.append(f"num zeros: {_number(metrics['num-zeros'], '.1f')}")
-    if "params-norm" in metrics:
-        fields.append(f"params norm: {_number(metrics['params-norm'], '.3f')}")
-    fields += [
+        *_optional(metrics, "num-zeros", "num zeros", ".1f"),
+        *_optional(metrics, "params-norm", "params norm", ".3f"),
         f"number of skipped iterations: {skipped:3d}",
         f"number of nan iterations: {nan:3d}",
         f"tokens per second per GPU: {_number(metrics['tokens-per-second-per-gpu'], '.1f')}",

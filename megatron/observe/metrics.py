@@ -26,6 +26,10 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
         "training loss: sum over tokens / valid tokens, mean over the log interval",
     ),
     "learning-rate": ("", "learning rate of the last step"),
+    "decoupled-learning-rate": (
+        "",
+        "the same of word embedding and output layer (--decoupled-lr)",
+    ),
     "batch-size": ("samples", "global batch of the last step"),
     "loss-scale": ("", "loss scale of the last step (1 without fp16)"),
     "grad-norm": ("", "global L2 norm of the gradient, before clipping"),

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as pure functions of samples.
+"""Learning rates and weight decay as pure functions of samples.
 
 Iteration i uses the value at the samples consumed *including* it, so the printed rate is the one
 used and the first step is not wasted at a rate of zero; a skipped step does not advance `samples`.
@@ -9,10 +9,23 @@ training/loop.py, once a step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from megatron.config.groups import Config
+from megatron.layers.spec import Multipliers
 from megatron.model.arithmetic import samples_after
+
+
+class LearningRates(NamedTuple):
+    """The learning rates of one step."""
+
+    base: float
+    decoupled: float  # of tensors that declare `decoupled_lr`; without --decoupled-lr the base
+
+    def of(self, multipliers: Multipliers) -> float:
+        """The rate of a tensor that declares these."""
+        return (self.decoupled if multipliers.decoupled_lr else self.base) * multipliers.lr
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,9 @@ class ParamSchedule:
     end_weight_decay: float
     weight_decay_style: str
     weight_decay_length: float
+    # of tensors that declare `decoupled_lr`; None without --decoupled-lr
+    decoupled_max_lr: float | None = None
+    decoupled_min_lr: float | None = None
 
     @classmethod
     def of(cls, config: Config) -> ParamSchedule:
@@ -54,6 +70,7 @@ class ParamSchedule:
         if opt.lr_warmup_fraction is not None:
             warmup = opt.lr_warmup_fraction * decay
         constant = opt.weight_decay_incr_style == "constant"
+        decoupled_min_lr = opt.min_lr if opt.decoupled_min_lr is None else opt.decoupled_min_lr
         return cls(
             max_lr=opt.lr,
             min_lr=opt.min_lr,
@@ -67,10 +84,26 @@ class ParamSchedule:
             end_weight_decay=opt.weight_decay if constant else opt.end_weight_decay,
             weight_decay_style=opt.weight_decay_incr_style,
             weight_decay_length=run,
+            decoupled_max_lr=opt.decoupled_lr,
+            decoupled_min_lr=None if opt.decoupled_lr is None else decoupled_min_lr,
         )
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: all that is given, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def learning_rates(self, samples: int) -> LearningRates:
+        """Learning rates of the step that brings the run to `samples`."""
+        base = self.learning_rate(samples)
+        if self.decoupled_max_lr is None:
+            return LearningRates(base, base)
+        ends = replace(self, max_lr=self.decoupled_max_lr, min_lr=self.decoupled_min_lr)
+        return LearningRates(base, ends.learning_rate(samples))
+
     def learning_rate(self, samples: int) -> float:
-        """Learning rate of the step that brings the run to `samples`."""
+        """Learning rate of the step that brings the run to `samples`, but for tensors that declare
+        `decoupled_lr`.
+        """
         if self.warmup > 0 and samples <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup
         if self.style == "constant":

@@ -20,6 +20,7 @@ from megatron.distributed.collectives import all_reduce
 from megatron.distributed.groups import Groups
 from megatron.layers.spec import Box, holders
 from megatron.optimizer.blocks import Block, BufferEntry, Segment
+from megatron.optimizer.lr_schedule import LearningRates
 
 MOMENTUM = "exp_avg"  # the state that holds it
 
@@ -84,7 +85,7 @@ def step_matrices(
     tensors: dict[str, Tensor],
     grad: Tensor,
     coefficient: Tensor,
-    lr: float,
+    rates: LearningRates,
     weight_decay: float,
 ) -> None:
     """One step of every matrix of a block, in place: `tensors` are master weights and states of
@@ -113,7 +114,7 @@ def step_matrices(
                     direction[_range(part)].view(weight.shape)
                     + weight_decay * multipliers.weight_decay * weight
                 )
-                weight.sub_(change, alpha=lr * multipliers.lr)
+                weight.sub_(change, alpha=rates.of(multipliers))
 
 
 def _range(part: Box) -> tuple[slice, ...]:

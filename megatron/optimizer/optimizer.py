@@ -25,6 +25,7 @@ from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
 from megatron.optimizer.blocks import Block, accumulation_dtype
 from megatron.optimizer.clip import clip_coefficient, sum_of_squares
+from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.matrices import MatrixRule, other_segments, step_matrices
 from megatron.optimizer.nvme import FileTensor, StateFiles
 from megatron.optimizer.offload import HostSteps
@@ -195,10 +196,16 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self, *, lr: float, weight_decay: float, grad_sq_sum: Tensor, grad_factor: Tensor | float
+        self,
+        *,
+        rates: LearningRates,
+        weight_decay: float,
+        grad_sq_sum: Tensor,
+        grad_factor: Tensor | float,
     ) -> StepOutcome:
         """Update the weights from the gradients, whose sum of squares over all ranks is
-        `grad_sq_sum`, and all-gather them block by block.
+        `grad_sq_sum`, and all-gather them block by block. Of `rates` each tensor takes the one that
+        it declares.
 
         `grad_factor` (float64 scalar or number) turns the accumulated gradient into that of the
         mean loss per valid token: nominal tokens / (valid tokens x loss scale). A non-finite
@@ -214,14 +221,14 @@ class Optimizer:
             assert not self.waiting, "a step on the host that no forward pass has asked for"
             self.waiting = {block for block in self.blocks if block.on_host}
             if self.waiting:
-                deferred = self._defer(lr, weight_decay, coefficient, found_inf)
+                deferred = self._defer(rates, weight_decay, coefficient, found_inf)
             for block in self.trained:
                 if not block.on_host:
                     self._update(
                         self.rule,
                         block,
                         self.steps,
-                        lr,
+                        rates,
                         weight_decay,
                         block.grad_shard,
                         block.rounded,
@@ -229,7 +236,7 @@ class Optimizer:
                         found_inf=found_inf,
                     )
                     if self.matrix_rule is not None:
-                        self._update_matrices(block, lr, weight_decay, coefficient)
+                        self._update_matrices(block, rates, weight_decay, coefficient)
                     if not self.keeps_gradients:
                         block.drop()
                     self.all_gather_weights(block)
@@ -237,7 +244,7 @@ class Optimizer:
         return StepOutcome(norm, found_inf, deferred)
 
     def _defer(
-        self, lr: float, weight_decay: float, coefficient: Tensor, found_inf: Tensor
+        self, rates: LearningRates, weight_decay: float, coefficient: Tensor, found_inf: Tensor
     ) -> dict[Block, Callable[[], None]]:
         """The steps of blocks on the host, to be carried out before their weights are read."""
         self.host.begin()
@@ -249,7 +256,7 @@ class Optimizer:
         for block in self.trained:
             if block.on_host:
                 update = partial(
-                    self._update, self.host_rule, block, count, lr, weight_decay, **scalars
+                    self._update, self.host_rule, block, count, rates, weight_decay, **scalars
                 )
                 deferred[block] = partial(self._step_on_host, block, update)
         return deferred
@@ -259,7 +266,7 @@ class Optimizer:
         rule: UpdateRule,
         block: Block,
         steps: Tensor,
-        lr: float,
+        rates: LearningRates,
         weight_decay: float,
         grad: Tensor,
         out: Tensor | None,
@@ -275,7 +282,7 @@ class Optimizer:
                     near[part],
                     {name: held[name][part] for name in self.state_names},
                     steps,
-                    lr=lr * multipliers.lr,
+                    lr=rates.of(multipliers),
                     weight_decay=weight_decay * multipliers.weight_decay,
                     eps_multiplier=multipliers.eps,
                     out=None if rounded is None else rounded[part],
@@ -283,7 +290,7 @@ class Optimizer:
                 )
 
     def _update_matrices(
-        self, block: Block, lr: float, weight_decay: float, coefficient: Tensor
+        self, block: Block, rates: LearningRates, weight_decay: float, coefficient: Tensor
     ) -> None:
         step_matrices(
             self.matrix_rule,
@@ -292,7 +299,7 @@ class Optimizer:
             self.kept[block].tensors,
             block.grad_shard,
             coefficient,
-            lr,
+            rates,
             weight_decay,
         )
         if block.rounded is not None:

@@ -26,6 +26,7 @@ from megatron.observe.metrics import (
     rates,
     timer_metrics,
 )
+from megatron.optimizer.lr_schedule import LearningRates
 from megatron.parallel.pipeline import Recording
 from megatron.training.checkpointing import finalize, save, save_local
 from megatron.training.evaluate import evaluate
@@ -161,13 +162,13 @@ def pipeline_metrics(run: Run, recording: Recording, batch_size: int) -> dict[st
 
 
 def log(
-    run: Run, interval: Interval, learning_rate: float, recording: Recording | None
+    run: Run, interval: Interval, learning_rates: LearningRates, recording: Recording | None
 ) -> Interval:
     """Log and track one line; the next interval."""
     progress = run.progress
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
-    metrics = _metrics(run, interval, seconds) | {"learning-rate": learning_rate}
+    metrics = _metrics(run, interval, seconds) | _rate_metrics(run, learning_rates)
     if recording is not None:
         metrics |= pipeline_metrics(run, recording, interval.last.batch_size)
     metrics |= _weight_metrics(run)
@@ -219,6 +220,14 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
             timing_log_level=config.logging.timing_log_level,
         ),
     }
+
+
+def _rate_metrics(run: Run, learning_rates: LearningRates) -> dict[str, float]:
+    """The learning rates of the last step; that of --decoupled-lr where there is one."""
+    metrics = {"learning-rate": learning_rates.base}
+    if run.schedule.decoupled_max_lr is not None:
+        metrics["decoupled-learning-rate"] = learning_rates.decoupled
+    return metrics
 
 
 def _weight_metrics(run: Run) -> dict[str, float]:
@@ -317,8 +326,8 @@ def due_after(run: Run) -> Due:
 
 def train_step(
     run: Run, pending: StepHandle | None, interval: Interval
-) -> tuple[StepHandle, float, Recording | None]:
-    """One step: its report on its way, its learning rate, and the times of its passes where there
+) -> tuple[StepHandle, LearningRates, Recording | None]:
+    """One step: its report on its way, its learning rates, and the times of its passes where there
     is a pipeline. `pending`: the report of the step before, which is taken in on the way.
     """
     config, progress = run.config, run.progress
@@ -337,17 +346,17 @@ def train_step(
     )
     finish_step(run, pending, interval)
     clock = progress.scheduled_samples + batch_size
-    learning_rate = run.schedule.learning_rate(clock)
+    learning_rates = run.schedule.learning_rates(clock)
     with run.timers("optimizer"):
         pending = update(
             run,
             gradients,
-            learning_rate=learning_rate,
+            rates=learning_rates,
             weight_decay=run.schedule.weight_decay(clock),
         )
     progress.iteration += 1
     progress.consumed_samples += batch_size
-    return pending, learning_rate, recording
+    return pending, learning_rates, recording
 
 
 def train(run: Run) -> Exit:
@@ -358,7 +367,7 @@ def train(run: Run) -> Exit:
     interval, pending = Interval(time.perf_counter()), None
     while not finished(config, progress):
         PEERS.iteration = progress.iteration + 1
-        pending, learning_rate, recording = train_step(run, pending, interval)
+        pending, learning_rates, recording = train_step(run, pending, interval)
         iteration, due = progress.iteration, due_after(run)
         if any(due) or pending.is_here or run.exits.check(iteration):
             finish_step(run, pending, interval)
@@ -368,7 +377,7 @@ def train(run: Run) -> Exit:
         if run.lease is not None:
             run.lease.check()
         if due.log:
-            interval = log(run, interval, learning_rate, recording)
+            interval = log(run, interval, learning_rates, recording)
         paused = time.perf_counter()
         if due.evaluate:
             progress.evaluation_due = (

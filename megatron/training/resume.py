@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 # what a change of a field means: declared by it
 _CHANGES = {field: said["change"] for field, said in METADATA.items()}
+# what a checkpoint has of a schedule: the ends of --decoupled-lr both or neither
+_DECOUPLED = {"decoupled_max_lr", "decoupled_min_lr"}
+_SCHEDULE = {field.name for field in dataclasses.fields(ParamSchedule)}
+_SCHEDULES = (_SCHEDULE, _SCHEDULE - _DECOUPLED)
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -39,7 +43,7 @@ def run_state(run: Run) -> dict[str, Any]:
         **asdict(run.progress),
         "optimizer_steps": run.optimizer.steps.item(),
         "scaler": run.scaler.state(),
-        "schedule": asdict(run.schedule),
+        "schedule": run.schedule.state(),
         "ledger": run.data.history,
         "config": run.config.to_dict(),
         "vocab_size": run.vocab_size,
@@ -116,7 +120,7 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
         else ["--no-deterministic-mode"]
     )
     different += sorted({change.accept for change in changes}) + (
-        [] if asdict(run.schedule) == state["schedule"] else ["learning-rate schedule"]
+        [] if run.schedule.state() == state["schedule"] else ["learning-rate schedule"]
     )
     return (
         f"; resumes from the same state, not bit for bit: {', '.join(different)}"
@@ -173,8 +177,7 @@ def check_complete(checkpoint: Checkpoint, *, weights_alone: bool) -> None:
         require(state, WEIGHTS if weights_alone else RUN)
         if not weights_alone and state["iteration"] != checkpoint.iteration:
             raise InputError(f"its state is of iteration {state['iteration']}")
-        names = [field.name for field in dataclasses.fields(ParamSchedule)]
-        if not weights_alone and sorted(state["schedule"]) != sorted(names):
+        if not weights_alone and set(state["schedule"]) not in _SCHEDULES:
             raise InputError("state.schedule is not what a run writes there")
     except InputError as error:
         raise CheckpointError(f"{checkpoint.path}: cannot be loaded: {error}") from error
@@ -398,9 +401,9 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
 def schedule_changes(ours: ParamSchedule, theirs: dict[str, Any]) -> list[str]:
     """What differs between the schedule of the command line and a checkpoint's, a line each."""
     return [
-        f"{name}: checkpoint {theirs[name]}, command line {value}"
+        f"{name}: checkpoint {theirs.get(name)}, command line {value}"
         for name, value in asdict(ours).items()
-        if theirs[name] != value
+        if theirs.get(name) != value
     ]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import waiting
+from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.pipeline import Recording
 from megatron.training.arriving import Arriving, sent
@@ -42,7 +43,6 @@ class Report:
     first_sample: int
     batch_size: int
     loss_scale: float
-    learning_rate: float
     grad_norm: float
     skipped: bool
     losses: list[float]
@@ -61,13 +61,11 @@ class StepHandle:
         self,
         gradients: Gradients,
         outcome: StepOutcome,
-        learning_rate: float,
         names: list[str],
         sums: MicroBatchSums,
         requests: Tensor,
     ):
-        # of the layers' scalars
-        self.gradients, self.learning_rate, self.names = gradients, learning_rate, names
+        self.gradients, self.names = gradients, names  # of the layers' scalars
         verdict = torch.stack([outcome.grad_norm, outcome.skipped.double()])
         self.scalars = Arriving(torch.cat([verdict, *sums, requests]))
         self.is_here = self.scalars.is_here
@@ -83,7 +81,6 @@ class StepHandle:
             g.first_sample,
             g.batch_size,
             g.loss_scale,
-            self.learning_rate,
             norm,
             bool(skipped),
             losses,
@@ -120,7 +117,7 @@ def forward_backward(
 
 
 def update(
-    run: Run, gradients: Gradients, *, learning_rate: float, weight_decay: float
+    run: Run, gradients: Gradients, *, rates: LearningRates, weight_decay: float
 ) -> StepHandle:
     """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that
     ranks must agree on travels in one sum.
@@ -138,15 +135,13 @@ def update(
     if run.checkpoints is not None:
         run.checkpoints.before_update()
     outcome = run.optimizer.step(
-        lr=learning_rate, weight_decay=weight_decay, grad_sq_sum=grad_sq_sum[0], grad_factor=factor
+        rates=rates, weight_decay=weight_decay, grad_sq_sum=grad_sq_sum[0], grad_factor=factor
     )
     for block, step_on_host in outcome.deferred.items():
         # carried out while the next forward pass computes the block before
         run.zero.defer(block, step_on_host)
     names = [spec.name for spec in run.model.scalars]
-    return StepHandle(
-        gradients, outcome, learning_rate, names, MicroBatchSums(losses, tokens, scalars), requests
-    )
+    return StepHandle(gradients, outcome, names, MicroBatchSums(losses, tokens, scalars), requests)
 
 
 def _for_all(run: Run) -> Callable[[float], str]:

@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks
+from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.update import UpdateRule
 
@@ -227,7 +228,10 @@ def test_a_whole_optimizer(device):
             if step == 3:
                 optimizer.blocks[1].grad[5] = torch.nan
             outcome = optimizer.step(
-                lr=1e-2, weight_decay=0.1, grad_sq_sum=optimizer.grad_sq_sum(), grad_factor=0.5
+                rates=LearningRates(1e-2, 1e-2),
+                weight_decay=0.1,
+                grad_sq_sum=optimizer.grad_sq_sum(),
+                grad_factor=0.5,
             )
             assert outcome.skipped == (step == 3)
             norms.append(outcome.grad_norm)

@@ -132,6 +132,19 @@ NAMED = (
         f"{MOCK} {LLAMA} --train-samples 24 --lr-decay-style WSD --lr-wsd-decay-samples 14 "
         f"--min-lr 2e-3 --lr-wsd-decay-style minus_sqrt",
     ),
+    # Another rate for the matrices of the vocabulary, tied and untied.
+    Case(
+        "decoupled-tied",
+        f"{FILES} {GPT} --decoupled-lr 3e-2 --lr-decay-style cosine --lr-warmup-iters 2 "
+        "--lr-warmup-init 1e-3 --min-lr 2e-3",
+    ),
+    Case(
+        "decoupled-untied-resume",
+        f"{MOCK} {LLAMA} --decoupled-lr 4e-3 --decoupled-min-lr 1e-3 --lr-decay-style WSD "
+        "--lr-wsd-decay-iters 3 --weight-decay 0.2",
+        first="--exit-interval 2",
+        then=("--decoupled-lr 3e-2 --override-opt-param-scheduler",),
+    ),
     # Ends, and what comes after them.
     Case(
         "resume", f"{FILES} {LLAMA} --attention-dropout 0.1", first="--exit-interval 2", then=("",)

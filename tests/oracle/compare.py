@@ -45,10 +45,13 @@ COUNTS = {
     "skipped",
     "nan",
 }
+RATES = {"learning-rate", "decoupled-learning-rate"}
 LAST_DIGIT = 5.1e-7  # half a unit of the last of seven digits
+UNEXPECTED = ("lm loss", "decoupled")  # metrics that may not be there unless asked for
 PRINTED = {  # relative and absolute
     "lm loss": (LAST_DIGIT, 0.0),
     "learning-rate": (LAST_DIGIT, 0.0),
+    "decoupled-learning-rate": (LAST_DIGIT, 0.0),
     "grad-norm": (0.0, 5.1e-4),
 }
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -143,7 +146,7 @@ def rows_differ(case: Case, argv: list[str], outcome: Outcome, seen: Seen) -> li
         found.append(f"rows of iterations {sorted(seen.rows)}, expected {sorted(outcome.rows)}")
     for iteration, row in outcome.rows.items():
         got = seen.rows.get(iteration, {})
-        extra = [name for name in got if name.startswith("lm loss") and name not in row]
+        extra = [name for name in got if name.startswith(UNEXPECTED) and name not in row]
         found += [f"iteration {iteration}: {name} {got[name]} is not expected" for name in extra]
         for name, value in row.items():
             if name in ("params-norm", "num-zeros") and noise_in(argv):
@@ -157,7 +160,7 @@ def tolerance(name: str, value: float, bound: float) -> float:
     """The relative difference that a metric may have, `bound` that of losses and norms."""
     if name in COUNTS:
         return 0.0
-    if name == "learning-rate":
+    if name in RATES:
         return EXACT
     if "ppl" in name:  # of exp(x) the relative error is the absolute one of x
         return bound * max(1.0, math.log(value))

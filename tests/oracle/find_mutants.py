@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pytest  # noqa: E402
 from oracle.cases import CASES, Case  # noqa: E402
-from oracle.compare import COUNTS, EXACT, differences, expected, narrow_bound  # noqa: E402
+from oracle.compare import COUNTS, EXACT, RATES, differences, expected, narrow_bound  # noqa: E402
 from oracle.mutants import Mutant, all_mutants  # noqa: E402
 from oracle.settings import read  # noqa: E402
 
@@ -52,7 +52,7 @@ def size_of(text: str) -> tuple[bool, float | None]:
         if not (math.isfinite(got) and math.isfinite(value)):
             return True, None
         size = abs(got - value) / max(abs(got), abs(value))
-        return name in COUNTS or name == "learning-rate", size
+        return name in COUNTS | RATES, size
     if weights := WEIGHTS.search(text):
         return False, float(weights[1])
     return True, None

@@ -16,9 +16,10 @@ from torch import Tensor
 from megatron.data import blend, loader, token_stream
 from megatron.data.loader import MockReader, Source
 from megatron.layers.spec import ParameterSpec
+from megatron.model import block as model_block
 from megatron.observe import metrics
 from megatron.optimizer import blocks, lr_schedule, optimizer, update
-from megatron.optimizer.lr_schedule import ParamSchedule
+from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.update import UpdateRule
@@ -520,18 +521,18 @@ def _(original):
 
 @mutant("schedule", "a learning rate one step late", "gpt-files", loop, "update")
 def _(original):
-    def changed(run, gradients, *, learning_rate, weight_decay):
-        late = run.schedule.learning_rate(run.progress.scheduled_samples)
-        return original(run, gradients, learning_rate=late, weight_decay=weight_decay)
+    def changed(run, gradients, *, rates, weight_decay):
+        late = run.schedule.learning_rates(run.progress.scheduled_samples)
+        return original(run, gradients, rates=late, weight_decay=weight_decay)
 
     return changed
 
 
 @mutant("schedule", "a weight decay one step late", "mixed-5", loop, "update")
 def _(original):
-    def changed(run, gradients, *, learning_rate, weight_decay):
+    def changed(run, gradients, *, rates, weight_decay):
         late = run.schedule.weight_decay(run.progress.scheduled_samples)
-        return original(run, gradients, learning_rate=learning_rate, weight_decay=late)
+        return original(run, gradients, rates=rates, weight_decay=late)
 
     return changed
 
@@ -558,6 +559,97 @@ def _(original):
         ),
         samples,
     )
+
+
+@mutant(
+    "schedule", "embedding and head at the rate of all else", "decoupled-tied", LearningRates, "of"
+)
+def _(original):
+    return lambda rates, multipliers: rates.base * multipliers.lr
+
+
+def with_rate(spec: ParameterSpec, decoupled: bool) -> ParameterSpec:
+    """The declaration of a tensor with the other of a step's two rates."""
+    (tensor,) = spec.tensors
+    multipliers = dataclasses.replace(tensor.multipliers, decoupled_lr=decoupled)
+    return dataclasses.replace(
+        spec, tensors=(dataclasses.replace(tensor, multipliers=multipliers),)
+    )
+
+
+@mutant(
+    "schedule",
+    "learned positions at the rate of the word embedding",
+    "decoupled-tied",
+    model_block,
+    "layer_parameters",
+)
+def _(original):
+    return lambda *args: {
+        name: with_rate(spec, True) if name == "position.weight" else spec
+        for name, spec in original(*args).items()
+    }
+
+
+@mutant(
+    "schedule",
+    "an untied head at the rate of all else",
+    "decoupled-untied-resume",
+    model_block,
+    "head_matrix",
+)
+def _(original):
+    return lambda *args: with_rate(original(*args), False)
+
+
+@mutant(
+    "schedule",
+    "a decoupled rate that decays to zero without a minimum of its own",
+    "decoupled-tied",
+    ParamSchedule,
+    "learning_rates",
+)
+def _(original):
+    return lambda self, samples: original(dataclasses.replace(self, decoupled_min_lr=0.0), samples)
+
+
+@mutant(
+    "schedule",
+    "a decoupled rate whose warm-up begins at zero",
+    "decoupled-tied",
+    ParamSchedule,
+    "learning_rates",
+)
+def _(original):
+    def changed(self, samples):
+        from_zero = original(dataclasses.replace(self, init_lr=0.0), samples)
+        return original(self, samples)._replace(decoupled=from_zero.decoupled)
+
+    return changed
+
+
+@mutant(
+    "schedule",
+    "a decoupled rate that decays to --min-lr",
+    "decoupled-untied-resume",
+    ParamSchedule,
+    "learning_rates",
+)
+def _(original):
+    return lambda self, samples: original(
+        dataclasses.replace(self, decoupled_min_lr=self.min_lr), samples
+    )
+
+
+@mutant(
+    "logging",
+    "the base rate logged as the decoupled one",
+    "decoupled-tied",
+    loop,
+    "_rate_metrics",
+)
+def _(original):
+    return lambda run, rates: original(run, rates._replace(decoupled=rates.base))
 
 
 @mutant("schedule", "a skipped step advances the schedule", "fp16-overflows", loop, "finish_step")
@@ -703,11 +795,11 @@ def _(original):
 
 @mutant("logging", "the rate of the step before", "gpt-files", loop, "log")
 def _(original):
-    def log(run, interval, learning_rate, recording):
+    def log(run, interval, rates, recording):
         return original(
             run,
             interval,
-            run.schedule.learning_rate(run.progress.scheduled_samples - interval.last.batch_size),
+            run.schedule.learning_rates(run.progress.scheduled_samples - interval.last.batch_size),
             recording,
         )
 

@@ -27,6 +27,7 @@ from pretrain_gpt import main
 FIELDS = {
     "consumed samples": "consumed_samples",
     "learning rate": "learning-rate",
+    "decoupled learning rate": "decoupled-learning-rate",
     "global batch size": "batch-size",
     "lm loss": "lm loss",
     "loss scale": "loss-scale",

@@ -55,23 +55,34 @@ class Schedule:
             self.warmup = c.lr_warmup_fraction * self.decay
 
     def learning_rate(self, samples: int) -> float:
+        return self.between(samples, self.c.lr, self.c.min_lr)
+
+    def decoupled_learning_rate(self, samples: int) -> float | None:
+        """Of the word embedding and the head's matrix; None where they have none of their own."""
+        c = self.c
+        if c.decoupled_lr is None:
+            return None
+        least = c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr
+        return self.between(samples, c.decoupled_lr, least)
+
+    def between(self, samples: int, most: float, least: float) -> float:
         c = self.c
         if samples <= self.warmup and self.warmup > 0:
-            return c.lr_warmup_init + (c.lr - c.lr_warmup_init) * samples / self.warmup
+            return c.lr_warmup_init + (most - c.lr_warmup_init) * samples / self.warmup
         if c.lr_decay_style == "constant":
-            return c.lr
+            return most
         if samples > self.decay:
-            return c.min_lr
+            return least
         if c.lr_decay_style == "inverse-square-root":
-            return max(c.min_lr, c.lr * math.sqrt(max(self.warmup, 1) / samples))
+            return max(least, most * math.sqrt(max(self.warmup, 1) / samples))
         if c.lr_decay_style == "WSD":
             if samples <= self.stable:
-                return c.lr
+                return most
             share = wsd(c.lr_wsd_decay_style, (samples - self.stable) / (self.decay - self.stable))
         else:
             done = (samples - self.warmup) / (self.decay - self.warmup)
             share = 1 - done if c.lr_decay_style == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return c.min_lr + share * (c.lr - c.min_lr)
+        return least + share * (most - least)
 
     def weight_decay(self, samples: int) -> float:
         c = self.c

@@ -20,8 +20,8 @@ VALUES: dict[type, str] = {
         yarn-beta-slow=1 norm-epsilon=1e-5 attn-logit-softcapping final-logit-softcapping
         z-loss-coeff=0 hidden-dropout=0.1 attention-dropout=0.1 init-method-std=0.02 loss-scale
         initial-loss-scale=4294967296 min-loss-scale=1 lr min-lr=0 lr-warmup-fraction
-        lr-warmup-init=0 weight-decay=0.01 start-weight-decay end-weight-decay clip-grad=1
-        adam-beta1=0.9 adam-beta2=0.999 adam-eps=1e-8 sgd-momentum=0.9
+        lr-warmup-init=0 decoupled-lr decoupled-min-lr weight-decay=0.01 start-weight-decay
+        end-weight-decay clip-grad=1 adam-beta1=0.9 adam-beta2=0.999 adam-eps=1e-8 sgd-momentum=0.9
     """,
     str: """
         position-embedding-type=learned_absolute normalization=LayerNorm activation=gelu

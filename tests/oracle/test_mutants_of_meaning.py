@@ -32,6 +32,8 @@ IN_CI = (
     "weight decay of vectors",
     "a norm without the vectors",
     "a learning rate one step late",
+    "embedding and head at the rate of all else",
+    "learned positions at the rate of the word embedding",
     "a warm-up that is one sample longer",
     "a skipped step advances the schedule",
     "gradients unscaled by the first scale",

@@ -74,11 +74,17 @@ def frozen_units(text: str | None) -> set[str]:
     return units
 
 
-def optimizer_of(c: Namespace, weights: list[Tensor]) -> torch.optim.Optimizer:
+OF_TOKENS = ("embedding.word.weight", "head.weight")  # take the rate of --decoupled-lr
+
+
+def optimizer_of(c: Namespace, weights: Weights) -> torch.optim.Optimizer:
     """Matrices decay, vectors do not."""
+    of_tokens = [w for name, w in weights.items() if name in OF_TOKENS]
+    others = [w for name, w in weights.items() if name not in OF_TOKENS]
     groups = [
-        {"params": [w for w in weights if w.dim() > 1], "decays": True},
-        {"params": [w for w in weights if w.dim() == 1], "decays": False},
+        {"params": of_tokens, "decays": True, "decoupled": True},
+        {"params": [w for w in others if w.dim() > 1], "decays": True, "decoupled": False},
+        {"params": [w for w in others if w.dim() == 1], "decays": False, "decoupled": False},
     ]
     if c.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=1.0, momentum=c.sgd_momentum)
@@ -99,12 +105,13 @@ class Trainer:
         if not state.first_weights:
             state.first_weights = {name: w.detach().clone() for name, w in state.weights.items()}
         frozen = frozen_units(c.freeze)
-        self.trained = [
-            w.requires_grad_(True)
+        trained = {
+            name: w.requires_grad_(True)
             for name, w in state.weights.items()
             if unit_of(name, c.num_layers) not in frozen
-        ]
-        self.optimizer = optimizer_of(c, self.trained)
+        }
+        self.trained = list(trained.values())
+        self.optimizer = optimizer_of(c, trained)
         if state.moments:
             self.optimizer.load_state_dict(state.moments)
         if state.blend is not None:
@@ -166,11 +173,13 @@ class Trainer:
         size = batch_size(c, state.consumed)
         clock = state.scheduled + size
         scale, rate = state.scale.value, self.schedule.learning_rate(clock)
+        decoupled = self.schedule.decoupled_learning_rate(clock)
         loss, tokens, gradients = self.gradients(state.consumed, size, scale)
         norm = norm_of(gradients)
         taken = math.isfinite(norm) and math.isfinite(loss)
         if taken:
-            self.update(gradients, norm, rate, self.schedule.weight_decay(clock))
+            rates = rate, rate if decoupled is None else decoupled
+            self.update(gradients, norm, rates, self.schedule.weight_decay(clock))
             state.scheduled = clock
             state.interval.losses.append(loss)
         else:
@@ -188,6 +197,8 @@ class Trainer:
             "consumed-tokens": state.consumed * c.seq_length,
             "skipped-train-samples": state.skipped,
         }
+        if decoupled is not None:
+            report["decoupled-learning-rate"] = decoupled
         if c.log_num_zeros_in_grad:
             report["num-zeros"] = sum(int((g == 0).sum()) for g in gradients)
         if c.log_params_norm:
@@ -226,14 +237,17 @@ class Trainer:
             ratio = largest / torch.finfo(torch.float16).max
             self.margins.append(max(ratio, 1 / ratio))
 
-    def update(self, gradients: list[Tensor], norm: float, rate: float, decay: float) -> None:
-        """Clip to the global norm and step."""
+    def update(
+        self, gradients: list[Tensor], norm: float, rates: tuple[float, float], decay: float
+    ) -> None:
+        """Clip to the global norm and step, with the rate of most weights and the decoupled one."""
         clip = self.c.clip_grad
         coefficient = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         for w, g in zip(self.trained, gradients, strict=True):
             w.grad = g * coefficient
         for group in self.optimizer.param_groups:
-            group["lr"], group["weight_decay"] = rate, decay if group["decays"] else 0.0
+            group["lr"] = rates[group["decoupled"]]
+            group["weight_decay"] = decay if group["decays"] else 0.0
         self.optimizer.step()
 
     def evaluate(self, split: str, title: str) -> None:

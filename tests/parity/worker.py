@@ -11,7 +11,7 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -23,6 +23,8 @@ from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
 from megatron.layers import fp8, linear_cross_entropy
 from megatron.layers.linear import WeightGrad, add_weight_grads
+from megatron.layers.spec import Multipliers, ParameterSpec
+from megatron.model import block as model_block
 from megatron.model import compile
 from megatron.model.block import LayerBlock
 from megatron.observe.metrics import is_measured
@@ -301,6 +303,20 @@ def own_maxima() -> contextlib.AbstractContextManager:
     return mock.patch.object(fp8, "all_reduce_max", lambda x, axis: x)
 
 
+def copy_at_the_base_rate() -> contextlib.AbstractContextManager:
+    """The head's copy of a tied matrix, on another stage than the embedding, does not declare that
+    it takes the rate of --decoupled-lr.
+    """
+    original = model_block.head_matrix
+
+    def undeclared(*args) -> ParameterSpec:
+        spec = original(*args)
+        (tensor,) = spec.tensors
+        return replace(spec, tensors=(replace(tensor, multipliers=Multipliers()),))
+
+    return mock.patch.object(model_block, "head_matrix", undeclared)
+
+
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "uneven": uneven,
     "overflow": overflow,
@@ -309,6 +325,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "traced": traced,
     "recorded": recorded,
     "own_maxima": own_maxima,
+    "copy_at_the_base_rate": copy_at_the_base_rate,
     **context_mutants.PATCHES,
 }
 

@@ -171,7 +171,7 @@ def load_and_compare(
                 **asdict(run.progress),
                 "scaler": run.scaler.state(),
                 "ledger": run.data.history,
-                "schedule": asdict(run.schedule),
+                "schedule": run.schedule.state(),
             }
             state = checkpoint.state
             faults.extend(

@@ -61,6 +61,10 @@ SCHEDULE = {
             lambda state: state["schedule"].pop("decay"),
             "state.schedule is not what a run writes there",
         ),
+        (
+            lambda state: state["schedule"].update(decoupled_max_lr=1.0),
+            "state.schedule is not what a run writes there",
+        ),
     ],
 )
 def test_a_state_that_lacks_what_a_run_goes_on_with(tmp_path, change, fault):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from reshard_cases import differing, flags, saved, saving, start
 
+from megatron.checkpoint.reader import Checkpoint
 from megatron.config.derive import METADATA
 from megatron.config.groups import Config
 from megatron.training.resume import changed_data, changed_fields, said_changes
@@ -114,6 +115,56 @@ def test_another_schedule_is_not_bit_for_bit(root):
     assert "not bit for bit: --clip-grad 1.0 -> 0.5" in resume(
         root, "--exit-interval", 4, "--clip-grad", "0.5"
     )
+
+
+DECOUPLED = ("--decoupled-lr", "2e-2")
+CHOOSES = "choose with --override-opt-param-scheduler"
+
+
+def test_a_decoupled_rate_is_part_of_the_schedule(root):
+    """Against a checkpoint without one, which is what was written before there was one."""
+    assert not {"decoupled_max_lr", "decoupled_min_lr"} & schedule_of(root, 3).keys()
+    told = resume(root, "--exit-interval", 4, *DECOUPLED)
+    assert "  decoupled_max_lr: checkpoint None, command line 0.02\n" in told
+    assert "  decoupled_min_lr: checkpoint None, command line 0.0\n" in told
+    assert CHOOSES in told and "exit code" not in told
+    told = resume(root, "--exit-interval", 4, *DECOUPLED, "--override-opt-param-scheduler")
+    assert "not bit for bit: learning-rate schedule" in told and told.endswith("exit code 0")
+    assert (
+        "schedule: decoupled_max_lr: checkpoint None, command line 0.02; the command line's is "
+        "taken" in told
+    )
+    assert "| decoupled learning rate: " in told
+    told = resume(root, "--exit-interval", 4, *DECOUPLED, "--use-checkpoint-opt-param-scheduler")
+    assert "resumes bit for bit" in told and "| decoupled learning rate: " not in told
+
+
+def test_a_run_with_two_rates_goes_on_with_both(tmp_path):
+    def begun(name: str, *more: object) -> Path:
+        folder = tmp_path / name
+        told = start(flags("gqa-untied", "one", *saving(folder), *more))
+        assert told.endswith("exit code 0"), told
+        return folder
+
+    both = (*DECOUPLED, "--decoupled-min-lr", "1e-3", "--lr-decay-style", "cosine")
+    whole = begun("whole", *both)
+    assert schedule_of(whole, 3)["decoupled_min_lr"] == 1e-3
+    where = ("--load", whole, "--ckpt-step", 3)
+    again = begun("again", *where, *both)
+    assert differing(saved(whole, 6), saved(again, 6)) == []
+    taken = begun("taken", *where, "--use-checkpoint-opt-param-scheduler")
+    assert differing(saved(whole, 6), saved(taken, 6)) == []
+    # the control: with one rate, and with another minimum
+    one = begun("one", *where, *both[4:], "--override-opt-param-scheduler")
+    assert differing(saved(whole, 6), saved(one, 6)) != []
+    told = start(flags("gqa-untied", "one", *where, *both[:2], *both[4:]))
+    assert "  decoupled_min_lr: checkpoint 0.001, command line 0.0\n" in told and CHOOSES in told
+
+
+def schedule_of(folder: Path, iteration: int) -> dict:
+    """What a checkpoint has of the schedule."""
+    with Checkpoint(saved(folder, iteration)) as checkpoint:
+        return checkpoint.state["schedule"]
 
 
 def ledger(*sources: tuple[str, str, int]) -> dict:
@@ -222,7 +273,7 @@ OTHERWISE = {
     "evaluation": {"eval_interval", "skip_train"},
 }
 SCHEDULE = {"lr", "min_lr", "weight_decay"}  # and what begins like these
-SCHEDULES = ("lr_", "weight_decay_", "start_weight", "end_weight")
+SCHEDULES = ("lr_", "decoupled_", "weight_decay_", "start_weight", "end_weight")
 
 
 def another(value: object) -> object:

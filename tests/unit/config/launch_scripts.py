@@ -124,10 +124,6 @@ LLAMA3_NOT_DONE = (
     "--empty-unused-memory-level: ",
     "--manual-gc: ",
 )
-DECOUPLED = (
-    "--decoupled-lr 5.0e-4: one learning rate",
-    "--decoupled-min-lr 4.5e-5: one learning rate",
-)
 
 MEGATRON_LM = (
     Script("examples/gpt3/train_gpt3_175b_distributed.sh", GPT3, 512, **STEPS),
@@ -164,9 +160,6 @@ MEGATRON_LM = (
         8,
         vocabulary=128257,
         not_done=(*LLAMA3_NOT_DONE, PARAM_GATHER),
-        refused=DECOUPLED,
-        drop="--decoupled-lr --decoupled-min-lr",
-        reason="one learning rate",
     ),
     Script(
         "examples/llama/train_llama3_8b_h100_fp8.sh DTYPE=bf16",
@@ -174,9 +167,6 @@ MEGATRON_LM = (
         8,
         vocabulary=128257,
         not_done=LLAMA3_NOT_DONE,
-        refused=DECOUPLED,
-        drop="--decoupled-lr --decoupled-min-lr",
-        reason="one learning rate",
     ),
     Script(
         "examples/llama/train_llama3_8b_h100_fp8.sh TOKENIZER DATA",
@@ -184,9 +174,6 @@ MEGATRON_LM = (
         8,
         vocabulary=128256,
         not_done=(*LLAMA3_NOT_DONE, PARAM_GATHER),
-        refused=DECOUPLED,
-        drop="--decoupled-lr --decoupled-min-lr",
-        reason="one learning rate",
     ),
 )
 

@@ -378,6 +378,7 @@ def test_services_that_do_not_exist_are_not_notes(words, missing):
             "--inprocess-restart: a job that fails is started again by its launcher",
         ),
         ("--inference", "--inference: use --skip-train"),
+        ("--head-lr-mult 2", "--head-lr-mult 2: it is of a classification head"),
         (
             "--disable-bf16-reduced-precision-matmul",
             "--disable-bf16-reduced-precision-matmul: matrix products of bf16",

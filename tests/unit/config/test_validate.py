@@ -193,6 +193,26 @@ def test_a_complete_configuration_has_no_faults():
         ),
         ("--min-lr 1", "--min-lr 1.0: greater than --lr 0.001"),
         (
+            "--decoupled-min-lr 1e-4",
+            "--decoupled-min-lr 0.0001: acts only with --decoupled-lr N; drop it or add that",
+        ),
+        (
+            "--decoupled-lr 1e-3 --decoupled-min-lr 2e-3",
+            "--decoupled-min-lr 0.002: greater than --decoupled-lr 0.001",
+        ),
+        (
+            "--min-lr 1e-4 --decoupled-lr 1e-5",
+            "--min-lr 0.0001: greater than --decoupled-lr 1e-05; give --decoupled-min-lr",
+        ),
+        (
+            "--lr-warmup-iters 2 --lr-warmup-init 1e-4 --decoupled-lr 1e-5",
+            "--lr-warmup-init 0.0001: greater than --decoupled-lr 1e-05",
+        ),
+        (
+            "--decoupled-lr 1 --decoupled-min-lr -1",
+            "--decoupled-min-lr -1.0: must be 0 or more",
+        ),
+        (
             "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --load ckpt",
             "--override-opt-param-scheduler: contradicts",
         ),

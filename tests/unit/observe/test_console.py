@@ -52,6 +52,13 @@ def test_training_line_is_megatrons_followed_by_ours():
     assert line(ROW) == MEGATRON + ours
 
 
+def test_a_decoupled_learning_rate_stands_beside_the_other():
+    assert (
+        " | learning rate: 3.900183E-07 | decoupled learning rate: 5.000000E-04 | global batch "
+    ) in line(ROW | {"decoupled-learning-rate": 5e-4})
+    assert "decoupled" not in line(ROW)
+
+
 def test_what_is_unknown():
     bare = {
         name: value for name, value in ROW.items() if name not in ("mfu", "mem-max-allocated-bytes")

@@ -14,6 +14,7 @@ from parity.worker import Outcome, Piece, one_thread, run_case
 from torch import Tensor
 
 from megatron.config.groups import ModelConfig, OptimizerConfig
+from megatron.layers.mlp import MLP
 from megatron.layers.spec import Multipliers, ParameterSpec
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks
@@ -80,7 +81,24 @@ def multiplied():
         yield
 
 
+@contextlib.contextmanager
+def balanced_apart():
+    """Runs whose matrices are updated by Balanced, fc1's at the rate of --decoupled-lr."""
+    init = MLP.__init__
+
+    def built(self: MLP, *args, **kwargs) -> None:
+        init(self, *args, **kwargs)
+        spec = self.fc1.weight.spec
+        apart = Multipliers(decoupled_lr=True)
+        tensors = (dataclasses.replace(tensor, multipliers=apart) for tensor in spec.tensors)
+        self.fc1.weight.spec = dataclasses.replace(spec, tensors=tuple(tensors))
+
+    with balanced(), mock.patch.object(MLP, "__init__", built):
+        yield
+
+
 CHANGES = {"matrices": balanced, "multipliers": multiplied}
+DEFINED = {**CHANGES, "matrices at two rates": balanced_apart}
 
 
 def run(change: str, flags: tuple[str, ...]) -> Outcome:
@@ -136,10 +154,10 @@ def test_in_bf16_the_weights_are_the_rounded_masters(gloo_world):
 # ---- against the definitions, one step of one process ------------------------------------------
 
 
-def steps_of(change: str | None, steps: int) -> dict[str, Tensor]:
+def steps_of(change: str | None, steps: int, *more: str) -> dict[str, Tensor]:
     """Weights after so many steps."""
-    flags = (*FLAGS, "--train-iters", str(steps))
-    with CHANGES[change]() if change else contextlib.nullcontext():
+    flags = (*FLAGS, "--train-iters", str(steps), *more)
+    with DEFINED[change]() if change else contextlib.nullcontext():
         return by_name(run_case(flags).weights)
 
 
@@ -192,6 +210,17 @@ def test_a_step_with_multipliers_is_its_definition(one_thread):
         expected = before[name] * (1 - lr * decay) - lr * gradient / (gradient.abs() + eps)
         assert (weight - expected).norm() <= 1e-10 * expected.norm(), name
         assert not torch.equal(weight, plain[name])
+
+
+def test_a_matrix_takes_the_rate_that_it_declares(one_thread):
+    before, gradients = initial()
+    after = steps_of("matrices at two rates", 1, "--decoupled-lr", "3e-2")
+    for name, weight in after.items():
+        if weight.dim() == 2 and "embedding" not in name:
+            lr = 3e-2 if ".mlp.up.weight" in name else LR
+            direction = Balanced().direction(gradients[name]) + 0.1 * before[name]
+            expected = before[name] - lr * direction
+            assert (weight - expected).norm() <= 1e-10 * expected.norm(), name
 
 
 def test_state_on_the_host_is_refused():

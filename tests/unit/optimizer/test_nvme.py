@@ -30,6 +30,7 @@ from megatron.config.validate import resolve
 from megatron.model.gpt import GPTModel
 from megatron.optimizer import nvme
 from megatron.optimizer.blocks import build_blocks
+from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.optimizer import Optimizer
 from megatron.plan.memory import rank_memories
 
@@ -335,7 +336,10 @@ def bytes_with_state_in_files(folder: Path) -> tuple[int, int, int]:
         before = live.mark().peak["total"]
         optimizer.initialise()
         for step_on_host in optimizer.step(
-            lr=1e-3, weight_decay=0.1, grad_sq_sum=grad_sq_sum, grad_factor=1.0
+            rates=LearningRates(1e-3, 1e-3),
+            weight_decay=0.1,
+            grad_sq_sum=grad_sq_sum,
+            grad_factor=1.0,
         ).deferred.values():
             step_on_host()
         optimizer.squared_weight_norm()

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from megatron.model.arithmetic import global_batch_size_at
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import ALIGNMENT, build_blocks
 from megatron.optimizer.clip import PIECE, clip_coefficient, sum_of_squares
-from megatron.optimizer.lr_schedule import ParamSchedule
+from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 
@@ -57,9 +58,10 @@ def random_grads(opt, seed, scale=1.0):
                 )
 
 
-def take_step(opt, **settings):
+def take_step(opt, lr, decoupled_lr=None, **settings):
     """A step of one process, whose sum of squares is that of its own gradients."""
-    return opt.step(grad_sq_sum=opt.grad_sq_sum(), **settings)
+    rates = LearningRates(lr, lr if decoupled_lr is None else decoupled_lr)
+    return opt.step(rates=rates, grad_sq_sum=opt.grad_sq_sum(), **settings)
 
 
 def test_blocks_hold_every_parameter_once():
@@ -145,6 +147,79 @@ def test_adamw_equals_torch(implementation, dtype, bound):
     for name, parameter in gpt.named_parameters():
         assert (parameter.double() - twins[name]).norm() <= bound * twins[name].norm(), name
     assert opt.steps == 5
+
+
+TWO_RATES = {"decoupled_lr": 4e-3, "decoupled_min_lr": 1e-3, "lr_warmup_init": 1e-6}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("style", ["linear", "cosine", "WSD"])
+def test_two_learning_rates_equal_two_groups_of_torch(tied, style):
+    assert furthest_from_torch(tied, style) <= 1e-13
+
+
+def test_one_learning_rate_is_not_two_groups_of_torch():
+    """The control: an optimizer that ignores what tensors declare."""
+    with mock.patch.object(LearningRates, "of", lambda self, multipliers: self.base):
+        assert furthest_from_torch(False, "linear") > 1e-3
+
+
+def furthest_from_torch(tied: bool, style: str) -> float:
+    """The largest relative difference of a weight from torch.optim.AdamW's with two groups, whose
+    rates follow two schedules that are made one by one.
+    """
+    model = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=not tied)
+    gpt, opt = build(torch.float64, model, weight_decay=0.1, clip_grad=1.0)
+    twins = {name: p.detach().clone().requires_grad_() for name, p in gpt.named_parameters()}
+    ends = ["embedding.word.weight"] + ([] if tied else ["head.weight"])
+    groups = [
+        {
+            "params": [
+                p
+                for name, p in twins.items()
+                if (name in ends) == of_ends and (p.dim() > 1) == wide
+            ],
+            "weight_decay": 0.1 if wide else 0.0,
+            "of_ends": of_ends,
+        }
+        for of_ends, wide in ((True, True), (False, True), (False, False))
+    ]
+    theirs = torch.optim.AdamW(groups, lr=1.0)
+    length = {"lr_warmup_iters": 2, "lr_decay_iters": 8, "lr_wsd_decay_iters": 3}
+    ours = schedule(style, **length, **TWO_RATES)
+    init = {"lr_warmup_init": TWO_RATES["lr_warmup_init"]}
+    of_ends = schedule(style, **length, **init, lr=4e-3, min_lr=1e-3)
+    of_others = schedule(style, **length, **init)
+    for step in range(9):
+        random_grads(opt, step)
+        for name, parameter in gpt.named_parameters():
+            twins[name].grad = parameter.main_grad.clone()
+        torch.nn.utils.clip_grad_norm_(twins.values(), 1.0)
+        samples = 4 * (step + 1)
+        for group in theirs.param_groups:
+            followed = of_ends if group["of_ends"] else of_others
+            group["lr"] = followed.learning_rate(samples)
+        theirs.step()
+        opt.step(
+            rates=ours.learning_rates(samples),
+            weight_decay=0.1,
+            grad_sq_sum=opt.grad_sq_sum(),
+            grad_factor=1.0,
+        )
+    return max(
+        ((parameter - twins[name]).norm() / twins[name].norm()).item()
+        for name, parameter in gpt.named_parameters()
+    )
+
+
+def test_who_takes_the_decoupled_rate():
+    """The matrices of the vocabulary; not learned positions, which are an embedding, too."""
+    for tied in (True, False):
+        model = dataclasses.replace(MODEL, untie_embeddings_and_output_weights=not tied)
+        gpt, _ = build(model=model)
+        taking = [name for name, _, spec in gpt.declared() if spec.multipliers.decoupled_lr]
+        assert taking == ["embedding.word.weight"] + ([] if tied else ["head.weight"])
+        assert "layers.0.position.weight" in dict(gpt.named_parameters())
 
 
 def test_sgd_equals_torch():
@@ -309,6 +384,30 @@ def test_other_shapes():
         assert s.learning_rate(4 * 80) == 1.5e-4
         assert s.learning_rate(4 * 90) == pytest.approx(1e-5 + 1.4e-4 * share)
         assert s.learning_rate(4 * 100) == pytest.approx(1e-5)
+
+
+def test_the_decoupled_rate_follows_the_same_shape():
+    both = schedule("linear", decoupled_lr=1e-3, decoupled_min_lr=1e-4, lr_warmup_init=1e-6)
+    assert both.learning_rates(4 * 5) == pytest.approx((7.55e-5, 5.005e-4), rel=1e-12)  # half way
+    assert both.learning_rates(4 * 10) == (1.5e-4, 1e-3)
+    assert both.learning_rates(4 * 55) == pytest.approx((8e-5, 5.5e-4), rel=1e-12)
+    assert both.learning_rates(4 * 101) == (1e-5, 1e-4)
+    # without a minimum of its own that of --min-lr
+    assert schedule("linear", decoupled_lr=1e-3).learning_rates(4 * 101) == (1e-5, 1e-5)
+    assert schedule("constant", decoupled_lr=0.0).learning_rates(400) == (1.5e-4, 0.0)
+    # without --decoupled-lr, and with that of --lr, the same bits
+    for samples in range(1, 420, 7):
+        base = schedule().learning_rate(samples)
+        assert schedule().learning_rates(samples) == (base, base)
+        assert schedule(decoupled_lr=1.5e-4).learning_rates(samples) == (base, base)
+
+
+def test_what_a_checkpoint_keeps_of_a_schedule():
+    """Nothing of --decoupled-lr where it is not given, as before there was one."""
+    one, two = schedule(), schedule(decoupled_lr=1e-3)
+    assert two.state().keys() - one.state().keys() == {"decoupled_max_lr", "decoupled_min_lr"}
+    for each in (one, two):
+        assert ParamSchedule(**each.state()) == each
 
 
 def test_iterations_count_through_the_ramp_up():
