@@ -472,7 +472,7 @@ def _recompute(run: RunView) -> Faults:
         )
     sizes = run.has("micro_batch_size", "seq_length", "hidden_size") and run.tp > 1
     if sizes and run.distribute_saved_activations:
-        elements = run.micro_batch_size * run.seq_length * run.hidden_size
+        elements = run.micro_batch_size * run.seq_length * run.hidden_size // run.cp
         if elements % run.tp:
             yield (
                 f"--distribute-saved-activations: the {elements} elements of a layer's input are "

@@ -101,7 +101,7 @@ def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[
 def _what_columns_say(training: TrainingConfig) -> str:
     """Which recompute the columns of `memory_table` count."""
     chosen = f"recompute {recompute_text(training)}"
-    if training.recompute_granularity == "selective":
+    if training.recompute_granularity == "selective" or training.recompute_layers is not None:
         return f"(recomputed): with full recompute; all others: {chosen}, as the flags say"
     if training.recompute_granularity == "full":
         return f"(recomputed), bytes/param and worst moment: with {chosen}, as the flags say"
@@ -146,7 +146,8 @@ def banner_lines(plan: MemoryPlan, machine: Machine | None) -> list[str]:
     sizes = plan.fullest.sizes()
     which = " (the largest)" if plan.config.distributed.pipeline_model_parallel_size > 1 else ""
     training = plan.config.training
-    counted = f", recompute {recompute_text(training)}" if training.recompute_granularity else ""
+    chosen = recompute_text(training)
+    counted = "" if chosen == "none" else f", recompute {chosen}"
     lines = [
         f"estimate per rank{which} (GiB){counted}: "
         f"{', '.join(f'{name} {gib(size)}' for name, size in sizes.items())}"

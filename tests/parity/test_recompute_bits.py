@@ -40,7 +40,12 @@ CHOICES = {
     "shares": f"{FULL} --recompute-num-layers 2 --distribute-saved-activations",
     "by layers": "--recompute-layers full layernorm+mlp core_attn none",
 }
-PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024"}
+PRECISIONS = {
+    "fp32": "",
+    "bf16": "--bf16",
+    "fp16": "--fp16 --initial-loss-scale 1024",
+    "fp8": "--bf16 --fp8-format e4m3 --fp8-min-width 16",
+}
 VOCAB = 50  # tokens of BASE
 STEPS = "--train-iters 3 --lr-warmup-iters 1 --num-layers 4 --micro-batch-size 1"
 
@@ -48,7 +53,10 @@ CI = (  # layout, feature, precision, choices; small worlds first
     ("dp1", "dropout", "fp16", "uneven groups, qkv"),
     ("tp2", "dropout", "bf16", "all, shares"),
     ("tp2 sp", "gqa2-qknorm", "fp32", "all, groups"),
+    ("cp2", "dropout", "bf16", "all, groups"),
+    ("cp2 a2a", "gqa2-qknorm", "fp32", "all"),
     ("dp2 zero1", "llama", "bf16", "MLP, norms"),
+    ("dp2 zero1", "llama", "fp8", "all, full"),
     ("dp2 zero2", "dropout", "fp32", "all"),
     ("dp2 zero3", "dropout", "bf16", "all, uneven groups, block"),
     ("pp2 gpipe", "dropout", "fp32", "groups"),
@@ -60,6 +68,7 @@ CI = (  # layout, feature, precision, choices; small worlds first
     ("pp2 zero-bubble dp2 zero3", "dropout", "bf16", "all, groups"),
 )
 LAYOUTS = (
+    *("cp2", "cp2 a2a", "pp2 zero-bubble cp2"),
     *("dp1", "tp2", "tp2 sp", "tp2 sp serial"),
     *(f"dp2 zero{stage}" for stage in (1, 2, 3)),
     *(f"pp2 {schedule}" for schedule in SCHEDULES),
@@ -276,4 +285,4 @@ def test_a_rebuilt_layer_is_gathered_once_for_rebuilding_and_backward(gloo_world
 
 def test_every_choice_is_in_ci():
     named = {choice for *_, names in CI for choice in choices_of(names)}
-    assert named == set(CHOICES) - {"full"}  # which is in the table of layouts.py
+    assert named == set(CHOICES)

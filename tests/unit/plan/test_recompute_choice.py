@@ -16,7 +16,8 @@ from megatron.config.groups import Config
 from megatron.config.recompute import layer_words, words_of
 from megatron.config.validate import resolve
 from megatron.plan import recompute
-from megatron.plan.memory import PlannedSteps, rank_memories
+from megatron.plan.advice import Machine
+from megatron.plan.memory import MemoryPlan, PlannedSteps, rank_memories
 from megatron.plan.recompute import (
     candidates,
     choose_for_rank,
@@ -25,6 +26,7 @@ from megatron.plan.recompute import (
     seconds_again,
     worthwhile,
 )
+from megatron.plan.table import banner_lines, memory_report
 
 VOCAB = 1024
 COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3
@@ -150,6 +152,26 @@ def test_the_choice_and_its_reasons():
     # the first stage holds more micro-batches, and pays more
     assert sum(word != "none" for word in words[:3]) >= sum(word != "none" for word in words[3:])
     assert choose_layers(configure("pp2"), VOCAB, world, "cuda") == (configure("pp2"), [])
+
+
+@pytest.mark.parametrize(
+    "flags, counted",
+    [
+        ("", ""),
+        ("--recompute-granularity full --recompute-num-layers 2", "full (groups of 2 layers)"),
+        (
+            "--recompute-granularity selective --recompute-modules mlp layernorm",
+            "selective (mlp, layernorm)",
+        ),
+        ("--recompute-layers full*2 none*4", "by layers (full*2 none*4)"),
+    ],
+)
+def test_the_plan_says_which_recompute_it_counts(flags, counted):
+    plan = MemoryPlan(configure("pp2", *flags.split()), VOCAB, 2)
+    line, report = banner_lines(plan, None)[0], memory_report(plan, memory=80.0, machine=Machine())
+    assert (f"(GiB), recompute {counted}: " if counted else "(GiB): ") in line
+    (said,) = [each for each in report if each.startswith("(recomputed)")]
+    assert (f"recompute {counted}" in said) if counted else said.endswith("as the flags say")
 
 
 def test_nothing_fits():
