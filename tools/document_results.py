@@ -288,7 +288,7 @@ def fp8_curves() -> str:
         for run in runs
     ]
     return table(
-        f"products | validation loss | less {BASE} | training loss, mean of the last {LAST} steps | "
+        f"products | validation loss | less {BASE} | training loss, last {LAST} steps | "
         f"less {BASE}",
         rows,
     )

@@ -41,7 +41,7 @@ from megatron.kernels.attention_gluon import unfit
 from megatron.kernels.attention_masks import attention_mask
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.kernels.dropout import dropout, dropout_add
-from megatron.kernels.fp8 import quantise
+from megatron.kernels.fp8 import find_maxima, quantise
 from megatron.kernels.grad_norm import sum_of_squares
 from megatron.kernels.initialise import normal_
 from megatron.kernels.norm import WIDEST, add_norm, norm, norm_backward
@@ -206,6 +206,8 @@ def optimizer_calls() -> Calls:
                 f"8-bit floats, {scaling}, {'both ways' if transposed else 'one way'}",
                 partial(quantise, random(70, 150), scaling=scaling, transposed=transposed),
             )
+    for scaling in ("tensor", "row"):
+        yield f"maxima of 8-bit floats, {scaling}", partial(find_maxima, random(70, 150), scaling)
     yield "initial weights", lambda: normal_(torch.empty(5, 1030, device=DEVICE), 1, 2, 3, 7, 0.02)
 
 

@@ -295,7 +295,7 @@ def window(more: int) -> Make:
     """Masks of a wider window."""
 
     def make(original):
-        def mask_of(config, length, starts):
+        def mask_of(config, length, starts, own=None):
             if config.window_size is None:
                 return original(config, length, starts)
             return original(
@@ -338,7 +338,7 @@ def _(original):
 
 @mutant("attention", "the document mask ignored", "documents", gpt, "mask_of")
 def _(original):
-    return lambda config, length, starts: original(config, length, None)
+    return lambda config, length, starts, own=None: original(config, length, None)
 
 
 @mutant(

@@ -289,6 +289,8 @@ def test_every_rank_that_holds_something_writes(runs):
         "dp2": 2,
         "tp4sp": 4,
         "tp2dp2": 4,
+        "cp2": 2,
+        "cp2dp2": 4,
         "pp2": 2,
         "pp4": 4,
         "pp2v2": 2,
@@ -299,6 +301,7 @@ def test_every_rank_that_holds_something_writes(runs):
         "dp2zero2": 2,
         "dp2zero3": 2,
         "dp4zero3shard2": 4,
+        "cp2dp2zero2": 4,
         "pp2dp2zero2": 4,
     }
     # the last stage is a tied head

@@ -5,6 +5,7 @@ first.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -45,8 +46,10 @@ CONFIG = ModelConfig(
 class Paired(LayerBlock):
     """A layer that ends with a matrix of which two ranks each hold copies of their own."""
 
-    def __init__(self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE):
-        super().__init__(config, seed, index, tp)
+    def __init__(
+        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE, *rest: Any
+    ):
+        super().__init__(config, seed, index, tp, *rest)
         name = f"layers.{index}.pair.weight"
         matrix = TensorSpec(name, (H, H), Init(std=0.1), "matrix", group="pairs")
         self.pair = Linear(ParameterSpec((matrix,), product=True), None, tp)

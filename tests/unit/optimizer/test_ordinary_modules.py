@@ -4,6 +4,7 @@ by name.
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -88,8 +89,10 @@ class Adapter(nn.Module):
 class Adapted(LayerBlock):
     """A layer with an adapter at its end."""
 
-    def __init__(self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE):
-        super().__init__(config, seed, index, tp)
+    def __init__(
+        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE, *rest: Any
+    ):
+        super().__init__(config, seed, index, tp, *rest)
         self.adapter = Adapter(config.hidden_size)
         declare_grad_sum(self.adapter, parts_under(tp.sequence))
 
@@ -383,8 +386,10 @@ def test_what_cannot_train_is_refused_by_name(message):
 class Undeclared(LayerBlock):
     """An adapter of which nobody says how its gradients are summed."""
 
-    def __init__(self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE):
-        super().__init__(config, seed, index, tp)
+    def __init__(
+        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE, *rest: Any
+    ):
+        super().__init__(config, seed, index, tp, *rest)
         self.adapter = Adapter(config.hidden_size)
 
 
