@@ -255,6 +255,8 @@ class PretendedGPU(TorchDispatchMode):
         self.operations, self.hidden, self.pinning = 0, 0, False
 
     def __enter__(self) -> PretendedGPU:
+        # torch.compile learns once which functions are torch's: not what stands in for them here
+        torch.compile(torch.square, backend="eager")(torch.ones(1))
         self.patches = contextlib.ExitStack()
 
         def put(target: Any, name: str, value: Any) -> None:
