@@ -55,6 +55,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.layers.spec import whole
 from megatron.model.block import layer_parameters, word_matrix
 from megatron.model.init import fill_initial
+from megatron.observe.tracking import read_metrics
 
 NANOGPT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
 WORK = TrainedWork()
@@ -193,6 +194,21 @@ def our_validation_loss(lines: list[str], work: TrainedWork) -> float:
     """The loss that pretrain_gpt.py prints for the held-out windows after the last step."""
     found = {int(match[1]): float(match[2]) for line in lines if (match := VALIDATION.search(line))}
     return found[work.steps]
+
+
+def our_curve(command: list[str], work: TrainedWork) -> dict:
+    """One of our runs, whose metrics have a line for every step: its losses, its validation loss
+    and facts of its process. Raises RuntimeError when it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        whole = [*command, "--save", folder]
+        lines, facts = training.watched(whole, 1, OMP_WAIT_POLICY="passive")
+        if facts["exit_code"]:
+            raise training.failed(whole, lines, facts["exit_code"])
+        losses = [row["lm loss"] for row in read_metrics(folder) if "lm loss" in row]
+    assert len(losses) == work.steps, f"{len(losses)} of {work.steps} steps were logged: {command}"
+    final = our_validation_loss([line for line, _ in lines], work)
+    return {"validation_loss": final, "losses": losses, **facts}
 
 
 def run(who: str, work: TrainedWork, flags: list[str], tokens: Path, places: dict) -> dict:

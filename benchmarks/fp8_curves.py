@@ -18,7 +18,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -28,8 +27,6 @@ if not __package__:  # run as a file: this folder's `kernels` and `data` must hi
     sys.path[0] = str(ROOT)
 
 from megatron.benchmarks import convergence, training
-
-from megatron.observe.tracking import read_metrics
 
 BASE = "bf16"
 FP8 = "--fp8-min-width 256 --fp8-recipe"
@@ -42,7 +39,6 @@ FORMATS = {
     "fp8 hybrid, rowwise": (4, f"--fp8-format hybrid {FP8} rowwise"),
     "fp8 e4m3, blockwise": (4, f"--fp8-format e4m3 {FP8} blockwise"),
 }
-CONTROLS = tuple(name for name in FORMATS if name.startswith("bf16,"))
 SAMPLES = 8
 LAST = 50  # steps whose mean training loss is compared
 WORK = replace(
@@ -66,15 +62,7 @@ def run(name: str, data: Path, tokenizer: Path) -> dict:
     work = replace(WORK, micro_batch=micro_batch, accumulation=SAMPLES // micro_batch)
     flags = convergence.our_flags(work, "Llama", data, tokenizer)
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--bf16", *more.split()]
-    with tempfile.TemporaryDirectory() as folder:
-        lines, facts = training.watched([*command, "--save", folder], 1, OMP_WAIT_POLICY="passive")
-        if facts["exit_code"]:
-            raise training.failed(command, lines, facts["exit_code"])
-        rows = [row for row in read_metrics(folder) if "lm loss" in row]
-    losses = [row["lm loss"] for row in rows]
-    assert len(losses) == WORK.steps, f"{name}: {len(losses)} of {WORK.steps} steps were logged"
-    final = convergence.our_validation_loss([line for line, _ in lines], WORK)
-    return {"format": name, "validation_loss": final, "losses": losses, **facts}
+    return {"format": name, **convergence.our_curve(command, work)}
 
 
 def last_mean(run: dict) -> float:

@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -29,8 +28,6 @@ if not __package__:  # run as a file: this folder's `kernels` and `data` must hi
 
 from megatron.benchmarks import convergence, training
 from megatron.benchmarks.peers.common import TrainedWork
-
-from megatron.observe.tracking import read_metrics
 
 BASE = "1 process"
 CONTROL = "1 process, micro-batch 8"
@@ -81,15 +78,8 @@ def command_of(layout: Layout, work: TrainedWork, data: Path, tokenizer: Path) -
 
 def run(name: str, work: TrainedWork, data: Path, tokenizer: Path) -> dict:
     """The losses of one layout's run. Raises RuntimeError when it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [*command_of(LAYOUTS[name], work, data, tokenizer), "--save", folder]
-        lines, facts = training.watched(command, 1, OMP_WAIT_POLICY="passive")
-        if facts["exit_code"]:
-            raise training.failed(command, lines, facts["exit_code"])
-        losses = [row["lm loss"] for row in read_metrics(folder) if "lm loss" in row]
-    assert len(losses) == work.steps, f"{name}: {len(losses)} of {work.steps} steps were logged"
-    final = convergence.our_validation_loss([line for line, _ in lines], work)
-    return {"layout": name, "validation_loss": final, "losses": losses, **facts}
+    command = command_of(LAYOUTS[name], work, data, tokenizer)
+    return {"layout": name, **convergence.our_curve(command, work)}
 
 
 def differences(runs: list[dict]) -> dict[str, list[float]]:

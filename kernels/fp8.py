@@ -36,7 +36,8 @@ from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
 from torch import Tensor
 
-BLOCK = 128  # elements of a row that share a scale
+from megatron.config.fp8 import BLOCK
+
 TINY = 2.0**-100  # below it a scale and its inverse would leave fp32's normal numbers
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 SCALINGS = ("tensor", "row", "block")

@@ -1,6 +1,6 @@
 """Which linear layers compute with 8-bit floats, and what that asks of a run's sizes.
 
-Called from validate.py, from layers/fp8.py, which marks their weights, and from the plan.
+Called from validate.py, from model/build.py, which marks their weights, and from the plan.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron.config.derive import GATED, RunView
 from megatron.config.groups import ModelConfig, PrecisionConfig
 
-BLOCK = 128  # elements that share a scale under --fp8-recipe blockwise
+BLOCK = 128  # consecutive elements of a row that share a scale under --fp8-recipe blockwise
 # torch's scaled products take multiples of this
 MULTIPLE = 16
 
@@ -25,6 +25,12 @@ class LinearShape(NamedTuple):
     outputs: int
     inputs: int
     split: int
+
+    def on_rank(self, tp: int) -> tuple[int, int]:
+        """Outputs and inputs that one of so many tensor-parallel ranks holds."""
+        sizes = [self.outputs, self.inputs]
+        sizes[self.split] //= tp
+        return sizes[0], sizes[1]
 
 
 def linear_shapes(model: ModelConfig | RunView) -> tuple[LinearShape, ...]:
@@ -104,9 +110,7 @@ def fp8_faults(run: RunView) -> Iterator[str]:
 
 def _widths(run: RunView, wide: tuple[LinearShape, ...], multiple: int) -> Iterator[str]:
     for each in wide:
-        sizes = [each.outputs, each.inputs]
-        sizes[each.split] //= run.tp
-        for size, what in zip(sizes, ("outputs", "inputs"), strict=True):
+        for size, what in zip(each.on_rank(run.tp), ("outputs", "inputs"), strict=True):
             if size % multiple:
                 yield (
                     f"{run.show('fp8_format')}: {each.name} has {size} {what} on each "

@@ -58,23 +58,32 @@ def _fitting_pp(run: RunView, tp: int) -> int:
     )
 
 
+def _fitting_cp(run: RunView, ranks: int) -> int:
+    """The context-parallel size nearest to the one given that divides so many ranks."""
+    return min(
+        (size for size in (run.cp, *range(1, min(ranks, 1024) + 1)) if ranks % size == 0),
+        key=lambda size: abs(size - run.cp),
+    )
+
+
 def _undivided(run: RunView, tp: int) -> str:
     """The fault of sizes that do not divide the ranks; `tp` is a size that can."""
     pp = _fitting_pp(run, tp)
-    shown = run.show("tensor_model_parallel_size") + (
-        f" x {run.show('pipeline_model_parallel_size')}" if run.pp > 1 else ""
-    )
+    sizes = {
+        "tensor_model_parallel_size": (run.tp, tp),
+        "context_parallel_size": (run.cp, _fitting_cp(run, run.world // (tp * pp))),
+        "pipeline_model_parallel_size": (run.pp, pp),
+    }
+    first, *others = sizes
+    shown = " x ".join(map(run.show, [first, *(name for name in others if sizes[name][0] > 1)]))
     instead = (
         [str(tp)]
-        if run.pp == 1
-        else [
-            *([f"--tensor-model-parallel-size {tp}"] if tp != run.tp else []),
-            *([f"--pipeline-model-parallel-size {pp}"] if pp != run.pp else []),
-        ]
+        if run.pp == run.cp == 1
+        else [f"{flag_name(field)} {fits}" for field, (size, fits) in sizes.items() if fits != size]
     )
     return (
         f"{shown}: does not divide the {run.world} rank(s) of this job; start "
-        f"{nearest(run.world, run.tp * run.pp)} "
+        f"{nearest(run.world, run.tp * run.cp * run.pp)} "
         f"(in a dry run, with --world-size), or give {' and '.join(instead)}"
     )
 
@@ -83,7 +92,7 @@ def tensor_parallel(run: RunView) -> Faults:
     """Sizes and ranks. Where the size itself is wrong, widths and lengths are held against the size
     that is proposed.
     """
-    if run.tp <= 0 or run.pp <= 0 or run.world <= 0:
+    if min(run.tp, run.cp, run.pp, run.world) <= 0:
         return
     shown = run.show("tensor_model_parallel_size")
     size = _fitting_tp(run)
@@ -155,10 +164,8 @@ def zero(run: RunView) -> Faults:
     """Hybrid sharding: the data-parallel ranks must fall into groups of equal size."""
     size = run.zero_shard_size
     if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp and run.replicas % size:
-        sizes = (
-            *range(2, min(run.replicas, 4096)),
-            run.replicas,
-        )  # nobody shards over more but over all
+        # nobody shards over more but over all
+        sizes = (*range(2, min(run.replicas, 4096)), run.replicas)
         fitting = min(
             (other for other in sizes if run.replicas % other == 0),
             key=lambda other: abs(other - size),

@@ -9,7 +9,7 @@ round and every alignment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -113,25 +113,27 @@ def _staged(x: Tensor, axis: Axis, out: Tensor | None, start: Callable[..., Hand
     return Staged()
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> Handle:
-    """The sum of x over the axis, in place."""
+def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Handle:
+    """The sum of x over the axis, or what `op` makes of it, in place."""
     if axis.size == 1:
         return _Works([], x)
     if isinstance(axis.group, SilentGroup):
         return axis.group.start("all-reduce", x)
     return _Works(
-        [dist.all_reduce(x, group=axis.group, async_op=True)], x, of=("an all-reduce", axis)
+        [dist.all_reduce(x, op=op, group=axis.group, async_op=True)], x, of=("an all-reduce", axis)
     )
 
 
-def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """The greatest of each element over the axis, in place; x."""
-    if axis.size == 1:
-        return x
-    if isinstance(axis.group, SilentGroup):
-        return axis.group.start("all-reduce", x).wait()
-    work = dist.all_reduce(x, dist.ReduceOp.MAX, group=axis.group, async_op=True)
-    return _Works([work], x, of=("an all-reduce", axis)).wait()
+def _swap(what: str, axis: Axis, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
+    """Send part i to rank i, and receive what rank i has for this one: the sends and receives."""
+    works = []
+    with _others(what, axis):  # a connection that was lost is found here
+        # each rank begins with its neighbour: no rank is everyone's first
+        for step in range(1, axis.size):
+            to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            works.append(dist.irecv(received[come], src=axis.ranks[come], group=axis.group))
+            works.append(dist.isend(sent[to], dst=axis.ranks[to], group=axis.group))
+    return works
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle:
@@ -149,13 +151,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
     if not is_gloo(axis):
         return _start_native(ALL_GATHER, "an all-gather", out, x, axis)
     parts = out.chunk(axis.size)
-    works = []
-    with _others("an all-gather", axis):  # a connection that was lost is found here
-        # each rank begins with its neighbour: no rank is everyone's first
-        for step in range(1, axis.size):
-            to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            works.append(dist.irecv(parts[come], src=axis.ranks[come], group=axis.group))
-            works.append(dist.isend(x, dst=axis.ranks[to], group=axis.group))
+    works = _swap("an all-gather", axis, [x] * axis.size, parts)
     if parts[axis.rank].data_ptr() != x.data_ptr():
         parts[axis.rank].copy_(x)
     return _Works(works, out, of=("an all-gather", axis))
@@ -175,12 +171,7 @@ def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
     x = x.contiguous()
     if not is_gloo(axis):
         return _start_native("all_to_all_single", "an all-to-all", out, x, axis)
-    works = []
-    with _others("an all-to-all", axis):
-        for step in range(1, axis.size):
-            to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            works.append(dist.irecv(out[come], src=axis.ranks[come], group=axis.group))
-            works.append(dist.isend(x[to], dst=axis.ranks[to], group=axis.group))
+    works = _swap("an all-to-all", axis, x.unbind(), out.unbind())
     out[axis.rank].copy_(x[axis.rank])
     return _Works(works, out, of=("an all-to-all", axis))
 
@@ -351,6 +342,11 @@ def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[slice, Te
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum of x over the axis, in place; x."""
     return x if axis.size == 1 else start_all_reduce(x, axis).wait()
+
+
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
+    """The greatest of each element over the axis, in place; x."""
+    return start_all_reduce(x, axis, dist.ReduceOp.MAX).wait()
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:

@@ -160,30 +160,18 @@ def _to_heads(x: Tensor, places: Places, axis: Axis) -> Tensor:
     return all_to_all(parts, axis).movedim(0, 2)
 
 
-class _ToSequence(torch.autograd.Function):
-    """`_to_sequence`, whose adjoint is `_to_heads`."""
+class _Exchange(torch.autograd.Function):
+    """`_to_sequence`, or `_to_heads` where that is so; each is the other's adjoint."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, places: Places, axis: Axis) -> Tensor:
-        ctx.places, ctx.axis = places, axis
-        return _to_sequence(x, places, axis)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        return _to_heads(dy, ctx.places, ctx.axis), None, None
-
-
-class _ToHeads(torch.autograd.Function):
-    """`_to_heads`, whose adjoint is `_to_sequence`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, places: Places, axis: Axis) -> Tensor:
-        ctx.places, ctx.axis = places, axis
-        return _to_heads(x, places, axis)
+    def forward(ctx, x: Tensor, places: Places, axis: Axis, to_heads: bool) -> Tensor:
+        ctx.places, ctx.axis, ctx.to_heads = places, axis, to_heads
+        return (_to_heads if to_heads else _to_sequence)(x, places, axis)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        return _to_sequence(dy, ctx.places, ctx.axis), None, None
+        back = _to_sequence if ctx.to_heads else _to_heads
+        return back(dy, ctx.places, ctx.axis), None, None, None
 
 
 def heads_for_sequence(
@@ -197,11 +185,11 @@ def heads_for_sequence(
     if k.shape[2] < size:
         k, v = (x.repeat_interleave(size // x.shape[2], 2) for x in (k, v))
     parts = [x.unflatten(2, (size, -1)) for x in (q, k, v)]
-    whole = _ToSequence.apply(torch.cat(parts, 3), places, axis)
+    whole = _Exchange.apply(torch.cat(parts, 3), places, axis, False)
     q, k, v = whole.split([part.shape[3] for part in parts], 2)  # type: ignore[attr-defined]
     return q, k, v
 
 
 def sequence_for_heads(x: Tensor, places: Places, axis: Axis) -> Tensor:
     """The result [s, b, n / C, d] of attention -> [s / C, b, n, d]."""
-    return _ToHeads.apply(x, places, axis).flatten(2, 3)  # type: ignore[attr-defined]
+    return _Exchange.apply(x, places, axis, True).flatten(2, 3)  # type: ignore[attr-defined]

@@ -78,8 +78,7 @@ class Fp8Products:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i] -> [..., o]."""
-        own = Factor(x.flatten(0, -2), E4M3, 1 if self.split == 1 else None, plain=True)
-        q, w = self._quantise(own, self._weight(weight, plain=True))
+        q, w = self._quantise(self._input(x, plain=True), self._weight(weight, plain=True))
         y = scaled_product(q.q, q.scale, w.q, w.scale, x.dtype, bias)
         return y.view(*x.shape[:-1], -1)
 
@@ -90,7 +89,7 @@ class Fp8Products:
         called next, as `weight_grad` says.
         """
         keeps = weight_grad and self.weight_grad
-        own = Factor(dy.flatten(0, -2), self.grad_dtype, self._dy_split, True, keeps)
+        own = self._output_grad(dy, plain=True, transposed=keeps)
         q, w = self._quantise(own, self._weight(weight, transposed=True))
         dx = scaled_product(q.q, q.scale, w.q_t, w.scale_t, dy.dtype)
         kept = Quantised(None, None, q.q_t, q.scale_t) if keeps else dy
@@ -100,13 +99,11 @@ class Fp8Products:
         self, dy: Tensor | Quantised, x: Tensor, main_grad: Tensor, overwrite: bool
     ) -> None:
         """main_grad [o, i] += dy^T x, or = where it is to `overwrite`: see `input_grad`."""
-        own = Factor(x.flatten(0, -2), E4M3, 1 if self.split == 1 else None, transposed=True)
+        own = self._input(x, transposed=True)
         if isinstance(dy, Quantised):
             (q,) = self._quantise(own)
         else:
-            flat = dy.flatten(0, -2)
-            grad = Factor(flat, self.grad_dtype, self._dy_split, transposed=True)
-            dy, q = self._quantise(grad, own)
+            dy, q = self._quantise(self._output_grad(dy, transposed=True), own)
         outputs, inputs = main_grad.shape
         rows = piece_rows(outputs, inputs, main_grad.element_size())
         pieces = main_grad.split(rows)
@@ -122,10 +119,13 @@ class Fp8Products:
     def _weight(self, weight: Tensor, **wanted: bool) -> Factor:
         return Factor(weight.detach(), E4M3, self.split, of_tokens=False, **wanted)
 
-    @property
-    def _dy_split(self) -> int | None:
-        """dy is cut where the outputs are."""
-        return 1 if self.split == 0 else None
+    def _input(self, x: Tensor, **wanted: bool) -> Factor:
+        """x is cut where the weight's inputs are."""
+        return Factor(x.flatten(0, -2), E4M3, 1 if self.split == 1 else None, **wanted)
+
+    def _output_grad(self, dy: Tensor, **wanted: bool) -> Factor:
+        """dy is cut where the weight's outputs are."""
+        return Factor(dy.flatten(0, -2), self.grad_dtype, 1 if self.split == 0 else None, **wanted)
 
     def _quantise(self, *factors: Factor) -> list[Quantised]:
         """Each of the factors in 8 bits, with the scales of the whole tensors that they are parts

@@ -197,9 +197,7 @@ def _fp8_scratch(shape: Shape, index: int) -> Scratch:
     grad = shape.compute if shape.narrow_grads else shape.wide
     found = []
     for linear in wide_linears(config.model, config.precision):
-        sizes = [linear.outputs, linear.inputs]
-        sizes[linear.split] //= config.distributed.tensor_model_parallel_size
-        outputs, inputs = sizes
+        outputs, inputs = linear.on_rank(config.distributed.tensor_model_parallel_size)
         found.append(scratch(shape.tokens, outputs, inputs, config.precision, shape.device, grad))
     return Scratch(*map(max, zip(*found, strict=True)))
 

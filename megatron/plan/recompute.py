@@ -138,7 +138,7 @@ def seconds_again(shape: Shape, what: str) -> float:
     }
     modules = moved.keys() - {"mlp_act"} if choice.whole else choice.modules
     size = sum(moved[module] for module in modules)
-    flops = tokens * flops_again(shape.model, shape.seq, choice)
+    flops = tokens * flops_again(shape.model, shape.config.data.seq_length, choice)
     return flops / (machine.peak_tflops * 1e12 * machine.mfu) + size / MEMORY_BANDWIDTH
 
 

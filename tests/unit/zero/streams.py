@@ -172,9 +172,15 @@ class NCCL:
             arrive = begin()
         return Work(gpu, stream.record_event(), (reads, writes), arrive)
 
-    def all_reduce(self, x: Tensor, group: Any = None, async_op: bool = False) -> Work:
+    def all_reduce(
+        self,
+        x: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Work:
         work = self._start(
-            group, [x], [x], lambda: dist.all_reduce(x, group=group, async_op=True).wait
+            group, [x], [x], lambda: dist.all_reduce(x, op, group=group, async_op=True).wait
         )
         return work if async_op else work.wait()
 
