@@ -160,7 +160,7 @@ def _to_heads(x: Tensor, places: Places, axis: Axis) -> Tensor:
     return all_to_all(parts, axis).movedim(0, 2)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """`_to_sequence`, or `_to_heads` where that is so; each is the other's adjoint."""
 
     @staticmethod
@@ -185,11 +185,11 @@ def heads_for_sequence(
     if k.shape[2] < size:
         k, v = (x.repeat_interleave(size // x.shape[2], 2) for x in (k, v))
     parts = [x.unflatten(2, (size, -1)) for x in (q, k, v)]
-    whole = _Exchange.apply(torch.cat(parts, 3), places, axis, False)
+    whole = _AllToAll.apply(torch.cat(parts, 3), places, axis, False)
     q, k, v = whole.split([part.shape[3] for part in parts], 2)  # type: ignore[attr-defined]
     return q, k, v
 
 
 def sequence_for_heads(x: Tensor, places: Places, axis: Axis) -> Tensor:
     """The result [s, b, n / C, d] of attention -> [s / C, b, n, d]."""
-    return _Exchange.apply(x, places, axis, True).flatten(2, 3)  # type: ignore[attr-defined]
+    return _AllToAll.apply(x, places, axis, True).flatten(2, 3)  # type: ignore[attr-defined]
