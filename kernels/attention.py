@@ -50,6 +50,7 @@ from megatron.kernels.attention_launch import (
 from megatron.kernels.attention_masks import (
     AttentionMask,
     block_of_step,
+    fours_of_keys,
     keys_of_queries,
     places_of_queries,
     positions,
@@ -67,19 +68,26 @@ from megatron.config.errors import UserError
 
 
 def keep_mask(
-    key: philox.Key, sample_ids: Tensor, heads: Tensor, queries: Tensor, keys: int, drop: float
+    key: philox.Key,
+    sample_ids: Tensor,
+    heads: Tensor,
+    queries: Tensor,
+    keys: int,
+    drop: float,
+    k_positions: Tensor | None = None,
 ) -> Tensor:
     """Which attention probabilities dropout keeps: bool [b, n, s, keys], of samples [b], heads [n]
     of the model and query positions [s].
 
-    Counter (sample, head, query, key // 4), lane key % 4, of the stream `key`.
+    Counter (sample, head, query, key // 4), lane key % 4, of the stream `key`. k_positions [keys],
+    where they are not 0, 1, 2, ...: within each four they count on, from a multiple of 4.
     """
     rows = torch.broadcast_tensors(
         sample_ids[:, None, None], heads[None, :, None], queries[None, None, :]
     )
-    return philox.keep_mask(key, [word.flatten() for word in rows], keys, drop).view(
-        *rows[0].shape, keys
-    )
+    fours = None if k_positions is None else k_positions[::4].long() // 4
+    words = [word.flatten() for word in rows]
+    return philox.keep_mask(key, words, keys, drop, blocks=fours).view(*rows[0].shape, keys)
 
 
 def _softmax_of_seen(x: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
@@ -113,18 +121,95 @@ def attention_reference(
     """The definition: (out [s, b, n, d], lse [b, n, s] in fp32 or fp64), of any dtype and
     differentiable. Dropout is that of `keep_mask`.
     """
-    s, n, t, group = len(q), q.shape[2], len(k), q.shape[2] // k.shape[2]
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    x = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
-    if softcap is not None:
-        x = softcap * torch.tanh(x / softcap)
+    q, k, v = _by_query_head(q, k, v)
+    x, _ = _scores(q, k, scale, softcap)
     lse, p = _softmax_of_seen(x, mask)
     if drop > 0:
-        at = positions(mask.q_positions, s, q.device).long()
-        heads = torch.arange(first_head, first_head + n, device=q.device)
-        p = p * keep_mask(key, sample_ids, heads, at, t, drop) * (1 / (1 - drop))
+        p = p * _kept(p, mask, drop, key, sample_ids, first_head) * (1 / (1 - drop))
     return (p.to(v.dtype) @ v).permute(2, 0, 1, 3), lse
+
+
+def attention_reference_backward(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    options: Options,
+    sample_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What keys k and values v [t, b, g, d] give to the gradients (dq, dk, dv), where they may be a
+    part of those that out [s, b, n, d] and lse [b, n, s] are of: the parts' dq add up. By the
+    formulas of attention_backward.py.
+    """
+    group, wide = q.shape[2] // k.shape[2], lse.dtype
+    see = mask.dense(len(q), len(k), q.device)
+    dout, out = (x.permute(1, 2, 0, 3) for x in (dout, out))
+    q, k, v = _by_query_head(q, k, v)
+    x, tanh_of_x = _scores(q, k, options.scale, options.softcap)
+    p = torch.exp(x - lse[..., None]).masked_fill(~see, 0.0)
+    factor = _dropout_factor(p, mask, options, sample_ids)
+    dp = (dout @ v.transpose(-1, -2)).to(wide) * factor
+    ds = p * (dp - (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)) * options.scale
+    if tanh_of_x is not None:
+        ds = ds * (1 - tanh_of_x.square())
+    ds = ds.to(q.dtype)
+    dk, dv = _of_keys(ds, q, group), _of_keys((p * factor).to(v.dtype), dout, group)
+    return (ds @ k).permute(2, 0, 1, 3), dk, dv
+
+
+def _of_keys(weights: Tensor, rows: Tensor, group: int) -> Tensor:
+    """[t, b, g, d]: the sums of rows [b, n, s, d] of the queries, with weights [b, n, s, t], over
+    queries and over the query heads of each key head.
+    """
+    summed = weights.transpose(-1, -2) @ rows
+    return summed.unflatten(1, (-1, group)).sum(2).permute(2, 0, 1, 3)
+
+
+def _dropout_factor(
+    p: Tensor, mask: AttentionMask, options: Options, sample_ids: Tensor | None
+) -> Tensor | float:
+    """What dropout multiplies probabilities p [b, n, s, t] by."""
+    if options.drop == 0:
+        return 1.0
+    kept = _kept(p, mask, options.drop, options.key, sample_ids, options.first_head)
+    return kept.to(p.dtype) * (1 / (1 - options.drop))
+
+
+def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[b, n, length, d] of each, keys and values repeated for their queries."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+
+def _scores(
+    q: Tensor, k: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """(scores [b, n, s, t] in fp32 or fp64, the tanh of their soft-cap)."""
+    x = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if softcap is None:
+        return x, None
+    tanh_of_x = torch.tanh(x / softcap)
+    return softcap * tanh_of_x, tanh_of_x
+
+
+def _kept(
+    p: Tensor,
+    mask: AttentionMask,
+    drop: float,
+    key: philox.Key,
+    sample_ids: Tensor | None,
+    first_head: int,
+) -> Tensor:
+    """Which of the probabilities p [b, n, s, t] dropout keeps."""
+    assert sample_ids is not None
+    n, s, t = p.shape[1:]
+    at = positions(mask.q_positions, s, p.device).long()
+    heads = torch.arange(first_head, first_head + n, device=p.device)
+    return keep_mask(key, sample_ids, heads, at, t, drop, mask.k_positions)
 
 
 @jit
@@ -194,7 +279,7 @@ def _forward_pass(
             x = tl.where(see, x, float("-inf"))
         p, m, l, alpha = online_softmax(x, factor, m, l, MASKED)
         if DROPOUT:
-            p = drop_scores(p, drop, q_at, key, M, N)
+            p = drop_scores(p, drop, q_at, fours_of_keys(k_positions, key, t, N, POSITIONS), M, N)
         v_tile = load_tile(v, (kv,), key, N, D)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
     return acc, m, l
@@ -485,10 +570,39 @@ def flash_attention(
     assert mask.by_query is not None or (
         mask.q_positions is None and mask.document_starts is None
     ), "make the mask with attention_mask()"
+    options = Options(scale, softcap, drop, key, first_head, deterministic, tile)
     return torch.ops.megatron.flash_attention(
-        list(qkv),
-        scale,
-        softcap,
+        list(qkv), *_arguments(mask, options, sample_ids, gluon)
+    )
+
+
+def flash_attention_backward(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    options: Options,
+    sample_ids: Tensor | None = None,
+    gluon: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As attention_reference_backward, by the kernels."""
+    arguments = _arguments(mask, options, sample_ids, gluon)
+    dq, dk, dv = torch.ops.megatron.flash_attention_backward(
+        dout, None, out, lse.contiguous(), [q, k, v], *arguments
+    )
+    return dq, dk, dv
+
+
+def _arguments(
+    mask: AttentionMask, options: Options, sample_ids: Tensor | None, gluon: bool
+) -> tuple[Any, ...]:
+    """What both operators take behind their tensors."""
+    return (
+        options.scale,
+        options.softcap,
         mask.causal,
         mask.window,
         mask.q_positions,
@@ -496,12 +610,12 @@ def flash_attention(
         mask.document_starts,
         mask.by_query,
         mask.by_key,
-        drop,
-        list(key),
+        options.drop,
+        list(options.key),
         sample_ids,
-        first_head,
-        deterministic,
-        tile,
+        options.first_head,
+        options.deterministic,
+        options.tile,
         gluon,
     )
 

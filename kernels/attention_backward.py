@@ -48,6 +48,7 @@ from megatron.kernels.attention_masks import (
     TILE,
     AttentionMask,
     block_of_step,
+    fours_of_keys,
     keys_of_queries,
     places_of_keys,
     places_of_queries,
@@ -207,6 +208,7 @@ def _dkv_pass(
     key,
     k_at,
     q_positions,
+    k_positions,
     starts,
     scale,
     drop,
@@ -226,6 +228,7 @@ def _dkv_pass(
     dv [N, D]. Tiles are [N keys, M queries].
     """
     k_index = key + tl.arange(0, N)
+    fours = fours_of_keys(k_positions, key, t, N, POSITIONS) if DROPOUT else 0
     first, last = steps_of_pass(bounds, MASKED)
     for step in range(first, last):
         row = block_of_step(step, bounds, MASKED) * M
@@ -244,7 +247,7 @@ def _dkv_pass(
         dout_tile = load_tile(dout, (kv, member), row, M, D)
         if DROPOUT:  # one draw of random bits for both
             dp = tl.dot(v, tl.trans(dout_tile), input_precision="ieee")
-            kept, dp = drop_scores_transposed(p, dp, drop, q_at, key, N, M)
+            kept, dp = drop_scores_transposed(p, dp, drop, q_at, fours, N, M)
             dv = tl.dot(kept.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
         else:  # dv first: it needs no registers of dp
             dv = tl.dot(p.to(dout_tile.dtype), dout_tile, dv, input_precision="ieee")
@@ -341,6 +344,7 @@ def dkv_kernel(
                 key,
                 k_at,
                 q_positions,
+                k_positions,
                 starts,
                 scale,
                 drop,
@@ -400,7 +404,8 @@ def _dq_pass(
         v_tile = load_tile(v, (kv,), key, N, D)
         dp = tl.dot(dout, tl.trans(v_tile), input_precision="ieee")
         if DROPOUT:
-            dp = drop_scores(dp, drop, q_at, key, M, N)
+            fours = fours_of_keys(k_positions, key, t, N, POSITIONS)
+            dp = drop_scores(dp, drop, q_at, fours, M, N)
         ds = _score_gradient(p, dp, delta[:, None], slope, SOFTCAP)
         if MASKED:
             see = visible_tile(

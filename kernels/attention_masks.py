@@ -311,6 +311,18 @@ def places_of_keys(k_positions, k_index, t, POSITIONS: tl.constexpr):
 
 
 @jit
+def fours_of_keys(k_positions, key, t, N: tl.constexpr, POSITIONS: tl.constexpr):
+    """The counters of dropout [N / 4] of the N keys from `key` on: the positions of each four,
+    divided by 4. Positions count on within each four keys, from a multiple of 4.
+    """
+    if POSITIONS:
+        at = places_of_keys(k_positions, key + 4 * tl.arange(0, N // 4), t, POSITIONS)
+        return at // 4
+    else:
+        return key // 4 + tl.arange(0, N // 4)
+
+
+@jit
 def visible_tile(
     q_at,
     start,

@@ -61,20 +61,24 @@ def fill(
     rows: Sequence[Tensor],
     first_column: int,
     transform: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    blocks: Tensor | None = None,
 ) -> None:
     """Write the rectangle [rows, first_column : first_column + C] of a field, each word passed
     through `transform`, into out [R, C].
 
     `rows` are one to three int64 tensors [R], the row words; `transform` maps the four lanes to
-    four tensors of values.
+    four tensors of values. `blocks` [ceil(C / 4)]: columns divided by 4, of each four of them,
+    where these do not lie side by side; first_column is 0 then.
     """
     row_count, columns = out.shape
     first_block = first_column // 4
-    last_block = -(-(first_column + columns) // 4)
-    blocks = torch.arange(first_block, last_block, device=out.device).unsqueeze(0)
+    if blocks is None:
+        last_block = -(-(first_column + columns) // 4)
+        blocks = torch.arange(first_block, last_block, device=out.device)
+    blocks = blocks.unsqueeze(0)
     zeros = [torch.zeros_like(blocks)] * (3 - len(rows))
     skip = first_column - 4 * first_block
-    step = _rows_at_once(out, last_block - first_block)
+    step = _rows_at_once(out, blocks.shape[1])
     for start in range(0, row_count, step):
         stop = min(start + step, row_count)
         words = [word[start:stop, None] for word in rows]
@@ -118,12 +122,17 @@ def normal(out: Tensor, key: Key, first_row: int, first_column: int, std: float)
 
 
 def keep_mask(
-    key: Key, rows: Sequence[Tensor], columns: int, drop: float, first_column: int = 0
+    key: Key,
+    rows: Sequence[Tensor],
+    columns: int,
+    drop: float,
+    first_column: int = 0,
+    blocks: Tensor | None = None,
 ) -> Tensor:
     """Dropout mask [R, columns] (bool, True = keep): an element is dropped when its word is below
-    drop x 2^32.
+    drop x 2^32. `blocks`: see `fill`.
     """
     out = torch.empty(rows[0].shape[0], columns, dtype=torch.bool, device=rows[0].device)
     threshold = round(drop * 2**32)
-    fill(out, key, rows, first_column, lambda lanes: [lane >= threshold for lane in lanes])
+    fill(out, key, rows, first_column, lambda lanes: [lane >= threshold for lane in lanes], blocks)
     return out

@@ -83,16 +83,15 @@ def keep_tile(
 
 @jit
 def keep_scores(
-    sample, head, query, first_key, k0, k1, threshold, QUERIES: tl.constexpr, KEYS: tl.constexpr
+    sample, head, query, fours, k0, k1, threshold, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):
     """Keep mask [QUERIES, KEYS] of attention probabilities: row words (sample, head, query
-    [QUERIES]); first_key a multiple of 4.
+    [QUERIES]); `fours` [KEYS / 4] are the positions of each four keys, divided by 4.
     """
-    block = first_key // 4 + tl.arange(0, KEYS // 4)
     zero = tl.zeros([1, 1], tl.uint32)
     sample, head = zero + sample.to(tl.uint32), zero + head.to(tl.uint32)
     return lanes_to_columns(
-        keep_bits(sample, head, query[:, None], block[None, :], k0, k1, threshold), QUERIES, KEYS
+        keep_bits(sample, head, query[:, None], fours[None, :], k0, k1, threshold), QUERIES, KEYS
     )
 
 
@@ -106,31 +105,30 @@ def drop_of_head(samples, b, head, k0, k1, threshold, inverse_keep, DROPOUT: tl.
 
 
 @jit
-def drop_scores(x, drop, query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+def drop_scores(x, drop, query, fours, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """x [QUERIES, KEYS] as dropout leaves it: what is kept times 1 / (1 - drop). `drop` is what
     drop_of_head gives.
     """
     sample, head, k0, k1, threshold, inverse_keep = drop
-    keep = keep_scores(sample, head, query, first_key, k0, k1, threshold, QUERIES, KEYS)
+    keep = keep_scores(sample, head, query, fours, k0, k1, threshold, QUERIES, KEYS)
     return tl.where(keep, x * inverse_keep, 0.0)
 
 
 @jit
-def drop_scores_transposed(x, y, drop, query, first_key, KEYS: tl.constexpr, QUERIES: tl.constexpr):
+def drop_scores_transposed(x, y, drop, query, fours, KEYS: tl.constexpr, QUERIES: tl.constexpr):
     """x and y [KEYS, QUERIES] as dropout leaves them, both by the mask of one tile of scores."""
     sample, head, k0, k1, threshold, inverse_keep = drop
-    keep = keep_scores_transposed(sample, head, query, first_key, k0, k1, threshold, KEYS, QUERIES)
+    keep = keep_scores_transposed(sample, head, query, fours, k0, k1, threshold, KEYS, QUERIES)
     return tl.where(keep, x * inverse_keep, 0.0), tl.where(keep, y * inverse_keep, 0.0)
 
 
 @jit
 def keep_scores_transposed(
-    sample, head, query, first_key, k0, k1, threshold, KEYS: tl.constexpr, QUERIES: tl.constexpr
+    sample, head, query, fours, k0, k1, threshold, KEYS: tl.constexpr, QUERIES: tl.constexpr
 ):
     """The transpose [KEYS, QUERIES] of keep_scores, without moving a tile."""
-    block = first_key // 4 + tl.arange(0, KEYS // 4)
     zero = tl.zeros([1, 1], tl.uint32)
     sample, head = zero + sample.to(tl.uint32), zero + head.to(tl.uint32)
     return lanes_to_rows(
-        keep_bits(sample, head, query[None, :], block[:, None], k0, k1, threshold), KEYS, QUERIES
+        keep_bits(sample, head, query[None, :], fours[:, None], k0, k1, threshold), KEYS, QUERIES
     )

@@ -51,6 +51,7 @@ SWITCHES = {
     "kept": "--zero3-keep-gathered",
     "a2a": "--cp-comm-type a2a",
     "allgather": "--cp-comm-type allgather",
+    "p2p": "--cp-comm-type p2p",
     "offload": "--optimizer-cpu-offload",
     "param-offload": "--param-cpu-offload",
     **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
@@ -78,17 +79,23 @@ class Words(NamedTuple):
 
 def read_layout(text: str) -> Words:
     """`tp2 sp pp2 zero-bubble dp2`. UserError for a word that is none."""
-    sizes, flags = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, []
+    sizes, flags, levels = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, [], 0
     for word in text.split():
         if match := re.fullmatch(r"(tp|cp|dp|pp|v|zero|shard)([1-9]\d*)", word):
             sizes[match[1]] = int(match[2])
         elif word in SWITCHES:
             flags += SWITCHES[word].split()
+        elif match := re.fullmatch(r"a2a([1-9]\d*)\+p2p", word):
+            levels = int(match[1])
         else:
             raise UserError(
                 f"--layout {text!r}: {word!r} is none of tpN, cpN, dpN, ppN, vN, zeroN, shardN, "
-                f"{', '.join(SWITCHES)}"
+                f"a2aN+p2p, {', '.join(SWITCHES)}"
             )
+    if levels:
+        ring = str(max(1, sizes["cp"] // levels))
+        sizes_of_levels = "--hierarchical-context-parallel-sizes", str(levels), ring
+        flags += ["--cp-comm-type", "a2a+p2p", *sizes_of_levels]
     given = [
         part for name, flag in SIZES.items() if name in sizes for part in (flag, str(sizes[name]))
     ]

@@ -285,10 +285,7 @@ NOTES = (
         ),
     ),
     note(
-        (
-            "--hierarchical-context-parallel-sizes --max-seqlen-per-dp-cp-rank "
-            "--force-ds-sequence-parallel"
-        ),
+        ("--max-seqlen-per-dp-cp-rank --force-ds-sequence-parallel"),
         "concerns kinds of context parallelism that are not built",
     ),
     note(
@@ -856,6 +853,7 @@ VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("--attention-backend", "fused"): ("auto", ""),
     ("--attention-backend", "unfused"): ("plain", "--attention-backend unfused is plain here"),
     ("--attention-backend", "local"): ("plain", "--attention-backend local is plain here"),
+    ("--cp-comm-type", "all_gather"): ("allgather", ""),
     ("--zero-stage", "no_shard"): ("0", ""),
     ("--zero-stage", "optim"): ("1", ""),
     ("--zero-stage", "optim_grads"): ("2", ""),
@@ -907,10 +905,6 @@ INSTEAD: dict[tuple[str, str], str] = {
             ("gdp_qkv", "gated delta nets, which are not built", ""),
             ("mhc", "hyper-connections, which are not built", ""),
         )
-    },
-    **{
-        ("--cp-comm-type", word): f"is {_LATER}; give --cp-comm-type allgather or a2a"
-        for word in ("p2p", "a2a+p2p")
     },
     **{
         ("--fp8-recipe", word): "not a recipe here; give --fp8-recipe tensorwise, rowwise or "

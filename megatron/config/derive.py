@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.config.groups import Config, flag
+from megatron.config.groups import Config, DistributedConfig, flag
 from megatron.config.metadata import flag_name
 from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, virtual_stages
@@ -44,6 +44,17 @@ def data_parallel_size(config: Config, world_size: int) -> int:
 def replica_count(config: Config, world_size: int) -> int:
     """How many times `world_size` ranks hold the model: data- x context-parallel size."""
     return data_parallel_size(config, world_size) * config.distributed.context_parallel_size
+
+
+def attention_ranks(distributed: DistributedConfig) -> tuple[int, int]:
+    """Of the context-parallel ranks: how many exchange heads for positions in attention, and how
+    many keys and values go round.
+    """
+    size = distributed.context_parallel_size
+    if distributed.cp_comm_type == "a2a+p2p":
+        heads, ring = distributed.hierarchical_context_parallel_sizes or (1, size)
+        return heads, ring
+    return {"a2a": (size, 1), "p2p": (1, size)}.get(distributed.cp_comm_type, (1, 1))
 
 
 class RunView:

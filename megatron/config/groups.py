@@ -74,6 +74,7 @@ from megatron.config.metadata import (
     TOKENIZER,
     TOKENIZER_FILE,
     TRACKERS,
+    TWO_LEVELS,
     UP_TO_A_YEAR,
     WANDB,
     WARMUP,
@@ -806,14 +807,19 @@ class DistributedConfig:
         1, "--ds-sequence-parallel-size", bound=POSITIVE, change=ROUNDING
     )
     """Ranks over which the positions of each sample are divided (CP)."""
-    cp_comm_type: Literal["allgather", "a2a"] = flag(
-        "allgather",
-        megatron="default p2p there, which is not built yet",
-        needs=CONTEXT_PARALLEL,
-        change=ROUNDING,
+    cp_comm_type: Literal["allgather", "a2a", "p2p", "a2a+p2p"] = flag(
+        "allgather", megatron="default p2p there", needs=CONTEXT_PARALLEL, change=ROUNDING
     )
     """How attention reads what other context-parallel ranks hold: keys and values of all positions
-    (allgather), or all positions of a part of the heads (a2a).
+    are gathered (allgather), or go round the ranks and are never all in one place (p2p); each rank
+    computes all positions of a part of the heads (a2a); or neighbouring ranks do that, and their
+    groups make a ring (a2a+p2p).
+    """
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
+        None, needs=TWO_LEVELS, change=ROUNDING
+    )
+    """Two numbers for --cp-comm-type a2a+p2p: ranks that exchange heads, which are to be neighbours
+    within a node, and ranks of a ring. Their product is --context-parallel-size.
     """
     pipeline_model_parallel_size: int = flag(1, bound=POSITIVE, deepspeed="pipeline.stages")
     """Ranks over which the layers are divided (PP)."""

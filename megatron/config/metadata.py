@@ -149,6 +149,7 @@ TRACKERS = Need(
 SEVERAL_RANKS = Need("several ranks", lambda run: run.world > 1)
 TENSOR_PARALLEL = Need("--tensor-model-parallel-size above 1", lambda run: run.tp > 1)
 CONTEXT_PARALLEL = Need("--context-parallel-size above 1", lambda run: run.cp > 1)
+TWO_LEVELS = Need("--cp-comm-type a2a+p2p", lambda run: run.cp_comm_type == "a2a+p2p", fault=True)
 PIPELINE = Need("--pipeline-model-parallel-size above 1", lambda run: run.pp > 1)
 DATA_PARALLEL = Need("several data- or context-parallel ranks", lambda run: run.replicas > 1)
 SHARDED = Need(

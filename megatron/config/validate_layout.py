@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.config.derive import RunView
+from megatron.config.derive import RunView, attention_ranks
 from megatron.config.errors import UserError
 from megatron.config.metadata import flag_name
 from megatron.config.schedules import SCHEDULES
@@ -129,14 +129,6 @@ def context_parallel(run: RunView) -> Faults:
     if run.cp <= 1:
         return
     shown = run.show("context_parallel_size")
-    unit = 2 * run.cp
-    if run.sequence_parallel:
-        unit = math.lcm(unit, run.cp * run.tp)
-    if run.has("seq_length") and run.seq_length % unit:
-        yield (
-            f"{run.show('seq_length')}: {shown} cuts it into {unit} equal parts; the nearest that "
-            f"fits is {nearest(run.seq_length, unit)}"
-        )
     for flag, is_given in (
         ("--torch-compile", run.torch_compile),
         ("--cuda-graphs", run.cuda_graphs),
@@ -146,17 +138,62 @@ def context_parallel(run: RunView) -> Faults:
                 f"{flag}: does not combine with {shown}, under which attention communicates; "
                 "drop one"
             )
-    if run.cp_comm_type == "a2a" and run.has("num_attention_heads", "num_query_groups"):
-        yield from _exchanged_heads(run, shown)
+    if fault := _two_levels(run, shown):
+        yield fault
+        return
+    heads, ring = attention_ranks(run.config.distributed)
+    yield from _shared_positions(run, shown, run.cp // heads, ring)
+    if heads > 1 and run.has("num_attention_heads", "num_query_groups"):
+        yield from _exchanged_heads(run, heads)
 
 
-def _exchanged_heads(run: RunView, shown: str) -> Faults:
-    heads, groups = run.num_attention_heads // run.tp, max(1, run.num_query_groups // run.tp)
-    if heads % run.cp or (groups % run.cp and run.cp % groups):
+def _shared_positions(run: RunView, shown: str, parts: int, ring: int) -> Faults:
+    """`parts` of a sequence each have a chunk from its front and one from its back."""
+    unit, reason = math.lcm(2 * parts, run.cp), f"{shown} cuts it into"
+    if run.sequence_parallel:
+        unit = math.lcm(unit, run.cp * run.tp)
+    if ring > 1 and run.attention_dropout:
+        unit = math.lcm(unit, 8 * ring)
+        reason = f"--attention-dropout in a ring of {ring} ranks, four keys at a time, cuts it into"
+    if run.has("seq_length") and run.seq_length % unit:
         yield (
-            f"--cp-comm-type a2a: {shown} does not share out {heads} query and {groups} key/value "
-            "heads of a tensor-parallel rank; give --cp-comm-type allgather, or a "
-            f"--context-parallel-size that divides {heads} and divides or is a multiple of {groups}"
+            f"{run.show('seq_length')}: {reason} {unit} equal parts; the nearest that "
+            f"fits is {nearest(run.seq_length, unit)}"
+        )
+
+
+def _two_levels(run: RunView, shown: str) -> str | None:
+    """What is wrong with the sizes of --cp-comm-type a2a+p2p."""
+    if run.cp_comm_type != "a2a+p2p":
+        return None
+    sizes = run.hierarchical_context_parallel_sizes
+    if sizes is not None and len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == run.cp:
+        return None
+    inner = next((size for size in range(2, run.cp) if run.cp % size == 0), None)
+    fix = (
+        "give --cp-comm-type a2a or p2p"
+        if inner is None
+        else f"for example --hierarchical-context-parallel-sizes {inner} {run.cp // inner}"
+    )
+    what = "it needs" if sizes is None else f"{run.show('hierarchical_context_parallel_sizes')}:"
+    return (
+        f"--cp-comm-type a2a+p2p: {what} two sizes, of the ranks that exchange heads and of the "
+        f"ring, whose product is {shown}; {fix}"
+    )
+
+
+def _exchanged_heads(run: RunView, ranks: int) -> Faults:
+    heads, groups = run.num_attention_heads // run.tp, max(1, run.num_query_groups // run.tp)
+    if heads % ranks or (groups % ranks and ranks % groups):
+        flag = (
+            "--context-parallel-size"
+            if run.cp_comm_type == "a2a"
+            else "first of --hierarchical-context-parallel-sizes"
+        )
+        yield (
+            f"--cp-comm-type {run.cp_comm_type}: {ranks} ranks do not share out {heads} query and "
+            f"{groups} key/value heads of a tensor-parallel rank; give --cp-comm-type allgather or "
+            f"p2p, or a {flag} that divides {heads} and divides or is a multiple of {groups}"
         )
 
 

@@ -176,6 +176,25 @@ def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
     return _Works(works, out, of=("an all-to-all", axis))
 
 
+def start_ring_hop(x: Tensor, axis: Axis) -> Handle:
+    """Send x to the next rank of the axis, and receive as much from the one before."""
+    if is_gloo(axis) and x.is_cuda:
+        return _staged(x, axis, None, start_ring_hop)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if isinstance(axis.group, SilentGroup):
+        return axis.group.start("message", out)
+    x = x.contiguous()
+    to, come = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+    # together: apart, NCCL would begin the one when the other has ended, on every rank
+    hop = [
+        dist.P2POp(dist.isend, x, to, axis.group),
+        dist.P2POp(dist.irecv, out, come, axis.group),
+    ]
+    with _others("a hop", axis):
+        works = dist.batch_isend_irecv(hop)
+    return _Works(works, out, finish=lambda: x.numel(), of=("a hop", axis))  # which keeps x
+
+
 class _GlooReduceScatter:
     """Rounds of irecv and isend of views of x; the own slice is read in place. At most two rounds
     are in flight, of `workspace` bytes in all.

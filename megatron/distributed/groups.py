@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron.config.derive import data_parallel_size
+from megatron.config.derive import attention_ranks, data_parallel_size
 from megatron.config.groups import Config
 from megatron.config.stages import placement_of
 
@@ -111,6 +111,8 @@ class Groups:
     world: Axis
     tp: Axis
     cp: Axis
+    cp_heads: Axis  # ranks of cp that exchange heads for positions in attention
+    cp_ring: Axis  # ranks of cp that keys and values go round
     dp: Axis
     pp: Axis
     # of parameters by the group that they declare (layers/spec.py): "dense" is dp x cp
@@ -178,6 +180,8 @@ def build_groups(
     *,
     tied: bool = False,
     shard: int | None = None,
+    cp_heads: int = 1,
+    cp_ring: int = 1,
 ) -> Groups:
     """The groups of one rank. `new_group(ranks, group_desc=uses)` makes a process group; it is
     called for the same tuples in the same order on every rank, once for each distinct tuple of two
@@ -186,11 +190,14 @@ def build_groups(
 
     `kv_heads` is the number of key/value heads of the model (None: at least one for each tp rank);
     `tied`: the first and the last pp rank both hold the word embedding; `shard` neighbours of those
-    that hold the same parameters share them out (None: all).
+    that hold the same parameters share them out (None: all). `cp_heads` neighbours of cp exchange
+    heads, `cp_ring` such groups make a ring.
     """
     shard = shard or layout.dp * layout.cp
     assert 0 <= rank < layout.world and layout.dp * layout.cp % shard == 0
-    partitions = _partitions(layout, kv_sharers(layout.tp, kv_heads or layout.tp), tied, shard)
+    assert cp_heads * cp_ring in (1, layout.cp)
+    share = kv_sharers(layout.tp, kv_heads or layout.tp)
+    partitions = _partitions(layout, share, tied, shard) | _of_attention(layout, cp_heads, cp_ring)
     make = _Communicators(rank, new_group, partitions)
     axes = {name: make.axis(name) for name in partitions}
     dense = BufferGroups(
@@ -224,6 +231,13 @@ def _partitions(layout: Layout, share: int, tied: bool, shard: int) -> dict[str,
         "kv": _cut(layout.partition("tp"), share),
         "tied": tuple((line[0], line[-1]) for line in lines) if tied and layout.pp > 1 else (),
     }
+
+
+def _of_attention(layout: Layout, heads: int, ring: int) -> dict[str, Partition]:
+    """The groups of cp in which attention exchanges heads, and those that are rings."""
+    lines = layout.partition("cp")
+    rings = tuple(ranks[i::heads] for ranks in lines for i in range(heads))
+    return {"cp_heads": _cut(lines, heads), "cp_ring": rings if ring > 1 else _cut(lines, 1)}
 
 
 def _cut(partition: Partition, size: int) -> Partition:
@@ -286,10 +300,13 @@ def group_options(config: Config) -> dict[str, Any]:
     """What `build_groups` has to know of a resolved configuration beside its layout."""
     placement = placement_of(config)
     tied = placement[0] != placement[-1] and not config.model.untie_embeddings_and_output_weights
+    heads, ring = attention_ranks(config.distributed)
     return {
         "kv_heads": config.model.num_query_groups,
         "tied": tied,
         "shard": config.distributed.zero_shard_size,
+        "cp_heads": heads,
+        "cp_ring": ring,
     }
 
 

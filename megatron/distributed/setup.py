@@ -48,7 +48,7 @@ CUBLAS_REPEATABLE = (":4096:8", ":16:8")
 SRUN_PORTS = range(20000, 30000)
 
 # axes whose collectives a layer's computation waits for
-URGENT = frozenset(("tp", "cp", "shard", "shard_gather"))
+URGENT = frozenset(("tp", "cp", "cp_heads", "cp_ring", "shard", "shard_gather"))
 # A message of a pipeline has a layer's time to arrive, and takes multiprocessors from that layer. A
 # channel of NCCL is one block of threads and carries 14 GB/s over a network by its own reckoning
 # (NCCL_P2P_PER_CHANNEL_NET_BW): four fill 400 Gb/s.
@@ -385,11 +385,9 @@ def disconnect() -> None:
         pass  # the host left before us: it has waited long enough
 
 
-def make_groups(
-    layout: Layout, kv_heads: int | None, *, tied: bool = False, shard: int | None = None
-) -> Groups:
+def make_groups(layout: Layout, kv_heads: int | None, **options: Any) -> Groups:
     """This rank's groups, on the default backend and with its timeout; the collective call of every
-    rank, after `connect`.
+    rank, after `connect`. The options are those of `build_groups`.
     """
     if layout.world == 1:
         return one_process()
@@ -405,7 +403,7 @@ def make_groups(
         options = nccl_options(dist.ProcessGroupNCCL.Options, group_desc, timeout) if nccl else None
         return dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=group_desc)
 
-    return build_groups(layout, dist.get_rank(), new_group, kv_heads, tied=tied, shard=shard)
+    return build_groups(layout, dist.get_rank(), new_group, kv_heads, **options)
 
 
 def nccl_options(make: Callable[..., Any], group_desc: str, timeout: timedelta) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention import attention_reference, flash_attention
+from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.layers.context_parallel import (
     WHOLE,
@@ -33,6 +34,7 @@ from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters, saved_statistics
 from megatron.layers.qk_norm import normed_projection
 from megatron.layers.recompute import Rebuilder
+from megatron.layers.ring_attention import BlockAttention, RingStep, ring_attention, ring_steps
 from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
 from megatron.layers.spec import (
     ZEROS,
@@ -69,6 +71,23 @@ def mask_of(
     if config.attention_backend in OURS:
         return attention_mask(length if own is None else len(own), length, **given)
     return AttentionMask(**given)
+
+
+def ring_steps_of(
+    config: ModelConfig, cp: ContextParallel, places: Tensor, document_starts: Tensor | None
+) -> tuple[RingStep, ...]:
+    """The steps of ring attention of all layers; none without a ring. `places` [C, s / C] of all
+    context-parallel ranks, document_starts [b, s].
+    """
+    if cp.ring.size == 1:
+        return ()
+    return ring_steps(
+        places.reshape(cp.ring.size, -1),
+        cp.ring.rank,
+        config.window_size,
+        document_starts,
+        by_positions=config.attention_dropout > 0,
+    )
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
@@ -149,20 +168,15 @@ def attention_core(
     kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
     """
     if backend not in SDPA:
-        drop = {}
-        if dropout is not None and dropout.acts(state):
-            drop = {
-                "drop": dropout.probability,
-                "key": dropout.key if backend in OURS else dropout.words,
-                "sample_ids": state.sample_ids,
-                "first_head": first_head,
-            }
         compute = (
             partial(flash_attention, gluon=backend == "gluon", deterministic=deterministic)
             if backend in OURS
             else attention_reference
         )
-        out, lse = compute(*qkv, scale=scale, mask=mask, softcap=softcap, **drop)
+        drop = _dropped(dropout, state, backend)
+        out, lse = compute(
+            *qkv, scale=scale, mask=mask, softcap=softcap, first_head=first_head, **drop
+        )
         return (out, lse) if return_lse else out
     assert not return_lse and softcap is None and (dropout is None or not dropout.acts(state))
     q, k, v = qkv
@@ -170,6 +184,17 @@ def attention_core(
     return _sdpa(
         q, k, v, mask.causal if simple else mask.dense(q.shape[0], k.shape[0], q.device), scale
     )
+
+
+def _dropped(dropout: Dropout | None, state: DropoutState | None, backend: str) -> dict[str, Any]:
+    """How the attention core drops probabilities; nothing where it does not."""
+    if dropout is None or state is None or not dropout.acts(state):
+        return {}
+    return {
+        "drop": dropout.probability,
+        "key": dropout.key if backend in OURS else dropout.words,
+        "sample_ids": state.sample_ids,
+    }
 
 
 def attention_parameters(
@@ -314,18 +339,47 @@ class SelfAttention(nn.Module):
         )
         if places is None:
             return core(*parts, first_head=self.first_head).flatten(2)
+        if self.cp.ring.size > 1:
+            core = partial(self._ring, steps=places.steps, state=state, backend=backend)
         return self._over_ranks(core, parts, places).flatten(2)
 
     def _over_ranks(
         self, core: Callable[..., Tensor], parts: tuple[Tensor, ...], places: Places
     ) -> Tensor:
         """Attention of this rank's queries [s / C, b, n, d] over all ranks' keys and values."""
-        axis, (q, k, v) = self.cp.axis, parts
-        if self.cp.comm_type == "allgather":
-            return core(q, *gather_keys(k, v, places, axis), first_head=self.first_head)
-        whole = heads_for_sequence(q, k, v, places, axis)
+        q, k, v = parts
+        if self.cp.gathers:
+            return core(q, *gather_keys(k, v, places, self.cp.axis), first_head=self.first_head)
+        axis = self.cp.heads
+        if axis.size == 1:
+            return core(q, k, v, first_head=self.first_head)
+        whole = heads_for_sequence(q, k, v, axis)
         first_head = self.first_head + axis.rank * (self.heads // axis.size)
-        return sequence_for_heads(core(*whole, first_head=first_head), places, axis)
+        return sequence_for_heads(core(*whole, first_head=first_head), axis)
+
+    def _ring(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        steps: tuple[RingStep, ...],
+        state: DropoutState | None,
+        backend: str,
+        first_head: int,
+    ) -> Tensor:
+        """The attention core over the ranks of the ring."""
+        dropped = _dropped(self.dropout, state, backend)
+        samples = dropped.pop("sample_ids", None)
+        options = Options(
+            self.head_dim**-0.5,
+            self.config.attn_logit_softcapping,
+            first_head=first_head,
+            deterministic=self.config.deterministic_mode,
+            **dropped,
+        )
+        block = BlockAttention(backend, options, samples)
+        return ring_attention(q, k, v, steps, block, self.cp.ring)
 
     def _separate(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, n, d], keys and values [s, b, g, d] of the projection [s, b, g, n/g + 2,

@@ -13,8 +13,13 @@ positions are given out by the pairs that they see.
     a2a          each rank gives up its part of the sequence for a part of the heads (Jacobs et al.,
                  "DeepSpeed Ulysses", 2023): attention sees all positions of n / C heads. Key/value
                  heads are repeated where there are fewer than ranks.
+    p2p          keys and values go round the ranks (ring_attention.py): no rank ever holds all.
+    a2a+p2p      A neighbouring ranks exchange heads for positions, and C / A such groups make a
+                 ring: each rank then computes n / A heads of a group's positions.
 
-Gathered sequences are put in their natural order, so that a mask, and the counters of dropout,
+Which positions are dealt out to whom follows from that: to the ranks of all-gather, or of the ring,
+so that their work is even; the ranks that exchange heads share a part, each some of its positions
+in a row. Gathered keys are put in their natural order, so that a mask, and the counters of dropout,
 are those of the whole sequence. s length of the sample, C ranks, b batch, n query heads, g
 key/value heads of this tensor-parallel rank, d head dim. Called from layers/attention.py;
 model/gpt.py makes the places of a micro-batch.
@@ -31,7 +36,8 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.collectives import all_gather, all_to_all, reduce_scatter
-from megatron.distributed.groups import ALONE, Axis
+from megatron.distributed.groups import ALONE, Axis, Groups
+from megatron.layers.ring_attention import RingStep
 
 BLOCK = 128  # positions that go together where documents are masked, at most
 # work of the busiest rank, as a multiple of the mean, that is good enough; and how many exchanges
@@ -44,11 +50,23 @@ class ContextParallel:
     """The ranks that share the positions of a sample, and how attention communicates."""
 
     axis: Axis = ALONE
-    comm_type: str = "allgather"  # or a2a
+    gathers: bool = False  # allgather
+    heads: Axis = ALONE  # those of the ranks that exchange heads for positions
+    ring: Axis = ALONE  # those that keys and values go round
+
+    @classmethod
+    def of(cls, groups: Groups, comm_type: str) -> ContextParallel:
+        """Of a rank whose groups were made for this --cp-comm-type."""
+        return cls(groups.cp, comm_type == "allgather", groups.cp_heads, groups.cp_ring)
 
     @property
     def size(self) -> int:
         return self.axis.size
+
+    @property
+    def parts(self) -> int:
+        """Parts of a sample that are to be as much work."""
+        return self.size // self.heads.size
 
 
 WHOLE = ContextParallel()
@@ -60,19 +78,32 @@ class Places(NamedTuple):
     own: Tensor  # [s / C] of this rank, ascending
     order: Tensor  # [s] of all ranks, one rank behind the other
     inverse: Tensor  # [s] where each position is in `order`
+    steps: tuple[RingStep, ...]  # of ring attention
 
     @classmethod
-    def of(cls, places: Tensor, axis: Axis) -> Places:
-        """Of `places_of`'s answer [C, s / C], on its device."""
+    def of(cls, places: Tensor, cp: ContextParallel, steps: tuple[RingStep, ...]) -> Places:
+        """Of `places_of_ranks`'s answer [C, s / C], on its device."""
         order = places.flatten()
         index = torch.arange(len(order), device=order.device)
-        return cls(places[axis.rank], order, torch.empty_like(order).scatter_(0, order, index))
+        inverse = torch.empty_like(order).scatter_(0, order, index)
+        return cls(places[cp.axis.rank], order, inverse, steps)
+
+
+def places_of_ranks(
+    length: int,
+    cp: ContextParallel,
+    document_starts: np.ndarray | None = None,
+    window: int | None = None,
+) -> np.ndarray:
+    """The positions [C, length / C] of each rank of an axis, ascending, see `places_of`."""
+    parts = places_of(length, cp.parts, document_starts, window)
+    return parts.reshape(cp.size, -1)  # the ranks that exchange heads are neighbours
 
 
 def places_of(
     length: int, size: int, document_starts: np.ndarray | None = None, window: int | None = None
 ) -> np.ndarray:
-    """The positions [size, length / size] of each of `size` ranks, ascending, of samples of this
+    """The positions [size, length / size] of each of `size` parts, ascending, of samples of this
     length. `document_starts` [b, length], where attention ends at them: position at which each
     token's document begins.
     """
@@ -148,48 +179,46 @@ def gather_keys(k: Tensor, v: Tensor, places: Places, axis: Axis) -> tuple[Tenso
     return whole_k, whole_v
 
 
-def _to_sequence(x: Tensor, places: Places, axis: Axis) -> Tensor:
+def _to_sequence(x: Tensor, axis: Axis) -> Tensor:
     """[s / C, b, C, m, d] -> [s, b, m, d]: of all positions the heads of this rank."""
-    parts = all_to_all(x.movedim(2, 0).contiguous(), axis)
-    return parts.flatten(0, 1).index_select(0, places.inverse)
+    return all_to_all(x.movedim(2, 0).contiguous(), axis).flatten(0, 1)
 
 
-def _to_heads(x: Tensor, places: Places, axis: Axis) -> Tensor:
+def _to_heads(x: Tensor, axis: Axis) -> Tensor:
     """[s, b, m, d] -> [s / C, b, C, m, d]: of the positions of this rank all heads."""
-    parts = x.index_select(0, places.order).unflatten(0, (axis.size, -1))
-    return all_to_all(parts, axis).movedim(0, 2)
+    return all_to_all(x.unflatten(0, (axis.size, -1)), axis).movedim(0, 2)
 
 
 class _AllToAll(torch.autograd.Function):
     """`_to_sequence`, or `_to_heads` where that is so; each is the other's adjoint."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, places: Places, axis: Axis, to_heads: bool) -> Tensor:
-        ctx.places, ctx.axis, ctx.to_heads = places, axis, to_heads
-        return (_to_heads if to_heads else _to_sequence)(x, places, axis)
+    def forward(ctx, x: Tensor, axis: Axis, to_heads: bool) -> Tensor:
+        ctx.axis, ctx.to_heads = axis, to_heads
+        return (_to_heads if to_heads else _to_sequence)(x, axis)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         back = _to_sequence if ctx.to_heads else _to_heads
-        return back(dy, ctx.places, ctx.axis), None, None, None
+        return back(dy, ctx.axis), None, None
 
 
 def heads_for_sequence(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, axis: Axis
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [s / C, b, n, d], k and v [s / C, b, g, d] of this rank's positions -> those of all
-    positions, of n / C query heads and the key/value heads that they read, at least one. One
-    collective.
+    """q [s / A, b, n, d], k and v [s / A, b, g, d] of the positions of one of A ranks -> those of
+    all their positions, rank by rank, of n / A query heads and the key/value heads that they read,
+    at least one. One collective.
     """
     size = axis.size
     if k.shape[2] < size:
         k, v = (x.repeat_interleave(size // x.shape[2], 2) for x in (k, v))
     parts = [x.unflatten(2, (size, -1)) for x in (q, k, v)]
-    whole = _AllToAll.apply(torch.cat(parts, 3), places, axis, False)
+    whole = _AllToAll.apply(torch.cat(parts, 3), axis, False)
     q, k, v = whole.split([part.shape[3] for part in parts], 2)  # type: ignore[attr-defined]
     return q, k, v
 
 
-def sequence_for_heads(x: Tensor, places: Places, axis: Axis) -> Tensor:
-    """The result [s, b, n / C, d] of attention -> [s / C, b, n, d]."""
-    return _AllToAll.apply(x, places, axis, True).flatten(2, 3)  # type: ignore[attr-defined]
+def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
+    """The result [s, b, n / A, d] of attention -> [s / A, b, n, d]."""
+    return _AllToAll.apply(x, axis, True).flatten(2, 3)  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
         dtype=compute_dtype(config.precision),
         seed=config.training.seed,
         tp=tp,
-        cp=ContextParallel(groups.cp, distributed.cp_comm_type),
+        cp=ContextParallel.of(groups, distributed.cp_comm_type),
         stages=own,
     )
     _mark_fp8(model, config, groups)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig, TrainingConfig
-from megatron.layers.attention import mask_of
+from megatron.kernels.attention_masks import AttentionMask
+from megatron.layers.attention import mask_of, ring_steps_of
 from megatron.layers.context_parallel import WHOLE, ContextParallel, Places
 from megatron.layers.dropout import DropoutState
 from megatron.layers.rotary import RotaryTables
@@ -132,10 +133,12 @@ class GPTModel(nn.Module):
         tokens, labels, loss_mask, position_ids = (
             x.t().contiguous() for x in (tokens, labels, loss_mask, position_ids)
         )
-        held = None if places is None else Places.of(places, self.cp.axis)
+        held = None
+        if places is not None:
+            steps = ring_steps_of(self.config, self.cp, places, document_starts)
+            held = Places.of(places, self.cp, steps)
         length = tokens.shape[0] * self.cp.size
         token_index = torch.arange(length, device=tokens.device) if held is None else held.own
-        gathers = held is not None and self.cp.comm_type == "allgather"
         own = slice(None)  # the positions of the hidden states that this rank holds
         if self.tp.sequence:
             part = tokens.shape[0] // self.tp.size
@@ -145,12 +148,21 @@ class GPTModel(nn.Module):
             labels=labels,
             loss_mask=loss_mask,
             position_ids=position_ids[own],
-            mask=mask_of(self.config, length, document_starts, token_index if gathers else None),
+            mask=self._mask(length, document_starts, held),
             rotary=None if self.rotary is None else self.rotary.table(position_ids),
             dropout=DropoutState(sample_ids, token_index) if training else None,
             hidden_dropout=DropoutState(sample_ids, token_index[own]) if training else None,
             places=held,
         )
+
+    def _mask(
+        self, length: int, document_starts: Tensor | None, held: Places | None
+    ) -> AttentionMask:
+        """Of this rank's queries; of a ring those of its own block."""
+        if held is not None and held.steps:
+            return held.steps[0].mask
+        own = held.own if held is not None and self.cp.gathers else None
+        return mask_of(self.config, length, document_starts, own)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.derive import attention_ranks
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.kernels import attention_gluon, lang, self_check
@@ -58,6 +59,7 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
         )
         for operator in operators
     }
+    _check_ring(config, device, choices["attention"])
     fields = {
         _field(operator): choice.implementation
         for operator, choice in choices.items()
@@ -107,6 +109,19 @@ def _check_fp8(config: Config, device: torch.device) -> None:
         raise UserError(f"{asked}: {fault}; drop it")
 
 
+def _check_ring(config: Config, device: torch.device, chosen: Choice) -> None:
+    """Raises UserError where a GPU's ranks make a ring and attention gives no log-sum-exp."""
+    _, ring = attention_ranks(config.distributed)
+    if ring == 1 or device.type != "cuda" or chosen.implementation in (*OURS, "plain"):
+        return
+    because = f" ({chosen.because})" if chosen.because else ""
+    raise UserError(
+        f"--cp-comm-type {config.distributed.cp_comm_type}: on a GPU the ring needs attention by "
+        f"our kernels, and this run takes {chosen.implementation}{because}; give "
+        "--attention-backend triton, or --cp-comm-type allgather or a2a"
+    )
+
+
 def _attention_key(config: Config) -> dict[str, Any]:
     """The key of this model's rows of attention in the table of configurations."""
     model = config.model
@@ -117,10 +132,12 @@ def _attention_key(config: Config) -> dict[str, Any]:
 def _prefers_ours(config: Config, device: torch.device) -> bool:
     """Whether `auto` takes Triton's attention unmeasured: on Hopper, for which torch's FLASH kernel
     was not made, and where there is something that kernel does not take, so that torch would read a
-    mask of all scores or keep them in memory.
+    mask of all scores or keep them in memory, or that it does not give, which a ring needs.
     """
     return lang.capability(device) == lang.HOPPER or bool(
-        _masks(config) or beyond_sdpa(config.model, training=True)
+        _masks(config)
+        or beyond_sdpa(config.model, training=True)
+        or attention_ranks(config.distributed)[1] > 1
     )
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.data.loader import Batch, Source
-from megatron.distributed.groups import Axis
-from megatron.layers.context_parallel import places_of
+from megatron.layers.context_parallel import ContextParallel, places_of_ranks
 from megatron.model.block import MicroBatch
 from megatron.parallel.pipeline import Recording
 from megatron.parallel.schedule import Schedule, build_schedule, forward_only
@@ -71,8 +70,8 @@ def run_micro_batches(
             batch = source.batch(
                 run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size
             )
-            if run.groups.cp.size > 1:
-                batch = share_positions(batch, run.groups.cp, run.config.model.window_size)
+            if run.model.cp.size > 1:
+                batch = share_positions(batch, run.model.cp, run.config.model.window_size)
             batch = batch.to(run.device)
         if run.counts:
             sums[1, index] = batch.loss_mask.sum()
@@ -97,14 +96,14 @@ def run_micro_batches(
     return MicroBatchSums(sums[0], sums[1], _scalars(run, found.scalars))
 
 
-def share_positions(batch: Batch, cp: Axis, window: int | None) -> Batch:
+def share_positions(batch: Batch, cp: ContextParallel, window: int | None) -> Batch:
     """The positions that this rank of a context-parallel axis holds of whole samples, and what all
     of them hold. On the host, so that no GPU is waited for.
     """
     starts = batch.document_starts
     length = batch.tokens.shape[1]
-    places = places_of(length, cp.size, None if starts is None else starts.numpy(), window)
-    own = torch.from_numpy(places[cp.rank])
+    places = places_of_ranks(length, cp, None if starts is None else starts.numpy(), window)
+    own = torch.from_numpy(places[cp.axis.rank])
     return replace(
         batch,
         **{name: getattr(batch, name)[:, own] for name in OF_POSITIONS},

@@ -34,7 +34,11 @@ from megatron.parallel.pipeline import loss_gradient
 from megatron.training.passes import share_positions
 
 S, B, VOCAB = 8, 2, 30
-TYPES = ("allgather", "a2a")  # of context parallelism
+TYPES = {  # of context parallelism, and its groups
+    "allgather": {},
+    "a2a": {"cp_heads": 2},
+    "p2p": {"cp_ring": 2},
+}
 GPT = ModelConfig(
     num_layers=1,
     hidden_size=32,
@@ -73,7 +77,8 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
     """The loss and every main_grad of one micro-batch on this rank."""
     tp, cp = DENSE, WHOLE
     if how in TYPES:
-        cp = ContextParallel(build_groups(Layout(cp=2), dist.get_rank(), dist.new_group).cp, how)
+        groups = build_groups(Layout(cp=2), dist.get_rank(), dist.new_group, **TYPES[how])
+        cp = ContextParallel.of(groups, how)
     else:
         groups = build_groups(Layout(tp=2), dist.get_rank(), dist.new_group)
         tp = TensorParallel(groups.tp, sequence=True)
@@ -95,7 +100,7 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
         torch.arange(B),
     )
     if cp.size > 1:
-        batch = share_positions(batch, cp.axis, None)
+        batch = share_positions(batch, cp, None)
     micro = model.micro_batch(**vars(batch), training=True)
     run = LayerPasses()
     model.choose_recompute(RECOMPUTE.get(how, NO_RECOMPUTE))

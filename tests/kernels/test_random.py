@@ -59,13 +59,14 @@ def scores_kernel(
 ):
     i, j = tl.arange(0, R), tl.arange(0, C)
     sample, position = tl.load(samples), tl.load(positions + i)
+    fours = first_key // 4 + tl.arange(0, C // 4)
     if TRANSPOSED:
-        keep = keep_scores_transposed(sample, head, position, first_key, k0, k1, threshold, C, R)
+        keep = keep_scores_transposed(sample, head, position, fours, k0, k1, threshold, C, R)
         tl.store(out + i[None, :] * C + j[:, None], keep)
     else:
         tl.store(
             out + i[:, None] * C + j[None, :],
-            keep_scores(sample, head, position, first_key, k0, k1, threshold, R, C),
+            keep_scores(sample, head, position, fours, k0, k1, threshold, R, C),
         )
 
 

@@ -5,15 +5,18 @@ each of which must be found by a comparison with one process.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import torch
+from megatron.kernels import attention as kernels_attention
 
-from megatron.layers import attention, context_parallel
+from megatron.layers import attention, context_parallel, ring_attention
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context_parallel import Places
+from megatron.layers.ring_attention import BlockAttention
 from megatron.model import gpt
 from megatron.parallel.pipeline import Pipeline
 from megatron.training import passes
@@ -68,11 +71,21 @@ def order_of_ranks() -> Patch:
     """Sequences that stay in the order in which ranks hold them."""
     real = Places.of
 
-    def of(places, axis):
-        made = real(places, axis)
+    def of(places, cp, steps):
+        made = real(places, cp, steps)
         return made._replace(inverse=torch.arange(len(made.order), device=made.order.device))
 
     return mock.patch.object(Places, "of", of)
+
+
+def order_of_exchanged_parts() -> Patch:
+    """Parts of the sequence that ranks exchange for heads, in the wrong order."""
+    real = context_parallel._to_sequence
+
+    def exchanged(x, axis):
+        return real(x, axis).unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
+
+    return mock.patch.object(context_parallel, "_to_sequence", exchanged)
 
 
 def no_sum_of_key_gradients() -> Patch:
@@ -107,13 +120,105 @@ def key_heads_of_the_first_ranks() -> Patch:
     """Key/value heads repeated in turn (0, 1, 0, 1), not each for its queries (0, 0, 1, 1)."""
     real = attention.heads_for_sequence
 
-    def exchanged(q, k, v, places, axis):
+    def exchanged(q, k, v, axis):
         times = axis.size // k.shape[2]
         if times > 1:
             k, v = (x.repeat(1, 1, times, 1) for x in (k, v))
-        return real(q, k, v, places, axis)
+        return real(q, k, v, axis)
 
     return mock.patch.object(attention, "heads_for_sequence", exchanged)
+
+
+def _hop(change: Callable) -> Patch:
+    """Change what comes with a hop, given (that, whether it is a gradient)."""
+    real = ring_attention.start_ring_hop
+
+    class Changed:
+        def __init__(self, hop, is_gradient):
+            self.hop, self.is_gradient = hop, is_gradient
+
+        def wait(self):
+            return change(self.hop.wait(), self.is_gradient)
+
+    def start(x, axis):
+        caller = sys._getframe(1).f_locals
+        return Changed(real(x, axis), caller.get("gradient") is x)
+
+    return mock.patch.object(ring_attention, "start_ring_hop", start)
+
+
+def lost_hop_of_gradients() -> Patch:
+    """What other ranks gave to the gradients of keys and values does not come."""
+    return _hop(lambda x, is_gradient: torch.zeros_like(x) if is_gradient else x)
+
+
+def values_of_this_rank() -> Patch:
+    """Keys go round the ring, and values lag behind by one hop."""
+    held = []
+
+    def change(x, is_gradient):
+        if is_gradient:
+            return x
+        held.append(x.clone())
+        return torch.stack((x[0], held[-2][1])) if len(held) > 1 else x
+
+    return _hop(change)
+
+
+def other_chunk() -> Patch:
+    """Of an earlier rank's keys the second half is taken."""
+    real = attention.ring_steps
+
+    def steps(places, rank, window, starts, *, by_positions):
+        second = slice(places.shape[1] // 2, None)
+        return tuple(
+            step._replace(keys=second) if step.keys != slice(None) else step
+            for step in real(places, rank, window, starts, by_positions=by_positions)
+        )
+
+    return mock.patch.object(attention, "ring_steps", steps)
+
+
+def narrow_log_sum_exp() -> Patch:
+    """The log-sum-exp of the parts that are joined is rounded to bf16."""
+    real = ring_attention._join
+
+    def join(out, lse, part, part_lse):
+        return real(out, lse, part, part_lse.bfloat16().to(part_lse.dtype))
+
+    return mock.patch.object(ring_attention, "_join", join)
+
+
+def parts_of_equal_weight() -> Patch:
+    """Blocks are joined without the sums of their exponentials."""
+
+    def join(out, lse, part, part_lse):
+        out.add_(part).div_(2)
+        lse.copy_(torch.logaddexp(lse, part_lse))
+
+    return mock.patch.object(ring_attention, "_join", join)
+
+
+def log_sum_exp_of_the_block() -> Patch:
+    """The backward pass normalises each block by itself."""
+    real = BlockAttention.backward
+
+    def backward(self, dout, out, lse, q, k, v, mask):
+        _, own = self.forward(q, k, v, mask)
+        own = torch.where(own.isinf(), lse, own)
+        return real(self, dout, out, own, q, k, v, mask)
+
+    return mock.patch.object(BlockAttention, "backward", backward)
+
+
+def keys_count_from_0() -> Patch:
+    """Dropout of attention that counts the keys of each block from 0."""
+    real = kernels_attention.keep_mask
+
+    def keep_mask(key, samples, heads, queries, keys, drop, k_positions=None):
+        return real(key, samples, heads, queries, keys, drop)
+
+    return mock.patch.object(kernels_attention, "keep_mask", keep_mask)
 
 
 PATCHES: dict[str, Callable[[], Patch]] = {
@@ -128,5 +233,13 @@ PATCHES: dict[str, Callable[[], Patch]] = {
         first_queries,
         heads_of_the_first_rank,
         key_heads_of_the_first_ranks,
+        order_of_exchanged_parts,
+        lost_hop_of_gradients,
+        values_of_this_rank,
+        other_chunk,
+        narrow_log_sum_exp,
+        parts_of_equal_weight,
+        log_sum_exp_of_the_block,
+        keys_count_from_0,
     )
 }

@@ -87,7 +87,7 @@ FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 
         (
             "--context-parallel-size 4 --cp-comm-type a2a --tensor-model-parallel-size 4",
             16,
-            "does not share out 2 query and 2 key/value heads",
+            "4 ranks do not share out 2 query and 2 key/value heads",
         ),
         (
             "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 12 --kv-channels 8 "
@@ -97,7 +97,33 @@ FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 
         ),
         ("--context-parallel-size 2 --torch-compile", 2, "--torch-compile: does not combine"),
         ("--context-parallel-size 2 --cuda-graphs", 2, "--cuda-graphs: does not combine"),
-        ("--context-parallel-size 2 --cp-comm-type p2p", 2, "give --cp-comm-type allgather or a2a"),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+            4,
+            "it needs two sizes, .* for example --hierarchical-context-parallel-sizes 2 2",
+        ),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p "
+            "--hierarchical-context-parallel-sizes 2 4",
+            4,
+            "sizes 2 4: two sizes, .* whose product is --context-parallel-size 4; for example",
+        ),
+        (
+            "--context-parallel-size 6 --cp-comm-type a2a+p2p --seq-length 72 "
+            "--hierarchical-context-parallel-sizes 3 2",
+            6,
+            "or a first of --hierarchical-context-parallel-sizes that divides 8",
+        ),
+        (
+            "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2 1",
+            2,
+            "--hierarchical-context-parallel-sizes .*--cp-comm-type a2a.p2p",
+        ),
+        (
+            "--context-parallel-size 4 --cp-comm-type p2p --attention-dropout 0.1 --seq-length 48",
+            4,
+            "in a ring of 4 ranks, four keys at a time, cuts it into 32 equal parts; .* is 64",
+        ),
         (
             "--context-parallel-size 4",
             6,
