@@ -236,8 +236,9 @@ class _RingAttention(torch.autograd.Function):
         out = lse = None
         for step in steps:
             coming = _next_block(held, step, steps, axis)
-            k_part, v_part = held[:, step.keys]
-            part, part_lse = block.forward(q[step.queries], k_part, v_part, step.mask)
+            part, part_lse = block.forward(
+                q[step.queries], held[0][step.keys], held[1][step.keys], step.mask
+            )
             if out is None:
                 wide = torch.promote_types(q.dtype, torch.float32)
                 out, lse = part.to(wide), part_lse
@@ -261,10 +262,17 @@ class _RingAttention(torch.autograd.Function):
         held, own_gradient = own, None
         for step in steps:
             coming = _next_block(held, step, steps, axis)
-            at, (k_part, v_part) = step.queries, held[:, step.keys]
+            at, (keys, values) = step.queries, held
             part, *parts = block.backward(
-                dout[at], out[at], lse[..., at], q[at], k_part, v_part, step.mask
+                dout[at],
+                out[at],
+                lse[..., at],
+                q[at],
+                keys[step.keys],
+                values[step.keys],
+                step.mask,
             )
+            del keys, values  # views of a block that is to go
             dq[at] += part
             gradient = torch.zeros_like(own, dtype=wide) if arriving is None else arriving.wait()
             for total, each in zip(gradient, parts, strict=True):

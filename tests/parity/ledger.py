@@ -31,6 +31,7 @@ KINDS = {
     "start_all_gather": "all-gather",
     "gather_parts": "all-gather",
     "start_all_to_all": "all-to-all",
+    "start_ring_hop": "hop",
     "_GlooReduceScatter": "reduce-scatter",
 }
 
@@ -41,7 +42,7 @@ class Call:
     ring all-reduce 2 (N-1)/N of the tensor.
     """
 
-    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, message
+    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, hop, message
     ranks: tuple[int, ...]
     bytes: float
     phase: str  # forward, backward: of a layer; else elsewhere

@@ -20,6 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 LAYERS, SEQ, HIDDEN, FP64, FP32 = 2, 16, 32, 8, 4
 STEPS, MICRO_BATCHES = 2, 8
+ALONE = ("all-reduce", "hop")  # are one call each
 SHORT = (
     "--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --train-iters 2 --lr-warmup-iters 0"
 ).split()
@@ -43,12 +44,11 @@ def in_layers(gloo_world, size, *flags, shared="--tensor-model-parallel-size"):
     by_rank = []
     for calls in gloo_world(size).run(count, flags):
         calls = [call for call in calls if call.phase != "elsewhere"]
-        assert {call.ranks for call in calls} == {tuple(range(size))}
         messages, sent = Counter(), Counter()
         for call in calls:
             key = call.kind, call.phase, call.caller
             # the others are messages to each other rank
-            messages[key] += 1 if call.kind == "all-reduce" else 1 / (size - 1)
+            messages[key] += 1 if call.kind in ALONE else 1 / (len(call.ranks) - 1)
             sent[key] += call.bytes
         each = STEPS * MICRO_BATCHES * LAYERS
         by_rank.append(
@@ -98,6 +98,41 @@ def test_context_parallelism(gloo_world, size, groups):
         ("all-to-all", "forward", "_to_heads"): (1, out),
         ("all-to-all", "backward", "_to_sequence"): (1, out),
         ("all-to-all", "backward", "_to_heads"): (1, qkv),
+    }
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ring(gloo_world, size, groups):
+    """Each rank sends C - 1 blocks of keys and values, of 2 k T elements, in the forward pass, and
+    in the backward pass as many again with as many of gradients. In two levels heads are exchanged
+    by two ranks, and rings have half as many: blocks of 2 T positions and half the heads.
+    """
+    grouped = "--group-query-attention", "--num-query-groups", str(groups)
+    shared, tokens, channels = "--context-parallel-size", SEQ // size, HIDDEN // 8
+    ring = "--cp-comm-type", "p2p"
+    block = 2 * groups * channels * tokens * FP64
+    assert in_layers(gloo_world, size, *grouped, *ring, shared=shared) == hops(size, block)
+    if size < 4:
+        return
+    levels = "--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"
+    found = in_layers(gloo_world, size, *grouped, *levels, shared=shared)
+    qkv, out = (width * channels * tokens // 2 * FP64 for width in (8 + 2 * max(groups, 2), 8))
+    block = 2 * max(groups, 2) // 2 * channels * 2 * tokens * FP64
+    assert found == hops(2, block) | {
+        ("all-to-all", "forward", "_to_sequence"): (1, qkv),
+        ("all-to-all", "forward", "_to_heads"): (1, out),
+        ("all-to-all", "backward", "_to_sequence"): (1, out),
+        ("all-to-all", "backward", "_to_heads"): (1, qkv),
+    }
+
+
+def hops(size, block):
+    """Of `in_layers`, in a ring of so many ranks and blocks of so many bytes."""
+    return {
+        ("hop", "forward", "_next_block"): (size - 1, block),
+        ("hop", "backward", "_next_block"): (size - 1, block),
+        ("hop", "backward", "_RingAttention.backward"): (size - 1, block),
     }
 
 
