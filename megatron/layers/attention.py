@@ -411,10 +411,17 @@ class AttentionBytes:
     wide: int
     device: str  # cpu or cuda
     documents: bool  # attention ends at their bounds
-    # ranks that hold parts of the sequence, of which this one holds `seq` positions, and whether
-    # keys and values of all of them are gathered
+    # ranks that hold parts of the sequence, of which this one holds `seq` positions; how many of
+    # them exchange heads for positions, and how many make a ring. Without either, keys and values
+    # of all are gathered.
     cp: int = 1
-    gathers: bool = False
+    exchanging: int = 1
+    ring: int = 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether keys and values of all ranks are gathered."""
+        return self.cp > 1 and self.exchanging == self.ring == 1
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -475,6 +482,9 @@ class AttentionBytes:
         tokens = self.seq * self.samples
         if "core_attn" in recomputed:
             return 0 if "qkv" in recomputed else tokens * self._heads_per_token()
+        if self.ring > 1:
+            heads = 0 if "qkv" in recomputed else self._heads_for_ring()
+            return tokens * (heads + self._ring_per_token())
         shared = self._shared_per_token() if self.cp > 1 else 0
         if "qkv" in recomputed:
             return tokens * (self._core_per_token() + max(0, shared)) + self._mask()
@@ -500,13 +510,58 @@ class AttentionBytes:
                 return self.wide * 2 * k * (self.cp - 1)
             own = k if norms else q + 3 * k if self.rotates else 0
             return self.compute * (2 * k * self.cp - own)
-        repeated = max(k, self.cp * self.model.kv_channels)
+        repeated = self._repeated
         if self.is_widened:
             return self.wide * 2 * (repeated - k)
         if norms:
             return self.compute * (q + 2 * repeated - k)
         own = 3 * k if self.rotates else 2 * k + self._gathered - q
         return self.compute * (2 * repeated - own)
+
+    @property
+    def _repeated(self) -> int:
+        """Elements a token of all keys, repeated where fewer heads than ranks are exchanged."""
+        return max(self.widths[1], self.exchanging * self.model.kv_channels)
+
+    def _heads_for_ring(self) -> int:
+        """What is kept of the projection and its parts: a ring keeps the queries, and keys and
+        values of its own.
+        """
+        model, (q, k) = self.model, self.widths
+        copied = 1 < model.num_query_groups < model.num_attention_heads
+        if model.qk_layernorm:
+            statistics = saved_statistics(model.normalization, self.wide)
+            inputs = q + 2 * k + (q if copied else 0)
+            normed = 0 if self.exchanging > 1 else q
+            groups = model.num_attention_heads + model.num_query_groups
+            return self.compute * (inputs + normed) + statistics * groups
+        if self.exchanging > 1:
+            return 0
+        return self.compute * (q if copied or self.rotates else q + 2 * k)
+
+    def _ring_per_token(self) -> int:
+        """Keys and values of this rank, the output and the log-sum-exp; what was exchanged, and the
+        output before it is.
+        """
+        (q, _), repeated = self.widths, self._repeated
+        exchanged = 2 * q + 2 * repeated if self.exchanging > 1 else 0
+        width = q + 2 * repeated + exchanged
+        return self.compute * width + self.wide * self.model.num_attention_heads
+
+    def _in_ring(self) -> int:
+        """Bytes that a ring takes beside: in fp32 or fp64 the gradient of the queries, and three
+        blocks of those of keys and values; two blocks of keys and values on their way; what a block
+        gives, and its scores where they are in memory.
+        """
+        (q, _), repeated = self.widths, self._repeated
+        part = self.wide if self.is_widened else self.compute
+        per_token = self.wide * (q + 6 * repeated) + self.compute * 4 * repeated
+        per_token += part * (q + 2 * repeated)
+        if self.is_widened:
+            per_token += self.wide * (3 * q + 2 * repeated)
+        if self.is_plain:
+            per_token += 5 * self.wide * self.seq * self.model.num_attention_heads
+        return self.seq * self.samples * per_token
 
     def _heads_per_token(self) -> int:
         """What `SelfAttention._heads` keeps and returns: the projection and what is made of it."""
@@ -608,8 +663,7 @@ class AttentionBytes:
         """None when the fused attention is causal and no more, one for each sample with document
         masking. Our kernels have none.
         """
-        of_positions = self.cp > 1 and self.gathers
-        masked = self.documents or of_positions or self.model.window_size is not None
+        masked = self.documents or self.gathers or self.model.window_size is not None
         if self.is_ours or not (self.is_plain or masked):
             return 0
         # torch's fused attention turns a boolean mask into numbers that are added to the scores
@@ -623,6 +677,10 @@ class AttentionBytes:
         memory, of probabilities and scores, beside those of the output and the values.
         """
         q, k = self.widths
+        if self.ring > 1:
+            q, k = self.widths
+            split = self.seq * self.samples * self.compute * 2 * (q + 2 * k)
+            return max(split, self._in_ring())
         is_one = self.takes_projection and not self.norms_projection
         width = (1 if is_one else 2) * (q + 2 * k) + (2 * q if self.is_repeated else 0)
         per_token = self.compute * width

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron.config.derive import attention_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config
 from megatron.kernels.attention_masks import table_bytes
@@ -100,7 +101,7 @@ class Shape:
             device,
             config.data.reset_attention_mask,
             cp,
-            config.distributed.cp_comm_type == "allgather",
+            *attention_ranks(config.distributed),
         )
         # fc1's output, fc2's input
         self.inner, self.activated = (
@@ -341,11 +342,13 @@ def input_bytes(shape: Shape) -> int:
         if model.position_embedding_type in ("rope", "yarn")
         else 0
     )
-    tables = (
-        table_bytes(shape.seq, shape.samples)
-        if shape.attention.is_ours and shape.attention.documents
-        else 0
-    )
+    attention = shape.attention
+    table = table_bytes(shape.seq, shape.samples if attention.documents else 1)
+    if attention.ring > 1:  # one for each block of keys
+        simple = not attention.documents and model.window_size is None
+        tables = 0 if simple and model.attention_dropout == 0 else attention.ring * table
+    else:
+        tables = table if attention.is_ours and attention.documents else 0
     return shape.tokens * (8 + 8 + 4 + 2 * rotating * shape.wide) + shape.own * 8 + tables
 
 

@@ -51,6 +51,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 # whose worst moment is the head's
 WIDE_HEAD = "--fused-linear-cross-entropy --untie-embeddings-and-output-weights --num-layers 2"
 TP2 = "--tensor-model-parallel-size 2"
+RING = "--cp-comm-type p2p"
 CP2 = "--context-parallel-size 2"
 FP8 = "--fp8-format hybrid --fp8-min-width 128"
 KERNELS = " ".join(
@@ -314,6 +315,35 @@ CASES: dict[str, tuple[int, int, str]] = {
         2,
         2,
         f"{SMALL} {CP2} --zero-stage 3 --reset-attention-mask {FULL}",
+    ),
+    "cp2, ring": (2, 2, f"{SMALL} {CP2} {RING}"),
+    "cp2, ring, llama, grouped": (
+        2,
+        2,
+        f"{LARGER} {LLAMA} {CP2} {RING} --group-query-attention --num-query-groups 2",
+    ),
+    "cp2, ring, llama, bf16": (2, 2, f"{LARGER} {LLAMA} {CP2} {RING} --bf16"),
+    "cp2 tp2 sp, ring, documents, stage 2": (
+        4,
+        2,
+        f"{LARGER} {CP2} {RING} {TP2} --sequence-parallel --zero-stage 2 --reset-attention-mask",
+    ),
+    "cp4, ring, QK norm, recompute, stage 3": (
+        4,
+        2,
+        f"{SMALL} --context-parallel-size 4 {RING} --qk-layernorm --zero-stage 3 {FULL}",
+    ),
+    "cp4, two levels, llama": (
+        4,
+        2,
+        f"{LARGER} {LLAMA} --context-parallel-size 4 --cp-comm-type a2a+p2p "
+        "--hierarchical-context-parallel-sizes 2 2",
+    ),
+    "cp2, ring, selective": (
+        2,
+        2,
+        f"{LARGER} {LLAMA} {CP2} {RING} --recompute-granularity selective "
+        "--recompute-modules core_attn mlp",
     ),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }
