@@ -34,7 +34,7 @@ from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters, saved_statistics
 from megatron.layers.qk_norm import normed_projection
 from megatron.layers.recompute import Rebuilder
-from megatron.layers.ring_attention import BlockAttention, RingStep, ring_attention, ring_steps
+from megatron.layers.ring_attention import AttentionStep, BlockAttention, ring_attention, ring_steps
 from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
 from megatron.layers.spec import (
     ZEROS,
@@ -73,20 +73,46 @@ def mask_of(
     return AttentionMask(**given)
 
 
-def ring_steps_of(
+def steps_of(
     config: ModelConfig, cp: ContextParallel, places: Tensor, document_starts: Tensor | None
-) -> tuple[RingStep, ...]:
-    """The steps of ring attention of all layers; none without a ring. `places` [C, s / C] of all
-    context-parallel ranks, document_starts [b, s].
+) -> tuple[AttentionStep, ...]:
+    """The steps of attention of all layers, where it is computed in several. `places` [C, s / C] of
+    all context-parallel ranks, document_starts [b, s].
     """
-    if cp.ring.size == 1:
-        return ()
-    return ring_steps(
-        places.reshape(cp.ring.size, -1),
-        cp.ring.rank,
-        config.window_size,
-        document_starts,
-        by_positions=config.attention_dropout > 0,
+    if cp.ring.size > 1:
+        return ring_steps(
+            places.reshape(cp.ring.size, -1),
+            cp.ring.rank,
+            config.window_size,
+            document_starts,
+            by_positions=config.attention_dropout > 0,
+        )
+    simple = config.window_size is None and document_starts is None
+    return _chunk_steps(config, cp, places) if cp.gathers and simple and halves(config) else ()
+
+
+def halves(config: ModelConfig) -> bool:
+    """Whether attention over gathered keys is computed by chunks of queries: torch's fused kernels
+    compute all pairs of a mask, and no query of a chunk sees a key behind the chunk.
+    """
+    return choose_attention(config, training=True) in SDPA
+
+
+def _chunk_steps(
+    config: ModelConfig, cp: ContextParallel, places: Tensor
+) -> tuple[AttentionStep, ...]:
+    """One for the chunk of positions from the front of the sequence, one for that from its back."""
+    ranks, length = places.shape
+    chunk, own = length // 2, places[cp.axis.rank]
+    ends = (cp.axis.rank + 1) * chunk, (2 * ranks - cp.axis.rank) * chunk
+    every = torch.arange(ranks * length, device=places.device)
+    return tuple(
+        AttentionStep(
+            AttentionMask(q_positions=own[queries], k_positions=every[:end]), queries, keys
+        )
+        for queries, keys, end in zip(
+            (slice(chunk), slice(chunk, None)), map(slice, ends), ends, strict=True
+        )
     )
 
 
@@ -349,7 +375,16 @@ class SelfAttention(nn.Module):
         """Attention of this rank's queries [s / C, b, n, d] over all ranks' keys and values."""
         q, k, v = parts
         if self.cp.gathers:
-            return core(q, *gather_keys(k, v, places, self.cp.axis), first_head=self.first_head)
+            core = partial(core, first_head=self.first_head)
+            whole_k, whole_v = gather_keys(k, v, places, self.cp.axis)
+            if not places.steps:
+                return core(q, whole_k, whole_v)
+            return torch.cat(
+                [
+                    core(q[step.queries], whole_k[step.keys], whole_v[step.keys], mask=step.mask)
+                    for step in places.steps
+                ]
+            )
         axis = self.cp.heads
         if axis.size == 1:
             return core(q, k, v, first_head=self.first_head)
@@ -363,7 +398,7 @@ class SelfAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        steps: tuple[RingStep, ...],
+        steps: tuple[AttentionStep, ...],
         state: DropoutState | None,
         backend: str,
         first_head: int,
@@ -422,6 +457,12 @@ class AttentionBytes:
     def gathers(self) -> bool:
         """Whether keys and values of all ranks are gathered."""
         return self.cp > 1 and self.exchanging == self.ring == 1
+
+    @property
+    def halved(self) -> bool:
+        """Whether attention is computed by chunks of queries, see `steps_of`."""
+        simple = not self.documents and self.model.window_size is None
+        return self.gathers and simple and halves(self.model)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -507,9 +548,11 @@ class AttentionBytes:
             return self.compute * copies + (self.cp - 1) * self._scores_per_token()
         if self.gathers:
             if self.is_widened:
-                return self.wide * 2 * k * (self.cp - 1)
+                twice = k if self.halved else 0  # what both chunks of queries see
+                return self.wide * (2 * k * (self.cp - 1) + twice)
             own = k if norms else q + 3 * k if self.rotates else 0
-            return self.compute * (2 * k * self.cp - own)
+            parts = q if self.halved else 0  # of the output, before they are joined
+            return self.compute * (2 * k * self.cp - own + parts)
         repeated = self._repeated
         if self.is_widened:
             return self.wide * 2 * (repeated - k)
@@ -668,6 +711,8 @@ class AttentionBytes:
             return 0
         # torch's fused attention turns a boolean mask into numbers that are added to the scores
         element = 1 if self.is_plain else self.wide if self.is_widened else self.compute
+        if self.halved:
+            return element * (2 * self.cp + 1) * (self.seq // 2) ** 2
         keys = self.seq * self.cp
         queries = self.seq if self.gathers else keys
         return element * queries * keys * (self.samples if self.documents else 1)

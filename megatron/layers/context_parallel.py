@@ -37,7 +37,7 @@ from torch import Tensor
 
 from megatron.distributed.collectives import all_gather, all_to_all, reduce_scatter
 from megatron.distributed.groups import ALONE, Axis, Groups
-from megatron.layers.ring_attention import RingStep
+from megatron.layers.ring_attention import AttentionStep
 
 BLOCK = 128  # positions that go together where documents are masked, at most
 # work of the busiest rank, as a multiple of the mean, that is good enough; and how many exchanges
@@ -78,10 +78,10 @@ class Places(NamedTuple):
     own: Tensor  # [s / C] of this rank, ascending
     order: Tensor  # [s] of all ranks, one rank behind the other
     inverse: Tensor  # [s] where each position is in `order`
-    steps: tuple[RingStep, ...]  # of ring attention
+    steps: tuple[AttentionStep, ...]  # of ring attention
 
     @classmethod
-    def of(cls, places: Tensor, cp: ContextParallel, steps: tuple[RingStep, ...]) -> Places:
+    def of(cls, places: Tensor, cp: ContextParallel, steps: tuple[AttentionStep, ...]) -> Places:
         """Of `places_of_ranks`'s answer [C, s / C], on its device."""
         order = places.flatten()
         index = torch.arange(len(order), device=order.device)

@@ -46,8 +46,10 @@ from megatron.kernels.attention_masks import AttentionMask, attention_mask
 ALL = slice(None)
 
 
-class RingStep(NamedTuple):
-    """One block of keys: which queries of this rank attend to which keys of the block."""
+class AttentionStep(NamedTuple):
+    """Which queries of this rank attend to which keys: of one block in a ring, of all in order
+    where they are gathered.
+    """
 
     mask: AttentionMask
     queries: slice = ALL
@@ -61,7 +63,7 @@ def ring_steps(
     document_starts: Tensor | None,
     *,
     by_positions: bool,
-) -> tuple[RingStep, ...]:
+) -> tuple[AttentionStep, ...]:
     """The steps of a rank of the ring, whose ranks hold the positions `places` [C, s] of samples of
     length C s. document_starts [b, C s], where attention ends at them. `by_positions`: masks are to
     know positions where they need not, for dropout.
@@ -72,16 +74,18 @@ def ring_steps(
         first, second = slice(length // 2), slice(length // 2, None)
         whole = AttentionMask(causal=False)
         return (
-            RingStep(AttentionMask()),
+            AttentionStep(AttentionMask()),
             *(
-                RingStep(whole, keys=first) if block < rank else RingStep(whole, queries=second)
+                AttentionStep(whole, keys=first)
+                if block < rank
+                else AttentionStep(whole, queries=second)
                 for block in blocks[1:]
             ),
         )
     own = places[rank]
     starts = None if document_starts is None else document_starts[:, own]
     return tuple(
-        RingStep(
+        AttentionStep(
             attention_mask(
                 length,
                 length,
@@ -213,7 +217,7 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 def _next_block(
-    held: Tensor, step: RingStep, steps: tuple[RingStep, ...], axis: Axis
+    held: Tensor, step: AttentionStep, steps: tuple[AttentionStep, ...], axis: Axis
 ) -> Handle | None:
     """The hop that brings the block of the next step; None in the last."""
     return None if step is steps[-1] else start_ring_hop(held, axis)
@@ -228,7 +232,7 @@ class _RingAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        steps: tuple[RingStep, ...],
+        steps: tuple[AttentionStep, ...],
         block: BlockAttention,
         axis: Axis,
     ) -> Tensor:
@@ -293,7 +297,7 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    steps: tuple[RingStep, ...],
+    steps: tuple[AttentionStep, ...],
     block: BlockAttention,
     axis: Axis,
 ) -> Tensor:

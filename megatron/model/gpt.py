@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig, TrainingConfig
 from megatron.kernels.attention_masks import AttentionMask
-from megatron.layers.attention import mask_of, ring_steps_of
+from megatron.layers.attention import mask_of, steps_of
 from megatron.layers.context_parallel import WHOLE, ContextParallel, Places
 from megatron.layers.dropout import DropoutState
 from megatron.layers.rotary import RotaryTables
@@ -135,7 +135,7 @@ class GPTModel(nn.Module):
         )
         held = None
         if places is not None:
-            steps = ring_steps_of(self.config, self.cp, places, document_starts)
+            steps = steps_of(self.config, self.cp, places, document_starts)
             held = Places.of(places, self.cp, steps)
         length = tokens.shape[0] * self.cp.size
         token_index = torch.arange(length, device=tokens.device) if held is None else held.own
@@ -159,7 +159,7 @@ class GPTModel(nn.Module):
         self, length: int, document_starts: Tensor | None, held: Places | None
     ) -> AttentionMask:
         """Of this rank's queries; of a ring those of its own block."""
-        if held is not None and held.steps:
+        if held is not None and self.cp.ring.size > 1:
             return held.steps[0].mask
         own = held.own if held is not None and self.cp.gathers else None
         return mask_of(self.config, length, document_starts, own)

@@ -132,12 +132,13 @@ def _attention_key(config: Config) -> dict[str, Any]:
 def _prefers_ours(config: Config, device: torch.device) -> bool:
     """Whether `auto` takes Triton's attention unmeasured: on Hopper, for which torch's FLASH kernel
     was not made, and where there is something that kernel does not take, so that torch would read a
-    mask of all scores or keep them in memory, or that it does not give, which a ring needs.
+    mask of all scores or keep them in memory, or that it does not give: context-parallel ranks read
+    positions, and a ring needs the log-sum-exp.
     """
     return lang.capability(device) == lang.HOPPER or bool(
         _masks(config)
         or beyond_sdpa(config.model, training=True)
-        or attention_ranks(config.distributed)[1] > 1
+        or attention_ranks(config.distributed)[0] < config.distributed.context_parallel_size
     )
 
 
