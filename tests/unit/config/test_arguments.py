@@ -244,7 +244,7 @@ def test_a_missing_configuration_file_is_named(tmp_path):
 
 def test_all_faults_at_once():
     wrong = (
-        "--num-layer 3 --lr fast --seq-length 1.5 --cp-comm-type p2p --retro-workdir "
+        "--num-layer 3 --lr fast --seq-length 1.5 --fp8-recipe delayed --retro-workdir "
         "x --bf16 --fp16 --zero3-keep-gathered "
     )
     faults = faults_of([*VALID, *(wrong + "--nan-policy ignore --lr-decay-style cosin").split()])
@@ -252,7 +252,7 @@ def test_all_faults_at_once():
         "--num-layer 3: unknown flag; did you mean --num-layers?",
         "--lr fast: expected a number",
         "--seq-length 1.5: expected a whole number",
-        "--cp-comm-type p2p: is not built yet; give --cp-comm-type allgather or a2a",
+        "--fp8-recipe delayed: not a recipe here; give --fp8-recipe tensorwise, rowwise or blockwise",
         "--retro-workdir x: retrieval",
         "--bf16 --fp16: contradict",
         "--zero3-keep-gathered: acts only with --zero-stage 3",
