@@ -252,7 +252,8 @@ def test_all_faults_at_once():
         "--num-layer 3: unknown flag; did you mean --num-layers?",
         "--lr fast: expected a number",
         "--seq-length 1.5: expected a whole number",
-        "--fp8-recipe delayed: not a recipe here; give --fp8-recipe tensorwise, rowwise or blockwise",
+        "--fp8-recipe delayed: not a recipe here; give --fp8-recipe tensorwise, rowwise or "
+        "blockwise",
         "--retro-workdir x: retrieval",
         "--bf16 --fp16: contradict",
         "--zero3-keep-gathered: acts only with --zero-stage 3",
