@@ -274,12 +274,17 @@ class SelfAttention(nn.Module):
         backend = self.backend[state is not None]
         heads = partial(self._heads, rotary=rotary, backend=backend)
         attend = partial(self._attend, mask=mask, state=state, backend=backend, places=places)
+        self.rebuilder.enter("qkv_linear")
         parts = self.rebuilder("qkv", heads, x)
-        return self.proj(self.rebuilder("core_attn", attend, *parts))
+        self.rebuilder.enter("core_attn")
+        attended = self.rebuilder("core_attn", attend, *parts)
+        self.rebuilder.enter("attn_proj")
+        return self.proj(attended)
 
     def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
         """What the attention core reads: the fused projection, or queries, keys and values."""
         qkv = self.qkv(x)
+        self.rebuilder.enter("core_attn")
         heads = self.groups, self.queries_per_group + 2, self.head_dim
         is_turned = rotary is None or self.config.rotary_backend == "triton"
         is_normed = self.q_norm is None or self.config.norm_backend == "triton"

@@ -49,6 +49,7 @@ from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
 from megatron.parallel.graphs import GraphedPasses
 from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.offload import OffloadingPasses
 from megatron.parallel.pipeline import Pipeline
 from megatron.plan.verdict import Verdict
 from megatron.training.banner import describe
@@ -263,8 +264,11 @@ def _build_engine(
         with raise_on_all_ranks(groups.world, device):
             compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
-    shares = config.training.distribute_saved_activations
-    passes: LayerPasses = LayerPasses(groups.tp if shares else ALONE)
+    sharing = groups.tp if config.training.distribute_saved_activations else ALONE
+    passes = LayerPasses(sharing)
+    if config.training.activation_offload:
+        smallest = config.training.min_offloaded_tensor_size
+        passes = OffloadingPasses(device, smallest, sharing)
     if config.training.cuda_graphs:
         for block in zero.trained:
             block.keep_grad_place()
