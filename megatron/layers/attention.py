@@ -431,6 +431,25 @@ class AttentionBytes:
             return tokens * (self._core_per_token() + max(0, shared)) + self._mask()
         return tokens * (self._saved_per_token() + shared) + self._mask()
 
+    def leaving(
+        self, recomputed: frozenset[str] = frozenset()
+    ) -> tuple[list[tuple[int, int]], int]:
+        """What `saved` counts, apart: (elements of the smallest tensor, bytes of all) of tensors,
+        statistics and mask, and the bytes of the output projection's input.
+        """
+        tokens, model, (_, k) = self.seq * self.samples, self.model, self.widths
+        heads, groups = model.num_attention_heads, model.num_query_groups
+        output = 0 if "core_attn" in recomputed else tokens * self.compute * self.widths[0]
+        small = [] if not output or self.is_plain else [tokens * heads]
+        if model.qk_layernorm and "qkv" not in recomputed:
+            both = saved_statistics(model.normalization, 1)
+            small += [tokens * (heads + 2 * groups) * both] if self.norms_projection else []
+            small += [] if self.norms_projection else [tokens * heads, tokens * groups] * both
+        mask = self._mask() if output else 0
+        rest = self.saved(recomputed) - output - mask - self.wide * sum(small)
+        sizes = [(tokens * k, rest), *((each, self.wide * each) for each in small)]
+        return [*sizes, (mask // (self.compute or 1), mask)], output
+
     @property
     def is_widened(self) -> bool:
         """Whether torch's fused attention computes a narrow run in fp32, as it does on a CPU."""

@@ -100,11 +100,16 @@ def pinned_bytes(size: int, device: str) -> int:
     return 1 << (size - 1).bit_length() if device == "cuda" else size
 
 
+def host_buffer(size: int, device: torch.device) -> Tensor:
+    """Memory of the host [bytes] that a GPU reads and writes by itself."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
 class HostBuffer:
     """A buffer on the host [bytes], and when it may be written again."""
 
     def __init__(self, size: int, device: torch.device):
-        self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.memory = host_buffer(size, device)
         self.read: torch.cuda.Event | None = None  # the last copy out of it is over
 
 
