@@ -35,7 +35,7 @@ from megatron.plan.checkpoint import checkpoint_report
 from megatron.plan.memory import MemoryPlan  # noqa: E402
 from megatron.plan.recompute import choose_layers  # noqa: E402
 from megatron.plan.table import memory_report  # noqa: E402
-from megatron.plan.verdict import DEVICE_MEMORY
+from megatron.plan.verdict import DEVICE_MEMORY, NODE_RANKS, check_host_memory
 
 OWN = {
     "memory": {"--mfu": MFU, "--bandwidth": BANDWIDTH, "--host-bandwidth": HOST_BANDWIDTH},
@@ -120,8 +120,10 @@ def plan(what: str, argv: list[str]) -> list[str]:
         own["--bandwidth"],
         own["--host-bandwidth"],
     )
+    memory = MemoryPlan(config, vocab_size, world_size)
+    check_host_memory(memory, config.distributed.host_memory, min(world_size, NODE_RANKS))
     report = memory_report(
-        MemoryPlan(config, vocab_size, world_size),
+        memory,
         memory=config.distributed.device_memory or DEVICE_MEMORY,
         machine=machine,
     )

@@ -30,6 +30,7 @@ OFFLOAD = (
 )
 
 PARTITION = "activation_checkpointing.partition_activations"
+INPUTS_ON_HOST = "activation_checkpointing.cpu_checkpointing"
 
 # Keys that are refused with these values, and what to do.
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -208,6 +209,8 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> Answer:
         return _offload(key, value, device, config)
     if key == PARTITION and not _keeps_copies(config):
         return "acts only where layers are recomputed on several tensor-parallel ranks", ""
+    if key == INPUTS_ON_HOST and config.training.recompute_granularity != "full":
+        return "acts only where layers are recomputed", ""
     unsaid = key == "data_types.grad_accum_dtype" and value is None
     if key in SAME and not unsaid:
         group, field = SAME[key]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -230,8 +231,12 @@ def _take_save_folder(
 
 def _sections(prepared: Prepared, groups: Groups, device: torch.device) -> dict[str, list[str]]:
     """Of the banner, on rank 0; what prevents them there is raised on all."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    node = pages / 2**30, read_launch().local_size
     with raise_on_all_ranks(groups.world, device):
-        return describe(prepared, groups.world.size, device)[0] if groups.rank == 0 else {}
+        if groups.rank != 0:
+            return {}
+        return describe(prepared, groups.world.size, device, node=node)[0]
 
 
 def _device_names(device: torch.device, ranks: Ranks) -> str:

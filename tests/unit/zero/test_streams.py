@@ -13,6 +13,8 @@ V, SPLIT = "--pipeline-schedule zero-bubble-v", "--pipeline-schedule zero-bubble
 NARROW, TP = "--grad-reduce-in-bf16", "--tensor-model-parallel-size 2"
 SERIAL = "--no-overlap-grad-reduce --no-overlap-param-gather"
 HOST, PARAM_HOST = "--optimizer-cpu-offload", "--param-cpu-offload"
+AWAY = "--activation-offload --min-offloaded-tensor-size 256"
+INPUTS_AWAY = f"{AWAY} --recompute-granularity full"
 
 
 def row(stage: int, dp: int = 2, pp: int = 1, flags: str = "", **more) -> Row:
@@ -37,6 +39,11 @@ RUNS = [
         row(1, flags=HOST),
         row(3, flags=PARAM_HOST),
         row(3, 1, flags=PARAM_HOST),
+        row(0, 1, flags=AWAY),
+        row(3, 2, flags=AWAY),
+        row(0, 1, 2, AWAY),
+        row(2, 2, 2, f"{V} {AWAY}", size=FOUR),
+        row(1, 1, flags=f"{TP} --sequence-parallel {INPUTS_AWAY}"),
     )
 ]
 
@@ -75,6 +82,11 @@ def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
         ("_settle", row(0, 1, 2)),
         ("step", row(1, flags=HOST)),
         ("step", row(3, 1, flags=PARAM_HOST)),
+        *(
+            (function, row(0, 1, 2, flags))
+            for function in ("send", "fetch", "let_go", "arrive")
+            for flags in (AWAY, INPUTS_AWAY)
+        ),
     ],
     ids=str,
 )
