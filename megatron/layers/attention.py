@@ -434,12 +434,13 @@ class AttentionBytes:
     def leaving(
         self, recomputed: frozenset[str] = frozenset()
     ) -> tuple[list[tuple[int, int]], int]:
-        """What `saved` counts, apart: (elements of the smallest tensor, bytes of all) of tensors,
-        statistics and mask, and the bytes of the output projection's input.
+        """What `saved` counts, apart: (elements, bytes) of tensors, statistics and mask, and the
+        bytes of the output projection's input. Of tensors that are taken together, elements of the
+        smallest.
         """
-        tokens, model, (_, k) = self.seq * self.samples, self.model, self.widths
+        tokens, model, (q, k) = self.seq * self.samples, self.model, self.widths
         heads, groups = model.num_attention_heads, model.num_query_groups
-        output = 0 if "core_attn" in recomputed else tokens * self.compute * self.widths[0]
+        output = 0 if "core_attn" in recomputed else tokens * self.compute * q
         small = [] if not output or self.is_plain else [tokens * heads]
         if model.qk_layernorm and "qkv" not in recomputed:
             both = saved_statistics(model.normalization, 1)
@@ -447,8 +448,14 @@ class AttentionBytes:
             small += [] if self.norms_projection else [tokens * heads, tokens * groups] * both
         mask = self._mask() if output else 0
         rest = self.saved(recomputed) - output - mask - self.wide * sum(small)
-        sizes = [(tokens * k, rest), *((each, self.wide * each) for each in small)]
-        return [*sizes, (mask // (self.compute or 1), mask)], output
+        sizes = [(each, self.wide * each) for each in small]
+        apart = self.is_plain or self.is_widened or self.is_repeated or self.cp > 1
+        projections = 0 if apart or recomputed else 2 if self.norms_projection else 1
+        for width in [q + 2 * k] * projections + [q] * (2 * (projections == 1)):
+            if tokens * self.compute * width <= rest:
+                sizes.append((tokens * width, tokens * self.compute * width))
+                rest -= sizes[-1][1]
+        return [*sizes, (tokens * k, rest), (mask // self.compute, mask)], output
 
     @property
     def is_widened(self) -> bool:

@@ -21,6 +21,7 @@ Called from model/block.py, layers/attention.py and layers/mlp.py.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -152,13 +153,14 @@ class Rebuilder:
         # in a forward pass, by storage: results that are not kept. A weak reference keeps the
         # storage's identity from being given to another.
         self.results: dict[int, tuple[StorageWeakRef, Rebuilt, int]] | None = None
-        self.parked: list[Parked] | None = None  # in a forward pass whose tensors may leave
+        # in a forward pass whose tensors may leave; weak, since parts of a graph go unused
+        self.parked: list[weakref.ref[Parked]] | None = None
         self.module = ""  # that reads what is saved now
 
     @contextlib.contextmanager
-    def parking(self) -> Iterator[list[Parked]]:
-        """Around a forward pass whose tensors may leave the device: all that it keeps."""
-        parked: list[Parked] = []
+    def parking(self) -> Iterator[list[weakref.ref[Parked]]]:
+        """Around a forward pass whose tensors may leave the device: all that it saves."""
+        parked: list[weakref.ref[Parked]] = []
         self.parked = parked
         try:
             yield parked
@@ -220,7 +222,8 @@ class Rebuilder:
             kept = tensor.detach()  # with its graph it could be its own owner
             if self.parked is None:
                 return kept
-            self.parked.append(Parked(kept, self.module))
-            return self.parked[-1]
+            place = Parked(kept, self.module)
+            self.parked.append(weakref.ref(place))
+            return place
         shape = tensor.size(), tensor.stride(), tensor.storage_offset()
         return found[1].place(found[2], shape)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -206,8 +207,8 @@ class Layer(nn.Module):
         """What backward passes compute again, from the next forward pass on."""
         self.recompute = choice
 
-    def parking(self) -> AbstractContextManager[list[Parked]]:
-        """Around a forward pass: the tensors that it keeps, of a layer that knows."""
+    def parking(self) -> AbstractContextManager[list[ref[Parked]]]:
+        """Around a forward pass: the tensors that it saves, of a layer that knows."""
         return nullcontext([])
 
 
@@ -270,7 +271,7 @@ class LayerBlock(Layer):
         super().choose_recompute(choice)
         self.rebuilder.modules = choice.modules
 
-    def parking(self) -> AbstractContextManager[list[Parked]]:
+    def parking(self) -> AbstractContextManager[list[ref[Parked]]]:
         return self.rebuilder.parking()
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:

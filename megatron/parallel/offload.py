@@ -244,6 +244,7 @@ class OffloadingPasses(LayerPasses):
         self.away: dict[Key, Departed] = {}
         self.coming: dict[Key, Any] = {}  # the events of what has been fetched
         self.going: Departed | None = None  # still on the device, too
+        self.one: Tensor | None = None  # element, the memory of all leaves
         self.parks = False  # the input of the pass that runs may leave
         self.inputs: dict[int, frozenset[int]] = {}  # storages of micro-batches, by identity
 
@@ -272,10 +273,11 @@ class OffloadingPasses(LayerPasses):
             return found
         self.parks = True
         try:
-            with layer.parking() as parked:
+            with layer.parking() as saved:
                 y, kept = super().forward(layer, x, micro)
         finally:
             self.parks = False
+        parked = [each for place in saved if (each := place()) is not None]
         if isinstance(kept, Inputs):
             assert isinstance(kept.x, Tensor)
             parked = [Parked(kept.x, LAYER_INPUT)]
@@ -320,7 +322,9 @@ class OffloadingPasses(LayerPasses):
     def _entry(self, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         if x is None or not (self.parks and torch.is_grad_enabled()):
             return super()._entry(x)
-        leaf = x.new_empty(()).expand(x.shape).requires_grad_()
+        if self.one is None:
+            self.one = x.new_empty(())
+        leaf = self.one.expand(x.shape).requires_grad_()
         return leaf, _LayerInput.apply(leaf, x)
 
     def _input_of(self, saved: Inputs) -> Tensor | None:

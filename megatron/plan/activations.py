@@ -330,7 +330,9 @@ def leaving_bytes(
         for module in kept
         if module in modules & kept_inputs(choice)
     }
-    unread = index == 0 and shape.ends(0) > shape.ends(1)  # positions or dropout come first
+    # positions or dropout come first
+    is_changed = model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"
+    unread = index == 0 and is_changed
     return LeavingBytes(
         tuple(size for sizes in going.values() for size in sizes),
         not unread and shape.hidden in going.get("attn_norm", ()),
