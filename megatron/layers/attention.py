@@ -438,17 +438,11 @@ class AttentionBytes:
         bytes of the output projection's input. Of tensors that are taken together, elements of the
         smallest.
         """
-        tokens, model, (q, k) = self.seq * self.samples, self.model, self.widths
-        heads, groups = model.num_attention_heads, model.num_query_groups
+        tokens, (q, k) = self.seq * self.samples, self.widths
         output = 0 if "core_attn" in recomputed else tokens * self.compute * q
-        small = [] if not output or self.is_plain else [tokens * heads]
-        if model.qk_layernorm and "qkv" not in recomputed:
-            both = saved_statistics(model.normalization, 1)
-            small += [tokens * (heads + 2 * groups) * both] if self.norms_projection else []
-            small += [] if self.norms_projection else [tokens * heads, tokens * groups] * both
         mask = self._mask() if output else 0
-        rest = self.saved(recomputed) - output - mask - self.wide * sum(small)
-        sizes = [(each, self.wide * each) for each in small]
+        sizes = [(each, self.wide * each) for each in self._statistics(recomputed)]
+        rest = self.saved(recomputed) - output - mask - sum(size for _, size in sizes)
         apart = self.is_plain or self.is_widened or self.is_repeated or self.cp > 1
         projections = 0 if apart or recomputed else 2 if self.norms_projection else 1
         for width in [q + 2 * k] * projections + [q] * (2 * (projections == 1)):
@@ -456,6 +450,19 @@ class AttentionBytes:
                 sizes.append((tokens * width, tokens * self.compute * width))
                 rest -= sizes[-1][1]
         return [*sizes, (tokens * k, rest), (mask // self.compute, mask)], output
+
+    def _statistics(self, recomputed: frozenset[str]) -> list[int]:
+        """Elements of the log-sum-exp, and of what the norms of queries and keys keep."""
+        tokens, model = self.seq * self.samples, self.model
+        heads, groups = model.num_attention_heads, model.num_query_groups
+        has_sums = not self.is_plain and "core_attn" not in recomputed
+        found = [tokens * heads] if has_sums else []
+        if model.qk_layernorm and "qkv" not in recomputed:
+            each = saved_statistics(model.normalization, 1)
+            if self.norms_projection:
+                return [*found, tokens * (heads + 2 * groups) * each]
+            return [*found, *[tokens * heads, tokens * groups] * each]
+        return found
 
     @property
     def is_widened(self) -> bool:

@@ -50,8 +50,8 @@ class SavedPlace(NamedTuple):
 
 
 class Parked:
-    """A tensor that is kept until somebody reads it, and which may be away meanwhile. `module`: what
-    reads it in the forward pass.
+    """A tensor that is kept until somebody reads it, and which may be away meanwhile. `module`:
+    what reads it in the forward pass.
     """
 
     def __init__(self, tensor: Tensor, module: str):

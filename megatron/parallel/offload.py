@@ -94,10 +94,9 @@ class HostPool(Generic[Buffer]):
         """Take it back for the next one who asks."""
         self.free.setdefault(size, []).append(buffer)
 
-
-def pinned_bytes(size: int, device: str) -> int:
-    """Bytes of host memory that a buffer takes: of pinned memory torch takes a power of two."""
-    return 1 << (size - 1).bit_length() if device == "cuda" else size
+    def pinned(self, device: str) -> int:
+        """Bytes of host memory in all: for a `cuda` device torch takes powers of two."""
+        return sum(1 << (size - 1).bit_length() if device == "cuda" else size for size in self.made)
 
 
 def host_buffer(size: int, device: torch.device) -> Tensor:

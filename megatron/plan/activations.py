@@ -302,6 +302,7 @@ def leaving_bytes(
 ) -> LeavingBytes | None:
     """What of a layer goes to the host where these modules' inputs do, and is large enough."""
     smallest = max(1, shape.config.training.min_offloaded_tensor_size)
+    model = shape.model
     if not modules:
         return None
     if choice.whole:
@@ -309,22 +310,7 @@ def leaving_bytes(
         size = shape.hidden // tp if shape.shares_inputs else shape.hidden
         goes = size // shape.compute >= smallest
         return LeavingBytes((size,) if goes else (), goes and not shape.shares_inputs, False)
-    model, compute = shape.model, shape.compute
-    attention, output = shape.attention.leaving(choice.modules)
-    hidden = shape.hidden // compute, shape.hidden
-    together = model.norm_backend == "triton" or model.normalization != "LayerNorm"
-    numbers = shape.statistics // shape.wide // (1 if together else 2)
-    norm = [hidden, *([(numbers, numbers * shape.wide)] * (1 if together else 2))]
-    kept = {
-        "attn_norm": norm,
-        "qkv_linear": [hidden],
-        "core_attn": attention,
-        "attn_proj": [(output // compute, output)],
-        "mlp_norm": norm,
-        "mlp_fc1": [hidden],
-        "mlp_act": [(shape.inner // compute, shape.inner)],
-        "mlp_fc2": [(shape.activated // compute, shape.activated)],
-    }
+    kept = _inputs_of_modules(shape, choice.modules)
     going = {
         module: [size for elements, size in kept[module] if size and elements >= smallest]
         for module in kept
@@ -338,6 +324,28 @@ def leaving_bytes(
         not unread and shape.hidden in going.get("attn_norm", ()),
         unread,
     )
+
+
+def _inputs_of_modules(
+    shape: Shape, recomputed: frozenset[str]
+) -> dict[str, list[tuple[int, int]]]:
+    """(elements, bytes) of the storages that each module of a layer keeps."""
+    model, compute = shape.model, shape.compute
+    attention, output = shape.attention.leaving(recomputed)
+    hidden = shape.hidden // compute, shape.hidden
+    together = model.norm_backend == "triton" or model.normalization != "LayerNorm"
+    numbers = shape.statistics // shape.wide // (1 if together else 2)
+    norm = [hidden, *([(numbers, numbers * shape.wide)] * (1 if together else 2))]
+    return {
+        "attn_norm": norm,
+        "qkv_linear": [hidden],
+        "core_attn": attention,
+        "attn_proj": [(output // compute, output)],
+        "mlp_norm": norm,
+        "mlp_fc1": [hidden],
+        "mlp_act": [(shape.inner // compute, shape.inner)],
+        "mlp_fc2": [(shape.activated // compute, shape.activated)],
+    }
 
 
 def embedding_bytes(shape: Shape) -> UnitBytes:

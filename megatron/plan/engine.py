@@ -24,7 +24,7 @@ from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.zero import Zero
 from megatron.parallel.layer_passes import Passes
-from megatron.parallel.offload import HostPool, Key, Pass, Route, pinned_bytes
+from megatron.parallel.offload import HostPool, Key, Pass, Route
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import Kind, Schedule
 from megatron.plan.activations import UnitBytes
@@ -101,6 +101,10 @@ class Ledger:
             self.peak = total, dict(now), self.moment
         now["temporaries"] -= temporaries
         now["scratch"] -= scratch
+
+    def result(self, host: int) -> Peak:
+        """Of a step that is over; `host`: bytes of host memory in which activations wait."""
+        return Peak(self.peak[1], self.peak[2], dict(self.most), host)
 
 
 class Held:
@@ -393,5 +397,4 @@ def run_step(
         if size and kind not in ("gradients", "scratch")
     }
     assert not left, left
-    host = sum(pinned_bytes(size, device) for size in passes.pool.made)
-    return Peak(ledger.peak[1], ledger.peak[2], dict(ledger.most), host)
+    return ledger.result(passes.pool.pinned(device))

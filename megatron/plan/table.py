@@ -95,20 +95,23 @@ def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[
         f"parameter, peak {gib(largest.total)} GiB, "
         f"{largest.total / largest.parameters:.4g} bytes a parameter",
     ]
-    if largest.static["host"]:
-        host = gib(max(rank.static["host"] for rank in plan.ranks))
-        ranks = min(plan.world_size, NODE_RANKS)
-        node = gib(ranks * max(rank.static["host"] for rank in plan.ranks))
-        lines.append(
-            f"in the host's memory {host} GiB for each rank, {node} for the {ranks} of a node"
-        )
-    if largest.static["disk"]:
-        lines.append(f"in files on the node's disk {gib(largest.static['disk'])} GiB for each rank")
+    lines += _elsewhere(plan)
     if plan.device == "cuda" and plan.world_size > 1:
         lines.append(nccl_buffers(plan.config, plan.world_size).line())
     lines += zero_lines(plan, memory)
     sent = [copy.line() for copy in _beside_computation(plan, machine)]
     return [*lines, *([f"with {machine}:"] if sent else []), *sent]
+
+
+def _elsewhere(plan: MemoryPlan) -> list[str]:
+    """What is not in the devices' memory."""
+    host, disk = (max(rank.static[kind] for rank in plan.ranks) for kind in ("host", "disk"))
+    ranks = min(plan.world_size, NODE_RANKS)
+    of_node = f", {gib(ranks * host)} for the {ranks} of a node" if ranks > 1 else ""
+    return [
+        *([f"in the host's memory {gib(host)} GiB for each rank{of_node}"] if host else []),
+        *([f"in files on the node's disk {gib(disk)} GiB for each rank"] if disk else []),
+    ]
 
 
 def _beside_computation(plan: MemoryPlan, machine: Machine) -> list[Transfer | HostCopy]:

@@ -52,9 +52,7 @@ def describe(
     config = prepared.config
     target = torch.device(planned_for or device)
     plan = MemoryPlan(config, prepared.tokenizer.vocab_size, world_size, target.type)
-    memory, ranks = node or (None, min(world_size, NODE_RANKS))
-    check_host_memory(plan, config.distributed.host_memory or memory, ranks)
-    verdict = _verdict(plan, device) if target.type == "cuda" else None
+    verdict = _verdict(plan, device, target, node)
     peak = config.logging.peak_tflops or peak_tflops(
         device_name(device), compute_dtype(config.precision)
     )
@@ -80,8 +78,19 @@ def describe(
     }, verdict
 
 
-def _verdict(plan: MemoryPlan, device: torch.device) -> Verdict:
-    """Of --device-memory, or what the GPU has, or that of a usual one."""
+def _verdict(
+    plan: MemoryPlan,
+    device: torch.device,
+    target: torch.device,
+    node: tuple[float, int] | None,
+) -> Verdict | None:
+    """Of --device-memory, or what the GPU has, or that of a usual one; None on a CPU. Of a node
+    --host-memory, or what this one has, must suffice; a dry run knows no node.
+    """
+    on_host, ranks = node or (None, min(plan.world_size, NODE_RANKS))
+    check_host_memory(plan, plan.config.distributed.host_memory or on_host, ranks)
+    if target.type != "cuda":
+        return None
     memory = plan.config.distributed.device_memory
     if memory is None and device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
