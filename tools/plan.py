@@ -7,7 +7,8 @@ hides behind computation.
     --mfu SHARE           what training reaches of its peak (0.4); the peak is --peak-tflops (989:
     H100)
     --bandwidth GB/S      what one rank sends at (50: one 400 Gb/s adapter)
-    --host-bandwidth GB/S what weights come from host memory at (50: PCI Express 5.0, assumed)
+    --host-bandwidth GB/S what weights come from host memory at, and activations go there (50: PCI
+    Express 5.0, assumed)
 checkpoint: bytes and seconds of a checkpoint, and how often to save.
     --write GB/S          what one rank writes to --save at, all writing at once (1)
     --copy GB/S           what one rank copies into host memory at (10)

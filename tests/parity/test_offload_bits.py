@@ -1,5 +1,5 @@
-"""Runs whose activations wait on the host have the bits of runs that keep them on the device, in the
-same layout: of losses, evaluations, gradients and weights.
+"""Runs whose activations wait on the host have the bits of runs that keep them on the device, in
+the same layout: of losses, evaluations, gradients and weights.
 """
 
 from __future__ import annotations
