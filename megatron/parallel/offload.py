@@ -53,9 +53,8 @@ class Route:
                     first[layer, micro] = index
             elif kind in READING and (layer, micro) in first:
                 forward = first.pop((layer, micro))
-                is_away = (
-                    index > forward + 2
-                )  # let go behind the next pass, fetched before the last
+                # let go behind the next pass, and fetched before the last
+                is_away = index > forward + 2
                 if is_away and before[index] > before[self._end(forward)]:
                     self.leaves[forward] = True
                     self.reads[index] = layer, micro
