@@ -7,7 +7,8 @@ hides behind computation.
     --mfu SHARE           what training reaches of its peak (0.4); the peak is --peak-tflops (989:
     H100)
     --bandwidth GB/S      what one rank sends at (50: one 400 Gb/s adapter)
-    --host-bandwidth GB/S what weights come from host memory at (50: PCI Express 5.0, assumed)
+    --host-bandwidth GB/S what weights come from host memory at, and activations go there (50: PCI
+    Express 5.0, assumed)
 checkpoint: bytes and seconds of a checkpoint, and how often to save.
     --write GB/S          what one rank writes to --save at, all writing at once (1)
     --copy GB/S           what one rank copies into host memory at (10)
@@ -35,7 +36,7 @@ from megatron.plan.checkpoint import checkpoint_report
 from megatron.plan.memory import MemoryPlan  # noqa: E402
 from megatron.plan.recompute import choose_layers  # noqa: E402
 from megatron.plan.table import memory_report  # noqa: E402
-from megatron.plan.verdict import DEVICE_MEMORY
+from megatron.plan.verdict import DEVICE_MEMORY, NODE_RANKS, check_host_memory
 
 OWN = {
     "memory": {"--mfu": MFU, "--bandwidth": BANDWIDTH, "--host-bandwidth": HOST_BANDWIDTH},
@@ -120,8 +121,10 @@ def plan(what: str, argv: list[str]) -> list[str]:
         own["--bandwidth"],
         own["--host-bandwidth"],
     )
+    memory = MemoryPlan(config, vocab_size, world_size)
+    check_host_memory(memory, config.distributed.host_memory, min(world_size, NODE_RANKS))
     report = memory_report(
-        MemoryPlan(config, vocab_size, world_size),
+        memory,
         memory=config.distributed.device_memory or DEVICE_MEMORY,
         machine=machine,
     )

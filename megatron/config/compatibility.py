@@ -134,6 +134,8 @@ EQUALS = (
         "--distribute-checkpointed-activations --partition-activations",
         "--distribute-saved-activations",
     ),
+    equals("--fine-grained-activation-offloading", "--activation-offload"),
+    equals("--checkpoint-in-cpu", "--activation-offload --offload-modules layer_input"),
     equals("--override-lr-scheduler", "--override-opt-param-scheduler"),
     equals("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"),
     equals("--no-check-for-nan-in-loss-and-grad", "--nan-policy skip"),
@@ -309,8 +311,7 @@ NOTES = (
     note("--zero-reduce-scatter", "gradients are always reduce-scattered"),
     note(
         "--use-pin-memory --no-pin-cpu-grads --no-pin-cpu-params "
-        "--overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload "
-        "--min-offloaded-tensor-size",
+        "--overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload",
         (
             "how the offloaded optimizer steps and moves its data is chosen here: see "
             "--optimizer-cpu-offload"
@@ -437,15 +438,21 @@ NOTES = (
         "--muon-* --lion-* --qk-clip-* --mtp-* --mup-* --dsa-* --no-dsa-* --disable-dsa-* "
         "--mhc-* --linear-* --mamba-* "
         "--disable-mamba-mem-eff-path --gdp-* --fim-* --relative-attention-* "
-        "--yarn-correction-range-round-to-int --offload-modules --delay-offload-until-cuda-graph "
-        "--delta-offload-bytes-across-pp-ranks --activation-offload-fraction "
-        "--cpu-offloading-retain-pinned-cpu-buffers "
-        "--fine-grained-offloading-max-inflight-offloads --gtp-* --batch-invariant-backend "
+        "--yarn-correction-range-round-to-int "
+        "--cpu-offloading-retain-pinned-cpu-buffers --gtp-* --batch-invariant-backend "
         "--ds-sequence-parallel-fpdt-* --error-injection-type --tokenizer-special-tokens "
         "--chat-template "
         "--sft-tokenizer-prompt-format --logits-* --bert-no-binary-head --mask-prob "
         "--short-seq-prob --sample-rate",
         "acts only together with a main switch, which is refused",
+    ),
+    note(
+        "--fine-grained-offloading-max-inflight-offloads",
+        "what one pass sends to the host has the time of the next pass, see --activation-offload",
+    ),
+    note(
+        "--delay-offload-until-cuda-graph",
+        "acts only with CUDA graphs, which --activation-offload does not combine with",
     ),
     note(
         "--tiktoken-*",
@@ -518,7 +525,6 @@ NOT_DONE = (
         otherwise="--attention-backend auto takes the fastest kernel that supports the settings",
     ),
     not_done(
-        "--checkpoint-in-cpu "
         "--contigious-checkpointing --split-transformers --memory-centric-tiled-linear "
         "--tile-factor --mlp-chunks-for-training",
         "it saves no memory here; --sequence-parallel and --recompute-granularity full do",
@@ -600,7 +606,18 @@ ONLY = (
         "master weights are fp32; to save memory shard them with --zero-stage 1",
     ),
     only(
-        "--vocab-extra-ids --cpu-offloading-num-layers --error-injection-rate --mtp-num-layers",
+        "--cpu-offloading-num-layers",
+        "0",
+        "use --activation-offload --activation-offload-fraction SHARE, the number of layers / "
+        "--num-layers",
+    ),
+    only(
+        "--delta-offload-bytes-across-pp-ranks",
+        "0",
+        "every pipeline rank keeps the same share of its layers on the host; drop it",
+    ),
+    only(
+        "--vocab-extra-ids --error-injection-rate --mtp-num-layers",
         "0",
         "not supported; drop it",
     ),
@@ -673,8 +690,8 @@ REFUSED = (
         "--offload-optimizer-states", "use --optimizer-cpu-offload, which steps them in host memory"
     ),
     refused(
-        "--fine-grained-activation-offloading --moe-paged-stash",
-        f"offload of activations is {_LATER}; drop it",
+        "--moe-paged-stash",
+        "there are no experts here; --activation-offload keeps activations in host memory",
     ),
     refused(
         "--pipeline-model-parallel-split-rank",
@@ -904,6 +921,14 @@ INSTEAD: dict[tuple[str, str], str] = {
             ("gdp_in_proj", "gated delta nets, which are not built", ""),
             ("gdp_qkv", "gated delta nets, which are not built", ""),
             ("mhc", "hyper-connections, which are not built", ""),
+        )
+    },
+    **{
+        ("--offload-modules", word): f"{word} is a part of {_EXPERTS}; give {ours}, the dense MLP's"
+        for word, ours in (
+            ("expert_fc1", "mlp_fc1"),
+            ("moe_act", "mlp_act"),
+            ("fused_group_mlp", "mlp_fc1, mlp_act and mlp_fc2"),
         )
     },
     **{

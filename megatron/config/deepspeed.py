@@ -30,6 +30,7 @@ OFFLOAD = (
 )
 
 PARTITION = "activation_checkpointing.partition_activations"
+INPUTS_ON_HOST = "activation_checkpointing.cpu_checkpointing"
 
 # Keys that are refused with these values, and what to do.
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -206,8 +207,8 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> Answer:
     if key in OFFLOAD:
         device = content["zero_optimization"]["offload_optimizer"].get("device")
         return _offload(key, value, device, config)
-    if key == PARTITION and not _keeps_copies(config):
-        return "acts only where layers are recomputed on several tensor-parallel ranks", ""
+    if key in (PARTITION, INPUTS_ON_HOST) and (idle := _without_recompute(key, config)):
+        return idle, ""
     unsaid = key == "data_types.grad_accum_dtype" and value is None
     if key in SAME and not unsaid:
         group, field = SAME[key]
@@ -218,11 +219,16 @@ def _answer(key: str, value: Any, content: dict, config: Config) -> Answer:
     return _without_a_flag(key, value)
 
 
-def _keeps_copies(config: Config) -> bool:
-    """Whether each tensor-parallel rank would keep a copy of what full recomputation keeps."""
+def _without_recompute(key: str, config: Config) -> str:
+    """Why nothing becomes of a key that says where the layer inputs are which full recomputation
+    keeps; empty where something does. Shares are of copies that tensor-parallel ranks would keep.
+    """
     distributed = config.distributed
     several = distributed.tensor_model_parallel_size > 1 and not distributed.sequence_parallel
-    return several and config.training.recompute_granularity == "full"
+    if config.training.recompute_granularity == "full" and (several or key != PARTITION):
+        return ""
+    where = " on several tensor-parallel ranks" if key == PARTITION else ""
+    return f"acts only where layers are recomputed{where}"
 
 
 def _without_a_flag(key: str, value: Any) -> Answer:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 from megatron.config.metadata import (
+    ACTIVATION_OFFLOAD,
     ADAM,
     ASYNC_SAVE,
     ASYNC_SAVE_COPIES,
@@ -76,6 +77,7 @@ from megatron.config.metadata import (
     TRACKERS,
     TWO_LEVELS,
     UP_TO_A_YEAR,
+    UP_TO_ONE,
     WANDB,
     WARMUP,
     WSD,
@@ -112,6 +114,17 @@ kernel_flag = partial(flag, "auto", megatron="absent there", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]
 ApexBackend = Literal["auto", "triton", "apex", "torch"]
 RecomputeModule = Literal["core_attn", "qkv", "layernorm", "mlp_act", "mlp"]
+OffloadModule = Literal[
+    "layer_input",
+    "attn_norm",
+    "qkv_linear",
+    "core_attn",
+    "attn_proj",
+    "mlp_norm",
+    "mlp_fc1",
+    "mlp_act",
+    "mlp_fc2",
+]
 Prefixes = tuple[str, ...]
 
 
@@ -508,6 +521,29 @@ class TrainingConfig:
     """Of the layer inputs that full recomputation keeps, each tensor-parallel rank keeps its share
     and gathers them in the backward pass.
     """
+    activation_offload: bool = flag(
+        False,
+        megatron="--fine-grained-activation-offloading",
+        deepspeed="activation_checkpointing.cpu_checkpointing",
+    )
+    """Keep what layers save for their backward passes in pinned host memory meanwhile, and copy it
+    back one pass ahead. A forward pass whose backward pass follows at once keeps it on the device.
+    """
+    offload_modules: tuple[OffloadModule, ...] | None = flag(
+        None, megatron="mlp_* are absent there", needs=ACTIVATION_OFFLOAD
+    )
+    """Whose inputs go: layer_input (a layer that is recomputed whole, or a group of them),
+    attn_norm, qkv_linear, core_attn (with its statistics), attn_proj (needs core_attn, which keeps
+    the same tensor), mlp_norm, mlp_fc1, mlp_act, mlp_fc2. What is recomputed does not go. Default:
+    all that are kept, which with full recomputation is layer_input.
+    """
+    activation_offload_fraction: float = flag(1.0, bound=UP_TO_ONE, needs=ACTIVATION_OFFLOAD)
+    """The share of the layers of each (virtual) pipeline stage that go to the host, of those that
+    keep anything of --offload-modules: the first ones, whose backward passes come last, in number
+    rounded to the nearest.
+    """
+    min_offloaded_tensor_size: int = flag(1048576, bound=NOT_NEGATIVE, needs=ACTIVATION_OFFLOAD)
+    """Elements below which a tensor stays on the device."""
 
 
 @dataclass(frozen=True)
@@ -956,6 +992,10 @@ class DistributedConfig:
     device_memory: float | None = flag(None, megatron="absent there", bound=POSITIVE)
     """GiB of memory of one GPU, for the plan's verdict. Default: what the GPU has; 80 in a dry
     run.
+    """
+    host_memory: float | None = flag(None, megatron="absent there", bound=POSITIVE)
+    """GiB of memory of a node that all its ranks together may take: a run whose offload flags need
+    more is refused. Default: what the node has; unknown in a dry run.
     """
 
 

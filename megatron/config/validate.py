@@ -20,7 +20,8 @@ from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.fp8 import fp8_faults
 from megatron.config.groups import Config
 from megatron.config.metadata import flag_name, is_rotary
-from megatron.config.recompute import layer_words
+from megatron.config.offload import LAYER_INPUT
+from megatron.config.recompute import FULL, layer_words
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
 from megatron.config.validate_layout import (
@@ -208,6 +209,8 @@ def _cuda_graphs(run: RunView) -> Faults:
         run.show("recompute_granularity"): run.recompute_granularity is not None,
         run.show("recompute"): run.recompute is not None,
         run.show("recompute_layers"): run.recompute_layers is not None,
+        # what a captured pass saves stays where it was captured
+        "--activation-offload": run.activation_offload,
         f"{run.show('pipeline_schedule')} (take 1f1b or interleaved)": (
             run.pipeline_schedule in ("zero-bubble", "zero-bubble-v")
         ),
@@ -495,6 +498,41 @@ def _recompute_layers(run: RunView) -> Faults:
         )
 
 
+def _activation_offload(run: RunView) -> Faults:
+    if not run.activation_offload:
+        return
+    modules = set(run.offload_modules or ())
+    words = set(run.recompute_layers or ())
+    full = run.recompute_granularity == "full"
+    some_whole = full or any(word.partition("*")[0] == FULL for word in words)
+    all_whole = full and run.recompute_method != "block"
+    if run.recompute is not None:
+        yield (
+            "--activation-offload: --recompute auto plans for what stays on the device; give what "
+            "it chose as --recompute-layers, or drop one"
+        )
+    if run.torch_compile and not all_whole:
+        yield (
+            "--activation-offload: a layer that --torch-compile has compiled fixes what it keeps; "
+            "drop one, or take --recompute-granularity full, whose layer inputs can go"
+        )
+    if "attn_proj" in modules and "core_attn" not in modules:
+        yield (
+            f"{run.show('offload_modules')}: core attention keeps attn_proj's input too, so it "
+            "would stay on the device; add core_attn"
+        )
+    if LAYER_INPUT in modules and not some_whole and run.recompute is None:
+        yield (
+            f"{run.show('offload_modules')}: layer_input is of layers that are recomputed whole; "
+            "add --recompute-granularity full, or name modules inside a layer"
+        )
+    if modules and LAYER_INPUT not in modules and all_whole:
+        yield (
+            f"{run.show('offload_modules')}: with --recompute-granularity full a layer keeps its "
+            "input alone; give --offload-modules layer_input"
+        )
+
+
 def _cannot_be_made(folder: Path) -> str:
     """Why a folder cannot be made and written into, with the fix, as far as its parents tell; an
     empty string when nothing is known.
@@ -582,6 +620,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     _schedule,
     _weight_decay,
     _recompute,
+    _activation_offload,
     _checkpoint,
 )
 

@@ -325,12 +325,17 @@ class SelfAttention(nn.Module):
         backend = self.backend[state is not None]
         heads = partial(self._heads, rotary=rotary, backend=backend)
         attend = partial(self._attend, mask=mask, state=state, backend=backend, places=places)
+        self.rebuilder.enter("qkv_linear")
         parts = self.rebuilder("qkv", heads, x)
-        return self.proj(self.rebuilder("core_attn", attend, *parts))
+        self.rebuilder.enter("core_attn")
+        attended = self.rebuilder("core_attn", attend, *parts)
+        self.rebuilder.enter("attn_proj")
+        return self.proj(attended)
 
     def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
         """What the attention core reads: the fused projection, or queries, keys and values."""
         qkv = self.qkv(x)
+        self.rebuilder.enter("core_attn")
         heads = self.groups, self.queries_per_group + 2, self.head_dim
         is_turned = rotary is None or self.config.rotary_backend == "triton"
         is_normed = self.q_norm is None or self.config.norm_backend == "triton"
@@ -530,6 +535,39 @@ class AttentionBytes:
         if "qkv" in recomputed:
             return tokens * (self._core_per_token() + max(0, shared)) + self._mask()
         return tokens * (self._saved_per_token() + shared) + self._mask()
+
+    def leaving(
+        self, recomputed: frozenset[str] = frozenset()
+    ) -> tuple[list[tuple[int, int]], int]:
+        """What `saved` counts, apart: (elements, bytes) of tensors, statistics and mask, and the
+        bytes of the output projection's input. Of tensors that are taken together, elements of the
+        smallest.
+        """
+        tokens, (q, k) = self.seq * self.samples, self.widths
+        output = 0 if "core_attn" in recomputed else tokens * self.compute * q
+        mask = self._mask() if output else 0
+        sizes = [(each, self.wide * each) for each in self._statistics(recomputed)]
+        rest = self.saved(recomputed) - output - mask - sum(size for _, size in sizes)
+        apart = self.is_plain or self.is_widened or self.is_repeated or self.cp > 1
+        projections = 0 if apart or recomputed else 2 if self.norms_projection else 1
+        for width in [q + 2 * k] * projections + [q] * (2 * (projections == 1)):
+            if tokens * self.compute * width <= rest:
+                sizes.append((tokens * width, tokens * self.compute * width))
+                rest -= sizes[-1][1]
+        return [*sizes, (tokens * k, rest), (mask // self.compute, mask)], output
+
+    def _statistics(self, recomputed: frozenset[str]) -> list[int]:
+        """Elements of the log-sum-exp, and of what the norms of queries and keys keep."""
+        tokens, model = self.seq * self.samples, self.model
+        heads, groups = model.num_attention_heads, model.num_query_groups
+        has_sums = not self.is_plain and "core_attn" not in recomputed
+        found = [tokens * heads] if has_sums else []
+        if model.qk_layernorm and "qkv" not in recomputed:
+            each = saved_statistics(model.normalization, 1)
+            if self.norms_projection:
+                return [*found, tokens * (heads + 2 * groups) * each]
+            return [*found, *[tokens * heads, tokens * groups] * each]
+        return found
 
     @property
     def is_widened(self) -> bool:

@@ -147,7 +147,10 @@ class MLP(nn.Module):
         self.fc2 = RowLinear(parameters["fc2.weight"], parameters.get("fc2.bias"), tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.rebuilder("mlp", self._inner, x))
+        self.rebuilder.enter("mlp_fc1")
+        inner = self.rebuilder("mlp", self._inner, x)
+        self.rebuilder.enter("mlp_fc2")
+        return self.fc2(inner)
 
     def _inner(self, x: Tensor) -> Tensor:
         """fc2's input [s, b, f]."""
@@ -155,6 +158,7 @@ class MLP(nn.Module):
         # anyway
         ours = self.backend == "triton"
         fused = column_linear(x, self.fc1.weight, None, self.fc1.tp) if ours else self.fc1(x)
+        self.rebuilder.enter("mlp_act")
         return self.rebuilder("mlp_act", self._activate, fused)
 
     def _activate(self, fused: Tensor) -> Tensor:

@@ -11,12 +11,17 @@ Same kernels on same inputs give the same bits, and dropout masks are functions 
 that gradients have the bits of those without recomputation. A split backward pass reads a linear
 layer's input in its first half, and what it leaves for the second holds the tensor.
 
+The same hooks find what a forward pass may send to the host (parallel/offload.py): within
+`parking` all that is kept is on a list, each tensor with the module that reads it in the forward
+pass.
+
 Called from model/block.py, layers/attention.py and layers/mlp.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -44,12 +49,37 @@ class SavedPlace(NamedTuple):
         return tensor if self.shape is None else tensor.as_strided(*self.shape)
 
 
-Saved = Tensor | SavedPlace
+class Parked:
+    """A tensor that is kept until somebody reads it, and which may be away meanwhile. `module`:
+    what reads it in the forward pass.
+    """
+
+    def __init__(self, tensor: Tensor, module: str):
+        self.tensor: Tensor | None = tensor
+        self.module = module
+        self.whole: Callable[[], Tensor] | None = None
+        self.shape: tuple[Any, Any, Any] | None = None
+
+    def leave(self, whole: Callable[[], Tensor]) -> None:
+        """Hold nothing any more; who reads the tensor asks `whole` for its storage [elements]."""
+        assert self.tensor is not None
+        self.shape = self.tensor.size(), self.tensor.stride(), self.tensor.storage_offset()
+        self.tensor, self.whole = None, whole
+
+    def read(self) -> Tensor:
+        """The tensor; what has been away is read once."""
+        if self.tensor is not None:
+            return self.tensor
+        assert self.whole is not None and self.shape is not None
+        return self.whole().as_strided(*self.shape)
+
+
+Saved = Tensor | SavedPlace | Parked
 
 
 def unpack(saved: Saved) -> Tensor:
     """What a backward pass reads."""
-    return saved.read() if isinstance(saved, SavedPlace) else saved
+    return saved if isinstance(saved, Tensor) else saved.read()
 
 
 class Rebuilt:
@@ -123,11 +153,29 @@ class Rebuilder:
         # in a forward pass, by storage: results that are not kept. A weak reference keeps the
         # storage's identity from being given to another.
         self.results: dict[int, tuple[StorageWeakRef, Rebuilt, int]] | None = None
+        # in a forward pass whose tensors may leave; weak, since parts of a graph go unused
+        self.parked: list[weakref.ref[Parked]] | None = None
+        self.module = ""  # that reads what is saved now
+
+    @contextlib.contextmanager
+    def parking(self) -> Iterator[list[weakref.ref[Parked]]]:
+        """Around a forward pass whose tensors may leave the device: all that it saves."""
+        parked: list[weakref.ref[Parked]] = []
+        self.parked = parked
+        try:
+            yield parked
+        finally:
+            self.parked = None
+
+    def enter(self, module: str) -> None:
+        """From here on the forward pass saves what this module reads ("": none of them)."""
+        if self.parked is not None:
+            self.module = module
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
         """Around the forward pass of the layer."""
-        if not self.modules or not torch.is_grad_enabled():
+        if not (self.modules or self.parked is not None) or not torch.is_grad_enabled():
             yield
             return
         self.results = {}
@@ -171,6 +219,11 @@ class Rebuilder:
         assert self.results is not None
         found = self.results.get(tensor.untyped_storage()._cdata)
         if found is None:
-            return tensor.detach()  # with its graph it could be its own owner
+            kept = tensor.detach()  # with its graph it could be its own owner
+            if self.parked is None:
+                return kept
+            place = Parked(kept, self.module)
+            self.parked.append(weakref.ref(place))
+            return place
         shape = tensor.size(), tensor.stride(), tensor.storage_offset()
         return found[1].place(found[2], shape)

@@ -8,8 +8,10 @@ and head hold one matrix each. parallel/pipeline.py runs them, through parallel/
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from megatron.layers.linear_cross_entropy import linear_cross_entropy
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, mlp_parameters
 from megatron.layers.norm import Norm, norm_parameters
-from megatron.layers.recompute import Rebuilder
+from megatron.layers.recompute import Parked, Rebuilder
 from megatron.layers.rotary import Rotary
 from megatron.layers.spec import (
     Multipliers,
@@ -189,6 +191,7 @@ class Layer(nn.Module):
 
     recomputes = False  # it may be computed again
     recompute: LayerRecompute = KEPT  # what is, of it
+    offloaded: frozenset[str] = frozenset()  # modules whose inputs wait for it on the host
     splits_backward = False  # a split backward pass leaves its weight gradients for later
     reads_weight_backward = True
     of_vocabulary = False  # its matrix may be far larger than those of other layers
@@ -203,6 +206,10 @@ class Layer(nn.Module):
     def choose_recompute(self, choice: LayerRecompute) -> None:
         """What backward passes compute again, from the next forward pass on."""
         self.recompute = choice
+
+    def parking(self) -> AbstractContextManager[list[ref[Parked]]]:
+        """Around a forward pass: the tensors that it saves, of a layer that knows."""
+        return nullcontext([])
 
 
 class EmbeddingBlock(Layer):
@@ -264,6 +271,9 @@ class LayerBlock(Layer):
         super().choose_recompute(choice)
         self.rebuilder.modules = choice.modules
 
+    def parking(self) -> AbstractContextManager[list[ref[Parked]]]:
+        return self.rebuilder.parking()
+
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self.position is not None:
             x = x + self.position(micro.position_ids)
@@ -274,26 +284,32 @@ class LayerBlock(Layer):
         """All but the table of positions: what --torch-compile compiles."""
         if self.embedding_dropout is not None:
             x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
+        self.rebuilder.enter("attn_norm")
         y, x = self.input_norm.of_sum(x)
         self.rebuilder.discard("layernorm", y, self.input_norm, x)
         attended = self.attention(y, micro.rotary, micro.mask, micro.dropout, micro.places)
-        y, x = _add_norm(attended, self.attention_dropout, x, self.mlp_norm, micro)
+        y, x = self._add_norm(attended, self.attention_dropout, x, "mlp_norm", micro)
         self.rebuilder.discard("layernorm", y, self.mlp_norm, x)
         y = self.mlp(y)
         if self.final_norm is None:
+            self.rebuilder.enter("")
             return self.mlp_dropout.add(y, x, micro.hidden_dropout)
-        return _add_norm(y, self.mlp_dropout, x, self.final_norm, micro)[0]
+        return self._add_norm(y, self.mlp_dropout, x, "final_norm", micro)[0]
 
-
-def _add_norm(
-    y: Tensor, dropout: Dropout, x: Tensor, norm: Norm, micro: MicroBatch
-) -> tuple[Tensor, Tensor]:
-    """(norm of the residual stream, the stream) behind the addition of y, with dropout, to the
-    stream x.
-    """
-    if dropout.acts(micro.hidden_dropout):
-        return norm.of_sum(dropout.add(y, x, micro.hidden_dropout))
-    return norm.of_sum(y, x)
+    def _add_norm(
+        self, y: Tensor, dropout: Dropout, x: Tensor, name: str, micro: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        """(norm of the residual stream, the stream) behind the addition of y, with dropout, to the
+        stream x.
+        """
+        norm: Norm = getattr(self, name)
+        self.rebuilder.enter("")
+        if dropout.acts(micro.hidden_dropout):
+            total = dropout.add(y, x, micro.hidden_dropout)
+            self.rebuilder.enter(name)
+            return norm.of_sum(total)
+        self.rebuilder.enter(name)
+        return norm.of_sum(y, x)
 
 
 class HeadBlock(Layer):

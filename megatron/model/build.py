@@ -51,6 +51,7 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
     )
     _mark_fp8(model, config, groups)
     model.choose_recompute(config.training)
+    model.choose_offload(config.training)
     return model
 
 

@@ -28,6 +28,7 @@ from megatron.model.block import (
     MicroBatch,
     ScalarSpec,
 )
+from megatron.model.offload import stage_offload
 from megatron.model.recompute import stage_recompute
 from megatron.model.stages import Stage, whole
 
@@ -102,6 +103,13 @@ class GPTModel(nn.Module):
             layers = [layer for _, layer in chunk if layer.recomputes]
             for layer, choice in zip(layers, stage_recompute(training, stage.layers), strict=True):
                 layer.choose_recompute(choice)
+
+    def choose_offload(self, training: TrainingConfig) -> None:
+        """Tell the layers what waits on the host for their backward passes."""
+        for stage, chunk in zip(self.stages, self.chunks, strict=True):
+            layers = [layer for _, layer in chunk if layer.recomputes]
+            for layer, modules in zip(layers, stage_offload(training, stage.layers), strict=True):
+                layer.offloaded = modules
 
     def declared(self) -> list[tuple[str, nn.Parameter, ParameterSpec]]:
         """Every parameter by name with its declaration, in order; a tied head adds none."""

@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.distributed.collectives import all_gather
 from megatron.distributed.groups import ALONE, Axis
 from megatron.layers.linear import WeightGrad, add_weight_grads, deferring_weight_grads
+from megatron.layers.recompute import Parked
 from megatron.model.block import Layer, MicroBatch, WithScalars
 from megatron.parallel.schedule import Kind
 
@@ -35,7 +36,7 @@ Call = tuple[Layer, Kind]  # one pass of a layer
 class Inputs(NamedTuple):
     """What full recomputation keeps of a layer's forward pass."""
 
-    x: Tensor | None  # None but of the first layer of a group
+    x: Tensor | Parked | None  # None but of the first layer of a group
     micro: MicroBatch
     shape: torch.Size | None = None  # of an input whose share alone is kept
 
@@ -75,6 +76,11 @@ class Passes:
     def leave(self, micro: MicroBatch) -> None:
         """What `place` returned has had its last pass."""
 
+    def expect(self, passes: Sequence[tuple[Layer, Kind, int]]) -> None:
+        """Before a step, or an evaluation: these passes on these micro-batches come, in this
+        order.
+        """
+
     def handed_on(self, x: Tensor | None) -> Tensor | None:
         """The result of a stage's last layer as something that may live as long as it is read."""
         return x
@@ -112,8 +118,9 @@ class LayerPasses(Passes):
         differentiated = torch.is_grad_enabled()
         keeps_inputs = differentiated and layer.recompute.whole and not again
         with torch.set_grad_enabled(differentiated and not keeps_inputs):
-            own = None if x is None else x.detach().requires_grad_(torch.is_grad_enabled())
+            leaf, own = self._entry(x)
             y = layer(own, micro)
+            del own
         scalars: dict[str, Tensor] = {}
         if isinstance(y, WithScalars):
             y, scalars = y
@@ -128,7 +135,12 @@ class LayerPasses(Passes):
             for name, value in scalars.items()
             if name in self.objectives and value.requires_grad
         ]
-        return y.detach(), Graph(own, get_gradient_edge(y), objectives)
+        return y.detach(), Graph(leaf, get_gradient_edge(y), objectives)
+
+    def _entry(self, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """(the leaf whose gradient is that of x [s, b, h], x as the layer reads it)."""
+        own = None if x is None else x.detach().requires_grad_(torch.is_grad_enabled())
+        return own, own
 
     def rebuild(self, layer: Layer, saved: Inputs, following: Inputs) -> tuple[Any, Inputs]:
         """The forward pass of a layer once more, before the backward pass of another layer of its
@@ -146,6 +158,7 @@ class LayerPasses(Passes):
 
     def _input_of(self, saved: Inputs) -> Tensor | None:
         """The layer's input [s, b, h] of what is kept of it."""
+        assert not isinstance(saved.x, Parked)
         if saved.x is None or saved.shape is None:
             return saved.x
         return all_gather(saved.x, self.sharing).view(saved.shape)

@@ -108,6 +108,7 @@ class _Known(NamedTuple):
     schedule: Schedule
     acknowledgements: dict[Message, tuple[int, int]]
     calls: list[Call]
+    passes: list[tuple[Layer, Kind, int]]  # the calls with their micro-batches
     last_uses: frozenset[Action]  # of each micro-batch
 
 
@@ -147,10 +148,16 @@ class Pipeline:
     def know(self, schedule: Schedule) -> _Known:
         """What a schedule means for this rank."""
         actions = [action for action in schedule.actions[self.rank] if action.kind in COMPUTATIONS]
-        calls = [call for kind, stage, _ in actions for call in self.calls[kind, stage]]
+        passes = [
+            (*call, micro) for kind, stage, micro in actions for call in self.calls[kind, stage]
+        ]
         last_use = {action.micro: action for action in actions}
         return _Known(
-            schedule, acknowledgements(schedule, self.rank), calls, frozenset(last_use.values())
+            schedule,
+            acknowledgements(schedule, self.rank),
+            [(layer, kind) for layer, kind, _ in passes],
+            passes,
+            frozenset(last_use.values()),
         )
 
     def compute(
@@ -209,6 +216,7 @@ class Pipeline:
         known = self.known[id(schedule)]
         self.weights.begin_step(known.calls)
         self.passes.begin(scale, self.objectives)
+        self.passes.expect(known.passes)
         step = _Step(self, known, micro_batch, scale)
         for action in step.actions:
             if action.kind in COMPUTATIONS:

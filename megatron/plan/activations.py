@@ -28,9 +28,25 @@ from megatron.layers.mlp import bias_sum_bytes, saved_widths
 from megatron.layers.norm import saved_statistics
 from megatron.model.arithmetic import local_shape
 from megatron.model.kernels import choose_kernels
+from megatron.model.offload import kept_inputs, stage_offload
 from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage
 from megatron.plan.state import element_sizes
+
+
+@dataclass(frozen=True)
+class LeavingBytes:
+    """What one forward pass of a layer sends to the host: bytes of its storages, and whether the
+    layer's input is one of them, or something that nobody reads.
+    """
+
+    storages: tuple[int, ...]
+    input_leaves: bool
+    input_is_unread: bool
+
+    @property
+    def total(self) -> int:
+        return sum(self.storages)
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,7 @@ class UnitBytes:
     # of a layer that is recomputed whole: the same when its graph is there again
     rebuilt: UnitBytes | None = None
     keeps_input: bool = True  # itself, or else a share of it or nothing
+    leaving: LeavingBytes | None = None  # where tensors go to the host
 
 
 @dataclass(frozen=True)
@@ -281,6 +298,57 @@ def _forming(shape: Shape, gathered: int, dropped: DroppedBytes, in_mlp: int) ->
     return max(fc2, fc1, key=sum)
 
 
+def leaving_bytes(
+    shape: Shape, index: int, choice: LayerRecompute, modules: frozenset[str]
+) -> LeavingBytes | None:
+    """What of a layer goes to the host where these modules' inputs do, and is large enough."""
+    smallest = max(1, shape.config.training.min_offloaded_tensor_size)
+    model = shape.model
+    if not modules:
+        return None
+    if choice.whole:
+        tp = shape.config.distributed.tensor_model_parallel_size
+        size = shape.hidden // tp if shape.shares_inputs else shape.hidden
+        goes = size // shape.compute >= smallest
+        return LeavingBytes((size,) if goes else (), goes and not shape.shares_inputs, False)
+    kept = _inputs_of_modules(shape, choice.modules)
+    going = {
+        module: [size for elements, size in kept[module] if size and elements >= smallest]
+        for module in kept
+        if module in modules & kept_inputs(choice)
+    }
+    # positions or dropout come first
+    is_changed = model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"
+    unread = index == 0 and is_changed
+    return LeavingBytes(
+        tuple(size for sizes in going.values() for size in sizes),
+        not unread and shape.hidden in going.get("attn_norm", ()),
+        unread,
+    )
+
+
+def _inputs_of_modules(
+    shape: Shape, recomputed: frozenset[str]
+) -> dict[str, list[tuple[int, int]]]:
+    """(elements, bytes) of the storages that each module of a layer keeps."""
+    model, compute = shape.model, shape.compute
+    attention, output = shape.attention.leaving(recomputed)
+    hidden = shape.hidden // compute, shape.hidden
+    together = model.norm_backend == "triton" or model.normalization != "LayerNorm"
+    numbers = shape.statistics // shape.wide // (1 if together else 2)
+    norm = [hidden, *([(numbers, numbers * shape.wide)] * (1 if together else 2))]
+    return {
+        "attn_norm": norm,
+        "qkv_linear": [hidden],
+        "core_attn": attention,
+        "attn_proj": [(output // compute, output)],
+        "mlp_norm": norm,
+        "mlp_fc1": [hidden],
+        "mlp_act": [(shape.inner // compute, shape.inner)],
+        "mlp_fc2": [(shape.activated // compute, shape.activated)],
+    }
+
+
 def embedding_bytes(shape: Shape) -> UnitBytes:
     """The word embedding: ids alone are kept."""
     parallel = shape.config.distributed.tensor_model_parallel_size > 1
@@ -324,7 +392,14 @@ def head_bytes(shape: Shape) -> UnitBytes:
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
     """The units of a stage in the order of the forward pass."""
     choices = stage_recompute(shape.config.training, stage.layers)
-    layers = [layer_bytes(shape, index, choice) for index, choice in zip(stage.layers, choices)]
+    going = stage_offload(shape.config.training, stage.layers)
+    layers = [
+        replace(
+            layer_bytes(shape, index, choice),
+            leaving=leaving_bytes(shape, index, choice, modules),
+        )
+        for index, choice, modules in zip(stage.layers, choices, going)
+    ]
     return [
         *([embedding_bytes(shape)] if stage.embedding else []),
         *layers,

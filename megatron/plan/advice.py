@@ -10,6 +10,10 @@ from functools import partial
 
 from megatron.config.derive import data_parallel_size, replica_count
 from megatron.config.groups import Config, TrainingConfig
+from megatron.model.arithmetic import unit_flops
+from megatron.model.offload import stage_offload
+from megatron.model.recompute import stage_recompute
+from megatron.plan.activations import Shape, leaving_bytes
 from megatron.plan.memory import MemoryPlan, RankMemory
 from megatron.plan.state import precisions, shard_size
 
@@ -114,6 +118,53 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
         transfer(f"reduce-scatter {often}", size.wire, backward, 2),
         gather("gather of the new weights in the next forward pass"),
     ]
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """What a layer sends to the host in a forward pass, and the time beside it: bytes, seconds of
+    the copy and of the next layer's forward pass.
+    """
+
+    size: int
+    seconds: float
+    beside: float
+    host_bandwidth: float
+
+    @property
+    def hides(self) -> bool:
+        return self.seconds <= self.beside
+
+    def line(self) -> str:
+        """One sentence."""
+        text = (
+            f"copy of a layer's activations to host memory ({self.host_bandwidth:g} GB/s) "
+            f"{'hides' if self.hides else 'does not hide'}: {gib(self.size)} GiB take "
+            f"{self.seconds * 1e3:.3g} ms beside {self.beside * 1e3:.3g} ms of the next layer's "
+            "forward pass"
+        )
+        return text if self.hides else f"{text}; fewer --offload-modules helps"
+
+
+def host_copies(config: Config, machine: Machine = Machine()) -> list[HostCopy]:
+    """The largest that a layer sends, of one micro-batch, if any does."""
+    shape = Shape(config, 0)
+    layers = range(config.model.num_layers)
+    kinds = set(
+        zip(
+            stage_recompute(config.training, layers),
+            stage_offload(config.training, layers),
+            strict=True,
+        )
+    )
+    found = [leaving_bytes(shape, 1, choice, modules) for choice, modules in kinds]
+    size = max((leaving.total for leaving in found if leaving is not None), default=0)
+    if not size:
+        return []
+    flops = shape.tokens * unit_flops(shape.model, config.data.seq_length, 0)[1]
+    beside = flops / (machine.peak_tflops * 1e12 * machine.mfu)
+    host = machine.host_bandwidth
+    return [HostCopy(size, size / (host * 1e9), beside, host)]
 
 
 def _backward_flops(training: TrainingConfig) -> int:

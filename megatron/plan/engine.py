@@ -24,6 +24,7 @@ from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.zero import Zero
 from megatron.parallel.layer_passes import Passes
+from megatron.parallel.offload import HostPool, Key, Pass, Route
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import Kind, Schedule
 from megatron.plan.activations import UnitBytes
@@ -35,12 +36,13 @@ TRANSIENT = ("gradients", "slots", "gathered", "scratch", "activations", "logits
 @dataclass(frozen=True)
 class Peak:
     """The bytes alive at the worst moment by kind, when that is, and the most of each kind at any
-    moment.
+    moment; and the bytes of host memory in which activations wait.
     """
 
     bytes: dict[str, int]
     when: str
     most: dict[str, int]
+    host: int = 0
 
 
 class Ledger:
@@ -99,6 +101,10 @@ class Ledger:
             self.peak = total, dict(now), self.moment
         now["temporaries"] -= temporaries
         now["scratch"] -= scratch
+
+    def result(self, host: int) -> Peak:
+        """Of a step that is over; `host`: bytes of host memory in which activations wait."""
+        return Peak(self.peak[1], self.peak[2], dict(self.most), host)
 
 
 class Held:
@@ -209,24 +215,77 @@ class PlannedPasses(Passes):
     shape: tuple[int, int, int]
     dtype: torch.dtype
     scalars: dict[str, Tensor] = field(default_factory=dict)
+    route: Route = field(default_factory=lambda: Route(()))
+    at: int = -1  # the pass that runs
+    pool: HostPool[int] = field(default_factory=lambda: HostPool(int))
+    coming: dict[Key, Kept] = field(default_factory=dict)  # what is on its way back
+    going: Kept | None = None  # what the pass before has sent to the host
 
     def begin(self, scale: float, objectives: set[str]) -> None:
         """Before a step."""
+
+    def expect(self, passes: Sequence[Pass]) -> None:
+        self.route, self.at = Route(passes), -1
+
+    def _begin(self) -> Kept:
+        """Before a pass, as OffloadingPasses._begin; what it reads has come."""
+        self.at += 1
+        reads, ahead = self.route.reads, self.at + 1
+        if ahead < len(reads) and (coming := reads[ahead]) is not None:
+            self.coming[coming] = self._fetched(coming[0])
+            self.ledger.look()
+        key = reads[self.at]
+        return Kept(None) if key is None else self.coming.pop(key)
+
+    def _fetched(self, layer: Layer) -> Kept:
+        """What was on the host of a forward pass of a layer."""
+        leaving = self.units[layer].leaving
+        assert leaving is not None
+        for size in leaving.storages:
+            self.pool.give(size, size)
+        x = self._hidden("activations") if leaving.input_leaves else None
+        rest = leaving.total - (0 if x is None else x.nbytes)
+        return Kept(x, Held(self.ledger, "activations", rest))
+
+    def _end(self, going: Kept | None = None) -> None:
+        """After a pass, as OffloadingPasses._end."""
+        if self.going is not None:
+            self.going.let_go()
+        self.going = going
+
+    def _send(self, layer: Layer, kept: Kept) -> Kept:
+        """What leaves of all that a forward pass keeps, which keeps the rest."""
+        leaving = self.units[layer].leaving
+        assert leaving is not None
+        for size in leaving.storages:
+            self.pool.take(size)
+        x = kept.x if leaving.input_leaves else None
+        size = leaving.total - (0 if x is None else x.nbytes)
+        kept.held = (*kept.held, Held(self.ledger, "activations", -size))
+        if leaving.input_leaves or leaving.input_is_unread:
+            kept.x = None
+        return Kept(x, Held(self.ledger, "activations", size))
 
     def forward(self, layer: Layer, x: Tensor | None, _: Any) -> tuple[Tensor, Kept]:
         """A forward pass, as LayerPasses.forward. What a layer keeps includes its input, which is
         counted as long as it is there.
         """
         self.ledger.moment = f"forward pass of {self.names[layer]}"
+        self._begin()
         unit = self.units[layer]
         kept = self._kept(unit, x, "activations")
         self.ledger.look(unit.forward)
-        return torch.empty(2, device=META) if unit.head else self._hidden("activations"), kept
+        y = torch.empty(2, device=META) if unit.head else self._hidden("activations")
+        self._end(self._send(layer, kept) if self.route.leaves[self.at] else None)
+        return y, kept
 
     def rebuild(self, layer: Layer, saved: Kept, following: Kept) -> tuple[Kept, Kept]:
         """A second forward pass, as LayerPasses.rebuild."""
+        self.ledger.moment = f"recomputation of {self.names[layer]}"
+        self._come(saved, self._begin())
         graph = self._graph_of(layer, saved)
         x = self._hidden("temporaries")
+        self._end()
         return graph, Kept(x, *following.held, has_input=True, is_graph=False)
 
     def _kept(self, unit: UnitBytes, x: Tensor | None, kind: str) -> Kept:
@@ -259,14 +318,17 @@ class PlannedPasses(Passes):
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Kept
     ) -> tuple[Tensor | None, Kept | None]:
         """A backward pass, as LayerPasses.backward."""
+        name = self.names[layer]
+        self.ledger.moment = f"backward pass of {name}"
+        self._come(saved, self._begin())
         if not saved.is_graph:
             saved = self._graph_of(layer, saved)
         unit = self.units[layer].rebuilt or self.units[layer]
-        name = self.names[layer]
         if kind is Kind.BACKWARD_WEIGHT:
             self.ledger.moment = f"weight gradients of {name}"
             self.ledger.look(unit.weight, unit.scratch)
             saved.let_go()
+            self._end()
             return None, None
         self.ledger.moment = f"backward pass of {name}"
         left = None
@@ -281,7 +343,15 @@ class PlannedPasses(Passes):
         if saved.has_input:
             dx = self._hidden("activations" if layer in self.senders else "temporaries")
         self.ledger.look()
+        self._end()
         return dx, left
+
+    @staticmethod
+    def _come(saved: Kept, arrived: Kept) -> None:
+        """What a pass has left is whole again."""
+        if arrived.held:
+            saved.x = saved.x if arrived.x is None else arrived.x
+            saved.held = (*saved.held, *arrived.held)
 
     def _hidden(self, kind: str) -> Tensor:
         x = torch.empty(self.shape, dtype=self.dtype, device=META)
@@ -298,9 +368,10 @@ def run_step(
     units: Sequence[Sequence[UnitBytes]],
     shape: tuple[int, int, int],
     inputs: int,
+    device: str = "cuda",
 ) -> Peak:
     """The worst moment of one step. `units`: of the layers of each stage of this rank; `inputs`:
-    bytes of a micro-batch.
+    bytes of a micro-batch; `device`: cuda or cpu.
     """
     names = {}
     of_layer = {}
@@ -326,4 +397,4 @@ def run_step(
         if size and kind not in ("gradients", "scratch")
     }
     assert not left, left
-    return Peak(ledger.peak[1], ledger.peak[2], dict(ledger.most))
+    return ledger.result(passes.pool.pinned(device))

@@ -163,9 +163,13 @@ class PlannedSteps:
         zero = Zero(model, blocks, groups, config.distributed)
         units = units or self.units_of(rank)
         hidden = hidden_shape(config)
-        peak = run_step(ledger, model, zero, self.schedule, groups, units, hidden, inputs)
+        peak = run_step(
+            ledger, model, zero, self.schedule, groups, units, hidden, inputs, self.device
+        )
         count = sum(parameter.numel() for parameter in model.parameters())
-        return RankMemory(blocks, count, static_bytes(config, blocks, self.shard), peak)
+        static = static_bytes(config, blocks, self.shard)
+        static["host"] += peak.host
+        return RankMemory(blocks, count, static, peak)
 
 
 def _groups_of(rank: int, config: Config, layout: Layout, group: CountedGroup) -> Groups:

@@ -5,11 +5,19 @@ from __future__ import annotations
 from megatron.config.derive import replica_count
 from megatron.config.groups import TrainingConfig
 from megatron.model.recompute import recompute_text
-from megatron.plan.advice import Machine, gib, order_of_peaks, transfers
+from megatron.plan.advice import (
+    HostCopy,
+    Machine,
+    Transfer,
+    gib,
+    host_copies,
+    order_of_peaks,
+    transfers,
+)
 from megatron.plan.communicators import nccl_buffers
 from megatron.plan.memory import MemoryPlan
 from megatron.plan.state import shard_size
-from megatron.plan.verdict import judge, memory_verdict
+from megatron.plan.verdict import NODE_RANKS, judge, memory_verdict
 
 COLUMNS = (
     "parameters",
@@ -87,15 +95,29 @@ def memory_report(plan: MemoryPlan, *, memory: float, machine: Machine) -> list[
         f"parameter, peak {gib(largest.total)} GiB, "
         f"{largest.total / largest.parameters:.4g} bytes a parameter",
     ]
-    if largest.static["host"]:
-        lines.append(f"in the host's memory {gib(largest.static['host'])} GiB for each rank")
-    if largest.static["disk"]:
-        lines.append(f"in files on the node's disk {gib(largest.static['disk'])} GiB for each rank")
+    lines += _elsewhere(plan)
     if plan.device == "cuda" and plan.world_size > 1:
         lines.append(nccl_buffers(plan.config, plan.world_size).line())
     lines += zero_lines(plan, memory)
-    sent = [transfer.line() for transfer in transfers(plan.config, plan.world_size, machine)]
+    sent = [copy.line() for copy in _beside_computation(plan, machine)]
     return [*lines, *([f"with {machine}:"] if sent else []), *sent]
+
+
+def _elsewhere(plan: MemoryPlan) -> list[str]:
+    """What is not in the devices' memory."""
+    host, disk = (max(rank.static[kind] for rank in plan.ranks) for kind in ("host", "disk"))
+    ranks = min(plan.world_size, NODE_RANKS)
+    of_node = f", {gib(ranks * host)} for the {ranks} of a node" if ranks > 1 else ""
+    return [
+        *([f"in the host's memory {gib(host)} GiB for each rank{of_node}"] if host else []),
+        *([f"in files on the node's disk {gib(disk)} GiB for each rank"] if disk else []),
+    ]
+
+
+def _beside_computation(plan: MemoryPlan, machine: Machine) -> list[Transfer | HostCopy]:
+    """What is sent between ranks, or to the host."""
+    config = plan.config
+    return [*transfers(config, plan.world_size, machine), *host_copies(config, machine)]
 
 
 def _what_columns_say(training: TrainingConfig) -> str:
@@ -157,7 +179,7 @@ def banner_lines(plan: MemoryPlan, machine: Machine | None) -> list[str]:
     if machine is not None:
         lines += [
             f"warning: with {machine} the {transfer.line()}"
-            for transfer in transfers(plan.config, plan.world_size, machine)
+            for transfer in _beside_computation(plan, machine)
             if not transfer.hides
         ]
     return lines

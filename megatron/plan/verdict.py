@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.config.errors import UserError
 from megatron.plan.memory import MemoryPlan
 from megatron.plan.state import shard_size
 
 DEVICE_MEMORY = 80.0  # GiB of the device that is planned for where none is known
+NODE_RANKS = 8  # of a node, where a run is planned for another machine
 RESERVE = 6.0  # GiB that the plan does not count: context, kernels, NCCL's buffers, fragmentation
 
 
@@ -50,6 +52,28 @@ def memory_verdict(plan: MemoryPlan, memory: float) -> Verdict:
             _remedy(plan, memory) or "more ranks, or a smaller --micro-batch-size, need less"
         )
     return Verdict(word, line)
+
+
+def check_host_memory(plan: MemoryPlan, memory: float | None, ranks: int) -> None:
+    """Raises UserError where `ranks` on one node keep more on the host than its `memory` GiB."""
+    each = max(rank.static["host"] for rank in plan.ranks)
+    if memory is None or each * ranks <= memory * 2**30:
+        return
+    activations = max(rank.peak.host for rank in plan.ranks)
+    what = [
+        *(["--activation-offload"] if activations else []),
+        *(["--optimizer-cpu-offload"] if plan.config.optimizer.optimizer_cpu_offload else []),
+    ]
+    raise UserError(
+        f"{' and '.join(what)}: each rank keeps {_gib(each)} GiB in the host's memory, the {ranks} "
+        f"of a node {_gib(each * ranks)} of the {memory:.4g} GiB that it has; give a smaller "
+        + (
+            "--activation-offload-fraction or fewer --offload-modules"
+            if 2 * activations > each
+            else "--optimizer-offload-fraction"
+        )
+        + ", or more nodes; --host-memory GIB says what a node has"
+    )
 
 
 def _remedy(plan: MemoryPlan, memory: float) -> str:

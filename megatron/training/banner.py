@@ -22,7 +22,13 @@ from megatron.plan.advice import Machine
 from megatron.plan.memory import MemoryPlan
 from megatron.plan.stages import stage_lines
 from megatron.plan.table import banner_lines
-from megatron.plan.verdict import DEVICE_MEMORY, Verdict, memory_verdict
+from megatron.plan.verdict import (
+    DEVICE_MEMORY,
+    NODE_RANKS,
+    Verdict,
+    check_host_memory,
+    memory_verdict,
+)
 from megatron.training.length import epoch_lines, length_line
 from megatron.training.neighbours import megatron_core_lines
 from megatron.training.resume import device_name
@@ -32,16 +38,21 @@ if TYPE_CHECKING:
 
 
 def describe(
-    prepared: Prepared, world_size: int, device: torch.device, planned_for: str | None = None
+    prepared: Prepared,
+    world_size: int,
+    device: torch.device,
+    planned_for: str | None = None,
+    node: tuple[float, int] | None = None,
 ) -> tuple[dict[str, list[str]], Verdict | None]:
     """The banner's sections: all that a reader of a log needs to know about a run; and whether it
     fits into a GPU's memory (None where no GPU is planned for). Memory is that of `planned_for`
-    (cuda, cpu) or of the device.
+    (cuda, cpu) or of the device; `node`: GiB of this node and its ranks. Raises UserError when the
+    host's memory does not suffice.
     """
     config = prepared.config
     target = torch.device(planned_for or device)
     plan = MemoryPlan(config, prepared.tokenizer.vocab_size, world_size, target.type)
-    verdict = _verdict(plan, device) if target.type == "cuda" else None
+    verdict = _verdict(plan, device, target, node)
     peak = config.logging.peak_tflops or peak_tflops(
         device_name(device), compute_dtype(config.precision)
     )
@@ -67,8 +78,19 @@ def describe(
     }, verdict
 
 
-def _verdict(plan: MemoryPlan, device: torch.device) -> Verdict:
-    """Of --device-memory, or what the GPU has, or that of a usual one."""
+def _verdict(
+    plan: MemoryPlan,
+    device: torch.device,
+    target: torch.device,
+    node: tuple[float, int] | None,
+) -> Verdict | None:
+    """Of --device-memory, or what the GPU has, or that of a usual one; None on a CPU. Of a node
+    --host-memory, or what this one has, must suffice; a dry run knows no node.
+    """
+    on_host, ranks = node or (None, min(plan.world_size, NODE_RANKS))
+    check_host_memory(plan, plan.config.distributed.host_memory or on_host, ranks)
+    if target.type != "cuda":
+        return None
     memory = plan.config.distributed.device_memory
     if memory is None and device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -49,6 +50,7 @@ from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
 from megatron.parallel.graphs import GraphedPasses
 from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.offload import OffloadingPasses
 from megatron.parallel.pipeline import Pipeline
 from megatron.plan.verdict import Verdict
 from megatron.training.banner import describe
@@ -229,8 +231,12 @@ def _take_save_folder(
 
 def _sections(prepared: Prepared, groups: Groups, device: torch.device) -> dict[str, list[str]]:
     """Of the banner, on rank 0; what prevents them there is raised on all."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    node = pages / 2**30, read_launch().local_size
     with raise_on_all_ranks(groups.world, device):
-        return describe(prepared, groups.world.size, device)[0] if groups.rank == 0 else {}
+        if groups.rank != 0:
+            return {}
+        return describe(prepared, groups.world.size, device, node=node)[0]
 
 
 def _device_names(device: torch.device, ranks: Ranks) -> str:
@@ -263,8 +269,11 @@ def _build_engine(
         with raise_on_all_ranks(groups.world, device):
             compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
-    shares = config.training.distribute_saved_activations
-    passes: LayerPasses = LayerPasses(groups.tp if shares else ALONE)
+    sharing = groups.tp if config.training.distribute_saved_activations else ALONE
+    passes = LayerPasses(sharing)
+    if config.training.activation_offload:
+        smallest = config.training.min_offloaded_tensor_size
+        passes = OffloadingPasses(device, smallest, sharing)
     if config.training.cuda_graphs:
         for block in zero.trained:
             block.keep_grad_place()

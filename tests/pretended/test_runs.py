@@ -38,6 +38,7 @@ LOG, EVALUATION, SAVE = 3, 6, 4  # intervals of train.MODEL and of cases that sa
 OFTEN = (
     "llama",
     "dropout",
+    "offload",
     "fp16",
     "torch",
     "zero 3",

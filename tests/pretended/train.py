@@ -90,6 +90,7 @@ BF16 = f"--bf16 {NO_DROPOUT}"
 LLAMA_BF16 = f"{BF16} {LLAMA}"
 DROPOUT = "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1"
 FULL = "--recompute-granularity full"
+AWAY = "--activation-offload --min-offloaded-tensor-size 1024 --num-layers 4"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 
 # multiples of 128, as blocks want them
@@ -110,6 +111,10 @@ CASES = {
     "one micro-batch": Case(LLAMA_BF16, micro_batches=1),
     "accumulation": Case(LLAMA_BF16, micro_batches=5),
     "recompute": Case(f"{DROPOUT} {LLAMA} {FULL}"),
+    "offload": Case(f"{DROPOUT} {LLAMA} {AWAY}", micro_batches=3),
+    "offload, zero 3": Case(
+        f"{LLAMA_BF16} {AWAY} {FULL} --zero-stage 3", ranks=4, copies=4, micro_batches=3
+    ),
     "documents": Case(f"{LLAMA_BF16} {DOCUMENTS}"),
     "window": Case(f"{LLAMA_BF16} --window-size 16"),
     "yarn": Case(LLAMA_BF16.replace("rope", "yarn")),

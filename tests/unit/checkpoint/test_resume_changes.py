@@ -269,6 +269,10 @@ OTHERWISE = {
         "recompute_modules",
         "recompute_num_layers",
         "distribute_saved_activations",
+        "activation_offload",
+        "offload_modules",
+        "activation_offload_fraction",
+        "min_offloaded_tensor_size",
     },
     "evaluation": {"eval_interval", "skip_train"},
 }

@@ -281,6 +281,27 @@ def test_a_file_of_settings_and_the_distributed_optimizer(tmp_path):
         )
 
 
+def test_other_names_of_activation_offload():
+    words = "--fine-grained-activation-offloading --activation-offload-fraction 0.5"
+    training = parse_arguments(words.split()).config.training
+    assert training.activation_offload and training.activation_offload_fraction == 0.5
+    training = parse_arguments(["--checkpoint-in-cpu"]).config.training
+    assert training.activation_offload and training.offload_modules == ("layer_input",)
+
+
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        ("--offload-modules moe_act", "give mlp_act, the dense MLP's"),
+        ("--cpu-offloading-num-layers 2", "use --activation-offload --activation-offload-fraction"),
+        ("--delta-offload-bytes-across-pp-ranks 4096", "the same share of its layers"),
+    ],
+)
+def test_offload_that_is_not_ours_is_refused_with_what_to_give(words, fault):
+    with pytest.raises(ArgumentErrors, match=fault):
+        parse_arguments(words.split())
+
+
 def test_other_names_of_precisions_and_offload():
     parsed = parse_arguments(
         "--bf16 --cpu-optimizer --megatron-fsdp-main-grads-dtype bf16 "
@@ -344,8 +365,8 @@ def test_notes_change_nothing():
         ),
         ("--use-flash-attn --attention-backend triton", []),
         (
-            "--checkpoint-in-cpu --tile-factor 1",
-            ["--checkpoint-in-cpu: it saves no memory here"],
+            "--split-transformers --tile-factor 1",
+            ["--split-transformers: it saves no memory here"],
         ),
         (
             "--manual-gc --empty-unused-memory-level 1",

@@ -360,6 +360,17 @@ def test_shares_of_saved_inputs(tmp_path):
     assert "--recompute-num-layers says how many" in notes[1]
 
 
+def test_layer_inputs_on_the_host(tmp_path):
+    content = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    notes, faults = compare(tmp_path, content, FLAGS)
+    assert faults == [] and "acts only where layers are recomputed" in notes[0]
+    (fault,) = compare(tmp_path, content, [*FLAGS, "--checkpoint-activations"])[1]
+    assert fault.endswith("give --activation-offload")
+    flags = [*FLAGS, "--checkpoint-activations", "--activation-offload"]
+    notes, faults = compare(tmp_path, content, flags)
+    assert faults == [] and "equals --activation-offload" in notes[0]
+
+
 def test_its_faults_come_with_the_others(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 8}')

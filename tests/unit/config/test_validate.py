@@ -246,6 +246,38 @@ def test_a_complete_configuration_has_no_faults():
             "--optimizer-cpu-offload: not something that apex's FusedAdam does",
         ),
         (
+            "--offload-modules core_attn",
+            "--offload-modules core_attn: acts only with --activation-offload",
+        ),
+        (
+            "--activation-offload --activation-offload-fraction 1.5",
+            "--activation-offload-fraction 1.5: must be from 0 to 1",
+        ),
+        (
+            "--activation-offload --offload-modules attn_proj",
+            "--offload-modules attn_proj: core attention keeps attn_proj's input too",
+        ),
+        (
+            "--activation-offload --offload-modules layer_input",
+            "--offload-modules layer_input: layer_input is of layers that are recomputed whole",
+        ),
+        (
+            "--activation-offload --offload-modules mlp_act --recompute-granularity full",
+            "--offload-modules mlp_act: with --recompute-granularity full a layer keeps its",
+        ),
+        (
+            "--activation-offload --torch-compile",
+            "--activation-offload: a layer that --torch-compile has compiled fixes what it keeps",
+        ),
+        (
+            "--activation-offload --recompute auto --memory-budget 10",
+            "--activation-offload: --recompute auto plans for what stays on the device",
+        ),
+        (
+            "--activation-offload --cuda-graphs",
+            "--cuda-graphs: does not combine with --activation-offload",
+        ),
+        (
             "--optimizer sgd --optimizer-cpu-offload",
             "--optimizer-cpu-offload: acts only with --optimizer adam",
         ),

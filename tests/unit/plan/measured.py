@@ -53,6 +53,7 @@ WIDE_HEAD = "--fused-linear-cross-entropy --untie-embeddings-and-output-weights 
 TP2 = "--tensor-model-parallel-size 2"
 RING = "--cp-comm-type p2p"
 CP2 = "--context-parallel-size 2"
+OFFLOAD = "--activation-offload --min-offloaded-tensor-size 4096"
 FP8 = "--fp8-format hybrid --fp8-min-width 128"
 KERNELS = " ".join(
     f"--{operator}-backend triton"
@@ -344,6 +345,40 @@ CASES: dict[str, tuple[int, int, str]] = {
         2,
         f"{LARGER} {LLAMA} {CP2} {RING} --recompute-granularity selective "
         "--recompute-modules core_attn mlp",
+    ),
+    "one rank, activations on the host": (1, 2, f"{SMALL} {OFFLOAD} --hidden-dropout 0.1"),
+    "one rank, llama, bf16, layer inputs on the host": (
+        1,
+        2,
+        f"{LARGER} {LLAMA} --bf16 {FULL} {OFFLOAD} --num-layers 12",
+    ),
+    "pp2, zero-bubble, llama, half of the layers on the host": (
+        2,
+        4,
+        f"{SMALL} {LLAMA} {PP2} --num-layers 8 --pipeline-schedule zero-bubble {OFFLOAD} "
+        "--activation-offload-fraction 0.5",
+    ),
+    "stage 2, pp2 dp2, interleaved, some rebuilt, some on the host": (
+        4,
+        4,
+        f"{SMALL} {PP2} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 --zero-stage 2 "
+        f"{SELECTIVE} layernorm mlp_act {OFFLOAD} --offload-modules attn_norm core_attn mlp_act",
+    ),
+    "tp2 sp, llama, stage 3, bf16, activations on the host": (
+        4,
+        2,
+        f"{LARGER} {LLAMA} {TP2} --sequence-parallel --bf16 --zero-stage 3 {OFFLOAD}",
+    ),
+    "tp2, groups, shares on the host": (
+        2,
+        2,
+        f"{LARGER} --num-layers 12 {TP2} {FULL} --recompute-num-layers 2 {OFFLOAD} "
+        "--distribute-saved-activations",
+    ),
+    "one rank, our kernels, activations on the host": (
+        1,
+        2,
+        f"{LARGER} {LLAMA} {KERNELS} --bf16 {OFFLOAD} --hidden-dropout 0.1",
     ),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }

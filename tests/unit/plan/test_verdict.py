@@ -8,10 +8,12 @@ import pytest
 
 import pretrain_gpt
 from megatron.config.arguments import parse_arguments
+from megatron.config.errors import UserError
 from megatron.config.validate import resolve
 from megatron.plan.memory import MemoryPlan
-from megatron.plan.verdict import judge, memory_verdict
+from megatron.plan.verdict import check_host_memory, judge, memory_verdict
 from megatron.training.pretrain import end_of_dry_run
+from tools.plan import plan
 
 LLAMA_405B = """--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248
 --num-attention-heads 128 --group-query-attention
@@ -96,3 +98,42 @@ def test_a_tight_run_is_said_to_be_tight():
     )
     text, code = end_of_dry_run(verdict)
     assert code == 0 and "memory is tight" in text and "everything is in order" not in text
+
+
+AWAY = "--world-size 8 --activation-offload --recompute-granularity full --host-memory"
+
+
+def test_a_node_must_have_the_memory_that_its_ranks_take():
+    """24 layers of which the last one's input stays, 2 MiB each, on 8 ranks: 368 MiB of a node."""
+    config = resolve(parse_arguments(words(SMALL, f"{AWAY} 1")).config, 8, 50257).config
+    plan = MemoryPlan(config, 50257, 8)
+    assert [rank.static["host"] for rank in plan.ranks] == [23 * 1024 * 1024 * 2]
+    check_host_memory(plan, None, 8)
+    check_host_memory(plan, 368 / 1024, 8)
+    with pytest.raises(UserError, match="give a smaller --activation-offload-fraction"):
+        check_host_memory(plan, 367 / 1024, 8)
+    check_host_memory(plan, 367 / 1024, 7)
+
+
+def test_a_dry_run_and_the_plan_refuse_what_a_node_lacks(capsys):
+    assert pretrain_gpt.main(words(SMALL, f"{AWAY} 0.3")) == 2
+    assert "--activation-offload: each rank keeps 0.0449 GiB" in capsys.readouterr().err
+    with pytest.raises(UserError, match="the 8 of a node 0.359 of the 0.3 GiB that it has"):
+        plan("memory", words(SMALL, f"{AWAY} 0.3"))
+    assert any(
+        "0.359 for the 8 of a node" in line for line in plan("memory", words(SMALL, AWAY[:-14]))
+    )
+
+
+def test_whether_copies_to_the_host_hide():
+    """A layer input of 2 MiB takes 42 us at 50 GB/s; 27.9 GFLOP of a forward pass 71."""
+    for extra, found in (
+        ("--recompute-granularity full", "hides: 0.00195 GiB take 0.0419 ms beside 0.0706 ms"),
+        ("", "does not hide: "),
+    ):
+        line = [
+            line
+            for line in plan("memory", words(SMALL, f"--world-size 8 --activation-offload {extra}"))
+            if line.startswith("copy of a layer's activations")
+        ]
+        assert len(line) == 1 and found in line[0], line

@@ -111,6 +111,8 @@ def _origin() -> tuple[str, str]:
         ):
             continue
         name = file.removeprefix(MEGATRON)
+        if name == "parallel/offload.py" and frame.f_code.co_name == "host_buffer":
+            return "host", f"{name}:{frame.f_lineno}"
         scratch = (
             name.startswith("optimizer/")
             or name.startswith("layers/")

@@ -1,0 +1,358 @@
+"""Activations that wait on the host between a layer's forward pass and its backward pass.
+
+Which pass comes when is fixed by the schedule, so nothing is learnt in a first step. A forward
+pass ends with copies of what its layer keeps to pinned buffers, on a stream of their own. They have
+the time of the next pass: behind that one the memory on the device is let go. What a pass will read
+comes back beside the pass before it, on a third stream. What would have to come back before it has
+left stays on the device, and so does what is read with no pass of a transformer layer in between.
+
+The host waits for nothing: streams wait for events. A storage that several tensors share goes once.
+Buffers go by their bytes from one layer to the next and from step to step; the copy into one waits
+for the copy out of it. On a CPU the copies are made at once, in the same order and number. Called
+from parallel/pipeline.py as LayerPasses are, and `Route` and `HostPool` from plan/engine.py. Never
+run on a GPU. s sequence, b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.offload import LAYER_INPUT
+from megatron.distributed.groups import ALONE, Axis
+from megatron.layers.recompute import Parked
+from megatron.model.block import Layer, MicroBatch
+from megatron.parallel.graphs import tensors_of
+from megatron.parallel.layer_passes import Inputs, LayerPasses
+from megatron.parallel.schedule import Kind
+
+Pass = tuple[Layer, Kind, int]  # of a layer on a micro-batch
+Key = tuple[Layer, int]
+READING = (Kind.REBUILD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+class Route:
+    """The passes of a step in their order, and which of them send to the host or read what has
+    been there.
+    """
+
+    def __init__(self, passes: Sequence[Pass]):
+        self.passes = passes
+        self.leaves = [False] * len(passes)
+        self.reads: list[Key | None] = [None] * len(passes)
+        before = [0]  # passes of transformer layers
+        for layer, *_ in passes:
+            before.append(before[-1] + layer.recomputes)
+        first: dict[Key, int] = {}
+        for index, (layer, kind, micro) in enumerate(passes):
+            if kind is Kind.FORWARD:
+                if layer.offloaded:
+                    first[layer, micro] = index
+            elif kind in READING and (layer, micro) in first:
+                forward = first.pop((layer, micro))
+                # let go behind the next pass, and fetched before the last
+                is_away = index > forward + 2
+                if is_away and before[index] > before[self._end(forward)]:
+                    self.leaves[forward] = True
+                    self.reads[index] = layer, micro
+
+    def _end(self, forward: int) -> int:
+        """Behind the forward passes that need nothing of their own for their backward passes."""
+        micro = self.passes[forward][2]
+        for end in range(forward + 1, len(self.passes)):
+            layer, kind, other = self.passes[end]
+            again = layer.recompute.whole and not layer.recompute.first
+            if not (again and kind is Kind.FORWARD and other == micro):
+                return end
+        return len(self.passes)
+
+
+Buffer = TypeVar("Buffer")
+
+
+class HostPool(Generic[Buffer]):
+    """Buffers on the host by their bytes, made when none of a size is free, and kept."""
+
+    def __init__(self, make: Callable[[int], Buffer]):
+        self.make = make
+        self.free: dict[int, list[Buffer]] = {}
+        self.made: list[int] = []  # their bytes
+
+    def take(self, size: int) -> Buffer:
+        """A buffer of so many bytes."""
+        free = self.free.get(size)
+        if free:
+            return free.pop(0)
+        self.made.append(size)
+        return self.make(size)
+
+    def give(self, size: int, buffer: Buffer) -> None:
+        """Take it back for the next one who asks."""
+        self.free.setdefault(size, []).append(buffer)
+
+    def pinned(self, device: str) -> int:
+        """Bytes of host memory in all: for a `cuda` device torch takes powers of two."""
+        return sum(1 << (size - 1).bit_length() if device == "cuda" else size for size in self.made)
+
+
+def host_buffer(size: int, device: torch.device) -> Tensor:
+    """Memory of the host [bytes] that a GPU reads and writes by itself."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class HostBuffer:
+    """A buffer on the host [bytes], and when it may be written again."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.memory = host_buffer(size, device)
+        self.read: torch.cuda.Event | None = None  # the last copy out of it is over
+
+
+class Storage:
+    """A storage of the device: all of it [elements] while it is there, else on the host.
+    `readers`: those to come.
+    """
+
+    def __init__(self, whole: Tensor, readers: int):
+        self.tensor: Tensor | None = whole
+        self.dtype, self.size = whole.dtype, whole.nbytes
+        self.readers = readers
+        self.buffer: HostBuffer | None = None
+
+    def read(self) -> Tensor:
+        """All of it; nothing is kept when its last reader has had it."""
+        assert self.tensor is not None, "an offloaded tensor is read before it has come back"
+        tensor = self.tensor
+        self.readers -= 1
+        if not self.readers:
+            self.tensor = None
+        return tensor
+
+
+class Departed(NamedTuple):
+    """What one forward pass has sent to the host."""
+
+    storages: list[Storage]
+    over: Any  # the event behind the copies; None on a CPU
+
+
+class HostCopies:
+    """Carries out the copies: one stream for each way, and the buffers."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.pool = HostPool(lambda size: HostBuffer(size, device))
+        self.on_gpu = device.type == "cuda"
+        if self.on_gpu:
+            self.leaving, self.returning = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def send(self, storages: list[Storage]) -> Departed:
+        """Copy storages that the current stream has written. They stay until `let_go`."""
+        for storage in storages:
+            storage.buffer = self.pool.take(storage.size)
+        if not self.on_gpu:
+            for storage in storages:
+                self._copy_out(storage)
+            return Departed(storages, None)
+        self.leaving.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.leaving):
+            for storage in storages:
+                assert storage.buffer is not None
+                if storage.buffer.read is not None:
+                    self.leaving.wait_event(storage.buffer.read)
+                self._copy_out(storage)
+            return Departed(storages, self.leaving.record_event())
+
+    @staticmethod
+    def _copy_out(storage: Storage) -> None:
+        assert storage.buffer is not None and storage.tensor is not None
+        place = storage.buffer.memory.view(storage.dtype)
+        place.copy_(storage.tensor, non_blocking=True)
+
+    def let_go(self, departed: Departed) -> None:
+        """Free storages of the device that have been sent: what the current stream does next may
+        write into their memory.
+        """
+        if self.on_gpu:
+            torch.cuda.current_stream().wait_event(departed.over)
+        for storage in departed.storages:
+            storage.tensor = None
+
+    def fetch(self, departed: Departed) -> Any:
+        """Set off the way back; the event behind the copies."""
+        for storage in departed.storages:
+            size = storage.size // storage.dtype.itemsize
+            storage.tensor = torch.empty(size, dtype=storage.dtype, device=self.device)
+        if not self.on_gpu:
+            for storage in departed.storages:
+                self._copy_back(storage)
+            return None
+        # whose memory the current stream has used until now
+        self.returning.wait_stream(torch.cuda.current_stream())
+        self.returning.wait_event(departed.over)
+        with torch.cuda.stream(self.returning):
+            for storage in departed.storages:
+                buffer = storage.buffer
+                self._copy_back(storage)
+                assert buffer is not None
+                buffer.read = self.returning.record_event()
+            return self.returning.record_event()
+
+    def _copy_back(self, storage: Storage) -> None:
+        """The buffer is free for whoever waits until it has been read."""
+        assert storage.buffer is not None and storage.tensor is not None
+        storage.tensor.copy_(storage.buffer.memory.view(storage.dtype), non_blocking=True)
+        self.pool.give(storage.size, storage.buffer)
+        storage.buffer = None
+
+    def arrive(self, event: Any) -> None:
+        """What the current stream does next may read what was fetched."""
+        if self.on_gpu:
+            torch.cuda.current_stream().wait_event(event)
+
+
+class _LayerInput(torch.autograd.Function):
+    """x [s, b, h], with a graph that ends in a leaf of this shape without memory of its own: who
+    saves x keeps x, and the graph does not.
+    """
+
+    @staticmethod
+    def forward(ctx, leaf: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dy, None
+
+
+class OffloadingPasses(LayerPasses):
+    """LayerPasses that keep on the host what the layers' choices (`Layer.offloaded`) say. Tensors
+    of fewer elements than `smallest` stay.
+    """
+
+    def __init__(self, device: torch.device, smallest: int, sharing: Axis = ALONE):
+        super().__init__(sharing)
+        self.smallest = smallest
+        self.copies = HostCopies(device)
+        self.routes: dict[int, Route] = {}  # by identity of their passes, which they keep
+        self.route, self.at = Route(()), -1  # of this step; the pass that runs
+        self.away: dict[Key, Departed] = {}
+        self.coming: dict[Key, Any] = {}  # the events of what has been fetched
+        self.going: Departed | None = None  # still on the device, too
+        self.one: Tensor | None = None  # element, the memory of all leaves
+        self.parks = False  # the input of the pass that runs may leave
+        self.inputs: dict[int, frozenset[int]] = {}  # storages of micro-batches, by identity
+
+    def expect(self, passes: Sequence[Pass]) -> None:
+        if id(passes) not in self.routes:
+            self.routes[id(passes)] = Route(passes)
+        self.route, self.at = self.routes[id(passes)], -1
+        assert not self.away and not self.coming, "an offloaded tensor was never read"
+
+    def place(self, micro: MicroBatch) -> MicroBatch:
+        self.inputs[id(micro)] = storages_of(tensors_of(micro))
+        return micro
+
+    def leave(self, micro: MicroBatch) -> None:
+        del self.inputs[id(micro)]
+
+    def forward(
+        self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False
+    ) -> tuple[Tensor, Any]:
+        if again:  # within another pass
+            return super().forward(layer, x, micro, again)
+        self._begin()
+        if not self.route.leaves[self.at] or not torch.is_grad_enabled():
+            found = super().forward(layer, x, micro)
+            self._end()
+            return found
+        self.parks = True
+        try:
+            with layer.parking() as saved:
+                y, kept = super().forward(layer, x, micro)
+        finally:
+            self.parks = False
+        parked = [each for place in saved if (each := place()) is not None]
+        if isinstance(kept, Inputs):
+            assert isinstance(kept.x, Tensor)
+            parked = [Parked(kept.x, LAYER_INPUT)]
+            kept = kept._replace(x=parked[0])
+        _, _, number = self.route.passes[self.at]
+        departed = self.copies.send(self._going(layer, micro, parked))
+        self.away[layer, number] = departed
+        self._end(departed)
+        return y, kept
+
+    def rebuild(self, layer: Layer, saved: Inputs, following: Inputs) -> tuple[Any, Inputs]:
+        self._begin()
+        found = super().rebuild(layer, saved, following)
+        self._end()
+        return found
+
+    def backward(
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any
+    ) -> tuple[Tensor | None, Any]:
+        self._begin()
+        found = super().backward(kind, layer, dy, saved)
+        self._end()
+        return found
+
+    def _begin(self) -> None:
+        """Before a pass: what it reads has come, and what the next one reads is on its way."""
+        self.at += 1
+        reads, ahead = self.route.reads, self.at + 1
+        key = reads[self.at]
+        coming = reads[ahead] if ahead < len(reads) else None
+        if coming is not None:
+            self.coming[coming] = self.copies.fetch(self.away.pop(coming))
+        if key is not None:
+            self.copies.arrive(self.coming.pop(key))
+
+    def _end(self, departed: Departed | None = None) -> None:
+        """After a pass, which has sent this: what the pass before has sent leaves the device."""
+        if self.going is not None:
+            self.copies.let_go(self.going)
+        self.going = departed
+
+    def _entry(self, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if x is None or not (self.parks and torch.is_grad_enabled()):
+            return super()._entry(x)
+        if self.one is None:
+            self.one = x.new_empty(())
+        leaf = self.one.expand(x.shape).requires_grad_()
+        return leaf, _LayerInput.apply(leaf, x)
+
+    def _input_of(self, saved: Inputs) -> Tensor | None:
+        if isinstance(saved.x, Parked):
+            saved = saved._replace(x=saved.x.read())
+        return super()._input_of(saved)
+
+    def _going(self, layer: Layer, micro: MicroBatch, parked: Iterable[Parked]) -> list[Storage]:
+        """The storages of a forward pass that leave: those that the chosen modules alone keep,
+        neither weights nor parts of the micro-batch.
+        """
+        staying = self.inputs[id(micro)] | storages_of(layer.parameters())
+        of_storage: dict[int, list[Parked]] = {}
+        for each in parked:
+            assert each.tensor is not None
+            of_storage.setdefault(each.tensor.untyped_storage()._cdata, []).append(each)
+        found = []
+        for key, sharing in of_storage.items():
+            tensor = sharing[0].tensor
+            assert tensor is not None
+            elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+            chosen = all(each.module in layer.offloaded for each in sharing)
+            if not chosen or key in staying or elements < max(1, self.smallest):
+                continue
+            found.append(Storage(tensor.as_strided((elements,), (1,), 0), len(sharing)))
+            for each in sharing:
+                each.leave(found[-1].read)
+        return found
+
+
+def storages_of(tensors: Iterable[Tensor | nn.Parameter]) -> frozenset[int]:
+    """The identities of tensors' storages."""
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)

@@ -1,0 +1,222 @@
+"""What leaves the device for the host, and what stays there, to the byte: against the storages that
+live when the forward passes of two micro-batches are over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from test_memory import BATCH, DRY, SEQ, VOCAB, configure, interpreted
+from test_recompute_bytes import BF16, FP32, LLAMA, MODELS, OURS
+from unit.by_hand import forward
+from unit.storages import Storages
+from unit.zero.measure import launches_of_nothing
+
+from megatron.config.groups import Config
+from megatron.config.offload import INSIDE
+from megatron.model.arithmetic import padded_vocab_size
+from megatron.model.gpt import GPTModel
+from megatron.model.kernels import compute_dtype
+from megatron.model.stages import whole
+from megatron.optimizer.blocks import build_blocks
+from megatron.parallel import offload
+from megatron.parallel.offload import OffloadingPasses, Pass
+from megatron.parallel.schedule import Kind
+from megatron.plan.activations import Shape, unit_bytes
+
+MICRO_BATCHES = 2
+CHOICES: dict[str, dict] = {
+    "all": {},
+    "attention": {"offload_modules": ("qkv_linear", "core_attn", "attn_proj")},
+    "core attention alone": {"offload_modules": ("core_attn",)},
+    "norms": {"offload_modules": ("attn_norm", "mlp_norm")},
+    "mlp": {"offload_modules": ("mlp_fc1", "mlp_act", "mlp_fc2")},
+    "half of the layers": {"activation_offload_fraction": 0.5},
+    "none of the layers": {"activation_offload_fraction": 0.0},
+    "large ones": {"min_offloaded_tensor_size": 1 << 14},
+    "beside norms and activation that are rebuilt": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("layernorm", "mlp_act"),
+    },
+    "beside attention and MLP that are rebuilt": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("layernorm", "qkv", "core_attn", "mlp"),
+    },
+    "beside core attention that is rebuilt": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("core_attn",),
+    },
+    "layer inputs": {"recompute_granularity": "full", "recompute_num_layers": 1},
+}
+
+
+def offloading(precision=FP32, choice: str = "all", **model) -> Config:
+    training = {"activation_offload": True, "min_offloaded_tensor_size": 1, **CHOICES[choice]}
+    return configure(precision, training=training, **model)
+
+
+def passes_of(model: GPTModel) -> list[Pass]:
+    """Forward passes of all micro-batches, then their backward passes: all that may leave does."""
+    layers = [layer for _, layer in model.chunks[0]]
+    numbers = range(MICRO_BATCHES)
+    return [
+        *((layer, Kind.FORWARD, micro) for micro in numbers for layer in layers),
+        *((layer, Kind.BACKWARD, micro) for micro in numbers for layer in reversed(layers)),
+    ]
+
+
+def alive(config: Config) -> tuple[int, int]:
+    """(bytes that live on the device, bytes of buffers of the host) when the forward passes are
+    over, beside parameters and the micro-batches.
+    """
+    model = GPTModel(
+        config.model,
+        vocab_size=VOCAB,
+        padded_vocab=padded_vocab_size(VOCAB, config.model),
+        dtype=compute_dtype(config.precision),
+        seed=1,
+    )
+    model.choose_recompute(config.training)
+    model.choose_offload(config.training)
+    for block in build_blocks(model, torch.device("cpu")):
+        block.open()
+    tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)
+    positions = torch.arange(SEQ).expand(BATCH, SEQ)
+    mask = torch.ones(BATCH, SEQ)
+    passes = OffloadingPasses(torch.device("cpu"), config.training.min_offloaded_tensor_size)
+    passes.expect(passes_of(model))
+    micro = model.micro_batch(tokens, tokens, mask, positions, ids, training=True)
+    passes.place(micro)
+    kept = []
+    with launches_of_nothing(), Storages() as storages:
+        for _ in range(MICRO_BATCHES):
+            y, saved = forward(model, micro, passes)
+            kept.append(saved)
+            del y
+        total = sum(storages.alive().values())
+    host = sum(passes.copies.pool.made)
+    leaf = 0 if passes.one is None else passes.one.nbytes
+    return total - host - leaf, host
+
+
+def planned(config: Config, device: str = "cuda") -> tuple[int, int]:
+    """The same by the formulas."""
+    padded = padded_vocab_size(VOCAB, config.model)
+    shape = Shape(config, padded, device)
+    units = unit_bytes(shape, whole(config.model)[0])
+    device_bytes = host = 0
+    for unit in units:
+        device_bytes += unit.saved + unit.logits
+        if unit.leaving is not None:
+            device_bytes -= unit.leaving.total + unit.leaving.input_is_unread * shape.hidden
+            host += unit.leaving.total
+    return MICRO_BATCHES * device_bytes, MICRO_BATCHES * host
+
+
+def kept_by_the_loss(config: Config) -> int:
+    """What the head keeps beside its input and the logits: the same without offload."""
+    without = config.with_fields("training", activation_offload=False)
+    return alive(without)[0] - planned(without)[0]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["without attention dropout", "llama"])
+def test_bytes_by_choice(name, choice):
+    config = offloading(choice=choice, **MODELS[name])
+    on_device, host = alive(config)
+    expected, expected_host = planned(config)
+    assert host == expected_host
+    assert on_device == expected + kept_by_the_loss(config)
+    assert (host == 0) == (choice == "none of the layers")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_by_model(name):
+    config = offloading(**MODELS[name])
+    on_device, host = alive(config)
+    expected, expected_host = planned(config)
+    assert host == expected_host and on_device == expected + kept_by_the_loss(config)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["gpt", "llama", "norms of queries"])
+def test_bytes_with_our_kernels(name):
+    config = offloading(**OURS[name])
+    on_device, host = alive(config)
+    expected, expected_host = planned(config)
+    assert host == expected_host and on_device == expected + kept_by_the_loss(config)
+
+
+def test_all_that_a_layer_keeps_leaves():
+    """But for masks of dropout, of which there are none here, and what the final norm reads."""
+    config = offloading(**{**LLAMA, "hidden_dropout": 0.0})
+    shape = Shape(config, padded_vocab_size(VOCAB, config.model))
+    units = unit_bytes(shape, whole(config.model)[0])
+    last = units[2]
+    assert last.leaving is not None and last.leaving.total == last.saved - shape.ends(1)
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_each_module_has_bytes_of_its_own(module):
+    """attn_proj's input is kept by core attention too, and stays without it."""
+    config = offloading(**LLAMA).with_fields("training", offload_modules=(module,))
+    on_device, host = alive(config)
+    without = config.with_fields("training", activation_offload=False)
+    assert (host > 0) == (module != "attn_proj")
+    assert alive(without)[0] - on_device == host
+
+
+# ---- faults that the count must see
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[None]:
+    """The device keeps one storage that has been sent."""
+    let_go, kept = offload.HostCopies.let_go, []
+
+    def forgetful(self, departed):
+        kept.append(departed.storages[0].tensor)
+        let_go(self, departed)
+
+    with mock.patch.object(offload.HostCopies, "let_go", forgetful):
+        yield
+
+
+@contextlib.contextmanager
+def each_reader_its_own() -> Iterator[None]:
+    """A storage that several tensors share is sent once for each."""
+    going = offload.OffloadingPasses._going
+
+    def separately(self, layer, micro, parked):
+        return [storage for each in parked for storage in going(self, layer, micro, [each])]
+
+    with mock.patch.object(offload.OffloadingPasses, "_going", separately):
+        yield
+
+
+@contextlib.contextmanager
+def graph_keeps_the_input() -> Iterator[None]:
+    """The leaf of a layer's graph is its input, as without offload."""
+    with mock.patch.object(offload.OffloadingPasses, "_entry", offload.LayerPasses._entry):
+        yield
+
+
+@pytest.mark.parametrize("fault", [keeping, each_reader_its_own, graph_keeps_the_input])
+def test_faults_are_seen(fault):
+    config = offloading(**LLAMA)
+    right = alive(config)
+    with fault():
+        assert alive(config) != right
+
+
+def test_in_bf16_on_a_cpu():
+    config = offloading(BF16, **{**DRY, **LLAMA})
+    on_device, host = alive(config)
+    expected, expected_host = planned(config, "cpu")
+    without = config.with_fields("training", activation_offload=False)
+    loss = alive(without)[0] - planned(without, "cpu")[0]
+    assert host == expected_host and on_device == expected + loss
