@@ -560,7 +560,7 @@ class AttentionBytes:
         """Elements of the log-sum-exp, and of what the norms of queries and keys keep."""
         tokens, model = self.seq * self.samples, self.model
         heads, groups = model.num_attention_heads, model.num_query_groups
-        has_sums = not self.is_plain and "core_attn" not in recomputed
+        has_sums = (self.ring > 1 or not self.is_plain) and "core_attn" not in recomputed
         found = [tokens * heads] if has_sums else []
         if model.qk_layernorm and "qkv" not in recomputed:
             each = saved_statistics(model.normalization, 1)
@@ -745,7 +745,7 @@ class AttentionBytes:
         masking. Our kernels have none.
         """
         masked = self.documents or self.gathers or self.model.window_size is not None
-        if self.is_ours or not (self.is_plain or masked):
+        if self.is_ours or self.ring > 1 or not (self.is_plain or masked):
             return 0
         # torch's fused attention turns a boolean mask into numbers that are added to the scores
         element = 1 if self.is_plain else self.wide if self.is_widened else self.compute

@@ -35,6 +35,7 @@ CI = (  # layout, feature, precision, choices; small worlds first
     ("tp2 sp", "gqa2-qknorm", "fp32", ("all", "inputs")),
     ("cp2", "dropout", "bf16", ("all", "inputs")),
     ("cp2 a2a", "gqa2-qknorm", "fp32", ("attention",)),
+    ("cp2 p2p", "dropout", "bf16", ("attention",)),
     ("dp2 zero1", "llama", "fp8", ("all",)),
     ("dp2 zero2", "dropout", "fp32", ("norms, MLP",)),
     ("dp2 zero3", "dropout", "bf16", ("all", "groups")),

@@ -55,6 +55,7 @@ CI = (  # layout, feature, precision, choices; small worlds first
     ("tp2 sp", "gqa2-qknorm", "fp32", "all, groups"),
     ("cp2", "dropout", "bf16", "all, groups"),
     ("cp2 a2a", "gqa2-qknorm", "fp32", "all"),
+    ("cp2 p2p", "dropout", "bf16", "all, groups"),
     ("dp2 zero1", "llama", "bf16", "MLP, norms"),
     ("dp2 zero1", "llama", "fp8", "all, full"),
     ("dp2 zero2", "dropout", "fp32", "all"),
