@@ -87,12 +87,15 @@ def fp8_faults(run: RunView) -> Iterator[str]:
     multiple = BLOCK if run.fp8_recipe == "blockwise" else MULTIPLE
     yield from _widths(run, wide, multiple)
     is_sized = run.has("seq_length", "micro_batch_size")
-    tokens = run.seq_length // run.cp * run.micro_batch_size if is_sized else 0
+    pieces = max(1, run.tiled_mlp)
+    tokens = run.seq_length // run.cp // pieces * run.micro_batch_size if is_sized else 0
     if run.fp8_wgrad and run.fp8_recipe != "rowwise" and tokens % multiple:
+        of_what = f"a piece of {run.show('tiled_mlp')}" if pieces > 1 else "a micro-batch"
+        others = ", or fewer pieces" if pieces > 1 else ""
         yield (
-            f"{asked}: a micro-batch of {tokens} tokens is no multiple of {multiple}, which "
+            f"{asked}: {of_what} of {tokens} tokens is no multiple of {multiple}, which "
             f"--fp8-recipe {run.fp8_recipe} needs for the gradients of weights; change "
-            "--seq-length or --micro-batch-size, or give --no-fp8-wgrad"
+            f"--seq-length or --micro-batch-size{others}, or give --no-fp8-wgrad"
         )
     if run.cp > 1 and run.fp8_wgrad and run.fp8_recipe == "blockwise":
         yield (

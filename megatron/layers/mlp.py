@@ -1,6 +1,14 @@
 """The MLP: h -> f -> h with GELU, squared ReLU or a gated activation. s sequence, b batch, h
 hidden, f ffn width.
 
+Under --tiled-mlp N it runs over N pieces of the sequence that this rank holds, one after another,
+and keeps its input alone: the backward pass makes fc1's product and the activation of a piece again
+and differentiates that piece, the last one first, before it turns to the next (autograd runs what
+was recorded last first). So tensors as wide as f never exist for more than a piece. Weight
+gradients add up in main_grad piece by piece. Under sequence parallelism a piece is gathered from the
+pieces of all ranks, which hold other tokens than a piece of the whole sequence would: products of
+rows do not mind, and the reduce-scatter hands each rank its own rows back.
+
 Called from model/block.py, once a layer.
 """
 
@@ -113,6 +121,13 @@ def mlp_parameters(
     return made
 
 
+def always_rebuilt(model: ModelConfig) -> frozenset[str]:
+    """Modules of `Rebuilder` that a layer makes again whatever else it recomputes: the MLP in
+    pieces.
+    """
+    return frozenset({"mlp"} if model.tiled_mlp > 1 else ())
+
+
 def saved_widths(model: ModelConfig) -> tuple[int, int]:
     """Elements a token of what the MLP of this rank's `model` keeps: (fc1's output, fc2's
     input).
@@ -142,11 +157,18 @@ class MLP(nn.Module):
         super().__init__()
         self.rebuilder = rebuilder or Rebuilder()
         self.activation, self.backend = config.activation, config.activation_backend
+        self.pieces = config.tiled_mlp
         parameters = mlp_parameters(config, name, tp.sequence)
         self.fc1 = ColumnLinear(parameters["fc1.weight"], parameters.get("fc1.bias"), tp)
         self.fc2 = RowLinear(parameters["fc2.weight"], parameters.get("fc2.bias"), tp)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.pieces == 1:
+            return self._piece(x)
+        return torch.cat([self._piece(piece) for piece in x.chunk(self.pieces)])
+
+    def _piece(self, x: Tensor) -> Tensor:
+        """The MLP of some tokens [s, b, h] -> [s, b, h]."""
         return self.fc2(self.rebuilder("mlp", self._inner, x))
 
     def _inner(self, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from megatron.layers.embedding import Embedding
 from megatron.layers.linear import column_linear, linear
 from megatron.layers.linear_cross_entropy import linear_cross_entropy
 from megatron.layers.loss import cross_entropy
-from megatron.layers.mlp import MLP, mlp_parameters
+from megatron.layers.mlp import MLP, always_rebuilt, mlp_parameters
 from megatron.layers.norm import Norm, norm_parameters
 from megatron.layers.recompute import Rebuilder
 from megatron.layers.rotary import Rotary
@@ -237,6 +237,7 @@ class LayerBlock(Layer):
         cp: ContextParallel = WHOLE,
     ):
         super().__init__()
+        self.config = config
         parameters = layer_parameters(config, index, tp.sequence)
 
         def norm(name: str) -> Norm:
@@ -252,6 +253,7 @@ class LayerBlock(Layer):
         )
         self.embedding_dropout = dropout("embedding.dropout") if index == 0 else None
         self.rebuilder = Rebuilder()
+        self.rebuilder.modules = always_rebuilt(config)
         self.input_norm = norm("input_norm")
         self.attention = SelfAttention(config, seed, index, tp, cp, self.rebuilder)
         self.attention_dropout = dropout("layers", index, "attention.output_dropout")
@@ -262,7 +264,7 @@ class LayerBlock(Layer):
 
     def choose_recompute(self, choice: LayerRecompute) -> None:
         super().choose_recompute(choice)
-        self.rebuilder.modules = choice.modules
+        self.rebuilder.modules = choice.modules | always_rebuilt(self.config)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self.position is not None:

@@ -23,7 +23,7 @@ from megatron.layers.fp8 import Scratch, scratch
 from megatron.layers.linear import weight_grad_scratch
 from megatron.layers.linear_cross_entropy import chunk_tokens
 from megatron.layers.loss import widened_bytes
-from megatron.layers.mlp import bias_sum_bytes, saved_widths
+from megatron.layers.mlp import always_rebuilt, bias_sum_bytes, saved_widths
 from megatron.layers.norm import saved_statistics
 from megatron.model.arithmetic import local_shape
 from megatron.model.kernels import choose_kernels
@@ -106,6 +106,7 @@ class Shape:
         self.inner, self.activated = (
             self.tokens * self.compute * width for width in saved_widths(self.model)
         )
+        self.pieces = self.model.tiled_mlp  # equal ones, of the sequence in the MLP
 
     @property
     def statistics(self) -> int:
@@ -132,6 +133,7 @@ class Shape:
 
     def dropped(self, modules: frozenset[str]) -> DroppedBytes:
         """Bytes of these that a layer does not keep where it makes these modules again."""
+        modules = modules | always_rebuilt(self.model)
         whole = "mlp" in modules
         return DroppedBytes(
             self.hidden if "layernorm" in modules else 0,
@@ -171,15 +173,17 @@ class Shape:
 def layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     """One transformer layer."""
     products = _fp8_scratch(shape, index)
-    own = _with_fp8(_kept_layer(shape, index, choice.modules), products)
+    modules = choice.modules | always_rebuilt(shape.model)
+    own = _with_fp8(_kept_layer(shape, index, modules), products)
     if not choice.whole:
         return own
     hidden, attention = shape.hidden, shape.attention
     mlp = shape.inner + shape.activated
     tp = shape.config.distributed.tensor_model_parallel_size
     saved = hidden // tp if shape.shares_inputs else hidden
-    # nothing is kept
-    forward = max(hidden + attention.saved(), 3 * hidden + mlp) + shape.dropout()
+    # nothing is kept; of the MLP's output all pieces, then they beside the whole
+    in_mlp = max(2 * hidden, hidden + mlp // shape.pieces) if shape.pieces > 1 else mlp
+    forward = max(hidden + attention.saved(), 3 * hidden + in_mlp) + shape.dropout()
     return replace(
         own,
         saved=saved if choice.first else 0,
@@ -198,7 +202,8 @@ def _fp8_scratch(shape: Shape, index: int) -> Scratch:
     found = []
     for linear in wide_linears(config.model, config.precision):
         outputs, inputs = linear.on_rank(config.distributed.tensor_model_parallel_size)
-        found.append(scratch(shape.tokens, outputs, inputs, config.precision, shape.device, grad))
+        tokens = shape.tokens // (shape.pieces if linear.name.startswith("mlp.") else 1)
+        found.append(scratch(tokens, outputs, inputs, config.precision, shape.device, grad))
     return Scratch(*map(max, zip(*found, strict=True)))
 
 
@@ -221,16 +226,19 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     whole = shape.layer() + shape.ends(index)
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
+    pieces = shape.pieces  # of the MLP, whose tensors are there for one at a time
+    done = hidden - hidden // pieces  # results of pieces that came before
     # What is made again is there when it is read: of the MLP first, of attention when the MLP's is
     # gone. A norm's output is read again for a product that is made again, else when its weight
     # gradient is formed.
-    in_mlp = dropped.mlp + (dropped.norm if "mlp" in modules else 0)
+    in_mlp = dropped.mlp // pieces + (dropped.norm if "mlp" in modules else 0)
     in_attention = dropped.total - (0 if "qkv" in modules else dropped.norm)
     # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of
     # attention when the MLP's tensors are gone.
     backward = max(
-        shape.inner + bias_sum_bytes(model, shape.tokens) + in_mlp,
-        gathered + shape.activated + in_mlp,
+        done + shape.inner // pieces + bias_sum_bytes(model, shape.tokens // pieces) + in_mlp,
+        done + (gathered + shape.activated) // pieces + in_mlp,
+        done + hidden + dropped.norm if pieces > 1 else 0,
         attention.gradients() - mlp - hidden + in_attention,
     )
     forming, scratch = _forming(shape, gathered, dropped, in_mlp)
@@ -238,7 +246,12 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     # inputs and output gradients of the linear layers
     deferred = 4 * hidden + shape.tokens * shape.compute * (q + 2 * k + q) + mlp
     # fc2's input stays, and dropout's gradient beside that of its output
-    split = backward + shape.activated + (hidden if model.hidden_dropout > 0 else 0)
+    if pieces > 1:  # what all of them leave for later stays
+        apart = done + hidden + dropped.norm
+        backward_apart = max(apart, attention.gradients() - mlp - hidden + in_attention)
+        split = backward_apart + mlp + (hidden if model.hidden_dropout > 0 else 0)
+    else:
+        split = backward + shape.activated + (hidden if model.hidden_dropout > 0 else 0)
     return UnitBytes(
         whole - dropped.total,
         0,
@@ -258,9 +271,10 @@ def _forward(shape: Shape, dropped: DroppedBytes) -> int:
     """
     hidden = shape.hidden
     kept_of_mlp = shape.inner + shape.activated - dropped.mlp
+    pieces = shape.pieces
     return shape.dropout() + max(
-        3 * hidden + dropped.norm + dropped.activated,
-        hidden + dropped.norm + dropped.mlp,
+        3 * hidden + dropped.norm + dropped.activated // pieces,
+        2 * hidden - hidden // pieces + dropped.norm + dropped.mlp // pieces,
         hidden + dropped.norm + dropped.attention - kept_of_mlp,
     )
 
@@ -269,15 +283,42 @@ def _forming(shape: Shape, gathered: int, dropped: DroppedBytes, in_mlp: int) ->
     """Bytes while weight gradients are formed, and those in which they are; `gathered`: of hidden
     states of the whole sequence under sequence parallelism; `in_mlp`: of what has been made again.
     """
-    model = shape.model
+    model, pieces, hidden = shape.model, shape.pieces, shape.hidden
     columns = saved_widths(shape.model)[0]
     f = model.ffn_hidden_size
     h = model.hidden_size
+    tokens = shape.tokens // pieces
     # of fc2's weight; and of fc1's, when fc2's input is gone
-    fc2 = gathered + shape.activated + in_mlp, shape.weight_scratch(f, h)
-    again = dropped.mlp + dropped.norm
-    fc1 = 2 * gathered + shape.hidden - shape.activated + again, shape.weight_scratch(h, columns)
-    return max(fc2, fc1, key=sum)
+    fc2 = (gathered + shape.activated) // pieces + in_mlp, shape.weight_scratch(f, h, tokens)
+    again = dropped.mlp // pieces + dropped.norm
+    fc1 = (
+        (2 * gathered + hidden - shape.activated) // pieces + again,
+        shape.weight_scratch(h, columns, tokens),
+    )
+    most, scratch = max(fc2, fc1, key=sum)
+    if pieces == 1:
+        return most, scratch
+    # beside results of the pieces before; else attention's may be the worst
+    return max(
+        (most + hidden - hidden // pieces, scratch), *_forming_of_attention(shape, gathered), key=sum
+    )
+
+
+def _forming_of_attention(shape: Shape, gathered: int) -> list[tuple[int, int]]:
+    """`_forming` of attention's weights, where the MLP's tensors and the inputs of its norm are
+    gone, and the gradient of the residual stream is there.
+    """
+    q, k = shape.attention.widths
+    h = shape.model.hidden_size
+    element = shape.tokens * shape.compute
+    gone = shape.hidden + shape.statistics + shape.mask
+    return [
+        (gathered + element * q - gone, shape.weight_scratch(q, h)),
+        (
+            2 * gathered + shape.hidden + element * (q + 2 * k) - gone - shape.attention.saved(),
+            shape.weight_scratch(h, q + 2 * k),
+        ),
+    ]
 
 
 def embedding_bytes(shape: Shape) -> UnitBytes:
