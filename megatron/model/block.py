@@ -278,8 +278,13 @@ class LayerBlock(Layer):
             x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
         y, x = self.input_norm.of_sum(x)
         self.rebuilder.discard("layernorm", y, self.input_norm, x)
-        attended = self.attention(y, micro.rotary, micro.mask, micro.dropout, micro.places)
-        y, x = _add_norm(attended, self.attention_dropout, x, self.mlp_norm, micro)
+        y, x = _add_norm(
+            self.attention(y, micro.rotary, micro.mask, micro.dropout, micro.places),
+            self.attention_dropout,
+            x,
+            self.mlp_norm,
+            micro,
+        )  # attention's output has no name here: it would live as long as this function runs
         self.rebuilder.discard("layernorm", y, self.mlp_norm, x)
         y = self.mlp(y)
         if self.final_norm is None:

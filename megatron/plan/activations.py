@@ -24,7 +24,7 @@ from megatron.layers.linear import weight_grad_scratch
 from megatron.layers.linear_cross_entropy import chunk_tokens
 from megatron.layers.loss import widened_bytes
 from megatron.layers.mlp import always_rebuilt, bias_sum_bytes, saved_widths
-from megatron.layers.norm import saved_statistics
+from megatron.layers.norm import saved_statistics, temporary_bytes
 from megatron.model.arithmetic import local_shape
 from megatron.model.kernels import choose_kernels
 from megatron.model.recompute import LayerRecompute, stage_recompute
@@ -120,6 +120,14 @@ class Shape:
         kept = saved_mask(model.hidden_dropout, model.dropout_backend, model.hidden_size)
         return self.own * kept
 
+    @property
+    def norm_temporaries(self) -> int:
+        """Bytes in which a norm of the hidden states is computed, in either pass."""
+        model = self.model
+        kind, backend = model.normalization, model.norm_backend
+        per_element = temporary_bytes(kind, backend, self.compute, self.wide)
+        return self.own * model.hidden_size * per_element
+
     def layer(self) -> int:
         """Bytes that a layer keeps, its input included, without recomputation: before attention and
         MLP the residual stream, norm output and dropout mask.
@@ -152,9 +160,7 @@ class Shape:
             model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"
         ):
             total += self.hidden + self.mask
-        if index == model.num_layers - 1:
-            total += self.hidden + self.statistics
-        return total
+        return total + _final_norm(self, index)
 
     def dropout(self) -> int:
         """Bytes in which random words are drawn."""
@@ -181,9 +187,12 @@ def layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     mlp = shape.inner + shape.activated
     tp = shape.config.distributed.tensor_model_parallel_size
     saved = hidden // tp if shape.shares_inputs else hidden
-    # nothing is kept; of the MLP's output all pieces, then they beside the whole
-    in_mlp = max(2 * hidden, hidden + mlp // shape.pieces) if shape.pieces > 1 else mlp
-    forward = max(hidden + attention.saved(), 3 * hidden + in_mlp) + shape.dropout()
+    # nothing is kept: the MLP has its input and the residual stream beside it, and of its output
+    # first the pieces, then they and the whole
+    pieces = shape.pieces
+    in_mlp = max(mlp, hidden) if pieces == 1 else max(2 * hidden, hidden + mlp // pieces)
+    in_attention = max(hidden + attention.saved(), 2 * hidden + _sharing_forward(shape))
+    forward = max(in_attention, 2 * hidden + in_mlp) + shape.dropout()
     return replace(
         own,
         saved=saved if choice.first else 0,
@@ -227,7 +236,6 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
     pieces = shape.pieces  # of the MLP, whose tensors are there for one at a time
-    done = hidden - hidden // pieces  # results of pieces that came before
     # What is made again is there when it is read: of the MLP first, of attention when the MLP's is
     # gone. A norm's output is read again for a product that is made again, else when its weight
     # gradient is formed.
@@ -235,28 +243,27 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     in_attention = dropped.total - (0 if "qkv" in modules else dropped.norm)
     # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of
     # attention when the MLP's tensors are gone.
-    backward = max(
-        done + shape.inner // pieces + bias_sum_bytes(model, shape.tokens // pieces) + in_mlp,
-        done + (gathered + shape.activated) // pieces + in_mlp,
-        done + hidden + dropped.norm if pieces > 1 else 0,
-        attention.gradients() - mlp - hidden + in_attention,
-    )
-    forming, scratch = _forming(shape, gathered, dropped, in_mlp)
+    inner = shape.inner // pieces + bias_sum_bytes(model, shape.tokens // pieces)
+    in_piece = max(inner, (gathered + shape.activated) // pieces) + in_mlp
+    if pieces == 1:
+        in_attention += attention.gradients() - mlp - hidden
+        backward = max(in_piece, in_attention)
+        # fc2's input stays, and dropout's gradient beside that of its output
+        split = backward + shape.activated
+    else:
+        outside = _outside_mlp(shape, index, dropped, "qkv" in modules)
+        backward = max(hidden - hidden // pieces + in_piece, outside)
+        split = outside + mlp  # what all pieces leave stays
+    split += hidden if model.hidden_dropout > 0 else 0
+    forming, scratch = _forming(shape, index, gathered, dropped, in_mlp)
     q, k = attention.widths
     # inputs and output gradients of the linear layers
     deferred = 4 * hidden + shape.tokens * shape.compute * (q + 2 * k + q) + mlp
-    # fc2's input stays, and dropout's gradient beside that of its output
-    if pieces > 1:  # what all of them leave for later stays
-        apart = done + hidden + dropped.norm
-        backward_apart = max(apart, attention.gradients() - mlp - hidden + in_attention)
-        split = backward_apart + mlp + (hidden if model.hidden_dropout > 0 else 0)
-    else:
-        split = backward + shape.activated + (hidden if model.hidden_dropout > 0 else 0)
     return UnitBytes(
         whole - dropped.total,
         0,
         deferred,
-        _forward(shape, dropped),
+        _forward(shape, index, dropped),
         backward,
         split,
         forming,
@@ -265,21 +272,61 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     )
 
 
-def _forward(shape: Shape, dropped: DroppedBytes) -> int:
+def _outside_mlp(shape: Shape, index: int, dropped: DroppedBytes, again: bool) -> int:
+    """Bytes at the backward pass's worst moment outside of the MLP's pieces: when the gradients of
+    their inputs are put together, in the norm, in the attention core and behind it. `again`: the
+    projection of queries, keys and values is made again.
+    """
+    gone = _behind_mlp(shape, index, dropped)
+    saved = shape.attention.saved() - dropped.attention
+    return max(
+        2 * shape.hidden + dropped.norm,
+        shape.norm_temporaries + dropped.norm,
+        _in_core(shape) + dropped.attention + (dropped.norm if again else 0) - gone,
+        max(shape.attention.gradients(), _sharing(shape)) - gone - saved,
+    )
+
+
+def _in_core(shape: Shape) -> int:
+    """Bytes of the gradients of the attention core's output and inputs."""
+    attention = shape.attention
+    if attention.is_plain:
+        return attention.gradients()
+    (q, k), cp = attention.widths, attention.cp
+    if attention.is_repeated:
+        k = q
+    elif cp > 1:
+        k = k * cp if attention.gathers else max(k, cp * shape.model.kv_channels)
+    element = shape.wide if attention.is_widened else shape.compute
+    # our kernels prepare two numbers of each query
+    sums = 2 * shape.wide * shape.model.num_attention_heads if attention.is_ours else 0
+    return shape.tokens * (element * (2 * q + 2 * k) + sums)
+
+
+def _forward(shape: Shape, index: int, dropped: DroppedBytes) -> int:
     """Of a layer whose graph is kept: the outputs of attention and MLP, and the layer's. What is
     not kept lives until it has been read.
     """
     hidden = shape.hidden
     kept_of_mlp = shape.inner + shape.activated - dropped.mlp
     pieces = shape.pieces
+    last = index == shape.model.num_layers - 1
+    in_norm = (hidden if last else dropped.norm) + shape.norm_temporaries
+    shared = _sharing_forward(shape)
     return shape.dropout() + max(
-        3 * hidden + dropped.norm + dropped.activated // pieces,
-        2 * hidden - hidden // pieces + dropped.norm + dropped.mlp // pieces,
+        in_norm if pieces > 1 else 0,
+        2 * hidden + dropped.norm + dropped.activated // pieces,
+        hidden - hidden // pieces + dropped.norm + dropped.mlp // pieces,
         hidden + dropped.norm + dropped.attention - kept_of_mlp,
+        2 * hidden + shared + dropped.total - shape.layer() - _final_norm(shape, index)
+        if shared
+        else 0,
     )
 
 
-def _forming(shape: Shape, gathered: int, dropped: DroppedBytes, in_mlp: int) -> tuple[int, int]:
+def _forming(
+    shape: Shape, index: int, gathered: int, dropped: DroppedBytes, in_mlp: int
+) -> tuple[int, int]:
     """Bytes while weight gradients are formed, and those in which they are; `gathered`: of hidden
     states of the whole sequence under sequence parallelism; `in_mlp`: of what has been made again.
     """
@@ -299,26 +346,73 @@ def _forming(shape: Shape, gathered: int, dropped: DroppedBytes, in_mlp: int) ->
     if pieces == 1:
         return most, scratch
     # beside results of the pieces before; else attention's may be the worst
-    return max(
-        (most + hidden - hidden // pieces, scratch), *_forming_of_attention(shape, gathered), key=sum
-    )
+    beside = hidden - hidden // pieces
+    return max((most + beside, scratch), *_forming_of_attention(shape, index, dropped), key=sum)
 
 
-def _forming_of_attention(shape: Shape, gathered: int) -> list[tuple[int, int]]:
-    """`_forming` of attention's weights, where the MLP's tensors and the inputs of its norm are
-    gone, and the gradient of the residual stream is there.
+def _behind_mlp(shape: Shape, index: int, dropped: DroppedBytes) -> int:
+    """Bytes that a layer has kept and that are gone when attention is differentiated, without the
+    gradient of the residual stream that is there instead.
     """
+    beside = shape.statistics + shape.mask + _final_norm(shape, index)
+    return shape.hidden - dropped.norm + beside
+
+
+def _final_norm(shape: Shape, index: int) -> int:
+    """Bytes that the final norm keeps, if layer `index` has it."""
+    last = index == shape.model.num_layers - 1
+    return shape.hidden + shape.statistics if last else 0
+
+
+def _received(shape: Shape) -> int:
+    """What Gloo receives for a reduce-scatter of hidden states, beside its result."""
+    tp = shape.config.distributed.tensor_model_parallel_size
+    return (tp - 1) * shape.hidden if shape.sequence_parallel and shape.device != "cuda" else 0
+
+
+def _forming_of_attention(shape: Shape, index: int, dropped: DroppedBytes) -> list[tuple[int, int]]:
+    """`_forming` of attention's two weights, when the MLP's tensors are gone."""
     q, k = shape.attention.widths
     h = shape.model.hidden_size
     element = shape.tokens * shape.compute
-    gone = shape.hidden + shape.statistics + shape.mask
+    gathered = shape.whole if shape.sequence_parallel else 0
+    gone = _behind_mlp(shape, index, dropped)
+    saved = shape.attention.saved() - dropped.attention
+    qkv = 2 * gathered + shape.hidden + _received(shape) + element * (q + 2 * k)
     return [
-        (gathered + element * q - gone, shape.weight_scratch(q, h)),
-        (
-            2 * gathered + shape.hidden + element * (q + 2 * k) - gone - shape.attention.saved(),
-            shape.weight_scratch(h, q + 2 * k),
-        ),
+        (gathered + element * q - gone + dropped.attention, shape.weight_scratch(q, h)),
+        (qkv + dropped.norm - gone - saved, shape.weight_scratch(h, q + 2 * k)),
     ]
+
+
+def _sharing_forward(shape: Shape) -> int:
+    """Bytes while context-parallel ranks exchange what attention reads, with what it is made of."""
+    q, k = shape.attention.widths
+    cp = shape.attention.cp
+    if cp == 1:
+        return 0
+    element = shape.tokens * shape.compute
+    # put together, sent, received in their order; keys and values are all gathered
+    sent = 2 * k * (1 + 2 * cp)
+    if not shape.attention.gathers:
+        sent = 3 * (q + 2 * max(k, cp * shape.model.kv_channels))
+    return shape.attention.saved(frozenset({"core_attn"})) + element * sent
+
+
+def _sharing(shape: Shape) -> int:
+    """Bytes while context-parallel ranks exchange gradients of what attention has read: as autograd
+    gives them, in the order of the ranks, and what arrives.
+    """
+    q, k = shape.attention.widths
+    cp = shape.attention.cp
+    if cp == 1:
+        return 0
+    element = shape.tokens * shape.compute
+    if not shape.attention.gathers:
+        return 3 * element * (q + 2 * max(k, cp * shape.model.kv_channels))
+    # Gloo copies what it sends, and receives parts
+    gloo = 1 if shape.device != "cuda" else 0
+    return element * (q + (2 + gloo) * 2 * k * cp + 2 * k + gloo * (cp - 1) * 2 * k)
 
 
 def embedding_bytes(shape: Shape) -> UnitBytes:
