@@ -187,10 +187,10 @@ def layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     mlp = shape.inner + shape.activated
     tp = shape.config.distributed.tensor_model_parallel_size
     saved = hidden // tp if shape.shares_inputs else hidden
-    # nothing is kept: the MLP has its input and the residual stream beside it, and of its output
-    # first the pieces, then they and the whole
+    # nothing is kept: the MLP has its input and the residual stream beside it, and in pieces its
+    # output
     pieces = shape.pieces
-    in_mlp = max(mlp, hidden) if pieces == 1 else max(2 * hidden, hidden + mlp // pieces)
+    in_mlp = max(mlp, hidden) if pieces == 1 else hidden + (mlp + hidden) // pieces
     in_attention = max(hidden + attention.saved(), 2 * hidden + _sharing_forward(shape))
     forward = max(in_attention, 2 * hidden + in_mlp) + shape.dropout()
     return replace(
@@ -252,7 +252,7 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
         split = backward + shape.activated
     else:
         outside = _outside_mlp(shape, index, dropped, "qkv" in modules)
-        backward = max(hidden - hidden // pieces + in_piece, outside)
+        backward = max(hidden + in_piece, outside)  # beside the gradient of the MLP's input
         split = outside + mlp  # what all pieces leave stays
     split += hidden if model.hidden_dropout > 0 else 0
     forming, scratch = _forming(shape, index, gathered, dropped, in_mlp)
@@ -280,8 +280,7 @@ def _outside_mlp(shape: Shape, index: int, dropped: DroppedBytes, again: bool) -
     gone = _behind_mlp(shape, index, dropped)
     saved = shape.attention.saved() - dropped.attention
     return max(
-        2 * shape.hidden + dropped.norm,
-        shape.norm_temporaries + dropped.norm,
+        shape.hidden + shape.norm_temporaries,
         _in_core(shape) + dropped.attention + (dropped.norm if again else 0) - gone,
         max(shape.attention.gradients(), _sharing(shape)) - gone - saved,
     )
@@ -311,12 +310,15 @@ def _forward(shape: Shape, index: int, dropped: DroppedBytes) -> int:
     kept_of_mlp = shape.inner + shape.activated - dropped.mlp
     pieces = shape.pieces
     last = index == shape.model.num_layers - 1
-    in_norm = (hidden if last else dropped.norm) + shape.norm_temporaries
+    in_norm = shape.norm_temporaries if last else shape.norm_temporaries - hidden + dropped.norm
     shared = _sharing_forward(shape)
+    in_mlp = (
+        max(2 * hidden + dropped.norm + dropped.activated, dropped.norm + dropped.mlp)
+        if pieces == 1
+        else hidden + max(hidden, dropped.norm + (hidden + dropped.mlp) // pieces, in_norm)
+    )
     return shape.dropout() + max(
-        in_norm if pieces > 1 else 0,
-        2 * hidden + dropped.norm + dropped.activated // pieces,
-        hidden - hidden // pieces + dropped.norm + dropped.mlp // pieces,
+        in_mlp,
         hidden + dropped.norm + dropped.attention - kept_of_mlp,
         2 * hidden + shared + dropped.total - shape.layer() - _final_norm(shape, index)
         if shared
@@ -345,9 +347,8 @@ def _forming(
     most, scratch = max(fc2, fc1, key=sum)
     if pieces == 1:
         return most, scratch
-    # beside results of the pieces before; else attention's may be the worst
-    beside = hidden - hidden // pieces
-    return max((most + beside, scratch), *_forming_of_attention(shape, index, dropped), key=sum)
+    # beside the gradient of the MLP's input; else attention's may be the worst
+    return max((most + hidden, scratch), *_forming_of_attention(shape, index, dropped), key=sum)
 
 
 def _behind_mlp(shape: Shape, index: int, dropped: DroppedBytes) -> int:
