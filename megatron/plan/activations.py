@@ -245,15 +245,14 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     # attention when the MLP's tensors are gone.
     inner = shape.inner // pieces + bias_sum_bytes(model, shape.tokens // pieces)
     in_piece = max(inner, (gathered + shape.activated) // pieces) + in_mlp
+    outside = _outside_mlp(shape, index, dropped, "qkv" in modules) - (mlp - dropped.mlp)
     if pieces == 1:
-        in_attention += attention.gradients() - mlp - hidden
-        backward = max(in_piece, in_attention)
+        backward = max(in_piece, in_attention + attention.gradients() - mlp - hidden, outside)
         # fc2's input stays, and dropout's gradient beside that of its output
         split = backward + shape.activated
     else:
-        outside = _outside_mlp(shape, index, dropped, "qkv" in modules)
         backward = max(hidden + in_piece, outside)  # beside the gradient of the MLP's input
-        split = outside + mlp  # what all pieces leave stays
+        split = outside + hidden + mlp  # what all pieces leave stays
     split += hidden if model.hidden_dropout > 0 else 0
     forming, scratch = _forming(shape, index, gathered, dropped, in_mlp)
     q, k = attention.widths
@@ -273,9 +272,8 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
 
 
 def _outside_mlp(shape: Shape, index: int, dropped: DroppedBytes, again: bool) -> int:
-    """Bytes at the backward pass's worst moment outside of the MLP's pieces: when the gradients of
-    their inputs are put together, in the norm, in the attention core and behind it. `again`: the
-    projection of queries, keys and values is made again.
+    """Bytes at the backward pass's worst moment when the MLP's tensors are gone: in the norm, in the
+    attention core and behind it. `again`: the projection of queries, keys and values is made again.
     """
     gone = _behind_mlp(shape, index, dropped)
     saved = shape.attention.saved() - dropped.attention
@@ -297,8 +295,10 @@ def _in_core(shape: Shape) -> int:
     elif cp > 1:
         k = k * cp if attention.gathers else max(k, cp * shape.model.kv_channels)
     element = shape.wide if attention.is_widened else shape.compute
-    # our kernels prepare two numbers of each query
-    sums = 2 * shape.wide * shape.model.num_attention_heads if attention.is_ours else 0
+    sums = 0
+    if attention.is_ours:  # two numbers of each query, and where the order is free a sum
+        sums = 2 * shape.wide * shape.model.num_attention_heads
+        sums += 0 if shape.model.deterministic_mode else shape.wide * q
     return shape.tokens * (element * (2 * q + 2 * k) + sums)
 
 
@@ -344,11 +344,11 @@ def _forming(
         (2 * gathered + hidden - shape.activated) // pieces + again,
         shape.weight_scratch(h, columns, tokens),
     )
-    most, scratch = max(fc2, fc1, key=sum)
-    if pieces == 1:
-        return most, scratch
     # beside the gradient of the MLP's input; else attention's may be the worst
-    return max((most + hidden, scratch), *_forming_of_attention(shape, index, dropped), key=sum)
+    beside = hidden if pieces > 1 else 0
+    found = [(most + beside, scratch) for most, scratch in (fc2, fc1)]
+    found += _forming_of_attention(shape, index, dropped)
+    return max(found, key=sum)
 
 
 def _behind_mlp(shape: Shape, index: int, dropped: DroppedBytes) -> int:
@@ -377,7 +377,7 @@ def _forming_of_attention(shape: Shape, index: int, dropped: DroppedBytes) -> li
     h = shape.model.hidden_size
     element = shape.tokens * shape.compute
     gathered = shape.whole if shape.sequence_parallel else 0
-    gone = _behind_mlp(shape, index, dropped)
+    gone = _behind_mlp(shape, index, dropped) + shape.inner + shape.activated - dropped.mlp
     saved = shape.attention.saved() - dropped.attention
     qkv = 2 * gathered + shape.hidden + _received(shape) + element * (q + 2 * k)
     return [

@@ -15,8 +15,7 @@ from parity.layouts import Row
 from parity.worker import Outcome, run_case
 
 from megatron.layers import linear
-from megatron.layers.mlp import MLP
-from megatron.layers.recompute import Rebuilder
+from megatron.layers.mlp import MLP, _TakePiece
 
 ROWS = (  # and pieces
     (Row("tp2", "gpt"), 16),
@@ -101,19 +100,15 @@ def lost_weight_gradient() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def rebuilt_from_the_first_piece() -> Iterator[None]:
-    """Every piece of a layer is made again from the input of the first."""
-    make = Rebuilder._rebuilt
+def gradient_of_one_piece() -> contextlib.AbstractContextManager:
+    """The input's gradient is begun anew with each piece: the others' parts are lost."""
 
-    def of_the_first(rebuilder, function, inputs):
-        made = make(rebuilder, function, inputs)
-        rebuilder.firsts = getattr(rebuilder, "firsts", {})
-        made.inputs = list(rebuilder.firsts.setdefault(len(inputs), made.inputs))
-        return made
+    def backward(ctx, drows, dx):
+        dx = drows.new_zeros(ctx.shape)
+        dx[ctx.rows] = drows
+        return dx, None
 
-    with mock.patch.object(Rebuilder, "_rebuilt", of_the_first):
-        yield
+    return mock.patch.object(_TakePiece, "backward", staticmethod(backward))
 
 
 MUTANTS: dict[str, tuple[Callable, Row]] = {
@@ -121,7 +116,7 @@ MUTANTS: dict[str, tuple[Callable, Row]] = {
     "order of pieces": (order_of_pieces, Row("tp2 sp", "llama")),
     "pieces of the whole sequence": (pieces_of_the_whole_sequence, Row("tp2 sp", "llama")),
     "lost weight gradient": (lost_weight_gradient, Row("dp2 zero1", "llama")),
-    "rebuilt from the first piece": (rebuilt_from_the_first_piece, Row("tp2", "llama")),
+    "gradient of one piece": (gradient_of_one_piece, Row("tp2", "llama")),
 }
 
 

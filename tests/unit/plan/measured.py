@@ -337,10 +337,11 @@ CASES: dict[str, tuple[int, int, str]] = {
         2,
         f"{LONG} {LLAMA} {TP2} --sequence-parallel {TILED} --num-layers 2",
     ),
-    "stage 3, cp2, llama, bf16, recompute, MLP and head in pieces": (
+    "stage 3, cp2, heads exchanged, llama, recompute, MLP and head in pieces": (
         2,
         2,
-        f"{LONG} {LLAMA} {CP2} --zero-stage 3 --bf16 {FULL} {TILED} --fused-linear-cross-entropy",
+        f"{LONG} {LLAMA} {CP2} --cp-comm-type a2a --zero-stage 3 {FULL} {TILED} "
+        "--fused-linear-cross-entropy",
     ),
     "pp2, zero-bubble, dropout, MLP in pieces": (
         2,
