@@ -121,12 +121,13 @@ class Shape:
         return self.own * kept
 
     @property
-    def norm_temporaries(self) -> int:
-        """Bytes in which a norm of the hidden states is computed, in either pass."""
+    def norm_temporaries(self) -> tuple[int, int]:
+        """Bytes in which a norm of the hidden states is computed, and differentiated."""
         model = self.model
         kind, backend = model.normalization, model.norm_backend
-        per_element = temporary_bytes(kind, backend, self.compute, self.wide)
-        return self.own * model.hidden_size * per_element
+        elements = self.own * model.hidden_size
+        forward, backward = temporary_bytes(kind, backend, self.compute, self.wide)
+        return elements * forward, elements * backward
 
     def layer(self) -> int:
         """Bytes that a layer keeps, its input included, without recomputation: before attention and
@@ -278,7 +279,7 @@ def _outside_mlp(shape: Shape, index: int, dropped: DroppedBytes, again: bool) -
     gone = _behind_mlp(shape, index, dropped)
     saved = shape.attention.saved() - dropped.attention
     return max(
-        shape.hidden + shape.norm_temporaries,
+        shape.hidden + shape.norm_temporaries[1],
         _in_core(shape) + dropped.attention + (dropped.norm if again else 0) - gone,
         max(shape.attention.gradients(), _sharing(shape)) - gone - saved,
     )
@@ -310,7 +311,7 @@ def _forward(shape: Shape, index: int, dropped: DroppedBytes) -> int:
     kept_of_mlp = shape.inner + shape.activated - dropped.mlp
     pieces = shape.pieces
     last = index == shape.model.num_layers - 1
-    in_norm = shape.norm_temporaries if last else shape.norm_temporaries - hidden + dropped.norm
+    in_norm = shape.norm_temporaries[0] + (0 if last else dropped.norm - hidden)
     shared = _sharing_forward(shape)
     in_mlp = (
         max(2 * hidden + dropped.norm + dropped.activated, dropped.norm + dropped.mlp)

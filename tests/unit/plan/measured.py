@@ -330,12 +330,14 @@ CASES: dict[str, tuple[int, int, str]] = {
     "one rank, llama, grouped, recompute, MLP in pieces": (
         1,
         1,
-        f"{LONG} {LLAMA} {FULL} {TILED} --group-query-attention --num-query-groups 1",
+        f"{LONG} {LLAMA} {FULL} {TILED} --group-query-attention --num-query-groups 1 "
+        "--fused-linear-cross-entropy",
     ),
     "tp2 sp, llama, MLP in pieces": (
         2,
         2,
-        f"{LONG} {LLAMA} {TP2} --sequence-parallel {TILED} --num-layers 2",
+        f"{LONG} {LLAMA} {TP2} --sequence-parallel {TILED} --num-layers 2 "
+        "--fused-linear-cross-entropy",
     ),
     "stage 3, cp2, heads exchanged, llama, recompute, MLP and head in pieces": (
         2,
