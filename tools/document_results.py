@@ -24,6 +24,8 @@ from typing import Any
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.plan.verdict import RESERVE
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT  # where README.md and docs/ are
 RESULTS = ROOT / "docs" / "results"
@@ -91,6 +93,39 @@ FIGURES["reshard.pairs"] = lambda: f"{len(result('reshard')['rows'])}"
 def plan_rows() -> list[Any]:
     """Of the plan: a row for each pipeline rank of each configuration."""
     return result("plan_memory")["rows"]
+
+
+@figure("long_context.table")
+def long_context_table() -> str:
+    """GiB that the planner gives a rank of Llama 3 8B; bold: it fits a device of 80."""
+
+    def cell(found: Any) -> str:
+        gib = found["sizes"]["total"] / 2**30 if found else 0
+        return f"**{gib:.1f}**" if 0 < gib <= 80 - RESERVE else f"{gib:.1f}" if found else "-"
+
+    variants = ("neither", "tiled_mlp", "fused_head", "both", "inputs_on_host")
+    return table(
+        "GPUs | ZeRO | tokens | MLP and head whole | `--tiled-mlp` | "
+        "`--fused-linear-cross-entropy` | both | and layer inputs on the host",
+        (
+            (
+                row["gpus"],
+                row["kept"],
+                f"{row['length']:,}",
+                *(cell(row[each]) for each in variants),
+            )
+            for row in result("long_context")["rows"]
+        ),
+    )
+
+
+FIGURES["long_steps.table"] = lambda: table(
+    "step | measured MiB | planned MiB | planned / measured",
+    (
+        (row["case"], *(f"{row[it] / 2**20:.1f}" for it in ("measured", "planned")), row["ratio"])
+        for row in result("long_steps")["rows"]
+    ),
+)
 
 
 @figure("parity.table")

@@ -7,9 +7,9 @@ and differentiates that piece, the last one first, before it turns to the next (
 was recorded last first). So tensors as wide as f never exist for more than a piece. Pieces of the
 output, and of the gradient of the input, are written into their places in one tensor; weight
 gradients add up in main_grad piece by piece. What the norms in front of attention and MLP give is
-made again too, since it is as large as the input of a layer. Under sequence parallelism a piece is gathered from the
-pieces of all ranks, which hold other tokens than a piece of the whole sequence would: products of
-rows do not mind, and the reduce-scatter hands each rank its own rows back.
+made again too, since it is as large as the input of a layer. Under sequence parallelism a piece is
+gathered from the pieces of all ranks, which hold other tokens than a piece of the whole sequence
+would: products of rows do not mind, and the reduce-scatter hands each rank its own rows back.
 
 Called from model/block.py, once a layer.
 """

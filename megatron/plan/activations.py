@@ -106,7 +106,11 @@ class Shape:
         self.inner, self.activated = (
             self.tokens * self.compute * width for width in saved_widths(self.model)
         )
-        self.pieces = self.model.tiled_mlp  # equal ones, of the sequence in the MLP
+
+    @property
+    def pieces(self) -> int:
+        """Of the sequence, that the MLP is computed in."""
+        return self.model.tiled_mlp
 
     @property
     def statistics(self) -> int:
@@ -230,31 +234,13 @@ def _with_fp8(layer: UnitBytes, products: Scratch) -> UnitBytes:
 
 def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     """A layer whose graph is kept from its forward to its backward pass, but for these modules."""
-    model, attention = shape.model, shape.attention
-    hidden = shape.hidden
+    attention, hidden = shape.attention, shape.hidden
     dropped = shape.dropped(modules)
     whole = shape.layer() + shape.ends(index)
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
-    pieces = shape.pieces  # of the MLP, whose tensors are there for one at a time
-    # What is made again is there when it is read: of the MLP first, of attention when the MLP's is
-    # gone. A norm's output is read again for a product that is made again, else when its weight
-    # gradient is formed.
-    in_mlp = dropped.mlp // pieces + (dropped.norm if "mlp" in modules else 0)
-    in_attention = dropped.total - (0 if "qkv" in modules else dropped.norm)
-    # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of
-    # attention when the MLP's tensors are gone.
-    inner = shape.inner // pieces + bias_sum_bytes(model, shape.tokens // pieces)
-    in_piece = max(inner, (gathered + shape.activated) // pieces) + in_mlp
-    outside = _outside_mlp(shape, index, dropped, "qkv" in modules) - (mlp - dropped.mlp)
-    if pieces == 1:
-        backward = max(in_piece, in_attention + attention.gradients() - mlp - hidden, outside)
-        # fc2's input stays, and dropout's gradient beside that of its output
-        split = backward + shape.activated
-    else:
-        backward = max(hidden + in_piece, outside)  # beside the gradient of the MLP's input
-        split = outside + hidden + mlp  # what all pieces leave stays
-    split += hidden if model.hidden_dropout > 0 else 0
+    in_mlp = dropped.mlp // shape.pieces + (dropped.norm if "mlp" in modules else 0)
+    backward, split = _backward(shape, index, dropped, modules, in_mlp)
     forming, scratch = _forming(shape, index, gathered, dropped, in_mlp)
     q, k = attention.widths
     # inputs and output gradients of the linear layers
@@ -272,8 +258,37 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     )
 
 
+def _backward(
+    shape: Shape, index: int, dropped: DroppedBytes, modules: frozenset[str], in_mlp: int
+) -> tuple[int, int]:
+    """Bytes at the worst moment of a backward pass, and of one that leaves weight gradients for
+    later; `in_mlp`: of what has been made again for the MLP, of one of its pieces.
+
+    What is made again is there when it is read: of the MLP first, of attention when the MLP's is
+    gone. A norm's output is read again for a product that is made again, else when its weight
+    gradient is formed.
+    """
+    model, attention, hidden, pieces = shape.model, shape.attention, shape.hidden, shape.pieces
+    gathered = shape.whole if shape.sequence_parallel else 0
+    mlp = shape.inner + shape.activated
+    in_attention = dropped.total - (0 if "qkv" in modules else dropped.norm)
+    # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of
+    # attention when the MLP's tensors are gone.
+    inner = shape.inner // pieces + bias_sum_bytes(model, shape.tokens // pieces)
+    in_piece = max(inner, (gathered + shape.activated) // pieces) + in_mlp
+    outside = _outside_mlp(shape, index, dropped, "qkv" in modules) - (mlp - dropped.mlp)
+    if pieces == 1:
+        backward = max(in_piece, in_attention + attention.gradients() - mlp - hidden, outside)
+        # fc2's input stays, and dropout's gradient beside that of its output
+        split = backward + shape.activated
+    else:
+        backward = max(hidden + in_piece, outside)  # beside the gradient of the MLP's input
+        split = outside + hidden + mlp  # what all pieces leave stays
+    return backward, split + (hidden if model.hidden_dropout > 0 else 0)
+
+
 def _outside_mlp(shape: Shape, index: int, dropped: DroppedBytes, again: bool) -> int:
-    """Bytes at the backward pass's worst moment when the MLP's tensors are gone: in the norm, in the
+    """Bytes at a backward pass's worst moment when the MLP's tensors are gone: in the norm, in the
     attention core and behind it. `again`: the projection of queries, keys and values is made again.
     """
     gone = _behind_mlp(shape, index, dropped)

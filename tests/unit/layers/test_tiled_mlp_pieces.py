@@ -1,4 +1,4 @@
-"""The MLP in pieces of the sequence: gradients, matrix products, what lives at once, what is kept."""
+"""The MLP in pieces of the sequence: gradients, matrix products, what lives at once."""
 
 from __future__ import annotations
 

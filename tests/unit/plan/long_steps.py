@@ -1,5 +1,5 @@
-"""Real steps of long sequences at a small width, as far as a CPU's attention goes, against the plan:
-`python tests/unit/plan/long_steps.py` writes docs/results/long_steps.json (some minutes).
+"""Real steps of long sequences at a small width, as far as a CPU's attention goes, against the
+plan: `python tests/unit/plan/long_steps.py` writes docs/results/long_steps.json (some minutes).
 
 The model is Llama 3 8B's in small: 64 channels of its 4,096, with its ratio of MLP to hidden size
 and of query to key heads. Pieces are as long as the hidden size, which is the rule of
@@ -43,14 +43,12 @@ def tiled(length: int, ranks: int = 1) -> str:
     return f"--tiled-mlp {length // ranks // HIDDEN}"
 
 
-S32, S64 = 1 << 15, 1 << 16
+LENGTH = 1 << 15
 CASES = {
-    "32k, whole MLP and head": case(S32, 1),
-    "32k, MLP in pieces": case(S32, 1, tiled(S32)),
-    "32k, head in pieces": case(S32, 1, FUSED),
-    "32k, MLP and head in pieces": case(S32, 1, tiled(S32), FUSED),
-    "64k on 2 ranks, head in pieces": case(S64, 2, FUSED),
-    "64k on 2 ranks, MLP and head in pieces": case(S64, 2, tiled(S64, 2), FUSED),
+    "32,768 tokens, MLP and head whole": case(LENGTH, 1),
+    "32,768 tokens, both in pieces": case(LENGTH, 1, tiled(LENGTH), FUSED),
+    "on 2 ranks, head in pieces": case(LENGTH, 2, FUSED),
+    "on 2 ranks, both in pieces": case(LENGTH, 2, tiled(LENGTH, 2), FUSED),
 }
 
 
