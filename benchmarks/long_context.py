@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-if __name__ == "__main__":
+if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
     sys.path[0] = str(ROOT)
 
 from megatron.config.arguments import parse_arguments  # noqa: E402
