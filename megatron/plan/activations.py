@@ -412,7 +412,8 @@ def _sharing_forward(shape: Shape) -> int:
     # put together, sent, received in their order; keys and values are all gathered
     sent = 2 * k * (1 + 2 * cp)
     if not shape.attention.gathers:
-        sent = 3 * (q + 2 * max(k, cp * shape.model.kv_channels))
+        repeated = max(k, cp * shape.model.kv_channels)  # heads that fewer key heads are made
+        sent = 3 * (q + 2 * repeated) + (2 * repeated if repeated > k else 0)
     return shape.attention.saved(frozenset({"core_attn"})) + element * sent
 
 
