@@ -24,6 +24,8 @@ from typing import Any
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.plan.verdict import RESERVE
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT  # where README.md and docs/ are
 RESULTS = ROOT / "docs" / "results"
@@ -91,6 +93,34 @@ FIGURES["reshard.pairs"] = lambda: f"{len(result('reshard')['rows'])}"
 def plan_rows() -> list[Any]:
     """Of the plan: a row for each pipeline rank of each configuration."""
     return result("plan_memory")["rows"]
+
+
+@figure("long_context.table")
+def long_context_table() -> str:
+    """GiB that the planner gives a rank of Llama 3 8B; bold: it fits a device of 80."""
+    flags = {"tiled_mlp": "`--tiled-mlp`", "fused_head": "`--fused-linear-cross-entropy`"}
+    host = {"inputs_on_host": "and layer inputs on the host"}
+    variants = {"neither": "MLP and head whole", **flags, "both": "both", **host}
+
+    def cell(found: Any) -> str:
+        gib = found["sizes"]["total"] / 2**30 if found else 0
+        return f"**{gib:.1f}**" if 0 < gib <= 80 - RESERVE else f"{gib:.1f}" if found else "-"
+
+    rows = [
+        (row["gpus"], row["kept"], f"{row['length']:,}", *(cell(row[each]) for each in variants))
+        for row in result("long_context")["rows"]
+    ]
+    return table(f"GPUs | ZeRO | tokens | {' | '.join(variants.values())}", rows)
+
+
+@figure("long_steps.table")
+def long_steps_table() -> str:
+    """Of real steps: MiB that lived at the worst moment, and that were planned."""
+    lines = [
+        (row["case"], f"{row['measured'] / 2**20:.1f}", f"{row['planned'] / 2**20:.1f}")
+        for row in result("long_steps")["rows"]
+    ]
+    return table("step | measured MiB | planned MiB", lines)
 
 
 @figure("parity.table")

@@ -151,6 +151,7 @@ EQUALS = (
     equals("--megatron-fsdp-grad-comm-dtype", "--grad-reduce-in-bf16 $"),
     equals("--cpu-optimizer", "--optimizer-cpu-offload"),
     equals("--cross-entropy-fusion-impl", "--fused-linear-cross-entropy $"),
+    equals("--mlp-chunks-for-training", "--tiled-mlp $"),
 )
 
 NOTES = (
@@ -525,9 +526,15 @@ NOT_DONE = (
         otherwise="--attention-backend auto takes the fastest kernel that supports the settings",
     ),
     not_done(
-        "--contigious-checkpointing --split-transformers --memory-centric-tiled-linear "
-        "--tile-factor --mlp-chunks-for-training",
+        "--contigious-checkpointing --split-transformers",
         "it saves no memory here; --sequence-parallel and --recompute-granularity full do",
+        quiet="1",
+    ),
+    not_done(
+        "--memory-centric-tiled-linear --tile-factor",
+        "--zero-stage 3 gathers the weights of one transformer layer at a time, and no matrix in "
+        "parts; --tensor-model-parallel-size makes a layer's weights smaller, --tiled-mlp what "
+        "the MLP makes of them, --fused-linear-cross-entropy the logits",
         quiet="1",
     ),
     not_done("--empty-unused-memory-level", "torch's allocator keeps its unused memory", quiet="0"),

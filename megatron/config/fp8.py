@@ -86,14 +86,7 @@ def fp8_faults(run: RunView) -> Iterator[str]:
         )
     multiple = BLOCK if run.fp8_recipe == "blockwise" else MULTIPLE
     yield from _widths(run, wide, multiple)
-    is_sized = run.has("seq_length", "micro_batch_size")
-    tokens = run.seq_length // run.cp * run.micro_batch_size if is_sized else 0
-    if run.fp8_wgrad and run.fp8_recipe != "rowwise" and tokens % multiple:
-        yield (
-            f"{asked}: a micro-batch of {tokens} tokens is no multiple of {multiple}, which "
-            f"--fp8-recipe {run.fp8_recipe} needs for the gradients of weights; change "
-            "--seq-length or --micro-batch-size, or give --no-fp8-wgrad"
-        )
+    yield from _tokens(run, multiple)
     if run.cp > 1 and run.fp8_wgrad and run.fp8_recipe == "blockwise":
         yield (
             f"{asked}: under {run.show('context_parallel_size')} blocks of tokens would hold other "
@@ -105,6 +98,22 @@ def fp8_faults(run: RunView) -> Iterator[str]:
             f"{run.show('tensor_model_parallel_size')} several ranks hold parts of a key's "
             "gradient, which would be rounded before they are added up; use at most "
             f"--tensor-model-parallel-size {run.num_query_groups}"
+        )
+
+
+def _tokens(run: RunView, multiple: int) -> Iterator[str]:
+    """Tokens are what the products of weight gradients sum over."""
+    asked = run.show("fp8_format")
+    is_sized = run.has("seq_length", "micro_batch_size")
+    pieces = max(1, run.tiled_mlp)
+    tokens = run.seq_length // run.cp // pieces * run.micro_batch_size if is_sized else 0
+    if run.fp8_wgrad and run.fp8_recipe != "rowwise" and tokens % multiple:
+        of_what = f"a piece of {run.show('tiled_mlp')}" if pieces > 1 else "a micro-batch"
+        others = ", or fewer pieces" if pieces > 1 else ""
+        yield (
+            f"{asked}: {of_what} of {tokens} tokens is no multiple of {multiple}, which "
+            f"--fp8-recipe {run.fp8_recipe} needs for the gradients of weights; change "
+            f"--seq-length or --micro-batch-size{others}, or give --no-fp8-wgrad"
         )
 
 

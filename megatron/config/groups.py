@@ -286,6 +286,17 @@ class ModelConfig:
     """Compute the logits in chunks of tokens, in the forward pass and again in the backward pass,
     so that memory never holds all of them.
     """
+    tiled_mlp: int = flag(
+        1,
+        megatron="--mlp-chunks-for-training there, which keeps what the pieces make",
+        bound=POSITIVE,
+        change=ROUNDING,
+    )
+    """Pieces of the sequence that the MLP is computed in, one after another, in the forward pass
+    and again in the backward pass, so that memory never holds more than one piece of its inner
+    tensors. The sequence that a rank holds over the hidden size, rounded up, makes a piece as large
+    as a few tensors of a layer's width; more pieces make products too small for a GPU.
+    """
 
 
 @dataclass(frozen=True)

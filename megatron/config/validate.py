@@ -211,6 +211,7 @@ def _cuda_graphs(run: RunView) -> Faults:
         run.show("recompute_layers"): run.recompute_layers is not None,
         # what a captured pass saves stays where it was captured
         "--activation-offload": run.activation_offload,
+        run.show("tiled_mlp"): run.tiled_mlp > 1,
         f"{run.show('pipeline_schedule')} (take 1f1b or interleaved)": (
             run.pipeline_schedule in ("zero-bubble", "zero-bubble-v")
         ),
@@ -468,6 +469,7 @@ def _recompute(run: RunView) -> Faults:
             "drop one, or take --recompute-granularity full"
         )
     yield from _recompute_layers(run)
+    yield from _tiled_mlp(run)
     if run.distribute_saved_activations and run.sequence_parallel and run.tp > 1:
         yield (
             "--distribute-saved-activations: with --sequence-parallel each rank keeps its part of "
@@ -481,6 +483,32 @@ def _recompute(run: RunView) -> Faults:
                 f"--distribute-saved-activations: the {elements} elements of a layer's input are "
                 f"not divisible by {run.show('tensor_model_parallel_size')}; drop it"
             )
+
+
+def _tiled_mlp(run: RunView) -> Faults:
+    """Pieces of the sequence must be equal: ranks communicate in each, and 8-bit floats share
+    scales in blocks of tokens.
+    """
+    if run.tiled_mlp <= 1:
+        return
+    if run.torch_compile:
+        yield (
+            f"{run.show('tiled_mlp')}: a layer that --torch-compile has compiled fixes what it "
+            "keeps; drop one"
+        )
+    if not run.has("seq_length"):
+        return
+    length = run.seq_length // run.cp // (run.tp if run.sequence_parallel else 1)
+    if length % run.tiled_mlp:
+        most = min(length, 4096)
+        fits = min(
+            (size for size in (*range(1, most + 1), length) if length % size == 0),
+            key=lambda size: abs(size - run.tiled_mlp),
+        )
+        yield (
+            f"{run.show('tiled_mlp')}: must divide the {length} positions of the sequence that a "
+            f"rank holds; the nearest that fits is {fits}"
+        )
 
 
 def _recompute_layers(run: RunView) -> Faults:

@@ -1,6 +1,16 @@
 """The MLP: h -> f -> h with GELU, squared ReLU or a gated activation. s sequence, b batch, h
 hidden, f ffn width.
 
+Under --tiled-mlp N it runs over N pieces of the sequence that this rank holds, one after another,
+and keeps its input alone: the backward pass makes fc1's product and the activation of a piece again
+and differentiates that piece, the last one first, before it turns to the next (autograd runs what
+was recorded last first). So tensors as wide as f never exist for more than a piece. Pieces of the
+output, and of the gradient of the input, are written into their places in one tensor; weight
+gradients add up in main_grad piece by piece. What the norms in front of attention and MLP give is
+made again too, since it is as large as the input of a layer. Under sequence parallelism a piece is
+gathered from the pieces of all ranks, which hold other tokens than a piece of the whole sequence
+would: products of rows do not mind, and the reduce-scatter hands each rank its own rows back.
+
 Called from model/block.py, once a layer.
 """
 
@@ -69,6 +79,39 @@ class _TritonActivation(torch.autograd.Function):
         return dx, None, None
 
 
+class _TakePiece(torch.autograd.Function):
+    """(some rows of x [s, b, h], x for who takes the next ones). Backward: the gradient of the rows
+    is written into that of x, which the last one to be taken makes and the others are handed.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        ctx.rows, ctx.shape = rows, x.shape
+        ctx.set_materialize_grads(False)
+        return x[rows], x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, drows: Tensor, dx: Tensor | None):
+        dx = drows.new_empty(ctx.shape) if dx is None else dx
+        dx[ctx.rows] = drows
+        return dx, None
+
+
+class _PutPiece(torch.autograd.Function):
+    """y [s, b, h], with some of its rows written: in place."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, piece: Tensor, rows: slice) -> Tensor:
+        ctx.rows = rows
+        y[rows] = piece
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dy if ctx.needs_input_grad[0] else None, dy[ctx.rows], None
+
+
 def activate(x: Tensor, activation: str) -> Tensor:
     """The activation on fc1's output [s, b, f or 2f] -> [s, b, f]."""
     if activation in GATED:
@@ -113,6 +156,13 @@ def mlp_parameters(
     return made
 
 
+def always_rebuilt(model: ModelConfig) -> frozenset[str]:
+    """Modules of `Rebuilder` that a layer makes again whatever else it recomputes: the MLP in
+    pieces and, as large as all that is left beside attention, the outputs of norms.
+    """
+    return frozenset({"layernorm", "mlp"} if model.tiled_mlp > 1 else ())
+
+
 def saved_widths(model: ModelConfig) -> tuple[int, int]:
     """Elements a token of what the MLP of this rank's `model` keeps: (fc1's output, fc2's
     input).
@@ -142,11 +192,24 @@ class MLP(nn.Module):
         super().__init__()
         self.rebuilder = rebuilder or Rebuilder()
         self.activation, self.backend = config.activation, config.activation_backend
+        self.pieces = config.tiled_mlp
         parameters = mlp_parameters(config, name, tp.sequence)
         self.fc1 = ColumnLinear(parameters["fc1.weight"], parameters.get("fc1.bias"), tp)
         self.fc2 = RowLinear(parameters["fc2.weight"], parameters.get("fc2.bias"), tp)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.pieces == 1:
+            return self._piece(x)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        length = x.shape[0] // self.pieces
+        for start in range(0, x.shape[0], length):
+            rows = slice(start, start + length)
+            piece, x = _TakePiece.apply(x, rows)
+            y = _PutPiece.apply(y, self._piece(piece), rows)
+        return y
+
+    def _piece(self, x: Tensor) -> Tensor:
+        """The MLP of some tokens [s, b, h] -> [s, b, h]."""
         self.rebuilder.enter("mlp_fc1")
         inner = self.rebuilder("mlp", self._inner, x)
         self.rebuilder.enter("mlp_fc2")

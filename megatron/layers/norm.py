@@ -151,6 +151,15 @@ def saved_statistics(kind: str, wide: int) -> int:
     return wide * (2 if kind == "LayerNorm" else 1)
 
 
+def temporary_bytes(kind: str, backend: str, compute: int, wide: int) -> tuple[int, int]:
+    """Bytes an element in which a norm is computed and differentiated, of numbers of `compute`
+    bytes: torch's operators widen all of RMSNorm's tensors, the kernels what a program holds.
+    """
+    if kind != "RMSNorm" or backend != "torch":
+        return 0, 0
+    return 2 * wide + (compute if compute != wide else 0), 3 * wide
+
+
 class Norm(nn.Module):
     """The norm that `config` names over the last dimension: LayerNorm (weight and bias) or RMSNorm
     (weight).

@@ -25,7 +25,7 @@ from megatron.layers.embedding import Embedding
 from megatron.layers.linear import column_linear, linear
 from megatron.layers.linear_cross_entropy import linear_cross_entropy
 from megatron.layers.loss import cross_entropy
-from megatron.layers.mlp import MLP, mlp_parameters
+from megatron.layers.mlp import MLP, always_rebuilt, mlp_parameters
 from megatron.layers.norm import Norm, norm_parameters
 from megatron.layers.recompute import Parked, Rebuilder
 from megatron.layers.rotary import Rotary
@@ -244,6 +244,7 @@ class LayerBlock(Layer):
         cp: ContextParallel = WHOLE,
     ):
         super().__init__()
+        self.config = config
         parameters = layer_parameters(config, index, tp.sequence)
 
         def norm(name: str) -> Norm:
@@ -259,6 +260,7 @@ class LayerBlock(Layer):
         )
         self.embedding_dropout = dropout("embedding.dropout") if index == 0 else None
         self.rebuilder = Rebuilder()
+        self.rebuilder.modules = always_rebuilt(config)
         self.input_norm = norm("input_norm")
         self.attention = SelfAttention(config, seed, index, tp, cp, self.rebuilder)
         self.attention_dropout = dropout("layers", index, "attention.output_dropout")
@@ -269,7 +271,7 @@ class LayerBlock(Layer):
 
     def choose_recompute(self, choice: LayerRecompute) -> None:
         super().choose_recompute(choice)
-        self.rebuilder.modules = choice.modules
+        self.rebuilder.modules = choice.modules | always_rebuilt(self.config)
 
     def parking(self) -> AbstractContextManager[list[ref[Parked]]]:
         return self.rebuilder.parking()
@@ -287,8 +289,13 @@ class LayerBlock(Layer):
         self.rebuilder.enter("attn_norm")
         y, x = self.input_norm.of_sum(x)
         self.rebuilder.discard("layernorm", y, self.input_norm, x)
-        attended = self.attention(y, micro.rotary, micro.mask, micro.dropout, micro.places)
-        y, x = self._add_norm(attended, self.attention_dropout, x, "mlp_norm", micro)
+        y, x = self._add_norm(
+            self.attention(y, micro.rotary, micro.mask, micro.dropout, micro.places),
+            self.attention_dropout,
+            x,
+            "mlp_norm",
+            micro,
+        )  # attention's output has no name here: it would live as long as this function runs
         self.rebuilder.discard("layernorm", y, self.mlp_norm, x)
         y = self.mlp(y)
         if self.final_norm is None:

@@ -24,8 +24,8 @@ from megatron.layers.fp8 import Scratch, scratch
 from megatron.layers.linear import weight_grad_scratch
 from megatron.layers.linear_cross_entropy import chunk_tokens
 from megatron.layers.loss import widened_bytes
-from megatron.layers.mlp import bias_sum_bytes, saved_widths
-from megatron.layers.norm import saved_statistics
+from megatron.layers.mlp import always_rebuilt, bias_sum_bytes, saved_widths
+from megatron.layers.norm import saved_statistics, temporary_bytes
 from megatron.model.arithmetic import local_shape
 from megatron.model.kernels import choose_kernels
 from megatron.model.offload import kept_inputs, stage_offload
@@ -126,6 +126,11 @@ class Shape:
         )
 
     @property
+    def pieces(self) -> int:
+        """Of the sequence, that the MLP is computed in."""
+        return self.model.tiled_mlp
+
+    @property
     def statistics(self) -> int:
         """Bytes of a norm of the hidden states."""
         return self.own * saved_statistics(self.model.normalization, self.wide)
@@ -136,6 +141,15 @@ class Shape:
         model = self.model
         kept = saved_mask(model.hidden_dropout, model.dropout_backend, model.hidden_size)
         return self.own * kept
+
+    @property
+    def norm_temporaries(self) -> tuple[int, int]:
+        """Bytes in which a norm of the hidden states is computed, and differentiated."""
+        model = self.model
+        kind, backend = model.normalization, model.norm_backend
+        elements = self.own * model.hidden_size
+        forward, backward = temporary_bytes(kind, backend, self.compute, self.wide)
+        return elements * forward, elements * backward
 
     def layer(self) -> int:
         """Bytes that a layer keeps, its input included, without recomputation: before attention and
@@ -150,6 +164,7 @@ class Shape:
 
     def dropped(self, modules: frozenset[str]) -> DroppedBytes:
         """Bytes of these that a layer does not keep where it makes these modules again."""
+        modules = modules | always_rebuilt(self.model)
         whole = "mlp" in modules
         return DroppedBytes(
             self.hidden if "layernorm" in modules else 0,
@@ -168,9 +183,7 @@ class Shape:
             model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"
         ):
             total += self.hidden + self.mask
-        if index == model.num_layers - 1:
-            total += self.hidden + self.statistics
-        return total
+        return total + _final_norm(self, index)
 
     def dropout(self) -> int:
         """Bytes in which random words are drawn."""
@@ -189,15 +202,20 @@ class Shape:
 def layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     """One transformer layer."""
     products = _fp8_scratch(shape, index)
-    own = _with_fp8(_kept_layer(shape, index, choice.modules), products)
+    modules = choice.modules | always_rebuilt(shape.model)
+    own = _with_fp8(_kept_layer(shape, index, modules), products)
     if not choice.whole:
         return own
     hidden, attention = shape.hidden, shape.attention
     mlp = shape.inner + shape.activated
     tp = shape.config.distributed.tensor_model_parallel_size
     saved = hidden // tp if shape.shares_inputs else hidden
-    # nothing is kept
-    forward = max(hidden + attention.saved(), 3 * hidden + mlp) + shape.dropout()
+    # nothing is kept: the MLP has its input and the residual stream beside it, and in pieces its
+    # output
+    pieces = shape.pieces
+    in_mlp = max(mlp, hidden) if pieces == 1 else hidden + (mlp + hidden) // pieces
+    in_attention = max(hidden + attention.saved(), 2 * hidden + _sharing_forward(shape))
+    forward = max(in_attention, 2 * hidden + in_mlp) + shape.dropout()
     return replace(
         own,
         saved=saved if choice.first else 0,
@@ -216,7 +234,8 @@ def _fp8_scratch(shape: Shape, index: int) -> Scratch:
     found = []
     for linear in wide_linears(config.model, config.precision):
         outputs, inputs = linear.on_rank(config.distributed.tensor_model_parallel_size)
-        found.append(scratch(shape.tokens, outputs, inputs, config.precision, shape.device, grad))
+        tokens = shape.tokens // (shape.pieces if linear.name.startswith("mlp.") else 1)
+        found.append(scratch(tokens, outputs, inputs, config.precision, shape.device, grad))
     return Scratch(*map(max, zip(*found, strict=True)))
 
 
@@ -233,35 +252,22 @@ def _with_fp8(layer: UnitBytes, products: Scratch) -> UnitBytes:
 
 def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     """A layer whose graph is kept from its forward to its backward pass, but for these modules."""
-    model, attention = shape.model, shape.attention
-    hidden = shape.hidden
+    attention, hidden = shape.attention, shape.hidden
     dropped = shape.dropped(modules)
     whole = shape.layer() + shape.ends(index)
     gathered = shape.whole if shape.sequence_parallel else 0
     mlp = shape.inner + shape.activated
-    # What is made again is there when it is read: of the MLP first, of attention when the MLP's is
-    # gone. A norm's output is read again for a product that is made again, else when its weight
-    # gradient is formed.
-    in_mlp = dropped.mlp + (dropped.norm if "mlp" in modules else 0)
-    in_attention = dropped.total - (0 if "qkv" in modules else dropped.norm)
-    # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of
-    # attention when the MLP's tensors are gone.
-    backward = max(
-        shape.inner + bias_sum_bytes(model, shape.tokens) + in_mlp,
-        gathered + shape.activated + in_mlp,
-        attention.gradients() - mlp - hidden + in_attention,
-    )
-    forming, scratch = _forming(shape, gathered, dropped, in_mlp)
+    in_mlp = dropped.mlp // shape.pieces + (dropped.norm if "mlp" in modules else 0)
+    backward, split = _backward(shape, index, dropped, modules, in_mlp)
+    forming, scratch = _forming(shape, index, gathered, dropped, in_mlp)
     q, k = attention.widths
     # inputs and output gradients of the linear layers
     deferred = 4 * hidden + shape.tokens * shape.compute * (q + 2 * k + q) + mlp
-    # fc2's input stays, and dropout's gradient beside that of its output
-    split = backward + shape.activated + (hidden if model.hidden_dropout > 0 else 0)
     return UnitBytes(
         whole - dropped.total,
         0,
         deferred,
-        _forward(shape, dropped),
+        _forward(shape, index, dropped),
         backward,
         split,
         forming,
@@ -270,32 +276,179 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     )
 
 
-def _forward(shape: Shape, dropped: DroppedBytes) -> int:
+def _backward(
+    shape: Shape, index: int, dropped: DroppedBytes, modules: frozenset[str], in_mlp: int
+) -> tuple[int, int]:
+    """Bytes at the worst moment of a backward pass, and of one that leaves weight gradients for
+    later; `in_mlp`: of what has been made again for the MLP, of one of its pieces.
+
+    What is made again is there when it is read: of the MLP first, of attention when the MLP's is
+    gone. A norm's output is read again for a product that is made again, else when its weight
+    gradient is formed.
+    """
+    model, attention, hidden, pieces = shape.model, shape.attention, shape.hidden, shape.pieces
+    gathered = shape.whole if shape.sequence_parallel else 0
+    mlp = shape.inner + shape.activated
+    in_attention = dropped.total - (0 if "qkv" in modules else dropped.norm)
+    # Of the MLP: the gradients of the activation's output and input, when fc2's input is gone; of
+    # attention when the MLP's tensors are gone.
+    inner = shape.inner // pieces + bias_sum_bytes(model, shape.tokens // pieces)
+    in_piece = max(inner, (gathered + shape.activated) // pieces) + in_mlp
+    outside = _outside_mlp(shape, index, dropped, "qkv" in modules) - (mlp - dropped.mlp)
+    if pieces == 1:
+        backward = max(in_piece, in_attention + attention.gradients() - mlp - hidden, outside)
+        # fc2's input stays, and dropout's gradient beside that of its output
+        split = backward + shape.activated
+    else:
+        backward = max(hidden + in_piece, outside)  # beside the gradient of the MLP's input
+        split = outside + hidden + mlp  # what all pieces leave stays
+    return backward, split + (hidden if model.hidden_dropout > 0 else 0)
+
+
+def _outside_mlp(shape: Shape, index: int, dropped: DroppedBytes, again: bool) -> int:
+    """Bytes at a backward pass's worst moment when the MLP's tensors are gone: in the norm, in the
+    attention core and behind it. `again`: the projection of queries, keys and values is made again.
+    """
+    gone = _behind_mlp(shape, index, dropped)
+    saved = shape.attention.saved() - dropped.attention
+    return max(
+        shape.hidden + shape.norm_temporaries[1],
+        _in_core(shape) + dropped.attention + (dropped.norm if again else 0) - gone,
+        max(shape.attention.gradients(), _sharing(shape)) - gone - saved,
+    )
+
+
+def _in_core(shape: Shape) -> int:
+    """Bytes of the gradients of the attention core's output and inputs."""
+    attention = shape.attention
+    if attention.is_plain:
+        return attention.gradients()
+    (q, k), cp = attention.widths, attention.cp
+    if attention.is_repeated:
+        k = q
+    elif cp > 1:
+        k = k * cp if attention.gathers else max(k, cp * shape.model.kv_channels)
+    element = shape.wide if attention.is_widened else shape.compute
+    sums = 0
+    if attention.is_ours:  # two numbers of each query, and where the order is free a sum
+        sums = 2 * shape.wide * shape.model.num_attention_heads
+        sums += 0 if shape.model.deterministic_mode else shape.wide * q
+    return shape.tokens * (element * (2 * q + 2 * k) + sums)
+
+
+def _forward(shape: Shape, index: int, dropped: DroppedBytes) -> int:
     """Of a layer whose graph is kept: the outputs of attention and MLP, and the layer's. What is
     not kept lives until it has been read.
     """
     hidden = shape.hidden
     kept_of_mlp = shape.inner + shape.activated - dropped.mlp
+    pieces = shape.pieces
+    last = index == shape.model.num_layers - 1
+    in_norm = shape.norm_temporaries[0] + (0 if last else dropped.norm - hidden)
+    shared = _sharing_forward(shape)
+    in_mlp = (
+        max(2 * hidden + dropped.norm + dropped.activated, dropped.norm + dropped.mlp)
+        if pieces == 1
+        else hidden + max(hidden, dropped.norm + (hidden + dropped.mlp) // pieces, in_norm)
+    )
     return shape.dropout() + max(
-        3 * hidden + dropped.norm + dropped.activated,
-        hidden + dropped.norm + dropped.mlp,
+        in_mlp,
         hidden + dropped.norm + dropped.attention - kept_of_mlp,
+        2 * hidden + shared + dropped.total - shape.layer() - _final_norm(shape, index)
+        if shared
+        else 0,
     )
 
 
-def _forming(shape: Shape, gathered: int, dropped: DroppedBytes, in_mlp: int) -> tuple[int, int]:
+def _forming(
+    shape: Shape, index: int, gathered: int, dropped: DroppedBytes, in_mlp: int
+) -> tuple[int, int]:
     """Bytes while weight gradients are formed, and those in which they are; `gathered`: of hidden
     states of the whole sequence under sequence parallelism; `in_mlp`: of what has been made again.
     """
-    model = shape.model
+    model, pieces, hidden = shape.model, shape.pieces, shape.hidden
     columns = saved_widths(shape.model)[0]
     f = model.ffn_hidden_size
     h = model.hidden_size
+    tokens = shape.tokens // pieces
     # of fc2's weight; and of fc1's, when fc2's input is gone
-    fc2 = gathered + shape.activated + in_mlp, shape.weight_scratch(f, h)
-    again = dropped.mlp + dropped.norm
-    fc1 = 2 * gathered + shape.hidden - shape.activated + again, shape.weight_scratch(h, columns)
-    return max(fc2, fc1, key=sum)
+    fc2 = (gathered + shape.activated) // pieces + in_mlp, shape.weight_scratch(f, h, tokens)
+    again = dropped.mlp // pieces + dropped.norm
+    fc1 = (
+        (2 * gathered + hidden - shape.activated) // pieces + again,
+        shape.weight_scratch(h, columns, tokens),
+    )
+    # beside the gradient of the MLP's input; else attention's may be the worst
+    beside = hidden if pieces > 1 else 0
+    found = [(most + beside, scratch) for most, scratch in (fc2, fc1)]
+    found += _forming_of_attention(shape, index, dropped)
+    return max(found, key=sum)
+
+
+def _behind_mlp(shape: Shape, index: int, dropped: DroppedBytes) -> int:
+    """Bytes that a layer has kept and that are gone when attention is differentiated, without the
+    gradient of the residual stream that is there instead.
+    """
+    beside = shape.statistics + shape.mask + _final_norm(shape, index)
+    return shape.hidden - dropped.norm + beside
+
+
+def _final_norm(shape: Shape, index: int) -> int:
+    """Bytes that the final norm keeps, if layer `index` has it."""
+    last = index == shape.model.num_layers - 1
+    return shape.hidden + shape.statistics if last else 0
+
+
+def _received(shape: Shape) -> int:
+    """What Gloo receives for a reduce-scatter of hidden states, beside its result."""
+    tp = shape.config.distributed.tensor_model_parallel_size
+    return (tp - 1) * shape.hidden if shape.sequence_parallel and shape.device != "cuda" else 0
+
+
+def _forming_of_attention(shape: Shape, index: int, dropped: DroppedBytes) -> list[tuple[int, int]]:
+    """`_forming` of attention's two weights, when the MLP's tensors are gone."""
+    q, k = shape.attention.widths
+    h = shape.model.hidden_size
+    element = shape.tokens * shape.compute
+    gathered = shape.whole if shape.sequence_parallel else 0
+    gone = _behind_mlp(shape, index, dropped) + shape.inner + shape.activated - dropped.mlp
+    saved = shape.attention.saved() - dropped.attention
+    qkv = 2 * gathered + shape.hidden + _received(shape) + element * (q + 2 * k)
+    return [
+        (gathered + element * q - gone + dropped.attention, shape.weight_scratch(q, h)),
+        (qkv + dropped.norm - gone - saved, shape.weight_scratch(h, q + 2 * k)),
+    ]
+
+
+def _sharing_forward(shape: Shape) -> int:
+    """Bytes while context-parallel ranks exchange what attention reads, with what it is made of."""
+    q, k = shape.attention.widths
+    cp = shape.attention.cp
+    if cp == 1:
+        return 0
+    element = shape.tokens * shape.compute
+    # put together, sent, received in their order; keys and values are all gathered
+    sent = 2 * k * (1 + 2 * cp)
+    if not shape.attention.gathers:
+        repeated = max(k, cp * shape.model.kv_channels)  # heads that fewer key heads are made
+        sent = 3 * (q + 2 * repeated) + (2 * repeated if repeated > k else 0)
+    return shape.attention.saved(frozenset({"core_attn"})) + element * sent
+
+
+def _sharing(shape: Shape) -> int:
+    """Bytes while context-parallel ranks exchange gradients of what attention has read: as autograd
+    gives them, in the order of the ranks, and what arrives.
+    """
+    q, k = shape.attention.widths
+    cp = shape.attention.cp
+    if cp == 1:
+        return 0
+    element = shape.tokens * shape.compute
+    if not shape.attention.gathers:
+        return 3 * element * (q + 2 * max(k, cp * shape.model.kv_channels))
+    # Gloo copies what it sends, and receives parts
+    gloo = 1 if shape.device != "cuda" else 0
+    return element * (q + (2 + gloo) * 2 * k * cp + 2 * k + gloo * (cp - 1) * 2 * k)
 
 
 def leaving_bytes(

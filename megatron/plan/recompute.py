@@ -25,6 +25,7 @@ import numpy as np
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.recompute import FULL, NONE, words_of
+from megatron.layers.mlp import always_rebuilt
 from megatron.model.recompute import choice_of
 from megatron.plan.activations import Shape, UnitBytes, layer_bytes, unit_bytes
 from megatron.plan.advice import Machine
@@ -137,6 +138,8 @@ def seconds_again(shape: Shape, what: str) -> float:
         "core_attn": heads + tokens * shape.compute * q,
     }
     modules = moved.keys() - {"mlp_act"} if choice.whole else choice.modules
+    if "mlp" in always_rebuilt(shape.model):
+        modules = modules | {"mlp"}
     size = sum(moved[module] for module in modules)
     flops = tokens * flops_again(shape.model, shape.config.data.seq_length, choice)
     return flops / (machine.peak_tflops * 1e12 * machine.mfu) + size / MEMORY_BANDWIDTH

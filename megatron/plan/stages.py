@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.groups import Config, ModelConfig
-from megatron.layers.mlp import saved_widths
+from megatron.layers.mlp import always_rebuilt, saved_widths
 from megatron.model.arithmetic import head_widths, padded_vocab_size, unit_flops
 from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
@@ -71,15 +71,16 @@ def flops_again(model: ModelConfig, seq: int, choice: LayerRecompute) -> int:
     """FLOPs per token of what a layer's backward pass computes again: forward passes of its matrix
     products, and the causal half of attention.
     """
-    if choice.whole:
-        return unit_flops(model, seq, 0)[1]
     q, k = head_widths(model)
+    rebuilt = always_rebuilt(model)
     products = {
         "qkv": 2 * model.hidden_size * (q + 2 * k),
         "core_attn": 2 * q * seq,
         "mlp": 2 * model.hidden_size * saved_widths(model)[0],
     }
-    return sum(flops for module, flops in products.items() if module in choice.modules)
+    modules = rebuilt if choice.whole else choice.modules | rebuilt
+    again = sum(flops for module, flops in products.items() if module in modules)
+    return again + (unit_flops(model, seq, 0)[1] if choice.whole else 0)
 
 
 def units_of(stage: Stage) -> str:

@@ -237,7 +237,13 @@ KERNELS = {name for name, said in METADATA.items() if said["change"].kernel} - {
 }
 # fields that neither are refused nor said, by group: they change rounding alone, or no number
 OTHERWISE = {
-    "model": {*KERNELS, "deterministic_mode", "fused_linear_cross_entropy", "init_method_std"},
+    "model": {
+        *KERNELS,
+        "deterministic_mode",
+        "fused_linear_cross_entropy",
+        "init_method_std",
+        "tiled_mlp",
+    },
     "precision": {"initial_loss_scale"},  # the checkpoint has the scale
     # compared by content
     "data": {

@@ -323,6 +323,14 @@ def test_other_names_of_the_fused_head(words, fused):
     assert any("--cross-entropy-backend" in note for note in parsed.notes) == (words == "te")
 
 
+def test_other_names_of_the_mlp_in_pieces():
+    assert parse_arguments("--mlp-chunks-for-training 8".split()).config.model.tiled_mlp == 8
+    asked = parse_arguments("--memory-centric-tiled-linear --tile-factor 4".split())
+    (answer,) = asked.not_done
+    assert answer.startswith("--memory-centric-tiled-linear, --tile-factor: ")
+    assert "--tiled-mlp" in answer
+
+
 def test_notes_change_nothing():
     noted = [
         flag

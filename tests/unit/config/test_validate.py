@@ -430,6 +430,26 @@ def test_a_complete_configuration_has_no_faults():
             "--tensor-model-parallel-size 0: must be greater than 0",
         ),
         ("--fp64 --grad-reduce-in-bf16", "--grad-reduce-in-bf16: contradicts --fp64"),
+        ("--tiled-mlp 0", "--tiled-mlp 0: must be greater than 0"),
+        (
+            "--tiled-mlp 3 --seq-length 16",
+            "--tiled-mlp 3: must divide the 16 positions of the sequence that a rank holds; the "
+            "nearest that fits is 2",
+        ),
+        (
+            "--tiled-mlp 99999 --seq-length 16",
+            "--tiled-mlp 99999: must divide the 16 positions of the sequence that a rank holds; "
+            "the nearest that fits is 16",
+        ),
+        (
+            "--tiled-mlp 4 --torch-compile --seq-length 16",
+            "--tiled-mlp 4: a layer that --torch-compile has compiled fixes what it keeps; drop "
+            "one",
+        ),
+        (
+            "--tiled-mlp 4 --cuda-graphs --seq-length 16",
+            "--cuda-graphs: does not combine with --tiled-mlp 4; drop one",
+        ),
         (
             "--tensor-model-parallel-size 2",
             "--tensor-model-parallel-size 2: does not divide the 1 rank(s) of this job; start 2 "
@@ -639,6 +659,8 @@ def test_required_alternatives():
         ),
         "--wandb-project p --wandb-exp-name e --tensorboard-log-interval 10",
         "--split 1",
+        "--tiled-mlp 4 --seq-length 16 --recompute-granularity full",
+        "--tiled-mlp 16 --seq-length 16 --recompute-activations",
     ],
 )
 def test_valid_combinations(extra):
@@ -796,6 +818,15 @@ def test_launched_and_assumed_ranks_have_the_same_rules():
             "--tensor-model-parallel-size 2 --global-batch-size 16 --rampup-batch-size 4 4 100",
             4,
             [],
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 "
+            "--seq-length 64 --global-batch-size 2 --tiled-mlp 32",
+            4,
+            [
+                "--tiled-mlp 32: must divide the 16 positions of the sequence that a rank holds; "
+                "the nearest that fits is 16"
+            ],
         ),
         (
             "--tensor-model-parallel-size 2 --global-batch-size 16 --rampup-batch-size 4 4 100",

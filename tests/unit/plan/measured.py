@@ -55,6 +55,12 @@ RING = "--cp-comm-type p2p"
 CP2 = "--context-parallel-size 2"
 OFFLOAD = "--activation-offload --min-offloaded-tensor-size 4096"
 FP8 = "--fp8-format hybrid --fp8-min-width 128"
+TILED = "--tiled-mlp 8"
+# where a layer's tensors outweigh its weights
+LONG = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 256 "
+    "--seq-length 1024 --micro-batch-size 2"
+)
 KERNELS = " ".join(
     f"--{operator}-backend triton"
     for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross-entropy")
@@ -380,6 +386,41 @@ CASES: dict[str, tuple[int, int, str]] = {
         2,
         f"{LARGER} {LLAMA} {KERNELS} --bf16 {OFFLOAD} --hidden-dropout 0.1",
     ),
+    "one rank, MLP in pieces": (1, 2, f"{SMALL} {TILED}"),
+    "one rank, llama, bf16, recompute, MLP and head in pieces": (
+        1,
+        2,
+        f"{LONG} {LLAMA} --bf16 {FULL} {TILED} --fused-linear-cross-entropy",
+    ),
+    "one rank, llama, grouped, recompute, MLP in pieces": (
+        1,
+        1,
+        f"{LONG} {LLAMA} {FULL} {TILED} --group-query-attention --num-query-groups 1 "
+        "--fused-linear-cross-entropy",
+    ),
+    "tp2 sp, llama, MLP in pieces": (
+        2,
+        2,
+        f"{LONG} {LLAMA} {TP2} --sequence-parallel {TILED} --num-layers 2 "
+        "--fused-linear-cross-entropy",
+    ),
+    "stage 3, cp2, heads exchanged, llama, recompute, MLP and head in pieces": (
+        2,
+        2,
+        f"{LONG} {LLAMA} {CP2} --cp-comm-type a2a --zero-stage 3 {FULL} {TILED} "
+        "--fused-linear-cross-entropy",
+    ),
+    "pp2, zero-bubble, dropout, MLP in pieces": (
+        2,
+        4,
+        f"{SMALL} {PP2} --pipeline-schedule zero-bubble --hidden-dropout 0.1 {TILED}",
+    ),
+    "one rank, our kernels, llama, bf16, norms rebuilt, MLP in pieces": (
+        1,
+        1,
+        f"{LONG} {LLAMA} {KERNELS} --bf16 {SELECTIVE} layernorm {TILED} --num-layers 3",
+    ),
+    "one rank, fp8 by tensors, bf16, MLP in pieces": (1, 2, f"{SMALL} {FP8} --bf16 {TILED}"),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }
 

@@ -26,6 +26,7 @@ from unit.zero.measure import launches_of_nothing
 
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.layers.recompute import Rebuilder
+from megatron.model import block as model_block
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
@@ -159,6 +160,25 @@ def test_what_is_kept_with_our_kernels(name):
 @pytest.mark.parametrize("name", OURS)
 def test_what_is_kept_with_our_kernels_and_every_choice(name):
     check(CHOICES, FP32, "cuda", OURS[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_kept_with_the_mlp_in_pieces(name):
+    model = {**MODELS[name], "tiled_mlp": 4}
+    check([(), *SOME], FP32, "cuda", model)
+
+
+@interpreted
+def test_what_is_kept_with_our_kernels_and_the_mlp_in_pieces():
+    check([(), *SOME], FP32, "cuda", {**OURS["llama"], "tiled_mlp": 4})
+
+
+def test_a_piece_that_keeps_its_activation_would_be_found(monkeypatch):
+    """Of the MLP in pieces, one layer keeps what it makes."""
+    config = with_modules((), FP32, **LLAMA, tiled_mlp=4)
+    assert kept_storages(config) == planned(config)
+    monkeypatch.setattr(model_block, "always_rebuilt", lambda model: frozenset({"mlp_act"}))
+    assert kept_storages(config) > planned(config)
 
 
 @pytest.mark.parametrize("name", ["llama", "one group"])
