@@ -591,7 +591,7 @@ class AttentionBytes:
             own = k if norms else q + 3 * k if self.rotates else 0
             parts = q if self.halved else 0  # of the output, before they are joined
             return self.compute * (2 * k * self.cp - own + parts)
-        repeated = self._repeated
+        repeated = self.repeated
         if self.is_widened:
             return self.wide * 2 * (repeated - k)
         if norms:
@@ -600,7 +600,7 @@ class AttentionBytes:
         return self.compute * (2 * repeated - own)
 
     @property
-    def _repeated(self) -> int:
+    def repeated(self) -> int:
         """Elements a token of all keys, repeated where fewer heads than ranks are exchanged."""
         return max(self.widths[1], self.exchanging * self.model.kv_channels)
 
@@ -624,19 +624,27 @@ class AttentionBytes:
         """Keys and values of this rank, the output and the log-sum-exp; what was exchanged, and the
         output before it is.
         """
-        (q, _), repeated = self.widths, self._repeated
+        (q, _), repeated = self.widths, self.repeated
         exchanged = 2 * q + 2 * repeated if self.exchanging > 1 else 0
         width = q + 2 * repeated + exchanged
         return self.compute * width + self.wide * self.model.num_attention_heads
 
-    def _in_ring(self) -> int:
-        """Bytes that a ring takes beside: in fp32 or fp64 the gradient of the queries, and three
-        blocks of those of keys and values; two blocks of keys and values on their way; what a block
-        gives, and its scores where they are in memory.
+    def ring_forward(self) -> int:
+        """Bytes that a ring takes in the forward pass: in fp32 or fp64 the output, the part of a
+        block and what joins them; two blocks of keys and values on their way.
         """
-        (q, _), repeated = self.widths, self._repeated
+        (q, _), repeated = self.widths, self.repeated
+        return self.seq * self.samples * (self.wide * 4 * q + self.compute * 4 * repeated)
+
+    def ring_backward(self) -> int:
+        """Bytes that a ring takes in the backward pass: the gradient of its output; in fp32 or fp64
+        that of the queries, and two blocks of those of keys and values; blocks of keys and values
+        on their way; what a block gives, and its scores where they are in memory.
+        """
+        (q, _), repeated = self.widths, self.repeated
         part = self.wide if self.is_widened else self.compute
-        per_token = self.wide * (q + 6 * repeated) + self.compute * 4 * repeated
+        coming = min(2, self.ring - 1) * 2 * repeated
+        per_token = self.wide * (q + 4 * repeated) + self.compute * (q + coming)
         per_token += part * (q + 2 * repeated)
         if self.is_widened:
             per_token += self.wide * (3 * q + 2 * repeated)
@@ -762,8 +770,7 @@ class AttentionBytes:
         q, k = self.widths
         if self.ring > 1:
             q, k = self.widths
-            split = self.seq * self.samples * self.compute * 2 * (q + 2 * k)
-            return max(split, self._in_ring())
+            return self.seq * self.samples * self.compute * 2 * (q + 2 * k)
         is_one = self.takes_projection and not self.norms_projection
         width = (1 if is_one else 2) * (q + 2 * k) + (2 * q if self.is_repeated else 0)
         per_token = self.compute * width

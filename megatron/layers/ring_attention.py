@@ -278,9 +278,10 @@ class _RingAttention(torch.autograd.Function):
             )
             del keys, values  # views of a block that is to go
             dq[at] += part
+            del part
             gradient = torch.zeros_like(own, dtype=wide) if arriving is None else arriving.wait()
-            for total, each in zip(gradient, parts, strict=True):
-                total[step.keys] += each
+            for index in (1, 0):  # of values and keys; each goes when it has been added
+                gradient[index, step.keys] += parts.pop()
             if own_gradient is None:
                 own_gradient = gradient
             else:

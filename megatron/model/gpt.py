@@ -108,7 +108,8 @@ class GPTModel(nn.Module):
         """Tell the layers what waits on the host for their backward passes."""
         for stage, chunk in zip(self.stages, self.chunks, strict=True):
             layers = [layer for _, layer in chunk if layer.recomputes]
-            for layer, modules in zip(layers, stage_offload(training, stage.layers), strict=True):
+            chosen = stage_offload(training, self.config, stage.layers)
+            for layer, modules in zip(layers, chosen, strict=True):
                 layer.offloaded = modules
 
     def declared(self) -> list[tuple[str, nn.Parameter, ParameterSpec]]:

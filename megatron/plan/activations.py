@@ -321,13 +321,15 @@ def _outside_mlp(shape: Shape, index: int, dropped: DroppedBytes, again: bool) -
 def _in_core(shape: Shape) -> int:
     """Bytes of the gradients of the attention core's output and inputs."""
     attention = shape.attention
+    if attention.ring > 1:
+        return attention.ring_backward()
     if attention.is_plain:
         return attention.gradients()
     (q, k), cp = attention.widths, attention.cp
     if attention.is_repeated:
         k = q
     elif cp > 1:
-        k = k * cp if attention.gathers else max(k, cp * shape.model.kv_channels)
+        k = k * cp if attention.gathers else attention.repeated
     element = shape.wide if attention.is_widened else shape.compute
     sums = 0
     if attention.is_ours:  # two numbers of each query, and where the order is free a sum
@@ -430,9 +432,11 @@ def _sharing_forward(shape: Shape) -> int:
     # put together, sent, received in their order; keys and values are all gathered
     sent = 2 * k * (1 + 2 * cp)
     if not shape.attention.gathers:
-        repeated = max(k, cp * shape.model.kv_channels)  # heads that fewer key heads are made
+        repeated = shape.attention.repeated  # heads that fewer key heads are made
         sent = 3 * (q + 2 * repeated) + (2 * repeated if repeated > k else 0)
-    return shape.attention.saved(frozenset({"core_attn"})) + element * sent
+    before = shape.attention.saved(frozenset({"core_attn"}))
+    in_ring = before + shape.attention.ring_forward() if shape.attention.ring > 1 else 0
+    return max(before + element * sent if shape.attention.ring < cp else 0, in_ring)
 
 
 def _sharing(shape: Shape) -> int:
@@ -444,8 +448,10 @@ def _sharing(shape: Shape) -> int:
     if cp == 1:
         return 0
     element = shape.tokens * shape.compute
+    if shape.attention.ring == cp:
+        return 0
     if not shape.attention.gathers:
-        return 3 * element * (q + 2 * max(k, cp * shape.model.kv_channels))
+        return 3 * element * (q + 2 * shape.attention.repeated)
     # Gloo copies what it sends, and receives parts
     gloo = 1 if shape.device != "cuda" else 0
     return element * (q + (2 + gloo) * 2 * k * cp + 2 * k + gloo * (cp - 1) * 2 * k)
@@ -464,11 +470,11 @@ def leaving_bytes(
         size = shape.hidden // tp if shape.shares_inputs else shape.hidden
         goes = size // shape.compute >= smallest
         return LeavingBytes((size,) if goes else (), goes and not shape.shares_inputs, False)
-    kept = _inputs_of_modules(shape, choice.modules)
+    kept = _inputs_of_modules(shape, choice.modules | always_rebuilt(model))
     going = {
         module: [size for elements, size in kept[module] if size and elements >= smallest]
         for module in kept
-        if module in modules & kept_inputs(choice)
+        if module in modules & kept_inputs(choice, model)
     }
     # positions or dropout come first
     is_changed = model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"
@@ -545,7 +551,7 @@ def head_bytes(shape: Shape) -> UnitBytes:
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
     """The units of a stage in the order of the forward pass."""
     choices = stage_recompute(shape.config.training, stage.layers)
-    going = stage_offload(shape.config.training, stage.layers)
+    going = stage_offload(shape.config.training, shape.model, stage.layers)
     layers = [
         replace(
             layer_bytes(shape, index, choice),

@@ -153,7 +153,7 @@ def host_copies(config: Config, machine: Machine = Machine()) -> list[HostCopy]:
     kinds = set(
         zip(
             stage_recompute(config.training, layers),
-            stage_offload(config.training, layers),
+            stage_offload(config.training, config.model, layers),
             strict=True,
         )
     )

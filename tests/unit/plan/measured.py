@@ -421,6 +421,16 @@ CASES: dict[str, tuple[int, int, str]] = {
         f"{LONG} {LLAMA} {KERNELS} --bf16 {SELECTIVE} layernorm {TILED} --num-layers 3",
     ),
     "one rank, fp8 by tensors, bf16, MLP in pieces": (1, 2, f"{SMALL} {FP8} --bf16 {TILED}"),
+    "stage 3, cp2, ring, llama, recompute, MLP and head in pieces": (
+        2,
+        2,
+        f"{LONG} {LLAMA} {CP2} {RING} --zero-stage 3 {FULL} {TILED} --fused-linear-cross-entropy",
+    ),
+    "cp2, ring, documents, dropout, layer inputs on the host": (
+        2,
+        2,
+        f"{SMALL} {CP2} {RING} --reset-attention-mask --attention-dropout 0.1 {FULL} {OFFLOAD}",
+    ),
     "stage 2, dp4, shared by 2": (4, 2, f"{SMALL} --zero-stage 2 --zero-shard-size 2"),
 }
 
