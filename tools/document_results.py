@@ -103,8 +103,8 @@ def long_context_table() -> str:
     variants = {"neither": "MLP and head whole", **flags, "both": "both", **host}
 
     def cell(found: Any) -> str:
-        gib = found["sizes"]["total"] / 2**30 if found else 0
-        return f"**{gib:.1f}**" if 0 < gib <= 80 - RESERVE else f"{gib:.1f}" if found else "-"
+        gib = found["sizes"]["total"] / 2**30
+        return f"**{gib:.1f}**" if gib <= 80 - RESERVE else f"{gib:.1f}"
 
     rows = [
         (row["gpus"], row["kept"], f"{row['length']:,}", *(cell(row[each]) for each in variants))
