@@ -12,11 +12,10 @@ files.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,12 @@ from typing import Any
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.tools._figures import FIGURES, ROOT, figure, ratio, result, table, verdict
+
 from megatron.plan.verdict import RESERVE
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT  # where README.md and docs/ are
-RESULTS = ROOT / "docs" / "results"
 MARKED = re.compile(r"(<!-- =(\S+) -->)(.*?)(<!-- / -->)", re.S)
-FIGURES: dict[str, Callable[[], str]] = {}
 SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -38,33 +36,6 @@ SCHEDULES = {
     "zero-bubble": "ZB-H1",
     "zero-bubble-v": "ZB-V",
 }
-
-
-def figure(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
-    """Enter a function into FIGURES."""
-    return lambda compute: FIGURES.setdefault(name, compute)
-
-
-@cache
-def result(name: str) -> Any:
-    """The content of docs/results/NAME.json."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def table(header: str, rows: Iterable[Iterable[object]]) -> str:
-    """A Markdown table on lines of its own; `header` holds the columns' names between bars."""
-    lines = [f"| {header} |", "|---" * (header.count("|") + 1) + "|"]
-    return "\n".join(["", *lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""])
-
-
-def ratio(row: Any, digits: int = 2) -> str:
-    """Median and interval."""
-    return f"{row['median']:.{digits}f} ({row['low']:.{digits}f}-{row['high']:.{digits}f})"
-
-
-def verdict(row: Any) -> str:
-    """Of the ratio rule."""
-    return "reached" if row["passed"] else "**lost**"
 
 
 # ---- proofs: parity, mutants, the plan, live bytes, checkpoints ----------------------------------
@@ -111,6 +82,24 @@ def long_context_table() -> str:
         for row in result("long_context")["rows"]
     ]
     return table(f"GPUs | ZeRO | tokens | {' | '.join(variants.values())}", rows)
+
+
+@figure("context_parallel.table")
+def context_parallel_table() -> str:
+    """Attention of context-parallel ranks, forward and backward, beside torch's ring."""
+    rows = [
+        (
+            row["ranks"],
+            row["shape"],
+            f"`{row['type']}`",
+            row["ours_ms"],
+            f"{row['peer']}: {row['peer_ms']}",
+            ratio(row),
+            verdict(row),
+        )
+        for row in result("context_parallel")["rows"]
+    ]
+    return table("ranks | shape | type | ms | torch's ring, ms | ratio (95%) | ", rows)
 
 
 @figure("long_steps.table")

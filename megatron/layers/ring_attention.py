@@ -212,7 +212,7 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     before it. Each row has seen a key before, itself.
     """
     weight = torch.sigmoid(part_lse - lse).permute(2, 0, 1).unsqueeze(-1)
-    out.sub_(weight * (out - part))
+    out.lerp_(part.to(out.dtype), weight)
     lse.sub_(F.logsigmoid(lse - part_lse))
 
 

@@ -36,7 +36,7 @@ def test_a_changed_result_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     changed = json.loads(file.read_text())
     changed["rows"].pop()
     file.write_text(json.dumps(changed))
-    monkeypatch.setattr(tool, "RESULTS", file.parent)
+    monkeypatch.setattr(sys.modules["megatron.tools._figures"], "RESULTS", file.parent)
     monkeypatch.setattr(tool, "PAGES", tmp_path)
     tool.result.cache_clear()
     try:
