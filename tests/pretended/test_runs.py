@@ -43,6 +43,7 @@ OFTEN = (
     "torch",
     "zero 3",
     "fp8, blocks",
+    "context parallel, ring, documents",
     "short",
 )  # in every run of the tests
 WAITS = ("item", "pageable", "number", "not pinned", "mask", "synchronize", "backward")

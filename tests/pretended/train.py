@@ -89,6 +89,7 @@ class Case(NamedTuple):
 BF16 = f"--bf16 {NO_DROPOUT}"
 LLAMA_BF16 = f"{BF16} {LLAMA}"
 DROPOUT = "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1"
+SHARED = "--context-parallel-size 4"
 FULL = "--recompute-granularity full"
 AWAY = "--activation-offload --min-offloaded-tensor-size 1024 --num-layers 4"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
@@ -140,6 +141,14 @@ CASES = {
     "zero 3": Case(f"{LLAMA_BF16} --zero-stage 3", ranks=4, copies=4),
     "zero 3, recompute": Case(f"{DROPOUT} {LLAMA} {FULL} --zero-stage 3", ranks=4, copies=4),
     "tensor parallel": Case(f"{LLAMA_BF16} --tensor-model-parallel-size 2", ranks=2),
+    "context parallel": Case(f"{LLAMA_BF16} {SHARED}", ranks=4),
+    "context parallel, heads": Case(f"{LLAMA_BF16} {SHARED} --cp-comm-type a2a", ranks=4),
+    "context parallel, ring": Case(f"{LLAMA_BF16} {SHARED} --cp-comm-type p2p", ranks=4),
+    "context parallel, ring, documents": Case(
+        f"{DROPOUT} {LLAMA} {SHARED} {DOCUMENTS} --zero-stage 2 --cp-comm-type a2a+p2p "
+        "--hierarchical-context-parallel-sizes 2 2",
+        ranks=4,
+    ),
     "sequence parallel": Case(
         f"{DROPOUT} {LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 2",
         ranks=4,
