@@ -409,6 +409,8 @@ class SelfAttention(nn.Module):
         first_head: int,
     ) -> Tensor:
         """The attention core over the ranks of the ring."""
+        if q.is_cuda and backend in SDPA:  # which gives no log-sum-exp there
+            backend = "plain"
         dropped = _dropped(self.dropout, state, backend)
         samples = dropped.pop("sample_ids", None)
         options = Options(

@@ -154,6 +154,19 @@ def _masks(config: Config) -> list[str]:
     ]
 
 
+def _positions(config: Config) -> str | None:
+    """What kernels that know no positions cannot compute: masks of gathered keys, and in a ring
+    those that hide more than causality does.
+    """
+    heads, ring = attention_ranks(config.distributed)
+    if heads == config.distributed.context_parallel_size or (ring > 1 and not _masks(config)):
+        return None
+    return (
+        "masks by positions, which context parallelism needs here (use --cp-comm-type a2a, or a "
+        "ring without documents and windows)"
+    )
+
+
 def remarks(choices: dict[str, Choice]) -> list[str]:
     """For the banner: why something else is not taken, or what is to be known of what is, a line
     for each.
@@ -190,7 +203,7 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
         and (reason := why_not_atomic(model.kv_channels, **given, arch=arch))
     ):
         unable["attention"]["triton"] = f"--no-deterministic-mode with {reason}"
-    if reason := attention_gluon.cannot(model.kv_channels, **given):
+    if reason := attention_gluon.cannot(model.kv_channels, **given) or _positions(config):
         unable["attention"]["gluon"] = reason
     if model.torch_compile:
         unable["dropout"] = {"triton": EACH_ITS_GRAPH}

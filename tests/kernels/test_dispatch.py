@@ -4,6 +4,7 @@ and what a model is built from.
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,56 @@ def test_what_fa4_cannot_compute_is_refused(model, data, why):
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
     with pytest.raises(ValueError, match=f"^--attention-backend fa4: {why}"):
         choose_kernels(config, GPU)
+
+
+def shared(kind: str, backend: str, **model):
+    """A run of four context-parallel ranks."""
+    model = dataclasses.replace(QUIET, kv_channels=64, attention_backend=backend, **model)
+    config = of(model)
+    distributed = dataclasses.replace(
+        config.distributed,
+        context_parallel_size=4,
+        cp_comm_type=kind,
+        hierarchical_context_parallel_sizes=(2, 2) if kind == "a2a+p2p" else None,
+    )
+    return dataclasses.replace(config, distributed=distributed)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fa4"])
+@pytest.mark.parametrize("kind", ["p2p", "a2a+p2p"])
+def test_a_ring_on_a_gpu_needs_our_attention(kind, backend):
+    with pytest.raises(ValueError, match=f"^--cp-comm-type {re.escape(kind)}: on a GPU .* triton"):
+        choose_kernels(shared(kind, backend), GPU)
+    assert choose_kernels(shared(kind, "auto"), CPU)[0].model.attention_backend == "auto"
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "is_able"),
+    [
+        ("allgather", {}, False),
+        ("a2a", {}, True),
+        ("a2a", {"window_size": 8}, True),
+        ("p2p", {}, True),
+        ("p2p", {"window_size": 8}, False),
+        ("a2a+p2p", {}, True),
+        ("a2a+p2p", {"window_size": 8}, False),
+    ],
+)
+def test_kernels_in_gluon_know_no_positions(kind, model, is_able):
+    config = shared(kind, "gluon", **model)
+    if is_able:
+        assert choose_kernels(config, GPU)[0].model.attention_backend == "gluon"
+        return
+    with pytest.raises(ValueError, match="^--attention-backend gluon: masks by positions, .* a2a"):
+        choose_kernels(config, GPU)
+
+
+@pytest.mark.parametrize(
+    ("kind", "taken"), [("a2a", "auto"), ("allgather", "triton"), ("p2p", "triton")]
+)
+def test_auto_takes_our_attention_for_positions(kind, taken, monkeypatch):
+    monkeypatch.setattr(lang, "capability", lambda device: 80)
+    assert choose_kernels(shared(kind, "auto"), GPU)[0].model.attention_backend == taken
 
 
 def test_fa4_is_taken_when_asked_for_alone():
