@@ -187,30 +187,9 @@ EACH_ITS_GRAPH = "under --torch-compile each layer would need a graph of its own
 
 def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str, str]]:
     """Operator -> implementation -> what it cannot do of what the flags ask for."""
-    model = config.model
-    unable: dict[str, dict[str, str]] = {"attention": {}}
-    needs = beyond_sdpa(model, training=True)
-    if needs:
-        unable["attention"]["sdpa"] = f"cannot compute {', '.join(needs)}"
-    if needs := [*needs, *_masks(config)]:
-        unable["attention"]["fa4"] = f"cannot compute {', '.join(needs)}"
-    given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}
-    if model.kv_channels is not None and (reason := unfit(model.kv_channels, arch, dtype, **given)):
-        unable["attention"]["triton"] = reason
-    elif (
-        not model.deterministic_mode
-        and model.kv_channels is not None
-        and (reason := why_not_atomic(model.kv_channels, **given, arch=arch))
-    ):
-        unable["attention"]["triton"] = f"--no-deterministic-mode with {reason}"
-    if reason := attention_gluon.cannot(model.kv_channels, **given) or _positions(config):
-        unable["attention"]["gluon"] = reason
-    if model.torch_compile:
+    unable = {"attention": _unable_attention(config, arch, dtype)}
+    if config.model.torch_compile:
         unable["dropout"] = {"triton": EACH_ITS_GRAPH}
-        if model.attention_dropout > 0:
-            of_dropout = f"with --attention-dropout above 0 {EACH_ITS_GRAPH}"
-            for name in OURS:
-                unable["attention"].setdefault(name, of_dropout)
     if "bf16" in (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype):
         unable["adam"] = {
             "apex": (
@@ -219,6 +198,34 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
         }
     if config.precision.fp64:
         unable["grad-norm"] = {"apex": "it adds up in fp32"}
+    return unable
+
+
+def _unable_attention(config: Config, arch: int, dtype: torch.dtype) -> dict[str, str]:
+    """Of `_unable`: attention."""
+    model, unable = config.model, {}
+    needs = beyond_sdpa(model, training=True)
+    if needs:
+        unable["sdpa"] = f"cannot compute {', '.join(needs)}"
+    if needs := [*needs, *_masks(config)]:
+        unable["fa4"] = f"cannot compute {', '.join(needs)}"
+    given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}
+    if model.kv_channels is not None and (reason := unfit(model.kv_channels, arch, dtype, **given)):
+        unable["triton"] = reason
+    elif (
+        not model.deterministic_mode
+        and model.kv_channels is not None
+        and (reason := why_not_atomic(model.kv_channels, **given, arch=arch))
+    ):
+        unable["triton"] = f"--no-deterministic-mode with {reason}"
+    if reason := attention_gluon.cannot(model.kv_channels, **given):
+        unable["gluon"] = reason
+    if reason := _positions(config):
+        for name in ("gluon", "fa4"):
+            unable.setdefault(name, reason)
+    if model.torch_compile and model.attention_dropout > 0:
+        for name in OURS:
+            unable.setdefault(name, f"with --attention-dropout above 0 {EACH_ITS_GRAPH}")
     return unable
 
 

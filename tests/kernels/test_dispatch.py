@@ -188,7 +188,11 @@ def test_a_ring_on_a_gpu_needs_our_attention(kind, backend):
     ],
 )
 def test_kernels_in_gluon_know_no_positions(kind, model, is_able):
+    """Nor does the fa4 backend."""
     config = shared(kind, "gluon", **model)
+    if kind == "allgather":
+        with pytest.raises(ValueError, match="^--attention-backend fa4: masks by positions"):
+            choose_kernels(shared(kind, "fa4", **model), GPU)
     if is_able:
         assert choose_kernels(config, GPU)[0].model.attention_backend == "gluon"
         return
