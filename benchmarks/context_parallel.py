@@ -107,7 +107,7 @@ def ours(kind: str, shape: tuple[int, int, int], tensors: list[Tensor]) -> Syste
     places = torch.from_numpy(places_of_ranks(length, cp))
     held = Places.of(places, cp, steps_of(config, cp, places, None))
     layer = SelfAttention(config, 0, 0, cp=cp)
-    mask = held.steps[0].mask if cp.ring.size > 1 else mask_of(config, length, None, _own(cp, held))
+    mask = held.steps[0].mask if held.steps else mask_of(config, length, None)
     *qkv, dout = (x[held.own].float() for x in tensors)
 
     def turn() -> list[Tensor]:
@@ -117,10 +117,6 @@ def ours(kind: str, shape: tuple[int, int, int], tensors: list[Tensor]) -> Syste
         return [out.detach().unflatten(2, (heads, -1)), *(x.grad for x in parts)]
 
     return System(held.own, turn)
-
-
-def _own(cp: ContextParallel, held: Places) -> Tensor | None:
-    return held.own if cp.gathers else None
 
 
 def torchs(way: str, shape: tuple[int, int, int], tensors: list[Tensor]) -> System:

@@ -87,6 +87,7 @@ from megatron.config.metadata import (
     ChangeRule,
     Need,
 )
+from megatron.config.offload import INSIDE, LAYER_INPUT
 from megatron.config.schedules import SCHEDULES
 
 
@@ -114,17 +115,7 @@ kernel_flag = partial(flag, "auto", megatron="absent there", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]
 ApexBackend = Literal["auto", "triton", "apex", "torch"]
 RecomputeModule = Literal["core_attn", "qkv", "layernorm", "mlp_act", "mlp"]
-OffloadModule = Literal[
-    "layer_input",
-    "attn_norm",
-    "qkv_linear",
-    "core_attn",
-    "attn_proj",
-    "mlp_norm",
-    "mlp_fc1",
-    "mlp_act",
-    "mlp_fc2",
-]
+OffloadModule = Literal[LAYER_INPUT, *INSIDE]  # type: ignore[valid-type]
 Prefixes = tuple[str, ...]
 
 

@@ -78,7 +78,7 @@ class Places(NamedTuple):
     own: Tensor  # [s / C] of this rank, ascending
     order: Tensor  # [s] of all ranks, one rank behind the other
     inverse: Tensor  # [s] where each position is in `order`
-    steps: tuple[AttentionStep, ...]  # of ring attention
+    steps: tuple[AttentionStep, ...]  # of attention, where it is computed in several
 
     @classmethod
     def of(cls, places: Tensor, cp: ContextParallel, steps: tuple[AttentionStep, ...]) -> Places:

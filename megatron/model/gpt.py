@@ -167,8 +167,10 @@ class GPTModel(nn.Module):
     def _mask(
         self, length: int, document_starts: Tensor | None, held: Places | None
     ) -> AttentionMask:
-        """Of this rank's queries; of a ring those of its own block."""
-        if held is not None and self.cp.ring.size > 1:
+        """Of this rank's queries; where attention is computed in steps, each with a mask of its
+        own, that of the first.
+        """
+        if held is not None and held.steps:
             return held.steps[0].mask
         own = held.own if held is not None and self.cp.gathers else None
         return mask_of(self.config, length, document_starts, own)

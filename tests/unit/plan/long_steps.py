@@ -8,9 +8,6 @@ and of query to key heads. Pieces are as long as the hidden size, which is the r
 
 from __future__ import annotations
 
-import datetime
-import json
-import platform
 import sys
 import time
 from pathlib import Path
@@ -19,7 +16,6 @@ TESTS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(TESTS / "unit/plan")]
 
 import measured  # noqa: E402
-import torch  # noqa: E402
 from distributed.pool import Worlds  # noqa: E402
 
 HIDDEN = 64
@@ -68,14 +64,7 @@ def main(names: list[str]) -> None:
             )
     worlds.close()
     if not names:
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "rows": rows,
-        }
-        path = TESTS.parent / "docs/results/long_steps.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        measured.write("long_steps", rows)
 
 
 if __name__ == "__main__":

@@ -493,6 +493,18 @@ def compare(name: str, worlds: Worlds) -> list[dict]:
     return [rows[rank] for rank in sorted(rows)]
 
 
+def write(name: str, rows: list[dict]) -> None:
+    """Keep rows in docs/results/NAME.json."""
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rows": rows,
+    }
+    path = TESTS.parent / "docs/results" / f"{name}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main(names: list[str]) -> None:
     """Measure the named cases, or all and write them down."""
     worlds, rows = Worlds(), []
@@ -508,15 +520,7 @@ def main(names: list[str]) -> None:
                 )
     worlds.close()
     if not names:
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "rows": rows,
-        }
-        (TESTS.parent / "docs/results/plan_memory.json").write_text(
-            json.dumps(report, indent=1) + "\n"
-        )
+        write("plan_memory", rows)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from test_memory import BATCH, DRY, SEQ, VOCAB, configure, interpreted
-from test_recompute_bytes import BF16, FP32, LLAMA, MODELS, OURS
+from test_memory import DRY, VOCAB, configure, interpreted
+from test_recompute_bytes import BF16, FP32, LLAMA, MODELS, OURS, model_and_micro_batch
 from unit.by_hand import forward
 from unit.storages import Storages
 from unit.zero.measure import launches_of_nothing
@@ -20,9 +20,7 @@ from megatron.config.groups import Config
 from megatron.config.offload import INSIDE
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
-from megatron.model.kernels import compute_dtype
 from megatron.model.stages import whole
-from megatron.optimizer.blocks import build_blocks
 from megatron.parallel import offload
 from megatron.parallel.offload import OffloadingPasses, Pass
 from megatron.parallel.schedule import Kind
@@ -73,23 +71,9 @@ def alive(config: Config) -> tuple[int, int]:
     """(bytes that live on the device, bytes of buffers of the host) when the forward passes are
     over, beside parameters and the micro-batches.
     """
-    model = GPTModel(
-        config.model,
-        vocab_size=VOCAB,
-        padded_vocab=padded_vocab_size(VOCAB, config.model),
-        dtype=compute_dtype(config.precision),
-        seed=1,
-    )
-    model.choose_recompute(config.training)
-    model.choose_offload(config.training)
-    for block in build_blocks(model, torch.device("cpu")):
-        block.open()
-    tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)
-    positions = torch.arange(SEQ).expand(BATCH, SEQ)
-    mask = torch.ones(BATCH, SEQ)
+    model, micro = model_and_micro_batch(config)
     passes = OffloadingPasses(torch.device("cpu"), config.training.min_offloaded_tensor_size)
     passes.expect(passes_of(model))
-    micro = model.micro_batch(tokens, tokens, mask, positions, ids, training=True)
     passes.place(micro)
     kept = []
     with launches_of_nothing(), Storages() as storages:

@@ -28,6 +28,7 @@ from megatron.config.groups import Config, PrecisionConfig
 from megatron.layers.recompute import Rebuilder
 from megatron.model import block as model_block
 from megatron.model.arithmetic import padded_vocab_size
+from megatron.model.block import MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
 from megatron.model.stages import whole
@@ -98,8 +99,8 @@ def with_modules(modules: tuple[str, ...], precision: PrecisionConfig, **model) 
     return configure(precision, training=training, **model)
 
 
-def kept_storages(config: Config) -> int:
-    """Bytes alive between forward and backward pass beside parameters and the micro-batch."""
+def model_and_micro_batch(config: Config) -> tuple[GPTModel, MicroBatch]:
+    """A whole model that has its storage, and a micro-batch for it."""
     model = GPTModel(
         config.model,
         vocab_size=VOCAB,
@@ -108,12 +109,18 @@ def kept_storages(config: Config) -> int:
         seed=1,
     )
     model.choose_recompute(config.training)
+    model.choose_offload(config.training)
     for block in build_blocks(model, torch.device("cpu")):
         block.open()
     tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)
     positions = torch.arange(SEQ).expand(BATCH, SEQ)
     mask = torch.ones(BATCH, SEQ)
-    micro = model.micro_batch(tokens, tokens, mask, positions, ids, training=True)
+    return model, model.micro_batch(tokens, tokens, mask, positions, ids, training=True)
+
+
+def kept_storages(config: Config) -> int:
+    """Bytes alive between forward and backward pass beside parameters and the micro-batch."""
+    model, micro = model_and_micro_batch(config)
     with launches_of_nothing(), Storages() as storages:
         y, saved = forward(model, micro)
         del y
