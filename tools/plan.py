@@ -1,5 +1,4 @@
-"""Plan a run without a GPU: python tools/plan.py memory|checkpoint <flags of pretrain_gpt.py>
---world-size N
+"""Plan a run without a GPU: python tools/plan.py COMMAND <flags of pretrain_gpt.py> --world-size N
 
 memory: a table of memory by pipeline rank, which stage of ZeRO fits, and whether communication
 hides behind computation.
@@ -13,6 +12,19 @@ checkpoint: bytes and seconds of a checkpoint, and how often to save.
     --write GB/S          what one rank writes to --save at, all writing at once (1)
     --copy GB/S           what one rank copies into host memory at (10)
     --mtbf HOURS          mean time between failures of the job (24)
+step: how long a step takes, where it goes, days and GPU hours of the run, and memory.
+search: the fastest layouts that fit, as flags to paste, and why the next ones lose. Flags of the
+layout (parallel sizes, ZeRO, micro-batch, recomputation) are what it looks for.
+explain: what a change of one flag would bring.
+    --hardware NAME|FILE  the device: a100-40, a100-80, b200, h100, h200, or a file that
+    measure or fit wrote (h100)
+    --gpus-per-node N     (8)
+    --gpu-hour-price D    dollars of a GPU hour, for the cost of the run
+    --json                step alone: one JSON object
+validate FILE.csv ... [--out FILE.json]: published rows beside predictions, row by row and by group.
+fit FILE ... --hardware NAME|FILE --out FILE.json: a device's constants from steps that were
+measured: rows of such a CSV file, or metrics.jsonl of runs.
+measure --out FILE.json: the constants of this machine, measured in a minute.
 
 No data file is read; the tokenizer is, unless --vocab-size says how many entries it has. Exit code
 2: flags that pretrain_gpt.py would refuse.
@@ -21,7 +33,10 @@ No data file is read; the tokenizer is, unless --vocab-size says how many entrie
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import sys
+from pathlib import Path
 
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
@@ -33,36 +48,67 @@ from megatron.config.validate import resolve
 from megatron.data.tokenizer import build_tokenizer
 from megatron.plan.advice import BANDWIDTH, HOST_BANDWIDTH, MFU, PEAK_TFLOPS, Machine
 from megatron.plan.checkpoint import checkpoint_report
-from megatron.plan.memory import MemoryPlan  # noqa: E402
-from megatron.plan.recompute import choose_layers  # noqa: E402
-from megatron.plan.table import memory_report  # noqa: E402
+from megatron.plan.fit import fit_files
+from megatron.plan.hardware import Hardware, load_hardware, write_hardware
+from megatron.plan.measure import measure_machine
+from megatron.plan.memory import MemoryPlan
+from megatron.plan.recompute import choose_layers
+from megatron.plan.rows import read_rows
+from megatron.plan.search import Search, explain
+from megatron.plan.step_table import estimate, explain_report, search_report, step_report
+from megatron.plan.table import memory_report
+from megatron.plan.validate import predict_row, validation_report
 from megatron.plan.verdict import DEVICE_MEMORY, NODE_RANKS, check_host_memory
 
-OWN = {
+# The tool's own flags: numbers by their default (None: not given), and words.
+NUMBERS: dict[str, dict[str, float | None]] = {
     "memory": {"--mfu": MFU, "--bandwidth": BANDWIDTH, "--host-bandwidth": HOST_BANDWIDTH},
     "checkpoint": {"--write": 1.0, "--copy": 10.0, "--mtbf": 24.0},
+    "step": {"--gpus-per-node": None, "--gpu-hour-price": None},
+    "search": {"--gpus-per-node": None, "--gpu-hour-price": None},
+    "explain": {"--gpus-per-node": None, "--gpu-hour-price": None},
 }
+OF_A_DEVICE = ("step", "search", "explain")
+OF_FILES = ("validate", "fit", "measure")
 
 
-def take_own(argv: list[str], own: dict[str, float]) -> tuple[dict[str, float], list[str]]:
-    """(values of the flags that are this tool's, the other words). Raises ArgumentErrors."""
-    values, rest, faults = dict(own), [], []
+@dataclasses.dataclass
+class Own:
+    """Values of the tool's own flags, and the other words."""
+
+    numbers: dict[str, float | None]
+    words: dict[str, str]
+    json: bool
+    rest: list[str]
+
+
+def take_own(what: str, argv: list[str]) -> Own:
+    """What a command's own flags say. Raises ArgumentErrors."""
+    own = Own(dict(NUMBERS.get(what, {})), {}, False, [])
+    named = {"--hardware", "--out"} if what in (*OF_A_DEVICE, *OF_FILES) else set()
+    faults = []
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
-        if flag not in own:
-            rest.append(word)
-            continue
-        text = value if equals else next(words, "")
-        try:
-            values[flag] = float(text)
-            if not 0 < values[flag] < float("inf"):
-                raise ValueError
-        except ValueError:
-            faults.append(f"{flag} {text}: expected a number above 0")
+        if what == "step" and word == "--json":
+            own.json = True
+        elif flag in named:
+            own.words[flag] = value if equals else next(words, "")
+            if not own.words[flag]:
+                faults.append(f"{flag}: a value is missing")
+        elif flag in own.numbers:
+            text = value if equals else next(words, "")
+            try:
+                own.numbers[flag] = number = float(text)
+                if not 0 < number < float("inf"):
+                    raise ValueError
+            except ValueError:
+                faults.append(f"{flag} {text}: expected a number above 0")
+        else:
+            own.rest.append(word)
     if faults:
         raise ArgumentErrors(faults)
-    return values, rest
+    return own
 
 
 def without_files(config: Config) -> Config:
@@ -93,17 +139,22 @@ def without_files(config: Config) -> Config:
     return dataclasses.replace(config, data=data)
 
 
-def plan(what: str, argv: list[str]) -> list[str]:
-    """The lines that `memory` or `checkpoint` prints. Raises UserError for what the user can
-    mend.
-    """
-    own, rest = take_own(argv, OWN[what])
-    parsed = parse_arguments([*rest, "--dry-run"])
+def asked(argv: list[str]) -> tuple[Config, int, int]:
+    """(configuration as parsed, entries of the vocabulary, ranks). Raises UserError."""
+    parsed = parse_arguments([*argv, "--dry-run"])
     world_size = parsed.config.distributed.world_size
     if world_size is None:
         raise ArgumentErrors(["--world-size is missing: how many ranks the run is planned for"])
     config = without_files(parsed.config)
     vocab_size = build_tokenizer(resolve(config, world_size, None).config.data).vocab_size
+    return config, vocab_size, world_size
+
+
+def plan(what: str, own: Own) -> list[str]:
+    """The lines that `memory` or `checkpoint` prints. Raises UserError for what the user can
+    mend.
+    """
+    config, vocab_size, world_size = asked(own.rest)
     config = resolve(config, world_size, vocab_size).config
     config, reasons = choose_layers(config, vocab_size, world_size, "cuda")
     if what == "checkpoint":
@@ -111,15 +162,15 @@ def plan(what: str, argv: list[str]) -> list[str]:
             config,
             vocab_size,
             world_size,
-            write=own["--write"],
-            copy=own["--copy"],
-            between_failures=own["--mtbf"],
+            write=own.numbers["--write"],
+            copy=own.numbers["--copy"],
+            between_failures=own.numbers["--mtbf"],
         )
     machine = Machine(
         config.logging.peak_tflops or PEAK_TFLOPS,
-        own["--mfu"],
-        own["--bandwidth"],
-        own["--host-bandwidth"],
+        own.numbers["--mfu"],
+        own.numbers["--bandwidth"],
+        own.numbers["--host-bandwidth"],
     )
     memory = MemoryPlan(config, vocab_size, world_size)
     check_host_memory(memory, config.distributed.host_memory, min(world_size, NODE_RANKS))
@@ -131,14 +182,87 @@ def plan(what: str, argv: list[str]) -> list[str]:
     return [*report, *reasons]
 
 
+def hardware_of(own: Own) -> Hardware:
+    """The device that --hardware names, in nodes of --gpus-per-node."""
+    hardware = load_hardware(own.words.get("--hardware", "h100"))
+    nodes = own.numbers.get("--gpus-per-node")
+    return hardware if nodes is None else dataclasses.replace(hardware, node_size=int(nodes))
+
+
+def time_lines(what: str, own: Own) -> list[str]:
+    """What `step`, `search` and `explain` print."""
+    hardware = hardware_of(own)
+    config, vocab_size, world_size = asked(own.rest)
+    price = own.numbers["--gpu-hour-price"]
+    if config.distributed.device_memory is not None:
+        hardware = dataclasses.replace(hardware, memory_gib=config.distributed.device_memory)
+    if what == "search":
+        search = Search(config, vocab_size, world_size, hardware)
+        return search_report(search.run(), hardware)
+    resolved = resolve(config, world_size, vocab_size).config
+    resolved, reasons = choose_layers(resolved, vocab_size, world_size, "cuda")
+    memory = MemoryPlan(resolved, vocab_size, world_size, "cpu" if hardware.cores else "cuda")
+    found = estimate(memory, hardware)
+    if what == "explain":
+        tried = explain(Search(config, vocab_size, world_size, hardware), resolved)
+        return [*step_report(memory, found, price), *explain_report(found, tried)]
+    if own.json:
+        return [json.dumps(found.written())]
+    return [*step_report(memory, found, price), *reasons]
+
+
+def validate(own: Own) -> list[str]:
+    """Rows of files beside their predictions; --out takes them as JSON."""
+    if not own.rest:
+        raise UserError("validate: a file of rows is missing: tools/plan.py validate rows.csv")
+    rows = [row for path in own.rest for row in read_rows(path)]
+    predictions = [predict_row(row) for row in rows]
+    if "--out" in own.words:
+        found = {"rows": [each.written() for each in predictions]}
+        Path(own.words["--out"]).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return validation_report(predictions)
+
+
+def written_out(own: Own, hardware: Hardware, sources: dict[str, str]) -> list[str]:
+    """A device goes to --out; a line for each constant."""
+    out = own.words.get("--out")
+    if out is None:
+        raise UserError("--out FILE.json is missing: where the constants go")
+    write_hardware(Path(out), hardware, sources)
+    return [
+        *(f"{name} {getattr(hardware, name):.6g}: {text}" for name, text in sources.items()),
+        f"written to {out}: give it as --hardware {out}",
+    ]
+
+
+def run(what: str, argv: list[str]) -> list[str]:
+    """The lines of a command. Raises UserError for what the user can mend."""
+    own = take_own(what, argv)
+    if what in OF_A_DEVICE:
+        return time_lines(what, own)
+    if what == "validate":
+        return validate(own)
+    if what == "fit":
+        hardware, sources = fit_files(own.rest, hardware_of(own))
+        return written_out(own, hardware, sources)
+    if what == "measure":
+        hardware, sources = measure_machine(dict(os.environ))
+        return written_out(own, hardware, sources)
+    return plan(what, own)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] not in OWN or any(word in ("-h", "--help") for word in argv):
+    if (
+        not argv
+        or argv[0] not in (*NUMBERS, *OF_FILES)
+        or any(word in ("-h", "--help") for word in argv)
+    ):
         print(__doc__.strip(), file=sys.stdout if "--help" in argv or "-h" in argv else sys.stderr)
         return 0 if "--help" in argv or "-h" in argv else 2
     try:
-        print("\n".join(plan(argv[0], argv[1:])))
+        print("\n".join(run(argv[0], argv[1:])))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -995,6 +995,11 @@ class DistributedConfig:
     """GiB of memory of one GPU, for the plan's verdict. Default: what the GPU has; 80 in a dry
     run.
     """
+    hardware: str | None = flag(None, megatron="absent there")
+    """Device whose constants the prediction of a step's time is made of: a name that tools/plan.py
+    lists, or a file of tools/plan.py measure. Default: by the name of the GPU; none where it is not
+    known.
+    """
     host_memory: float | None = flag(None, megatron="absent there", bound=POSITIVE)
     """GiB of memory of a node that all its ranks together may take: a run whose offload flags need
     more is refused. Default: what the node has; unknown in a dry run.

@@ -51,7 +51,7 @@ def training_line(
     `metrics` is the row that goes to the trackers (names and units in metrics.py):
     consumed_samples, iteration-time, throughput, learning-rate, batch-size, lm loss, loss-scale,
     grad-norm and tokens-per-second-per-gpu are needed; decoupled-learning-rate, num-zeros,
-    params-norm, mfu and mem-max-allocated-bytes may be missing. `skipped` and `nan` count
+    params-norm, mfu, predicted-iteration-time and mem-max-allocated-bytes may be missing. `skipped` and `nan` count
     iterations of the log interval.
     """
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
@@ -74,6 +74,9 @@ def training_line(
         f"tokens per second per GPU: {_number(metrics['tokens-per-second-per-gpu'], '.1f')}",
         f"MFU: {mfu}",
     ]
+    if "predicted-iteration-time" in metrics:
+        predicted = metrics["predicted-iteration-time"] * 1000
+        fields.append(f"predicted time per iteration (ms): {_number(predicted, '.1f')}")
     if "mem-max-allocated-bytes" in metrics:
         fields.append(f"memory (GiB): {metrics['mem-max-allocated-bytes'] / 2**30:.2f}")
     fields.append(f"ETA: {duration(eta_seconds)}")

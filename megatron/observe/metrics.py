@@ -58,6 +58,10 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "timestamp": ("s", "when the row was written: seconds since 1970-01-01 00:00 UTC"),
     "world-size": ("ranks", "processes of the job"),
     "iteration-time": ("s", "wall time of an iteration, mean over the log interval"),
+    "predicted-iteration-time": (
+        "s",
+        "the same by the plan, where the device is known (--hardware)",
+    ),
     "throughput": (
         "TFLOP/s/GPU",
         "model FLOPs (padded vocabulary, causal half, no recompute) / time / ranks",

@@ -6,7 +6,7 @@ Called from training/pretrain.py.
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,9 +19,12 @@ from megatron.model.arithmetic import flops_per_iteration, parameter_count, peak
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.recompute import recompute_text
 from megatron.plan.advice import Machine
+from megatron.plan.hardware import Hardware, known_hardware, load_hardware
 from megatron.plan.memory import MemoryPlan
 from megatron.plan.stages import stage_lines
+from megatron.plan.step_table import Estimate, estimate, step_lines
 from megatron.plan.table import banner_lines
+from megatron.plan.tuning import tuning_lines
 from megatron.plan.verdict import (
     DEVICE_MEMORY,
     NODE_RANKS,
@@ -33,8 +36,21 @@ from megatron.training.length import epoch_lines, length_line
 from megatron.training.neighbours import megatron_core_lines
 from megatron.training.resume import device_name
 
+DRY_RUN_HARDWARE = "h100"
+
 if TYPE_CHECKING:
     from megatron.training.prepare import Prepared
+
+
+class Description(NamedTuple):
+    """What a banner says: its sections, whether the run fits into a GPU's memory (None where no GPU
+    is planned for), and how long its steps are predicted to take (None where the device is not
+    known).
+    """
+
+    sections: dict[str, list[str]]
+    verdict: Verdict | None
+    estimate: Estimate | None
 
 
 def describe(
@@ -43,11 +59,10 @@ def describe(
     device: torch.device,
     planned_for: str | None = None,
     node: tuple[float, int] | None = None,
-) -> tuple[dict[str, list[str]], Verdict | None]:
-    """The banner's sections: all that a reader of a log needs to know about a run; and whether it
-    fits into a GPU's memory (None where no GPU is planned for). Memory is that of `planned_for`
-    (cuda, cpu) or of the device; `node`: GiB of this node and its ranks. Raises UserError when the
-    host's memory does not suffice.
+) -> Description:
+    """All that a reader of a log needs to know about a run. Memory is that of `planned_for` (cuda,
+    cpu) or of the device; `node`: GiB of this node and its ranks. Raises UserError when the host's
+    memory does not suffice.
     """
     config = prepared.config
     target = torch.device(planned_for or device)
@@ -60,7 +75,10 @@ def describe(
     across = device.type == "cuda" and world_size > torch.cuda.device_count()
     machine = Machine(peak) if across and peak else None
     save, loaded = config.checkpoint.save or "-", prepared.checkpoint
-    return {
+    hardware = _hardware(config, device, planned_for)
+    predicted = None if hardware is None else estimate(plan, hardware)
+    tuning = tuning_lines(plan, predicted) if target.type == "cuda" else []
+    sections = {
         "verdict": [verdict.line] if verdict else [],
         "versions": _version_lines(),
         "device": [_device_line(device, peak)],
@@ -71,11 +89,24 @@ def describe(
         "pipeline": stage_lines(plan),
         "kernels": _kernel_lines(config, target),
         "memory": banner_lines(plan, machine),
+        "time": [] if predicted is None else step_lines(plan, predicted),
+        "advice": tuning,
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
         "paths": [f"save {save}; load {loaded.path if loaded else '-'}"],
         "changed": prepared.changed,
         "notes": prepared.notes,
-    }, verdict
+    }
+    return Description(sections, verdict, predicted)
+
+
+def _hardware(config: Config, device: torch.device, planned_for: str | None) -> Hardware | None:
+    """That of --hardware or of the GPU; a dry run without a word of it is one for H100s."""
+    asked = config.distributed.hardware
+    if asked is not None:
+        return load_hardware(asked)
+    if planned_for == "cuda" and device.type == "cpu":
+        return load_hardware(DRY_RUN_HARDWARE)
+    return known_hardware(device_name(device)) if device.type == "cuda" else None
 
 
 def _verdict(

@@ -212,6 +212,7 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
             world_size=run.groups.world.size,
             peak_tflops=run.peak_tflops,
         ),
+        **_prediction(run, batch),
         **memory_metrics(run.device),
         **timer_metrics(
             run.timers.take(),
@@ -220,6 +221,13 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
             timing_log_level=config.logging.timing_log_level,
         ),
     }
+
+
+def _prediction(run: Run, batch: int) -> dict[str, float]:
+    """Seconds of an iteration by the plan, which is made for the whole global batch."""
+    if run.estimate is None or batch != run.config.training.global_batch_size:
+        return {}
+    return {"predicted-iteration-time": run.estimate.time.seconds}
 
 
 def _rate_metrics(run: Run, learning_rates: LearningRates) -> dict[str, float]:

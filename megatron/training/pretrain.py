@@ -52,8 +52,9 @@ from megatron.parallel.graphs import GraphedPasses
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.offload import OffloadingPasses
 from megatron.parallel.pipeline import Pipeline
+from megatron.plan.step_table import Estimate
 from megatron.plan.verdict import Verdict
-from megatron.training.banner import describe
+from megatron.training.banner import Description, describe
 from megatron.training.checkpointing import (
     fetch,
     finalize,
@@ -152,9 +153,9 @@ def _dry_run(config: Config, notes: list[str], world_size: int, not_done: Sequen
     here = torch.device("cpu")
     with job_log():
         prepared = prepare(config, notes, world_size, here, ALONE, planned_for="cuda")
-        sections, verdict = describe(prepared, world_size, here, planned_for="cuda")
-    text, code = end_of_dry_run(verdict)
-    print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
+        described = describe(prepared, world_size, here, planned_for="cuda")
+    text, code = end_of_dry_run(described.verdict)
+    print(banner({NOT_DONE: list(not_done), **described.sections}) + "\n" + text, flush=True)
     return code
 
 
@@ -179,16 +180,16 @@ def build(
     )
     config, tokenizer = prepared.config, prepared.tokenizer
     check_kernels(config, device, ranks)
-    sections = _sections(prepared, groups, device)
+    described = _described(prepared, groups, device)
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     device_names = _device_names(device, ranks)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
     exits = ExitConditions(config.training)
     tracker = None
     if groups.rank == 0:
-        tracker = _introduce(
-            prepared, {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
-        )
+        assert described is not None
+        sections = {**described.sections, "layout": [groups.describe()]}
+        tracker = _introduce(prepared, {NOT_DONE: list(not_done), **sections}, described.estimate)
     return Run(
         config=config,
         groups=groups,
@@ -210,6 +211,7 @@ def build(
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=_peak_tflops(config, device),
+        estimate=None if described is None else described.estimate,
     ), prepared.checkpoint
 
 
@@ -229,14 +231,14 @@ def _take_save_folder(
     return lease
 
 
-def _sections(prepared: Prepared, groups: Groups, device: torch.device) -> dict[str, list[str]]:
-    """Of the banner, on rank 0; what prevents them there is raised on all."""
+def _described(prepared: Prepared, groups: Groups, device: torch.device) -> Description | None:
+    """What the banner says, on rank 0; what prevents it there is raised on all."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     node = pages / 2**30, read_launch().local_size
     with raise_on_all_ranks(groups.world, device):
         if groups.rank != 0:
-            return {}
-        return describe(prepared, groups.world.size, device, node=node)[0]
+            return None
+        return describe(prepared, groups.world.size, device, node=node)
 
 
 def _device_names(device: torch.device, ranks: Ranks) -> str:
@@ -284,11 +286,18 @@ def _build_engine(
     return Pipeline(model, zero, passes, placement, shape, groups, device), optimizer
 
 
-def _introduce(prepared: Prepared, sections: dict[str, list[str]]) -> Tracker:
+def _introduce(
+    prepared: Prepared, sections: dict[str, list[str]], estimate: Estimate | None
+) -> Tracker:
     """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go."""
     tracker = Tracker(
         prepared.config,
-        {"config": prepared.config.to_dict(), "banner": sections},
+        {
+            "config": prepared.config.to_dict(),
+            "banner": sections,
+            "vocab_size": prepared.tokenizer.vocab_size,
+            "prediction": None if estimate is None else estimate.written(),
+        },
         prepared.progress.iteration,
         resumed_samples=prepared.progress.consumed_samples,
     )

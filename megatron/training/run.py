@@ -23,6 +23,7 @@ from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
+from megatron.plan.step_table import Estimate
 from megatron.training.exit import ExitConditions
 
 
@@ -69,6 +70,7 @@ class Run:
     checkpoints: CheckpointManager | None  # with --save
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
+    estimate: Estimate | None = None  # of a step, on rank 0, where the device is known
     timers: Timers = field(default_factory=Timers)
 
     @cached_property

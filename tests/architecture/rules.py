@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "observe": set(),
     "interop": BASE | {"layers", "model", "checkpoint"},
-    "plan": BASE | {"layers", "model", "parallel", "optimizer"},  # runs the engine without tensors
+    # runs the engine without tensors, and reads what runs have measured
+    "plan": BASE | {"layers", "model", "parallel", "optimizer", "observe"},
     "training": BASE
     | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},
 }

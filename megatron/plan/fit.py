@@ -1,0 +1,238 @@
+"""A device's constants fitted to steps that somebody measured.
+
+Each constant stays near what is known of it (PRIORS: the standard deviation of its logarithm), and
+moves where rows say so. Errors of logarithms count by Huber's loss, so that a few odd rows decide
+nothing, and rows of a source with many count less each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.errors import UserError
+from megatron.config.groups import Config
+from megatron.observe.tracking import config_file, metrics_path, read_metrics
+from megatron.plan.hardware import Hardware, Pricing, Seconds, load_hardware
+from megatron.plan.rows import hardware_name, measured_step, network, read_rows, source_of
+from megatron.plan.step import StepModel
+from megatron.plan.validate import percentile, row_config
+
+PRIORS = {
+    "product_efficiency": 0.15,
+    "product_half": 0.9,
+    "fp8_efficiency": 0.4,
+    "fp8_half": 1.0,
+    "flash1_efficiency": 0.4,
+    "flash2_efficiency": 0.25,
+    "flash3_efficiency": 0.3,
+    "attention_half": 0.6,
+    "memory_efficiency": 0.1,
+    "hidden_traffic": 0.8,
+    "launch_us": 0.35,
+    "link_efficiency": 0.2,
+    "network_efficiency": 0.3,
+    "congestion": 0.8,
+    "network_latency_us": 0.8,
+    "collective_us": 0.2,
+    "overlap": 0.15,
+    "slowdown": 0.8,
+    "jitter": 0.8,
+    "layer_jitter": 0.8,
+    "step_ms": 0.8,
+}
+# shares of what hardware can do
+MOST = {
+    "product_efficiency": 0.9,
+    "fp8_efficiency": 0.85,
+    "flash1_efficiency": 0.75,
+    "flash2_efficiency": 0.75,
+    "flash3_efficiency": 0.75,
+    "memory_efficiency": 0.95,
+    "link_efficiency": 0.95,
+    "network_efficiency": 1.0,
+    "overlap": 1.0,
+}
+HUBER = 0.12  # an error of so much is odd
+PENALTY = 6e-4  # of one standard deviation, beside the mean loss of a row
+
+
+@dataclass
+class Sample:
+    """A step that took so many seconds. `source`: whose rows it is one of; `network_gbps`: where it
+    ran on another network than the device's file says.
+    """
+
+    model: StepModel
+    seconds: float
+    source: str
+    network_gbps: float | None = None
+
+    def error(self, hardware: Hardware) -> float:
+        """Logarithm of predicted over measured seconds."""
+        if self.network_gbps is not None:
+            hardware = dataclasses.replace(hardware, network_gbps=self.network_gbps)
+        return math.log(self.model.time(hardware).seconds / self.seconds)
+
+
+class SteadyStep(StepModel):
+    """A step whose pipeline is simulated once; then its passes grow with the slowest rank's."""
+
+    simulated: float | None = None
+
+    def passes_seconds(self, stages: Sequence[tuple[Seconds, ...]], pricing: Pricing) -> float:
+        slowest = max(forward + backward for forward, backward, _ in self.by_rank(stages))
+        if self.simulated is None:
+            self.simulated = super().passes_seconds(stages, pricing) / slowest
+        return self.simulated * slowest
+
+
+def loss(samples: Sequence[Sample], hardware: Hardware, prior: Hardware) -> float:
+    """What the fit makes small."""
+    counts = Counter(sample.source for sample in samples)
+    weights = [counts[sample.source] ** -0.35 for sample in samples]
+    errors = [abs(sample.error(hardware)) for sample in samples]
+    total = sum(
+        weight * (error**2 / 2 / HUBER if error < HUBER else error - HUBER / 2)
+        for weight, error in zip(weights, errors, strict=True)
+    )
+    moved = sum(
+        (math.log(getattr(hardware, name) / getattr(prior, name)) / sigma) ** 2
+        for name, sigma in PRIORS.items()
+    )
+    return total / sum(weights) + PENALTY * moved
+
+
+def fit(
+    samples: Sequence[Sample],
+    prior: Hardware,
+    rounds: int = 8,
+    tell: Callable[[int, float], None] = lambda number, value: None,
+) -> Hardware:
+    """The device with the constants that explain the samples, by descent along one constant after
+    another.
+    """
+    found = prior
+    steps = dict.fromkeys(PRIORS, 0.25)
+    for number in range(rounds):
+        for sample in samples:
+            if isinstance(sample.model, SteadyStep):
+                sample.model.simulated = None
+        best = loss(samples, found, prior)
+        for name in PRIORS:
+            found, best, moved = _along(samples, found, prior, name, steps[name], best)
+            if not moved:
+                steps[name] /= 2
+        tell(number, best)
+    return found
+
+
+def _along(
+    samples: Sequence[Sample],
+    found: Hardware,
+    prior: Hardware,
+    name: str,
+    step: float,
+    best: float,
+) -> tuple[Hardware, float, bool]:
+    """Up to three steps of one constant, up or down."""
+    moved = False
+    for factor in (math.exp(step), math.exp(-step)):
+        for _ in range(3):
+            value = min(getattr(found, name) * factor, MOST.get(name, math.inf))
+            tried = dataclasses.replace(found, **{name: value})
+            its_loss = loss(samples, tried, prior)
+            if its_loss >= best - 1e-7:
+                break
+            found, best, moved = tried, its_loss, True
+        if moved:
+            break
+    return found, best, moved
+
+
+def run_sample(metrics: str | Path, warm: int = 1) -> Sample:
+    """A run as a sample: its configuration, and the median of its iterations' times but for the
+    first `warm` rows. Raises UserError.
+    """
+    path = metrics_path(metrics)
+    rows = read_metrics(path)
+    times = [row["iteration-time"] for row in rows if "iteration-time" in row][warm:]
+    try:
+        written = json.loads(config_file(path).read_text(encoding="utf-8"))
+        config = Config.from_dict(written["config"])
+        world_size = int(rows[-1]["world-size"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{config_file(path)}: not the configuration of a run: {error}") from None
+    if not times:
+        raise UserError(f"{path}: fewer than {warm + 1} rows with iteration-time")
+    vocab_size = written.get("vocab_size") or config.data.vocab_size
+    if vocab_size is None:
+        raise UserError(f"{config_file(path)}: does not say how many entries the tokenizer has")
+    model = SteadyStep(config, int(vocab_size), world_size)
+    return Sample(model, statistics.median(times), str(path))
+
+
+def row_samples(path: str | Path, device: str) -> list[Sample]:
+    """The rows of a file that ran on a device of this name."""
+    found = []
+    for row in read_rows(path):
+        seconds = measured_step(row)
+        if seconds is None or load_hardware(hardware_name(row)).name != device:
+            continue
+        config, vocab_size, world_size = row_config(row)
+        source = source_of(row)
+        model = SteadyStep(
+            config,
+            vocab_size,
+            world_size,
+            generation=source.generation,
+            launches=source.launches,
+        )
+        found.append(Sample(model, seconds, row["source"], network(row)))
+    return found
+
+
+def fit_files(paths: Sequence[str], prior: Hardware) -> tuple[Hardware, dict[str, str]]:
+    """(the device, where each constant comes from) from CSV files of rows and from runs' metrics.
+    Raises UserError.
+    """
+    samples: list[Sample] = []
+    for path in paths:
+        if str(path).endswith(".csv"):
+            samples += row_samples(path, prior.name)
+        else:
+            samples.append(run_sample(path))
+    if not samples:
+        raise UserError(
+            f"fit: no step that {prior.name} took in {', '.join(paths) or 'no file'}; give files "
+            "of rows (.csv) or metrics.jsonl of runs, and --hardware"
+        )
+    found = fit(samples, prior)
+    sources = {
+        name: f"fitted to {len(samples)} steps that were measured; before: "
+        f"{getattr(prior, name):.4g}"
+        for name in PRIORS
+        if getattr(found, name) != getattr(prior, name)
+    }
+    return dataclasses.replace(found, errors=band(samples, found)), sources
+
+
+def band(samples: Sequence[Sample], hardware: Hardware) -> dict[str, tuple[float, float]]:
+    """By kind of layout the 10th and 90th percentile of measured over predicted seconds; of kinds
+    with at least five samples.
+    """
+    ratios: dict[str, list[float]] = {}
+    for sample in samples:
+        ratio = math.exp(-sample.error(hardware))
+        ratios.setdefault(sample.model.kind, []).append(ratio)
+    return {
+        kind: (percentile(each, 0.1), percentile(each, 0.9))
+        for kind, each in ratios.items()
+        if len(each) >= 5
+    }

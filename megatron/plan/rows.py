@@ -1,0 +1,203 @@
+"""Published rows of throughput and memory as flags of pretrain_gpt.py, for the planner to be held
+against.
+
+A row names the sizes of a model, a layout and what was measured. What it leaves out is taken from
+what its source says of all of its rows (SOURCES), else from the default beside it.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.errors import UserError
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a source says of all of its runs: flags, the generation of FlashAttention, and how much
+    of the host a kernel takes beside ours.
+    """
+
+    flags: tuple[str, ...] = ()
+    generation: int | None = None
+    launches: float = 1.0
+
+
+# by the beginning of a row's `source`; the longest that fits counts
+SOURCES = {
+    # TransformerEngine with cuDNN's attention; tensor-parallel collectives beside products
+    "NVIDIA/": Source(("--grad-reduce-in-bf16", "--cp-comm-type", "p2p"), generation=3),
+    "megatron-lm": Source(("--grad-reduce-in-bf16",), generation=3),
+    # Megatron-DeepSpeed of 2022: nothing overlaps; kernels that are not fused, and the state of
+    # random generators that is saved around each recomputed layer
+    "VIA-Research/vTrain": Source(
+        ("--no-overlap-grad-reduce", "--no-tp-comm-overlap", "--grad-reduce-in-bf16"), launches=4.0
+    ),
+    # layers of Megatron-LM of 2023; gradients in 16 bits
+    "Aleph-Alpha/": Source(("--no-tp-comm-overlap", "--main-grads-dtype", "bf16")),
+    # FSDP reduces in the compute precision; attention of the first generation, in Triton
+    "mosaicml/": Source(("--grad-reduce-in-bf16",), generation=1),
+}
+GPUS = {
+    "H100-80-SXM": "h100",
+    "H200-141-SXM": "h200",
+    "A100-80-SXM": "a100-80",
+    "A100-40-SXM": "a100-40",
+    "B200": "b200",
+}
+ZERO = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "fsdp-zero2": 2, "fsdp-zero3": 3}
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """The rows of a file of comma-separated values. Lines that begin with # are remarks; where none
+    of the others names the columns, a remark does.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    heads = [line.lstrip("# ") for line in lines if line.lstrip("# ").startswith("source,")]
+    if not heads:
+        raise UserError(f"{path}: no line names the columns: source,model,layers,hidden,...")
+    body = [line for line in lines if line.strip() and not line.startswith("#")]
+    body = [line for line in body if line != heads[0]]
+    rows = list(csv.DictReader([heads[0], *body]))
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise UserError(f"{path}: row {number} has other columns than {heads[0]}")
+    return rows
+
+
+def number(row: Row, column: str, default: float | None = None) -> float:
+    """The number in a column. Raises UserError where there is none and no default."""
+    text = (row.get(column) or "").strip()
+    if not text and default is not None:
+        return default
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{column} is {text!r}, not a number") from None
+
+
+def hardware_name(row: Row) -> str:
+    """The device file of a row; H100 where it names none."""
+    gpu = (row.get("gpu") or "").strip() or "H100-80-SXM"
+    for prefix, name in GPUS.items():
+        if gpu.startswith(prefix):
+            return name
+    raise UserError(f"gpu {gpu}: no file of its constants; there are {', '.join(GPUS)}")
+
+
+def network(row: Row) -> float | None:
+    """GB/s of the network for each GPU where a row's note names the node's Gb/s."""
+    found = re.search(r"([\d.]+) Gb/s[^;,]*a node", row.get("note") or "")
+    return None if found is None else float(found[1]) / 8 / 8
+
+
+def source_of(row: Row) -> Source:
+    """What is known of a row's source."""
+    matches = [prefix for prefix in SOURCES if row["source"].startswith(prefix)]
+    return SOURCES[max(matches, key=len)] if matches else Source()
+
+
+def row_flags(row: Row) -> tuple[list[str], int]:
+    """(flags, ranks) of a row."""
+    sizes = {
+        "--num-layers": "layers",
+        "--hidden-size": "hidden",
+        "--num-attention-heads": "heads",
+        "--ffn-hidden-size": "ffn",
+        "--seq-length": "seq",
+        "--vocab-size": "vocab",
+        "--tensor-model-parallel-size": "tp",
+        "--pipeline-model-parallel-size": "pp",
+    }
+    flags = []
+    for flag, column in sizes.items():
+        flags += [flag, str(int(number(row, column)))]
+    world = int(number(row, "gpus"))
+    cp = int(number(row, "cp", 1))
+    virtual = int(number(row, "vp", 1))
+    replicas = world / (int(number(row, "tp")) * int(number(row, "pp")) * cp)
+    micro = int(number(row, "micro_batch", 1))
+    batch = int(number(row, "global_batch", replicas * micro))
+    flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(batch)]
+    if cp > 1:
+        flags += ["--context-parallel-size", str(cp)]
+    if virtual > 1:
+        flags += ["--num-virtual-stages-per-pipeline-rank", str(virtual)]
+    elif number(row, "pp") > 1:
+        flags += ["--pipeline-model-parallel-layout", "auto"] * (
+            number(row, "layers") % number(row, "pp") != 0
+        )
+    if (head := row.get("head_dim")) and head.strip():
+        flags += ["--kv-channels", head]
+    groups = int(number(row, "kv_heads", number(row, "heads")))
+    if groups != int(number(row, "heads")):
+        flags += ["--group-query-attention", "--num-query-groups", str(groups)]
+    return flags + _kind_flags(row, replicas * cp), world
+
+
+def _kind_flags(row: Row, replicas: float) -> list[str]:
+    """Of what a row says in words."""
+    gated = (row.get("mlp") or _mlp_of(row)) == "swiglu"
+    note = row.get("note") or ""
+    flags = ["--bf16", "--disable-bias-linear", "--attention-dropout", "0", "--hidden-dropout", "0"]
+    if gated:
+        flags += ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"]
+    if not ("tied" in note and "untied" not in note) and gated:
+        flags.append("--untie-embeddings-and-output-weights")
+    if row.get("sequence_parallel") == "yes" or (
+        "sequence_parallel" not in row and number(row, "tp") > 1
+    ):
+        if number(row, "tp") > 1:
+            flags.append("--sequence-parallel")
+    if "fp8" in (row.get("precision") or ""):
+        flags += ["--fp8-format", "hybrid", "--fp8-min-width", "1"]
+    stage = ZERO.get((row.get("sharding") or "").strip(), 1)
+    if stage and replicas > 1:
+        flags += ["--zero-stage", str(stage)]
+    if "full" in (row.get("recompute") or ""):
+        flags += ["--recompute-granularity", "full"]
+    flags += source_of(row).flags
+    if "attention not fused" in note:
+        flags += ["--attention-backend", "plain"]
+    if replicas == 1:  # what acts on several replicas alone
+        drop = ("--grad-reduce-in-bf16", "--no-overlap-grad-reduce")
+        flags = [flag for flag in flags if flag not in drop]
+    if number(row, "tp") == 1:
+        flags = [flag for flag in flags if flag != "--no-tp-comm-overlap"]
+    if number(row, "cp", 1) == 1 and "--cp-comm-type" in flags:
+        at = flags.index("--cp-comm-type")
+        del flags[at : at + 2]
+    return flags
+
+
+def _mlp_of(row: Row) -> str:
+    """Where a row does not say it: an ffn width that is not four times the hidden size is gated."""
+    return "gelu" if number(row, "ffn") == 4 * number(row, "hidden") else "swiglu"
+
+
+def measured_step(row: Row) -> float | None:
+    """Seconds of a step that was measured."""
+    if (row.get("step_s") or "").strip():
+        return number(row, "step_s")
+    if (row.get("tokens_per_s_per_gpu") or "").strip() and (row.get("global_batch") or "").strip():
+        tokens = number(row, "global_batch") * number(row, "seq")
+        return tokens / number(row, "tokens_per_s_per_gpu") / number(row, "gpus")
+    return None
+
+
+def group_key(row: Row) -> tuple[str, str, str]:
+    """(source, GPU, precision): the rows that one constant could stand for."""
+    return row["source"], row.get("gpu") or "", row.get("precision") or ""
+
+
+def fits_of(row: Row) -> bool | None:
+    """Whether a layout fitted, where the row says it."""
+    return {"fits": True, "oom": False}.get((row.get("result") or "").strip())

@@ -1,0 +1,353 @@
+"""How long a training step takes on a device, and on what it is spent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.config.derive import attention_ranks, data_parallel_size, replica_count
+from megatron.config.groups import Config
+from megatron.distributed.groups import layout_of
+from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size
+from megatron.model.recompute import LayerRecompute, stage_recompute
+from megatron.model.stages import Stage, pipeline_stages
+from megatron.parallel.schedule import Schedule, build_schedule
+from megatron.parallel.simulate import Costs, simulate
+from megatron.plan.hardware import Hardware, Pricing, Seconds
+from megatron.plan.memory import stage_parameters
+from megatron.plan.operations import Exchange, Operations, UnitWork, Work
+from megatron.plan.state import precisions, shard_size
+
+# FlashAttention whose speed a backend of attention has
+GENERATIONS = {"fa4": 3, "gluon": 3}
+# More micro-batches than this for each pipeline rank repeat what the simulation has shown.
+SIMULATED = 8
+
+
+def group_shapes(config: Config, world_size: int, node_size: int) -> dict[str, tuple[int, int]]:
+    """(ranks, nodes that they are on) of the groups of rank 0 by axis; `node`: the ranks of a
+    node.
+    """
+    layout = layout_of(config, world_size)
+
+    def line(**sizes: int) -> list[int]:
+        ranks = [0]
+        for axis, size in sizes.items():
+            step = layout.rank({name: int(name == axis) for name in layout.order})
+            ranks = [rank + step * index for rank in ranks for index in range(size)]
+        return ranks
+
+    heads, ring = attention_ranks(config.distributed)
+    shard = shard_size(config, world_size)
+    replicas = sorted(line(cp=layout.cp, dp=layout.dp))
+    lines = {
+        "tp": line(tp=layout.tp),
+        "cp": line(cp=layout.cp),
+        "cp_heads": line(cp=heads),
+        "cp_ring": line(cp=layout.cp)[::heads],
+        "replicas": replicas,
+        "shard": replicas[:shard],
+        "replicate": replicas[::shard],
+        "pp": line(pp=min(2, layout.pp)),
+        "tied": [0, line(pp=layout.pp)[-1]],
+    }
+    shapes = {
+        axis: (len(ranks), len({rank // node_size for rank in ranks}))
+        for axis, ranks in lines.items()
+    }
+    return {**shapes, "node": (min(world_size, node_size), 1)}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step's seconds, and `spent`: the seconds of a mean rank by what they go to, which add up to
+    it.
+    """
+
+    seconds: float
+    spent: dict[str, float]
+    tokens: int
+    world_size: int
+    flops: float  # of the model, with the real vocabulary
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one rank."""
+        return self.tokens / self.seconds / self.world_size
+
+    def mfu(self, peak_tflops: float) -> float:
+        """Share of the peak that the model's FLOPs are."""
+        return self.flops / self.seconds / self.world_size / (peak_tflops * 1e12)
+
+
+class StepModel:
+    """The steps of a resolved configuration. What does not depend on the device is found once.
+
+    Another program's runs differ in the `generation` of FlashAttention, and in how much of the host
+    a kernel takes, in parts of ours.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        vocab_size: int,
+        world_size: int,
+        *,
+        generation: int | None = None,
+        launches: float = 1.0,
+    ):
+        self.config, self.vocab_size, self.world_size = config, vocab_size, world_size
+        distributed, training = config.distributed, config.training
+        self.operations = Operations(config, vocab_size)
+        padded = padded_vocab_size(vocab_size, config.model, distributed.tensor_model_parallel_size)
+        self.stages = pipeline_stages(config, padded)
+        ranks = data_parallel_size(config, world_size)
+        self.micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)
+        self.parameters = stage_parameters(config, self.stages, self.schedule(1).placement, padded)
+        self.shard = shard_size(config, world_size)
+        self.replicas = replica_count(config, world_size)
+        self.size = precisions(config)
+        self.launches = launches
+        self.generation = generation or GENERATIONS.get(config.model.attention_backend, 2)
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """Of so many micro-batches."""
+        distributed = self.config.distributed
+        return build_schedule(
+            distributed.pipeline_schedule,
+            distributed.pipeline_model_parallel_size,
+            distributed.num_virtual_stages_per_pipeline_rank,
+            micro_batches,
+        )
+
+    @property
+    def kind(self) -> str:
+        """The kind of layout by which errors of predictions are told apart."""
+        distributed = self.config.distributed
+        if distributed.pipeline_model_parallel_size > 1:
+            return "pipeline"
+        if distributed.tensor_model_parallel_size > 1:
+            return "tensor"
+        return "sharded weights" if distributed.zero_stage == 3 else "data"
+
+    @cached_property
+    def units(self) -> list[list[tuple[UnitWork, int]]]:
+        """(passes, how many such units) of each stage, with what ZeRO sends beside them."""
+        return [self._stage_units(stage) for stage in self.stages]
+
+    def _stage_units(self, stage: Stage) -> list[tuple[UnitWork, int]]:
+        counts: dict[tuple[bool, LayerRecompute], int] = {}
+        example: dict[tuple[bool, LayerRecompute], int] = {}
+        choices = stage_recompute(self.config.training, stage.layers)
+        for index, choice in zip(stage.layers, choices, strict=True):
+            kind = dataclasses.replace(choice, first=False, last=False)
+            fp8 = self.operations.is_fp8(index)
+            counts[fp8, kind] = counts.get((fp8, kind), 0) + 1
+            example[fp8, kind] = index
+        stage_layer = self._layer_parameters
+        found = [
+            (self._with_zero(self.operations.layer(example[key], key[1]), stage_layer), count)
+            for key, count in counts.items()
+        ]
+        if stage.embedding:
+            found.append((self.operations.embedding(), 1))
+        if stage.head:
+            matrix = self.operations.vocab * self.operations.hidden
+            found.append((self._with_zero(self.operations.head(), matrix), 1))
+        return found
+
+    @cached_property
+    def _layer_parameters(self) -> float:
+        """Of a layer on a rank."""
+        inner = sum(each.n * each.k for each in self.operations.linears(False).values())
+        return inner + 2 * self.operations.hidden
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are gathered in each pass."""
+        distributed = self.config.distributed
+        keeps = distributed.zero3_keep_gathered and self.micro_batches > 1
+        return self.shard > 1 and distributed.zero_stage == 3 and not keeps
+
+    def _with_zero(self, passes: UnitWork, parameters: float) -> UnitWork:
+        """What ZeRO 2 and 3 send in the passes of a unit, if they do in every micro-batch."""
+        distributed = self.config.distributed
+        if self.shard == 1 or distributed.zero_stage < 2:
+            return passes
+        accumulates, gathered = self.micro_batches > 1, self.gathers
+        forward, backward = passes.forward, passes.backward_input
+        if gathered:
+            beside = "pass" if distributed.overlap_param_gather else ""
+            gather = Exchange("all-gather", "shard", parameters * self.size.compute, beside)
+            forward += Work(exchanges=(gather,), launches=2)
+            backward += Work(exchanges=(gather,), launches=2)
+        if accumulates or gathered:
+            beside = "pass" if distributed.overlap_grad_reduce else ""
+            reduce = Exchange("reduce-scatter", "shard", parameters * self.size.wire, beside)
+            backward += Work(exchanges=(reduce,), launches=2)
+        return dataclasses.replace(passes, forward=forward, backward_input=backward)
+
+    def pricing(self, hardware: Hardware) -> Pricing:
+        """Of this run's operations on a device."""
+        shapes = group_shapes(self.config, self.world_size, hardware.node_size)
+        return Pricing(hardware, shapes, self.generation, self.launches)
+
+    def time(self, hardware: Hardware) -> StepTime:
+        """What a step takes on this device."""
+        pricing = self.pricing(hardware)
+        stages = [_stage_seconds(pricing, units) for units in self.units]
+        pipeline = self.passes_seconds(stages, pricing)
+        count = self.config.distributed.pipeline_model_parallel_size
+        spent: dict[str, float] = {}
+        for passes in stages:
+            for seconds in passes:
+                for name, value in _named(seconds):
+                    spent[name] = spent.get(name, 0.0) + value * self.micro_batches / count
+        spent["pipeline bubble"] = max(0.0, pipeline - sum(spent.values()))
+        data = max(self._reduction(pricing, *each) for each in self.by_rank(stages))
+        spent["data parallel"] = spent.get("data parallel", 0.0) + data
+        spent["optimizer"] = self._optimizer(hardware, pricing.factor)
+        total = sum(spent.values())
+        nodes = -(-self.world_size // hardware.node_size)
+        jitter = hardware.layer_jitter if self.gathers else hardware.jitter
+        spent["other"] = hardware.step_ms * 1e-3 + total * jitter * _doublings(nodes)
+        config = self.config
+        batch, seq = config.training.global_batch_size, config.data.seq_length
+        return StepTime(
+            sum(spent.values()),
+            spent,
+            batch * seq,
+            self.world_size,
+            flops_per_iteration(config.model, batch, seq, self.vocab_size),
+        )
+
+    @cached_property
+    def rank_parameters(self) -> list[int]:
+        """Parameters of each pipeline rank."""
+        placement = self.schedule(1).placement
+        found = [0] * (max(placement) + 1)
+        for parameters, rank in zip(self.parameters, placement, strict=True):
+            found[rank] += parameters
+        return found
+
+    def by_rank(self, stages: Sequence[tuple[Seconds, ...]]) -> list[tuple[float, float, float]]:
+        """(forward, backward seconds of a micro-batch, parameters) of each pipeline rank."""
+        placement = self.schedule(1).placement
+        ranks = []
+        for rank, parameters in enumerate(self.rank_parameters):
+            own = [stages[index] for index, where in enumerate(placement) if where == rank]
+            forward = sum(passes[0].total for passes in own)
+            backward = sum(passes[1].total + passes[2].total for passes in own)
+            ranks.append((forward, backward, float(parameters)))
+        return ranks
+
+    def passes_seconds(self, stages: Sequence[tuple[Seconds, ...]], pricing: Pricing) -> float:
+        """Seconds of all passes of a step."""
+        forward, inputs, weights = ([each[i].total for each in stages] for i in range(3))
+        distributed = self.config.distributed
+        ranks = distributed.pipeline_model_parallel_size
+        if ranks == 1:
+            return self.micro_batches * (sum(forward) + sum(inputs) + sum(weights))
+        size = self.operations.hidden_bytes
+        if distributed.sequence_parallel:
+            size /= self.operations.tp
+        message = pricing.exchange(Exchange("message", "pp", size))
+        costs = Costs(tuple(forward), tuple(inputs), tuple(weights), 0.0, message)
+
+        def simulated(micro_batches: int) -> float:
+            schedule = self.schedule(micro_batches)
+            return (line := simulate(schedule, costs)).end - line.begin
+
+        count = self.micro_batches
+        if count <= SIMULATED * ranks:
+            return simulated(count)
+        # the steady part repeats itself
+        rest = count % ranks
+        fewer, more = (ranks * times + rest for times in (SIMULATED // 2, SIMULATED - 1))
+        first, second = simulated(fewer), simulated(more)
+        return second + (second - first) / (more - fewer) * (count - more)
+
+    def _reduction(
+        self, pricing: Pricing, forward: float, backward: float, parameters: float
+    ) -> float:
+        """Exposed seconds of what data parallelism sends once a step."""
+        distributed = self.config.distributed
+        if self.replicas == 1:
+            return 0.0
+        hardware = pricing.hardware
+        stage = distributed.zero_stage
+
+        def exposed(exchange: Exchange, window: float, overlaps: bool) -> float:
+            time = pricing.exchange(exchange)
+            beside = min(time, window) if overlaps else 0.0
+            return time - beside + hardware.slowdown * beside
+
+        gradients, weights = parameters * self.size.wire, parameters * self.size.compute
+        overlaps = distributed.overlap_grad_reduce
+        found = 0.0
+        every = stage >= 2 and (self.micro_batches > 1 or stage == 3)
+        if self.shard == 1:
+            reduce = Exchange("all-reduce", "replicas", gradients)
+            return exposed(reduce, backward, overlaps)
+        if not every:
+            reduce = Exchange("reduce-scatter", "shard", gradients)
+            found += exposed(reduce, backward, overlaps)
+        if self.shard < self.replicas:
+            among = Exchange("all-reduce", "replicate", gradients / self.shard)
+            found += exposed(among, backward, overlaps)
+        if stage < 3:
+            gather = Exchange("all-gather", "shard", weights)
+            found += exposed(gather, forward, distributed.overlap_param_gather)
+        return found
+
+    def _optimizer(self, hardware: Hardware, factor: float) -> float:
+        """The update of the slices that a rank holds; on the host, copies and its memory."""
+        optimizer = self.config.optimizer
+        elements = max(self.rank_parameters) / self.shard
+        size = self.size
+        # gradients are read for the norm and for the update, state is read and written
+        touched = 2 * size.gradient + 2 * (size.wide + size.moments) + size.compute
+        host = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
+        seconds = factor * hardware.stream_seconds(elements * (1 - host) * touched)
+        if host:
+            share = hardware.host_memory_gbps / min(hardware.node_size, self.world_size)
+            copied = size.gradient + size.compute
+            seconds += elements * host * copied / (hardware.host_gbps * 1e9)
+            seconds += elements * host * touched / (share * 1e9)
+        return seconds
+
+
+def _doublings(nodes: int) -> float:
+    return max(0, nodes - 1).bit_length()
+
+
+def _stage_seconds(
+    pricing: Pricing, units: Sequence[tuple[UnitWork, int]]
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Of the three passes of a stage."""
+
+    def total(which: str) -> Seconds:
+        found = Seconds(exposed={})
+        for passes, count in units:
+            found = found.plus(pricing.seconds(getattr(passes, which)), count)
+        return found
+
+    return total("forward"), total("backward_input"), total("backward_weight")
+
+
+def _named(seconds: Seconds) -> list[tuple[str, float]]:
+    """The parts of a pass under the names that a user reads."""
+    axes = {"shard": "data parallel", "replicas": "data parallel", "tp": "tensor parallel"}
+    return [
+        ("matrix products", seconds.products),
+        ("attention", seconds.attention),
+        ("memory-bound kernels", seconds.memory),
+        ("slowed by overlap", seconds.slowdown),
+        ("host launches", seconds.host),
+        *(
+            (axes.get(axis, "context parallel"), value)
+            for axis, value in (seconds.exposed or {}).items()
+        ),
+    ]
