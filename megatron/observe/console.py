@@ -51,8 +51,8 @@ def training_line(
     `metrics` is the row that goes to the trackers (names and units in metrics.py):
     consumed_samples, iteration-time, throughput, learning-rate, batch-size, lm loss, loss-scale,
     grad-norm and tokens-per-second-per-gpu are needed; decoupled-learning-rate, num-zeros,
-    params-norm, mfu, predicted-iteration-time and mem-max-allocated-bytes may be missing. `skipped` and `nan` count
-    iterations of the log interval.
+    params-norm, mfu, predicted-iteration-time and mem-max-allocated-bytes may be missing. `skipped`
+    and `nan` count iterations of the log interval.
     """
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
     mfu = _number(metrics["mfu"] * 100, ".1f") + "%" if "mfu" in metrics else "n/a"

@@ -192,24 +192,31 @@ class Pricing:
         moved = sum(work.streams) + work.hidden * hardware.hidden_traffic
         memory = factor * hardware.stream_seconds(moved)
         left = {"products": products, "cores": attention, "pass": products + attention + memory}
-        exposed: dict[str, float] = {}
-        hidden = 0.0
-        for each in work.exchanges:
-            time = self.exchange(each)
-            beside = 0.0
-            if each.beside:
-                share = hardware.overlap if each.beside == "products" else 1.0
-                beside = min(time * share, left[each.beside])
-                left[each.beside] -= beside
-                left["pass"] -= beside if each.beside != "pass" else 0.0
-            hidden += beside
-            exposed[each.axis] = exposed.get(each.axis, 0.0) + time - beside
+        exposed, hidden = self._exposed(work, left)
         found = Seconds(products, attention, memory, hardware.slowdown * hidden, exposed)
         launching = factor * work.launches * self.launch_seconds
         device = found.total
         # kernels differ in length: the device starves at some before the host is slower in all
         found.host = (device**STARVES + launching**STARVES) ** (1 / STARVES) - device
         return found
+
+    def _exposed(self, work: Work, left: dict[str, float]) -> tuple[dict[str, float], float]:
+        """(seconds of exchanges that nothing hides, by axis; seconds that are hidden). `left`:
+        seconds of what may hide them, which is used up.
+        """
+        exposed: dict[str, float] = {}
+        hidden = 0.0
+        for each in work.exchanges:
+            time = self.exchange(each)
+            beside = 0.0
+            if each.beside:
+                share = self.hardware.overlap if each.beside == "products" else 1.0
+                beside = min(time * share, left[each.beside])
+                left[each.beside] -= beside
+                left["pass"] -= beside if each.beside != "pass" else 0.0
+            hidden += beside
+            exposed[each.axis] = exposed.get(each.axis, 0.0) + time - beside
+        return exposed, hidden
 
 
 @cache
@@ -270,7 +277,7 @@ def hardware_of(written: dict[str, Any]) -> Hardware:
 
 
 def write_hardware(path: Path, hardware: Hardware, sources: dict[str, str]) -> None:
-    """The file of a device; `sources`: where constants come from, those without are as they were."""
+    """The file of a device; `sources`: where constants come from; others are as they were."""
     constants = {
         each.name: {
             "value": getattr(hardware, each.name),

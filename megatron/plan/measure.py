@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 
 from megatron.config.errors import UserError
 from megatron.model.arithmetic import peak_tflops
-from megatron.plan.fit import fit, run_sample
+from megatron.plan.fit import Sample, fit, run_sample
 from megatron.plan.hardware import Hardware, load_hardware
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +75,26 @@ def _wait(device: torch.device) -> None:
 
 def kernel_constants(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Rates of products, of copies and of launches."""
+    most, half = _product_rate(device, dtype)
+    x = torch.randn((1 << 28 if device.type == "cuda" else 1 << 22), device=device)
+    y = torch.empty_like(x)
+    moved = 2 * x.nbytes / _best(device, lambda: y.copy_(x)) / 1e9
+    tiny = torch.ones(8, device=device)
+
+    def launches() -> None:
+        for _ in range(1000):
+            tiny.add_(1.0)
+
+    return {
+        "peak_tflops": most,
+        "product_half": half,
+        "memory_gbps": moved,
+        "launch_us": _best(device, launches) * 1e3,
+    }
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """(TFLOP/s of large products, the dimension at which half of it is reached)."""
     cuda = device.type == "cuda"
     sizes = (2048, 4096, 8192) if cuda else (64, 128, 256, 512, 1024)
     rates = []
@@ -92,21 +112,7 @@ def kernel_constants(device: torch.device, dtype: torch.dtype) -> dict[str, floa
     at = sizes[rates.index(best)]
     half = (best - small) / max(small / sizes[0] - best / at, 1e-12)
     half = min(max(half, 1.0), 1000.0)
-    x = torch.randn((1 << 28 if cuda else 1 << 22), device=device)
-    y = torch.empty_like(x)
-    moved = 2 * x.nbytes / _best(device, lambda: y.copy_(x)) / 1e9
-    tiny = torch.ones(8, device=device)
-
-    def launches() -> None:
-        for _ in range(1000):
-            tiny.add_(1.0)
-
-    return {
-        "peak_tflops": best * (at + half) / at,
-        "product_half": half,
-        "memory_gbps": moved,
-        "launch_us": _best(device, launches) * 1e3,
-    }
+    return best * (at + half) / at, half
 
 
 def _link_process(rank: int, ranks: int, store: str, out: str) -> None:
@@ -172,6 +178,17 @@ def timed_run(folder: Path, run: ShortRun, environment: dict[str, str]) -> Path:
     return metrics
 
 
+def short_runs(runs: Sequence[ShortRun], environment: dict[str, str]) -> list[Sample]:
+    """How long the iterations of these took."""
+    samples = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, run in enumerate(runs):
+            place = Path(folder) / str(number)
+            place.mkdir()
+            samples.append(run_sample(timed_run(place, run, environment), WARM))
+    return samples
+
+
 def measure_machine(environment: dict[str, str]) -> tuple[Hardware, dict[str, str]]:
     """(the device, where each constant comes from). The short runs get this environment."""
     cuda = torch.cuda.is_available()
@@ -181,14 +198,8 @@ def measure_machine(environment: dict[str, str]) -> tuple[Hardware, dict[str, st
     devices = torch.cuda.device_count() if cuda else len(os.sched_getaffinity(0))
     links = link_constants(min(2, devices)) if devices > 1 else {}
     prior = _prior(cuda, kernels | links, devices)
-    samples = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, run in enumerate(GPU_RUNS if cuda else CPU_RUNS):
-            if run.ranks > devices:
-                continue
-            place = Path(folder) / str(number)
-            place.mkdir()
-            samples.append(run_sample(timed_run(place, run, environment), WARM))
+    runs = [run for run in (GPU_RUNS if cuda else CPU_RUNS) if run.ranks <= devices]
+    samples = short_runs(runs, environment)
     hardware = fit(samples, prior)
     timed = f"timed alone on this machine, torch {torch.__version__}"
     sources = dict.fromkeys((*kernels, *links), timed)

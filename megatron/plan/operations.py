@@ -234,7 +234,6 @@ class Operations:
         products = tuple(linears.values())
         # read in bf16, written twice in 8 bits: as it is and transposed
         quantised = tuple(4.0 * self.tokens * each.k for each in products if each.fp8)
-        again = tuple(4.0 * self.tokens * each.n for each in products if each.fp8)
         forward = Work(
             products,
             streams=self._streams(False) + quantised,
@@ -242,6 +241,12 @@ class Operations:
             launches=FORWARD_LAUNCHES + CALL_LAUNCHES * len(sent),
             hidden=self._hidden(False),
         ) + self._core(False)
+        back, weight = self._layer_backward(products)
+        return UnitWork(forward, self._again(choice, forward, linears) + back, weight)
+
+    def _layer_backward(self, products: tuple[Product, ...]) -> tuple[Work, Work]:
+        """The two halves of a layer's backward pass, of the forward products."""
+        again = tuple(4.0 * self.tokens * each.n for each in products if each.fp8)
         inputs = tuple(dataclasses.replace(each, n=each.k, k=each.n) for each in products)
         weights = tuple(
             dataclasses.replace(
@@ -262,7 +267,7 @@ class Operations:
         # each weight gradient is added to a buffer: read and written
         sums = tuple(2.0 * self.size.gradient * each.n * each.k for each in products)
         weight = Work(weights, streams=sums, launches=4)
-        return UnitWork(forward, self._again(choice, forward, linears) + back, weight)
+        return back, weight
 
     def _again(self, choice: LayerRecompute, forward: Work, linears: dict[str, Product]) -> Work:
         """What a layer's backward pass computes again."""

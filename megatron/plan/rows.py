@@ -18,7 +18,7 @@ Row = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Source:
+class Publisher:
     """What a source says of all of its runs: flags, the generation of FlashAttention, and how much
     of the host a kernel takes beside ours.
     """
@@ -31,17 +31,17 @@ class Source:
 # by the beginning of a row's `source`; the longest that fits counts
 SOURCES = {
     # TransformerEngine with cuDNN's attention; tensor-parallel collectives beside products
-    "NVIDIA/": Source(("--grad-reduce-in-bf16", "--cp-comm-type", "p2p"), generation=3),
-    "megatron-lm": Source(("--grad-reduce-in-bf16",), generation=3),
+    "NVIDIA/": Publisher(("--grad-reduce-in-bf16", "--cp-comm-type", "p2p"), generation=3),
+    "megatron-lm": Publisher(("--grad-reduce-in-bf16",), generation=3),
     # Megatron-DeepSpeed of 2022: nothing overlaps; kernels that are not fused, and the state of
     # random generators that is saved around each recomputed layer
-    "VIA-Research/vTrain": Source(
+    "VIA-Research/vTrain": Publisher(
         ("--no-overlap-grad-reduce", "--no-tp-comm-overlap", "--grad-reduce-in-bf16"), launches=4.0
     ),
     # layers of Megatron-LM of 2023; gradients in 16 bits
-    "Aleph-Alpha/": Source(("--no-tp-comm-overlap", "--main-grads-dtype", "bf16")),
+    "Aleph-Alpha/": Publisher(("--no-tp-comm-overlap", "--main-grads-dtype", "bf16")),
     # FSDP reduces in the compute precision; attention of the first generation, in Triton
-    "mosaicml/": Source(("--grad-reduce-in-bf16",), generation=1),
+    "mosaicml/": Publisher(("--grad-reduce-in-bf16",), generation=1),
 }
 GPUS = {
     "H100-80-SXM": "h100",
@@ -99,10 +99,10 @@ def network(row: Row) -> float | None:
     return None if found is None else float(found[1]) / 8 / 8
 
 
-def source_of(row: Row) -> Source:
+def source_of(row: Row) -> Publisher:
     """What is known of a row's source."""
     matches = [prefix for prefix in SOURCES if row["source"].startswith(prefix)]
-    return SOURCES[max(matches, key=len)] if matches else Source()
+    return SOURCES[max(matches, key=len)] if matches else Publisher()
 
 
 def row_flags(row: Row) -> tuple[list[str], int]:
@@ -135,12 +135,18 @@ def row_flags(row: Row) -> tuple[list[str], int]:
         flags += ["--pipeline-model-parallel-layout", "auto"] * (
             number(row, "layers") % number(row, "pp") != 0
         )
+    return flags + _head_flags(row) + _kind_flags(row, replicas * cp), world
+
+
+def _head_flags(row: Row) -> list[str]:
+    """Of the attention heads."""
+    flags = []
     if (head := row.get("head_dim")) and head.strip():
         flags += ["--kv-channels", head]
     groups = int(number(row, "kv_heads", number(row, "heads")))
     if groups != int(number(row, "heads")):
         flags += ["--group-query-attention", "--num-query-groups", str(groups)]
-    return flags + _kind_flags(row, replicas * cp), world
+    return flags
 
 
 def _kind_flags(row: Row, replicas: float) -> list[str]:
@@ -167,7 +173,12 @@ def _kind_flags(row: Row, replicas: float) -> list[str]:
     flags += source_of(row).flags
     if "attention not fused" in note:
         flags += ["--attention-backend", "plain"]
-    if replicas == 1:  # what acts on several replicas alone
+    return _that_act(row, flags, replicas)
+
+
+def _that_act(row: Row, flags: list[str], replicas: float) -> list[str]:
+    """The flags without those that have no effect on the row's layout, which are refused."""
+    if replicas == 1:
         drop = ("--grad-reduce-in-bf16", "--no-overlap-grad-reduce")
         flags = [flag for flag in flags if flag not in drop]
     if number(row, "tp") == 1:

@@ -95,7 +95,7 @@ class Candidate:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """`best`: those that fit, fastest first; `larger`: faster ones that do not."""
 
     best: list[Candidate]
@@ -129,20 +129,25 @@ def layouts(config: Config, vocab_size: int, world_size: int, node_size: int) ->
                 continue
             count = batch // (dp * micro)
             for virtual in _virtual(layers, pp, count):
+                uneven = pp > 1 and layers % (pp * (virtual or 1))
                 for stage, shard in _zero(dp * cp, tp, pp, node_size):
                     yield {
                         ("distributed", "tensor_model_parallel_size"): tp,
                         ("distributed", "sequence_parallel"): tp > 1,
                         ("distributed", "context_parallel_size"): cp,
-                        ("distributed", "pipeline_model_parallel_size"): pp,
-                        ("distributed", "num_virtual_stages_per_pipeline_rank"): virtual,
-                        ("distributed", "pipeline_model_parallel_layout"): (
-                            "auto" if pp > 1 and layers % (pp * (virtual or 1)) else None
-                        ),
+                        **_stages(pp, virtual, bool(uneven)),
                         ("distributed", "zero_stage"): stage,
                         ("distributed", "zero_shard_size"): shard,
                         ("training", "micro_batch_size"): micro,
                     }
+
+
+def _stages(pp: int, virtual: int | None, uneven: bool) -> Change:
+    return {
+        ("distributed", "pipeline_model_parallel_size"): pp,
+        ("distributed", "num_virtual_stages_per_pipeline_rank"): virtual,
+        ("distributed", "pipeline_model_parallel_layout"): "auto" if uneven else None,
+    }
 
 
 def _powers(most: int) -> list[int]:
@@ -215,13 +220,13 @@ class Search:
         optimizer = 0.0 if offloaded else (size.wide + size.moments) / shard
         return largest * (weights + gradients + optimizer) / 2**30
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """The fastest that fit."""
         resolved = resolve(self.config, self.world_size, self.vocab_size).config
         changes = layouts(resolved, self.vocab_size, self.world_size, self.hardware.node_size)
         queue = [each for change in changes if (each := self.candidate(change)) is not None]
         heapq.heapify(queue)
-        found = Found([], [], 0, 0)
+        found = SearchResult([], [], 0, 0)
         while queue and len(found.best) < FOUND and self.planned < PLANNED:
             each = heapq.heappop(queue)
             if self.static_gib(each) > self.hardware.memory_gib - RESERVE:

@@ -8,7 +8,7 @@ from megatron.config.groups import Config
 from megatron.model.arithmetic import iterations_for, samples_after
 from megatron.plan.hardware import Hardware
 from megatron.plan.memory import MemoryPlan
-from megatron.plan.search import Candidate, Found
+from megatron.plan.search import Candidate, SearchResult
 from megatron.plan.step import StepModel, StepTime
 from megatron.plan.verdict import judge, memory_verdict
 
@@ -159,7 +159,7 @@ def candidate_line(number: int, each: Candidate, best: Candidate) -> str:
     return f"{text}\n   {slower:.1%} slower: {why_slower(best.time, each.time)}"
 
 
-def search_report(found: Found, hardware: Hardware) -> list[str]:
+def search_report(found: SearchResult, hardware: Hardware) -> list[str]:
     """All that `tools/plan.py search` prints."""
     lines = [f"{found.timed:,} layouts timed, {found.planned} planned to the byte"]
     if not found.best:

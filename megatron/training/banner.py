@@ -71,10 +71,7 @@ def describe(
     peak = config.logging.peak_tflops or peak_tflops(
         device_name(device), compute_dtype(config.precision)
     )
-    # nodes, whose links the plan knows
-    across = device.type == "cuda" and world_size > torch.cuda.device_count()
-    machine = Machine(peak) if across and peak else None
-    save, loaded = config.checkpoint.save or "-", prepared.checkpoint
+    machine = _machine(device, world_size, peak)
     hardware = _hardware(config, device, planned_for)
     predicted = None if hardware is None else estimate(plan, hardware)
     tuning = tuning_lines(plan, predicted) if target.type == "cuda" else []
@@ -92,11 +89,22 @@ def describe(
         "time": [] if predicted is None else step_lines(plan, predicted),
         "advice": tuning,
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
-        "paths": [f"save {save}; load {loaded.path if loaded else '-'}"],
+        "paths": [_paths_line(prepared)],
         "changed": prepared.changed,
         "notes": prepared.notes,
     }
     return Description(sections, verdict, predicted)
+
+
+def _paths_line(prepared: Prepared) -> str:
+    save, loaded = prepared.config.checkpoint.save or "-", prepared.checkpoint
+    return f"save {save}; load {loaded.path if loaded else '-'}"
+
+
+def _machine(device: torch.device, world_size: int, peak: float | None) -> Machine | None:
+    """That of several nodes, whose links the plan knows."""
+    across = device.type == "cuda" and world_size > torch.cuda.device_count()
+    return Machine(peak) if across and peak else None
 
 
 def _hardware(config: Config, device: torch.device, planned_for: str | None) -> Hardware | None:

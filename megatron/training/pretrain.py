@@ -52,7 +52,6 @@ from megatron.parallel.graphs import GraphedPasses
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.offload import OffloadingPasses
 from megatron.parallel.pipeline import Pipeline
-from megatron.plan.step_table import Estimate
 from megatron.plan.verdict import Verdict
 from megatron.training.banner import Description, describe
 from megatron.training.checkpointing import (
@@ -185,11 +184,7 @@ def build(
     device_names = _device_names(device, ranks)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
     exits = ExitConditions(config.training)
-    tracker = None
-    if groups.rank == 0:
-        assert described is not None
-        sections = {**described.sections, "layout": [groups.describe()]}
-        tracker = _introduce(prepared, {NOT_DONE: list(not_done), **sections}, described.estimate)
+    tracker = described and _introduce(prepared, described, groups, not_done)
     return Run(
         config=config,
         groups=groups,
@@ -211,7 +206,7 @@ def build(
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=_peak_tflops(config, device),
-        estimate=None if described is None else described.estimate,
+        estimate=described and described.estimate,
     ), prepared.checkpoint
 
 
@@ -287,9 +282,15 @@ def _build_engine(
 
 
 def _introduce(
-    prepared: Prepared, sections: dict[str, list[str]], estimate: Estimate | None
+    prepared: Prepared, described: Description, groups: Groups, not_done: Sequence[str]
 ) -> Tracker:
     """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go."""
+    estimate = described.estimate
+    sections = {
+        NOT_DONE: list(not_done),
+        **described.sections,
+        "layout": [groups.describe()],
+    }
     tracker = Tracker(
         prepared.config,
         {

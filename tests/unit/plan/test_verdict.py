@@ -13,7 +13,7 @@ from megatron.config.validate import resolve
 from megatron.plan.memory import MemoryPlan
 from megatron.plan.verdict import check_host_memory, judge, memory_verdict
 from megatron.training.pretrain import end_of_dry_run
-from tools.plan import plan
+from tools.plan import run
 
 LLAMA_405B = """--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248
 --num-attention-heads 128 --group-query-attention
@@ -119,9 +119,9 @@ def test_a_dry_run_and_the_plan_refuse_what_a_node_lacks(capsys):
     assert pretrain_gpt.main(words(SMALL, f"{AWAY} 0.3")) == 2
     assert "--activation-offload: each rank keeps 0.0449 GiB" in capsys.readouterr().err
     with pytest.raises(UserError, match="the 8 of a node 0.359 of the 0.3 GiB that it has"):
-        plan("memory", words(SMALL, f"{AWAY} 0.3"))
+        run("memory", words(SMALL, f"{AWAY} 0.3"))
     assert any(
-        "0.359 for the 8 of a node" in line for line in plan("memory", words(SMALL, AWAY[:-14]))
+        "0.359 for the 8 of a node" in line for line in run("memory", words(SMALL, AWAY[:-14]))
     )
 
 
@@ -133,7 +133,7 @@ def test_whether_copies_to_the_host_hide():
     ):
         line = [
             line
-            for line in plan("memory", words(SMALL, f"--world-size 8 --activation-offload {extra}"))
+            for line in run("memory", words(SMALL, f"--world-size 8 --activation-offload {extra}"))
             if line.startswith("copy of a layer's activations")
         ]
         assert len(line) == 1 and found in line[0], line
