@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "observe": set(),
     "interop": BASE | {"layers", "model", "checkpoint"},
+    "study": {"observe", ""},  # starts programs and reads what they have logged
     "plan": BASE | {"layers", "model", "parallel", "optimizer"},  # runs the engine without tensors
     "training": BASE
     | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},

@@ -1,0 +1,86 @@
+"""Whether all rows of one model did the same work: their losses agree at every step, but for
+rounding.
+
+Called from study/table.py; tests/parity/compare.py holds every layout to the same bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+# Unit roundoffs. A run of L layers rounds each activation about 12 L + 4 times on its way (a layer:
+# norm 2, fused projection, rotary, scores, probabilities, context, output and residual, up,
+# activation, down and residual; embedding 2, final norm, logits), and as often on the way back.
+# Roundings are independent and each at most u of what it touches, so the relative error of a
+# gradient is about u sqrt(2n) with n = 12 L + 4; that of the loss, which averages over tokens, is
+# below u sqrt(n). Twice that is the bound: where a layout rounds at other places (partial sums
+# before they are added over ranks), it adds no more roundings than there were.
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+FP64_GATE = 1e-10  # relative; 2^-53 times the 1e5 roundings of a run, and room
+
+
+def narrow_bound(precision: str, layers: int) -> float:
+    """Relative error of a narrow run's gradients of step 1 and of its losses against fp64."""
+    return 2 * UNIT_ROUNDOFF[precision] * math.sqrt(2 * (12 * layers + 4))
+
+
+def loss_bound(precision: str, layers: int) -> float | None:
+    """Relative difference that rounding explains between the losses of two layouts: both sides
+    round, each below half of the bound. None where no bound is known (8-bit products).
+    """
+    if precision == "fp64":
+        return FP64_GATE
+    return narrow_bound(precision, layers) if precision in UNIT_ROUNDOFF else None
+
+
+class Agreement(NamedTuple):
+    """Of the runs of one model: the bound, the largest relative difference from the reference row
+    within it, and by row name what is wrong with a row that did other work.
+    """
+
+    reference: str
+    bound: float
+    largest: float
+    faults: dict[str, str]
+
+
+def agreement(runs: Sequence[dict[str, Any]]) -> Agreement | None:
+    """Compare the finished runs of one model. The reference is the run that agrees with most
+    others, the first of several. None where no bound is known (8-bit products) or nothing ran.
+    """
+    bounds = [loss_bound(run["precision"], run["layers"]) for run in runs]
+    if not bounds or None in bounds:
+        return None
+    bound = max(bounds)
+    losses = [[float(value) for value in run["losses"]] for run in runs]
+    apart = [[_apart(a, b) for b in losses] for a in losses]
+    agreeing = [sum(at[0] <= bound for at in row) for row in apart]
+    best = agreeing.index(max(agreeing))
+    reference = runs[best]["name"]
+    faults: dict[str, str] = {}
+    for run, (difference, step), values in zip(runs, apart[best], losses, strict=True):
+        if difference > bound:
+            faults.setdefault(
+                run["name"],
+                f"loss {values[step]:.7g} at iteration {step + 1}, "
+                f"{losses[best][step]:.7g} in row {reference}: relative difference "
+                f"{difference:.2g}, bound {bound:.2g}",
+            )
+    largest = max(at[0] for at in apart[best] if at[0] <= bound)
+    return Agreement(reference, bound, largest, faults)
+
+
+def _apart(a: list[float], b: list[float]) -> tuple[float, int]:
+    """The largest relative difference of two runs' losses and its index; infinity where one has
+    more steps, or is no number.
+    """
+    if len(a) != len(b):
+        return math.inf, min(len(a), len(b)) - 1
+    found = (0.0, 0)
+    for step, (x, y) in enumerate(zip(a, b, strict=True)):
+        difference = abs(x - y) / max(abs(x), abs(y)) if x != y else 0.0
+        if not difference <= found[0]:
+            found = (difference if math.isfinite(difference) else math.inf, step)
+    return found
