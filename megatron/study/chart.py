@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from html import escape
 
+from megatron.config.errors import shortened
 from megatron.study.raw import FINISHED
-from megatron.study.table import BEST, NOISE, OTHER_WORK, Outline, Summary
+from megatron.study.table import BEST, NOISE, OTHER_WORK, SLOWER, Outline, Summary
 
 WIDTH, RIGHT, TOP, BAR, GAP = 960, 210, 74, 20, 10  # pixels
 LETTER = 6.4  # pixels of a letter of the labels
 COLOURS = {BEST: "#0f8a5f", NOISE: "#5fae91", OTHER_WORK: "#dc2626"}
-SLOWER, PREDICTED, FAILED = "#4f86c6", "#dc6803", "#b91c1c"
+SLOW_COLOUR, PREDICTED, FAILED = "#4f86c6", "#dc6803", "#b91c1c"
 MARKS = 5  # of the axis, about
 
 
@@ -77,31 +78,34 @@ def _text(x: float, y: float, words: str, anchor: str, font: str, colour: str = 
 def _bar(row: Outline, left: float, y: float, scale: float) -> list[str]:
     """The bar of a row with its error bar, or why it has none."""
     if row.samples is None:
-        told = row.status if row.status == "not run yet" else f"{row.status}: {row.failure}"
-        told = " ".join(told.split())
-        room = int((WIDTH - left - 20) / LETTER)
-        told = told if len(told) <= room else told[: room - 3] + "..."
-        return [_text(left + 6, y + 14, told, "start", "italic 12px", FAILED)]
+        return [_text(left + 6, y + 14, _why(row, WIDTH - left), "start", "italic 12px", FAILED)]
     middle, low, high = (left + value * scale for value in row.samples)
-    colour = COLOURS.get(row.verdict, SLOWER)
-    y_middle = y + BAR / 2
+    box = f'x="{left:.1f}" y="{y}" width="{middle - left:.1f}" height="{BAR}"'
     parts = [
-        f'<rect x="{left:.1f}" y="{y}" width="{middle - left:.1f}" height="{BAR}" '
-        f'fill="{colour}"/>',
-        f'<path d="M{low:.1f} {y_middle}H{high:.1f}M{low:.1f} {y + 5}v{BAR - 10}M{high:.1f} '
-        f'{y + 5}v{BAR - 10}" stroke="#1e293b" stroke-width="1.4" fill="none"/>',
+        f'<rect {box} fill="{COLOURS.get(row.verdict, SLOW_COLOUR)}"/>',
+        _error_bar(low, high, y),
     ]
     end = high
     if (predicted := _predicted(row)) is not None:
         x = left + predicted * scale
-        parts.append(
-            f'<path d="M{x:.1f} {y - 2}v{BAR + 4}" stroke="{PREDICTED}" stroke-width="3"/>'
-        )
+        line = f'd="M{x:.1f} {y - 2}v{BAR + 4}"'
+        parts.append(f'<path {line} stroke="{PREDICTED}" stroke-width="3"/>')
         end = max(end, x)
-    told = f"{row.samples[0]:.4g}  {row.verdict}"
-    if row.status != FINISHED:
-        told += f" ({row.status} later)"
+    later = f" ({row.status} later)" if row.status != FINISHED else ""
+    told = f"{row.samples[0]:.4g}  {row.verdict}{later}"
     return [*parts, _text(end + 8, y + 14, told, "start", "12px")]
+
+
+def _error_bar(low: float, high: float, y: float) -> str:
+    cap = f"{y + 5}v{BAR - 10}"
+    path = f"M{low:.1f} {y + BAR / 2}H{high:.1f}M{low:.1f} {cap}M{high:.1f} {cap}"
+    return f'<path d="{path}" stroke="#1e293b" stroke-width="1.4" fill="none"/>'
+
+
+def _why(row: Outline, width: float) -> str:
+    """Status and reason of a row without a finished run, as far as there is room."""
+    told = " ".join(f"{row.status}: {row.failure}".strip(": ").split())
+    return shortened(told, int((width - 20) / LETTER))
 
 
 def _axis(left: float, scale: float, most: float, bottom: float) -> list[str]:
@@ -120,7 +124,7 @@ def _axis(left: float, scale: float, most: float, bottom: float) -> list[str]:
 
 
 def _legend(found: Summary, left: float, y: float) -> list[str]:
-    entries = [(COLOURS[BEST], "best"), (COLOURS[NOISE], NOISE), (SLOWER, "slower")]
+    entries = [(COLOURS[BEST], "best"), (COLOURS[NOISE], NOISE), (SLOW_COLOUR, SLOWER)]
     if any(row.verdict == OTHER_WORK for row in found.rows):
         entries.append((COLOURS[OTHER_WORK], "other work: not comparable"))
     if _predictions(found):

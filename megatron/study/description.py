@@ -10,13 +10,14 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.config.arguments import options_by_flag, parse_arguments
-from megatron.config.errors import UserError
+from megatron.config.errors import UserError, shortened
 from megatron.config.groups import Config
 from megatron.config.input_files import SETTINGS_LIMIT, InputError, decode, read_bytes
 from megatron.config.validate import resolve
@@ -175,11 +176,7 @@ def _study(content: dict[str, Any]) -> StudyPlan:
     unknown = [key for key in content if key not in KEYS]
     if unknown:
         raise UserError(f"{unknown[0]}: a study has no such key; it has {', '.join(KEYS)}")
-    name, launcher = content.get("name"), content.get("launcher", "local")
-    if not isinstance(name, str) or not name or not name.replace("_", "-").isprintable():
-        raise UserError("name: give the study a name, as `name: two_cores`")
-    if "/" in name or len(name) > 80:
-        raise UserError(f"name: {name[:80]}: at most 80 characters, none of them /")
+    launcher = content.get("launcher", "local")
     if launcher not in LAUNCHERS:
         raise UserError(f"launcher: {launcher!r}: choose {' or '.join(LAUNCHERS)}")
     iterations = _number(content, "iterations", 20, 2, whole=True)
@@ -194,7 +191,7 @@ def _study(content: dict[str, Any]) -> StudyPlan:
     if all(row.refusal for row in rows):
         raise UserError(f"the program refuses every row; row {rows[0].name}: {rows[0].refusal}")
     return StudyPlan(
-        name=name,
+        name=_study_name(content),
         rows=rows,
         repeats=_number(content, "repeats", 7, 1, whole=True),
         iterations=iterations,
@@ -209,29 +206,27 @@ def _study(content: dict[str, Any]) -> StudyPlan:
     )
 
 
+def _study_name(content: dict[str, Any]) -> str:
+    """The name, which is a folder's and a wandb group's, too."""
+    name = content.get("name")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,80}", name):
+        raise UserError(
+            f"name: {shortened(str(name), 80)}: give the study a name of letters, digits, _ - and "
+            "dots, as `name: two_cores`"
+        )
+    return name
+
+
 # ---- rows --------------------------------------------------------------------------------------
 
 
 def _rows(content: dict[str, Any], launcher: str, common: list[Any]) -> Iterator[StudyRow]:
-    """The product of the grid without what is excluded, then the rows given one by one. `common`:
-    what of the study itself changes a run, the iterations first.
-    """
+    """All rows. `common`: what of the study itself changes a run, the iterations first."""
     base = _map(content.get("base", {}), "base")
-    grid = _map(content.get("grid", {}), "grid")
-    for key, values in grid.items():
-        if not isinstance(values, list) or not values:
-            raise UserError(f"grid: {key}: expected a list of values, as [1, 2]")
-    excluded = _maps(content, "exclude")
-    for rule in excluded:
-        for key in rule:
-            if key not in grid:
-                raise UserError(f"exclude: {key}: the grid has no such key")
-    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    chosen = [point for point in points if grid and not any(map(_within(point), excluded))]
-    settings = [{**base, **changes} for changes in [*chosen, *_maps(content, "rows")]]
+    settings = [{**base, **changes} for changes in [*_grid(content), *_maps(content, "rows")]]
+    settings = [{k: v for k, v in one.items() if v is not None} for one in settings]
     if not settings:
         raise UserError("grid or rows: give at least one row")
-    settings = [{k: v for k, v in one.items() if v is not None} for one in settings]
     unnamed = [one for one in settings if NAME not in one]
     varied = [
         key
@@ -249,16 +244,26 @@ def _rows(content: dict[str, Any], launcher: str, common: list[Any]) -> Iterator
         yield row
 
 
-def _within(point: dict[str, Any]) -> Any:
-    """Whether a rule of `exclude` holds for a point of the grid: all its keys, any of its values."""
+def _grid(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The product of the grid without what is excluded."""
+    grid = _map(content.get("grid", {}), "grid")
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"grid: {key}: expected a list of values, as [1, 2]")
+    excluded = _maps(content, "exclude")
+    for rule in excluded:
+        for key in rule:
+            if key not in grid:
+                raise UserError(f"exclude: {key}: the grid has no such key")
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    return [one for one in points if grid and not any(_holds(rule, one) for rule in excluded)]
 
-    def holds(rule: dict[str, Any]) -> bool:
-        return all(
-            point[key] in (value if isinstance(value, list) else [value])
-            for key, value in rule.items()
-        )
 
-    return holds
+def _holds(rule: dict[str, Any], point: dict[str, Any]) -> bool:
+    """Whether a rule of `exclude` holds for a point: all its keys, any value of each."""
+    return all(
+        point[key] in (value if isinstance(value, list) else [value]) for key, value in rule.items()
+    )
 
 
 def _row(settings: dict[str, Any], varied: list[str], launcher: str, common: list[Any]) -> StudyRow:

@@ -28,7 +28,7 @@ TIMED_OUT = "TIMEOUT"  # Slurm's word for it, used for local runs too
 COMMAND_SECONDS = 60  # that a program of Slurm may take to answer
 
 
-class Attempt(NamedTuple):
+class StudyRun(NamedTuple):
     """One run of one row, in a folder of its own."""
 
     row: StudyRow
@@ -69,14 +69,14 @@ class Launcher(Protocol):
 
     pause: float
 
-    def command(self, attempt: Attempt) -> list[str]:
+    def command(self, attempt: StudyRun) -> list[str]:
         """The full command line of a run."""
 
-    def start(self, attempt: Attempt) -> Running:
+    def start(self, attempt: StudyRun) -> Running:
         """Start it."""
 
-    def find(self, attempt: Attempt) -> Running | None:
-        """What goes on of a run that an earlier runner has started; None when it must be run again."""
+    def find(self, attempt: StudyRun) -> Running | None:
+        """What goes on of a run that an earlier runner has started; None: it must be run again."""
 
 
 def make_launcher(plan: StudyPlan) -> Launcher:
@@ -84,7 +84,7 @@ def make_launcher(plan: StudyPlan) -> Launcher:
     return SlurmLauncher(plan) if plan.launcher == "sbatch" else LocalLauncher(plan)
 
 
-def flags_of(plan: StudyPlan, attempt: Attempt) -> list[str]:
+def flags_of(plan: StudyPlan, attempt: StudyRun) -> list[str]:
     """The flags of a run: its row's, and those by which the study finds what it has logged."""
     flags = [*attempt.row.flags, "--metrics-file", str(attempt.metrics)]
     if "wandb-project" in attempt.row.settings:
@@ -105,7 +105,7 @@ class LocalLauncher:
     def __init__(self, plan: StudyPlan) -> None:
         self.plan = plan
 
-    def command(self, attempt: Attempt) -> list[str]:
+    def command(self, attempt: StudyRun) -> list[str]:
         """`env` and `prlimit` say on the command line what else a run depends on."""
         row, cores = attempt.row, len(os.sched_getaffinity(0))
         settings = {"OMP_NUM_THREADS": str(max(1, cores // row.world_size))}
@@ -120,7 +120,7 @@ class LocalLauncher:
             command += ["--standalone", "--nproc-per-node", str(row.world_size)]
         return [*command, str(PROGRAM), *flags_of(self.plan, attempt)]
 
-    def start(self, attempt: Attempt) -> Running:
+    def start(self, attempt: StudyRun) -> Running:
         """Start it in a session of its own, so that Ctrl-C reaches the runner alone."""
         with open(attempt.log, "wb") as log:
             process = subprocess.Popen(
@@ -132,14 +132,14 @@ class LocalLauncher:
             )
         return _LocalRun(attempt, process, self.plan.timeout * 60)
 
-    def find(self, attempt: Attempt) -> Running | None:
+    def find(self, attempt: StudyRun) -> Running | None:
         """End what is left of it, on this machine: it must be run again."""
         end_processes(attempt.metrics)
         return None
 
 
 class _LocalRun:
-    def __init__(self, attempt: Attempt, process: subprocess.Popen, seconds: float) -> None:
+    def __init__(self, attempt: StudyRun, process: subprocess.Popen, seconds: float) -> None:
         self._attempt, self._process = attempt, process
         self._deadline = time.monotonic() + seconds
         self._kills = _kernel_kills()
@@ -212,7 +212,7 @@ class SlurmLauncher:
                 "tools/study.py of a checkout"
             )
 
-    def command(self, attempt: Attempt) -> list[str]:
+    def command(self, attempt: StudyRun) -> list[str]:
         """`env` holds the settings of the script: PRESET empty, so that it adds no flags."""
         per_node = min(attempt.row.world_size, self.plan.ranks_per_node)
         settings = {
@@ -230,7 +230,7 @@ class SlurmLauncher:
             *("scripts/train.sbatch", *flags_of(self.plan, attempt)),
         ]
 
-    def start(self, attempt: Attempt) -> Running:
+    def start(self, attempt: StudyRun) -> Running:
         """Submit it. Raises UserError with what sbatch says when it takes no such job."""
         try:
             done = _slurm(*self.command(attempt))
@@ -242,7 +242,7 @@ class SlurmLauncher:
         (attempt.folder / "job").write_text(number + "\n")
         return _SlurmRun(attempt, number)
 
-    def find(self, attempt: Attempt) -> Running | None:
+    def find(self, attempt: StudyRun) -> Running | None:
         """The job, by the number in its folder, or by its name when the runner was killed before it
         wrote the number.
         """
@@ -252,12 +252,12 @@ class SlurmLauncher:
         done = _slurm("squeue", "--noheader", f"--name={self._name(attempt)}", "--format=%A")
         return _SlurmRun(attempt, done.stdout.split()[0]) if done.stdout.split() else None
 
-    def _name(self, attempt: Attempt) -> str:
+    def _name(self, attempt: StudyRun) -> str:
         return f"{self.plan.name}-{attempt.row.key}-r{attempt.repeat}"
 
 
 class _SlurmRun:
-    def __init__(self, attempt: Attempt, job: str) -> None:
+    def __init__(self, attempt: StudyRun, job: str) -> None:
         self._attempt, self._job = attempt, job
 
     def poll(self) -> Ending | None:

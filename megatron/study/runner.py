@@ -31,10 +31,10 @@ from megatron.study import raw
 from megatron.study.description import StudyPlan, StudyRow
 from megatron.study.launch import (
     CHECKOUT,
-    Attempt,
     Ending,
     Launcher,
     Running,
+    StudyRun,
     make_launcher,
     status_of,
 )
@@ -73,10 +73,10 @@ def turns(plan: StudyPlan) -> list[tuple[StudyRow, int]]:
     ]
 
 
-def attempt_of(folder: Path, row: StudyRow, repeat: int) -> Attempt:
+def attempt_of(folder: Path, row: StudyRow, repeat: int) -> StudyRun:
     """The run and its folder."""
     slug = re.sub(r"[^\w.=-]+", "-", row.name)[:60]
-    return Attempt(row, repeat, folder.resolve() / "runs" / f"{slug}-{row.key[:6]}-r{repeat}")
+    return StudyRun(row, repeat, folder.resolve() / "runs" / f"{slug}-{row.key[:6]}-r{repeat}")
 
 
 class _Rounds:
@@ -92,7 +92,7 @@ class _Rounds:
         }
         self.todo = [turn for turn in turns(plan) if (turn[0].key, turn[1]) not in self.ended]
         self.order = {(row.key, repeat): at for at, (row, repeat) in enumerate(turns(plan))}
-        self.active: list[tuple[Attempt, Running, dict[str, Any]]] = []
+        self.active: list[tuple[StudyRun, Running, dict[str, Any]]] = []
 
     def carry_out(self) -> None:
         """Until nothing is left to run."""
@@ -137,7 +137,7 @@ class _Rounds:
         (attempt.folder / "started.json").write_text(json.dumps(facts))
         self.active.append((attempt, self.launcher.start(attempt), facts))
 
-    def _finish(self, attempt: Attempt, ending: Ending, facts: dict[str, Any]) -> None:
+    def _finish(self, attempt: StudyRun, ending: Ending, facts: dict[str, Any]) -> None:
         line = run_line(self.plan, attempt, ending, facts)
         raw.append(self.folder, line)
         if line["status"] != raw.FINISHED:
@@ -151,7 +151,7 @@ class _Rounds:
 
 
 def run_line(
-    plan: StudyPlan, attempt: Attempt, ending: Ending, facts: dict[str, Any]
+    plan: StudyPlan, attempt: StudyRun, ending: Ending, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """The raw row of a run that has ended."""
     row = attempt.row
@@ -209,7 +209,7 @@ def _refused_rows(plan: StudyPlan, folder: Path, found: raw.RawRows, say: Say) -
 
 
 def _predictions(plan: StudyPlan, folder: Path, found: raw.RawRows, say: Say) -> None:
-    """Ask tools/plan.py for what it predicts of every row; where it says nothing, nothing is kept."""
+    """Keep what tools/plan.py predicts of every row; where it says nothing, nothing."""
     tool = find_spec("megatron.tools.plan")
     rows = [row for row in plan.rows if row.refusal is None and row.key not in found.predictions]
     for row in rows if tool is not None else ():

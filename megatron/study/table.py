@@ -8,8 +8,8 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config.errors import UserError
@@ -30,11 +30,11 @@ class Outline:
     """
 
     name: str
-    work: str
     world_size: int
     finished: int
     status: str
     failure: str
+    work: str = ""
     speed: tuple[float, float, float] | None = None
     samples: tuple[float, float, float] | None = None
     seconds: float | None = None
@@ -67,7 +67,7 @@ def summary(raw: RawRows) -> Summary:
     agreements = {letters[work]: agreement(lines) for work, lines in works.items()}
     speeds = {key: _speeds(lines, header["warmup"]) for key, lines in runs.items()}
     rows = [
-        _outline(row, runs[row["key"]], speeds[row["key"]], letters, agreements, header)
+        _outline(row, runs[row["key"]], speeds[row["key"]], letters, agreements, header["warmup"])
         for row in header["rows"]
     ]
     rows = [
@@ -100,45 +100,44 @@ def _speeds(lines: Sequence[Line], warmup: int) -> dict[int, float]:
     }
 
 
-def _middle(values: Sequence[float]) -> tuple[float, float, float]:
-    return (statistics.median(values), *bootstrap(values))
-
-
 def _outline(
     row: Line,
     lines: list[Line],
     speeds: dict[int, float],
     letters: dict[str, str],
     agreements: dict[str, Agreement | None],
-    header: Line,
+    warmup: int,
 ) -> Outline:
     done = [line for line in lines if line["status"] == FINISHED]
     failed = [line for line in lines if line["status"] != FINISHED]
-    reason = "; ".join(dict.fromkeys(line["reason"] for line in failed))
-    status = failed[0]["status"] if failed else NOT_RUN if not done else FINISHED
-    world = int(row["settings"].get("world-size", 1))
+    outline = Outline(
+        name=row["name"],
+        world_size=int(row["settings"].get("world-size", 1)),
+        finished=len(done),
+        status=failed[0]["status"] if failed else FINISHED if done else NOT_RUN,
+        failure="; ".join(dict.fromkeys(line["reason"] for line in failed)),
+    )
     if not done:
-        return Outline(row["name"], "", world, 0, status, reason)
+        return outline
     work = letters[done[0]["work"]]
     found = agreements[work]
-    speed = _middle(list(speeds.values()))
+    verdict = OTHER_WORK if found and row["name"] in found.faults else ""
+    return replace(outline, work=work, verdict=verdict, **_figures(done, speeds, warmup))
+
+
+def _figures(done: list[Line], speeds: dict[int, float], warmup: int) -> dict[str, Any]:
+    """The measured fields of an Outline, of a row's finished runs."""
+    speed = statistics.median(speeds.values()), *bootstrap(list(speeds.values()))
     per_token = done[0]["samples"] / done[0]["tokens"]
-    mfu = [value for line in done for value in line["mfu"][header["warmup"] :]]
-    return Outline(
-        name=row["name"],
-        work=work,
-        world_size=world,
-        finished=len(done),
-        status=status,
-        failure=reason,
-        speed=speed,
-        samples=(speed[0] * per_token, speed[1] * per_token, speed[2] * per_token),
-        seconds=done[0]["tokens"] / speed[0],
-        mfu=statistics.median(mfu) if mfu else None,
-        peak_gib=max(line["peak_bytes"] for line in done) / GIB or None,
-        loss=float(done[0]["losses"][-1]),
-        verdict=OTHER_WORK if found and row["name"] in found.faults else "",
-    )
+    mfu = [value for line in done for value in line["mfu"][warmup:]]
+    return {
+        "speed": speed,
+        "samples": tuple(value * per_token for value in speed),
+        "seconds": done[0]["tokens"] / speed[0],
+        "mfu": statistics.median(mfu) if mfu else None,
+        "peak_gib": max(line["peak_bytes"] for line in done) / GIB or None,
+        "loss": float(done[0]["losses"][-1]),
+    }
 
 
 def _compared(
@@ -150,7 +149,7 @@ def _compared(
         return row
     best = max(rivals, key=lambda one: one.speed[0])
     if row is best:
-        return _replaced(row, ratio=(1.0, 1.0, 1.0), verdict=BEST)
+        return replace(row, ratio=(1.0, 1.0, 1.0), verdict=BEST)
     keys = {one["name"]: one["key"] for one in header["rows"]}
     own, other = speeds[keys[row.name]], speeds[keys[best.name]]
     ratios = [own[repeat] / other[repeat] for repeat in sorted(own.keys() & other.keys())]
@@ -158,16 +157,12 @@ def _compared(
         return row
     low, high = ratio_interval(ratios)
     verdict = SLOWER if high < 1 else NOISE
-    return _replaced(row, ratio=(statistics.median(ratios), low, high), verdict=verdict)
+    return replace(row, ratio=(statistics.median(ratios), low, high), verdict=verdict)
 
 
 def _with_prediction(row: Outline, raw: RawRows, key: str) -> Outline:
     line = raw.predictions.get(key)
-    return row if line is None else _replaced(row, prediction=line["prediction"])
-
-
-def _replaced(row: Outline, **changes: Any) -> Outline:
-    return Outline(**{**vars(row), **changes})
+    return row if line is None else replace(row, prediction=line["prediction"])
 
 
 # ---- notes -------------------------------------------------------------------------------------
@@ -180,41 +175,46 @@ def _notes(
     agreements: dict[str, Agreement | None],
 ) -> list[str]:
     """What makes the table credible, as sentences."""
-    lines = [line for found in runs.values() for line in found]
-    done = [line for line in lines if line["status"] == FINISHED]
-    left = header["iterations"] - header["warmup"]
-    notes = [
-        f"Each run does {header['iterations']} iterations; the first {header['warmup']} are "
-        f"warm-up and left out, a run counts with the median of the other {left}. "
-        f"{header['repeats']} repeats, in rounds over all rows, forwards and backwards in turn; "
-        "a row that fails is not run again."
-    ]
-    counts = [sum(line["status"] == FINISHED for line in found) for found in runs.values()]
-    fewest = min((count for count in counts if count), default=0)
-    interval = "Speeds are medians over repeats with 95% bootstrap intervals"
-    if 0 < fewest < ENOUGH:
-        interval += (
-            f"; below {ENOUGH} repeats this is their range, which of {fewest} holds the true "
-            f"median in {coverage(fewest):.0%} of cases"
-        )
-    notes.append(
-        f"{interval}. Ratios to the best row are taken repeat by repeat, their 95% interval is "
-        f"Student's t on logarithms; *{NOISE}*: it holds 1, so that these runs do not decide which "
-        "of the two is faster. Each row is judged by itself, without a correction for many rows."
-    )
-    for letter, found in agreements.items():
-        notes.append(_equal_work(letter, found, list(works.values())[ord(letter) - ord("A")]))
+    done = [line for found in runs.values() for line in found if line["status"] == FINISHED]
+    notes = [_method(header), _statistics(runs)]
+    for (letter, found), lines in zip(agreements.items(), works.values(), strict=True):
+        notes.append(_equal_work(letter, found, lines))
     if len(works) > 1:
-        notes += [f"Work {chr(ord('A') + at)}: {text}." for at, text in enumerate(_differ(works))]
-    notes += _machines(done)
-    if missing := sum(max(0, header["repeats"] - len(found)) for found in _going(runs)):
+        told = zip(agreements, _differ(works), strict=True)
+        notes += [f"Work {letter}: {text}." for letter, text in told]
+    if done:
+        notes += [_machines(done), *_warnings(done)]
+    going = [found for found in runs.values() if all(x["status"] == FINISHED for x in found)]
+    if missing := sum(header["repeats"] - len(found) for found in going):
         notes.append(f"{missing} runs are still to be done.")
     return notes
 
 
-def _going(runs: dict[str, list[Line]]) -> list[list[Line]]:
-    """The runs of rows that have not failed."""
-    return [found for found in runs.values() if all(line["status"] == FINISHED for line in found)]
+def _method(header: Line) -> str:
+    left = header["iterations"] - header["warmup"]
+    return (
+        f"Each run does {header['iterations']} iterations; the first {header['warmup']} are "
+        f"warm-up and left out, a run counts with the median of the other {left}. "
+        f"{header['repeats']} repeats, in rounds over all rows, forwards and backwards in turn; "
+        "a row that fails is not run again."
+    )
+
+
+def _statistics(runs: dict[str, list[Line]]) -> str:
+    counts = [sum(line["status"] == FINISHED for line in found) for found in runs.values()]
+    fewest = min((count for count in counts if count), default=0)
+    few = ""
+    if 0 < fewest < ENOUGH:
+        few = (
+            f"; below {ENOUGH} repeats this is their range, which of {fewest} holds the true "
+            f"median in {coverage(fewest):.0%} of cases"
+        )
+    return (
+        f"Speeds are medians over repeats with 95% bootstrap intervals{few}. Ratios to the best "
+        "row are taken repeat by repeat, their 95% interval is Student's t on logarithms; "
+        f"*{NOISE}*: the interval reaches 1, so that these runs do not decide which of the two is "
+        "faster. Each row is judged by itself, without a correction for many rows."
+    )
 
 
 def _equal_work(letter: str, found: Agreement | None, lines: list[Line]) -> str:
@@ -244,32 +244,37 @@ def _differ(works: dict[str, list[Line]]) -> list[str]:
     ]
 
 
-def _machines(done: list[Line]) -> list[str]:
-    """Versions, hosts, clocks, and how busy they were; a warning where rows differ in them."""
-    if not done:
-        return []
-    versions = list(dict.fromkeys(", ".join(line["versions"]) for line in done))
-    hosts = list(dict.fromkeys(line["host"] for line in done))
-    loads = [line["load"][0] for line in done]
-    cores = sorted({line["cores"] for line in done})
-    devices = list(
-        dict.fromkeys(line["device"][0].split(";")[0] for line in done if line["device"])
-    )
-    devices += list(dict.fromkeys(gpu.split(",")[0] for line in done for gpu in line["gpus"]))
-    clocks = [line["cpu_mhz"] for line in done if line["cpu_mhz"]]
-    megahertz = f", {min(clocks)} to {max(clocks)} MHz" if clocks else ""
-    notes = [
-        f"{done[0]['started'][:10]} to {done[-1]['ended'][:10]} on {len(hosts)} host(s), "
-        f"{'/'.join(map(str, cores))} cores{megahertz}; {'; '.join(devices)}; "
-        f"load average when a run started {min(loads):.1f} to {max(loads):.1f}; "
-        f"{' | '.join(versions)}."
+def _machines(done: list[Line]) -> str:
+    """Dates, hosts, clocks, devices, how busy they were, and versions."""
+    cores = "/".join(sorted({str(line["cores"]) for line in done}))
+    clocks = sorted(line["cpu_mhz"] for line in done if line["cpu_mhz"])
+    devices = [line["device"][0].split(";")[0] for line in done if line["device"]]
+    devices += [gpu.split(",")[0] for line in done for gpu in line["gpus"]]
+    loads = sorted(line["load"][0] for line in done)
+    parts = [
+        f"{len({line['host'] for line in done})} host(s) of {cores} cores",
+        f"{clocks[0]} to {clocks[-1]} MHz" if clocks else "",
+        " and ".join(dict.fromkeys(devices)),
+        f"load average when a run started {loads[0]:.1f} to {loads[-1]:.1f}",
+        f"{min(line['started'] for line in done)} to {max(line['ended'] for line in done)}",
+        " | ".join(_versions(done)),
     ]
-    if len(versions) > 1:
+    return "; ".join(part for part in parts if part) + "."
+
+
+def _versions(done: list[Line]) -> list[str]:
+    return list(dict.fromkeys(", ".join(line["versions"]) for line in done))
+
+
+def _warnings(done: list[Line]) -> list[str]:
+    """Where runs of one table are not of one program or one configuration."""
+    notes = []
+    if len(_versions(done)) > 1:
         notes.append("**Rows were measured with different versions**: see the raw rows.")
-    by_key: dict[str, set[str]] = {}
+    digests: dict[str, set[str]] = {}
     for line in done:
-        by_key.setdefault(line["name"], set()).add(line["config_digest"])
-    if mixed := [name for name, digests in by_key.items() if len(digests) > 1]:
+        digests.setdefault(line["name"], set()).add(line["config_digest"])
+    if mixed := [name for name, found in digests.items() if len(found) > 1]:
         notes.append(f"**The configuration changed between repeats** of {', '.join(mixed)}.")
     return notes
 
@@ -279,44 +284,49 @@ def _machines(done: list[Line]) -> list[str]:
 
 def markdown(found: Summary) -> str:
     """The table and its notes."""
-    several = len({row.work for row in found.rows if row.work}) > 1
-    mfu = any(row.mfu is not None for row in found.rows)
-    predicted = any(row.prediction for row in found.rows)
-    columns = ["row", *(["work"] if several else []), "runs", "tokens/s (95%)", "of the best (95%)"]
-    columns += ["verdict", "s/iteration", "tokens/s a rank", *(["MFU"] if mfu else [])]
-    columns += ["peak GiB, rank 0", "last loss", *(["predicted s", "error"] if predicted else [])]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in found.rows:
-        if row.speed is None:
-            continue
-        cells = [row.name, *([row.work] if several else []), str(row.finished)]
-        cells += [_spread(row.speed, ",.0f"), _spread(row.ratio, ".3f") if row.ratio else ""]
-        cells += [row.verdict, f"{row.seconds:.4g}", f"{row.speed[0] / row.world_size:,.0f}"]
-        cells += ([f"{row.mfu:.1%}"] if row.mfu is not None else [""]) if mfu else []
-        cells += [f"{row.peak_gib:.2f}" if row.peak_gib else "", f"{row.loss:.6f}"]
-        cells += _predicted(row) if predicted else []
-        lines.append(f"| {' | '.join(cells)} |")
+    ran = [row for row in found.rows if row.speed is not None]
+    columns = {heading: [cell(row) for row in ran] for heading, cell in CELLS.items()}
+    if len({row.work for row in ran}) < 2:
+        del columns["work"]
+    columns = {heading: cells for heading, cells in columns.items() if any(cells)}
+    lines = _lines(list(columns), zip(*columns.values(), strict=True))
     failed = [row for row in found.rows if row.status != FINISHED]
     if failed:
-        lines += ["", "| row | status | finished runs | reason |", "|---" * 4 + "|"]
-        lines += [
-            f"| {row.name} | {row.status} | {row.finished} | {_cell(row.failure)} |"
-            for row in failed
-        ]
+        cells = ((row.name, row.status, str(row.finished), _cell(row.failure)) for row in failed)
+        lines += ["", *_lines(["row", "status", "finished runs", "reason"], cells)]
     return "\n".join([*lines, "", *(f"- {note}" for note in found.notes), ""])
 
 
-def _spread(values: tuple[float, float, float], form: str) -> str:
-    """Median and interval; one without a finite end decides nothing."""
+def _lines(headings: list[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    head = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    return [*head, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+CELLS: dict[str, Callable[[Outline], str]] = {  # empty columns are left out
+    "row": lambda row: row.name,
+    "work": lambda row: row.work,
+    "runs": lambda row: str(row.finished),
+    "tokens/s": lambda row: _spread(row.speed, ",.0f"),
+    "of the best": lambda row: _spread(row.ratio, ".3f"),
+    "verdict": lambda row: row.verdict,
+    "s/iteration": lambda row: f"{row.seconds:.4g}",
+    "tokens/s a rank": lambda row: f"{row.speed[0] / row.world_size:,.0f}",
+    "MFU": lambda row: "" if row.mfu is None else f"{row.mfu:.1%}",
+    "peak GiB, rank 0": lambda row: f"{row.peak_gib:.2f}" if row.peak_gib else "",
+    "last loss": lambda row: f"{row.loss:.7g}",
+    "predicted s": lambda row: f"{row.prediction['step_s']:.4g}" if row.prediction else "",
+    "prediction's error": lambda row: (
+        f"{row.prediction['step_s'] / row.seconds - 1:+.0%}" if row.prediction else ""
+    ),
+}
+
+
+def _spread(values: tuple[float, float, float] | None, form: str) -> str:
+    """Median and interval."""
+    if values is None:
+        return ""
     middle, low, high = (f"{value:{form}}" for value in values)
     return f"{middle} ({low} to {high})"
-
-
-def _predicted(row: Outline) -> list[str]:
-    if not row.prediction or row.seconds is None:
-        return ["", ""]
-    seconds = row.prediction["step_s"]
-    return [f"{seconds:.4g}", f"{seconds / row.seconds - 1:+.0%}"]
 
 
 def _cell(text: str) -> str:
