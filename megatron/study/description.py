@@ -298,7 +298,7 @@ def _row(settings: dict[str, Any], varied: list[str], launcher: str, common: lis
     return replace(
         row,
         config=known,
-        config_digest=_digest(config.to_dict()),
+        config_digest=_digest([config.to_dict(), world]),
         work=_digest({key: value for key, value in known.items() if _is_work(key)}),
         layers=config.model.num_layers,
         precision=_precision(config),
@@ -310,11 +310,11 @@ def _name(settings: dict[str, Any], varied: list[str]) -> str:
     parts = []
     for key in sorted((key for key in varied if key in settings), key=_place):
         value = settings[key]
-        if value is True:
-            parts.append(key)
+        if isinstance(value, bool):
+            parts.append(key if value else f"no {key}")
         elif key in SHORT:
             parts.append(f"{SHORT[key]}{_word(value)}")
-        elif value is not False:
+        else:
             parts.append(f"{key}={_word(value)}")
     return " ".join(parts) or "base"
 

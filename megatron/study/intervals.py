@@ -5,6 +5,7 @@ Called from study/table.py and from benchmarks/ratio_rule.py.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -21,7 +22,12 @@ STUDENT = (
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     """95% percentile interval of the median; the same for the same values in any order."""
-    ordered, draw = sorted(values), Random(0)
+    return _bootstrap(tuple(sorted(values)))
+
+
+@functools.cache
+def _bootstrap(ordered: tuple[float, ...]) -> tuple[float, float]:
+    draw = Random(0)
     medians = sorted(
         statistics.median(draw.choices(ordered, k=len(ordered))) for _ in range(RESAMPLES)
     )

@@ -69,13 +69,13 @@ class Launcher(Protocol):
 
     pause: float
 
-    def command(self, attempt: StudyRun) -> list[str]:
+    def command(self, run: StudyRun) -> list[str]:
         """The full command line of a run."""
 
-    def start(self, attempt: StudyRun) -> Running:
+    def start(self, run: StudyRun) -> Running:
         """Start it."""
 
-    def find(self, attempt: StudyRun) -> Running | None:
+    def find(self, run: StudyRun) -> Running | None:
         """What goes on of a run that an earlier runner has started; None: it must be run again."""
 
 
@@ -84,13 +84,13 @@ def make_launcher(plan: StudyPlan) -> Launcher:
     return SlurmLauncher(plan) if plan.launcher == "sbatch" else LocalLauncher(plan)
 
 
-def flags_of(plan: StudyPlan, attempt: StudyRun) -> list[str]:
+def flags_of(plan: StudyPlan, run: StudyRun) -> list[str]:
     """The flags of a run: its row's, and those by which the study finds what it has logged."""
-    flags = [*attempt.row.flags, "--metrics-file", str(attempt.metrics)]
-    if "wandb-project" in attempt.row.settings:
-        name = f"{attempt.row.name} r{attempt.repeat}"
+    flags = [*run.row.flags, "--metrics-file", str(run.metrics)]
+    if "wandb-project" in run.row.settings:
+        name = f"{run.row.name} r{run.repeat}"
         flags += ["--wandb-group", plan.name, "--wandb-exp-name", name]
-        flags += ["--wandb-save-dir", str(attempt.folder)]
+        flags += ["--wandb-save-dir", str(run.folder)]
     return flags
 
 
@@ -105,9 +105,9 @@ class LocalLauncher:
     def __init__(self, plan: StudyPlan) -> None:
         self.plan = plan
 
-    def command(self, attempt: StudyRun) -> list[str]:
+    def command(self, run: StudyRun) -> list[str]:
         """`env` and `prlimit` say on the command line what else a run depends on."""
-        row, cores = attempt.row, len(os.sched_getaffinity(0))
+        row, cores = run.row, len(os.sched_getaffinity(0))
         settings = {"OMP_NUM_THREADS": str(max(1, cores // row.world_size))}
         settings |= self.plan.environment
         command = ["env", *(f"{name}={value}" for name, value in settings.items())]
@@ -118,29 +118,29 @@ class LocalLauncher:
             ours = CHECKOUT / "scripts" / "torchrun.py"  # ends with the code of the failed rank
             command += [str(ours)] if ours.is_file() else ["-m", "torch.distributed.run"]
             command += ["--standalone", "--nproc-per-node", str(row.world_size)]
-        return [*command, str(PROGRAM), *flags_of(self.plan, attempt)]
+        return [*command, str(PROGRAM), *flags_of(self.plan, run)]
 
-    def start(self, attempt: StudyRun) -> Running:
+    def start(self, run: StudyRun) -> Running:
         """Start it in a session of its own, so that Ctrl-C reaches the runner alone."""
-        with open(attempt.log, "wb") as log:
+        with open(run.log, "wb") as log:
             process = subprocess.Popen(
-                self.command(attempt),
+                self.command(run),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return _LocalRun(attempt, process, self.plan.timeout * 60)
+        return _LocalRun(run, process, self.plan.timeout * 60)
 
-    def find(self, attempt: StudyRun) -> Running | None:
+    def find(self, run: StudyRun) -> Running | None:
         """End what is left of it, on this machine: it must be run again."""
-        end_processes(attempt.metrics)
+        end_processes(run.metrics)
         return None
 
 
 class _LocalRun:
-    def __init__(self, attempt: StudyRun, process: subprocess.Popen, seconds: float) -> None:
-        self._attempt, self._process = attempt, process
+    def __init__(self, run: StudyRun, process: subprocess.Popen, seconds: float) -> None:
+        self._study_run, self._process = run, process
         self._deadline = time.monotonic() + seconds
         self._kills = _kernel_kills()
 
@@ -151,14 +151,14 @@ class _LocalRun:
         if code is None:
             self.end()
             code, state = 128 + signal.SIGKILL, TIMED_OUT
-        end_processes(self._attempt.metrics)  # ranks that a killed launcher has left
+        end_processes(self._study_run.metrics)  # ranks that a killed launcher has left
         code = code if code >= 0 else 128 - code
         if not state and code == 128 + signal.SIGKILL and _kernel_kills() > self._kills:
             state = "OUT_OF_MEMORY"
         return Ending(code, state, os.uname().nodename)
 
     def end(self) -> None:
-        end_processes(self._attempt.metrics)
+        end_processes(self._study_run.metrics)
         self._process.wait()
 
 
@@ -212,53 +212,53 @@ class SlurmLauncher:
                 "tools/study.py of a checkout"
             )
 
-    def command(self, attempt: StudyRun) -> list[str]:
+    def command(self, run: StudyRun) -> list[str]:
         """`env` holds the settings of the script: PRESET empty, so that it adds no flags."""
-        per_node = min(attempt.row.world_size, self.plan.ranks_per_node)
+        per_node = min(run.row.world_size, self.plan.ranks_per_node)
         settings = {
             **{"PRESET": "", "TOKENS": "", "LOGS": "", "MAX_ATTEMPTS": "1"},
-            **{"SAVE": str(attempt.folder), "PYTHON": sys.executable},
+            **{"SAVE": str(run.folder), "PYTHON": sys.executable},
             **self.plan.environment,
         }
         return [
             *("env", *(f"{name}={value}" for name, value in settings.items())),
-            *("sbatch", "--parsable", "--no-requeue", f"--job-name={self._name(attempt)}"),
-            f"--nodes={math.ceil(attempt.row.world_size / per_node)}",
+            *("sbatch", "--parsable", "--no-requeue", f"--job-name={self._name(run)}"),
+            f"--nodes={math.ceil(run.row.world_size / per_node)}",
             *(f"--ntasks-per-node={per_node}", f"--gpus-per-node={per_node}"),
             *(f"--time={math.ceil(self.plan.timeout)}", "--signal=B:USR1@10"),
-            *(f"--output={attempt.log}", *self.plan.sbatch),
-            *("scripts/train.sbatch", *flags_of(self.plan, attempt)),
+            *(f"--output={run.log}", *self.plan.sbatch),
+            *("scripts/train.sbatch", *flags_of(self.plan, run)),
         ]
 
-    def start(self, attempt: StudyRun) -> Running:
+    def start(self, run: StudyRun) -> Running:
         """Submit it. Raises UserError with what sbatch says when it takes no such job."""
         try:
-            done = _slurm(*self.command(attempt))
+            done = _slurm(*self.command(run))
         except FileNotFoundError as error:
             raise UserError(f"launcher: sbatch: {error}") from None
         number = done.stdout.strip().partition(";")[0]
         if done.returncode or not number.isdigit():
-            raise UserError(f"sbatch refuses row {attempt.row.name}: {done.stderr.strip()[:2000]}")
-        (attempt.folder / "job").write_text(number + "\n")
-        return _SlurmRun(attempt, number)
+            raise UserError(f"sbatch refuses row {run.row.name}: {done.stderr.strip()[:2000]}")
+        (run.folder / "job").write_text(number + "\n")
+        return _SlurmRun(run, number)
 
-    def find(self, attempt: StudyRun) -> Running | None:
+    def find(self, run: StudyRun) -> Running | None:
         """The job, by the number in its folder, or by its name when the runner was killed before it
         wrote the number.
         """
-        file = attempt.folder / "job"
+        file = run.folder / "job"
         if file.exists():
-            return _SlurmRun(attempt, file.read_text().strip())
-        done = _slurm("squeue", "--noheader", f"--name={self._name(attempt)}", "--format=%A")
-        return _SlurmRun(attempt, done.stdout.split()[0]) if done.stdout.split() else None
+            return _SlurmRun(run, file.read_text().strip())
+        done = _slurm("squeue", "--noheader", f"--name={self._name(run)}", "--format=%A")
+        return _SlurmRun(run, done.stdout.split()[0]) if done.stdout.split() else None
 
-    def _name(self, attempt: StudyRun) -> str:
-        return f"{self.plan.name}-{attempt.row.key}-r{attempt.repeat}"
+    def _name(self, run: StudyRun) -> str:
+        return f"{self.plan.name}-{run.row.key}-r{run.repeat}"
 
 
 class _SlurmRun:
-    def __init__(self, attempt: StudyRun, job: str) -> None:
-        self._attempt, self._job = attempt, job
+    def __init__(self, run: StudyRun, job: str) -> None:
+        self._study_run, self._job = run, job
 
     def poll(self) -> Ending | None:
         queued = _slurm("squeue", "--noheader", f"--jobs={self._job}", "--format=%T")
@@ -267,7 +267,9 @@ class _SlurmRun:
             return None
         state, code, host = self._ended()
         # the script's word is the ranks' own; Slurm knows the highest code of all tasks
-        text = self._attempt.log.read_text(errors="replace") if self._attempt.log.exists() else ""
+        text = (
+            self._study_run.log.read_text(errors="replace") if self._study_run.log.exists() else ""
+        )
         told = re.search(r"\] the ranks ended with exit code (\d+)", text)
         if state != TIMED_OUT and "] time is nearly over" in text:
             state = TIMED_OUT

@@ -73,7 +73,7 @@ def turns(plan: StudyPlan) -> list[tuple[StudyRow, int]]:
     ]
 
 
-def attempt_of(folder: Path, row: StudyRow, repeat: int) -> StudyRun:
+def run_of(folder: Path, row: StudyRow, repeat: int) -> StudyRun:
     """The run and its folder."""
     slug = re.sub(r"[^\w.=-]+", "-", row.name)[:60]
     return StudyRun(row, repeat, folder.resolve() / "runs" / f"{slug}-{row.key[:6]}-r{repeat}")
@@ -102,9 +102,9 @@ class _Rounds:
                 while self.todo and len(self.active) < self.plan.at_once:
                     self._start(*self.todo.pop(0))
                 for one in list(self.active):
-                    attempt, running, facts = one
+                    run, running, facts = one
                     if (ending := running.poll()) is not None:
-                        self._finish(attempt, ending, facts)
+                        self._finish(run, ending, facts)
                         self.active.remove(one)
                         break
                 else:
@@ -116,53 +116,53 @@ class _Rounds:
     def _find(self) -> None:
         """Take over what an earlier runner has started and not entered."""
         for row, repeat in list(self.todo):
-            attempt = attempt_of(self.folder, row, repeat)
-            facts = attempt.folder / "started.json"
-            if facts.exists() and (running := self.launcher.find(attempt)) is not None:
-                self.active.append((attempt, running, json.loads(facts.read_text())))
+            run = run_of(self.folder, row, repeat)
+            facts = run.folder / "started.json"
+            if facts.exists() and (running := self.launcher.find(run)) is not None:
+                self.active.append((run, running, json.loads(facts.read_text())))
                 self.todo.remove((row, repeat))
 
     def _start(self, row: StudyRow, repeat: int) -> None:
         if row.key in self.failed:
             return
-        attempt = attempt_of(self.folder, row, repeat)
-        shutil.rmtree(attempt.folder, ignore_errors=True)
-        attempt.folder.mkdir(parents=True)
+        run = run_of(self.folder, row, repeat)
+        shutil.rmtree(run.folder, ignore_errors=True)
+        run.folder.mkdir(parents=True)
         facts = {
-            "command": self.launcher.command(attempt),
+            "command": self.launcher.command(run),
             "order": self.order[row.key, repeat],
             "started": _now(),
             **_machine(),
         }
-        (attempt.folder / "started.json").write_text(json.dumps(facts))
-        self.active.append((attempt, self.launcher.start(attempt), facts))
+        (run.folder / "started.json").write_text(json.dumps(facts))
+        self.active.append((run, self.launcher.start(run), facts))
 
-    def _finish(self, attempt: StudyRun, ending: Ending, facts: dict[str, Any]) -> None:
-        line = run_line(self.plan, attempt, ending, facts)
+    def _finish(self, run: StudyRun, ending: Ending, facts: dict[str, Any]) -> None:
+        line = run_line(self.plan, run, ending, facts)
         raw.append(self.folder, line)
         if line["status"] != raw.FINISHED:
-            self.failed.add(attempt.row.key)
+            self.failed.add(run.row.key)
             shown = f"{line['status']}: {line['reason']}"
         else:
             seconds = statistics.median(line["iteration_s"][self.plan.warmup :])
             shown = f"{line['tokens'] / seconds:,.0f} tokens/s, {seconds:.4g} s an iteration"
         runs = len(self.order)
-        self.say(f"[{line['order'] + 1}/{runs}] {attempt.row.name}, r{attempt.repeat}: {shown}")
+        self.say(f"[{line['order'] + 1}/{runs}] {run.row.name}, r{run.repeat}: {shown}")
 
 
 def run_line(
-    plan: StudyPlan, attempt: StudyRun, ending: Ending, facts: dict[str, Any]
+    plan: StudyPlan, run: StudyRun, ending: Ending, facts: dict[str, Any]
 ) -> dict[str, Any]:
     """The raw row of a run that has ended."""
-    row = attempt.row
-    rows = read_metrics(attempt.metrics) if attempt.metrics.exists() else []
-    log = attempt.log.read_text(errors="replace") if attempt.log.exists() else ""
+    row = run.row
+    rows = read_metrics(run.metrics) if run.metrics.exists() else []
+    log = run.log.read_text(errors="replace") if run.log.exists() else ""
     status, reason = status_of(ending, log, len(rows), plan.iterations)
-    described = config_file(attempt.metrics)
+    described = config_file(run.metrics)
     banner = json.loads(described.read_text())["banner"] if described.exists() else {}
     last: dict[str, Any] = rows[-1] if rows else {}
     line = {
-        **_line_of(row, attempt.repeat, status, reason),
+        **_line_of(row, run.repeat, status, reason),
         **facts,
         "host": ending.host,
         "ended": _now(),
