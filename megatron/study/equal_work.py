@@ -7,6 +7,7 @@ Called from study/table.py; tests/parity/compare.py holds every layout to the sa
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 # below u sqrt(n). Twice that is the bound: where a layout rounds at other places (partial sums
 # before they are added over ranks), it adds no more roundings than there were.
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+NARROW_FACTOR = 4.0  # of two draws of the same rounding one is hardly ever further off by more
+ROWS_THAT_SHOW_ROUNDING = 4  # beside the reference
 FP64_GATE = 1e-10  # relative; 2^-53 times the 1e5 roundings of a run, and room
 
 
@@ -59,6 +62,11 @@ def agreement(runs: Sequence[dict[str, Any]]) -> Agreement | None:
     agreeing = [sum(at[0] <= bound for at in row) for row in apart]
     best = agreeing.index(max(agreeing))
     reference = runs[best]["name"]
+    distances: dict[str, float] = {}
+    for run, (difference, _) in zip(runs, apart[best], strict=True):
+        if run["name"] != reference:
+            distances[run["name"]] = max(difference, distances.get(run["name"], 0.0))
+    bound = _sharper(bound, runs[0]["precision"], list(distances.values()))
     faults: dict[str, str] = {}
     for run, (difference, step), values in zip(runs, apart[best], losses, strict=True):
         if difference > bound:
@@ -70,6 +78,17 @@ def agreement(runs: Sequence[dict[str, Any]]) -> Agreement | None:
             )
     largest = max(at[0] for at in apart[best] if at[0] <= bound)
     return Agreement(reference, bound, largest, faults)
+
+
+def _sharper(bound: float, precision: str, distances: list[float]) -> float:
+    """The bound, or of narrow formats a lower one where rows enough show how far rounding takes
+    them: 4 times their median distance from the reference, and no less than 4 times 0.1 u, as
+    tests/parity/compare.py holds a layout's error to 4 times that of one process.
+    """
+    if precision not in ("bf16", "fp16") or len(distances) < ROWS_THAT_SHOW_ROUNDING:
+        return bound
+    typical = max(statistics.median(distances), 0.1 * UNIT_ROUNDOFF[precision])
+    return min(bound, NARROW_FACTOR * typical)
 
 
 def _apart(a: list[float], b: list[float]) -> tuple[float, int]:

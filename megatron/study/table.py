@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from megatron.study.raw import FINISHED, Line, RawRows
 GIB = 2**30
 NOT_RUN = "not run yet"
 BEST, NOISE, SLOWER, OTHER_WORK = "best", "inside the noise", "slower", "OTHER WORK"
+ONE_PAIR = "not decided by one repeat"
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def _compared(
     if not ratios:
         return row
     low, high = ratio_interval(ratios)
-    verdict = SLOWER if high < 1 else NOISE
+    verdict = ONE_PAIR if len(ratios) == 1 else SLOWER if high < 1 else NOISE
     return replace(row, ratio=(statistics.median(ratios), low, high), verdict=verdict)
 
 
@@ -326,7 +328,7 @@ def _spread(values: tuple[float, float, float] | None, form: str) -> str:
     if values is None:
         return ""
     middle, low, high = (f"{value:{form}}" for value in values)
-    return f"{middle} ({low} to {high})"
+    return f"{middle} ({low} to {high})" if math.isfinite(values[2]) else middle
 
 
 def _cell(text: str) -> str:

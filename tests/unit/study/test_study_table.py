@@ -108,6 +108,9 @@ def test_a_difference_inside_the_noise_is_said(recorded):
     assert verdict([1.3, 1.0, 1.01]) == ("best", "inside the noise")
     assert verdict([1.1, 1.11, 1.09]) == ("best", "slower")
     assert "inside the noise" in markdown(summary(recorded))
+    for line in finished(recorded, other)[1:]:
+        line["status"] = "killed"
+    assert summary(recorded).rows[1].verdict == "not decided by one repeat"
 
 
 def test_a_row_that_did_other_work_is_found(recorded, tmp_path):
@@ -135,6 +138,23 @@ def test_runs_of_another_length_or_without_a_number_did_other_work(recorded):
     assert agreement(lines).faults.keys() == {lines[0]["name"], lines[1]["name"]}
     lines[0]["precision"] = "fp8"
     assert agreement(lines) is None, "no bound is known for 8-bit products"
+
+
+def test_rows_of_a_narrow_format_are_held_to_each_other():
+    """bf16 rounds so much that its bound alone would pass other data; rows show the rounding."""
+    noise = [0.0, 1e-4, -2e-4, 3e-4, 2e-4, 1e-4]
+
+    def runs(last: float, count: int = 6) -> list[raw.Line]:
+        factors = [1 + value for value in [*noise[: count - 1], last]]
+        return [
+            {"name": str(i), "precision": "bf16", "layers": 32, "losses": [10.8, 10.5 * factor]}
+            for i, factor in enumerate(factors)
+        ]
+
+    assert loss_bound("bf16", 32) > 0.2
+    assert not agreement(runs(1e-3)).faults
+    assert agreement(runs(5e-3)).faults.keys() == {"5"}
+    assert not agreement(runs(5e-3, count=4)).faults, "too few rows to show it"
 
 
 def test_predictions_stand_beside_measurements(recorded):
