@@ -51,33 +51,41 @@ class Agreement(NamedTuple):
 
 def agreement(runs: Sequence[dict[str, Any]]) -> Agreement | None:
     """Compare the finished runs of one model. The reference is the run that agrees with most
-    others, the first of several. None where no bound is known (8-bit products) or nothing ran.
+    others, of several the one nearest to the others. None where no bound is known (8-bit products)
+    or nothing ran.
     """
     bounds = [loss_bound(run["precision"], run["layers"]) for run in runs]
     if not bounds or None in bounds:
         return None
-    bound = max(bounds)
     losses = [[float(value) for value in run["losses"]] for run in runs]
-    apart = [[_apart(a, b) for b in losses] for a in losses]
-    agreeing = [sum(at[0] <= bound for at in row) for row in apart]
-    best = agreeing.index(max(agreeing))
-    reference = runs[best]["name"]
+    best, apart = _reference(losses, max(bounds))
+    name = runs[best]["name"]
     distances: dict[str, float] = {}
-    for run, (difference, _) in zip(runs, apart[best], strict=True):
-        if run["name"] != reference:
+    for run, (difference, _) in zip(runs, apart, strict=True):
+        if run["name"] != name:
             distances[run["name"]] = max(difference, distances.get(run["name"], 0.0))
-    bound = _sharper(bound, runs[0]["precision"], list(distances.values()))
-    faults: dict[str, str] = {}
-    for run, (difference, step), values in zip(runs, apart[best], losses, strict=True):
-        if difference > bound:
-            faults.setdefault(
-                run["name"],
-                f"loss {values[step]:.7g} at iteration {step + 1}, "
-                f"{losses[best][step]:.7g} in row {reference}: relative difference "
-                f"{difference:.2g}, bound {bound:.2g}",
-            )
-    largest = max(at[0] for at in apart[best] if at[0] <= bound)
-    return Agreement(reference, bound, largest, faults)
+    bound = _sharper(max(bounds), runs[best]["precision"], list(distances.values()))
+    faults = {
+        run[
+            "name"
+        ]: f"loss {values[step]:.7g} at iteration {step + 1}, {losses[best][step]:.7g} in "
+        f"row {name}: relative difference {difference:.2g}, bound {bound:.2g}"
+        for run, (difference, step), values in zip(runs, apart, losses, strict=True)
+        if difference > bound
+    }
+    return Agreement(name, bound, max(at for at, _ in apart if at <= bound), faults)
+
+
+def _reference(losses: list[list[float]], bound: float) -> tuple[int, list[tuple[float, int]]]:
+    """Index of the reference, and how far each run is apart from it and where."""
+    apart = [[_apart(a, b) for b in losses] for a in losses]
+
+    def place(index: int) -> tuple[int, float]:
+        distances = [distance for distance, _ in apart[index]]
+        return -sum(distance <= bound for distance in distances), statistics.median(distances)
+
+    best = min(range(len(losses)), key=place)
+    return best, apart[best]
 
 
 def _sharper(bound: float, precision: str, distances: list[float]) -> float:

@@ -247,8 +247,8 @@ class SlurmLauncher:
         wrote the number.
         """
         file = run.folder / "job"
-        if file.exists():
-            return _SlurmRun(run, file.read_text().strip())
+        if file.exists() and (number := file.read_text().strip()):
+            return _SlurmRun(run, number)
         done = _slurm("squeue", "--noheader", f"--name={self._name(run)}", "--format=%A")
         return _SlurmRun(run, done.stdout.split()[0]) if done.stdout.split() else None
 

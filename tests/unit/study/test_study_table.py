@@ -95,6 +95,8 @@ def test_a_difference_inside_the_noise_is_said(recorded):
     best = summary(recorded).rows[0].name
     other = summary(recorded).rows[1].name
     own = {line["repeat"]: line for line in finished(recorded, best)}
+    for repeat, line in own.items():  # the machine grows slower from round to round
+        line["iteration_s"] = [0.01 * (1 + repeat)] * len(line["iteration_s"])
 
     def verdict(factors: list[float]) -> tuple[str, str]:
         for line in finished(recorded, other):
@@ -104,8 +106,8 @@ def test_a_difference_inside_the_noise_is_said(recorded):
         rows = {row.name: row for row in summary(recorded).rows}
         return rows[best].verdict, rows[other].verdict
 
-    assert verdict([1.0001, 1.0002, 1.0]) == ("best", "inside the noise")
-    assert verdict([1.3, 1.0, 1.01]) == ("best", "inside the noise")
+    assert verdict([1.0001, 1.0002, 0.9999]) == ("best", "inside the noise")
+    assert verdict([1.3, 1.001, 1.01]) == ("best", "inside the noise")
     assert verdict([1.1, 1.11, 1.09]) == ("best", "slower")
     assert "inside the noise" in markdown(summary(recorded))
     for line in finished(recorded, other)[1:]:
@@ -154,6 +156,7 @@ def test_rows_of_a_narrow_format_are_held_to_each_other():
     assert loss_bound("bf16", 32) > 0.2
     assert not agreement(runs(1e-3)).faults
     assert agreement(runs(5e-3)).faults.keys() == {"5"}
+    assert agreement(runs(5e-3)[::-1]).faults.keys() == {"5"}, "whichever row is first"
     assert not agreement(runs(5e-3, count=4)).faults, "too few rows to show it"
 
 
