@@ -6,13 +6,13 @@ A goal is a least ratio (throughput) or, where smaller is better (overhead), a l
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.study.intervals import bootstrap
+
 PAIRS = 7
-RESAMPLES = 10_000
 # how far the bound on the unlucky side may lie on the wrong side of the goal, as a share of it
 SLACK = 0.05
 
@@ -29,15 +29,6 @@ class Verdict:
     high: float
     goal: float
     passed: bool
-
-
-def bootstrap(ratios: Sequence[float]) -> tuple[float, float]:
-    """95% percentile interval of the median; the same for the same ratios in any order."""
-    values, draw = sorted(ratios), random.Random(0)
-    medians = sorted(
-        statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)
-    )
-    return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]
 
 
 def verdict(ratios: Sequence[float], goal: float, *, upper_limit: bool = False) -> Verdict:

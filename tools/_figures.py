@@ -11,6 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron.study.raw import read
+from megatron.study.table import markdown, summary
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 FIGURES: dict[str, Callable[[], str]] = {}
@@ -25,6 +28,12 @@ def figure(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
 def result(name: str) -> Any:
     """The content of docs/results/NAME.json."""
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+@figure("study.two_cores")
+def study_two_cores() -> str:
+    """The table of studies/two_cores.yaml, from its raw rows."""
+    return f"\n{markdown(summary(read(RESULTS / 'two_cores')))}"
 
 
 def table(header: str, rows: Iterable[Iterable[object]]) -> str:

@@ -63,6 +63,7 @@ NO_PATHS = {
     "pipeline_model_parallel_layout",
     "wandb_project",
     "wandb_exp_name",
+    "wandb_group",
     "wandb_entity",
 }
 

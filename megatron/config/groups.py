@@ -825,6 +825,8 @@ class LoggingConfig:
     """Log to this wandb project (WANDB_MODE=offline works)."""
     wandb_exp_name: str | None = flag(None, needs=WANDB)
     """Name of the wandb run."""
+    wandb_group: str | None = flag(None, megatron="absent there", needs=WANDB)
+    """Group of the wandb run: wandb shows the runs of a group together."""
     wandb_save_dir: str | None = flag(None, needs=WANDB)
     """Folder of wandb's files. Default: <save>/wandb."""
     wandb_entity: str | None = flag(None, needs=WANDB)

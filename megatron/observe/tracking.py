@@ -249,6 +249,7 @@ class _Wandb:
                 project=config.logging.wandb_project,
                 entity=config.logging.wandb_entity,
                 name=config.logging.wandb_exp_name,
+                group=config.logging.wandb_group,
                 id=identity,
                 resume="allow",
                 dir=folder,

@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "observe": set(),
     "interop": BASE | {"layers", "model", "checkpoint"},
+    "study": {"observe", ""},  # starts programs and reads what they have logged
     # runs the engine without tensors, and reads what runs have measured
     "plan": BASE | {"layers", "model", "parallel", "optimizer", "observe"},
     "training": BASE

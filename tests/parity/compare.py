@@ -8,11 +8,12 @@ import math
 from collections.abc import Callable
 
 import torch
-from parity.layouts import FEATURES, UNIT_ROUNDOFF, Row, narrow_bound, wire_bound
+from parity.layouts import FEATURES, Row, wire_bound
 from parity.worker import Outcome, Piece, reference
 from torch import Tensor
 
-FP64_GATE = 1e-10  # relative; 2^-53 times the 1e5 roundings of a run, and room
+from megatron.study.equal_work import FP64_GATE, UNIT_ROUNDOFF, narrow_bound
+
 # Of a gradient that is 0 in exact arithmetic a run has the noise of its 1e5 roundings, which are
 # independent, relative to the gradients beside
 # it. AdamW divides it by little more than its epsilon, so each step moves such a weight by up to lr

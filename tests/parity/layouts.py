@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from check_parity import Words, read_layout  # noqa: E402
 
+from megatron.study.equal_work import UNIT_ROUNDOFF  # noqa: E402
+
 GLOBAL_BATCH = 8
 BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16
 --global-batch-size {GLOBAL_BATCH} --train-iters 8
@@ -162,23 +164,6 @@ def staged(layouts: tuple[str, ...], kept: tuple[str, ...] = ()) -> tuple[str, .
     return *(f"{layout} zero{stage}" for layout in layouts for stage in STAGES), *(
         f"{layout} zero3 kept" for layout in kept
     )
-
-
-# Unit roundoffs. A run of L layers rounds each activation about 12 L + 4 times on its way (a layer:
-# norm 2, fused projection, rotary,
-# scores, probabilities, context, output and residual, up, activation, down and residual; embedding
-# 2, final norm, logits), and as often on
-# the way back. Roundings are independent and each at most u of what it touches, so the relative
-# error of a gradient is about u sqrt(2n) with
-# n = 12 L + 4; that of the loss, which averages over tokens, is below u sqrt(n). Twice that is the
-# bound: where a layout rounds at other places
-# (partial sums before they are added over ranks), it adds no more roundings than there were.
-UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
-
-
-def narrow_bound(precision: str, layers: int) -> float:
-    """Relative error of a narrow run's gradients of step 1 and of its losses against fp64."""
-    return 2 * UNIT_ROUNDOFF[precision] * math.sqrt(2 * (12 * layers + 4))
 
 
 def wire_bound(parts: int) -> float:

@@ -1,0 +1,163 @@
+"""Studies that really run: killed half-way and continued; and how each kind of end is told."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from megatron.tools.study import main
+
+from megatron.study import raw
+from megatron.study.description import read_study
+from megatron.study.launch import Ending, LocalLauncher, _processes, error_line, status_of
+from megatron.study.runner import run_of, turns
+
+ROOT = Path(__file__).resolve().parents[3]
+STUDY = """
+name: tiny
+repeats: 1
+iterations: 3
+warmup: 1
+environment: {OMP_NUM_THREADS: 1}
+base: {num-layers: 2, hidden-size: 32, num-attention-heads: 4, seq-length: 16, vocab-size: 63,
+  micro-batch-size: 1, global-batch-size: 4, mock-data: true, lr: 1e-3}
+rows:
+  - {world-size: 1}
+  - {world-size: 2}
+  - {name: wild, lr: 1e30, clip-grad: 0}
+"""
+MINUTES = 8  # that a busy machine may take
+
+
+def wait_for(what: Callable[[], object]) -> object:
+    end = time.monotonic() + 60 * MINUTES
+    while not (found := what()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def test_a_killed_study_goes_on_and_repeats_nothing(tmp_path):
+    file, folder = tmp_path / "study.yaml", tmp_path / "study"
+    file.write_text(STUDY)
+    plan = read_study(file)
+    second = run_of(folder, plan.rows[1], 0)
+    command = [sys.executable, str(ROOT / "tools/study.py"), str(file), "--folder", str(folder)]
+    runner = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: len(raw.read(folder).runs) == 1 and list(_processes(second.metrics)))
+        assert main(command[2:]) == 2, "two runners must not share a folder"
+    finally:
+        runner.kill()
+        runner.wait()
+    assert list(_processes(second.metrics)), "what it has started goes on without it"
+    lines = (folder / "raw.jsonl").read_text().splitlines()
+
+    assert main(command[2:]) == 0
+    after = (folder / "raw.jsonl").read_text().splitlines()
+    assert after[: len(lines)] == lines and len(after) == 1 + 3
+    assert not list(_processes(second.metrics))
+    runs = [raw.read(folder).runs[row.key, 0] for row in plan.rows]
+    assert [run["status"] for run in runs] == ["ok", "ok", "crashed"]
+    assert [len(run["losses"]) for run in runs] == [3, 3, 1]
+    assert "iteration 2: NaN or Inf" in runs[2]["reason"] and runs[2]["exit_code"] == 1
+    assert runs[0]["losses"] == pytest.approx(runs[1]["losses"], rel=1e-6)
+    assert runs[1]["command"][0] == "env" and runs[1]["tokens"] == 4 * 16
+    table = (folder / "table.md").read_text()
+    assert "| w1 |" in table and "| wild | crashed | 0 |" in table and "Equal work A" in table
+    assert main(command[2:]) == 0 and (folder / "raw.jsonl").read_text().splitlines() == after
+
+
+def test_rounds_go_forwards_and_backwards(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_text(
+        STUDY.replace("repeats: 1", "repeats: 3") + "  - {name: five, num-attention-heads: 5}\n"
+    )
+    plan = read_study(file)
+    order = [(row.name, repeat) for row, repeat in turns(plan)]
+    names = ["w1", "w2", "wild"]
+    forwards, backwards = names, names[::-1]
+    assert [name for name, _ in order] == [*forwards, *backwards, *forwards]
+    assert [repeat for _, repeat in order] == [0] * 3 + [1] * 3 + [2] * 3
+
+
+def test_a_run_that_needs_more_memory_than_it_may_have(tmp_path):
+    """The command of a row with a limit, on a program that takes more."""
+    file = tmp_path / "study.yaml"
+    file.write_text(STUDY + "  - {memory-limit: 0.25, seed: 2}\n")
+    plan = read_study(file)
+    command = LocalLauncher(plan).command(run_of(tmp_path, plan.rows[3], 0))
+    at = command.index(sys.executable)
+    assert command[at - 2 : at] == ["prlimit", "--data=268435456"]
+    takes = "import torch; torch.empty(2**28)"
+    done = subprocess.run([*command[: at + 1], "-c", takes], capture_output=True, text=True)
+    status, reason = status_of(Ending(done.returncode, "", "here"), done.stderr, 0, 3)
+    assert status == "out of memory" and "before the first iteration" in reason
+
+
+BANNER = (
+    "=" * 120 + "\n [2026-11-25 04:19:12.719058] iteration        1/      10 | lm loss: 6.2 |\n"
+)
+
+
+@pytest.mark.parametrize(
+    "code, state, log, done, status, reason",
+    [
+        (0, "", BANNER, 10, "ok", ""),
+        (0, "", BANNER, 9, "crashed", "it said nothing, after iteration 9 of 10, exit code 0"),
+        (2, "", "1 fault in the settings:\n  --lr: gone\n", 0, "refused", "--lr: gone"),
+        (1, "", BANNER + "iteration 2: NaN\n  more\n", 1, "crashed", "iteration 2: NaN, after"),
+        (
+            1,
+            "",
+            BANNER + "[rank 1] ValueError: wrong\nrank 1 (process 9) ended first here\n",
+            1,
+            "crashed",
+            "ValueError: wrong, after iteration 1 of 10, exit code 1",
+        ),
+        (
+            1,
+            "",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB\n",
+            0,
+            "out of memory",
+            "CUDA out of memory. Tried 2 GiB, before the first iteration",
+        ),
+        (137, "OUT_OF_MEMORY", BANNER, 3, "out of memory", "after iteration 3 of 10"),
+        (137, "", BANNER, 3, "killed", "SIGKILL after iteration 3 of 10"),
+        (137, "TIMEOUT", BANNER, 3, "timeout", "no end after iteration 3 of 10"),
+        (143, "CANCELLED", BANNER, 3, "killed", "CANCELLED after iteration 3"),
+    ],
+)
+def test_how_a_run_has_ended(code, state, log, done, status, reason):
+    found, told = status_of(Ending(code, state, "here"), log, done, 10)
+    assert found == status and reason in told
+
+
+def test_the_words_of_slurm_are_not_the_reason():
+    log = BANNER + "iteration 2: NaN\n[2026-11-25 04:29:36] the ranks ended with exit code 1\n"
+    assert error_line(log + "srun: error: n0: task 0: Exited with exit code 1\n") == (
+        "iteration 2: NaN"
+    )
+
+
+def test_a_run_that_does_not_end_is_ended(tmp_path):
+    """With what it has started in sessions of its own, as torchrun does."""
+    file = tmp_path / "study.yaml"
+    file.write_text(STUDY + "timeout: 0.05\n")
+    plan = read_study(file)
+    run = run_of(tmp_path, plan.rows[0], 0)
+    run.folder.mkdir(parents=True)
+    sleeper = "import subprocess as s, sys; s.run(sys.argv[1:], start_new_session=True)"
+    rest = [sys.executable, "-c", "import time; time.sleep(600)", "--metrics-file"]
+    launcher = LocalLauncher(plan)
+    launcher.command = lambda _: [sys.executable, "-c", sleeper, *rest, str(run.metrics), "x"]
+    started = launcher.start(run)
+    wait_for(lambda: len(list(_processes(run.metrics))) == 2)
+    ending = wait_for(started.poll)
+    assert ending[:2] == (128 + signal.SIGKILL, "TIMEOUT") and not list(_processes(run.metrics))

@@ -1,0 +1,189 @@
+"""The table of recorded raw rows: what it says, and that it depends on every one of them."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import json
+import math
+import shutil
+import statistics
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from megatron.tools.study import main
+
+from megatron.config.errors import UserError
+from megatron.study import raw
+from megatron.study.chart import draw
+from megatron.study.equal_work import agreement, loss_bound
+from megatron.study.intervals import coverage, ratio_interval
+from megatron.study.table import csv_text, markdown, summary
+
+ROOT = Path(__file__).resolve().parents[3]
+RECORDED = ROOT / "docs/results/two_cores"
+
+
+@pytest.fixture
+def recorded() -> raw.RawRows:
+    """The raw rows of the study in docs/studies.md."""
+    return copy.deepcopy(raw.read(RECORDED))
+
+
+def finished(rows: raw.RawRows, name: str) -> list[raw.Line]:
+    return [line for line in rows.runs.values() if line["name"] == name and line["status"] == "ok"]
+
+
+def test_the_published_table_is_that_of_its_raw_rows(tmp_path):
+    shutil.copy(RECORDED / "raw.jsonl", tmp_path)
+    assert main([str(tmp_path)]) == 0
+    for name in ("table.md", "table.csv", "chart.svg"):
+        assert (tmp_path / name).read_text() == (RECORDED / name).read_text(), name
+    ElementTree.parse(tmp_path / "chart.svg")
+    page = (ROOT / "docs/studies.md").read_text()
+    assert "<!-- =study.two_cores -->" in page and "(results/two_cores/chart.svg)" in page
+
+
+def test_removing_any_raw_row_changes_the_table(tmp_path):
+    lines = (RECORDED / "raw.jsonl").read_text().splitlines()
+    (tmp_path / "raw.jsonl").write_text("\n".join(lines[1:]) + "\n")
+    with pytest.raises(UserError, match="run it first"):
+        summary(raw.read(tmp_path))
+    whole = markdown(summary(raw.read(RECORDED)))
+    for number in range(1, len(lines)):
+        rest = lines[:number] + lines[number + 1 :]
+        (tmp_path / "raw.jsonl").write_text("\n".join(rest) + "\n")
+        assert markdown(summary(raw.read(tmp_path))) != whole, lines[number][:200]
+
+
+def test_every_figure_of_a_row_by_hand(recorded):
+    found = summary(recorded)
+    row = found.rows[0]
+    lines = finished(recorded, row.name)
+    warmup = found.header["warmup"]
+    speeds = [line["tokens"] / statistics.median(line["iteration_s"][warmup:]) for line in lines]
+    assert row.speed[0] == statistics.median(speeds) and row.verdict == "best"
+    assert row.speed[1:] == (min(speeds), max(speeds)), "of three repeats the range"
+    assert row.seconds == pytest.approx(lines[0]["tokens"] / row.speed[0])
+    assert row.peak_gib == max(line["peak_bytes"] for line in lines) / 2**30
+    read = {each["row"]: each for each in csv.DictReader(io.StringIO(csv_text(found)))}
+    assert len(read) == 12 and float(read[row.name]["tokens_per_s"]) == row.speed[0]
+
+
+def test_warm_up_does_not_count(recorded):
+    before = markdown(summary(recorded))
+    for line in recorded.runs.values():
+        line["iteration_s"][:3] = [1e3] * len(line["iteration_s"][:3])
+    assert markdown(summary(recorded)) == before
+
+
+def test_failures_are_kept_with_their_reasons(recorded):
+    failed = {row.status: row for row in summary(recorded).rows if row.speed is None}
+    assert failed.keys() == {"out of memory", "crashed"}
+    assert "allocate" in failed["out of memory"].failure
+    assert "NaN or Inf" in failed["crashed"].failure
+    shown = draw(summary(recorded))
+    assert "out of memory: " in shown and "crashed: iteration 2" in shown
+
+
+def test_a_difference_inside_the_noise_is_said(recorded):
+    """Two rows of equal speed are not told apart, nor is one that is slower in one round only; one
+    that is always slower by a tenth is.
+    """
+    best = summary(recorded).rows[0].name
+    other = summary(recorded).rows[1].name
+    own = {line["repeat"]: line for line in finished(recorded, best)}
+    for repeat, line in own.items():  # the machine grows slower from round to round
+        line["iteration_s"] = [0.01 * (1 + repeat)] * len(line["iteration_s"])
+
+    def verdict(factors: list[float]) -> tuple[str, str]:
+        for line in finished(recorded, other):
+            times = own[line["repeat"]]["iteration_s"]
+            line["iteration_s"] = [time * factors[line["repeat"]] for time in times]
+            line["tokens"] = own[line["repeat"]]["tokens"]
+        rows = {row.name: row for row in summary(recorded).rows}
+        return rows[best].verdict, rows[other].verdict
+
+    assert verdict([1.0001, 1.0002, 0.9999]) == ("best", "inside the noise")
+    assert verdict([1.3, 1.001, 1.01]) == ("best", "inside the noise")
+    assert verdict([1.1, 1.11, 1.09]) == ("best", "slower")
+    assert "inside the noise" in markdown(summary(recorded))
+    for line in finished(recorded, other)[1:]:
+        line["status"] = "killed"
+    assert summary(recorded).rows[1].verdict == "not decided by one repeat"
+
+
+def test_a_row_that_did_other_work_is_found(recorded, tmp_path):
+    name = summary(recorded).rows[1].name
+    bound = loss_bound("fp32", 4)
+    for factor, expected in ((1 + bound / 2, "slower"), (1 + 2 * bound, "OTHER WORK")):
+        line = finished(recorded, name)[0]
+        before = line["losses"][-1]
+        line["losses"][-1] = before * factor
+        row = next(row for row in summary(recorded).rows if row.name == name)
+        assert (row.verdict == "OTHER WORK") == (expected == "OTHER WORK")
+        line["losses"][-1] = before
+    finished(recorded, name)[0]["losses"][4] *= 1.01
+    text = markdown(summary(recorded))
+    assert f"**Unequal work A**: row {name}: loss " in text and "at iteration 5" in text
+    lines = [recorded.header, *recorded.runs.values()]
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main([str(tmp_path)]) == 1
+
+
+def test_runs_of_another_length_or_without_a_number_did_other_work(recorded):
+    lines = [line for line in recorded.runs.values() if line["status"] == "ok"]
+    lines[0]["losses"] = lines[0]["losses"][:-1]
+    lines[1]["losses"][2] = "nan"
+    assert agreement(lines).faults.keys() == {lines[0]["name"], lines[1]["name"]}
+    lines[0]["precision"] = "fp8"
+    assert agreement(lines) is None, "no bound is known for 8-bit products"
+
+
+def test_rows_of_a_narrow_format_are_held_to_each_other():
+    """bf16 rounds so much that its bound alone would pass other data; rows show the rounding."""
+    noise = [0.0, 1e-4, -2e-4, 3e-4, 2e-4, 1e-4]
+
+    def runs(last: float, count: int = 6) -> list[raw.Line]:
+        factors = [1 + value for value in [*noise[: count - 1], last]]
+        return [
+            {"name": str(i), "precision": "bf16", "layers": 32, "losses": [10.8, 10.5 * factor]}
+            for i, factor in enumerate(factors)
+        ]
+
+    assert loss_bound("bf16", 32) > 0.2
+    assert not agreement(runs(1e-3)).faults
+    assert agreement(runs(5e-3)).faults.keys() == {"5"}
+    assert agreement(runs(5e-3)[::-1]).faults.keys() == {"5"}, "whichever row is first"
+    assert not agreement(runs(5e-3, count=4)).faults, "too few rows to show it"
+
+
+def test_predictions_stand_beside_measurements(recorded):
+    first = summary(recorded).rows[0]
+    key = next(row["key"] for row in recorded.header["rows"] if row["name"] == first.name)
+    recorded.predictions[key] = {"prediction": {"step_s": 2 * first.seconds}}
+    text, picture = markdown(summary(recorded)), draw(summary(recorded))
+    assert "prediction's error" in text and "| +100% |" in text and ">predicted<" in picture
+    assert ">predicted<" not in (RECORDED / "chart.svg").read_text()
+
+
+def test_intervals_of_ratios():
+    """Student's t with two degrees of freedom, by hand; the share of medians inside a range."""
+    logs = [0.1, 0.2, 0.3]
+    low, high = ratio_interval([math.exp(value) for value in logs])
+    half = 4.303 * 0.1 / math.sqrt(3)
+    assert (low, high) == pytest.approx((math.exp(0.2 - half), math.exp(0.2 + half)))
+    assert ratio_interval([2.0]) == (0.0, math.inf)
+    assert (coverage(3), coverage(6)) == (0.75, 0.96875)
+
+
+def test_a_torn_line_is_skipped_and_ended(tmp_path):
+    (tmp_path / "raw.jsonl").write_text('{"kind": "study", "name": "a"}\n{"kind": "run", "ke')
+    raw.append(tmp_path, {"kind": "run", "key": "k", "repeat": 0})
+    found = raw.read(tmp_path)
+    assert found.header["name"] == "a" and list(found.runs) == [("k", 0)]
+    (tmp_path / "raw.jsonl").write_text("nothing\n")
+    with pytest.raises(UserError, match="no line has a kind"):
+        raw.read(tmp_path)
