@@ -63,7 +63,7 @@ def page(runs: list[LoggedRun], judged: Judged | None = None, judged_strictly: b
     parts.append(switches(runs, len(strengths), strengths[strength], strength))
     parts.append(picture_section(shown, further, runs, strengths[strength]))
     parts += [prediction(runs), differences_section(runs), events(runs)]
-    parts += ["<h2>Configuration</h2>", *(configuration(run, not several) for run in runs)]
+    parts += ["<h2>Configuration</h2>", *(configuration(run, several) for run in runs)]
     parts.append(units(runs))
     return document(parts, data(runs, [*shown, *further], strengths, strength))
 
@@ -100,7 +100,6 @@ def figures(rows: list[Metrics]) -> list[tuple[str, str | None]]:
     seconds = training_seconds(rows)
     found: list[tuple[str, float | None, str]] = [
         ("iterations", rows[-1]["iteration"], "{:,}"),
-        ("tokens consumed", last(rows, "consumed-tokens"), "{:,.0f}"),
         ("training loss, last row", last(rows, "lm loss"), "{:.4f}"),
         ("validation loss, last", last(rows, "lm loss validation"), "{:.4f}"),
         ("validation perplexity, last", last(rows, "lm loss validation ppl"), "{:.2f}"),
@@ -112,7 +111,14 @@ def figures(rows: list[Metrics]) -> list[tuple[str, str | None]]:
         ("restarts", sum(RESUMED in row for row in rows) or None, "{}"),
     ]
     shown = [(label, None if value is None else form.format(value)) for label, value, form in found]
+    tokens = last(rows, "consumed-tokens")
+    shown.insert(1, ("tokens consumed", None if tokens is None else count(tokens)))
     return [*shown, ("training time", None if seconds is None else duration(seconds[-1]))]
+
+
+def count(value: float) -> str:
+    """12,345,678; from a hundred million on 209.7B."""
+    return f"{value:,.0f}" if value < 1e8 else picture.short(value)
 
 
 def duration(seconds: float) -> str:
@@ -145,9 +151,9 @@ def final_values(runs: list[LoggedRun]) -> str:
     common = min(run.rows[-1]["iteration"] for run in runs)
     if any(run.rows[-1]["iteration"] > common for run in runs):
         for column, run in zip(columns, runs, strict=True):
-            rows = [row for row in run.rows if row["iteration"] <= common]
+            reached = [row for row in run.rows if row["iteration"] <= common]
             for name, label in (("lm loss", "training"), ("lm loss validation", "validation")):
-                value = last(rows, name)
+                value = last(reached, name)
                 column[f"{label} loss at iteration {common:,}"] = (
                     None if value is None else f"{value:.4f}"
                 )
@@ -406,34 +412,35 @@ def rounded_all(values: list[float]) -> list[float]:
 
 def events(runs: list[LoggedRun]) -> str:
     """How often each thing happened, and a list of all."""
-    if not any(run.marks for run in runs):
+    kinds = [kind for kind in KINDS if any(mark.kind == kind for run in runs for mark in run.marks)]
+    if not kinds:
         return ""
-    several = len(runs) > 1
     rows = []
     for number, run in enumerate(runs):
         counts = Counter(mark.kind for mark in run.marks)
-        rows.append(
-            [*([swatch(number, run)] if several else []), *(f"{counts[kind]:,}" for kind in KINDS)]
-        )
-    table = sheet([*(["run"] if several else []), *KINDS.values()], rows, numbers=several)
-    return f"<h2>Events</h2>{table}" + "".join(listed(run, several) for run in runs if run.marks)
+        rows.append([swatch(number, run), *(f"{counts[kind]:,}" for kind in kinds)])
+    several = len(runs) > 1
+    table = sheet(["run", *(KINDS[kind] for kind in kinds)], rows, numbers=True) if several else ""
+    lists = (listed(run, several) for run in runs if run.marks)
+    return f"<h2>Events</h2>{table}{''.join(lists)}"
 
 
 def listed(run: LoggedRun, several: bool) -> str:
-    marks = run.marks
-    left = f"<p class=note>The first {MOST_EVENTS} of {len(marks):,}.</p>"
+    """The events of a run in their order."""
+    counts = Counter(mark.kind for mark in run.marks)
+    told = ", ".join(f"{KINDS[kind]} {counts[kind]:,}" for kind in KINDS if counts[kind])
     rows = [
         ("" if mark.iteration is None else f"iteration {mark.iteration:,}", mark.text)
-        for mark in marks[:MOST_EVENTS]
+        for mark in run.marks[:MOST_EVENTS]
     ]
-    name = f"All events of {run.name}" if several else "All events"
+    left = f"<p class=note>The first {MOST_EVENTS} of {len(run.marks):,}.</p>"
     return (
-        f"<details><summary>{escaped(name)}</summary>{pairs(rows)}"
-        f"{left if len(marks) > MOST_EVENTS else ''}</details>"
+        f"<details><summary>{escaped(run.name) if several else told}</summary>{pairs(rows)}"
+        f"{left if len(run.marks) > MOST_EVENTS else ''}</details>"
     )
 
 
-def configuration(run: LoggedRun, opened: bool) -> str:
+def configuration(run: LoggedRun, several: bool) -> str:
     """Everything that metrics.config.json says of a run."""
     if run.config is None:
         return (
@@ -443,11 +450,10 @@ def configuration(run: LoggedRun, opened: bool) -> str:
     plain = {name: value for name, value in run.config.items() if not isinstance(value, dict)}
     groups = {name: value for name, value in run.config.items() if isinstance(value, dict)}
     inner = "".join(
-        f"<details{' open' if opened else ''}><summary>{escaped(title)}</summary>"
-        f"{pairs(flattened(value))}</details>"
+        f"<details><summary>{escaped(title)}</summary>{pairs(flattened(value))}</details>"
         for title, value in (({"run": plain} if plain else {}) | groups).items()
     )
-    if opened:
+    if not several:
         return inner
     return f"<details><summary>{escaped(run.name)}</summary>{inner}</details>"
 

@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,13 @@ KINDS = {
 }
 # words in the name of an event that say its kind, the first that fits
 _KIND_OF = (
-    ("restart", ("restart", "resume")),
+    ("restart", ("start", "resume")),
     ("checkpoint", ("checkpoint", "save")),
     ("evaluation", ("evaluation", "validation")),
     ("skipped", ("skip", "nan", "spike", "rollback")),
 )
+# parts of others, and what happens all the time
+_QUIET = {"steps", "ready", "restore"}
 # where a run writes, and how far one start of it goes: no difference that explains a curve
 BOOKKEEPING = {
     "save",
@@ -138,7 +140,7 @@ def marks_of_rows(rows: list[Metrics]) -> list[Mark]:
     for row in rows:
         found = []
         if RESUMED in row:
-            found.append(("restart", f"restart from the checkpoint of iteration {row[RESUMED]}"))
+            marks.append(Mark("restart", "restart", int(row[RESUMED]), row.get("timestamp")))
         if "save-checkpoint-seconds" in row:
             found.append(("checkpoint", _checkpoint(row)))
         if VALIDATION in row:
@@ -160,27 +162,31 @@ def _checkpoint(row: Metrics) -> str:
 
 
 def read_events(path: Path) -> list[Mark]:
-    """The events of a file with one JSON object a line, of which `event` is the name; `iteration`
-    and `timestamp` say when. No file gives no events; lines that are none, as a kill leaves
-    them, are skipped.
+    """The marks of a file with one JSON object a line: `event` is its name, `iteration` and
+    `timestamp` or `time` say when. The first start is none. No file has no marks; lines that are no
+    events, as a kill leaves them, are skipped.
     """
     if not path.is_file():
         return []
     marks = []
+    starts = 0
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             event = json.loads(line)
-            name = event["event"]
-            iteration, timestamp = event.get("iteration"), event.get("timestamp")
+            name, iteration = str(event["event"]), event.get("iteration")
+            time = event.get("timestamp", event.get("time"))
+            starts += name == "start"
+            if name in _QUIET or name.endswith("-begin") or (name == "start" and starts == 1):
+                continue
             marks.append(
                 Mark(
-                    _kind(str(name)),
-                    _event(event),
+                    _kind(name),
+                    _event("restart" if name == "start" else name, event),
                     None if iteration is None else int(iteration),
-                    None if timestamp is None else float(timestamp),
+                    None if time is None else float(time),
                 )
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             continue
     return marks
 
@@ -191,22 +197,40 @@ def _kind(name: str) -> str:
     )
 
 
-def _event(event: dict[str, Any]) -> str:
+def _event(name: str, event: dict[str, Any]) -> str:
     rest = [
-        f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in event.items()
-        if name not in ("event", "iteration", "timestamp") and not isinstance(value, (dict, list))
+        f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in event.items()
+        if key not in ("event", "iteration", "timestamp", "time")
+        and not isinstance(value, (dict, list))
     ]
-    return ", ".join([str(event["event"]), *rest])
+    return ", ".join([name, *rest])
 
 
 def merged(rows: list[Mark], events: list[Mark]) -> list[Mark]:
-    """Marks of both sources by iteration; of two of one kind at one iteration the event is kept,
-    which says more. Those without an iteration come last.
+    """Marks of both sources by iteration; those without one come last. What rows say of something
+    that is an event too is added to the event. Of a checkpoint written in the background that is
+    the last one begun before.
     """
-    told = {(mark.kind, mark.iteration) for mark in events if mark.kind != "other"}
-    both = [*events, *(mark for mark in rows if (mark.kind, mark.iteration) not in told)]
-    return sorted(both, key=lambda mark: math.inf if mark.iteration is None else mark.iteration)
+    found = list(events)
+    for mark in rows:
+        same = [
+            k
+            for k, event in enumerate(events)
+            if event.kind == mark.kind
+            and event.iteration is not None
+            and (
+                event.iteration <= mark.iteration
+                if mark.kind == "checkpoint"
+                else event.iteration == mark.iteration
+            )
+        ]
+        if same:
+            text = f"{found[same[-1]].text}; {mark.text}"
+            found[same[-1]] = replace(found[same[-1]], text=text)
+        else:
+            found.append(mark)
+    return sorted(found, key=lambda mark: math.inf if mark.iteration is None else mark.iteration)
 
 
 # ---- x axes
