@@ -100,7 +100,7 @@ function yRange(chart, values) {
 function draw(figure) {
   const chart = data.charts[figure.dataset.chart], svg = figure.querySelector(".picture");
   const width = Math.round(svg.getBoundingClientRect().width), life = data.lives[state.strength];
-  if (!width) return; // in a section that is closed
+  if (!width || figure.closest("details:not([open])")) return; // drawn when it is opened
   const lanes = chart.lanes * layout.lane, height = (chart.wide ? layout.tall : layout.low) + lanes;
   const {left, top} = layout, right = width - layout.right, bottom = height - layout.bottom - lanes;
   const x = scale(...xRange(), left, right), inside = value => value >= x.low && value <= x.high;
@@ -177,9 +177,11 @@ const nearest = (xs, value) => xs.reduce((best, one, i) => Math.abs(one - value)
 function show(figure, at) {
   const {x, series, marks, top, bottom} = drawn.get(figure), value = x.value(at), tip = figure.querySelector(".tip");
   const found = []; // [HTML, name]
+  let where = null;
   for (const {curve, raw, smooth} of series) {
     const i = nearest(raw.xs, value);
     if (!raw.xs.length || Math.abs(x(raw.xs[i]) - at) > 30) continue;
+    where ??= raw.xs[i];
     const mean = smooth ? ` <i>smoothed</i> ${exact(smooth.ys[nearest(smooth.xs, value)])}` : "";
     const line = `<svg width=18 height=8><path class=curve stroke="${curve.colour}" stroke-dasharray="${curve.dash}" d="M0,4H18"/></svg>`;
     const name = data.runs.length > 1 ? data.runs[curve.run].name + (curve.dash === "2 3" ? " " + curve.label : "") : curve.label;
@@ -187,7 +189,7 @@ function show(figure, at) {
   }
   for (const mark of marks)
     if (Math.abs(mark.at - at) < 4) found.push(["<div class=event><span class=name></span></div>", mark.text]);
-  tip.innerHTML = `<div class=at>${data.axes[state.axis]} ${exact(value)}</div>` + found.map(([line]) => line).join("");
+  tip.innerHTML = `<div class=at>${data.axes[state.axis]} ${exact(where ?? value)}</div>` + found.map(([line]) => line).join("");
   tip.querySelectorAll(".name").forEach((span, i) => { span.textContent = found[i][1]; });
   tip.hidden = !found.length;
   const beside = at < figure.clientWidth / 2 ? at + 24 : at - tip.offsetWidth - 8;

@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from debian_packages import install
+
 PACKAGE = "chromium-headless-shell"
 PROGRAMS = (PACKAGE, "chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
-INSTALL_SECONDS = 60
 ANSWER_SECONDS = 60
 
 
@@ -27,21 +28,9 @@ def missing_browser() -> str | None:
     """
     if program() is not None:
         return None
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        return f"none of {', '.join(PROGRAMS)} is installed, and only root with apt-get may do so"
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (
-        ["apt-get", "update"],
-        ["apt-get", "install", "-y", "--no-install-recommends", PACKAGE],
-    ):
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=INSTALL_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            return f"`{' '.join(command)}` took longer than {INSTALL_SECONDS} s"
-        if done.returncode != 0:
-            return f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()[-300:]}"
+    reason = install(PACKAGE)
+    if reason is not None:
+        return f"none of {', '.join(PROGRAMS)} is installed: {reason}"
     return None if program() else f"{PACKAGE} was installed and is not on PATH"
 
 
@@ -109,9 +98,7 @@ class Browser:
         self.size(width, height)
         start = time.monotonic()
         self.send("Page.navigate", url=page.resolve().as_uri())
-        while self.send("Runtime.evaluate", expression="1") and not self.run(
-            "location.protocol === 'file:' && document.readyState === 'complete'"
-        ):
+        while not self.run("location.protocol === 'file:' && document.readyState === 'complete'"):
             assert time.monotonic() - start < ANSWER_SECONDS, f"{page} does not load"
         self.send("Page.captureScreenshot", clip=_clip(1, 1))  # waits for the first frame
         return time.monotonic() - start
