@@ -34,7 +34,10 @@ class EditableWheel(editable_wheel):
 setup(
     packages=[*PACKAGES, "megatron.kernels"],
     package_dir={"megatron.kernels": "kernels", "megatron.tools": "tools"},
-    package_data={"megatron.kernels": ["configurations.json", "measured.json"]},
+    package_data={
+        "megatron.kernels": ["configurations.json", "measured.json"],
+        "megatron.observe.report": ["page.css", "page.js"],
+    },
     py_modules=COMMAND_MODULES,
     cmdclass={"editable_wheel": EditableWheel},
 )

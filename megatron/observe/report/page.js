@@ -159,7 +159,7 @@ function events(marks, colour, middle, top, bottom) {
   for (const kind of middle === null ? [] : Object.keys(glyphs)) {
     let d = "", before = -Infinity;
     for (const mark of marks)
-      if (mark.kind === kind && mark.at - before >= 5) { // closer ones would be a blot
+      if (mark.kind === kind && mark.at - before >= layout.apart) {
         d += `M${mark.at.toFixed(1)},${middle}${glyphs[kind]}`;
         before = mark.at;
       }

@@ -25,6 +25,7 @@ LAYOUT = {
     "tall": 380,
     "low": 260,
     "most_lanes": 7,
+    "apart": 11,  # events of one kind; closer ones would be a blot
 }
 SPARSE = 40  # curves of fewer points show each
 SUFFIXES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -171,7 +172,7 @@ def _events(chart: Chart, runs: list[LoggedRun], x: Scale, top: float, bottom: f
         for wanted, glyph in GLYPHS.items():
             d, before = "", -math.inf
             for kind, a in at:
-                if kind == wanted and a - before >= 5:  # closer ones would be a blot
+                if kind == wanted and a - before >= LAYOUT["apart"]:
                     d, before = f"{d}M{a:.1f},{middle:g}{glyph}", a
             if d:
                 parts.append(f'<path class="mark {wanted}" stroke="{colour}" d="{d}"/>')
