@@ -57,9 +57,6 @@ class Chart:
 
 
 NOISY = {"lm loss", "grad-norm", "tokens-per-second-per-gpu", "iteration-time"}
-_THROUGHPUT = Chart(
-    "Throughput", "tokens/s per GPU or process", (("tokens-per-second-per-gpu", "throughput"),)
-)
 _STANDARD = (
     Chart(
         "Learning rate",
@@ -70,7 +67,9 @@ _STANDARD = (
         ),
     ),
     Chart("Gradient norm before clipping", "L2 norm", (("grad-norm", "gradient norm"),)),
-    _THROUGHPUT,
+    Chart(
+        "Throughput", "tokens/s per GPU or process", (("tokens-per-second-per-gpu", "throughput"),)
+    ),
     Chart("Time of an iteration", "s", (("iteration-time", "measured"), (PREDICTED, "predicted"))),
     Chart(
         "Memory of rank 0",
@@ -99,35 +98,15 @@ def charts(runs: list[LoggedRun]) -> tuple[list[Chart], list[Chart]]:
     validation = [
         name for name in names if name.startswith(VALIDATION) and not name.startswith(_PERPLEXITY)
     ]
-    labels = tuple((name, name.removeprefix("lm loss ")) for name in validation)
     loss = Chart(
         "Loss",
         "nats per token",
-        (("lm loss", "training"), *labels),
+        (("lm loss", "training"), *((name, name.removeprefix("lm loss ")) for name in validation)),
         wide=True,
         lanes=True,
         from_zero=False,
     )
-    first = [loss, *_STANDARD]
-    if len(runs) > 1:
-        training = replace(loss, title="Training loss", metrics=loss.metrics[:1])
-        evaluated = [
-            replace(
-                loss,
-                title=f"{label.capitalize()} loss",
-                metrics=((name, label),),
-                wide=len(labels) == 1,
-                lanes=False,
-            )
-            for name, label in labels
-        ]
-        standard = [
-            chart
-            if chart.metrics[1:] == ((PREDICTED, "predicted"),)
-            else replace(chart, metrics=chart.metrics[:1])
-            for chart in _STANDARD
-        ]
-        first = [training, *evaluated, *standard]
+    first = [loss, *_STANDARD] if len(runs) == 1 else _beside_each_other(loss)
     shown = {name for chart in (loss, *_STANDARD) for name, _ in chart.metrics} | _NO_CURVE
     rest = [
         Chart(name, METRICS.get(name, ("", ""))[0], ((name, name),), from_zero=False)
@@ -136,6 +115,27 @@ def charts(runs: list[LoggedRun]) -> tuple[list[Chart], list[Chart]]:
     ]
     drawn = [_with_curves(chart, runs) for chart in rest]
     return [_with_curves(chart, runs) for chart in first], [one for one in drawn if one.drawn]
+
+
+def _beside_each_other(loss: Chart) -> list[Chart]:
+    """The charts of several runs: each loss by itself, and the first metric of the others."""
+    evaluated = [
+        replace(
+            loss,
+            title=f"{label.capitalize()} loss",
+            metrics=((name, label),),
+            wide=len(loss.metrics) == 2,
+            lanes=False,
+        )
+        for name, label in loss.metrics[1:]
+    ]
+    standard = [
+        chart
+        if chart.metrics[1:] == ((PREDICTED, "predicted"),)
+        else replace(chart, metrics=chart.metrics[:1])
+        for chart in _STANDARD
+    ]
+    return [replace(loss, title="Training loss", metrics=loss.metrics[:1]), *evaluated, *standard]
 
 
 _PERPLEXITY = (f"{VALIDATION} ppl", "lm loss test")

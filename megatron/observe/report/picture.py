@@ -10,7 +10,7 @@ import html
 import math
 from dataclasses import dataclass
 
-from megatron.observe.report.curves import COLOURS, Chart, Point, smoothed
+from megatron.observe.report.curves import COLOURS, Chart, Curve, Point, smoothed
 from megatron.observe.report.runs import LoggedRun
 
 # pixels; page.js reads these
@@ -115,41 +115,52 @@ def svg(chart: Chart, runs: list[LoggedRun], life: float) -> str:
     x = Scale(*span(runs), left, right)
     values = [value for curve in chart.drawn for _, value in curve.points]
     y = Scale(*spread(values, chart.from_zero), bottom, top)
-    parts = [
-        f'<path class=grid d="M{left},{y(v):.1f}H{right}"/>'
-        f'<text x="{left - 7}" y="{y(v) + 4:.1f}" text-anchor=end>{short(v)}</text>'
-        for v in ticks(y.low, y.high, (bottom - top) // 36)
-    ]
-    parts += [
-        f'<path class=tick d="M{x(v):.1f},{bottom + lanes}v5"/>'
-        f'<text x="{x(v):.1f}" y="{bottom + lanes + 18}" text-anchor=middle>{short(v)}</text>'
-        for v in ticks(x.low, x.high, (right - left) // 90, whole=True)
-    ]
-    parts.append(
-        f'<text class=axis x="{right}" y="{height - 5}" text-anchor=end>iteration</text>'
-        f'<path class=frame d="M{left},{top}V{bottom + lanes}H{right}"/>'
-    )
-    parts += _events(chart, runs, x, top, bottom)
+    parts = [*_frame(x, y, lanes, height), *_events(chart, runs, x, top, bottom)]
     for curve in chart.drawn:
-        smooth = life > 0 and curve.noisy
-        style = f'stroke="{curve.colour}" stroke-dasharray="{curve.dash}"'
-        parts.append(
-            f'<path class="curve{" faint" if smooth else ""}" {style} '
-            f'd="{line(curve.points, x, y)}"/>'
-        )
-        if smooth:
-            parts.append(
-                f'<path class="curve smooth" {style} d="{line(smoothed(curve, life), x, y)}"/>'
-            )
-        elif len(curve.points) <= SPARSE:
-            dots = "".join(f"M{x(a):.1f},{y(b):.1f}h0" for a, b in curve.points)
-            parts.append(f'<path class=dots stroke="{curve.colour}" d="{dots}"/>')
-        crosses = "".join(f"M{x(a):.1f},{bottom - 8}{GLYPHS['skipped']}" for a in curve.broken)
-        parts.append(f'<path class=broken stroke="{BROKEN}" d="{crosses}"/>' if crosses else "")
+        parts += _lines(curve, x, y, life)
     return (
         f'<svg class=picture viewBox="0 0 {width} {height}" role=img '
         f'aria-label="{html.escape(chart.title)}">{"".join(parts)}</svg>'
     )
+
+
+def _frame(x: Scale, y: Scale, lanes: int, height: int) -> list[str]:
+    """Grid, ticks and axes."""
+    left, right, top, bottom = x.start, x.end, y.end, y.start
+    parts = [
+        f'<path class=grid d="M{left},{y(v):.1f}H{right}"/>'
+        f'<text x="{left - 7}" y="{y(v) + 4:.1f}" text-anchor=end>{short(v)}</text>'
+        for v in ticks(y.low, y.high, int(bottom - top) // 36)
+    ]
+    parts += [
+        f'<path class=tick d="M{x(v):.1f},{bottom + lanes}v5"/>'
+        f'<text x="{x(v):.1f}" y="{bottom + lanes + 18}" text-anchor=middle>{short(v)}</text>'
+        for v in ticks(x.low, x.high, int(right - left) // 90, whole=True)
+    ]
+    return [
+        *parts,
+        f'<text class=axis x="{right}" y="{height - 5}" text-anchor=end>iteration</text>'
+        f'<path class=frame d="M{left},{top}V{bottom + lanes}H{right}"/>',
+    ]
+
+
+def _lines(curve: Curve, x: Scale, y: Scale, life: float) -> list[str]:
+    """A curve, its exponential mean or else the dots of a sparse one, and crosses for NaN."""
+    smooth = life > 0 and curve.noisy
+    style = f'stroke="{curve.colour}" stroke-dasharray="{curve.dash}"'
+    faint = " faint" if smooth else ""
+    parts = [f'<path class="curve{faint}" {style} d="{line(curve.points, x, y)}"/>']
+    if smooth:
+        mean = line(smoothed(curve, life), x, y)
+        parts.append(f'<path class="curve smooth" {style} d="{mean}"/>')
+    elif len(curve.points) <= SPARSE:
+        dots = "".join(f"M{x(a):.1f},{y(b):.1f}h0" for a, b in curve.points)
+        parts.append(f'<path class=dots stroke="{curve.colour}" d="{dots}"/>')
+    if curve.broken:
+        height = y.start - 8
+        crosses = "".join(f"M{x(a):.1f},{height}{GLYPHS['skipped']}" for a in curve.broken)
+        parts.append(f'<path class=broken stroke="{BROKEN}" d="{crosses}"/>')
+    return parts
 
 
 def _events(chart: Chart, runs: list[LoggedRun], x: Scale, top: float, bottom: float) -> list[str]:
