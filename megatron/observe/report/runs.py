@@ -226,8 +226,9 @@ def merged(rows: list[Mark], events: list[Mark]) -> list[Mark]:
             )
         ]
         if same:
-            text = f"{found[same[-1]].text}; {mark.text}"
-            found[same[-1]] = replace(found[same[-1]], text=text)
+            event = found[same[-1]]
+            if mark.text != event.text:
+                found[same[-1]] = replace(event, text=f"{event.text}; {mark.text}")
         else:
             found.append(mark)
     return sorted(found, key=lambda mark: math.inf if mark.iteration is None else mark.iteration)

@@ -240,7 +240,7 @@ def test_events_of_rows_and_of_the_events_file(tmp_path):
     marks = load_runs([run])[0].marks
     assert [(mark.kind, mark.iteration, mark.text, mark.timestamp) for mark in marks] == [
         ("evaluation", 2, "evaluation, seconds 0.25; evaluation, loss 3.0000", 3.0),
-        ("restart", 2, "restart; restart", 9.0),
+        ("restart", 2, "restart", 9.0),
         ("skipped", 2, "8 samples of skipped steps", None),
         ("checkpoint", 3, "checkpoint, seconds 0.5; checkpoint in 1.5 s", 11.0),
         ("other", 4, "<i>never heard of</i>, rank 1", None),
