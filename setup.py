@@ -36,6 +36,7 @@ setup(
     package_dir={"megatron.kernels": "kernels", "megatron.tools": "tools"},
     package_data={
         "megatron.kernels": ["configurations.json", "measured.json"],
+        "megatron.observe.report": ["page.css", "page.js"],
         "megatron.plan": ["devices/*.json"],
     },
     py_modules=COMMAND_MODULES,

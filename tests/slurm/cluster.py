@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from debian_packages import install
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "squeue")
-INSTALL_SECONDS = 60
 
 CONFIGURATION = """
 ClusterName=test
@@ -61,25 +62,8 @@ def missing_slurm() -> str | None:
         return "the Slurm daemons of these tests need root"
     if not lacking:
         return None
-    if shutil.which("apt-get") is None:
-        return (
-            f"Slurm is not installed ({', '.join(lacking)} not found) and there is no "
-            "apt-get to install it"
-        )
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (
-        ["apt-get", "update"],
-        ["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES],
-    ):
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=INSTALL_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            return f"`{' '.join(command)}` took longer than {INSTALL_SECONDS} s"
-        if done.returncode != 0:
-            return f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()[-300:]}"
-    return None
+    reason = install(*PACKAGES)
+    return reason and f"Slurm is not installed ({', '.join(lacking)} not found): {reason}"
 
 
 def program(name: str) -> str | None:

@@ -1,15 +1,24 @@
-"""The report page: what it shows, what it says of missing data, expected against got."""
+"""Report pages: what they hold of one run and of many, what they say of missing data, expected
+against got. What a browser makes of them is test_report_in_browser.py's.
+"""
 
 import json
-import sys
+import math
+import random
+import re
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import report
+from megatron.observe.report import curves, picture
+from megatron.observe.report.runs import (
+    axes,
+    differences,
+    load_runs,
+    read_events,
+    short_names,
+)
+from tools import report
 
 ROWS = [
     {
@@ -28,35 +37,45 @@ ROWS = [
 ]
 
 
-def folder(tmp_path, rows=ROWS, config=None):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def folder(path, rows=ROWS, config=None):
+    path.mkdir(exist_ok=True)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if config is not None:
-        (tmp_path / "metrics.config.json").write_text(json.dumps(config))
-    return str(tmp_path)
+        (path / "metrics.config.json").write_text(json.dumps(config))
+    return str(path)
 
 
-def test_the_page_holds_plots_figures_and_configuration(tmp_path, capsys):
+def text_of(page):
+    """What a reader sees, without style, script and tags."""
+    return re.sub(r"<[^>]+>", " ", re.sub(r"<(style|script).*?</\1>", "", page, flags=re.S))
+
+
+def figure_of(page, title):
+    """The HTML of the chart with a title."""
+    figures = re.findall("<figure.*?</figure>", page, flags=re.S)
+    return next(one for one in figures if f"<b>{title}</b>" in one)
+
+
+def test_the_page_holds_curves_figures_and_configuration(tmp_path, capsys):
     run = folder(tmp_path, config={"config": {"model": {"num_layers": 7, "name": "<b>"}}})
     assert report.main([run]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 5
+    assert page.count("class=picture") == 5
     for text in (
         "Training report",
         "nats per token",
-        "learning rate",
+        "Learning rate",
         "tokens/s",
         "GiB",
         "validation",
-        "resumed from a checkpoint",
+        "restart",
         "model.num_layers",
         "12,800",
         "4.5000",
     ):
-        assert text in page, text
+        assert text in text_of(page), text
     assert "&lt;b&gt;" in page and "<b></td>" not in page
-    assert "http://" not in page.replace("http://www.w3.org", "").replace(
-        "http://purl.org", ""
-    ).replace("http://creativecommons.org", "")
+    assert "://" not in page
     assert str(tmp_path / "report.html") in capsys.readouterr().out
 
 
@@ -101,7 +120,8 @@ def test_a_run_that_was_never_evaluated_is_not_as_expected(tmp_path, capsys):
 def test_missing_metrics_leave_a_sentence(tmp_path):
     assert report.main([folder(tmp_path, [{"iteration": 1, "lm loss": 3.0}])]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert page.count("nothing to draw") == 4 and page.count("<svg") == 1 and "is not known" in page
+    assert page.count("class=picture") == 1 and "configuration is not known" in page
+    assert "Nothing to draw of: Learning rate (learning-rate was not logged)" in page
 
 
 def test_non_finite_losses_are_marked(tmp_path):
@@ -109,19 +129,204 @@ def test_non_finite_losses_are_marked(tmp_path):
         {"iteration": 1, "lm loss": 3.0},
         {"iteration": 2, "lm loss": "NaN"},
         {"iteration": 3, "lm loss": 2.0},
+        {"iteration": 4, "lm loss": "Infinity"},
     ]
     assert report.main([folder(tmp_path, rows)]) == 0
-    assert "NaN or Inf (1)" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "NaN or Inf (2)" in page and figure_of(page, "Loss").count("class=broken") == 1
 
 
 def test_nothing_to_report(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 2
     assert "no such file" in capsys.readouterr().err
+    run = folder(tmp_path / "run")
+    assert report.main([run, f"{run}/metrics.jsonl"]) == 2
+    assert "given twice" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        report.main([run, run, "--expected-validation-loss", "4"])
+    assert "is of one run" in capsys.readouterr().err
+
+
+def test_names_tell_runs_apart():
+    paths = ["/a/x/run/metrics.jsonl", "/a/y/run/metrics.jsonl", "/a/y/other.jsonl"]
+    assert short_names([Path(path) for path in paths]) == ["x/run", "y/run", "y/other"]
+    assert short_names([Path(path) for path in paths[1:]]) == ["run", "other"]
+
+
+def test_several_runs_are_beside_each_other(tmp_path):
+    """The table, the legend with the flags that differ and no others, losses where both have been,
+    and of each metric a curve a run.
+    """
+    settings = {"lr": 0.1, "seed": 1, "save": "x", "adam_beta1": 0.9}
+    longer = folder(tmp_path / "a", config={"config": {"optimizer": settings}})
+    shorter = [{**row, "lm loss": row["lm loss"] + 1} for row in ROWS[:100]]
+    changed = {"config": {"optimizer": {**settings, "lr": 0.2, "save": "y"}}}
+    output = tmp_path / "page.html"
+    other = folder(tmp_path / "b", shorter, changed)
+    assert report.main([longer, other, "--output", str(output)]) == 0
+    page = output.read_text()
+    seen = " ".join(text_of(page).split())
+    assert "training loss at iteration 100" in seen
+    assert "b 100 6,400 5.0000" in seen and "a 200 12,800 3.0000" in seen
+    assert re.search(r"a 200 .*? 4\.0000 4\.5000 .*?b 100 .*? 5\.0000 4\.5000", seen)
+    assert "a lr 0.1" in seen and "b lr 0.2" in seen and "--lr 0.1 0.2" in seen
+    assert "--save" not in seen.partition("Configuration differences")[2].partition("Events")[0]
+    for title in ("Training loss", "Validation loss", "Throughput", "Memory of rank 0"):
+        colours = re.findall(r'class="curve(?: smooth)?" stroke="(#\w+)"', figure_of(page, title))
+        assert colours == list(curves.COLOURS[:2]), title
+
+
+def test_a_run_without_a_configuration_says_so(tmp_path):
+    runs = load_runs(
+        [folder(tmp_path / "a", config={"config": {"x": {"lr": 1}}}), folder(tmp_path / "b")]
+    )
+    assert differences(runs) == [("--lr", ["1", "-"])]
+    assert (
+        report.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "p")])
+        == 0
+    )
+    assert "The configuration of b is not known" in (tmp_path / "p").read_text()
+
+
+def test_time_in_training_leaves_out_what_was_no_training(tmp_path):
+    """Rows every 10 iterations of 2 s; a save of 100 s, and a restart that repeats 10 iterations
+    after an hour.
+    """
+    rows = [
+        {"iteration": 10, "iteration-time": 2.0, "timestamp": 1000.0, "consumed_samples": 40},
+        {"iteration": 20, "iteration-time": 2.0, "timestamp": 1020.0, "consumed_samples": 80},
+        {"iteration": 25, "save-checkpoint-seconds": 100.0, "timestamp": 1130.0},
+        {"iteration": 30, "iteration-time": 2.0, "timestamp": 1140.0, "consumed_samples": 120},
+        {
+            "iteration": 30,
+            "iteration-time": 3.0,
+            "timestamp": 4740.0,
+            "resumed-from-iteration": 25,
+            "consumed_samples": 120,
+        },
+    ]
+    runs = load_runs([folder(tmp_path, rows)])
+    found = {key: (label, columns) for key, label, columns in axes(runs)}
+    assert found["iteration"][1] == [[10, 20, 25, 30]]
+    assert found["samples"][1] == [[40, 80, 80, 120]]
+    assert found["training"] == ("training time, without restarts (seconds)", [[20, 40, 40, 70]])
+    label, ((*before, end),) = found["elapsed"]
+    assert label.endswith("(minutes)") and before == [0, 20 / 60, 130 / 60] and end == 3740 / 60
+    assert "tokens" not in found  # which these rows do not know
+
+
+def test_events_of_rows_and_of_the_events_file(tmp_path):
+    rows = [
+        {"iteration": 1, "skipped-train-samples": 0},
+        {"iteration": 2, "skipped-train-samples": 8, "lm loss validation": 3.0},
+        {"iteration": 3, "resumed-from-iteration": 2, "skipped-train-samples": 8},
+        {"iteration": 4, "save-checkpoint-seconds": 1.5, "skipped-train-samples": 8},
+    ]
+    run = folder(tmp_path, rows)
+    of_rows = [(mark.kind, mark.iteration) for mark in load_runs([run])[0].marks]
+    assert of_rows == [("evaluation", 2), ("skipped", 2), ("restart", 2), ("checkpoint", 4)]
+    lines = [
+        {"event": "start", "time": 1.0, "iteration": 0},
+        {"event": "steps", "time": 2.0, "iteration": 2, "count": 2},
+        {"event": "evaluation-begin", "time": 2.0, "iteration": 2},
+        {"event": "evaluation", "time": 3.0, "iteration": 2, "seconds": 0.25},
+        {"event": "start", "time": 9.0, "iteration": 2},
+        {"event": "checkpoint", "timestamp": 11.0, "iteration": 3, "seconds": 0.5},
+        {"event": "<i>never heard of</i>", "iteration": 4, "where": {"rank": 1}, "rank": 1},
+        {"event": "of no iteration"},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "events.jsonl").write_text('[1]\n{"iteration": 3}\n' + text + '{"event": "to')
+    marks = load_runs([run])[0].marks
+    assert [(mark.kind, mark.iteration, mark.text, mark.timestamp) for mark in marks] == [
+        ("evaluation", 2, "evaluation, seconds 0.25; evaluation, loss 3.0000", 3.0),
+        ("restart", 2, "restart", 9.0),
+        ("skipped", 2, "8 samples of skipped steps", None),
+        ("checkpoint", 3, "checkpoint, seconds 0.5; checkpoint in 1.5 s", 11.0),
+        ("other", 4, "<i>never heard of</i>, rank 1", None),
+        ("other", None, "of no iteration", None),
+    ]
+    assert read_events(tmp_path / "none") == []
+    assert report.main([run]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;i&gt;never" in page and "<i>never" not in page
+
+
+def test_prediction_beside_measurement(tmp_path):
+    rows = [
+        {"iteration": i, "iteration-time": t, "predicted-iteration-time": 0.9}
+        for i, t in enumerate((5.0, 1.0, 1.0), 1)
+    ]
+    assert report.main([folder(tmp_path, rows)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "time of an iteration 0.9 s 1 s -10.0%" in " ".join(text_of(page).split())
+    figure = figure_of(page, "Time of an iteration")
+    assert figure.count("class=curve stroke") == 2  # samples of the legend
+    assert figure.count('class="curve"') == 2
+    bare = [{"iteration": 1, "iteration-time": 1.0}]
+    assert report.main([folder(tmp_path, bare)]) == 0
+    assert "Prediction" not in (tmp_path / "report.html").read_text()
+
+
+def test_further_metrics_have_charts_of_their_own(tmp_path):
+    rows = [{"iteration": 1, "lm loss": 3.0, "a new & unknown metric": 0.5, "mfu": 0.4}]
+    assert report.main([folder(tmp_path, rows)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Further metrics (2)" in page and "<b>a new &amp; unknown metric</b>" in page
 
 
 def test_long_curves_keep_their_spikes():
     points = [(i, 1.0) for i in range(100_000)]
     points[77_777] = (77_777, 50.0)
-    kept = report.thinned(points)
-    assert len(kept) <= report.MOST_POINTS and (77_777, 50.0) in kept and kept == sorted(kept)
-    assert report.running_mean([(0, 1.0), (1, 3.0), (2, 5.0)], 2) == [(1, 2.0), (2, 4.0)]
+    kept = curves.thinned(points)
+    assert len(kept) <= curves.MOST_POINTS and (77_777, 50.0) in kept and kept == sorted(kept)
+    means = curves.stretch_means(points)
+    assert sum(count for _, _, count in means) == len(points) and means[-1][0] == 99_999
+    assert math.isclose(sum(mean * count for _, mean, count in means), 100_049)
+
+
+def test_a_page_of_a_hundred_thousand_rows_is_small(tmp_path):
+    draw = random.Random(1).random
+    rows = [
+        {"iteration": i, "timestamp": 2.0 * i, "consumed-tokens": 4096 * i}
+        | {"iteration-time": draw(), "lm loss": draw(), "grad-norm": draw(), "mfu": draw()}
+        for i in range(1, 100_001)
+    ]
+    rows[4321]["lm loss"] = 1234.5678
+    assert report.main([folder(tmp_path, rows)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert len(page) < 1_000_000 and "1234.568" in page
+
+
+def test_smoothing_weighs_by_distance():
+    """Against the sum that it is, for uneven steps; with a life of nothing much, the values."""
+    points = [(1, 4.0), (2, 1.0), (10, 3.0), (11, 2.0)]
+    curve = curves.Curve(0, "", "", "", True, points, [], [])
+    for x, y in curves.smoothed(curve, 3.0):
+        weights = [(math.exp((at - x) / 3.0), value) for at, value in points if at <= x]
+        assert math.isclose(y, sum(w * v for w, v in weights) / sum(w for w, _ in weights))
+    assert curves.smoothed(curve, 1e-3) == points
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0, "0"),
+        (0.002, "0.002"),
+        (4e-5, "4e-5"),
+        (2.5e-4, "2.5e-4"),
+        (-500, "-500"),
+        (12_500, "12.5k"),
+        (3e6, "3M"),
+        (2.5e12, "2.5T"),
+    ],
+)
+def test_numbers_of_ticks(value, text):
+    assert picture.short(value) == text
+
+
+def test_ticks_are_round_and_inside():
+    assert picture.ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
+    assert picture.ticks(0.98, 4.02, 4) == [1, 2, 3, 4]
+    assert picture.ticks(1, 3, 9, whole=True) == [1, 2, 3]
+    assert picture.ticks(-1.0, 1.0, 2) == [-1, 0, 1]

@@ -1,0 +1,354 @@
+"""What runs left behind, for a report: rows, configuration, events, and the x axes of their curves.
+
+Called from tools/report.py and page.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron.config.errors import UserError
+from megatron.config.input_files import read_json
+from megatron.config.metadata import flag_name
+from megatron.observe.metrics import Metrics
+from megatron.observe.tracking import RESUMED, config_file, metrics_path, read_metrics
+
+VALIDATION = "lm loss validation"
+# kind of an event: what the page calls it
+KINDS = {
+    "restart": "restart",
+    "checkpoint": "checkpoint",
+    "evaluation": "evaluation",
+    "skipped": "skipped steps",
+    "other": "other event",
+}
+# words in the name of an event that say its kind, the first that fits
+_KIND_OF = (
+    ("restart", ("start", "resume")),
+    ("checkpoint", ("checkpoint", "save")),
+    ("evaluation", ("evaluation", "validation")),
+    ("skipped", ("skip", "nan", "spike", "rollback")),
+)
+# parts of others, and what happens all the time
+_QUIET = {"steps", "ready", "restore"}
+# where a run writes, and how far one start of it goes: no difference that explains a curve
+BOOKKEEPING = {
+    "save",
+    "load",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "metrics_file",
+    "tensorboard_dir",
+    "wandb_project",
+    "wandb_exp_name",
+    "wandb_save_dir",
+    "wandb_entity",
+    "pipeline_timeline",
+    "local_checkpoint_dir",
+}
+_BANNER = ("versions", "device", "layout", "kernels")  # what the flags do not say
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened: `kind` is a key of KINDS. `iteration` and `timestamp` (Unix time in
+    seconds) are None where they are not known.
+    """
+
+    kind: str
+    text: str
+    iteration: int | None
+    timestamp: float | None
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """One run: rows by iteration, `config` as in metrics.config.json (None without that file), and
+    its marks in the order of their iterations.
+    """
+
+    name: str
+    metrics: Path
+    rows: list[Metrics]
+    config: dict[str, Any] | None
+    marks: list[Mark]
+
+
+def load_runs(paths: list[str]) -> list[LoggedRun]:
+    """The runs of some folders or metrics files, each under the shortest name that tells it from
+    the others.
+
+    UserError for a missing file, one that is no metrics file, one without a row, and one given
+    twice.
+    """
+    files = [metrics_path(path).resolve() for path in paths]
+    for file in files:
+        if files.count(file) > 1:
+            raise UserError(f"{file}: given twice; give each run once")
+    runs = []
+    for file, name in zip(files, short_names(files), strict=True):
+        rows = read_metrics(file)
+        if not rows:
+            raise UserError(
+                f"{file}: no rows; the run has not logged anything yet (see --log-interval)"
+            )
+        described = config_file(file)
+        config = read_json(described) if os.path.lexists(described) else None
+        marks = merged(marks_of_rows(rows), read_events(file.with_name("events.jsonl")))
+        runs.append(LoggedRun(name, file, rows, config, marks))
+    return runs
+
+
+def short_names(files: list[Path]) -> list[str]:
+    """The name of each run's folder, with as many folders above it as tell all apart; a file that
+    is not called metrics.jsonl counts as a folder.
+    """
+    whole = [
+        file.parent.parts if file.name == "metrics.jsonl" else file.with_suffix("").parts
+        for file in files
+    ]
+    for count in range(1, max(map(len, whole)) + 1):
+        names = ["/".join(parts[-count:]) for parts in whole]
+        if len(set(names)) == len(names):
+            return names
+    return [str(file) for file in files]
+
+
+def last(rows: list[Metrics], name: str) -> float | None:
+    """The latest logged value of a metric."""
+    return next((row[name] for row in reversed(rows) if name in row), None)
+
+
+def median(rows: list[Metrics], name: str) -> float | None:
+    """The median of the logged values of a metric."""
+    values = [row[name] for row in rows if name in row]
+    return statistics.median(values) if values else None
+
+
+def marks_of_rows(rows: list[Metrics]) -> list[Mark]:
+    """Restarts, checkpoints, evaluations and skipped steps, as far as the rows tell."""
+    marks = []
+    skipped = 0.0
+    for row in rows:
+        found = []
+        if RESUMED in row:
+            marks.append(Mark("restart", "restart", int(row[RESUMED]), row.get("timestamp")))
+        if "save-checkpoint-seconds" in row:
+            found.append(("checkpoint", _checkpoint(row)))
+        if VALIDATION in row:
+            found.append(("evaluation", f"evaluation, loss {row[VALIDATION]:.4f}"))
+        if (samples := row.get("skipped-train-samples", 0)) > skipped:
+            found.append(("skipped", f"{samples - skipped:,.0f} samples of skipped steps"))
+        skipped = samples
+        marks += [
+            Mark(kind, text, int(row["iteration"]), row.get("timestamp")) for kind, text in found
+        ]
+    return marks
+
+
+def _checkpoint(row: Metrics) -> str:
+    text = f"checkpoint in {row['save-checkpoint-seconds']:.3g} s"
+    if "save-checkpoint-stall-seconds" in row:
+        text += f", training stood still for {row['save-checkpoint-stall-seconds']:.3g} s"
+    return text
+
+
+def read_events(path: Path) -> list[Mark]:
+    """The marks of a file with one JSON object a line: `event` is its name, `iteration` and
+    `timestamp` or `time` say when. The first start is none. No file has no marks; lines that are no
+    events, as a kill leaves them, are skipped.
+    """
+    if not path.is_file():
+        return []
+    marks = []
+    starts = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            event = json.loads(line)
+            name, iteration = str(event["event"]), event.get("iteration")
+            time = event.get("timestamp", event.get("time"))
+            starts += name == "start"
+            if name in _QUIET or name.endswith("-begin") or (name == "start" and starts == 1):
+                continue
+            marks.append(
+                Mark(
+                    _kind(name),
+                    _event("restart" if name == "start" else name, event),
+                    None if iteration is None else int(iteration),
+                    None if time is None else float(time),
+                )
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+            continue
+    return marks
+
+
+def _kind(name: str) -> str:
+    return next(
+        (kind for kind, words in _KIND_OF if any(word in name.lower() for word in words)), "other"
+    )
+
+
+def _event(name: str, event: dict[str, Any]) -> str:
+    rest = [
+        f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in event.items()
+        if key not in ("event", "iteration", "timestamp", "time")
+        and not isinstance(value, (dict, list))
+    ]
+    return ", ".join([name, *rest])
+
+
+def merged(rows: list[Mark], events: list[Mark]) -> list[Mark]:
+    """Marks of both sources by iteration; those without one come last. What rows say of something
+    that is an event too is added to the event. Of a checkpoint written in the background that is
+    the last one begun before.
+    """
+    found = list(events)
+    for mark in rows:
+        same = [
+            k
+            for k, event in enumerate(events)
+            if event.kind == mark.kind
+            and event.iteration is not None
+            and (
+                event.iteration <= mark.iteration
+                if mark.kind == "checkpoint"
+                else event.iteration == mark.iteration
+            )
+        ]
+        if same:
+            event = found[same[-1]]
+            if mark.text != event.text:
+                found[same[-1]] = replace(event, text=f"{event.text}; {mark.text}")
+        else:
+            found.append(mark)
+    return sorted(found, key=lambda mark: math.inf if mark.iteration is None else mark.iteration)
+
+
+# ---- x axes
+
+
+def _logged(name: str) -> Callable[[list[Metrics]], list[float] | None]:
+    """The axis that a metric is; a row without it lies where the one before it does."""
+
+    def values(rows: list[Metrics]) -> list[float] | None:
+        if name not in rows[0]:
+            return None
+        found: list[float] = []
+        for row in rows:
+            found.append(row.get(name, found[-1] if found else 0))
+        return found
+
+    return values
+
+
+def training_seconds(rows: list[Metrics]) -> list[float] | None:
+    """Seconds of training up to each row: iterations x iteration-time, without evaluations,
+    checkpoints, restarts and what was trained in vain before them. None where times are lacking.
+    """
+    if "iteration-time" not in rows[0]:
+        return None
+    total, before, found = 0.0, 0, []
+    for row in rows:
+        if "iteration-time" in row:  # else of a save between two log intervals
+            total += (row["iteration"] - before) * row["iteration-time"]
+            before = int(row["iteration"])
+        found.append(total)
+    return found
+
+
+def elapsed_seconds(rows: list[Metrics]) -> list[float] | None:
+    """Seconds of the clock since the first row, whatever happened meanwhile."""
+    if any("timestamp" not in row for row in rows):
+        return None
+    elapsed = [row["timestamp"] - rows[0]["timestamp"] for row in rows]
+    # a save in the background is written into the row that was logged last
+    for i in range(1, len(elapsed)):
+        elapsed[i] = max(elapsed[i], elapsed[i - 1])
+    return elapsed
+
+
+_AXES: tuple[tuple[str, str, Callable[[list[Metrics]], list[float] | None]], ...] = (
+    ("iteration", "iteration", _logged("iteration")),
+    ("samples", "samples", _logged("consumed_samples")),
+    ("tokens", "tokens", _logged("consumed-tokens")),
+    ("training", "training time, without restarts", training_seconds),
+    ("elapsed", "time since the first row", elapsed_seconds),
+)
+
+
+def axes(runs: list[LoggedRun]) -> list[tuple[str, str, list[list[float]]]]:
+    """(key, label, x of every row of every run) of each axis that all of the runs can be drawn
+    over. Times are in the unit that the label names.
+    """
+    found = []
+    for key, label, of in _AXES:
+        columns = [of(run.rows) for run in runs]
+        if any(column is None for column in columns):
+            continue
+        if key in ("training", "elapsed"):
+            longest = max(column[-1] for column in columns)
+            unit, seconds = next(
+                (unit, seconds)
+                for unit, seconds in (("hours", 3600), ("minutes", 60), ("seconds", 1))
+                if longest >= 2 * seconds or seconds == 1
+            )
+            label = f"{label} ({unit})"
+            columns = [[value / seconds for value in column] for column in columns]
+        found.append((key, label, columns))
+    return found
+
+
+def typical_step(runs: list[LoggedRun]) -> float:
+    """Iterations between two rows: the median over all of the runs; 1 when none has two rows."""
+    steps = [b["iteration"] - a["iteration"] for run in runs for a, b in pairwise(run.rows)]
+    return statistics.median(steps) if steps else 1
+
+
+# ---- configurations
+
+
+def flattened(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Nested dictionaries as (dotted name, value) rows."""
+    if isinstance(value, dict):
+        return [
+            row
+            for name, item in value.items()
+            for row in flattened(item, f"{prefix}.{name}" if prefix else str(name))
+        ]
+    return [(prefix, ", ".join(map(str, value)) if isinstance(value, list) else str(value))]
+
+
+def differences(runs: list[LoggedRun]) -> list[tuple[str, list[str]]]:
+    """(flag, value in each run) where the runs differ, flags first, then what the banner says of
+    the machine. A run without the flag or without a configuration has `-`; BOOKKEEPING is left out.
+    """
+    tables = [_settings(run.config) for run in runs]
+    names = list(dict.fromkeys(name for table in tables for name in table))
+    found = [(name, [table.get(name, "-") for table in tables]) for name in names]
+    return [(name, values) for name, values in found if len(set(values)) > 1]
+
+
+def _settings(config: dict[str, Any] | None) -> dict[str, str]:
+    groups = (config or {}).get("config")
+    banner = (config or {}).get("banner")
+    return {
+        flag_name(name): ", ".join(shown for _, shown in flattened(value))
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict)
+        for name, value in group.items()
+        if name not in BOOKKEEPING
+    } | {
+        name: ", ".join(shown for _, shown in flattened(banner[name]))
+        for name in _BANNER
+        if isinstance(banner, dict) and name in banner
+    }

@@ -1,0 +1,349 @@
+"""Report pages in a real browser: what is drawn, what the switches change, and that nothing
+overlaps, at two widths. Skipped, with the reason, where no browser can be installed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from headless_browser import Browser, missing_browser
+
+from megatron.observe.report import curves, picture
+from megatron.observe.report.page import page, verdict
+from megatron.observe.report.runs import LoggedRun, Mark, load_runs
+from megatron.observe.tracking import read_metrics
+from pretrain_gpt import main
+from tools import report
+
+RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
+--micro-batch-size 2 --global-batch-size 2 --train-iters 120 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 49 --lr-decay-style cosine --lr-warmup-iters 10
+--log-interval 1 --eval-interval 30 --eval-iters 1""".split()
+FAULTS = Path(__file__).with_name("find_overlaps.js").read_text()
+# figure by title -> paths by class, texts
+DRAWN = """Object.fromEntries([...document.querySelectorAll("main > .charts figure")].map(
+  figure => {
+  const chosen = ".picture path:not(.grid, .tick, .pointer, .zone, clipPath *)";
+  const paths = [...figure.querySelectorAll(chosen)];
+  const texts = [...figure.querySelectorAll(".picture text")].map(text => text.textContent);
+  const names = ["class", "stroke", "d"];
+  return [figure.querySelector("b").textContent, {
+    texts, paths: paths.map(path => names.map(name => path.getAttribute(name)))}];
+}))"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    reason = missing_browser()
+    if reason is not None:
+        pytest.skip(f"no browser here: {reason}")
+    running = Browser(tmp_path_factory.mktemp("browser"))
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two real runs with another learning rate, of which the first was stopped and resumed."""
+    folder = tmp_path_factory.mktemp("pair")
+    fast, slow = folder / "fast", folder / "slow & <small>"
+    for save, flags in (
+        (fast, ["--lr", "1e-2", "--exit-interval", "70"]),
+        (fast, ["--lr", "1e-2"]),
+        (slow, ["--lr", "1e-3"]),
+    ):
+        assert main([*RUN, "--save", str(save), "--load", str(save), *flags]) == 0
+    assert report.main([str(fast), str(slow), "--output", str(folder / "pair.html")]) == 0
+    assert report.main([str(fast), "--output", str(folder / "one.html")]) == 0
+    return [fast, slow]
+
+
+def numbers(path: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*", path)]
+
+
+def points(path: str) -> list[tuple[float, float]]:
+    """Of a path of straight lines."""
+    found = numbers(path)
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def of_class(drawn: dict, title: str, kind: str) -> list[list[tuple[float, float]]]:
+    return [points(path) for name, _, path in drawn[title]["paths"] if name == kind]
+
+
+def choose(browser: Browser, switch: str, value: object) -> dict:
+    """Set a switch as a reader does; what is drawn then."""
+    told = "checked" if isinstance(value, bool) else "value"
+    browser.run(
+        f"(() => {{ const one = document.querySelector({switch!r}); one.{told} = "
+        f"{str(value).lower()}; for (const name of ['input', 'change']) "
+        "one.dispatchEvent(new Event(name)); })()"
+    )
+    return browser.run(DRAWN)
+
+
+@pytest.mark.parametrize("name", ["one", "pair"])
+def test_the_script_draws_what_is_drawn_without_it(browser: Browser, pair: list[Path], name: str):
+    """Nothing is complained of and nothing asked for; every path of the picture that stands in the
+    page is drawn again in the same place.
+    """
+    file = pair[0].with_name(f"{name}.html")
+    browser.open(file, script=False)
+    still = browser.run(DRAWN)
+    assert browser.run("document.querySelector('.switches').hidden")
+    browser.open(file)
+    assert browser.complaints == []
+    drawn = browser.run(DRAWN)
+    assert list(drawn) == list(still) and len(drawn) >= 6
+    for title, picture_of in still.items():
+        visible = [path for path in picture_of["paths"] if path[2]]
+        assert picture_of["texts"] == drawn[title]["texts"], title
+        assert len(visible) == len(drawn[title]["paths"]), title
+        for (kind, colour, before), (kind_now, colour_now, now) in zip(
+            visible, drawn[title]["paths"], strict=True
+        ):
+            assert (kind, colour) == (kind_now, colour_now)
+            a, b = numbers(before), numbers(now)
+            assert len(a) == len(b) and all(abs(x - y) < 0.11 for x, y in zip(a, b, strict=True)), (
+                title,
+                kind,
+            )
+
+
+def test_every_row_is_a_point_and_in_its_place(browser: Browser, pair: list[Path]):
+    browser.open(pair[0].with_name("pair.html"))
+    drawn = browser.run(DRAWN)
+    for title, metric in (("Training loss", "lm loss"), ("Learning rate", "learning-rate")):
+        kind = "curve faint" if title == "Training loss" else "curve"
+        lines = of_class(drawn, title, kind)
+        values = [[row[metric] for row in read_metrics(run)] for run in pair]
+        assert [len(line) for line in lines] == [len(column) for column in values] == [120, 120]
+        # pixels are a straight function of values, the same for both runs
+        flat = sorted(
+            (value, y)
+            for column, line in zip(values, lines, strict=True)
+            for value, (_, y) in zip(column, line, strict=True)
+        )
+        (low, y_low), (high, y_high) = flat[0], flat[-1]
+        for value, y in flat:
+            assert abs(y_low + (value - low) / (high - low) * (y_high - y_low) - y) < 0.11
+    kinds = [kind for kind, _, _ in drawn["Training loss"]["paths"]]
+    assert kinds.count("mark evaluation") == kinds.count("mark checkpoint") == 2
+    assert kinds.count("restart") == 1  # only the first run was resumed
+
+
+def test_smoothing(browser: Browser, pair: list[Path]):
+    """The stronger, the smoother; none at all gives the bare curve; and the strength is told."""
+    browser.open(pair[0].with_name("one.html"))
+    choices = int(browser.run("document.getElementById('smoothing').max")) + 1
+    strengths, roughness = [], []
+    for strength in range(choices):
+        drawn = choose(browser, "#smoothing", strength)
+        strengths.append(browser.run("document.getElementById('strength').textContent"))
+        smooth = of_class(drawn, "Loss", "curve smooth")
+        bare = of_class(drawn, "Loss", "curve" if strength == 0 else "curve faint")
+        assert len(smooth) == (strength > 0) and len(bare[0]) == 120
+        line = (smooth or bare)[0]
+        roughness.append(sum(abs(b - a) for (_, a), (_, b) in pairwise(line)))
+    assert strengths[0] == "none" and strengths[1] == "exponential mean, 2 iterations"
+    assert choices >= 4 and all(a > b for a, b in pairwise(roughness))
+    assert of_class(drawn, "Learning rate", "curve smooth") == []
+
+
+def test_other_axes(browser: Browser, pair: list[Path]):
+    """Over time the points lie where the clock of the rows says."""
+    browser.open(pair[0].with_name("one.html"))
+    labels = browser.run("[...document.querySelectorAll('#axis option')].map(one => one.text)")
+    assert [label.split(" (")[0] for label in labels] == [
+        "iteration",
+        "samples",
+        "tokens",
+        "training time, without restarts",
+        "time since the first row",
+    ]
+    rows = read_metrics(pair[0])
+    trained = list(_sums(row["iteration-time"] for row in rows))
+    elapsed = [row["timestamp"] - rows[0]["timestamp"] for row in rows]
+    for number, expected in enumerate(
+        (
+            [row["iteration"] for row in rows],
+            [row["consumed_samples"] for row in rows],
+            [row["consumed-tokens"] for row in rows],
+            trained,
+            elapsed,
+        )
+    ):
+        drawn = choose(browser, "#axis", number)
+        assert drawn["Loss"]["texts"][-1] == labels[number]
+        (line,) = of_class(drawn, "Learning rate", "curve")
+        left, right = line[0][0], line[-1][0]
+        assert right - left > 400
+        for (x, _), value in zip(line, expected, strict=True):
+            share = (value - expected[0]) / (expected[-1] - expected[0])
+            assert abs(left + share * (right - left) - x) < 0.11
+
+
+def _sums(values: Iterator[float]) -> Iterator[float]:
+    total = 0.0
+    for value in values:
+        total += value
+        yield total
+
+
+def test_logarithmic_values(browser: Browser, pair: list[Path]):
+    browser.open(pair[0].with_name("one.html"))
+    straight = of_class(browser.run(DRAWN), "Learning rate", "curve")[0]
+    drawn = choose(browser, "#log", True)
+    (line,) = of_class(drawn, "Learning rate", "curve")
+    rates = [row["learning-rate"] for row in read_metrics(pair[0])]
+    shown = [rate for rate in rates if rate > 0]  # the last one is 0
+    assert len(line) == len(shown) == len(straight) - 1
+    low, high = min(shown), max(shown)
+    y_low, y_high = line[shown.index(low)][1], line[shown.index(high)][1]
+    for rate, (_, y) in zip(shown, line, strict=True):
+        share = math.log(rate / low) / math.log(high / low)
+        assert abs(y_low + share * (y_high - y_low) - y) < 0.11
+    assert {"1e-5", "1e-4", "0.001", "0.01"} <= set(drawn["Learning rate"]["texts"])
+    assert browser.run(FAULTS) == []
+    assert choose(browser, "#log", False)["Learning rate"]["paths"][-1][2] is not None
+
+
+def test_the_pointer_shows_values_and_a_drag_enlarges(browser: Browser, pair: list[Path]):
+    browser.open(pair[0].with_name("pair.html"))
+    box = browser.run(
+        "(() => { const box = document.querySelector('.picture').getBoundingClientRect();"
+        "return [box.left, box.top, box.width]; })()"
+    )
+    line = of_class(browser.run(DRAWN), "Training loss", "curve faint")[0]
+    browser.mouse("mouseMoved", box[0] + line[29][0], box[1] + 100)
+    shown = browser.run("document.querySelector('.tip').innerText")
+    assert "iteration 30" in shown, shown
+    for run in pair:
+        loss = next(row["lm loss"] for row in read_metrics(run) if row["iteration"] == 30)
+        assert f"{run.name} {loss:.5g}" in shown.replace("\n", " "), shown
+    assert "evaluation, loss" in shown  # of iteration 30
+    browser.mouse("mouseMoved", box[0] + line[49][0], box[1] + 100)
+    browser.mouse("mousePressed", box[0] + line[49][0], box[1] + 100, pressed=True)
+    browser.mouse("mouseMoved", box[0] + line[99][0], box[1] + 120, pressed=True)
+    browser.mouse("mouseReleased", box[0] + line[99][0], box[1] + 120)
+    drawn = browser.run(DRAWN)
+    for title in ("Training loss", "Learning rate"):
+        ticks = [int(text) for text in drawn[title]["texts"] if re.fullmatch("[1-9][0-9]+", text)]
+        assert ticks and 50 <= min(ticks) and max(ticks) <= 100, (title, ticks)
+    browser.run("document.getElementById('whole').click()")
+    assert of_class(browser.run(DRAWN), "Training loss", "curve faint")[0] == line
+    assert browser.run("document.getElementById('whole').hidden")
+    drawn = choose(browser, "[data-run='1']", False)
+    assert len(of_class(drawn, "Training loss", "curve faint")) == 1
+    assert browser.complaints == []
+
+
+def many(count: int, rows: int) -> list[LoggedRun]:
+    """Runs with long names, large numbers, many events and values that are not finite."""
+    draw = random.Random(count)
+    return [
+        LoggedRun(
+            f"a-run-whose-name-is-long-{number}/and_goes_on_without_a_space_{number}",
+            Path(f"/data/{number}/metrics.jsonl"),
+            [
+                {
+                    "iteration": i,
+                    "timestamp": 1.8e9 + 3.0 * i,
+                    "consumed_samples": 2048 * i,
+                    "consumed-tokens": 2048 * 8192 * i,
+                    "lm loss": math.nan if i % (rows // 3) == 0 else 12 * i**-0.2 + draw.random(),
+                    "lm loss validation": 12 * i**-0.2,
+                    "learning-rate": 3e-4 / i,
+                    "grad-norm": draw.expovariate(1.0),
+                    "iteration-time": 2.5 + draw.random(),
+                    "tokens-per-second-per-gpu": 15_000 + 1000 * draw.random(),
+                    "mem-max-allocated-bytes": 7e10,
+                    "num-zeros": draw.random() * 1e9,
+                }
+                for i in range(1, rows + 1)
+            ],
+            {"config": {"x": {"a_flag_with_a_long_name": "v" * (30 + number), "seed": number}}},
+            [
+                Mark(kind, f"{kind} {i} " + "long " * 9, i, None)
+                for i in range(1, rows, max(1, rows // 80))
+                for kind in ("restart", *picture.GLYPHS)
+            ],
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_no_text_overlaps_or_leaves_the_window(
+    browser: Browser, pair: list[Path], tmp_path: Path, width: int
+):
+    pages = {name: pair[0].with_name(f"{name}.html") for name in ("one", "pair")}
+    for count in (1, 3, 9):
+        runs = many(count, 130)
+        pages[f"{count} long"] = tmp_path / f"{count}.html"
+        judged = verdict(runs[0].rows, 4.0, 0.1) if count == 1 else None
+        pages[f"{count} long"].write_text(page(runs, judged, True))
+    for name, file in pages.items():
+        browser.open(file, width)
+        browser.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+        browser.run("drawAll()")
+        assert browser.run(FAULTS) == [], (name, width)
+        for axis in (2, 3):  # the largest numbers, and the longest label
+            choose(browser, "#axis", axis)
+            assert browser.run(FAULTS) == [], (name, width, axis)
+        assert browser.complaints == [], name
+
+
+def test_the_search_for_overlaps_finds_one(browser: Browser, pair: list[Path]):
+    browser.open(pair[0].with_name("one.html"))
+    for fault, words in (
+        ("svg text { font-size: 40px !important }", "outside: "),
+        ("figcaption { margin-bottom: -30px }", "overlap: "),
+        (".cards { width: 3000px }", "the page is wider"),
+    ):
+        browser.run(
+            "(() => { const style = document.createElement('style'); style.id = 'fault';"
+            f"style.textContent = {fault!r}; document.head.append(style); }})()"
+        )
+        assert any(found.startswith(words) for found in browser.run(FAULTS)), fault
+        browser.run("document.getElementById('fault').remove()")
+    assert browser.run(FAULTS) == []
+
+
+def test_a_hundred_thousand_rows_are_drawn_at_once(browser: Browser, tmp_path: Path):
+    """A spike among them is in the picture. The time is that of one drawing of all charts; the
+    limit bears a busy machine (0.1 s alone).
+    """
+    (run,) = many(1, 100_000)
+    run.rows[77_776]["lm loss"] = 30.0
+    file = tmp_path / "long.html"
+    file.write_text(page([run]))
+    assert file.stat().st_size < 5e6
+    browser.open(file)
+    drawn = browser.run(DRAWN)
+    (line,) = of_class(drawn, "Loss", "curve faint")[:1]
+    assert len(line) <= curves.MOST_POINTS and "30" in drawn["Loss"]["texts"]
+    top = min(line, key=lambda point: point[1])
+    left, right = line[0][0], line[-1][0]
+    assert (
+        abs(left + 77_776 / 99_999 * (right - left) - top[0]) < 2
+    )  # axes of a long run are interpolated
+    browser.run("window.start = performance.now(); drawAll()")
+    took = browser.run("performance.now() - window.start")
+    assert took < 10_000
+
+
+def test_runs_read_from_files_are_the_ones_on_the_page(browser: Browser, pair: list[Path]):
+    """Names with characters that mean something in HTML are shown as they are."""
+    browser.open(pair[0].with_name("pair.html"))
+    names = browser.run("[...document.querySelectorAll('.runs label')].map(one => one.innerText)")
+    runs = load_runs([str(path) for path in pair])
+    assert [run.name for run in runs] == ["fast", "slow & <small>"]
+    assert names[0].startswith("fast lr 0.01") and names[1].startswith("slow & <small> lr 0.001")
