@@ -367,6 +367,8 @@ def train(run: Run) -> Exit:
     interval, pending = Interval(time.perf_counter()), None
     while not finished(config, progress):
         PEERS.iteration = progress.iteration + 1
+        if run.profiler is not None:
+            interval.outside += run.profiler.next_step(progress.iteration)
         pending, learning_rates, recording = train_step(run, pending, interval)
         iteration, due = progress.iteration, due_after(run)
         if any(due) or pending.is_here or run.exits.check(iteration):

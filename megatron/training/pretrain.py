@@ -71,6 +71,7 @@ from megatron.training.resume import (
     device_name,
     take_checkpoint_args,
 )
+from megatron.training.profile import record_memory_history, step_profiler
 from megatron.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,8 @@ def pretrain(
             stack.callback(run.tracker.close)
         try:
             code = _carry_out(run, checkpoint)
+            if run.profiler is not None:
+                run.profiler.close()
             run.zero.wait_for_weights()
         except Exception as error:
             _tell_peers(run, error)
@@ -210,6 +213,7 @@ def build(
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=_peak_tflops(config, device),
+        profiler=step_profiler(config, groups.rank, device),
     ), prepared.checkpoint
 
 

@@ -15,6 +15,7 @@ from megatron.checkpoint.manager import CheckpointManager
 from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.distributed.groups import Groups
+from megatron.distributed.ranges import named
 from megatron.model.gpt import GPTModel
 from megatron.observe.metrics import Timers
 from megatron.observe.tracking import Tracker
@@ -24,6 +25,7 @@ from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
 from megatron.training.exit import ExitConditions
+from megatron.training.profile import StepProfiler
 
 
 @dataclass
@@ -69,7 +71,8 @@ class Run:
     checkpoints: CheckpointManager | None  # with --save
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
-    timers: Timers = field(default_factory=Timers)
+    profiler: StepProfiler | None  # on the ranks of --profile-ranks
+    timers: Timers = field(default_factory=lambda: Timers(in_trace=named))
 
     @cached_property
     def chunk(self) -> int:
