@@ -79,9 +79,7 @@ def parts_of_trace(path: Path) -> list[StepParts]:
 
 def where_the_step_went(steps: Sequence[StepParts]) -> list[str]:
     """A Markdown table, a row a rank: the mean of its steps, in milliseconds and percent."""
-    names = sorted(
-        {name for step in steps for name in step.parts}, key=_place
-    )
+    names = sorted({name for step in steps for name in step.parts}, key=_place)
     lines = ["| rank | steps | ms | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
     for rank in sorted({step.rank for step in steps}):
         own = [step for step in steps if step.rank == rank]
@@ -230,9 +228,7 @@ Launches = dict[int, Event]  # by correlation: the call of CUDA's that launched 
 
 
 def _launches(events: list[Event]) -> Launches:
-    return {
-        event["args"]["correlation"]: event for event in events if event.get("cat") in LAUNCHES
-    }
+    return {event["args"]["correlation"]: event for event in events if event.get("cat") in LAUNCHES}
 
 
 def _launch(event: Event, launched: Launches) -> Event | None:
@@ -259,9 +255,7 @@ def _windows_of_device(
     return windows
 
 
-def _layers_of_device(
-    named: list[Event], device: list[Event], launched: Launches
-) -> list[Layer]:
+def _layers_of_device(named: list[Event], device: list[Event], launched: Launches) -> list[Layer]:
     """What the device does: it computes, else communicates, else waits for a message, else waits
     for the host, which may be at a part of its own.
     """

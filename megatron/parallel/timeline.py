@@ -91,9 +91,7 @@ class Timeline:
                     "ts": 1e6 * (span.begin - self.begin),
                     "dur": 1e6 * (span.end - span.begin),
                 }
-                events.append(
-                    {"ph": "X", "cat": WORDS[span.kind], "name": label, **when, **here}
-                )
+                events.append({"ph": "X", "cat": WORDS[span.kind], "name": label, **when, **here})
         return events
 
     @staticmethod

@@ -65,13 +65,14 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
+from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.prepare import Prepared, check_kernels, prepare
+from megatron.training.profile import record_memory_history, step_profiler
 from megatron.training.resume import (
     continuity,
     device_name,
     take_checkpoint_args,
 )
-from megatron.training.profile import record_memory_history, step_profiler
 from megatron.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,8 @@ def pretrain(
         if run.tracker is not None:
             stack.callback(run.tracker.close)
         try:
-            code = _carry_out(run, checkpoint)
+            with explained_out_of_memory(run.config, run.vocab_size, run.groups, device):
+                code = _carry_out(run, checkpoint)
             if run.profiler is not None:
                 run.profiler.close()
             run.zero.wait_for_weights()
@@ -185,7 +187,9 @@ def build(
     sections = _sections(prepared, groups, device)
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     device_names = _device_names(device, ranks)
-    pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
+    record_memory_history(config, device)
+    with explained_out_of_memory(config, tokenizer.vocab_size, groups, device):
+        pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
     exits = ExitConditions(config.training)
     tracker = None
     if groups.rank == 0:

@@ -31,7 +31,9 @@ class StepProfiler:
 
     def __init__(self, config: Config, rank: int, device: torch.device):
         self.config, self.rank, self.device = config.logging, rank, device
-        self.folder = profile_folder(config)
+        folder = profile_folder(config)
+        assert folder is not None
+        self.folder = folder
         self.profiler: profile | None = None
         self.recording = False
         self.step = ExitStack()  # the range of the present iteration
@@ -110,18 +112,21 @@ def step_profiler(config: Config, rank: int, device: torch.device) -> StepProfil
     return StepProfiler(config, rank, device) if chosen else None
 
 
-def profile_folder(config: Config) -> Path:
-    """Where traces and snapshots go: --profile-dir, or <save>/profile."""
+def profile_folder(config: Config) -> Path | None:
+    """Where traces and snapshots go: --profile-dir, or <save>/profile; None without either."""
     if config.logging.profile_dir is not None:
         return Path(config.logging.profile_dir)
-    assert config.checkpoint.save is not None
-    return Path(config.checkpoint.save) / "profile"
+    return None if config.checkpoint.save is None else Path(config.checkpoint.save) / "profile"
 
 
 def record_memory_history(config: Config, device: torch.device) -> None:
     """Let CUDA's allocator remember where memory was taken, under --record-memory-history."""
-    if config.logging.record_memory_history and device.type == "cuda":
+    if not config.logging.record_memory_history:
+        return
+    if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+    else:
+        logger.warning("--record-memory-history: acts on CUDA alone, nothing is recorded")
 
 
 def write_snapshot(folder: Path, rank: int, device: torch.device) -> Path | None:
