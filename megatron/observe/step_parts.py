@@ -260,37 +260,38 @@ def _layers_of_device(named: list[Event], device: list[Event], launched: Launche
     for the host, which may be at a part of its own.
     """
     sections = _Ranges(event for event in named if event["name"] in SECTIONS)
-    threads = {event["tid"] for event in named}
-    collectives = {
-        thread: _Ranges(
-            event
-            for event in named
-            if event["tid"] == thread and _part_of_collective(event["name"]) is not None
-        )
-        for thread in threads
-    }
 
     def part_of_work(event: Event) -> str | None:
-        if event["name"].startswith("nccl"):
-            return None
         launch = _launch(event, launched)
         return (launch and sections.at(launch["ts"])) or COMPUTE
 
-    def part_of_message(event: Event) -> str | None:
-        if not event["name"].startswith("nccl"):
-            return None
+    work = _by_part((event for event in device if not _is_message(event)), part_of_work)
+    messages = _messages(named, filter(_is_message, device), launched)
+    waiting = [(BUBBLE, messages.pop(BUBBLE))] if BUBBLE in messages else []
+    on_host = _by_part(named, lambda event: event["name"] if event["name"] in SECTIONS else None)
+    on_host.pop("optimizer", None)  # Python that launches its kernels is the host
+    return [*work.items(), *messages.items(), *waiting, *on_host.items()]
+
+
+def _is_message(event: Event) -> bool:
+    """Whether NCCL does it."""
+    return event["name"].startswith("nccl")
+
+
+def _messages(
+    named: list[Event], kernels: Iterable[Event], launched: Launches
+) -> dict[str, list[Interval]]:
+    """NCCL's kernels by part: that of the collective which launched them on its thread."""
+    ranges = [event for event in named if _part_of_collective(event["name"]) is not None]
+    by_thread = {
+        thread: _Ranges(event for event in ranges if event["tid"] == thread)
+        for thread in {event["tid"] for event in ranges}
+    }
+
+    def part(event: Event) -> str | None:
         launch = _launch(event, launched)
-        own = collectives.get(launch["tid"]) if launch else None
+        own = by_thread.get(launch["tid"]) if launch is not None else None
         name = own.at(launch["ts"]) if own is not None and launch is not None else None
         return _part_of_collective(name) if name else f"{EXPOSED} unnamed"
 
-    messages = _by_part(device, part_of_message)
-    waiting = {BUBBLE: messages.pop(BUBBLE)} if BUBBLE in messages else {}
-    on_host = _by_part(named, lambda event: event["name"] if event["name"] in SECTIONS else None)
-    on_host.pop("optimizer", None)  # Python that launches its kernels is the host
-    return [
-        *_by_part(device, part_of_work).items(),
-        *messages.items(),
-        *waiting.items(),
-        *on_host.items(),
-    ]
+    return _by_part(kernels, part)

@@ -331,6 +331,8 @@ def train_step(
     is a pipeline. `pending`: the report of the step before, which is taken in on the way.
     """
     config, progress = run.config, run.progress
+    if run.profiler is not None:
+        interval.outside += run.profiler.next_step(progress.iteration)
     batch_size = global_batch_size_at(progress.consumed_samples, config)
     if run.scaler.dynamic:  # this backward's scale depends on the last step's verdict
         finish_step(run, pending, interval)
@@ -367,8 +369,6 @@ def train(run: Run) -> Exit:
     interval, pending = Interval(time.perf_counter()), None
     while not finished(config, progress):
         PEERS.iteration = progress.iteration + 1
-        if run.profiler is not None:
-            interval.outside += run.profiler.next_step(progress.iteration)
         pending, learning_rates, recording = train_step(run, pending, interval)
         iteration, due = progress.iteration, due_after(run)
         if any(due) or pending.is_here or run.exits.check(iteration):

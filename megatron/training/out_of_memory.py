@@ -90,8 +90,9 @@ def _memory(device: torch.device, live: int) -> tuple[str, float]:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         other = total - free - torch.cuda.memory_reserved(device)
         return (
-            f"device: {_gib(total)}, of them {_gib(live)} live tensors as listed, {_gib(kept)} kept "
-            f"by the allocator, {_gib(other)} kernels, NCCL and other processes, {_gib(free)} free"
+            f"device: {_gib(total)}, of them {_gib(live)} live tensors, {_gib(kept)} that the "
+            f"allocator keeps, {_gib(other)} of kernels, NCCL and other processes, "
+            f"{_gib(free)} free"
         ), total / GIB
     page = resource.getpagesize()
     total, limit = os.sysconf("SC_PHYS_PAGES") * page, resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -150,23 +151,9 @@ def live_tensors(device: torch.device) -> list[LiveTensors]:
     """What lies in the memory of a device, the largest first: buffers by their block, activations
     by the operator that has kept them, and what else Python can reach.
     """
-    tensors: list[Buffer] = []
-    nodes: list[Any] = []
-    others: list[Buffer] = []
-    for thing in gc.get_objects():
-        kind = type(thing)  # isinstance would wake lazy modules
-        if issubclass(kind, Tensor):
-            others.append(("tensor", thing))
-        elif issubclass(kind, Block):
-            tensors += _of_block(thing)
-        elif kind is InMemory:
-            tensors += [(f"{name} of {thing.block.name}", x) for name, x in thing.tensors.items()]
-        elif kind is Graph:
-            nodes.append(thing.output.node)
-    tensors += _kept_by_autograd(nodes)
     sizes: dict[tuple[str, tuple[int, ...], torch.dtype], list[int]] = {}
     seen = set()
-    for label, tensor in [*tensors, *others]:
+    for label, tensor in _reachable():
         if tensor is None or tensor.device.type != device.type or tensor.layout != torch.strided:
             continue
         storage = tensor.untyped_storage()
@@ -177,6 +164,24 @@ def live_tensors(device: torch.device) -> list[LiveTensors]:
         sizes.setdefault(key, []).append(storage.nbytes())
     found = [LiveTensors(*key, len(each), sum(each)) for key, each in sizes.items()]
     return sorted(found, key=lambda each: each.size, reverse=True)
+
+
+def _reachable() -> list[Buffer]:
+    """All tensors, those first of which it is known what they are."""
+    buffers: list[Buffer] = []
+    nodes: list[Any] = []
+    others: list[Buffer] = []
+    for thing in gc.get_objects():
+        kind = type(thing)  # isinstance would wake lazy modules
+        if issubclass(kind, Tensor):
+            others.append(("tensor", thing))
+        elif issubclass(kind, Block):
+            buffers += _of_block(thing)
+        elif kind is InMemory:
+            buffers += [(f"{name} of {thing.block.name}", x) for name, x in thing.tensors.items()]
+        elif kind is Graph:
+            nodes.append(thing.output.node)
+    return [*buffers, *_kept_by_autograd(nodes), *others]
 
 
 def _of_block(block: Block) -> list[Buffer]:

@@ -187,15 +187,9 @@ def build(
     sections = _sections(prepared, groups, device)
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     device_names = _device_names(device, ranks)
-    record_memory_history(config, device)
-    with explained_out_of_memory(config, tokenizer.vocab_size, groups, device):
-        pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
+    pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
     exits = ExitConditions(config.training)
-    tracker = None
-    if groups.rank == 0:
-        tracker = _introduce(
-            prepared, {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
-        )
+    tracker = _introduce(prepared, groups, {NOT_DONE: list(not_done), **sections})
     return Run(
         config=config,
         groups=groups,
@@ -266,6 +260,18 @@ def _build_engine(
     config: Config, vocab_size: int, groups: Groups, device: torch.device
 ) -> tuple[Pipeline, Optimizer]:
     """This rank's stages, sharded, with what drives them and what updates them."""
+    record_memory_history(config, device)
+    with explained_out_of_memory(config, vocab_size, groups, device):
+        pipeline = _build_pipeline(config, vocab_size, groups, device)
+        zero: Zero = pipeline.weights  # type: ignore[assignment]
+        with raise_on_all_ranks(groups.world, device):
+            optimizer = Optimizer(zero.blocks, config, groups, zero.all_gather_weights)
+    return pipeline, optimizer
+
+
+def _build_pipeline(
+    config: Config, vocab_size: int, groups: Groups, device: torch.device
+) -> Pipeline:
     model = build_model(config, vocab_size, groups, device)
     blocks = build_run_blocks(config, model, device, groups)
     if model.config.attention_backend == "fa4":
@@ -286,14 +292,19 @@ def _build_engine(
         for block in zero.trained:
             block.keep_grad_place()
         passes = GraphedPasses(device)
-    with raise_on_all_ranks(groups.world, device):
-        optimizer = Optimizer(blocks, config, groups, zero.all_gather_weights)
     placement, shape = placement_of(config), hidden_shape(config)
-    return Pipeline(model, zero, passes, placement, shape, groups, device), optimizer
+    return Pipeline(model, zero, passes, placement, shape, groups, device)
 
 
-def _introduce(prepared: Prepared, sections: dict[str, list[str]]) -> Tracker:
-    """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go."""
+def _introduce(
+    prepared: Prepared, groups: Groups, sections: dict[str, list[str]]
+) -> Tracker | None:
+    """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go; on
+    rank 0.
+    """
+    if groups.rank != 0:
+        return None
+    sections["layout"] = [groups.describe()]
     tracker = Tracker(
         prepared.config,
         {"config": prepared.config.to_dict(), "banner": sections},
