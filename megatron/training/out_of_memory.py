@@ -45,7 +45,10 @@ def explained_out_of_memory(
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            _explain(error, config, vocab_size, groups, device)
+            try:
+                _explain(error, config, vocab_size, groups, device)
+            except Exception as fault:  # the error is worth more than what is said of it
+                error.add_note(f"memory ran out; {type(fault).__name__} in explaining it: {fault}")
         raise
 
 
@@ -185,15 +188,17 @@ def _reachable() -> list[Buffer]:
 
 
 def _of_block(block: Block) -> list[Buffer]:
-    """The flat buffers of a block; those that are views of another come after it."""
-    name = block.name
+    """The flat buffers of a block, as far as it has been built; views of another come after it."""
+    names = {
+        "weight": "weights",
+        "grad": "main_grad",
+        "grad_place": "main_grad",
+        "summed": "reduced gradient",
+        "master": "master weights",
+        "rounded": "rounded weights",
+    }
     return [
-        (f"weights of {name}", block.weight),
-        (f"main_grad of {name}", block.grad),
-        (f"main_grad of {name}", block.grad_place),
-        (f"reduced gradient of {name}", block.summed),
-        (f"master weights of {name}", block.master),
-        (f"rounded weights of {name}", block.rounded),
+        (f"{what} of {block.name}", getattr(block, field, None)) for field, what in names.items()
     ]
 
 
