@@ -15,10 +15,12 @@ weight gradient of one micro-batch on one rank, in any unit; without them they a
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
@@ -266,6 +268,18 @@ def write(svg: str, path: Path) -> None:
         raise UserError(f"--out {path}: must end in .svg or .png")
 
 
+def chrome_trace(panels: list[Panel]) -> str:
+    """All panels as one Chrome trace, for ui.perfetto.dev: a process a rank, one panel's behind
+    the other's.
+    """
+    events: list[dict[str, Any]] = []
+    first = 0
+    for title, line in panels:
+        events += line.chrome_events(title.partition(":")[0] if len(panels) > 1 else "", first)
+        first += len(line.rows)
+    return json.dumps({"traceEvents": events})
+
+
 def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
     """What to draw, and the unit of its times. Raises UserError."""
     given = {
@@ -352,6 +366,12 @@ def parser() -> argparse.ArgumentParser:
         "--measured", metavar="FILE.json", help="time line of a run (--pipeline-timeline)"
     )
     flags.add_argument("--out", type=Path, metavar="FILE.svg", help="picture; .png with cairosvg")
+    flags.add_argument(
+        "--chrome",
+        type=Path,
+        metavar="FILE.json",
+        help="Chrome trace, for ui.perfetto.dev; a unit of a simulated cost is a second",
+    )
     flags.add_argument("--table", action="store_true", help="all schedules' figures instead")
     return flags
 
@@ -393,6 +413,8 @@ def main(argv: list[str] | None = None) -> int:
         print(table(panels, unit))
         if arguments.out:
             write(draw(panels, unit), arguments.out)
+        if arguments.chrome:
+            arguments.chrome.write_text(chrome_trace(panels) + "\n")
     except (OSError, UserError) as error:
         print(f"plot_schedule.py: {error}", file=sys.stderr)
         return 2

@@ -447,6 +447,11 @@ NOTES = (
         "--short-seq-prob --sample-rate",
         "acts only together with a main switch, which is refused",
     ),
+    note("--use-pytorch-profiler", "--profile always takes torch's profiler"),
+    note(
+        "--memory-snapshot-path",
+        "snapshots of --record-memory-history are in --profile-dir, one a rank",
+    ),
     note(
         "--fine-grained-offloading-max-inflight-offloads",
         "what one pass sends to the host has the time of the next pass, see --activation-offload",
@@ -470,11 +475,9 @@ NOT_DONE = (
         "weights are gathered and kept in --bf16, whatever their products are formed of",
     ),
     not_done(
-        "--profile --profile-* --use-pytorch-profiler --pytorch-profiler-* "
-        "--record-memory-history --memory-snapshot-path "
-        "--record-shapes --nvtx-ranges --profile-backward",
-        "no profile is written; --timing-log-level 1 logs where the time goes, and "
-        "--pipeline-timeline FILE what each pipeline rank does when",
+        "--pytorch-profiler-collect-chakra --nvtx-ranges --profile-backward --profile-steps",
+        "--profile writes Chrome traces of torch's profiler alone, with named passes and "
+        "collectives",
     ),
     not_done(
         "--log-timers-to-tensorboard",

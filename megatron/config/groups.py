@@ -54,6 +54,8 @@ from megatron.config.metadata import (
     OFFLOADED_ADAM,
     PIPELINE,
     POSITIVE,
+    PROFILE,
+    PROFILE_FOLDER,
     RATE,
     RECOMPUTE,
     RECOMPUTE_AUTO,
@@ -814,6 +816,30 @@ class LoggingConfig:
     pipeline_timeline: str | None = flag(None, megatron="absent there", needs=PIPELINE)
     """Write the time line of each pipeline rank in the last logged step to this file (for
     tools/plot_schedule.py).
+    """
+    profile: bool = flag(
+        False, megatron="Nsight Systems there unless --use-pytorch-profiler", needs=PROFILE_FOLDER
+    )
+    """Record some steps with torch's profiler: a Chrome trace a rank, with named passes of layers
+    and collectives, in --profile-dir.
+    """
+    profile_step_start: int = flag(10, bound=NOT_NEGATIVE, needs=PROFILE)
+    """Iterations before the first that --profile records."""
+    profile_step_end: int = flag(12, bound=POSITIVE, needs=PROFILE)
+    """The last iteration that --profile records."""
+    profile_ranks: tuple[int, ...] = flag((0,), needs=PROFILE)
+    """Ranks that --profile records."""
+    profile_dir: str | None = flag(None, megatron="absent there: --tensorboard-dir")
+    """Folder for traces, and for what is written when memory runs out. Default: <save>/profile."""
+    pytorch_profiler_collect_shapes: bool = flag(False, "--record-shapes", needs=PROFILE)
+    """Let traces hold the shapes of operators' inputs."""
+    pytorch_profiler_collect_callstack: bool = flag(False, needs=PROFILE)
+    """Let traces hold the lines of Python that called each operator."""
+    record_memory_history: bool = flag(
+        False, megatron="a snapshot a log interval there", needs=PROFILE_FOLDER
+    )
+    """Let the allocator of CUDA remember where memory was taken, and write a snapshot for
+    pytorch.org/memory_viz to --profile-dir when memory runs out and after the steps of --profile.
     """
     metrics_file: str | None = flag(None, megatron="absent there")
     """File for the metrics. Default: <save>/metrics.jsonl."""

@@ -143,6 +143,12 @@ LOCAL_FOLDER = Need("--local-checkpoint-dir DIR", fault=True)
 LOCAL_INTERVAL = Need("--local-save-interval N", fault=True)
 LOAD = Need("--load DIR")
 LOAD_AS_ASKED = Need("--load DIR", fault=True)
+PROFILE = Need("--profile")
+PROFILE_FOLDER = Need(
+    "--profile-dir or --save, where its files go",
+    lambda run: run.profile_dir is not None or run.save is not None,
+    fault=True,
+)
 WANDB = Need("--wandb-project NAME")
 TRACKERS = Need(
     "--tensorboard-dir or --wandb-project",

@@ -602,6 +602,7 @@ def _checkpoint(run: RunView) -> Faults:
         "save",
         "tensorboard_dir",
         "wandb_save_dir",
+        "profile_dir",
         "local_checkpoint_dir",
         "optimizer_nvme_offload",
     ):
@@ -624,10 +625,24 @@ def _checkpoint(run: RunView) -> Faults:
         )
 
 
+def _profile(run: RunView) -> Faults:
+    if not run.profile:
+        return
+    if run.profile_step_end <= run.profile_step_start:
+        yield (
+            f"{run.show('profile_step_end')}: must be above {run.show('profile_step_start')}: "
+            "steps from there on, and up to this one, are recorded"
+        )
+    outside = [rank for rank in run.profile_ranks if rank < 0 or 0 < run.world <= rank]
+    if outside:
+        yield f"{run.show('profile_ranks')}: there is no rank {outside[0]}; ranks count from 0"
+
+
 RULES: tuple[Callable[[RunView], Faults], ...] = (
     _required,
     _ranges,
     _needs,
+    _profile,
     tensor_parallel,
     context_parallel,
     zero,

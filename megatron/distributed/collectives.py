@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron.config.workspace import ROUND_BYTES
 from megatron.distributed.groups import Axis
 from megatron.distributed.peers import waiting
+from megatron.distributed.ranges import named
 from megatron.distributed.rendezvous import name_ranks
 from megatron.distributed.silent import SilentGroup
 
@@ -42,7 +43,7 @@ class Handle(Protocol):
         """The result. On a GPU the current stream waits, not the host."""
 
 
-def _others(what: str, axis: Axis) -> AbstractContextManager[None]:
+def _others(operation: str, axis: Axis) -> AbstractContextManager[None]:
     """While the other ranks of an axis are waited for in a collective."""
 
     def text(seconds: float) -> str:
@@ -51,11 +52,12 @@ def _others(what: str, axis: Axis) -> AbstractContextManager[None]:
             [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]],
         )
         return (
-            f"rank {rank} waited {seconds:.1f} s in {what} over {axis.name} for "
+            f"rank {rank} waited {seconds:.1f} s in {article} {operation} over {axis.name} for "
             f"{name_ranks(others)}. "
         ) + ("That rank" if len(others) == 1 else "One of them, or one that it waits for,")
 
-    return waiting(text)
+    article = "an" if operation[0] in "aeiou" else "a"
+    return waiting(text, named(operation, axis.dimension))
 
 
 class _Works:
@@ -89,9 +91,10 @@ def _start_native(
     buffer: Tensor | None = None,
 ) -> _Works:
     """A collective of the backend's own into `out`, by way of `buffer` where one is given."""
-    work = getattr(dist, operation)(
-        out if buffer is None else buffer, x, group=axis.group, async_op=True
-    )
+    with named(of, axis.dimension):
+        work = getattr(dist, operation)(
+            out if buffer is None else buffer, x, group=axis.group, async_op=True
+        )
     finish = (lambda: None) if buffer is None else lambda: out.copy_(buffer)
     return _Works([work], out, finish, of=(of, axis))
 
@@ -119,9 +122,9 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Hand
         return _Works([], x)
     if isinstance(axis.group, SilentGroup):
         return axis.group.start("all-reduce", x)
-    return _Works(
-        [dist.all_reduce(x, op=op, group=axis.group, async_op=True)], x, of=("an all-reduce", axis)
-    )
+    with named("all-reduce", axis.dimension):
+        work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
+    return _Works([work], x, of=("all-reduce", axis))
 
 
 def _swap(what: str, axis: Axis, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
@@ -149,12 +152,12 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle
         return axis.group.start("all-gather", out)
     x = x.contiguous()
     if not is_gloo(axis):
-        return _start_native(ALL_GATHER, "an all-gather", out, x, axis)
+        return _start_native(ALL_GATHER, "all-gather", out, x, axis)
     parts = out.chunk(axis.size)
-    works = _swap("an all-gather", axis, [x] * axis.size, parts)
+    works = _swap("all-gather", axis, [x] * axis.size, parts)
     if parts[axis.rank].data_ptr() != x.data_ptr():
         parts[axis.rank].copy_(x)
-    return _Works(works, out, of=("an all-gather", axis))
+    return _Works(works, out, of=("all-gather", axis))
 
 
 def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
@@ -170,10 +173,10 @@ def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
         return axis.group.start("all-to-all", out)
     x = x.contiguous()
     if not is_gloo(axis):
-        return _start_native("all_to_all_single", "an all-to-all", out, x, axis)
-    works = _swap("an all-to-all", axis, x.unbind(), out.unbind())
+        return _start_native("all_to_all_single", "all-to-all", out, x, axis)
+    works = _swap("all-to-all", axis, x.unbind(), out.unbind())
     out[axis.rank].copy_(x[axis.rank])
-    return _Works(works, out, of=("an all-to-all", axis))
+    return _Works(works, out, of=("all-to-all", axis))
 
 
 def start_ring_hop(x: Tensor, axis: Axis) -> Handle:
@@ -190,9 +193,9 @@ def start_ring_hop(x: Tensor, axis: Axis) -> Handle:
         dist.P2POp(dist.isend, x, to, axis.group),
         dist.P2POp(dist.irecv, out, come, axis.group),
     ]
-    with _others("a hop", axis):
+    with _others("hop", axis):
         works = dist.batch_isend_irecv(hop)
-    return _Works(works, out, finish=lambda: x.numel(), of=("a hop", axis))  # which keeps x
+    return _Works(works, out, finish=lambda: x.numel(), of=("hop", axis))  # which keeps x
 
 
 class _GlooReduceScatter:
@@ -209,7 +212,7 @@ class _GlooReduceScatter:
         step = _round_elements(elements, axis.size, x.dtype, reduce_dtype, workspace)
         self.rounds = [(start, min(start + step, elements)) for start in range(0, elements, step)]
         self.flying: list[tuple[tuple[int, int], dict[int, Tensor], list[Any]]] = []
-        with _others("a reduce-scatter", axis):
+        with _others("reduce-scatter", axis):
             self._post()
             self._post()
 
@@ -227,7 +230,7 @@ class _GlooReduceScatter:
         self.flying.append(((start, stop), received, [works, sent]))
 
     def wait(self) -> Tensor:
-        with _others("a reduce-scatter", self.axis):
+        with _others("reduce-scatter", self.axis):
             return self._sum_up()
 
     def _sum_up(self) -> Tensor:
@@ -339,9 +342,9 @@ def start_reduce_scatter(
     if is_gloo(axis):
         return _Shaped(_GlooReduceScatter(x, axis, out, reduce_dtype, workspace), own.shape)
     if reduce_dtype == x.dtype:
-        return _start_native(REDUCE_SCATTER, "a reduce-scatter", out, x.contiguous(), axis)
+        return _start_native(REDUCE_SCATTER, "reduce-scatter", out, x.contiguous(), axis)
     narrow = torch.empty_like(own, dtype=reduce_dtype)  # NCCL adds in the precision of the wire
-    return _start_native(REDUCE_SCATTER, "a reduce-scatter", out, x.to(reduce_dtype), axis, narrow)
+    return _start_native(REDUCE_SCATTER, "reduce-scatter", out, x.to(reduce_dtype), axis, narrow)
 
 
 def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -406,7 +409,7 @@ def _all_gather_few(data: bytes, size: int, axis: Axis, device: torch.device) ->
     """
     own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(own) for _ in axis.ranks]
-    with _others("an exchange of messages", axis):
+    with _others("exchange of messages", axis):
         dist.all_gather(rows, own, group=axis.group)
     return [bytes(row.numpy()) for row in torch.stack(rows).cpu()]
 
@@ -416,7 +419,7 @@ def broadcast_bytes(data: bytes, axis: Axis, device: torch.device) -> bytes:
     if axis.size == 1:
         return data
     device = torch.device("cpu") if is_gloo(axis) else device
-    with _others("a broadcast", axis):
+    with _others("broadcast", axis):
         return _broadcast(data, axis, device)
 
 

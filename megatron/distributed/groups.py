@@ -19,6 +19,13 @@ from megatron.config.stages import placement_of
 ORDER = ("pp", "dp", "cp", "tp")  # slowest first
 TP_PP_DP_ORDER = ("dp", "pp", "cp", "tp")  # --use-tp-pp-dp-mapping
 Partition = tuple[tuple[int, ...], ...]  # groups of ranks, none in two of them
+# of the names of axes that are no dimensions of the grid themselves
+DIMENSIONS = {
+    **dict.fromkeys(("replicas", "shard", "shard_gather", "replicate"), "dp"),
+    **dict.fromkeys(("cp_heads", "cp_ring"), "cp"),
+    **dict.fromkeys(("channel", "tied"), "pp"),
+    "kv": "tp",
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,11 @@ class Axis:
     @cached_property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def dimension(self) -> str:
+        """The axis of the grid that its ranks lie on, as traces name it."""
+        return DIMENSIONS.get(self.name, self.name)
 
 
 ALONE = Axis("alone")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.distributed.collectives import is_gloo
 from megatron.distributed.groups import Axis
+from megatron.distributed.ranges import named
 from megatron.distributed.silent import SilentGroup
 
 
@@ -25,11 +26,13 @@ class Sending:
         if isinstance(axis.group, SilentGroup):
             self.work: Any = axis.group.start("message", self.x)
             return
-        self.work = dist.isend(self.x, dst=axis.ranks[to], group=axis.group, tag=tag)
+        with named("send", "pp"):
+            self.work = dist.isend(self.x, dst=axis.ranks[to], group=axis.group, tag=tag)
 
     def wait(self) -> None:
         """On a GPU the current stream waits, not the host."""
-        self.work.wait()
+        with named("send", "pp"):
+            self.work.wait()
 
 
 class Receiving:
@@ -49,11 +52,13 @@ class Receiving:
         if isinstance(axis.group, SilentGroup):
             self.work: Any = axis.group.start("message", self.x)
             return
-        self.work = dist.irecv(self.x, src=axis.ranks[source], group=axis.group, tag=tag)
+        with named("receive", "pp"):
+            self.work = dist.irecv(self.x, src=axis.ranks[source], group=axis.group, tag=tag)
 
     def wait(self) -> Tensor:
         """The tensor. On a GPU the current stream waits, not the host (but for Gloo, which moves
         CPU memory).
         """
-        self.work.wait()
+        with named("receive", "pp"):
+            self.work.wait()
         return self.x.to(self.device)

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from megatron.config.errors import some
+from megatron.distributed.ranges import UNRECORDED
 
 logger = logging.getLogger(__name__)
 
@@ -263,21 +264,30 @@ def _words(last: Reports, silent_ranks: set[int], waited: float) -> str:
 PEERS = Peers()
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, that of the GPU or the host's."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
+    )
+
+
 @contextmanager
-def waiting(text: Callable[[float], str]) -> Iterator[None]:
+def waiting(
+    text: Callable[[float], str], in_trace: AbstractContextManager[Any] = UNRECORDED
+) -> Iterator[None]:
     """While other ranks are waited for: what torch raises becomes a PeerError of `text(seconds
-    waited)`, which ends by naming the rank to look at.
+    waited)`, which ends by naming the rank to look at. `in_trace`: the range that it is in traces.
 
     Of several inside each other the outermost of several counts.
     """
     begun = time.monotonic()
     PEERS.waits.append((text, begun))
     try:
-        yield
-    except torch.OutOfMemoryError:  # nobody else's fault
-        raise
+        with in_trace:
+            yield
     except RuntimeError as error:
-        if len(PEERS.waits) > 1:  # the outermost looks
+        # memory that runs out is nobody else's fault; of others the outermost looks
+        if is_out_of_memory(error) or len(PEERS.waits) > 1:
             raise
         # without Gloo's advice
         cause: Any = (

@@ -10,8 +10,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -227,8 +228,13 @@ class Timers:
     (`iteration-time`) are right over a log interval, which ends in such a wait.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        in_trace: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """`in_trace`: the range that a timer's block is in traces."""
+        self._clock, self._in_trace = clock, in_trace
         self._seconds: Metrics = {}
         self._inside = 0.0  # seconds of the timers that ran inside the present one
 
@@ -241,7 +247,8 @@ class Timers:
         outer = self._inside
         self._inside = 0.0
         try:
-            yield
+            with self._in_trace(name):
+                yield
         finally:
             seconds = self._clock() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds - self._inside

@@ -18,6 +18,7 @@ WORDS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradient",
+    Kind.REBUILD: "rebuild",
     Kind.SEND_FORWARD: "send of the output",
     Kind.RECEIVE_FORWARD: "receive of the input",
     Kind.SEND_BACKWARD: "send of the input's gradient",

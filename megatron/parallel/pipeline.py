@@ -23,6 +23,7 @@ from megatron.distributed.collectives import gather_bytes
 from megatron.distributed.groups import Groups
 from megatron.distributed.p2p import Receiving, Sending
 from megatron.distributed.peers import waiting
+from megatron.distributed.ranges import named
 from megatron.model.block import Layer, MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.check import WORDS, channel_of, source_of
@@ -136,6 +137,7 @@ class Pipeline:
         self.places = {  # of each layer in its stage
             layer: place for layers in self.layers.values() for place, layer in enumerate(layers)
         }
+        self.names = {layer: name for chunk in model.chunks for name, layer in chunk}
         self.calls = {
             (kind, stage): calls_of(kind, layers)
             for kind in COMPUTATIONS
@@ -173,18 +175,19 @@ class Pipeline:
         left: deque[Any] = deque()
         kept: Any
         for layer, kind in self.calls[action.kind, action.stage]:
-            self.weights.acquire(layer, kind, action.micro)
-            if kind is Kind.FORWARD:
-                x, kept = self.passes.forward(layer, x, held.pop())
-                left.append(kept)
-            elif kind is Kind.REBUILD:
-                at = self.places[layer]
-                held[at], held[at + 1] = self.passes.rebuild(layer, held[at], held[at + 1])
-            else:
-                x, kept = self.passes.backward(kind, layer, x, held.pop())
-                if kind is Kind.BACKWARD_INPUT:
-                    left.appendleft(kept)
-            self.weights.release(layer, kind, action.micro)
+            with named(WORDS[kind], self.names[layer], "micro-batch", action.micro):
+                self.weights.acquire(layer, kind, action.micro)
+                if kind is Kind.FORWARD:
+                    x, kept = self.passes.forward(layer, x, held.pop())
+                    left.append(kept)
+                elif kind is Kind.REBUILD:
+                    at = self.places[layer]
+                    held[at], held[at + 1] = self.passes.rebuild(layer, held[at], held[at + 1])
+                else:
+                    x, kept = self.passes.backward(kind, layer, x, held.pop())
+                    if kind is Kind.BACKWARD_INPUT:
+                        left.appendleft(kept)
+                self.weights.release(layer, kind, action.micro)
         return self.passes.handed_on(x), left
 
     def timeline(self, schedule: Schedule, recording: Recording) -> Timeline:
@@ -222,7 +225,8 @@ class Pipeline:
             if action.kind in COMPUTATIONS:
                 begin = None if recording is None else recording.now()
                 x, held = step.take(action)
-                y, left = self.compute(action, x, held)
+                with named(WORDS[action.kind], "stage", action.stage, "micro-batch", action.micro):
+                    y, left = self.compute(action, x, held)
                 step.give(action, y, left)
                 del x, y, held, left  # or they would live as long as the next computation
                 if recording is not None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.config.errors import UserError
+from megatron.parallel.check import WORDS
 from megatron.parallel.schedule import COMPUTATIONS, Kind
 
 
@@ -74,6 +75,24 @@ class Timeline:
                 "rows": rows,
             }
         )
+
+    def chrome_events(self, title: str = "", first: int = 0) -> list[dict[str, Any]]:
+        """The same as events of a Chrome trace (microseconds): a process a rank, numbered from
+        `first`, each behind `title`. A unit of a simulated cost is a second.
+        """
+        events: list[dict[str, Any]] = []
+        for rank, row in enumerate(self.rows):
+            here = {"pid": first + rank, "tid": 0}
+            name = {"name": f"{title} rank {rank}".strip()}
+            events.append({"ph": "M", "name": "process_name", "args": name, **here})
+            for span in row:
+                label = f"{WORDS[span.kind]} stage {span.stage} micro-batch {span.micro}"
+                when = {
+                    "ts": 1e6 * (span.begin - self.begin),
+                    "dur": 1e6 * (span.end - span.begin),
+                }
+                events.append({"ph": "X", "cat": WORDS[span.kind], "name": label, **when, **here})
+        return events
 
     @staticmethod
     def from_json(text: str) -> Timeline:

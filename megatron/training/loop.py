@@ -339,6 +339,8 @@ def train_step(
     is a pipeline. `pending`: the report of the step before, which is taken in on the way.
     """
     config, progress = run.config, run.progress
+    if run.profiler is not None:
+        interval.outside += run.profiler.next_step(progress.iteration)
     batch_size = global_batch_size_at(progress.consumed_samples, config)
     if run.scaler.dynamic:  # this backward's scale depends on the last step's verdict
         finish_step(run, pending, interval)

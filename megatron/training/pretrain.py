@@ -65,7 +65,9 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
+from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.prepare import Prepared, check_kernels, prepare
+from megatron.training.profile import record_memory_history, step_profiler
 from megatron.training.resume import (
     continuity,
     device_name,
@@ -132,7 +134,10 @@ def pretrain(
         if run.tracker is not None:
             stack.callback(run.tracker.close)
         try:
-            code = _carry_out(run, checkpoint)
+            with explained_out_of_memory(run.config, run.vocab_size, run.groups, device):
+                code = _carry_out(run, checkpoint)
+            if run.profiler is not None:
+                run.profiler.close()
             run.zero.wait_for_weights()
         except Exception as error:
             _tell_peers(run, error)
@@ -207,6 +212,7 @@ def build(
         lease=lease,
         peak_tflops=_peak_tflops(config, device),
         estimate=described and described.estimate,
+        profiler=step_profiler(config, groups.rank, device),
     ), prepared.checkpoint
 
 
@@ -255,6 +261,18 @@ def _build_engine(
     config: Config, vocab_size: int, groups: Groups, device: torch.device
 ) -> tuple[Pipeline, Optimizer]:
     """This rank's stages, sharded, with what drives them and what updates them."""
+    record_memory_history(config, device)
+    with explained_out_of_memory(config, vocab_size, groups, device):
+        pipeline = _build_pipeline(config, vocab_size, groups, device)
+        zero: Zero = pipeline.weights  # type: ignore[assignment]
+        with raise_on_all_ranks(groups.world, device):
+            optimizer = Optimizer(zero.blocks, config, groups, zero.all_gather_weights)
+    return pipeline, optimizer
+
+
+def _build_pipeline(
+    config: Config, vocab_size: int, groups: Groups, device: torch.device
+) -> Pipeline:
     model = build_model(config, vocab_size, groups, device)
     blocks = build_run_blocks(config, model, device, groups)
     if model.config.attention_backend == "fa4":
@@ -275,10 +293,8 @@ def _build_engine(
         for block in zero.trained:
             block.keep_grad_place()
         passes = GraphedPasses(device)
-    with raise_on_all_ranks(groups.world, device):
-        optimizer = Optimizer(blocks, config, groups, zero.all_gather_weights)
     placement, shape = placement_of(config), hidden_shape(config)
-    return Pipeline(model, zero, passes, placement, shape, groups, device), optimizer
+    return Pipeline(model, zero, passes, placement, shape, groups, device)
 
 
 def _introduce(

@@ -15,6 +15,7 @@ from megatron.checkpoint.manager import CheckpointManager
 from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.distributed.groups import Groups
+from megatron.distributed.ranges import named
 from megatron.model.gpt import GPTModel
 from megatron.observe.metrics import Timers
 from megatron.observe.tracking import Tracker
@@ -25,6 +26,7 @@ from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
 from megatron.plan.step_table import Estimate
 from megatron.training.exit import ExitConditions
+from megatron.training.profile import StepProfiler
 
 
 @dataclass
@@ -70,8 +72,9 @@ class Run:
     checkpoints: CheckpointManager | None  # with --save
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
+    profiler: StepProfiler | None  # on the ranks of --profile-ranks
     estimate: Estimate | None = None  # of a step, on rank 0, where the device is known
-    timers: Timers = field(default_factory=Timers)
+    timers: Timers = field(default_factory=lambda: Timers(in_trace=named))
 
     @cached_property
     def chunk(self) -> int:

@@ -120,7 +120,6 @@ REAL = """ --data-path corpus_text_document --tokenizer-type HuggingFaceTokenize
     --data-cache-path cache --split "'99,1,0'" --no-create-attention-mask-in-dataloader --no-mmap-bin-files
     --num-workers 1 --vocab-size 128256"""
 LLAMA3_NOT_DONE = (
-    "--profile, --profile-step-start, --profile-step-end: no profile",
     "--empty-unused-memory-level: ",
     "--manual-gc: ",
 )

@@ -346,10 +346,10 @@ def test_notes_change_nothing():
     "words, missing",
     [
         (
-            "--profile --profile-step-start 4 --profile-step-end 6",
-            ["--profile, --profile-step-start, --profile-step-end: no profile is written"],
+            "--profile-backward --profile-steps 4",
+            ["--profile-backward, --profile-steps: --profile writes Chrome traces"],
         ),
-        ("--nvtx-ranges", ["--nvtx-ranges: no profile"]),
+        ("--nvtx-ranges", ["--nvtx-ranges: --profile writes Chrome traces"]),
         ("--log-straggler", ["--log-straggler: slow ranks"]),
         (
             "--log-timers-to-tensorboard",

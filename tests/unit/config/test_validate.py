@@ -450,6 +450,21 @@ def test_a_complete_configuration_has_no_faults():
             "--tiled-mlp 4 --cuda-graphs --seq-length 16",
             "--cuda-graphs: does not combine with --tiled-mlp 4; drop one",
         ),
+        ("--profile", "--profile: acts only with --profile-dir or --save, where its files go"),
+        ("--record-memory-history", "--record-memory-history: acts only with --profile-dir or"),
+        (
+            "--profile --save ckpt --profile-step-end 10",
+            "--profile-step-end 10: must be above --profile-step-start 10: steps from there on",
+        ),
+        (
+            "--profile --save ckpt --profile-ranks 0 1",
+            "--profile-ranks 0 1: there is no rank 1; ranks count from 0",
+        ),
+        (
+            "--profile --save ckpt --profile-ranks -1",
+            "--profile-ranks -1: there is no rank -1; ranks count from 0",
+        ),
+        ("--profile --profile-dir a.bin/x", "--profile-dir a.bin/x: cannot be made: "),
         (
             "--tensor-model-parallel-size 2",
             "--tensor-model-parallel-size 2: does not divide the 1 rank(s) of this job; start 2 "
@@ -506,6 +521,9 @@ def test_one_rule(extra, fault):
             "--hysteresis 3: acts only with --fp16",
         ),
         ("--async-save", "--async-save: acts only with --save DIR"),
+        ("--profile-step-start 4", "--profile-step-start 4: acts only with --profile"),
+        ("--profile-ranks 7", "--profile-ranks 7: acts only with --profile"),
+        ("--record-shapes", "--pytorch-profiler-collect-shapes: acts only with --profile"),
         (
             "--override-opt-param-scheduler",
             "--override-opt-param-scheduler: acts only with --load DIR",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from megatron.distributed import peers
@@ -77,3 +78,15 @@ def test_the_outermost_wait_is_told():
         with waiting(lambda seconds: "inner"):
             raise RuntimeError("lost. Advice\nmore")
     assert not PEERS.waits and PEERS.doing().endswith(", computing")
+
+
+def test_memory_that_runs_out_is_blamed_on_nobody():
+    """A real allocation that fails while others are waited for; the control is another error."""
+    with (
+        pytest.raises(RuntimeError, match="DefaultCPUAllocator") as raised,
+        waiting(lambda seconds: "rank 0 waited"),
+    ):
+        torch.empty(1 << 46)
+    assert not isinstance(raised.value, PeerError)
+    with pytest.raises(PeerError), waiting(lambda seconds: "rank 0 waited"):
+        torch.empty(2).view(3)

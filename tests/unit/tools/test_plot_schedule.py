@@ -4,6 +4,7 @@ one scale.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -123,6 +124,30 @@ def test_measured_stands_below_simulated_on_one_scale(tmp_path, capsys):
         and "| s |" in printed[0]
     )
     assert "20.0%" in printed[2]  # (P - 1) / (m + P - 1)
+
+
+def test_a_chrome_trace_has_both_time_lines(tmp_path, capsys):
+    line, file = measured(tmp_path, name="zero-bubble-v", latency=0.25)
+    out = tmp_path / "trace.json"
+    assert plot_schedule.main(["--measured", file, "--chrome", str(out)]) == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert list(names.values()) == [
+        f"{what} rank {rank}" for what in ("simulated", "measured") for rank in (0, 1)
+    ]
+    spans = [event for event in events if event["ph"] == "X" and event["pid"] >= 2]
+    assert len(spans) == sum(map(len, line.rows))
+    last = max(spans, key=lambda event: event["ts"] + event["dur"])
+    assert last["ts"] + last["dur"] == pytest.approx(1e6 * (line.end - line.begin))
+    first = line.rows[1][0]
+    (found,) = (event for event in spans if event["pid"] == 3 and event["ts"] == 1e6 * first.begin)
+    assert found["name"] == f"forward stage {first.stage} micro-batch {first.micro}"
+    assert found["dur"] == pytest.approx(1e6 * (first.end - first.begin))
+    # one time line: ranks are not told apart by where it comes from
+    flags = "--schedule 1f1b --ranks 2 --micro-batches 2 --chrome".split()
+    assert plot_schedule.main([*flags, str(out)]) == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["rank 0", "rank 1"]
 
 
 def test_a_clock_that_does_not_start_at_zero_changes_nothing(tmp_path):

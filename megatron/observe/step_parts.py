@@ -1,0 +1,297 @@
+"""Where the steps of a profile went, from the Chrome traces of torch's profiler: each moment of a
+step belongs to one part, so that the parts add up to its wall time.
+
+On a CPU the thread that trains is looked at: it computes, is in a collective, waits for a message
+of its pipeline, or is in Python. On a GPU it is the device, where work on several streams lies side
+by side: communication counts where nothing is computed meanwhile, and the host where the device has
+no work at all. What runs there is told apart by where it was launched. Times in microseconds, as in
+the traces. Written by megatron/training/profile.py.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.config.errors import UserError
+
+Event = dict[str, Any]
+Interval = tuple[float, float]
+Layer = tuple[str, Iterable[Interval]]  # a part, and when it may be on
+
+COMPUTE, HOST, BUBBLE = "compute", "host", "pipeline idle"
+EXPOSED = "exposed"  # and an axis
+SECTIONS = ("data", "optimizer", "evaluation", "save-checkpoint")  # timers of a run
+OPERATIONS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "hop",
+    "send",
+    "receive",
+    "broadcast",
+    "exchange of messages",
+)
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+ITERATION = "iteration "
+
+
+class StepParts(NamedTuple):
+    """One step of one rank: its wall time, and the parts of that, both in seconds."""
+
+    rank: int
+    iteration: int
+    seconds: float
+    parts: dict[str, float]
+
+
+def trace_path(folder: Path, rank: int) -> Path:
+    """Where the trace of a rank is."""
+    return folder / f"rank-{rank}.trace.json"
+
+
+def step_table(folder: Path) -> list[StepParts]:
+    """Every step that the traces in a folder hold, by rank and iteration; none where there is no
+    trace. Raises UserError for a file that is none.
+    """
+    paths = {int(path.name[5:-11]): path for path in folder.glob("rank-*.trace.json")}
+    return [step for rank in sorted(paths) for step in parts_of_trace(paths[rank])]
+
+
+def parts_of_trace(path: Path) -> list[StepParts]:
+    """The steps of one trace. Raises UserError when it is none."""
+    try:
+        with open(path, "rb") as file:
+            events = json.load(file)["traceEvents"]
+        rank = int(path.name[5:-11])
+        return parts_of_events(rank, [event for event in events if event.get("ph") == "X"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: not a trace of --profile: {type(error).__name__}: {error}"
+        ) from None
+
+
+def where_the_step_went(steps: Sequence[StepParts]) -> list[str]:
+    """A Markdown table, a row a rank: the mean of its steps, in milliseconds and percent."""
+    names = sorted({name for step in steps for name in step.parts}, key=_place)
+    lines = ["| rank | steps | ms | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
+    for rank in sorted({step.rank for step in steps}):
+        own = [step for step in steps if step.rank == rank]
+        whole = statistics.fmean(step.seconds for step in own)
+        cells = []
+        for name in names:
+            part = statistics.fmean(step.parts.get(name, 0.0) for step in own)
+            share = f" ({100 * part / whole:.0f}%)" if whole else ""
+            cells.append(f"{1000 * part:.1f}{share}")
+        lines.append(f"| {rank} | {len(own)} | {1000 * whole:.1f} | {' | '.join(cells)} |")
+    return lines
+
+
+def parts_of_events(rank: int, events: list[Event]) -> list[StepParts]:
+    """The steps of the events of a trace, those with a duration."""
+    named = [event for event in events if event.get("cat") == "user_annotation"]
+    steps = sorted(
+        (_interval(event), int(event["name"].removeprefix(ITERATION)), event["tid"])
+        for event in named
+        if event["name"].startswith(ITERATION)
+    )
+    if not steps:
+        return []
+    device = [event for event in events if event.get("cat") in ON_DEVICE]
+    windows = [window for window, *_ in steps]
+    if device:
+        launched = _launches(events)
+        windows = _windows_of_device(windows, device, launched)
+        layers = _layers_of_device(named, device, launched)
+    else:
+        layers = _layers_of_thread(named, events, steps[0][2])
+    merged = [(name, _merged(intervals)) for name, intervals in layers]
+    return [
+        StepParts(rank, iteration, (window[1] - window[0]) / 1e6, _parts(window, merged))
+        for window, (_, iteration, _) in zip(windows, steps, strict=True)
+    ]
+
+
+def _interval(event: Event) -> Interval:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _parts(window: Interval, layers: list[tuple[str, list[Interval]]]) -> dict[str, float]:
+    """Seconds of each part: a moment is that of the first layer that is on."""
+    found: dict[str, float] = {}
+    free = [window] if window[1] > window[0] else []
+    for name, intervals in layers:
+        taken, free = _cut(free, intervals)
+        found[name] = found.get(name, 0.0) + taken / 1e6
+    found[HOST] = sum(end - begin for begin, end in free) / 1e6
+    order = sorted(found, key=_place)
+    return {name: found[name] for name in order if found[name]}
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Of a part in a table."""
+    names = (COMPUTE, "optimizer", EXPOSED, BUBBLE, HOST, *SECTIONS)
+    return names.index(EXPOSED if name.startswith(EXPOSED) else name), name
+
+
+def _cut(free: list[Interval], busy: list[Interval]) -> tuple[float, list[Interval]]:
+    """How much of `free` is busy, and the rest of it; both in order, without overlaps."""
+    taken, left, first = 0.0, [], 0
+    for begin, end in free:
+        while first < len(busy) and busy[first][1] <= begin:
+            first += 1
+        at = first
+        while at < len(busy) and busy[at][0] < end:
+            low, high = max(busy[at][0], begin), min(busy[at][1], end)
+            if low > begin:
+                left.append((begin, low))
+            taken += high - low
+            begin = high
+            at += 1
+        if begin < end:
+            left.append((begin, end))
+    return taken, left
+
+
+def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments, in order and without overlaps."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _part_of_collective(name: str) -> str | None:
+    """The part that the range of a collective counts to; None for another range."""
+    operation, _, axis = name.rpartition(" ")
+    if operation not in OPERATIONS:
+        return None
+    return BUBBLE if operation == "receive" else f"{EXPOSED} {axis}"
+
+
+def _by_part(
+    events: Iterable[Event], part_of: Callable[[Event], str | None]
+) -> dict[str, list[Interval]]:
+    found: dict[str, list[Interval]] = {}
+    for event in events:
+        if (part := part_of(event)) is not None:
+            found.setdefault(part, []).append(_interval(event))
+    return dict(sorted(found.items()))
+
+
+# ---- on a CPU
+
+
+def _layers_of_thread(named: list[Event], events: list[Event], thread: object) -> list[Layer]:
+    """What the thread that trains does, the most telling first: a collective within the optimizer
+    is communication, what else the optimizer computes is the optimizer.
+    """
+    own = [event for event in named if event["tid"] == thread]
+    sections = _by_part(own, lambda event: event["name"] if event["name"] in SECTIONS else None)
+    operators = (
+        _interval(event)
+        for event in events
+        if event.get("cat") == "cpu_op" and event["tid"] == thread
+    )
+    collectives = _by_part(own, lambda event: _part_of_collective(event["name"]))
+    return [*collectives.items(), *sections.items(), (COMPUTE, operators)]
+
+
+# ---- on a GPU
+
+
+class _Ranges:
+    """Ranges of one thread, none within another, by when they begin."""
+
+    def __init__(self, events: Iterable[Event]):
+        self.events = sorted(events, key=lambda event: event["ts"])
+        self.begins = [event["ts"] for event in self.events]
+
+    def at(self, moment: float) -> str | None:
+        """The name of the one that is open."""
+        place = bisect_right(self.begins, moment) - 1
+        if place < 0 or _interval(self.events[place])[1] < moment:
+            return None
+        return self.events[place]["name"]
+
+
+Launches = dict[int, Event]  # by correlation: the call of CUDA's that launched work
+
+
+def _launches(events: list[Event]) -> Launches:
+    return {event["args"]["correlation"]: event for event in events if event.get("cat") in LAUNCHES}
+
+
+def _launch(event: Event, launched: Launches) -> Event | None:
+    return launched.get(event.get("args", {}).get("correlation"))
+
+
+def _windows_of_device(
+    hosts: list[Interval], device: list[Event], launched: Launches
+) -> list[Interval]:
+    """When the device is at each step: from the end of the work of the step before to the end of
+    its own, the first from when the host begins, before which the device was idle.
+    """
+    ends = [begin for begin, _ in hosts]
+    begins = ends.copy()
+    for event in device:
+        launch = _launch(event, launched)
+        place = bisect_right(begins, launch["ts"]) - 1 if launch is not None else -1
+        if place >= 0:
+            ends[place] = max(ends[place], _interval(event)[1])
+    windows, at = [], begins[0]
+    for end in ends:
+        windows.append((at, max(at, end)))
+        at = windows[-1][1]
+    return windows
+
+
+def _layers_of_device(named: list[Event], device: list[Event], launched: Launches) -> list[Layer]:
+    """What the device does: it computes, else communicates, else waits for a message, else waits
+    for the host, which may be at a part of its own.
+    """
+    sections = _Ranges(event for event in named if event["name"] in SECTIONS)
+
+    def part_of_work(event: Event) -> str | None:
+        launch = _launch(event, launched)
+        return (launch and sections.at(launch["ts"])) or COMPUTE
+
+    work = _by_part((event for event in device if not _is_message(event)), part_of_work)
+    messages = _messages(named, filter(_is_message, device), launched)
+    waiting = [(BUBBLE, messages.pop(BUBBLE))] if BUBBLE in messages else []
+    on_host = _by_part(named, lambda event: event["name"] if event["name"] in SECTIONS else None)
+    on_host.pop("optimizer", None)  # Python that launches its kernels is the host
+    return [*work.items(), *messages.items(), *waiting, *on_host.items()]
+
+
+def _is_message(event: Event) -> bool:
+    """Whether NCCL does it."""
+    return event["name"].startswith("nccl")
+
+
+def _messages(
+    named: list[Event], kernels: Iterable[Event], launched: Launches
+) -> dict[str, list[Interval]]:
+    """NCCL's kernels by part: that of the collective which launched them on its thread."""
+    ranges = [event for event in named if _part_of_collective(event["name"]) is not None]
+    by_thread = {
+        thread: _Ranges(event for event in ranges if event["tid"] == thread)
+        for thread in {event["tid"] for event in ranges}
+    }
+
+    def part(event: Event) -> str | None:
+        launch = _launch(event, launched)
+        own = by_thread.get(launch["tid"]) if launch is not None else None
+        name = own.at(launch["ts"]) if own is not None and launch is not None else None
+        return _part_of_collective(name) if name else f"{EXPOSED} unnamed"
+
+    return _by_part(kernels, part)

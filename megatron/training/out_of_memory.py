@@ -1,0 +1,223 @@
+"""What there is to say when memory runs out: how much there was, the largest tensors by what they
+are, what the plan had counted on, and what needs less.
+
+Called from training/pretrain.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.config.groups import Config
+from megatron.distributed.groups import Groups
+from megatron.distributed.peers import is_out_of_memory
+from megatron.optimizer.blocks import Block
+from megatron.optimizer.state import InMemory
+from megatron.parallel.layer_passes import Graph
+from megatron.plan.memory import MemoryPlan
+from megatron.plan.verdict import RESERVE, memory_verdict
+from megatron.training.profile import profile_folder, write_snapshot
+
+SHOWN = 12  # largest kinds of tensors
+GIB = 2**30
+Buffer = tuple[str, Tensor | None]  # with what it is
+
+
+@contextmanager
+def explained_out_of_memory(
+    config: Config, vocab_size: int, groups: Groups, device: torch.device
+) -> Iterator[None]:
+    """While open, an error of memory that runs out is raised on with all that is known about it,
+    which is also written to `rank-N.out-of-memory.txt` in --profile-dir.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            try:
+                _explain(error, config, vocab_size, groups, device)
+            except Exception as fault:  # the error is worth more than what is said of it
+                error.add_note(f"memory ran out; {type(fault).__name__} in explaining it: {fault}")
+        raise
+
+
+def _explain(
+    error: Exception, config: Config, vocab_size: int, groups: Groups, device: torch.device
+) -> None:
+    folder = profile_folder(config)
+    found = live_tensors(device)
+    largest = _largest_lines(found)
+    taken, memory = _memory(device, sum(each.size for each in found))
+    if config.logging.record_memory_history and folder is not None:
+        path = write_snapshot(folder, groups.rank, device)
+        largest += [f"history of the allocator: {path}"] if path else []
+    del found
+    traceback.clear_frames(error.__traceback__)  # what they hold is room for the plan
+    gc.collect()
+    try:
+        plan = MemoryPlan(config, vocab_size, groups.world.size, device.type)
+        planned = _plan_lines(plan, groups.pp.rank, memory)
+    except Exception as fault:
+        planned = [f"the plan could not be made again: {type(fault).__name__}: {fault}"]
+    lines = [f"memory ran out on rank {groups.rank}", taken, *planned, *largest]
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"rank-{groups.rank}.out-of-memory.txt"
+            path.write_text("\n".join([*lines, f"{type(error).__name__}: {error}"]) + "\n")
+            lines.append(f"this text is in {path}")
+    error.add_note("\n  ".join(lines))
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3g} GiB"
+
+
+def _memory(device: torch.device, live: int) -> tuple[str, float]:
+    """What there is and what is taken, of which `live` bytes by tensors; and the GiB that a verdict
+    is to be of.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        other = total - free - torch.cuda.memory_reserved(device)
+        return (
+            f"device: {_gib(total)}, of them {_gib(live)} live tensors, {_gib(kept)} that the "
+            f"allocator keeps, {_gib(other)} of kernels, NCCL and other processes, "
+            f"{_gib(free)} free"
+        ), total / GIB
+    page = resource.getpagesize()
+    total, limit = os.sysconf("SC_PHYS_PAGES") * page, resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = limit != resource.RLIM_INFINITY and limit < total
+    # a limit is on addresses, not on what is resident
+    taken = page * int(Path("/proc/self/statm").read_text().split()[0 if limited else 1])
+    what = "addresses (ulimit -v)" if limited else "memory"
+    usable = (limit if limited else total) - max(0, taken - live)
+    return (
+        f"host: {_gib(limit if limited else total)} of {what}, of which this process has taken "
+        f"{_gib(taken)}, {_gib(live)} of them by live tensors"
+    ), usable / GIB + RESERVE  # which a verdict takes off for a GPU's kernels and NCCL
+
+
+def _plan_lines(plan: MemoryPlan, rank: int, memory: float) -> list[str]:
+    """What the plan counts for a pipeline rank, and the first change of flags with which it fits
+    into so many GiB.
+    """
+    sizes = plan.ranks[rank].sizes()
+    total = sizes.pop("total")
+    parts = ", ".join(f"{kind} {_gib(size)}" for kind, size in sizes.items())
+    lines = [f"plan: {_gib(total)} at the worst moment of a step ({parts})"]
+    verdict = memory_verdict(plan, memory)
+    if verdict.word != "fits":
+        return [*lines, f"advice: {verdict.line.partition('; ')[2]}"]
+    pieces = "memory that the allocator keeps in pieces: "
+    pieces += "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    advice = f"or for {pieces}" if plan.device == "cuda" else "or raise the limit (ulimit -v)"
+    return [*lines, f"advice: by the plan the run fits; look for other processes, {advice}"]
+
+
+class LiveTensors(NamedTuple):
+    """Tensors of one kind and shape: their number and bytes, views counted once."""
+
+    label: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    number: int
+    size: int
+
+
+def _largest_lines(found: list[LiveTensors]) -> list[str]:
+    lines = ["largest live tensors:"]
+    for label, shape, dtype, count, size in found[:SHOWN]:
+        times = f"{count} x " if count > 1 else ""
+        kind = str(dtype).removeprefix("torch.")
+        lines.append(f"  {_gib(size)}: {label}, {times}{list(shape)} {kind}")
+    rest = found[SHOWN:]
+    if rest:
+        count, size = sum(each.number for each in rest), sum(each.size for each in rest)
+        lines.append(f"  {_gib(size)}: {count} others")
+    return lines
+
+
+def live_tensors(device: torch.device) -> list[LiveTensors]:
+    """What lies in the memory of a device, the largest first: buffers by their block, activations
+    by the operator that has kept them, and what else Python can reach.
+    """
+    sizes: dict[tuple[str, tuple[int, ...], torch.dtype], list[int]] = {}
+    seen = set()
+    for label, tensor in _reachable():
+        if tensor is None or tensor.device.type != device.type or tensor.layout != torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or not storage.nbytes():
+            continue
+        seen.add(storage.data_ptr())
+        key = (label, tuple(tensor.shape), tensor.dtype)
+        sizes.setdefault(key, []).append(storage.nbytes())
+    found = [LiveTensors(*key, len(each), sum(each)) for key, each in sizes.items()]
+    return sorted(found, key=lambda each: each.size, reverse=True)
+
+
+def _reachable() -> list[Buffer]:
+    """All tensors, those first of which it is known what they are."""
+    buffers: list[Buffer] = []
+    nodes: list[Any] = []
+    others: list[Buffer] = []
+    for thing in gc.get_objects():
+        kind = type(thing)  # isinstance would wake lazy modules
+        if issubclass(kind, Tensor):
+            others.append(("tensor", thing))
+        elif issubclass(kind, Block):
+            buffers += _of_block(thing)
+        elif kind is InMemory:
+            buffers += [(f"{name} of {thing.block.name}", x) for name, x in thing.tensors.items()]
+        elif kind is Graph:
+            nodes.append(thing.output.node)
+    return [*buffers, *_kept_by_autograd(nodes), *others]
+
+
+def _of_block(block: Block) -> list[Buffer]:
+    """The flat buffers of a block, as far as it has been built; views of another come after it."""
+    names = {
+        "weight": "weights",
+        "grad": "main_grad",
+        "grad_place": "main_grad",
+        "summed": "reduced gradient",
+        "master": "master weights",
+        "rounded": "rounded weights",
+    }
+    return [
+        (f"{what} of {block.name}", getattr(block, field, None)) for field, what in names.items()
+    ]
+
+
+def _kept_by_autograd(nodes: list[Any]) -> list[Buffer]:
+    """What the graphs that end in these nodes have saved, as it is: reading a tensor that is
+    recomputed would compute it.
+    """
+    found: list[Buffer] = []
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            saved = getattr(node, name) if name.startswith("_raw_saved_") else ()
+            for each in saved if isinstance(saved, (tuple, list)) else (saved,):
+                tensor = getattr(each, "data", None)
+                if isinstance(tensor, Tensor):
+                    found.append((f"activation that {node.name()} keeps", tensor))
+    return found

@@ -1,0 +1,268 @@
+"""--profile in real runs: a trace a rank with named passes and collectives, parts that add up, and
+the same run as without; and what is said when memory runs out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from logged import logged
+from torch.autograd import profiler
+from torch.autograd.graph import get_gradient_edge
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.validate import resolve
+from megatron.distributed.groups import one_process
+from megatron.model.build import build_model
+from megatron.observe.step_parts import step_table
+from megatron.observe.tracking import read_metrics
+from megatron.optimizer.blocks import build_run_blocks
+from megatron.optimizer.optimizer import Optimizer
+from megatron.parallel.layer_passes import Graph
+from megatron.training import out_of_memory, pretrain
+from megatron.training.out_of_memory import explained_out_of_memory, live_tensors
+from pretrain_gpt import main
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8
+--micro-batch-size 1 --global-batch-size 4 --train-iters 5 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 31 --lr 1e-2 --log-interval 1 --eval-iters 0""".split()
+PROFILE = "--profile --profile-step-start 2 --profile-step-end 4 --profile-ranks 0 1".split()
+LAYOUTS = {
+    "pp2": "--pipeline-model-parallel-size 2",
+    "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "dp2": "--zero-stage 3",
+}
+RANGES = {  # of both ranks, beside those of every layout
+    "pp2": {"forward stage 0 micro-batch 2", "backward stage 1 micro-batch 3", "send pp"},
+    "tp2": {"all-gather tp", "reduce-scatter tp", "forward stage 0 micro-batch 0"},
+    "dp2": {"all-gather dp", "reduce-scatter dp"},
+}
+EXPOSED = {"pp2": "pipeline idle", "tp2": "exposed tp", "dp2": "exposed dp"}
+
+
+def trained(words: list[str]) -> int:
+    """`pretrain_gpt.py words...` on a rank of a world that goes on."""
+    parsed = parse_arguments(words)
+    with (
+        mock.patch.object(pretrain, "disconnect", lambda: None),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        return pretrain.pretrain(parsed.config, parsed.notes)
+
+
+def results(folder: Path) -> list[tuple[str, str]]:
+    """Losses and gradient norms as text, which is equal exactly where the floats are."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [(repr(row["lm loss"]), repr(row["grad-norm"])) for row in rows]
+
+
+def annotations(folder: Path, rank: int) -> dict[str, list[float]]:
+    """Seconds of the ranges of a rank's trace, by name."""
+    events = json.loads((folder / f"profile/rank-{rank}.trace.json").read_text())["traceEvents"]
+    found: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") == "user_annotation":
+            found.setdefault(event["name"], []).append(event["dur"] / 1e6)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_traces_of_two_ranks(gloo_world, tmp_path, layout):
+    world, words = gloo_world(2), [*TINY, *LAYOUTS[layout].split()]
+    plain, profiled = tmp_path / "plain", tmp_path / "profiled"
+    assert world.run(trained, [*words, "--save", str(plain)]) == [0, 0]
+    assert world.run(trained, [*words, "--save", str(profiled), *PROFILE]) == [0, 0]
+    assert results(plain) == results(profiled) and len(results(plain)) == 5
+    assert not (plain / "profile").exists()
+    both = [annotations(profiled, rank) for rank in range(2)]
+    names = {name for found in both for name in found}
+    common = {"data", "optimizer", "all-reduce world"}
+    layers = {
+        f"{kind} {layer} micro-batch 1"
+        for kind in ("forward", "backward")
+        for layer in ("embedding", "layers.0", "layers.1", "head")
+    }
+    assert names >= common | layers | RANGES[layout], names
+    steps = step_table(profiled / "profile")
+    assert [(step.rank, step.iteration) for step in steps] == [(0, 3), (0, 4), (1, 3), (1, 4)]
+    logged_times = {row["iteration"]: row for row in read_metrics(profiled / "metrics.jsonl")}
+    for step in steps:
+        whole = both[step.rank][f"iteration {step.iteration}"]
+        assert [sum(step.parts.values())] == pytest.approx(whole, rel=0.01)
+        assert min(step.parts.values()) > 0
+        assert {"compute", "optimizer", "host", "data"} <= step.parts.keys()
+        assert step.parts["data"] <= sum(both[step.rank]["data"])
+        assert step.parts["exposed world"] <= sum(both[step.rank]["all-reduce world"])
+        if step.rank == 0:  # without the time to log it
+            assert logged_times[step.iteration]["iteration-time"] <= 1.01 * step.seconds
+    assert all(EXPOSED[layout] in step.parts for step in steps)
+    others = set(EXPOSED.values()) - {EXPOSED[layout]}
+    assert not any(others & step.parts.keys() for step in steps)
+
+
+@contextlib.contextmanager
+def no_range_is_made() -> Iterator[None]:
+    """While open, a range in a trace is an error."""
+    with mock.patch.object(profiler, "record_function", side_effect=AssertionError):
+        yield
+
+
+def run(folder: Path, *flags: object) -> tuple[list[str], dict[str, list[float]] | None]:
+    """A run of one process that is saved in `folder`: what it logs, and the ranges of its trace."""
+    with logged() as lines:
+        assert main([*TINY, "--save", str(folder), *map(str, flags)]) == 0
+    there = (folder / "profile/rank-0.trace.json").exists()
+    return lines, annotations(folder, 0) if there else None
+
+
+def test_steps_that_are_not_recorded_make_no_range(tmp_path):
+    with no_range_is_made():
+        assert run(tmp_path / "off", "--train-iters", 2)[1] is None
+        # a rank that is not chosen
+        assert run(tmp_path / "other", "--train-iters", 2, "--profile-dir", "x")[1] is None
+    # the control
+    with no_range_is_made(), pytest.raises(AssertionError):
+        run(tmp_path / "on", "--profile", "--profile-step-start", 1, "--profile-step-end", 2)
+
+
+def test_a_run_that_goes_on_between_the_steps_records_what_it_makes(tmp_path):
+    chosen = "--profile", "--profile-step-start", 1, "--profile-step-end", 4
+    saved = *chosen, "--save-interval", 2, "--exit-interval", 2
+    lines, found = run(tmp_path, *saved)
+    assert sorted(name for name in found if name.startswith("iteration")) == ["iteration 2"]
+    assert "save-checkpoint" in found
+    assert any("where the steps went:\n| rank | steps | ms | compute" in line for line in lines)
+    _, found = run(tmp_path, "--load", tmp_path, *chosen)
+    iterations = sorted(name for name in found if name.startswith("iteration"))
+    assert iterations == ["iteration 3", "iteration 4"]
+    (tmp_path / "profile/rank-0.trace.json").unlink()
+    lines, found = run(tmp_path, "--load", tmp_path, *chosen, "--train-iters", 5)
+    assert found is None
+    late = run(tmp_path / "late", "--profile", "--profile-step-start", 5, "--profile-step-end", 6)
+    for said in (lines, late[0]):
+        assert any("warning: --profile: no step was recorded" in line for line in said), said
+    assert not profiler._is_profiler_enabled
+
+
+def test_shapes_and_lines_of_python_are_recorded_where_they_are_asked_for(tmp_path):
+    wanted = "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"
+    chosen = "--profile", "--profile-step-start", 0, "--profile-step-end", 1, "--train-iters", 1
+    run(tmp_path, *chosen, *wanted, "--profile-dir", tmp_path / "here")
+    text = (tmp_path / "here/rank-0.trace.json").read_text()
+    assert '"Input Dims"' in text and "pipeline.py" in text
+    run(tmp_path / "control", *chosen)
+    text = (tmp_path / "control/profile/rank-0.trace.json").read_text()
+    assert '"Input Dims"' not in text and "pipeline.py" not in text
+
+
+def test_memory_history_acts_on_cuda_alone(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("of a CPU")
+    lines, _ = run(tmp_path, "--record-memory-history", "--train-iters", 1)
+    assert "warning: --record-memory-history: acts on CUDA alone, nothing is recorded" in lines
+
+
+# ---- memory runs out
+
+LIMITED = """
+import resource, sys
+import megatron.training.pretrain
+from pretrain_gpt import main
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = taken + (int(sys.argv[1]) << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+sys.exit(main(sys.argv[2:]))
+"""
+LARGE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 512
+--micro-batch-size 8 --global-batch-size 8 --train-iters 1 --mock-data --log-interval 1
+--tokenizer-type NullTokenizer --vocab-size 12000 --lr 1e-2 --eval-iters 0""".split()
+
+
+def limited(mebibytes: int, *words: object) -> subprocess.CompletedProcess:
+    """A run that may take so many MiB more than Python with its libraries."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, "-c", LIMITED, str(mebibytes), *LARGE, *map(str, words)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_memory_that_runs_out_in_a_step_is_explained_and_the_advice_is_true(tmp_path):
+    done = limited(650, "--save", tmp_path)
+    assert done.returncode == 1, done.stderr[-3000:]
+    file = tmp_path / "profile/rank-0.out-of-memory.txt"
+    assert str(file) in done.stderr and "DefaultCPUAllocator: can't allocate" in done.stderr
+    text = file.read_text()
+    assert text.startswith("memory ran out on rank 0\nhost: ") and "addresses (ulimit -v)" in text
+    sizes = re.findall(r"  ([\d.]+) GiB: (.*)", text)
+    # scores of each layer so far, [b heads, s, s]
+    kept = re.compile(r"activation that BmmBackward0 keeps, [234] x \[32, 512, 512\] float32")
+    assert any(kept.fullmatch(what) for _, what in sizes)
+    assert [float(size) for size, _ in sizes[:-1]] == sorted(
+        (float(size) for size, _ in sizes[:-1]), reverse=True
+    )
+    assert re.search(r"plan: [\d.]+ GiB at the worst moment of a step \(parameters ", text)
+    (advice,) = re.findall(r"advice: (--\S+ \S+) needs [\d.]+ GiB", text)
+    assert advice == "--recompute-granularity full"
+    done = limited(650, *advice.split())
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_is_known_of_live_tensors(tmp_path):
+    """When a real allocation fails beside a model and its optimizer."""
+    config = resolve(parse_arguments(TINY).config, 1, 31).config
+    config = config.with_fields("logging", profile_dir=str(tmp_path))
+    groups, cpu = one_process(), torch.device("cpu")
+    model = build_model(config, 31, groups, cpu)
+    optimizer = Optimizer(build_run_blocks(config, model, cpu, groups), config)
+    leaf = torch.ones(3, 1 << 18, requires_grad=True)
+    product = leaf * leaf.detach().exp()
+    graph = Graph(leaf, get_gradient_edge(product), [])
+    del product
+    with (
+        pytest.raises(RuntimeError) as raised,
+        explained_out_of_memory(config, 31, groups, cpu),
+    ):
+        torch.empty(1 << 46)
+    (note,) = raised.value.__notes__
+    assert note.startswith("memory ran out on rank 0\n") and "advice: by the plan the run" in note
+    text = (tmp_path / "rank-0.out-of-memory.txt").read_text()
+    found = {(each.label, each.shape): each for each in live_tensors(cpu)}
+    size = optimizer.blocks[0].size
+    for label in ("weights", "exp_avg", "exp_avg_sq"):
+        assert found[f"{label} of embedding", (size,)].size == 4 * size
+    kept = found["activation that MulBackward0 keeps", (3, 1 << 18)]
+    assert kept.number == 1 and kept.size == 12 << 18
+    assert "0.00293 GiB: activation that MulBackward0 keeps, [3, 262144] float32" in text
+    del graph, kept
+    assert ("activation that MulBackward0 keeps", (3, 1 << 18)) not in {
+        (each.label, each.shape) for each in live_tensors(cpu)
+    }
+
+
+def test_an_error_is_not_hidden_by_what_is_said_of_it(tmp_path):
+    config = resolve(parse_arguments(TINY).config, 1, 31).config
+    with (
+        mock.patch.object(out_of_memory, "live_tensors", side_effect=MemoryError("again")),
+        pytest.raises(MemoryError, match="first") as raised,
+        explained_out_of_memory(config, 31, one_process(), torch.device("cpu")),
+    ):
+        raise MemoryError("first")
+    assert raised.value.__notes__ == ["memory ran out; MemoryError in explaining it: again"]
+    # the control: another error is left as it is
+    with (
+        pytest.raises(ValueError) as other,
+        explained_out_of_memory(config, 31, one_process(), torch.device("cpu")),
+    ):
+        raise ValueError
+    assert not hasattr(other.value, "__notes__")
