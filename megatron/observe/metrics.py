@@ -34,6 +34,11 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "loss-scale": ("", "loss scale of the last step (1 without fp16)"),
     "grad-norm": ("", "global L2 norm of the gradient, before clipping"),
     "params-norm": ("", "global L2 norm of the parameters (--log-params-norm)"),
+    "grad-norm/<layer>": (
+        "",
+        "the same of embedding, layers.N and head alone (--log-layer-norms); squares add up",
+    ),
+    "params-norm/<layer>": ("", "the same of the parameters of one layer (--log-layer-norms)"),
     "num-zeros": ("", "gradient elements that are exactly zero (--log-num-zeros-in-grad)"),
     "skipped-train-samples": (
         "samples",

@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from megatron.config.groups import Config
+from megatron.config.stages import frozen_units
 from megatron.data.loader import Source
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import PEERS
 from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
+from megatron.model.gpt import layer_names
 from megatron.observe.console import evaluation_lines, training_line
 from megatron.observe.metrics import (
     eta_seconds,
@@ -67,6 +71,11 @@ def finished(config: Config, progress: Progress) -> bool:
     if config.training.train_iters is not None:
         return progress.iteration >= config.training.train_iters
     return progress.consumed_samples >= config.training.train_samples
+
+
+def is_logged(config: Config, progress: Progress) -> bool:
+    """Whether the iteration that `progress` has counted last ends with a console line."""
+    return progress.iteration % config.logging.log_interval == 0 or finished(config, progress)
 
 
 def last_iteration(config: Config, progress: Progress) -> int:
@@ -171,7 +180,7 @@ def log(
     metrics = _metrics(run, interval, seconds) | _rate_metrics(run, learning_rates)
     if recording is not None:
         metrics |= pipeline_metrics(run, recording, interval.last.batch_size)
-    metrics |= _weight_metrics(run)
+    metrics |= _weight_metrics(run) | _layer_norms(run, interval.last)
     end = last_iteration(run.config, progress)
     line = training_line(
         progress.iteration,
@@ -241,6 +250,24 @@ def _weight_metrics(run: Run) -> dict[str, float]:
         total = all_reduce(run.optimizer.squared_weight_norm(), run.groups.world)
         metrics["params-norm"] = math.sqrt(total.item())
     return metrics
+
+
+def _layer_norms(run: Run, report: Report) -> dict[str, float]:
+    """What --log-layer-norms asks for, of the last step's gradient and the weights after it; all
+    ranks take part in one sum. A frozen layer has no gradient, and a tied head no weights of its
+    own.
+    """
+    if report.layer_grad_sq_sums is None:
+        return {}
+    run.zero.wait_for_weights()
+    squares = torch.stack([report.layer_grad_sq_sums, run.optimizer.layer_weight_sq_sums()])
+    gradients, weights = all_reduce(squares, run.groups.world).sqrt().tolist()
+    model, frozen = run.config.model, frozen_units(run.config)
+    names = layer_names(model)
+    if not model.untie_embeddings_and_output_weights:
+        names.remove("head")
+    trained = {f"grad-norm/{n}": v for n, v in zip(names, gradients) if n not in frozen}
+    return trained | {f"params-norm/{name}": value for name, value in zip(names, weights)}
 
 
 def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
@@ -316,7 +343,7 @@ def due_after(run: Run) -> Due:
         return bool(interval) and iteration % interval == 0
 
     return Due(
-        log=every(config.logging.log_interval) or end,
+        log=is_logged(config, run.progress),
         evaluate=(every(config.evaluation.eval_interval) or end) and bool(run.data.valid),
         save=every(config.checkpoint.save_interval),
         save_local=every(config.checkpoint.local_save_interval),
@@ -346,6 +373,7 @@ def train_step(
     )
     finish_step(run, pending, interval)
     clock = progress.scheduled_samples + batch_size
+    after = Progress(progress.iteration + 1, progress.consumed_samples + batch_size)
     learning_rates = run.schedule.learning_rates(clock)
     with run.timers("optimizer"):
         pending = update(
@@ -353,6 +381,7 @@ def train_step(
             gradients,
             rates=learning_rates,
             weight_decay=run.schedule.weight_decay(clock),
+            layer_norms=config.logging.log_layer_norms and is_logged(config, after),
         )
     progress.iteration += 1
     progress.consumed_samples += batch_size
