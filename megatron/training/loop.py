@@ -31,7 +31,9 @@ from megatron.observe.metrics import (
     timer_metrics,
 )
 from megatron.optimizer.lr_schedule import LearningRates
+from megatron.parallel.drawing import draw
 from megatron.parallel.pipeline import Recording
+from megatron.parallel.timeline import Timeline
 from megatron.training.checkpointing import finalize, save, save_local
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
@@ -158,16 +160,21 @@ def _blame(run: Run, report: Report) -> str:
     return "\n".join(lines)
 
 
-def pipeline_metrics(run: Run, recording: Recording, batch_size: int) -> dict[str, float]:
-    """The idle share of this rank's pipeline in the step just recorded; rank 0 writes
-    --pipeline-timeline.
-    """
+def pipeline_timeline(run: Run, recording: Recording, batch_size: int) -> Timeline:
+    """The step just recorded, of this rank's pipeline; rank 0 writes --pipeline-timeline."""
     timeline = run.pipeline.timeline(
         schedule_of(run, batch_size // run.chunk, training=True), recording
     )
     if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
         Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")
-    return {"pipeline-bubble-fraction": timeline.bubble}
+    return timeline
+
+
+def _show(run: Run, timeline: Timeline) -> None:
+    """The picture of a time line, where the tracker wants it."""
+    panel = f"{timeline.schedule}, the step of iteration {run.progress.iteration}", timeline
+    last = finished(run.config, run.progress)
+    run.tracker.show("pipeline-timeline", lambda: draw([panel], "s"), last=last)
 
 
 def log(
@@ -178,8 +185,10 @@ def log(
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
     metrics = _metrics(run, interval, seconds) | _rate_metrics(run, learning_rates)
+    timeline = None
     if recording is not None:
-        metrics |= pipeline_metrics(run, recording, interval.last.batch_size)
+        timeline = pipeline_timeline(run, recording, interval.last.batch_size)
+        metrics["pipeline-bubble-fraction"] = timeline.bubble
     metrics |= _weight_metrics(run) | _layer_norms(run, interval.last)
     end = last_iteration(run.config, progress)
     line = training_line(
@@ -193,8 +202,19 @@ def log(
     logger.info(line)
     if run.tracker is not None:
         run.tracker.log(progress.iteration, metrics)
+        if timeline is not None:
+            _show(run, timeline)
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())
+
+
+def _consumed(run: Run) -> dict[str, float]:
+    """How far the run is: the x axes of its metrics."""
+    samples = run.progress.consumed_samples
+    return {
+        "consumed_samples": samples,
+        "consumed-tokens": samples * run.config.data.seq_length,
+    }
 
 
 def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
@@ -204,8 +224,7 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
     loss = progress.open_loss / progress.open_steps if progress.open_steps else report.loss
     scalars = {name: value / tokens for name, value in report.scalars.items()} if tokens else {}
     return {
-        "consumed_samples": progress.consumed_samples,
-        "consumed-tokens": progress.consumed_samples * seq,
+        **_consumed(run),
         "lm loss": loss,
         **scalars,
         "batch-size": batch,
@@ -281,10 +300,7 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
             measured = evaluation_metrics(
                 loss, split=split, source=label, bytes_per_token=bytes_per_token
             )
-            run.tracker.log(
-                run.progress.iteration,
-                {"consumed_samples": run.progress.consumed_samples, **measured},
-            )
+            run.tracker.log(run.progress.iteration, {**_consumed(run), **measured})
 
     for name, source in sources.items():
         with run.timers("evaluation"):

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.config.groups import Config
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
-from megatron.distributed.groups import ALONE, Groups, group_options, layout_of
+from megatron.distributed.groups import ALONE, Groups, Layout, group_options, layout_of
 from megatron.distributed.logs import job_log
 from megatron.distributed.peers import PEERS
 from megatron.distributed.rank_errors import raise_on_all_ranks
@@ -66,6 +67,7 @@ from megatron.training.checkpointing import (
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
 from megatron.training.prepare import Prepared, check_kernels, prepare
+from megatron.training.record import run_record
 from megatron.training.resume import (
     continuity,
     device_name,
@@ -179,16 +181,15 @@ def build(
     )
     config, tokenizer = prepared.config, prepared.tokenizer
     check_kernels(config, device, ranks)
-    sections = _sections(prepared, groups, device)
+    sections, verdict = _sections(prepared, groups, device)
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     device_names = _device_names(device, ranks)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
     exits = ExitConditions(config.training)
     tracker = None
     if groups.rank == 0:
-        tracker = _introduce(
-            prepared, {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
-        )
+        sections = {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
+        tracker = _introduce(prepared, sections, groups.layout, verdict)
     return Run(
         config=config,
         groups=groups,
@@ -229,14 +230,18 @@ def _take_save_folder(
     return lease
 
 
-def _sections(prepared: Prepared, groups: Groups, device: torch.device) -> dict[str, list[str]]:
-    """Of the banner, on rank 0; what prevents them there is raised on all."""
+def _sections(
+    prepared: Prepared, groups: Groups, device: torch.device
+) -> tuple[dict[str, list[str]], Verdict | None]:
+    """Of the banner, and the verdict on memory, on rank 0; what prevents them there is raised on
+    all.
+    """
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     node = pages / 2**30, read_launch().local_size
     with raise_on_all_ranks(groups.world, device):
         if groups.rank != 0:
-            return {}
-        return describe(prepared, groups.world.size, device, node=node)[0]
+            return {}, None
+        return describe(prepared, groups.world.size, device, node=node)
 
 
 def _device_names(device: torch.device, ranks: Ranks) -> str:
@@ -284,11 +289,17 @@ def _build_engine(
     return Pipeline(model, zero, passes, placement, shape, groups, device), optimizer
 
 
-def _introduce(prepared: Prepared, sections: dict[str, list[str]]) -> Tracker:
+def _introduce(
+    prepared: Prepared,
+    sections: dict[str, list[str]],
+    layout: Layout,
+    verdict: Verdict | None,
+    prediction: dict[str, Any] | None = None,
+) -> Tracker:
     """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go."""
     tracker = Tracker(
         prepared.config,
-        {"config": prepared.config.to_dict(), "banner": sections},
+        run_record(prepared.config, layout, sections, verdict, prediction),
         prepared.progress.iteration,
         resumed_samples=prepared.progress.consumed_samples,
     )
