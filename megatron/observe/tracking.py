@@ -46,11 +46,11 @@ _SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "credential
 class Tracker:
     """Writes rows of metrics. Make one per run, on one rank.
 
-    `config` is resolved. `run_config` is stored as it is but for secrets (config, versions, layout, paths: any nested
-    dictionary that JSON can hold). `resumed_iteration` and `resumed_samples` are those of the
-    loaded checkpoint, 0 without one. `notes` says in lines for the banner where things go. Any
-    exception of a backend is logged as one warning and switches that backend off; nothing is
-    raised.
+    `config` is resolved. `run_config` is stored as it is but for secrets (config, versions, layout,
+    paths: any nested dictionary that JSON can hold). `resumed_iteration` and `resumed_samples` are
+    those of the loaded checkpoint, 0 without one. `notes` says in lines for the banner where things
+    go. Any exception of a backend is logged as one warning and switches that backend off; nothing
+    is raised.
     """
 
     def __init__(

@@ -104,25 +104,33 @@ def _turn(line: Timeline, stage: int) -> int:
     return line.placement[:stage].count(line.placement[stage]) % 2
 
 
+def _colours(line: Timeline) -> dict[tuple[Kind, int], str]:
+    """By kind and stage."""
+    return {
+        (kind, stage): COLOURS[kind][_turn(line, stage)]
+        for kind in COLOURS
+        for stage in range(len(line.placement))
+    }
+
+
+def _box(x: float, y: float, length: float) -> str:
+    """A part of a path."""
+    return f"M{_number(x)} {y}h{_number(length)}v{ROW}h-{_number(length)}z"
+
+
 def _rows(line: Timeline, top: float, scale: float, numbered: bool) -> list[str]:
     """One row a rank: boxes of one colour are one path; a number is the micro-batch."""
     width = _number((line.end - line.begin) * scale)
     boxes: dict[str, list[str]] = {}
     texts, rows = [], []
-    colours = {
-        (kind, stage): COLOURS[kind][_turn(line, stage)]
-        for kind in COLOURS
-        for stage in range(len(line.placement))
-    }
+    colours = _colours(line)
     for rank, row in enumerate(line.rows):
         y = top + rank * (ROW + GAP)
         rows.append(f'<text x="{LEFT - 6}" y="{y + 14}" text-anchor="end">rank {rank}</text>')
         rows.append(f'<rect x="{LEFT}" y="{y}" width="{width}" height="{ROW}" fill="#e8eaed"/>')
         for kind, stage, micro, begin, end in row:
             x, length = LEFT + (begin - line.begin) * scale, (end - begin) * scale
-            boxes.setdefault(colours[kind, stage], []).append(
-                f"M{_number(x)} {y}h{_number(length)}v{ROW}h-{_number(length)}z"
-            )
+            boxes.setdefault(colours[kind, stage], []).append(_box(x, y, length))
             if numbered and length >= 5.6 * len(str(micro)) + 1:
                 texts.append(f'<text x="{_number(x + length / 2)}" y="{y + 14}">{micro}</text>')
     rows += [

@@ -22,7 +22,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.config.groups import Config
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
-from megatron.distributed.groups import ALONE, Groups, Layout, group_options, layout_of
+from megatron.distributed.groups import ALONE, Groups, group_options, layout_of
 from megatron.distributed.logs import job_log
 from megatron.distributed.peers import PEERS
 from megatron.distributed.rank_errors import raise_on_all_ranks
@@ -188,8 +188,7 @@ def build(
     exits = ExitConditions(config.training)
     tracker = None
     if groups.rank == 0:
-        sections = {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
-        tracker = _introduce(prepared, sections, groups.layout, verdict)
+        tracker = _introduce(prepared, groups, {NOT_DONE: list(not_done), **sections}, verdict)
     return Run(
         config=config,
         groups=groups,
@@ -291,15 +290,16 @@ def _build_engine(
 
 def _introduce(
     prepared: Prepared,
+    groups: Groups,
     sections: dict[str, list[str]],
-    layout: Layout,
     verdict: Verdict | None,
     prediction: dict[str, Any] | None = None,
 ) -> Tracker:
     """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go."""
+    sections["layout"] = [groups.describe()]
     tracker = Tracker(
         prepared.config,
-        run_record(prepared.config, layout, sections, verdict, prediction),
+        run_record(prepared.config, groups.layout, sections, verdict, prediction),
         prepared.progress.iteration,
         resumed_samples=prepared.progress.consumed_samples,
     )

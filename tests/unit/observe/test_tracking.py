@@ -9,7 +9,6 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,10 @@ from megatron.observe.metrics import is_measured, save_metrics
 from megatron.observe.tracking import Tracker, persistent_run_id, read_metrics, redact
 
 ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from wandb_workspace import wandb_records  # noqa: E402
+
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -278,30 +281,6 @@ def test_tensorboard_interval_thins_training_rows_only(tmp_path):
 
 
 # ---- wandb
-
-
-def wandb_records(path: Path) -> Iterator[Any]:
-    """Records of a .wandb file: 7 bytes of header, then LevelDB's log framing (32 KiB blocks; crc32
-    u32, length u16, type u8, data).
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    position, record = 7, b""
-    while position + 7 <= len(data):
-        room = 32768 - position % 32768
-        if room < 7:  # a header never spans blocks
-            position += room
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        part = data[position + 7 : position + 7 + length]
-        position += 7 + length
-        record = part if kind in (1, 2) else record + part  # 1 full, 2 first, 3 middle, 4 last
-        if kind in (1, 4):
-            message = wandb_internal_pb2.Record()
-            message.ParseFromString(record)
-            yield message
 
 
 def wandb_read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], set[str]]:
