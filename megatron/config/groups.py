@@ -811,6 +811,8 @@ class LoggingConfig:
     """Log the norm of the parameters."""
     log_num_zeros_in_grad: bool = False
     """Log how many gradient elements are zero."""
+    log_layer_norms: bool = flag(False, megatron="absent there")
+    """Log the norms of gradient (before clipping) and parameters of each layer."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     pipeline_timeline: str | None = flag(None, megatron="absent there", needs=PIPELINE)

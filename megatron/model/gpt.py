@@ -33,6 +33,11 @@ from megatron.model.recompute import stage_recompute
 from megatron.model.stages import Stage, whole
 
 
+def layer_names(config: ModelConfig) -> list[str]:
+    """The units of a whole model, as `GPTModel.units` names those of one rank."""
+    return ["embedding", *(f"layers.{i}" for i in range(config.num_layers)), "head"]
+
+
 class GPTModel(nn.Module):
     """Decoder-only transformer. Parameters are born on the meta device; `optimizer.blocks` gives
     them storage, `model.init` values.

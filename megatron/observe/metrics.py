@@ -35,6 +35,11 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "loss-scale": ("", "loss scale of the last step (1 without fp16)"),
     "grad-norm": ("", "global L2 norm of the gradient, before clipping"),
     "params-norm": ("", "global L2 norm of the parameters (--log-params-norm)"),
+    "grad-norm/<layer>": (
+        "",
+        "the same of embedding, layers.N and head alone (--log-layer-norms); squares add up",
+    ),
+    "params-norm/<layer>": ("", "the same of the parameters of one layer (--log-layer-norms)"),
     "num-zeros": ("", "gradient elements that are exactly zero (--log-num-zeros-in-grad)"),
     "skipped-train-samples": (
         "samples",
@@ -50,7 +55,6 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "lm loss validation ppl": ("", "exp(min(20, lm loss validation))"),
     "lm loss test": ("nats/token", "loss on the test split"),
     "lm loss test ppl": ("", "exp(min(20, lm loss test))"),
-    "samples vs steps": ("samples", "wandb alone: consumed_samples under Megatron-LM's name"),
     "bits-per-byte": ("bits/byte", "validation loss / ln 2 / bytes per token of the data"),
     "resumed-from-iteration": (
         "iteration",
@@ -80,6 +84,10 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
         "fraction of the time",
         "share of the last step in which the ranks of a pipeline do not compute",
     ),
+    "pipeline-timeline": (
+        "",
+        "wandb alone: picture of that step, at the first line of a start and the last of a run",
+    ),
     "save-checkpoint-seconds": (
         "s",
         "from the beginning of a save until its checkpoint was committed, in the background or not",
@@ -101,6 +109,7 @@ _MEASURED = {
     "mfu",
     "data-wait-fraction",
     "pipeline-bubble-fraction",
+    "pipeline-timeline",
     "world-size",
     "resumed-from-iteration",
 }
@@ -115,6 +124,35 @@ def is_measured(name: str) -> bool:
     return (
         name in _MEASURED or name.endswith("-time") or name.startswith(("mem-", "save-checkpoint-"))
     )
+
+
+# wandb's x axes beside `iteration`, on every row of its
+AXES = {"consumed_samples": "samples", "consumed-tokens": "tokens"}
+# section: how names in it begin; of what is in none, measured values are in `speed`, all else in
+# `train`
+SECTIONS = {
+    "validation": ("lm loss validation", "lm loss test", "bits-per-byte"),
+    "memory": ("mem-",),
+    "health": (
+        "grad-norm",
+        "params-norm",
+        "num-zeros",
+        "loss-scale",
+        "skipped-train-samples",
+        "resumed-from-iteration",
+    ),
+}
+
+
+def wandb_name(name: str) -> str:
+    """`section/name`, as wandb groups charts; an axis, and what has a section in its name (norms of
+    layers), as they are.
+    """
+    if name in AXES or "/" in name:
+        return AXES.get(name, name)
+    rest = "speed" if is_measured(name) else "train"
+    found = (section for section, begins in SECTIONS.items() if name.startswith(begins))
+    return f"{next(found, rest)}/{name}"
 
 
 def rates(

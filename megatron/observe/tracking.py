@@ -1,5 +1,5 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and wandb on request, under the same names. A
-tracker that fails never stops training.
+"""Where metrics go: metrics.jsonl always, TensorBoard and wandb on request, under the same names,
+which wandb has in sections. A tracker that fails never stops training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import AXES, Metrics, wandb_name
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ _SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "credential
 class Tracker:
     """Writes rows of metrics. Make one per run, on one rank.
 
-    `run_config` is stored as it is but for secrets (config, versions, layout, paths: any nested
-    dictionary that JSON can hold). `resumed_iteration` and `resumed_samples` are those of the
-    loaded checkpoint, 0 without one. `notes` says in lines for the banner where things go. Any
-    exception of a backend is logged as one warning and switches that backend off; nothing is
-    raised.
+    `config` is resolved. `run_config` is stored as it is but for secrets (config, versions, layout,
+    paths: any nested dictionary that JSON can hold). `resumed_iteration` and `resumed_samples` are
+    those of the loaded checkpoint, 0 without one. `notes` says in lines for the banner where things
+    go. Any exception of a backend is logged as one warning and switches that backend off; nothing
+    is raised.
     """
 
     def __init__(
@@ -62,6 +62,11 @@ class Tracker:
     ) -> None:
         self._iteration = 0
         self._interval = config.logging.tensorboard_log_interval
+        self._reached: Metrics = {
+            "consumed_samples": resumed_samples,
+            "consumed-tokens": resumed_samples * config.data.seq_length,
+        }
+        self._shown: set[str] = set()
         self._backends: dict[str, _Backend] = {}
         self.notes: list[str] = []
         run_config = redact(run_config, _secret_values())
@@ -87,9 +92,20 @@ class Tracker:
             name.startswith(("lm loss validation", "lm loss test", "save-checkpoint-seconds"))
             for name in metrics
         )
+        self._reached |= {name: metrics[name] for name in AXES if name in metrics}
         for name, backend in list(self._backends.items()):
+            row = {**self._reached, **metrics} if name == "wandb" else metrics
             if name == "metrics.jsonl" or rare or iteration % self._interval == 0:
-                self._guard(name, partial(backend.write, iteration, metrics))
+                self._guard(name, partial(backend.write, iteration, row))
+
+    def show(self, name: str, draw: Callable[[], str], *, last: bool) -> None:
+        """A picture (SVG) of the iteration logged last. wandb alone takes it: the first of a name
+        in this start, and the last of the run.
+        """
+        if "wandb" in self._backends and (last or name not in self._shown):
+            self._shown.add(name)
+            show = self._backends["wandb"].show  # type: ignore[attr-defined]
+            self._guard("wandb", lambda: show(self._iteration, self._reached, name, draw()))
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -194,8 +210,8 @@ class _TensorBoard:
     def write(self, iteration: int, metrics: Metrics) -> None:
         samples = metrics.get("consumed_samples")
         for name, value in {**self._mark, **metrics}.items():
-            if name == "consumed_samples" and iteration == self._iteration:
-                continue  # an evaluation's row repeats it
+            if name in AXES and iteration == self._iteration:
+                continue  # an evaluation's row repeats them
             self._writer.add_scalar(name, value, iteration)
             if samples is not None and (
                 name in _BY_SAMPLES or name.startswith("lm loss validation")
@@ -277,21 +293,23 @@ class _Wandb:
             )
             wandb.teardown()  # else its service still holds the run id
             self._run = start("offline")
-        self._run.define_metric("iteration")
+        for axis in ("iteration", *AXES.values()):
+            self._run.define_metric(axis, hidden=True)  # no chart of its own
         self._run.define_metric("*", step_metric="iteration")
         self._mark = {RESUMED: resumed_iteration} if resumed_iteration else {}
         self.where = (
             f"run {identity}{' (offline)' if self._run.offline else ''} in {folder / 'wandb'}"
         )
 
-    def write(self, iteration: int, metrics: Metrics) -> None:
-        samples = (
-            {"samples vs steps": metrics["consumed_samples"]}
-            if "consumed_samples" in metrics
-            else {}
-        )
-        self._run.log({"iteration": iteration, **self._mark, **metrics, **samples})
+    def write(self, iteration: int, metrics: dict[str, Any]) -> None:
+        row = {wandb_name(name): value for name, value in {**self._mark, **metrics}.items()}
+        self._run.log({"iteration": iteration, **row})
         self._mark = {}
+
+    def show(self, iteration: int, reached: Metrics, name: str, picture: str) -> None:
+        import wandb
+
+        self.write(iteration, {**reached, name: wandb.Html(picture, inject=False)})
 
     def close(self) -> None:
         import wandb

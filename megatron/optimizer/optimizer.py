@@ -10,7 +10,7 @@ written. Update rules act element by element on slices (update.py), or on whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.config.groups import Config, OptimizerConfig
 from megatron.distributed.groups import Groups, one_process
 from megatron.layers.spec import Box, Holder, holders
+from megatron.model.gpt import layer_names
 from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
 from megatron.optimizer.blocks import Block, accumulation_dtype
@@ -191,8 +192,25 @@ class Optimizer:
 
     def grad_sq_sum(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
-        pieces = (block.grad_shard[part] for block in self.trained for part in self.counted[block])
+        pieces = (part for _, part in self._counted_gradients())
         return sum_of_squares(pieces, self.steps.device, self.config.grad_norm_backend)
+
+    def layer_grad_sq_sums(self) -> Tensor:
+        """The same of each layer by itself, in the order of `layer_names` [layers]."""
+        return self._sums_by_layer(self._counted_gradients(), self.config.grad_norm_backend)
+
+    def _counted_gradients(self) -> Iterator[tuple[Block, Tensor]]:
+        for block in self.trained:
+            for part in self.counted[block]:
+                yield block, block.grad_shard[part]
+
+    def _sums_by_layer(self, parts: Iterable[tuple[Block, Tensor]], backend: str) -> Tensor:
+        """Sums of squares (float64) of parts of blocks, [layers] in the order of `layer_names`."""
+        place = {name: index for index, name in enumerate(layer_names(self.chosen.model))}
+        sums = torch.zeros(len(place), dtype=torch.float64, device=self.steps.device)
+        for block, part in parts:
+            sums[place[block.plan.unit]] += sum_of_squares([part], self.steps.device, backend)
+        return sums
 
     @torch.no_grad()
     def step(
@@ -347,13 +365,17 @@ class Optimizer:
 
     def squared_weight_norm(self) -> Tensor:
         """This rank's share of the sum of squares of the master weights (padding is zero)."""
-        pieces = (
-            held[MASTER][part]
-            for block in self.blocks
-            for piece, held in self.kept[block].pieces((MASTER,), "read")
-            for part in block.counted(self.groups, piece)
-        )
-        return sum_of_squares(pieces, self.steps.device)
+        return sum_of_squares((part for _, part in self._counted_weights()), self.steps.device)
+
+    def layer_weight_sq_sums(self) -> Tensor:
+        """The same of each layer by itself, in the order of `layer_names` [layers]."""
+        return self._sums_by_layer(self._counted_weights(), "torch")
+
+    def _counted_weights(self) -> Iterator[tuple[Block, Tensor]]:
+        for block in self.blocks:
+            for piece, held in self.kept[block].pieces((MASTER,), "read"):
+                for part in block.counted(self.groups, piece):
+                    yield block, held[MASTER][part]
 
     def zero_gradients(self) -> Tensor:
         """How many of this rank's real gradient elements are exactly zero, padding left out; every

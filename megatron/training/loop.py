@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from megatron.config.groups import Config
+from megatron.config.stages import frozen_units
 from megatron.data.loader import Source
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import PEERS
 from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
+from megatron.model.gpt import layer_names
 from megatron.observe.console import evaluation_lines, training_line
 from megatron.observe.metrics import (
     eta_seconds,
@@ -27,7 +31,9 @@ from megatron.observe.metrics import (
     timer_metrics,
 )
 from megatron.optimizer.lr_schedule import LearningRates
+from megatron.parallel.drawing import draw
 from megatron.parallel.pipeline import Recording
+from megatron.parallel.timeline import Timeline
 from megatron.training.checkpointing import finalize, save, save_local
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
@@ -67,6 +73,11 @@ def finished(config: Config, progress: Progress) -> bool:
     if config.training.train_iters is not None:
         return progress.iteration >= config.training.train_iters
     return progress.consumed_samples >= config.training.train_samples
+
+
+def is_logged(config: Config, progress: Progress) -> bool:
+    """Whether the iteration that `progress` has counted last ends with a console line."""
+    return progress.iteration % config.logging.log_interval == 0 or finished(config, progress)
 
 
 def last_iteration(config: Config, progress: Progress) -> int:
@@ -149,16 +160,21 @@ def _blame(run: Run, report: Report) -> str:
     return "\n".join(lines)
 
 
-def pipeline_metrics(run: Run, recording: Recording, batch_size: int) -> dict[str, float]:
-    """The idle share of this rank's pipeline in the step just recorded; rank 0 writes
-    --pipeline-timeline.
-    """
+def pipeline_timeline(run: Run, recording: Recording, batch_size: int) -> Timeline:
+    """The step just recorded, of this rank's pipeline; rank 0 writes --pipeline-timeline."""
     timeline = run.pipeline.timeline(
         schedule_of(run, batch_size // run.chunk, training=True), recording
     )
     if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
         Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")
-    return {"pipeline-bubble-fraction": timeline.bubble}
+    return timeline
+
+
+def _show(run: Run, timeline: Timeline) -> None:
+    """The picture of a time line, where the tracker wants it."""
+    panel = f"{timeline.schedule}, the step of iteration {run.progress.iteration}", timeline
+    last = finished(run.config, run.progress)
+    run.tracker.show("pipeline-timeline", lambda: draw([panel], "s"), last=last)
 
 
 def log(
@@ -169,9 +185,11 @@ def log(
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
     metrics = _metrics(run, interval, seconds) | _rate_metrics(run, learning_rates)
+    timeline = None
     if recording is not None:
-        metrics |= pipeline_metrics(run, recording, interval.last.batch_size)
-    metrics |= _weight_metrics(run)
+        timeline = pipeline_timeline(run, recording, interval.last.batch_size)
+        metrics["pipeline-bubble-fraction"] = timeline.bubble
+    metrics |= _weight_metrics(run) | _layer_norms(run, interval.last)
     end = last_iteration(run.config, progress)
     line = training_line(
         progress.iteration,
@@ -184,8 +202,19 @@ def log(
     logger.info(line)
     if run.tracker is not None:
         run.tracker.log(progress.iteration, metrics)
+        if timeline is not None:
+            _show(run, timeline)
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())
+
+
+def _consumed(run: Run) -> dict[str, float]:
+    """How far the run is: the x axes of its metrics."""
+    samples = run.progress.consumed_samples
+    return {
+        "consumed_samples": samples,
+        "consumed-tokens": samples * run.config.data.seq_length,
+    }
 
 
 def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
@@ -195,8 +224,7 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
     loss = progress.open_loss / progress.open_steps if progress.open_steps else report.loss
     scalars = {name: value / tokens for name, value in report.scalars.items()} if tokens else {}
     return {
-        "consumed_samples": progress.consumed_samples,
-        "consumed-tokens": progress.consumed_samples * seq,
+        **_consumed(run),
         "lm loss": loss,
         **scalars,
         "batch-size": batch,
@@ -251,6 +279,24 @@ def _weight_metrics(run: Run) -> dict[str, float]:
     return metrics
 
 
+def _layer_norms(run: Run, report: Report) -> dict[str, float]:
+    """What --log-layer-norms asks for, of the last step's gradient and the weights after it; all
+    ranks take part in one sum. A frozen layer has no gradient, and a tied head no weights of its
+    own.
+    """
+    if report.layer_grad_sq_sums is None:
+        return {}
+    run.zero.wait_for_weights()
+    squares = torch.stack([report.layer_grad_sq_sums, run.optimizer.layer_weight_sq_sums()])
+    gradients, weights = all_reduce(squares, run.groups.world).sqrt().tolist()
+    model, frozen = run.config.model, frozen_units(run.config)
+    names = layer_names(model)
+    if not model.untie_embeddings_and_output_weights:
+        names.remove("head")
+    trained = {f"grad-norm/{n}": v for n, v in zip(names, gradients) if n not in frozen}
+    return trained | {f"params-norm/{name}": value for name, value in zip(names, weights)}
+
+
 def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
     """Evaluate every source of a split, log and track; None when a signal cut it short."""
     sources = run.data.valid if split == "validation" else run.data.test
@@ -262,10 +308,7 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
             measured = evaluation_metrics(
                 loss, split=split, source=label, bytes_per_token=bytes_per_token
             )
-            run.tracker.log(
-                run.progress.iteration,
-                {"consumed_samples": run.progress.consumed_samples, **measured},
-            )
+            run.tracker.log(run.progress.iteration, {**_consumed(run), **measured})
 
     for name, source in sources.items():
         with run.timers("evaluation"):
@@ -324,7 +367,7 @@ def due_after(run: Run) -> Due:
         return bool(interval) and iteration % interval == 0
 
     return Due(
-        log=every(config.logging.log_interval) or end,
+        log=is_logged(config, run.progress),
         evaluate=(every(config.evaluation.eval_interval) or end) and bool(run.data.valid),
         save=every(config.checkpoint.save_interval),
         save_local=every(config.checkpoint.local_save_interval),
@@ -356,6 +399,7 @@ def train_step(
     )
     finish_step(run, pending, interval)
     clock = progress.scheduled_samples + batch_size
+    after = Progress(progress.iteration + 1, progress.consumed_samples + batch_size)
     learning_rates = run.schedule.learning_rates(clock)
     with run.timers("optimizer"):
         pending = update(
@@ -363,6 +407,7 @@ def train_step(
             gradients,
             rates=learning_rates,
             weight_decay=run.schedule.weight_decay(clock),
+            layer_norms=config.logging.log_layer_norms and is_logged(config, after),
         )
     progress.iteration += 1
     progress.consumed_samples += batch_size

@@ -68,6 +68,7 @@ from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
 from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.prepare import Prepared, check_kernels, prepare
 from megatron.training.profile import record_memory_history, step_profiler
+from megatron.training.record import run_record
 from megatron.training.resume import (
     continuity,
     device_name,
@@ -307,14 +308,16 @@ def _introduce(
         **described.sections,
         "layout": [groups.describe()],
     }
+    record = run_record(
+        prepared.config,
+        groups.layout,
+        sections,
+        described.verdict,
+        None if estimate is None else estimate.written(),
+    )
     tracker = Tracker(
         prepared.config,
-        {
-            "config": prepared.config.to_dict(),
-            "banner": sections,
-            "vocab_size": prepared.tokenizer.vocab_size,
-            "prediction": None if estimate is None else estimate.written(),
-        },
+        {**record, "vocab_size": prepared.tokenizer.vocab_size},
         prepared.progress.iteration,
         resumed_samples=prepared.progress.consumed_samples,
     )

@@ -52,6 +52,9 @@ class Report:
     # save (CheckpointManager.ready)
     requests: list[float]
     loss: float  # the mean per valid token; NaN without one
+    # This rank's share of the gradient's squares by layer, as of `grad_norm` (--log-layer-norms in
+    # a step that is logged): the one thing here that is on the device and not the same everywhere.
+    layer_grad_sq_sums: Tensor | None
 
 
 class StepHandle:
@@ -64,8 +67,10 @@ class StepHandle:
         names: list[str],
         sums: MicroBatchSums,
         requests: Tensor,
+        layer_grad_sq_sums: Tensor | None = None,
     ):
         self.gradients, self.names = gradients, names  # of the layers' scalars
+        self.layer_grad_sq_sums = layer_grad_sq_sums
         verdict = torch.stack([outcome.grad_norm, outcome.skipped.double()])
         self.scalars = Arriving(torch.cat([verdict, *sums, requests]))
         self.is_here = self.scalars.is_here
@@ -88,6 +93,7 @@ class StepHandle:
             dict(zip(self.names, named, strict=True)),
             requests,
             sum(losses) / sum(tokens) if sum(tokens) else float("nan"),
+            self.layer_grad_sq_sums,
         )
 
 
@@ -117,10 +123,15 @@ def forward_backward(
 
 
 def update(
-    run: Run, gradients: Gradients, *, rates: LearningRates, weight_decay: float
+    run: Run,
+    gradients: Gradients,
+    *,
+    rates: LearningRates,
+    weight_decay: float,
+    layer_norms: bool = False,
 ) -> StepHandle:
     """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that
-    ranks must agree on travels in one sum.
+    ranks must agree on travels in one sum. `layer_norms`: take the squares by layer, too.
     """
     ready = run.checkpoints.ready() if run.checkpoints is not None else ()
     requests = sent([*run.exits.requests(), *ready], run.device)
@@ -132,6 +143,8 @@ def update(
     nominal = gradients.batch_size * run.config.data.seq_length
     # a non-finite loss makes the factor, so the step, non-finite
     factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()
+    # before the step, which changes gradients
+    by_layer = run.optimizer.layer_grad_sq_sums() * factor.square() if layer_norms else None
     if run.checkpoints is not None:
         run.checkpoints.before_update()
     outcome = run.optimizer.step(
@@ -141,7 +154,8 @@ def update(
         # carried out while the next forward pass computes the block before
         run.zero.defer(block, step_on_host)
     names = [spec.name for spec in run.model.scalars]
-    return StepHandle(gradients, outcome, names, MicroBatchSums(losses, tokens, scalars), requests)
+    sums = MicroBatchSums(losses, tokens, scalars)
+    return StepHandle(gradients, outcome, names, sums, requests, by_layer)
 
 
 def _for_all(run: Run) -> Callable[[float], str]:

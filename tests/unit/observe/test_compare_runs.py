@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.groups import CheckpointConfig, Config
+from megatron.config.groups import CheckpointConfig, Config, DataConfig
 from megatron.observe.tracking import Tracker
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "compare_runs.py"
 
 
 def run(folder: Path, losses: list[float], first: int = 1, resumed: int = 0, **more: float) -> Path:
-    tracker = Tracker(Config(checkpoint=CheckpointConfig(save=str(folder))), {}, resumed)
+    tracker = Tracker(
+        Config(data=DataConfig(seq_length=8), checkpoint=CheckpointConfig(save=str(folder))),
+        {},
+        resumed,
+    )
     for iteration, loss in enumerate(losses, first):
         # throughput and memory differ in every run
         tracker.log(

@@ -20,6 +20,7 @@ from megatron.observe.metrics import (
     rates,
     save_metrics,
     timer_metrics,
+    wandb_name,
 )
 
 
@@ -107,6 +108,27 @@ print(json.dumps([before, memory_metrics(torch.device("cpu")), held.nbytes]))
     assert set(after) <= set(METRICS) and "mem-reserved-bytes" not in after
 
 
+def test_sections_of_wandb():
+    found = [
+        ("consumed_samples", "samples"),
+        ("consumed-tokens", "tokens"),
+        ("lm loss", "train/lm loss"),
+        ("output-penalty", "train/output-penalty"),  # a layer's scalar
+        ("lm loss validation ppl wiki", "validation/lm loss validation ppl wiki"),
+        ("lm loss test", "validation/lm loss test"),
+        ("bits-per-byte", "validation/bits-per-byte"),
+        ("mfu", "speed/mfu"),
+        ("forward-backward-time", "speed/forward-backward-time"),
+        ("save-checkpoint-seconds", "speed/save-checkpoint-seconds"),
+        ("mem-reserved-bytes", "memory/mem-reserved-bytes"),
+        ("grad-norm", "health/grad-norm"),
+        ("grad-norm/layers.3", "grad-norm/layers.3"),
+        ("params-norm/embedding", "params-norm/embedding"),
+    ]
+    assert [(name, wandb_name(name)) for name, _ in found] == found
+    assert len({wandb_name(name) for name in METRICS}) == len(METRICS)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_of_a_gpu():
@@ -128,6 +150,7 @@ def test_what_depends_on_the_machine():
         "mfu",
         "data-wait-fraction",
         "pipeline-bubble-fraction",
+        "pipeline-timeline",
         *save_metrics(size=1, seconds=1.0, stall=1.0),
         "mem-reserved-bytes",
         "mem-allocated-bytes",

@@ -9,23 +9,27 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.config.errors import UserError
-from megatron.config.groups import CheckpointConfig, Config, LoggingConfig
+from megatron.config.groups import CheckpointConfig, Config, DataConfig, LoggingConfig
 from megatron.observe.metrics import is_measured, save_metrics
 from megatron.observe.tracking import Tracker, persistent_run_id, read_metrics, redact
 
 ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from wandb_workspace import wandb_records  # noqa: E402
+
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
 def make(save: Path | None, **logging: Any) -> Config:
     return Config(
+        data=DataConfig(seq_length=16),
         checkpoint=CheckpointConfig(save=None if save is None else str(save)),
         logging=LoggingConfig(**logging),
     )
@@ -38,12 +42,10 @@ def loss(iteration: int) -> float:
 def train(config: Config, first: int, last: int, resumed: int = 0) -> Tracker:
     tracker = Tracker(config, {"model": {"num_layers": 2}}, resumed, resumed_samples=8 * resumed)
     for iteration in range(first, last + 1):
-        tracker.log(iteration, {"consumed_samples": 8 * iteration, "lm loss": loss(iteration)})
+        consumed = {"consumed_samples": 8 * iteration, "consumed-tokens": 128 * iteration}
+        tracker.log(iteration, {**consumed, "lm loss": loss(iteration)})
         if iteration % 3 == 0:
-            tracker.log(
-                iteration,
-                {"consumed_samples": 8 * iteration, "lm loss validation": 2 * loss(iteration)},
-            )
+            tracker.log(iteration, {**consumed, "lm loss validation": 2 * loss(iteration)})
     return tracker
 
 
@@ -69,11 +71,17 @@ def untimed(path: Path) -> list[dict[str, float]]:
 def test_rows_and_where_they_go(tmp_path):
     train(make(tmp_path / "run"), 1, 3).close()
     train(make(None, metrics_file=str(tmp_path / "other" / "m.jsonl")), 1, 3).close()
+    third = {
+        "iteration": 3,
+        "consumed_samples": 24,
+        "consumed-tokens": 384,
+        "lm loss": 10 / 3,
+    }
     expected = [
-        {"iteration": 1, "consumed_samples": 8, "lm loss": 10.0},
-        {"iteration": 2, "consumed_samples": 16, "lm loss": 5.0},
-        {"iteration": 3, "consumed_samples": 24, "lm loss": 10 / 3},
-        {"iteration": 3, "consumed_samples": 24, "lm loss": 10 / 3, "lm loss validation": 20 / 3},
+        {"iteration": 1, "consumed_samples": 8, "consumed-tokens": 128, "lm loss": 10.0},
+        {"iteration": 2, "consumed_samples": 16, "consumed-tokens": 256, "lm loss": 5.0},
+        third,
+        {**third, "lm loss validation": 20 / 3},
     ]
     assert (
         raw(tmp_path / "run" / "metrics.jsonl") == raw(tmp_path / "other" / "m.jsonl") == expected
@@ -275,30 +283,6 @@ def test_tensorboard_interval_thins_training_rows_only(tmp_path):
 # ---- wandb
 
 
-def wandb_records(path: Path) -> Iterator[Any]:
-    """Records of a .wandb file: 7 bytes of header, then LevelDB's log framing (32 KiB blocks; crc32
-    u32, length u16, type u8, data).
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    position, record = 7, b""
-    while position + 7 <= len(data):
-        room = 32768 - position % 32768
-        if room < 7:  # a header never spans blocks
-            position += room
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        part = data[position + 7 : position + 7 + length]
-        position += 7 + length
-        record = part if kind in (1, 2) else record + part  # 1 full, 2 first, 3 middle, 4 last
-        if kind in (1, 4):
-            message = wandb_internal_pb2.Record()
-            message.ParseFromString(record)
-            yield message
-
-
 def wandb_read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], set[str]]:
     """All history rows of the offline runs below `folder` in order of their start, the stored
     configuration, the run ids.
@@ -327,16 +311,22 @@ def wandb_read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], set[
     return rows, config, ids
 
 
+IN_SECTIONS = {
+    "iteration": "iteration",
+    "samples": "consumed_samples",
+    "tokens": "consumed-tokens",
+    "train/lm loss": "lm loss",
+    "validation/lm loss validation": "lm loss validation",
+    "health/resumed-from-iteration": "resumed-from-iteration",
+}
+
+
 def by_iteration(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Rows under the names of metrics.jsonl."""
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         if "iteration" in row:
-            assert row.get("samples vs steps") == row.get("consumed_samples")
-            own = {
-                name: value
-                for name, value in row.items()
-                if not name.startswith("_") and name != "samples vs steps"
-            }
+            own = {IN_SECTIONS[name]: row[name] for name in row if not name.startswith("_")}
             merged.setdefault(row["iteration"], {}).update(own)
     return merged
 
@@ -377,11 +367,22 @@ def test_wandb_offline_goes_on_with_the_same_run_after_a_kill(tmp_path, offline)
     assert by_iteration(rows) == {row["iteration"]: row for row in untimed(tmp_path)}
     # logged twice (training, validation), replayed twice
     assert [row["iteration"] for row in rows if "iteration" in row].count(6) == 4
-    assert [row for row in rows if "resumed-from-iteration" in row][0]["iteration"] == 5
+    assert [row for row in rows if "health/resumed-from-iteration" in row][0]["iteration"] == 5
 
 
-def test_wandb_uses_iteration_as_its_axis(tmp_path, offline):
-    train(make(None, wandb_project="p", wandb_save_dir=str(tmp_path)), 1, 3).close()
+def test_every_row_of_wandb_has_three_axes(tmp_path, offline):
+    """Late rows and rows that --tensorboard-log-interval leaves alone have those of their
+    iteration; a start that logs nothing else first has the checkpoint's.
+    """
+    config = make(None, wandb_project="p", wandb_save_dir=str(tmp_path), tensorboard_log_interval=4)
+    tracker = Tracker(config, {}, 4, resumed_samples=32)
+    tracker.log(4, save_metrics(size=1, seconds=2.0, stall=1.0))
+    for iteration in range(5, 8):
+        consumed = {"consumed_samples": 8 * iteration, "consumed-tokens": 128 * iteration}
+        tracker.log(iteration, {**consumed, "lm loss": loss(iteration), "grad-norm/layers.0": 1.0})
+    tracker.log(6, save_metrics(size=1, seconds=2.0, stall=1.0))
+    tracker.log(8, {"consumed_samples": 64, "consumed-tokens": 1024, "grad-norm/layers.0": 1.0})
+    tracker.close()
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     axes = [
         record.metric
@@ -389,6 +390,42 @@ def test_wandb_uses_iteration_as_its_axis(tmp_path, offline):
         if record.WhichOneof("record_type") == "metric"
     ]
     assert any(metric.glob_name == "*" and metric.step_metric == "iteration" for metric in axes)
+    assert {metric.name for metric in axes if metric.options.hidden} == {
+        "iteration",
+        "samples",
+        "tokens",
+    }
+    rows, _, _ = wandb_read(tmp_path)
+    assert [(row["iteration"], row["samples"], row["tokens"]) for row in rows] == [
+        (4, 32, 512),
+        (7, 56, 896),
+        (8, 64, 1024),
+    ]
+    assert rows[0]["speed/save-checkpoint-seconds"] == 2.0 and rows[2]["grad-norm/layers.0"] == 1.0
+
+
+def test_pictures_are_the_first_and_the_last(tmp_path, offline):
+    drawn = []
+
+    def draw() -> str:
+        drawn.append(f"<svg><!-- {len(drawn)} --></svg>")
+        return drawn[-1]
+
+    config = make(None, wandb_project="p", wandb_save_dir=str(tmp_path))
+    tracker = Tracker(config, {}, 0)
+    for iteration in range(1, 5):
+        tracker.log(iteration, {"consumed_samples": iteration, "lm loss": 1.0})
+        tracker.show("pipeline-timeline", draw, last=iteration == 4)
+    tracker.close()
+    rows = [row for row in wandb_read(tmp_path)[0] if "speed/pipeline-timeline/_type" in row]
+    assert [(row["iteration"], row["samples"]) for row in rows] == [(1, 1), (4, 4)]
+    (folder,) = tmp_path.glob("wandb/offline-run-*/files")
+    kept = [(folder / row["speed/pipeline-timeline/path"]).read_text() for row in rows]
+    assert kept == drawn and len(kept) == 2
+    tracker = Tracker(make(None, metrics_file=str(tmp_path / "m.jsonl")), {}, 0)
+    tracker.show("pipeline-timeline", draw, last=True)  # without wandb nothing is drawn
+    tracker.close()
+    assert len(drawn) == 2
 
 
 def test_no_secret_is_stored_anywhere(tmp_path, offline):

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import plot_schedule
 
+from megatron.parallel import drawing
 from megatron.parallel.schedule import Kind, build_schedule
 from megatron.parallel.simulate import Costs, simulate
 from megatron.parallel.timeline import Span, Timeline
@@ -95,9 +96,9 @@ def test_boxes_lie_where_the_time_line_says(tmp_path):
         )
         == 0
     )
-    unit = (plot_schedule.WIDTH - plot_schedule.LEFT - plot_schedule.RIGHT) / 6
+    unit = (drawing.WIDTH - drawing.LEFT - drawing.RIGHT) / 6
     places = sorted(
-        (y, round((x - plot_schedule.LEFT) / unit, 2), round(width / unit, 2))
+        (y, round((x - drawing.LEFT) / unit, 2), round(width / unit, 2))
         for _, x, y, width in boxes(out)
     )
     assert [place[1:] for place in places] == [(0, 1), (4, 2), (1, 1), (2, 2)]
