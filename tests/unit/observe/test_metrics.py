@@ -145,6 +145,7 @@ def test_what_depends_on_the_machine():
         "resumed-from-iteration",
         "world-size",
         "iteration-time",
+        "predicted-iteration-time",
         "throughput",
         "tokens-per-second-per-gpu",
         "mfu",
