@@ -9,7 +9,8 @@ speed of matrix products, of copies, of the disk, between pairs of nodes and wit
 the layout. A table, a line for each fault, and a last line: `preflight: in order`, `preflight:
 leave out NODE,NODE` or `preflight: not in order` (no node is to blame, or it cannot be said which).
 
-    --timeout SECONDS         in which each rank must answer in each stage (60)
+    --start-timeout SECONDS   in which every rank must arrive (120)
+    --timeout SECONDS         in which every rank must answer in each stage (60)
     --tolerance SHARE         by which a node may be slower than the median or than expected (0.1)
     --clock-tolerance SECONDS by which a clock may be off (2)
     --expect-gemm TFLOP/s     of each device, in bf16 on a GPU and fp32 on a CPU
@@ -62,7 +63,7 @@ from megatron.distributed.preflight.judge import (
     report,
     verdict,
 )
-from megatron.distributed.preflight.meeting import Findings, Leader, Meeting, Member
+from megatron.distributed.preflight.meeting import Findings, Leader, Meeting, Member, Patience
 from megatron.distributed.preflight.probes import Needs, Probe
 from megatron.distributed.rendezvous import Launch
 from megatron.distributed.setup import (
@@ -92,6 +93,7 @@ def read_own(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The flags that are this tool's, and the other words."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     number: dict[str, Any] = {"type": above_zero, "metavar": "NUMBER"}
+    parser.add_argument("--start-timeout", default=120.0, **number)
     parser.add_argument("--timeout", default=60.0, **number)
     parser.add_argument("--tolerance", default=TOLERANCE, **number)
     parser.add_argument("--clock-tolerance", default=CLOCK, **number)
@@ -198,10 +200,11 @@ def check(argv: list[str]) -> tuple[list[str], int]:
     probe = Probe(
         needs,
         lambda: choose_device(launch, config.distributed),
+        launch.rank,
         first_of_node=launch.local_rank == 0,
     )
     try:
-        meeting = Meeting.at(launch, own.timeout)
+        meeting = Meeting.at(launch, Patience(own.start_timeout, own.timeout))
         member = Member(
             meeting, own.node, probe, lambda: make_groups(layout, **group_options(resolved))
         )
@@ -211,7 +214,7 @@ def check(argv: list[str]) -> tuple[list[str], int]:
         if launch.rank == 0:
             raise
         return silent_leader(launch, hosts, str(error).splitlines()[0])
-    leader = Leader(meeting.clone(), needs.save)
+    leader = Leader(meeting.clone())
     run_for(0.0, member.take_part)
     findings = leader.gather()
     expected = {

@@ -61,7 +61,7 @@ def judge(findings: Findings, needs: Needs, limits: Limits, hosts: Sequence[str]
         *missing_ranks(findings, hosts),
         *folders(findings),
         *files(findings, needs),
-        *room(findings, needs),
+        *save_folder(findings, needs),
         *versions(findings),
         *clocks(findings, limits),
         *speeds(findings, limits),
@@ -127,8 +127,23 @@ def files(findings: Findings, needs: Needs) -> list[Fault]:
     return faults
 
 
-def room(findings: Findings, needs: Needs) -> list[Fault]:
-    """Disks under --save that a checkpoint does not fit onto."""
+def save_folder(findings: Findings, needs: Needs) -> list[Fault]:
+    """Nodes whose --save is another folder than that of most, and disks that a checkpoint does not
+    fit onto.
+    """
+    seen = {
+        node: f"holds the files of ranks {facts.seen}"
+        for node, facts in _by_node(findings)
+        if facts.seen
+    }
+    fix = "mount one file system on every node"
+    return [
+        *(_odd_ones(seen, f"--save {needs.save}", fix) if seen else []),
+        *_room(findings, needs),
+    ]
+
+
+def _room(findings: Findings, needs: Needs) -> list[Fault]:
     short = {
         node: facts.free
         for node, facts in _by_node(findings)

@@ -9,14 +9,13 @@ Called from tools/preflight.py.
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,30 +58,39 @@ class Findings:
         return found
 
 
+@dataclass(frozen=True)
+class Patience:
+    """Seconds in which a rank must arrive, and answer in each stage."""
+
+    arrival: float
+    answer: float
+
+
 class Meeting:
     """One connection to the store, of one thread: an operation that waits holds up the others on
-    its connection. `seconds` is the limit of each stage.
+    its connection.
     """
 
-    def __init__(self, launch: Launch, seconds: float, store: Any) -> None:
-        self.launch, self.seconds, self.store = launch, seconds, store
+    def __init__(self, launch: Launch, limits: Patience, store: Any) -> None:
+        self.launch, self.limits, self.store = launch, limits, store
         # as long as rank 0 may take until it opens the next stage
-        self.patience = 2 * seconds + FAREWELL
+        self.patience = max(limits.arrival, 2 * limits.answer) + FAREWELL
         store.set_timeout(timedelta(seconds=self.patience))
 
     @classmethod
-    def at(cls, launch: Launch, seconds: float) -> Meeting:
+    def at(cls, launch: Launch, limits: Patience) -> Meeting:
         """The store of this job, which rank 0 holds. Raises LaunchError where it cannot be
         reached.
         """
         if launch.world_size == 1:
-            return cls(launch, seconds, dist.HashStore())
+            return cls(launch, limits, dist.HashStore())
+        seconds = limits.arrival
         store = open_store(launch, time.monotonic() + seconds, seconds)
-        return cls(launch, seconds, PrefixStore(f"{launch.job}/preflight", store))
+        return cls(launch, limits, PrefixStore(f"{launch.job}/preflight", store))
 
     def clone(self) -> Meeting:
         """Another connection."""
-        return Meeting(self.launch, self.seconds, self.store.clone())
+        return Meeting(self.launch, self.limits, self.store.clone())
 
     def _ask(self, part: Callable[[], Any]) -> Any:
         """What the store answers. Raises RuntimeError when it does not: torch itself waits for ever
@@ -136,12 +144,17 @@ class Member:
         is silent.
         """
         meeting = self.meeting
+        token = meeting.wait("token")
+        # what goes wrong here, the look at --save will say
+        run_for(self._limit() / 2, lambda: self.probe.leave_mark(token))
         meeting.put("arrived", {"node": self.node})
-        self._look()
+        self._look(json.loads(meeting.wait("everybody")))
         number = 0
         while True:
             stage, _, text = meeting.wait(f"stage/{number}").partition(" ")
             if stage == ENDED:
+                with suppress(OSError):
+                    self.probe.remove_mark()
                 with suppress(RuntimeError):  # rank 0 has waited long enough
                     meeting.put("left", 0)
                 return int(text)
@@ -152,13 +165,13 @@ class Member:
             number += 1
 
     def _limit(self) -> float:
-        return 0.8 * self.meeting.seconds  # so that the result arrives within it
+        return 0.8 * self.meeting.limits.answer  # so that the result arrives within it
 
-    def _look(self) -> None:
+    def _look(self, nodes: list[int]) -> None:
         own = self.meeting.clone()
         ended = run_for(
             self._limit(),
-            lambda: self.probe.run(lambda: own.store.get("clock"), lambda: own.wait("token")),
+            lambda: self.probe.run(lambda: own.store.get("clock"), nodes),
         )
         facts = self.probe.facts
         if not ended:
@@ -214,38 +227,27 @@ class Member:
 class Leader:
     """What rank 0 does beside its part as a member."""
 
-    def __init__(self, meeting: Meeting, save: str | None) -> None:
+    def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
         self.number = 0
         self.over = threading.Event()
-        self.token: Path | None = None
         threading.Thread(target=self._show_clock, args=(meeting.clone(),), daemon=True).start()
-        self._put_token(save)
+        meeting.store.set("token", secrets.token_hex(4))
 
     def _show_clock(self, own: Meeting) -> None:
         with suppress(RuntimeError):  # the store has gone
             while not self.over.wait(TICK):
                 own.store.set("clock", repr(time.time()))
 
-    def _put_token(self, save: str | None) -> None:
-        """A file in --save that the other nodes look for; they do not where it cannot be made."""
-        name = ""
-        if save is not None:
-            token = Path(save) / f".preflight-seen-{os.getpid()}-{time.time_ns()}"
-            with suppress(OSError):
-                token.parent.mkdir(parents=True, exist_ok=True)
-                token.touch()
-                self.token, name = token, token.name
-        self.meeting.store.set("token", name)
-
     def gather(self) -> Findings:
         """All stages, or those before one in which a rank is missing."""
-        seconds = self.meeting.seconds
-        arrived = self.meeting.gather("arrived", seconds)
+        seconds = self.meeting.limits.answer
+        arrived = self.meeting.gather("arrived", self.meeting.limits.arrival)
         world = self.meeting.launch.world_size
         findings = Findings(world, {rank: found["node"] for rank, found in arrived.items()})
-        # those who have come are heard, whoever has not
-        looked = self.meeting.gather("facts", seconds if len(arrived) == world else seconds / 4)
+        first = [ranks[0] for ranks in findings.ranks_by_node().values()]
+        self.meeting.store.set("everybody", json.dumps(first))
+        looked = self.meeting.gather("facts", seconds, arrived)
         findings.facts = {rank: Facts(**found) for rank, found in looked.items()}
         for rank in range(world):
             if rank not in arrived:
@@ -282,16 +284,13 @@ class Leader:
     def _stage(self, stage: str, findings: Findings, text: str = "") -> dict[int, Any]:
         self.meeting.store.set(f"stage/{self.number}", f"{stage} {text}")
         self.number += 1
-        results = self.meeting.gather(stage, self.meeting.seconds)
+        results = self.meeting.gather(stage, self.meeting.limits.answer)
         for rank in set(findings.nodes) - set(results):
             findings.missing[rank] = f"fell silent in the measurement of {stage}"
         return results
 
     def end(self, code: int, findings: Findings) -> None:
         """Give the exit code to all, and wait until those who live have read it."""
-        if self.token is not None:
-            with suppress(OSError):
-                self.token.unlink()
         self.meeting.store.set(f"stage/{self.number}", f"{ENDED} {code}")
         self.meeting.gather("left", FAREWELL, findings.nodes.keys() - findings.missing.keys())
         self.over.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -25,7 +26,8 @@ import torch
 MISSING = -1  # as the size of a file that cannot be read
 FOLDER_BYTES = 1 << 20  # written into each folder that a node needs for itself
 FOLDER_SECONDS = 5.0  # in which another node's file appears: NFS remembers for a few that it is not
-CLOCK_READS = 20
+MARK = ".preflight-seen-"  # begins the names of files by which nodes know a folder
+CLOCK_READS = 10
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Load:
 # A CPU is shared: its fastest of many short repetitions is what counts, where a GPU's median over a
 # second also shows one that throttles.
 LOADS = {
-    "cpu": Load(256, torch.float32, 8 << 20, 0.15, 8 << 20, (1 << 16, 1 << 20)),
+    "cpu": Load(256, torch.float32, 8 << 20, 0.1, 8 << 20, (1 << 16, 1 << 20)),
     "cuda": Load(8192, torch.bfloat16, 1 << 30, 1.0, 512 << 20, (1 << 20, 16 << 20, 256 << 20)),
 }
 
@@ -73,6 +75,7 @@ class Facts:
     problems: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     speeds: dict[str, float] = field(default_factory=dict)
+    seen: str = ""  # whose files are in --save
     clock: float = 0.0  # seconds ahead of rank 0's
     free: float | None = None  # bytes that the disk of --save has left
 
@@ -88,18 +91,33 @@ class Probe:
         self,
         needs: Needs,
         choose: Callable[[], tuple[torch.device, str]],
+        rank: int,
         *,
         first_of_node: bool,
     ) -> None:
-        self.needs, self.choose, self.first_of_node = needs, choose, first_of_node
+        self.needs, self.choose, self.rank = needs, choose, rank
+        self.first_of_node = first_of_node
+        self.mark: Path | None = None
         self.facts = Facts()
         self.doing = "starting"
         self.device = torch.device("cpu")
 
-    def run(self, clock: Callable[[], bytes], token: Callable[[], str]) -> None:
-        """Fill `facts`. `clock` reads rank 0's; `token` is the name of the file that rank 0 has
-        put into --save, or empty.
+    def leave_mark(self, token: str) -> None:
+        """Put a file into --save, by which the other nodes see that it is one folder; before they
+        look.
         """
+        if self.needs.save is not None and self.first_of_node:
+            self.mark = Path(self.needs.save) / f"{MARK}{token}-{self.rank}"
+            self.mark.parent.mkdir(parents=True, exist_ok=True)
+            self.mark.touch()
+
+    def remove_mark(self) -> None:
+        """At the end."""
+        if self.mark is not None:
+            self.mark.unlink(missing_ok=True)
+
+    def run(self, clock: Callable[[], bytes], nodes: list[int]) -> None:
+        """Fill `facts`. `clock` reads rank 0's; `nodes` are the first ranks of all that have come."""
         self.doing = "reading rank 0's clock"
         self.facts.clock = clock_offset(clock)
         self.doing = "choosing a device"
@@ -112,40 +130,34 @@ class Probe:
         )
         self.doing = "reading versions"
         self.facts.versions = versions(self.needs.settings, self.device)
-        if self.first_of_node:
-            self.facts.versions["this program"] = code_digest(self.needs.code)
-            self._look_at_files()
-            self._look_at_folders(token)
         load = LOADS[self.device.type]
         self.doing = "multiplying matrices"
         self.facts.speeds["GEMM"] = gemm_speed(self.device, load)
         self.doing = "copying memory"
         self.facts.speeds["copy"] = copy_speed(self.device, load)
+        if self.first_of_node:
+            self.doing = "reading this program"
+            self.facts.versions["this program"] = code_digest(self.needs.code)
+            self._look_at_files()
+            for folder in self.needs.folders:
+                self.doing = f"writing into {folder}"
+                self._written(folder, FOLDER_BYTES)
+            if self.needs.save is not None:
+                self._look_at_save(self.needs.save, nodes)
 
     def _look_at_files(self) -> None:
         for path in (*self.needs.files, *self.needs.fresh):
             self.doing = f"reading {path}"
             self.facts.files[path] = size_of(path)
 
-    def _look_at_folders(self, token: Callable[[], str]) -> None:
-        for folder in self.needs.folders:
-            self.doing = f"writing into {folder}"
-            self._written(folder, FOLDER_BYTES)
-        save = self.needs.save
-        if save is None:
-            return
+    def _look_at_save(self, save: str, nodes: list[int]) -> None:
         self.doing = f"writing into --save {save}"
-        name = token()
-        if name and not appears(Path(save) / name):
-            self.facts.problems[f"--save {save}"] = (
-                "is not the folder that rank 0 writes to: it does not hold the file that rank 0 "
-                "has put there; mount the same file system on every node"
-            )
         speed = self._written(save, LOADS[self.device.type].written)
-        if speed:
+        if speed and self.mark is not None:
             self.facts.speeds["disk"] = speed
             room = os.statvfs(save)
             self.facts.free = float(room.f_bavail) * room.f_frsize
+            self.facts.seen = seen_ranks(self.mark, nodes)
 
     def _written(self, folder: str, size: int) -> float:
         """GB/s of the faster of two files; 0 and a problem where they cannot be written."""
@@ -172,17 +184,16 @@ def size_of(path: str) -> int:
         return MISSING
 
 
-def appears(path: Path) -> bool:
-    """Whether a file that another node has made is seen here, soon."""
+def seen_ranks(mark: Path, nodes: list[int]) -> str:
+    """The ranks whose marks are where this one's is; waits a little for those of `nodes`."""
     until = time.monotonic() + FOLDER_SECONDS
-    while time.monotonic() < until:
-        try:
-            if path.name in os.listdir(path.parent):  # which asks the server, unlike a stat
-                return True
-        except OSError:
-            return False
+    start = mark.name.rpartition("-")[0] + "-"
+    while True:
+        names = os.listdir(mark.parent)  # which asks the server, unlike a stat
+        seen = {int(name.removeprefix(start)) for name in names if name.startswith(start)}
+        if seen >= set(nodes) or time.monotonic() > until:
+            return ", ".join(map(str, sorted(seen)))
         time.sleep(0.1)
-    return False
 
 
 def write_speed(folder: Path, size: int) -> float:
@@ -271,10 +282,9 @@ def versions(settings: str, device: torch.device) -> dict[str, str]:
 
 def _triton_version() -> str:
     try:
-        import triton
-    except ImportError:
+        return importlib.metadata.version("triton")  # to import it takes seconds
+    except importlib.metadata.PackageNotFoundError:
         return "none"
-    return triton.__version__
 
 
 def driver_version() -> str:
