@@ -77,6 +77,7 @@ from megatron.plan.checkpoint import shard_bytes
 
 NAMED, NOT_IN_ORDER = 3, 2  # exit codes
 SPEAK = 0.5  # seconds by which the nodes follow each other where rank 0 is silent
+PATIENCE = 8.0  # seconds in which rank 0 says what is wrong, and its launcher ends the others
 CACHES = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"  # folders, where they are set
 
 
@@ -145,6 +146,28 @@ def checkpoint_bytes(config: Config, world_size: int) -> float:
     return sum(stages) * world_size / len(stages)
 
 
+def without_files(config: Config) -> Config:
+    """The same run on computed tokens, for its layout: that a file lacks on a node is not a fault
+    of the flags here, and is found by the look at that node.
+    """
+    data = dataclasses.replace(
+        config.data,
+        mock_data=True,
+        data_path=None,
+        split=None,
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
+        check_data=False,
+        tokenizer_type="NullTokenizer",
+        tokenizer_model=None,
+        vocab_file=None,
+        merge_file=None,
+        vocab_size=config.data.vocab_size or 1,
+    )
+    return dataclasses.replace(config, data=data)
+
+
 def needs_of(config: Config, launch: Launch, further: str) -> Needs:
     """What the run reads and writes."""
     load = config.checkpoint.load
@@ -193,9 +216,9 @@ def check(argv: list[str]) -> tuple[list[str], int]:
     own, rest = read_own(argv)
     config = parse_arguments(rest).config
     launch = read_launch()
-    resolved = resolve(config, launch.world_size, None).config
-    layout = layout_of(config, launch.world_size)
-    needs = needs_of(resolved, launch, own.folders)
+    resolved = resolve(without_files(config), launch.world_size, None).config
+    layout = layout_of(resolved, launch.world_size)
+    needs = needs_of(config, launch, own.folders)
     hosts = rank_hosts(launch)
     probe = Probe(
         needs,
@@ -245,6 +268,17 @@ def check(argv: list[str]) -> tuple[list[str], int]:
     return [], code
 
 
+def tell(error: UserError, rank: int) -> int:
+    """Print an error by rank 0, and by another rank only if the launcher lets it live on, which
+    means that rank 0 has not failed; the exit code.
+    """
+    if rank > 0:
+        time.sleep(PATIENCE)
+    who = f"rank {rank}: " if rank > 0 else ""
+    print(f"{who}{error}\n{verdict([Fault(str(error))])}", flush=True)
+    return NOT_IN_ORDER
+
+
 def main(argv: list[str] | None = None) -> int:
     """The exit code of --help and of wrong flags; a check ends the process with its own."""
     argv = sys.argv[1:] if argv is None else argv
@@ -254,9 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         lines, code = check(argv)
     except UserError as error:
-        if rough_launch().rank == 0:
-            print(f"{error}\n{verdict([Fault(str(error))])}", flush=True)
-        return NOT_IN_ORDER
+        return tell(error, rough_launch().rank)
     print("".join(f"{line}\n" for line in lines), end="", flush=True)
     sys.stderr.flush()
     os._exit(code)  # threads that wait for others may never come back

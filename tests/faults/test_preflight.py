@@ -35,20 +35,21 @@ int clock_gettime(clockid_t id, struct timespec *now) {
     return failed;
 }
 """
+ANSWER = 12.0  # --timeout
 ENDS = 400.0  # seconds in which a preflight ends on a busy machine
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Network]:
+def network() -> Iterator[Network]:
     """Three nodes. Skipped where none can be made, with the reason."""
     reason = missing_namespaces()
     if reason is not None:
         pytest.skip(f"no nodes here: {reason}")
-    network = Network(NODES)
+    made = Network(NODES)
     try:
-        yield network
+        yield made
     finally:
-        network.close()
+        made.close()
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +67,10 @@ def clock_ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-class Cluster:
+class Nodes:
     """A run folder and data that all nodes see, and their processes."""
 
-    def __init__(self, network: Network, folder: Path, timeout: float) -> None:
+    def __init__(self, network: Network, folder: Path) -> None:
         self.network, self.folder = network, folder
         self.report = folder / "report.json"
         self.cache = folder / "cache"
@@ -77,7 +78,7 @@ class Cluster:
         self.cache.mkdir()
         for end in (".bin", ".idx"):
             self.data.with_suffix(end).write_bytes(b"0" * 100)
-        self.flags = [*FLAGS, "--data-path", str(self.data), "--timeout", str(timeout)]
+        self.flags = [*FLAGS, "--data-path", str(self.data), "--timeout", str(ANSWER)]
         self.flags += ["--start-timeout", str(ENDS)]
         self.flags += ["--save", str(folder / "run"), "--report", str(self.report)]
         self.flags += ["--folders", str(self.cache)]
@@ -94,12 +95,13 @@ class Cluster:
     def end(self, *nodes: int) -> list[int]:
         """Exit codes of these nodes, when they have ended."""
         until = time.monotonic() + ENDS
-        try:
-            return [self.processes[node].wait(until - time.monotonic()) for node in nodes]
-        finally:
-            for process in self.processes.values():
-                process.kill()
-                process.wait()
+        return [self.processes[node].wait(until - time.monotonic()) for node in nodes]
+
+    def close(self) -> None:
+        """End all processes, those that are stopped too."""
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
 
     def faults(self) -> dict[str, list[str]]:
         """The texts of the faults by node, without its name, as the report has them."""
@@ -109,9 +111,18 @@ class Cluster:
         return found
 
 
-def test_nodes_in_order_are_not_named(cluster, tmp_path):
+@pytest.fixture
+def nodes(network: Network, tmp_path: Path) -> Iterator[Nodes]:
+    """A run on three nodes, none of which has been started."""
+    made = Nodes(network, tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_nodes_in_order_are_not_named(nodes, tmp_path):
     """The negative control of all the others."""
-    nodes = Cluster(cluster, tmp_path, timeout=60)
     for node in range(NODES):
         nodes.start(node)
     assert nodes.end(0, 1, 2) == [0, 0, 0], nodes.output(0)
@@ -128,19 +139,18 @@ def test_nodes_in_order_are_not_named(cluster, tmp_path):
     assert not list((tmp_path / "run").iterdir()) and not list(nodes.cache.iterdir())
 
 
-def test_a_slow_link_a_full_disk_another_torch_and_a_wrong_clock(cluster, clock_ahead, tmp_path):
+def test_a_slow_link_a_full_disk_another_torch_and_a_wrong_clock(nodes, clock_ahead, tmp_path):
     """All in one preflight. The link goes through tc's token bucket; the disk is a small tmpfs; the
     node's own torch/version.py, which torch reads, names another version; its
     clock is read through a library that adds 120 s.
     """
-    nodes = Cluster(cluster, tmp_path, timeout=60)
     theirs = Path(torch.__file__).with_name("version.py")
     other = tmp_path / "version.py"
     other.write_text(theirs.read_text() + "\n__version__ = '2.12.9'\n")
     nodes.start(0)
     nodes.start(1, f"mount -t tmpfs -o size=64k tmpfs '{nodes.cache}'")
     nodes.start(2, f"mount --bind '{other}' '{theirs}'", LD_PRELOAD=str(clock_ahead))
-    with cluster.slow(1, "200mbit"):
+    with nodes.network.slow(1, "200mbit"):
         assert nodes.end(0, 1, 2) == [3, 3, 3], nodes.output(0)
     faults = nodes.faults()
     assert faults.keys() == {"n1", "n2"}, nodes.output(0)
@@ -164,11 +174,10 @@ def reader_of(fifo: Path, process: subprocess.Popen[bytes]) -> int:
             time.sleep(0.02)
 
 
-def test_a_stopped_rank_and_a_file_that_does_not_come_back(cluster, tmp_path):
+def test_a_stopped_rank_and_a_file_that_does_not_come_back(nodes, tmp_path):
     """On two nodes reading the data does not end, as on a dead file server (here: a FIFO), and one
     of the two is stopped there. No rank waits for longer than the timeout.
     """
-    nodes = Cluster(cluster, tmp_path, timeout=12)
     data = nodes.data.with_suffix(".bin")
     nodes.start(0)
     for node in (1, 2):
@@ -186,9 +195,9 @@ def test_a_stopped_rank_and_a_file_that_does_not_come_back(cluster, tmp_path):
 
 
 @pytest.mark.campaign
-def test_rank_0_is_stopped(cluster, tmp_path):
+def test_rank_0_is_stopped(nodes, tmp_path):
     """The store is silent with it. No launcher is there that would know its node's name."""
-    nodes = Cluster(cluster, tmp_path, timeout=12)
+    nodes.flags += ["--start-timeout", "60"]
     for node in range(NODES):
         nodes.start(node)
     until = time.monotonic() + ENDS
@@ -197,5 +206,5 @@ def test_rank_0_is_stopped(cluster, tmp_path):
         time.sleep(0.01)
     os.kill(nodes.processes[0].pid, signal.SIGSTOP)
     assert nodes.end(1, 2) == [2, 2]
-    said = f"{cluster.address}: rank 0, which the others report to, does not answer"
+    said = f"{nodes.network.address}: rank 0, which the others report to, does not answer"
     assert said in nodes.output(1) and said in nodes.output(2)

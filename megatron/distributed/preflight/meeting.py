@@ -73,9 +73,6 @@ class Meeting:
 
     def __init__(self, launch: Launch, limits: Patience, store: Any) -> None:
         self.launch, self.limits, self.store = launch, limits, store
-        # as long as rank 0 may take until it opens the next stage
-        self.patience = max(limits.arrival, 2 * limits.answer) + FAREWELL
-        store.set_timeout(timedelta(seconds=self.patience))
 
     @classmethod
     def at(cls, launch: Launch, limits: Patience) -> Meeting:
@@ -89,14 +86,16 @@ class Meeting:
         return cls(launch, limits, PrefixStore(f"{launch.job}/preflight", store))
 
     def clone(self) -> Meeting:
-        """Another connection."""
-        return Meeting(self.launch, self.limits, self.store.clone())
+        """Another connection. Raises RuntimeError when the store does not answer."""
+        store = self._ask(self.store.clone, self.limits.answer)
+        return Meeting(self.launch, self.limits, store)
 
-    def _ask(self, part: Callable[[], Any]) -> Any:
+    def _ask(self, part: Callable[[], Any], seconds: float) -> Any:
         """What the store answers. Raises RuntimeError when it does not: torch itself waits for ever
         for one whose process is stopped.
         """
-        ended = run_for(self.patience + 1, part)
+        self.store.set_timeout(timedelta(seconds=seconds))
+        ended = run_for(seconds + 1, part)
         if not ended:
             raise RuntimeError("the store does not answer")
         if isinstance(ended[0], BaseException):
@@ -104,13 +103,17 @@ class Meeting:
         return ended[0]
 
     def put(self, stage: str, result: object) -> None:
-        """This rank's result of a stage."""
-        text = json.dumps(result)
-        self._ask(lambda: self.store.set(f"{stage}/{self.launch.rank}", text))
+        """This rank's result of a stage. Raises RuntimeError when the store does not answer."""
+        text, key = json.dumps(result), f"{stage}/{self.launch.rank}"
+        self._ask(lambda: self.store.set(key, text), self.limits.answer)
 
-    def wait(self, key: str) -> str:
-        """What rank 0 puts there. Raises RuntimeError when it does not."""
-        return self._ask(lambda: self.store.get(key)).decode()
+    def wait(self, key: str, *, arrival: bool = False) -> str:
+        """What rank 0 puts there, in a stage, or when all have arrived. Raises RuntimeError when it
+        does not.
+        """
+        limits = self.limits
+        seconds = FAREWELL + (limits.arrival if arrival else 2 * limits.answer)
+        return self._ask(lambda: self.store.get(key), seconds).decode()
 
     def gather(
         self, stage: str, seconds: float, ranks: Collection[int] | None = None
@@ -148,7 +151,7 @@ class Member:
         # what goes wrong here, the look at --save will say
         run_for(self._limit() / 2, lambda: self.probe.leave_mark(token))
         meeting.put("arrived", {"node": self.node})
-        self._look(json.loads(meeting.wait("everybody")))
+        self._look(json.loads(meeting.wait("everybody", arrival=True)))
         number = 0
         while True:
             stage, _, text = meeting.wait(f"stage/{number}").partition(" ")
