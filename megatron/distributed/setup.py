@@ -159,6 +159,17 @@ def _srun_launch(environment: Environment) -> Launch:
     )
 
 
+def rank_hosts(launch: Launch, environment: Environment = os.environ) -> list[str]:
+    """The host of each rank, as srun places them in blocks; empty where another launcher did.
+    Raises LaunchError.
+    """
+    if launch.launcher != "srun":
+        return []
+    hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
+    tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
+    return [host for host, count in zip(hosts, tasks) for _ in range(count)]
+
+
 def _checked(launch: Launch, names: str) -> Launch:
     values = f"{launch.rank}, {launch.world_size}, {launch.local_rank}, {launch.local_size}"
     faults = [

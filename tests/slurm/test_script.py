@@ -21,13 +21,19 @@ COMMANDS = {  # on a node n0; srun carries out what it is given, once, unless th
     "scontrol": """case "$1 $2" in
         "show hostnames") echo n0 ;;
         "show node") echo "NodeName=n0 NodeAddr=127.0.0.1 Port=1" ;;
+        "show job") echo "JobId=7 ExcNodeList=${EXCLUDED:-(null)} Features=" ;;
         requeue*) echo "$2" >>"$CALLS/requeue" ;;
+        update*) echo "$*" >>"$CALLS/update" ;;
     esac""",
     "srun": """
         number=$(ls "$CALLS" | grep -c srun)
         printf '%s\\n' "$@" >"$CALLS/srun-$number"
         while [[ $1 = --* ]]; do shift; done
-        case "$*" in *launch.sh*) exit "${TRAINING_ENDS:-0}" ;; *) "$@" ;; esac""",
+        case "$*" in
+            *launch.sh*) exit "${TRAINING_ENDS:-0}" ;;
+            *preflight.sh*) printf '%s\\n' "${PREFLIGHT_SAYS:-}"; exit 137 ;;
+            *) "$@" ;;
+        esac""",
 }
 
 
@@ -313,6 +319,64 @@ def test_settings_of_nccl_and_torch_reach_the_ranks_and_those_given_win(
     assert done.returncode == 0, done.stderr
     seen = re.findall(r"SEEN (.*)", done.stdout)
     assert [json.loads(line) for line in seen] == [{**DEFAULTS, **changed, **given}]
+
+
+# ---- the check of the nodes ----------------------------------------------------------------------
+
+
+def test_the_nodes_are_checked_before_the_training_where_it_is_wanted(start):
+    assert "preflight" not in start().log
+    started = start(
+        "--lr", "1", PREFLIGHT="1", PREFLIGHT_FLAGS="--tolerance 0.2", PREFLIGHT_SAYS=IN_ORDER
+    )
+    assert started.code == 0 and started.training and IN_ORDER in started.log, started.log
+    calls = [call.read_text().splitlines() for call in sorted(started.calls.glob("srun-*"))]
+    (check,) = (call for call in calls if "scripts/preflight.sh" in call)
+    assert calls.index(check) < calls.index(started.training)
+    flags = check[check.index("scripts/preflight.sh") + 1 :]
+    assert "--tolerance" in flags and "--ntasks-per-node=2" in check
+    of_run = started.training[started.training.index("torchrun") + 1 :]
+    assert flags[-len(of_run) :] == of_run  # the layout and the folders of the run
+
+
+IN_ORDER = "preflight: in order"
+
+
+@pytest.mark.parametrize(
+    ("says", "settings", "code", "requeued", "words"),
+    [
+        ("preflight: leave out n0", {}, 3, False, "submit again with --exclude=n0"),
+        ("preflight: leave out n0", {"SLURM_RESTART_COUNT": "1"}, 3, False, "--exclude=n0"),
+        ("preflight: leave out n0,n1", {"PREFLIGHT_EXCLUDE": "1"}, 3, True, "without n0,n1"),
+        ("preflight: not in order", {"PREFLIGHT_EXCLUDE": "1"}, 2, False, "not requeued"),
+        ("preflight: not in order", {"SLURM_RESTART_COUNT": "1"}, 2, True, "] requeued"),
+        # it crashed, or says what is no verdict
+        ("", {}, 1, True, "without a verdict"),
+        ("preflight: leave out n0;touch $CALLS/mark", {"PREFLIGHT_EXCLUDE": "1"}, 1, True, ""),
+    ],
+)
+def test_what_follows_on_a_fault_of_the_nodes(start, says, settings, code, requeued, words):
+    started = start(PREFLIGHT="1", PREFLIGHT_SAYS=f"fault: n0: slow\n{says}", **settings)
+    assert (started.code, started.requeued) == (code, requeued), started.log
+    assert words in started.log and not started.training and not (started.calls / "mark").exists()
+
+
+def test_nodes_are_added_to_those_that_the_job_excludes(start):
+    named = {
+        "PREFLIGHT": "1",
+        "PREFLIGHT_EXCLUDE": "1",
+        "PREFLIGHT_SAYS": "preflight: leave out n0",
+    }
+    update = (start(**named).calls / "update").read_text()
+    assert update == "update JobId=7 ExcNodeList=n0\n"
+    update = (start(**named, EXCLUDED="n[2-3]").calls / "update").read_text()
+    assert update == "update JobId=7 ExcNodeList=n[2-3],n0\n"
+
+
+@pytest.mark.parametrize("name", ["PREFLIGHT", "PREFLIGHT_EXCLUDE"])
+def test_a_switch_that_is_neither_on_nor_off_is_refused(start, name):
+    started = start(**{name: "yes"})
+    assert started.code == 2 and f"{name}=yes: 1 switches it on" in started.log
 
 
 # ---- logs of the ranks ---------------------------------------------------------------------------

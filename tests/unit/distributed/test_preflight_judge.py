@@ -1,0 +1,218 @@
+"""Which nodes a preflight names, from what ranks have found; and who is paired with whom."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.config.errors import UserError
+from megatron.distributed.preflight.judge import (
+    Limits,
+    judge,
+    leave_out,
+    outliers,
+    report,
+)
+from megatron.distributed.preflight.links import ROUNDS, Speed, pairings, partner_of
+from megatron.distributed.preflight.meeting import Findings
+from megatron.distributed.preflight.probes import MISSING, Facts, Needs, code_digest, write_speed
+from megatron.distributed.rendezvous import Launch
+from megatron.distributed.setup import rank_hosts
+from tools import preflight
+
+NEEDS = Needs(("data.bin",), ("tracker",), ("/cache",), "/run", 1e9, "settings", ())
+FACTS = Facts(
+    device="CPU",
+    backend="gloo",
+    files={"data.bin": 100, "tracker": MISSING},
+    versions={"torch": "2.13"},
+    speeds={"GEMM": 1.0, "copy": 10.0, "disk": 1.0},
+    seen="0, 2, 4, 6",
+    free=2e9,
+)
+
+
+def findings(nodes: int = 4, **changed: object) -> Findings:
+    """Nodes n0, n1, ... of two ranks each, all in order but n1, whose first rank's facts are
+    `changed`.
+    """
+    found = Findings(2 * nodes, {rank: f"n{rank // 2}" for rank in range(2 * nodes)})
+    found.facts = {rank: dataclasses.replace(FACTS) for rank in range(2 * nodes)}
+    for rank in range(1, 2 * nodes, 2):  # one rank of a node looks at files and folders
+        found.facts[rank] = dataclasses.replace(FACTS, files={}, free=None, seen="")
+    if changed:
+        found.facts[2] = dataclasses.replace(FACTS, **changed)
+    pairs = [pair for one in pairings(nodes) for pair in one]
+    found.pairs = dict.fromkeys(pairs, 40.0)
+    return found
+
+
+def faults(found: Findings, limits: Limits = Limits(), hosts: tuple[str, ...] = ()) -> list:
+    return judge(found, NEEDS, limits, hosts)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_nodes_in_order(nodes):
+    found = findings(nodes)
+    assert faults(found) == []
+    assert report(found, [], "title")[-1] == "preflight: in order"
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"files": {"data.bin": 99, "tracker": MISSING}}, "data.bin: has 99 bytes; the others: "),
+        ({"files": {"data.bin": MISSING, "tracker": MISSING}}, "data.bin: cannot be read"),
+        ({"files": {"data.bin": 100, "tracker": 3}}, "tracker: has 3 bytes"),
+        ({"versions": {"torch": "2.12"}}, "torch: 2.12 and 2.13; the others: 2.13"),
+        ({"clock": 120.0}, "its clock is 120.0 s ahead"),
+        ({"clock": -3.0}, "its clock is 3.0 s behind"),
+        ({"problems": {"/cache": "is full"}}, "/cache: is full"),
+        ({"problems": {"device": "no GPU"}}, "no GPU"),
+        ({"seen": "2"}, "--save /run: holds the files of ranks 2; the others: "),
+        ({"free": 1e8}, "--save /run has room for 0.1 GB, and a checkpoint takes 1"),
+        ({"speeds": {"GEMM": 0.85, "copy": 10.0}}, "GEMM of rank 2 (CPU) is slow: 0.85 TFLOP/s"),
+        ({"speeds": {"GEMM": 1.0, "copy": 8.0}}, "copy of rank 2 (CPU) is slow: 8 GB/s"),
+    ],
+)
+def test_the_node_that_is_wrong_is_named(changed, text):
+    found = faults(findings(**changed))
+    assert [fault.node for fault in found] == ["n1"], found
+    assert found[0].text.startswith(f"n1: {text}"), found
+    assert leave_out(found) == ["n1"]
+
+
+@pytest.mark.parametrize("speed", [0.91, 1.5])
+def test_a_speed_within_the_tolerance_or_above_is_no_fault(speed):
+    assert faults(findings(speeds={"GEMM": speed, "copy": 10.0})) == []
+
+
+def test_what_all_nodes_have_or_two_differ_in_names_none():
+    """Leaving a node out would not mend it."""
+    everywhere = findings()
+    for rank in range(0, 8, 2):
+        everywhere.facts[rank] = dataclasses.replace(
+            FACTS, files={"data.bin": MISSING}, problems={"/run": "is full"}, free=0.0
+        )
+    found = faults(everywhere)
+    assert [fault.node for fault in found] == [None] * 3
+    assert all(fault.text.startswith("every node: ") for fault in found)
+    assert report(everywhere, found, "title")[-1] == "preflight: not in order"
+    for changed in ({"versions": {"torch": "2.12"}}, {"clock": 120.0}, {"seen": "2"}):
+        assert [fault.node for fault in faults(findings(2, **changed))] == [None]
+
+
+def test_the_rule_of_outliers():
+    """Ten per cent and one deviation; the slow one does not hide itself."""
+    assert outliers({"a": 1.0, "b": 1.0, "c": 0.89}, 0.1) == {"c": 1.0}
+    assert outliers({"a": 1.0, "b": 1.0, "c": 0.91}, 0.1) == {}
+    assert outliers({"a": 1.0, "b": 0.01}, 0.1) == {}  # of two no one can say
+    spread = {str(i): 1.0 + 0.1 * i for i in range(-5, 6)}  # a deviation of 0.44
+    assert outliers(spread, 0.1).keys() == {"-5"}
+    assert outliers({**spread, "slow": 0.2}, 0.1).keys() >= {"slow"}
+
+
+def test_expected_speeds_hold_for_disks_and_pairs_of_nodes_too():
+    found = findings(2)
+    assert faults(found, Limits(expected={"disk": 1.1, "network": 44.0, "GEMM": 1.1})) == []
+    slow = faults(found, Limits(expected={"disk": 2.0}))
+    assert {fault.node for fault in slow} == {"n0", "n1"} and "expected 2" in slow[0].text
+    slow = faults(found, Limits(expected={"network": 50.0}))
+    assert [fault.node for fault in slow] == [None]  # a link has two ends
+    assert slow[0].text.startswith("between n0 and n1: 40 GB/s, expected 50")
+
+
+def test_a_slow_node_is_told_from_its_partners():
+    found = findings()
+    for pair in found.pairs:
+        if 3 in pair:
+            found.pairs[pair] = 20.0
+    assert [fault.node for fault in faults(found)] == ["n3"]
+    for pair in found.pairs:
+        if 3 in pair:
+            found.pairs[pair] = 0.0
+    assert "no message to or from it went through" in faults(found)[0].text
+    found = findings()
+    found.pairs[0, 1] = 0.0  # both reach the others
+    assert [fault.node for fault in faults(found)] == [None]
+
+
+def test_a_slow_group_within_a_node_names_it():
+    found = findings()
+    groups = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    found.axes = [
+        Speed("tp", "all-reduce", 1 << 20, ranks, 100.0 if ranks != (4, 5) else 50.0)
+        for ranks in groups
+    ]
+    (fault,) = faults(found)
+    assert fault.node == "n2" and "all-reduce over tp is slow in ranks 4-5: 50 GB/s" in fault.text
+    assert (
+        "tp all-reduce of 1 MiB: GB/s of the slowest, median and fastest of 4 groups"
+        in (report(found, [fault], "title")[-3])
+    )
+    found.axes, found.errors = [], {0: "waited in vain", 1: "waited in vain"}
+    (fault,) = faults(found)
+    assert fault.node is None and fault.text.startswith("ranks 0-1 waited in vain")
+
+
+def test_a_missing_rank_is_where_the_launcher_says():
+    found = findings()
+    del found.nodes[3], found.facts[2], found.facts[3]
+    found.missing = {2: "fell silent", 3: "did not arrive"}
+    hosts = tuple(f"n{rank // 2}" for rank in range(8))
+    first, second = faults(found, hosts=hosts)
+    assert first.text.startswith("n1: rank 2 fell silent") and second.node == "n1"
+    assert [fault.node for fault in faults(found)] == ["n1", None]
+
+
+@pytest.mark.parametrize("nodes", range(1, 12))
+def test_every_round_pairs_each_node_once_and_with_another_partner(nodes):
+    met: set[tuple[int, int]] = set()
+    for pairs in pairings(nodes):
+        seated = [node for pair in pairs for node in pair]
+        assert len(seated) == len(set(seated)) == nodes - nodes % 2
+        assert met.isdisjoint(pairs)
+        met.update(pairs)
+    if nodes <= ROUNDS:
+        assert len(met) == nodes * (nodes - 1) // 2
+
+
+def test_ranks_of_two_nodes_are_paired_in_order():
+    nodes = [[0, 1], [2, 3], [4]]
+    met = {rank: [partner_of(rank, nodes, number) for number in range(3)] for rank in range(5)}
+    assert sorted(filter(None, met[1])) == [(3, 1)]  # n2 has no second rank
+    assert sorted(filter(None, met[0])) == [(2, 1), (4, 2)]
+    assert all(
+        partner is None or met[partner[0]][number] == (rank, rank // 2)
+        for rank, partners in met.items()
+        for number, partner in enumerate(partners)
+    )
+
+
+def test_hosts_of_ranks_are_those_of_srun():
+    launch = Launch(launcher="srun")
+    environment = {"SLURM_STEP_NODELIST": "n[0-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
+    assert rank_hosts(launch, environment) == ["n0", "n0", "n1", "n1", "n2"]
+    assert rank_hosts(Launch(launcher="torchrun"), environment) == []
+
+
+def test_the_flags_of_the_tool_leave_the_rest_to_the_run():
+    own, rest = preflight.read_own(
+        ["--lr", "1", "--timeout", "3", "--expect-disk=2", "--node", "a"]
+    )
+    assert rest == ["--lr", "1"] and (own.timeout, own.expect_disk, own.node) == (3.0, 2.0, "a")
+    with pytest.raises(UserError, match="--timeout: 0 is no number above 0"):
+        preflight.read_own(["--timeout", "0"])
+
+
+def test_a_digest_of_code_changes_with_it(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1")
+    before = code_digest([str(tmp_path)])
+    assert code_digest([str(tmp_path)]) == before
+    (tmp_path / "a.py").write_text("x = 2")
+    assert code_digest([str(tmp_path)]) != before
+
+
+def test_a_speed_of_writing_leaves_nothing_behind(tmp_path):
+    assert write_speed(tmp_path, 1 << 20) > 0 and not list(tmp_path.iterdir())
