@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
 from megatron.config.groups import Config
 from megatron.data.loader import Source
 from megatron.distributed.collectives import all_reduce
@@ -26,11 +28,13 @@ from megatron.observe.metrics import (
     rates,
     timer_metrics,
 )
+from megatron.observe.stragglers import straggler_field
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.parallel.pipeline import Recording
 from megatron.training.checkpointing import finalize, save, save_local
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
+from megatron.training.own_times import rows_of_ranks
 from megatron.training.passes import schedule_of
 from megatron.training.run import Progress, Run
 from megatron.training.step import (
@@ -62,11 +66,14 @@ class Interval:
     last: Report | None = None
 
 
-def finished(config: Config, progress: Progress) -> bool:
-    """Whether the run has reached --train-iters or --train-samples."""
+def finished(config: Config, progress: Progress, more: tuple[int, int] = (0, 0)) -> bool:
+    """Whether the run has reached --train-iters or --train-samples, or will have after so many
+    more iterations and samples.
+    """
+    iterations, samples = more
     if config.training.train_iters is not None:
-        return progress.iteration >= config.training.train_iters
-    return progress.consumed_samples >= config.training.train_samples
+        return progress.iteration + iterations >= config.training.train_iters
+    return progress.consumed_samples + samples >= config.training.train_samples
 
 
 def last_iteration(config: Config, progress: Progress) -> int:
@@ -103,6 +110,7 @@ def finish_step(run: Run, pending: StepHandle | None, interval: Interval) -> Non
         progress.open_loss += report.loss
         progress.open_steps += 1
         return
+    run.events.skipped += 1
     progress.skipped_samples += report.batch_size
     progress.open_skipped += 1
     iteration = progress.iteration
@@ -169,10 +177,17 @@ def log(
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
     metrics = _metrics(run, interval, seconds) | _rate_metrics(run, learning_rates)
-    if recording is not None:
+    if recording is not None and run.groups.pp.size > 1:
         metrics |= pipeline_metrics(run, recording, interval.last.batch_size)
     metrics |= _weight_metrics(run)
+    if run.config.checkpoint.save is not None:
+        metrics |= run.events.goodput(progress.iteration)
     end = last_iteration(run.config, progress)
+    more = []
+    if run.stragglers is not None:
+        metrics |= run.stragglers.add(rows_of_ranks(interval.last.own_times, len(run.nodes)))
+        if (found := run.stragglers.straggler) is not None:
+            more.append(straggler_field(found, metrics, run.nodes[found.rank]))
     line = training_line(
         progress.iteration,
         end,
@@ -180,6 +195,7 @@ def log(
         skipped=progress.open_skipped,
         nan=progress.open_nan,
         eta_seconds=eta_seconds(progress.iteration, end, seconds),
+        more=more,
     )
     logger.info(line)
     if run.tracker is not None:
@@ -260,7 +276,7 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
             )
 
     for name, source in sources.items():
-        with run.timers("evaluation"):
+        with run.events.during("evaluation", run.progress.iteration), run.timers("evaluation"):
             loss = evaluate(run, source, _progress_line(f"{split} {name}"))
         if loss is None:
             return None
@@ -324,6 +340,19 @@ def due_after(run: Run) -> Due:
     )
 
 
+def _table_of_times(run: Run, batch_size: int) -> Tensor | None:
+    """Of the interval that the step under way ends, for its reduction; None in all others."""
+    progress, logging_config = run.progress, run.config.logging
+    logs = (progress.iteration + 1) % logging_config.log_interval == 0
+    if (
+        not logging_config.log_straggler
+        or run.groups.world.size == 1
+        or not (logs or finished(run.config, progress, (1, batch_size)))
+    ):
+        return None
+    return run.own_times.table()
+
+
 def train_step(
     run: Run, pending: StepHandle | None, interval: Interval
 ) -> tuple[StepHandle, LearningRates, Recording | None]:
@@ -336,7 +365,8 @@ def train_step(
         finish_step(run, pending, interval)
         pending = None
     loss_scale = run.scaler.scale
-    recording = Recording(run.device) if run.groups.pp.size > 1 else None
+    times_ranks = config.logging.log_straggler and run.groups.world.size > 1
+    recording = Recording(run.device) if run.groups.pp.size > 1 or times_ranks else None
     gradients = forward_backward(
         run,
         first_sample=progress.consumed_samples,
@@ -345,14 +375,17 @@ def train_step(
         recording=recording,
     )
     finish_step(run, pending, interval)
+    if times_ranks:
+        run.own_times.end_lap(recording)
     clock = progress.scheduled_samples + batch_size
     learning_rates = run.schedule.learning_rates(clock)
-    with run.timers("optimizer"):
+    with run.timers("optimizer"), run.own_times.timers("optimizer"):
         pending = update(
             run,
             gradients,
             rates=learning_rates,
             weight_decay=run.schedule.weight_decay(clock),
+            own_times=_table_of_times(run, batch_size),
         )
     progress.iteration += 1
     progress.consumed_samples += batch_size
@@ -365,6 +398,7 @@ def train(run: Run) -> Exit:
     """
     config, progress = run.config, run.progress
     interval, pending = Interval(time.perf_counter()), None
+    run.own_times.go_on()
     while not finished(config, progress):
         PEERS.iteration = progress.iteration + 1
         pending, learning_rates, recording = train_step(run, pending, interval)
@@ -374,8 +408,10 @@ def train(run: Run) -> Exit:
             pending = None
         # on a GPU a signal is seen one iteration late, by all ranks in the same one
         exit_now = run.exits.check(iteration)
+        run.events.step(iteration)
         if run.lease is not None:
             run.lease.check()
+        run.own_times.stop()
         if due.log:
             interval = log(run, interval, learning_rates, recording)
         paused = time.perf_counter()
@@ -390,6 +426,7 @@ def train(run: Run) -> Exit:
         elif due.save_local:
             save_local(run)
         interval.outside += time.perf_counter() - paused
+        run.own_times.go_on()
         if exit_now and (progress.evaluation_due or not due.end):
             return (
                 exit_now

@@ -5,7 +5,7 @@ Made by training/pretrain.py, and handed to every function of the loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -16,7 +16,9 @@ from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
+from megatron.observe.events import EventLog
 from megatron.observe.metrics import Timers
+from megatron.observe.stragglers import StragglerWatch
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
@@ -24,6 +26,7 @@ from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
 from megatron.training.exit import ExitConditions
+from megatron.training.own_times import OwnTimes
 
 
 @dataclass
@@ -65,11 +68,15 @@ class Run:
     data: Data
     tracker: Tracker | None  # on rank 0
     exits: ExitConditions
+    own_times: OwnTimes
+    stragglers: StragglerWatch | None  # on rank 0 of several, with --log-straggler
+    nodes: list[str]  # of each rank
+    events: EventLog  # that of rank 0 alone writes
     progress: Progress
     checkpoints: CheckpointManager | None  # with --save
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
-    timers: Timers = field(default_factory=Timers)
+    timers: Timers
 
     @cached_property
     def chunk(self) -> int:

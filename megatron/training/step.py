@@ -51,6 +51,7 @@ class Report:
     # ranks that asked for an end (ExitConditions.requests), then those that are ready for more of a
     # save (CheckpointManager.ready)
     requests: list[float]
+    own_times: list[float]  # of all ranks, OwnTimes.table's rows; empty but at a log line
     loss: float  # the mean per valid token; NaN without one
 
 
@@ -64,10 +65,12 @@ class StepHandle:
         names: list[str],
         sums: MicroBatchSums,
         requests: Tensor,
+        own_times: Tensor,
     ):
         self.gradients, self.names = gradients, names  # of the layers' scalars
+        self.ranks_asked = len(requests)
         verdict = torch.stack([outcome.grad_norm, outcome.skipped.double()])
-        self.scalars = Arriving(torch.cat([verdict, *sums, requests]))
+        self.scalars = Arriving(torch.cat([verdict, *sums, requests, own_times]))
         self.is_here = self.scalars.is_here
 
     def read(self) -> Report:
@@ -76,7 +79,7 @@ class StepHandle:
         g = self.gradients
         count = g.sums.losses.numel()
         losses, tokens, rest = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        named, requests = rest[: len(self.names)], rest[len(self.names) :]
+        named, rest = rest[: len(self.names)], rest[len(self.names) :]
         return Report(
             g.first_sample,
             g.batch_size,
@@ -86,7 +89,8 @@ class StepHandle:
             losses,
             tokens,
             dict(zip(self.names, named, strict=True)),
-            requests,
+            rest[: self.ranks_asked],
+            rest[self.ranks_asked :],
             sum(losses) / sum(tokens) if sum(tokens) else float("nan"),
         )
 
@@ -117,23 +121,30 @@ def forward_backward(
 
 
 def update(
-    run: Run, gradients: Gradients, *, rates: LearningRates, weight_decay: float
+    run: Run,
+    gradients: Gradients,
+    *,
+    rates: LearningRates,
+    weight_decay: float,
+    own_times: Tensor | None = None,
 ) -> StepHandle:
     """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that
-    ranks must agree on travels in one sum.
+    ranks must agree on travels in one sum, and so does `own_times`, a table of all ranks.
     """
     ready = run.checkpoints.ready() if run.checkpoints is not None else ()
     requests = sent([*run.exits.requests(), *ready], run.device)
     grad_sq_sum = run.optimizer.grad_sq_sum().reshape(1)
     with waiting(_for_all(run)):
-        parts = [grad_sq_sum, *gradients.sums, requests]
+        table = requests[:0] if own_times is None else own_times.flatten()
+        parts = [grad_sq_sum, *gradients.sums, requests, table]
         totals = all_reduce(torch.cat(parts), run.groups.world)
-    grad_sq_sum, losses, tokens, scalars, requests = totals.split([len(part) for part in parts])
+    grad_sq_sum, losses, tokens, scalars, requests, table = totals.split(list(map(len, parts)))
     nominal = gradients.batch_size * run.config.data.seq_length
     # a non-finite loss makes the factor, so the step, non-finite
     factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()
     if run.checkpoints is not None:
-        run.checkpoints.before_update()
+        with run.timers("save-checkpoint"):
+            run.checkpoints.before_update()
     outcome = run.optimizer.step(
         rates=rates, weight_decay=weight_decay, grad_sq_sum=grad_sq_sum[0], grad_factor=factor
     )
@@ -141,7 +152,8 @@ def update(
         # carried out while the next forward pass computes the block before
         run.zero.defer(block, step_on_host)
     names = [spec.name for spec in run.model.scalars]
-    return StepHandle(gradients, outcome, names, MicroBatchSums(losses, tokens, scalars), requests)
+    sums = MicroBatchSums(losses, tokens, scalars)
+    return StepHandle(gradients, outcome, names, sums, requests, table)
 
 
 def _for_all(run: Run) -> Callable[[float], str]:
