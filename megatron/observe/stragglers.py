@@ -1,26 +1,32 @@
 """Which rank keeps the others waiting: from what each rank needed for its own part of the steps,
 once a log line.
 
-A rank is compared with its peers, those of the same pipeline stage, which do the same work. It is
-named when it is slower by `threshold` over the last WINDOW parts of log intervals (two intervals of
-four steps or more), by half of that in each single part, and by more than FAR times what ranks
-differ by anyhow. So neither one hiccup nor a machine on which all are slow now and then names one.
+A rank is compared with its peers, those of the same pipeline stage, which do the same work: by how
+much is it slower than the middle one of the others, in each of the last WINDOW parts of log
+intervals (two intervals of four steps or more)? It is named when the mean of these is `threshold`
+or more, the median of either half is half of that, and the mean stands out from noise: of the
+parts, which differ on a busy machine, and of the ranks, which differ where nodes do. So neither a
+hiccup nor a neighbour names anyone.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 from megatron.observe.metrics import Metrics
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "host")
 BLOCKS = 4  # parts of a log interval
 WINDOW = 8  # parts that a verdict looks at
-FAR = 5.0  # robust standard deviations between ranks
+FAR = 6.0  # standard errors that a straggler is away from its peers
+APART = 3.0  # and standard deviations between ranks
+MANY = 8  # ranks from which on one is held against what the others differ by
 NORMAL = 1.4826  # standard deviation / median deviation of normal numbers
+OF_MEAN = 1.2533  # standard deviation / mean deviation
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,12 @@ class Straggler:
 
 class StragglerWatch:
     """The verdicts of a run. `stages`: the pipeline stage of each rank. Ranks that have a stage for
-    themselves are compared with each other, by how much slower each is than it was at its best.
+    themselves are compared with each other, by how much slower each is than it was at its best. At
+    threshold 0 somebody is always named, noise or not.
     """
 
-    def __init__(self, stages: Sequence[int], threshold: float):
-        self.threshold = threshold
+    def __init__(self, stages: Sequence[int], threshold: float, far: float = FAR):
+        self.threshold, self.far = threshold, far if threshold else 0.0
         groups: dict[int, list[int]] = {}
         for rank, stage in enumerate(stages):
             groups.setdefault(stage, []).append(rank)
@@ -87,16 +94,21 @@ class StragglerWatch:
         return max(found, key=lambda each: each.excess, default=None)
 
     def _far(self, blocks: list[list[float]], ranks: list[int]) -> list[Straggler]:
-        by_block = [excesses(values) for values in blocks]
-        over_all = excesses([sum(values) for values in zip(*blocks)])
-        distances = [abs(excess) for excess in over_all]
-        spreads = [NORMAL * middle for middle in medians_of_others(distances)]
+        """The stragglers among ranks that can be compared: [block][rank]."""
+        parts = list(zip(*map(excesses, blocks)))  # [rank][block]
+        middles = [mean(own) for own in parts]
+        noise = OF_MEAN * mean(
+            abs(excess - middle) for own, middle in zip(parts, middles) for excess in own
+        )
+        bound = max(self.threshold, self.far * noise / math.sqrt(WINDOW))
+        differ = medians_of_others([abs(middle) for middle in middles])
+        half = WINDOW // 2
         return [
-            Straggler(rank, over_all[i], self._section(rank, ranks))
-            for i, rank in enumerate(ranks)
-            if over_all[i] >= self.threshold
-            and min(block[i] for block in by_block) >= self.threshold / 2
-            and (len(ranks) < 4 or over_all[i] >= FAR * spreads[i])
+            Straggler(rank, middle, self._section(rank, ranks))
+            for rank, own, middle, usual in zip(ranks, parts, middles, differ)
+            if middle >= bound
+            and (not self.threshold or min(median(own[:half]), median(own[half:])) >= bound / 2)
+            and (len(ranks) < MANY or middle >= APART * NORMAL * usual)
         ]
 
     def _section(self, rank: int, ranks: list[int]) -> str:

@@ -350,7 +350,7 @@ def test_notes_change_nothing():
             ["--profile, --profile-step-start, --profile-step-end: no profile is written"],
         ),
         ("--nvtx-ranges", ["--nvtx-ranges: no profile"]),
-        ("--log-straggler", ["--log-straggler: slow ranks"]),
+        ("--gpu-sniff-test-interval 5", ["--gpu-sniff-test-interval: no GPU is tested"]),
         (
             "--log-timers-to-tensorboard",
             ["--log-timers-to-tensorboard: no timer is logged; give --timing-log-level 1"],
