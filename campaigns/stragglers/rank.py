@@ -1,5 +1,5 @@
-"""One rank of `campaigns/stragglers/stragglers.py`: `pretrain_gpt.py` that keeps what rank 0 judges,
-and whose batches may be slow.
+"""One rank of `campaigns/stragglers/stragglers.py`: `pretrain_gpt.py` that keeps what rank 0
+judges, and whose batches may be slow.
 
     rank.py TABLES SLOW-SECONDS FLAGS...
 """

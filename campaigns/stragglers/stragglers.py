@@ -5,8 +5,9 @@ the machine busy.
 
 Three parts, each with the same flags. In `clean` nothing is wrong for --minutes; any name is false.
 Its times are judged once more at --straggler-threshold 0 and without the bounds of noise; both have
-to name somebody, or the part could not fail. In `stopped` the last rank is stopped for 30% of the time (SIGSTOP, SIGCONT), in
-`data` every batch of rank 1 comes late: both have to be named within two log intervals.
+to name somebody, or the part could not fail. In `stopped` the last rank is stopped for 30% of the
+time (SIGSTOP, SIGCONT), in `data` every batch of rank 1 comes late: both have to be named within
+two log intervals.
 """
 
 from __future__ import annotations

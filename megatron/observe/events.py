@@ -44,8 +44,8 @@ class EventLog:
     """
 
     def __init__(self, folder: str | Path | None, iteration: int, timers: Timers):
-        """`iteration`: that of the loaded checkpoint, or 0. `timers`: the run's, of which `data` and
-        `save-checkpoint` are no part of a step's own work.
+        """`iteration`: that of the loaded checkpoint, or 0. `timers`: the run's, of which `data`
+        and `save-checkpoint` are no part of a step's own work.
         """
         self.timers = timers
         self.fd: int | None = None

@@ -30,6 +30,12 @@ CAUSES = {
     "evaluation": "validation and test",
     "lost-steps": "steps that a restart made again, and steps that were skipped",
 }
+PAUSES = {  # event -> what its seconds were lost to
+    "ready": "start-up",
+    "restore": "restore",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+}
 ENOUGH = 0.01  # of the wall time that no cause explains
 Event = dict[str, Any]
 
@@ -174,28 +180,37 @@ def _sums(starts: Sequence[Sequence[Event]]) -> Goodput:
     productive = replayed = skipped = 0.0
     steps = [_step(row) for own in starts for row in own if row["event"] == "steps"]
     usual = median([step.own / step.count for step in steps if not step.first] or [math.inf])
+    for before, own in itertools.pairwise(starts):
+        losses["restart"] += own[0]["time"] - before[-1]["time"]
     for index, own in enumerate(starts):
         # what a later start did not go on from is lost
         kept = min((later[0]["iteration"] for later in starts[index + 1 :]), default=math.inf)
-        if index:
-            losses["restart"] += own[0]["time"] - starts[index - 1][-1]["time"]
         for event in own:
-            name = {"ready": "start-up"}.get(event["event"], event["event"])
-            if name in losses:
-                losses[name] += event["seconds"]
-            if name != "steps":
-                continue
-            step = _step(event)
-            share = min(1.0, max(0.0, (kept - event["iteration"] + step.count) / step.count))
-            warm_up = max(0.0, step.own - usual) if step.first and usual < math.inf else 0.0
-            moved = (step.own - warm_up) * (1 - step.skipped / step.count)
-            productive += moved * share
-            losses["data"] += step.data * share
-            losses["checkpoint"] += step.checkpoint * share
-            losses["warm-up"] += warm_up * share
-            losses["lost-steps"] += step.seconds * (1 - share)
-            losses["lost-steps"] += (step.own - warm_up - moved) * share
-            replayed += step.count * (1 - share)
-            skipped += step.skipped * share
-    wall = starts[-1][-1]["time"] - starts[0][0]["time"]
-    return Goodput(wall, productive, losses, len(starts), replayed, skipped)
+            if event["event"] in PAUSES:
+                losses[PAUSES[event["event"]]] += event["seconds"]
+            elif event["event"] == "steps":
+                step = _step(event)
+                share = min(1.0, max(0.0, (kept - event["iteration"]) / step.count + 1))
+                productive += _add_losses(losses, step, share, usual)
+                replayed += step.count * (1 - share)
+                skipped += step.skipped * share
+    return Goodput(
+        _seconds_between(starts[0], starts[-1]), productive, losses, len(starts), replayed, skipped
+    )
+
+
+def _seconds_between(first: Sequence[Event], last: Sequence[Event]) -> float:
+    return last[-1]["time"] - first[0]["time"]
+
+
+def _add_losses(losses: dict[str, float], step: Step, share: float, usual: float) -> float:
+    """What steps lost, of which a share was kept; their productive seconds. `usual`: seconds of a
+    step.
+    """
+    warm_up = max(0.0, step.own - usual) if step.first and usual < math.inf else 0.0
+    moved = (step.own - warm_up) * (1 - step.skipped / step.count)
+    losses["warm-up"] += warm_up * share
+    losses["data"] += step.data * share
+    losses["checkpoint"] += step.checkpoint * share
+    losses["lost-steps"] += (step.own - warm_up - moved) * share + step.seconds * (1 - share)
+    return moved * share

@@ -46,8 +46,15 @@ class StragglerWatch:
     threshold 0 somebody is always named, noise or not.
     """
 
-    def __init__(self, stages: Sequence[int], threshold: float, far: float = FAR):
+    def __init__(
+        self,
+        stages: Sequence[int],
+        threshold: float,
+        far: float = FAR,
+        nodes: Sequence[str] | None = None,
+    ):
         self.threshold, self.far = threshold, far if threshold else 0.0
+        self.nodes = nodes or [""] * len(stages)  # of each rank
         groups: dict[int, list[int]] = {}
         for rank, stage in enumerate(stages):
             groups.setdefault(stage, []).append(rank)
@@ -79,6 +86,18 @@ class StragglerWatch:
             metrics["slowest-rank-excess"] = self.straggler.excess
             metrics["slowest-rank-section"] = SECTIONS.index(self.straggler.section)
         return metrics
+
+    def fields(self, metrics: Metrics) -> list[str]:
+        """For the training line: the straggler, and how long ranks need."""
+        if self.straggler is None:
+            return []
+        rank = self.straggler.rank
+        times = (metrics[f"rank-time-{which}"] * 1000 for which in ("min", "median", "max"))
+        return [
+            f"own time of ranks min/median/max (ms): {'/'.join(f'{time:.1f}' for time in times)}",
+            f"slowest rank {rank} ({self.nodes[rank]}): {self.straggler.section}, "
+            f"+{self.straggler.excess:.0%} of a step",
+        ]
 
     def _judge(self) -> Straggler | None:
         """The rank that is far slower than its peers, by the greatest fraction."""
@@ -143,13 +162,3 @@ def excesses(values: Sequence[float]) -> list[float]:
     """By which fraction each value is above the median of all others."""
     usual = medians_of_others(values)
     return [value / other - 1 if other > 0 else 0.0 for value, other in zip(values, usual)]
-
-
-def straggler_field(straggler: Straggler, metrics: Metrics, node: str) -> str:
-    """For the training line: who it is, and how long ranks need."""
-    low, middle, high = (metrics[f"rank-time-{which}"] * 1000 for which in ("min", "median", "max"))
-    return (
-        f"own time of ranks min/median/max (ms): {low:.1f}/{middle:.1f}/{high:.1f} | "
-        f"slowest rank {straggler.rank} ({node}): {straggler.section}, "
-        f"+{straggler.excess:.0%} of a step"
-    )

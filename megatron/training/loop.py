@@ -28,13 +28,11 @@ from megatron.observe.metrics import (
     rates,
     timer_metrics,
 )
-from megatron.observe.stragglers import straggler_field
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.parallel.pipeline import Recording
 from megatron.training.checkpointing import finalize, save, save_local
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
-from megatron.training.own_times import rows_of_ranks
 from megatron.training.passes import schedule_of
 from megatron.training.run import Progress, Run
 from megatron.training.step import (
@@ -44,6 +42,7 @@ from megatron.training.step import (
     non_finite_micro_batches,
     update,
 )
+from megatron.training.timing import rows_of_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +109,7 @@ def finish_step(run: Run, pending: StepHandle | None, interval: Interval) -> Non
         progress.open_loss += report.loss
         progress.open_steps += 1
         return
-    run.events.skipped += 1
-    progress.skipped_samples += report.batch_size
-    progress.open_skipped += 1
+    _count_skipped(run, report)
     iteration = progress.iteration
     if sum(report.tokens) == 0:
         logger.warning(
@@ -129,6 +126,12 @@ def finish_step(run: Run, pending: StepHandle | None, interval: Interval) -> Non
             f"iteration {iteration}: NaN or Inf {what}, samples {_samples(report)}; "
             "the step is skipped (--nan-policy skip)"
         )
+
+
+def _count_skipped(run: Run, report: Report) -> None:
+    run.progress.skipped_samples += report.batch_size
+    run.progress.open_skipped += 1
+    run.timing.events.skipped += 1
 
 
 def _samples(report: Report) -> str:
@@ -181,13 +184,11 @@ def log(
         metrics |= pipeline_metrics(run, recording, interval.last.batch_size)
     metrics |= _weight_metrics(run)
     if run.config.checkpoint.save is not None:
-        metrics |= run.events.goodput(progress.iteration)
+        metrics |= run.timing.events.goodput(progress.iteration)
     end = last_iteration(run.config, progress)
-    more = []
-    if run.stragglers is not None:
-        metrics |= run.stragglers.add(rows_of_ranks(interval.last.own_times, len(run.nodes)))
-        if (found := run.stragglers.straggler) is not None:
-            more.append(straggler_field(found, metrics, run.nodes[found.rank]))
+    watch = run.timing.stragglers
+    if watch is not None:
+        metrics |= watch.add(rows_of_ranks(interval.last.own_times, run.groups.world.size))
     line = training_line(
         progress.iteration,
         end,
@@ -195,7 +196,7 @@ def log(
         skipped=progress.open_skipped,
         nan=progress.open_nan,
         eta_seconds=eta_seconds(progress.iteration, end, seconds),
-        more=more,
+        more=[] if watch is None else watch.fields(metrics),
     )
     logger.info(line)
     if run.tracker is not None:
@@ -276,7 +277,10 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
             )
 
     for name, source in sources.items():
-        with run.events.during("evaluation", run.progress.iteration), run.timers("evaluation"):
+        with (
+            run.timing.events.during("evaluation", run.progress.iteration),
+            run.timers("evaluation"),
+        ):
             loss = evaluate(run, source, _progress_line(f"{split} {name}"))
         if loss is None:
             return None
@@ -350,7 +354,7 @@ def _table_of_times(run: Run, batch_size: int) -> Tensor | None:
         or not (logs or finished(run.config, progress, (1, batch_size)))
     ):
         return None
-    return run.own_times.table()
+    return run.timing.own_times.table()
 
 
 def train_step(
@@ -376,10 +380,10 @@ def train_step(
     )
     finish_step(run, pending, interval)
     if times_ranks:
-        run.own_times.end_lap(recording)
+        run.timing.own_times.end_lap(recording)
     clock = progress.scheduled_samples + batch_size
     learning_rates = run.schedule.learning_rates(clock)
-    with run.timers("optimizer"), run.own_times.timers("optimizer"):
+    with run.timers("optimizer"), run.timing.own_times.optimizer():
         pending = update(
             run,
             gradients,
@@ -392,13 +396,29 @@ def train_step(
     return pending, learning_rates, recording
 
 
+def _pause(run: Run, due: Due, exit_now: Exit | None) -> Exit | None:
+    """What comes between two steps: evaluation and checkpoint. The reason to stop, if there is one
+    by now.
+    """
+    if due.evaluate:
+        run.progress.evaluation_due = (
+            run.exits.agree(run.groups.world, run.device) or evaluate_all(run, "validation") is None
+        )
+        exit_now = exit_now or run.exits.check(run.progress.iteration)
+    if due.save or due.end or exit_now:
+        save(run)
+    elif due.save_local:
+        save_local(run)
+    return exit_now
+
+
 def train(run: Run) -> Exit:
     """Train until the run ends or an exit condition holds; a checkpoint is written before returning
     (with --save), or the exit code is 1.
     """
     config, progress = run.config, run.progress
     interval, pending = Interval(time.perf_counter()), None
-    run.own_times.go_on()
+    run.timing.own_times.begin()
     while not finished(config, progress):
         PEERS.iteration = progress.iteration + 1
         pending, learning_rates, recording = train_step(run, pending, interval)
@@ -408,25 +428,15 @@ def train(run: Run) -> Exit:
             pending = None
         # on a GPU a signal is seen one iteration late, by all ranks in the same one
         exit_now = run.exits.check(iteration)
-        run.events.step(iteration)
+        run.timing.events.step(iteration)
         if run.lease is not None:
             run.lease.check()
-        run.own_times.stop()
-        if due.log:
-            interval = log(run, interval, learning_rates, recording)
-        paused = time.perf_counter()
-        if due.evaluate:
-            progress.evaluation_due = (
-                run.exits.agree(run.groups.world, run.device)
-                or evaluate_all(run, "validation") is None
-            )
-            exit_now = exit_now or run.exits.check(iteration)
-        if due.save or due.end or exit_now:
-            save(run)
-        elif due.save_local:
-            save_local(run)
-        interval.outside += time.perf_counter() - paused
-        run.own_times.go_on()
+        with run.timing.own_times.outside():
+            if due.log:
+                interval = log(run, interval, learning_rates, recording)
+            paused = time.perf_counter()
+            exit_now = _pause(run, due, exit_now)
+            interval.outside += time.perf_counter() - paused
         if exit_now and (progress.evaluation_due or not due.end):
             return (
                 exit_now

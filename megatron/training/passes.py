@@ -66,10 +66,7 @@ def run_micro_batches(
     sums = torch.zeros(2, count, dtype=torch.float64, device=run.device)
 
     def micro_batch(index: int) -> MicroBatch:
-        with contextlib.ExitStack() as timed:
-            if training:
-                timed.enter_context(run.timers("data"))
-                timed.enter_context(run.own_times.timers("data"))
+        with run.timers("data") if training else contextlib.nullcontext():
             batch = source.batch(
                 run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -44,9 +43,6 @@ from megatron.model.build import build_model, hidden_shape
 from megatron.model.compile import compile_layers
 from megatron.model.kernels import compute_dtype
 from megatron.observe.console import NOT_DONE, banner
-from megatron.observe.events import EventLog
-from megatron.observe.metrics import Timers
-from megatron.observe.stragglers import StragglerWatch
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.blocks import build_run_blocks
 from megatron.optimizer.optimizer import Optimizer
@@ -69,7 +65,6 @@ from megatron.training.checkpointing import (
 )
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
-from megatron.training.own_times import OwnTimes
 from megatron.training.prepare import Prepared, check_kernels, prepare
 from megatron.training.resume import (
     continuity,
@@ -77,6 +72,7 @@ from megatron.training.resume import (
     take_checkpoint_args,
 )
 from megatron.training.run import Run
+from megatron.training.timing import make_timing
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +146,7 @@ def _tell_peers(run: Run, error: Exception) -> None:
     """Note where a run has failed, and let the other ranks know why this one ends."""
     error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
     first_line = str(error).splitlines()[0] if str(error) else ""
-    run.events.end(run.progress.iteration, 1, f"{type(error).__name__}: {first_line}")
+    run.timing.events.end(run.progress.iteration, 1, f"{type(error).__name__}: {first_line}")
     PEERS.end(f"{type(error).__name__}: {first_line}")
 
 
@@ -187,22 +183,15 @@ def build(
     check_kernels(config, device, ranks)
     sections = _sections(prepared, groups, device)
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
-    timers = Timers()
-    events = _open_events(config, groups, prepared, timers)
-    closing.callback(events.close)
-    found = ranks.gather_or_raise(lambda: (device_name(device), socket.gethostname()))
+    timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
     exits = ExitConditions(config.training)
-    tracker = None
-    if groups.rank == 0:
-        tracker = _introduce(
-            prepared, {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
-        )
+    tracker = _introduce(prepared, groups, {NOT_DONE: list(not_done), **sections})
     return Run(
         config=config,
         groups=groups,
         device=device,
-        device_names=", ".join(sorted({name for name, _ in found})),
+        device_names=_device_names(device, ranks),
         vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab,
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -215,11 +204,7 @@ def build(
         data=prepared.data,
         tracker=tracker,
         exits=exits,
-        own_times=OwnTimes(device, groups.world),
-        stragglers=_straggler_watch(config, groups),
-        nodes=[node for _, node in found],
-        events=events,
-        timers=timers,
+        timing=timing,
         progress=prepared.progress,
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
@@ -253,18 +238,9 @@ def _sections(prepared: Prepared, groups: Groups, device: torch.device) -> dict[
         return describe(prepared, groups.world.size, device, node=node)[0]
 
 
-def _open_events(config: Config, groups: Groups, prepared: Prepared, timers: Timers) -> EventLog:
-    """Of the folder that the run saves to, on rank 0."""
-    folder = config.checkpoint.save if groups.rank == 0 else None
-    return EventLog(folder, prepared.progress.iteration, timers)
-
-
-def _straggler_watch(config: Config, groups: Groups) -> StragglerWatch | None:
-    """On rank 0 of several: what judges the times of all."""
-    if not config.logging.log_straggler or groups.world.size == 1 or groups.rank != 0:
-        return None
-    stages = [groups.layout.coordinates(rank)["pp"] for rank in range(groups.world.size)]
-    return StragglerWatch(stages, config.logging.straggler_threshold)
+def _device_names(device: torch.device, ranks: Ranks) -> str:
+    """Of all ranks, each name once."""
+    return ", ".join(sorted(set(ranks.gather_or_raise(lambda: device_name(device)))))
 
 
 def _peak_tflops(config: Config, device: torch.device) -> float | None:
@@ -307,8 +283,15 @@ def _build_engine(
     return Pipeline(model, zero, passes, placement, shape, groups, device), optimizer
 
 
-def _introduce(prepared: Prepared, sections: dict[str, list[str]]) -> Tracker:
-    """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go."""
+def _introduce(
+    prepared: Prepared, groups: Groups, sections: dict[str, list[str]]
+) -> Tracker | None:
+    """On rank 0, open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where
+    they go.
+    """
+    if groups.rank != 0:
+        return None
+    sections = {**sections, "layout": [groups.describe()]}
     tracker = Tracker(
         prepared.config,
         {"config": prepared.config.to_dict(), "banner": sections},
@@ -324,7 +307,7 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
         run.optimizer.initialise()
     else:
-        with run.events.restoring(run.progress.iteration):
+        with run.timing.events.restoring(run.progress.iteration):
             fetch(checkpoint, run)
             with raise_on_all_ranks(run.groups.world, run.device):
                 load(checkpoint, run)
@@ -333,7 +316,7 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
             f"{run.progress.iteration}{continuity(checkpoint, run)}"
         )
         checkpoint.close()
-    run.events.ready(run.progress.iteration)
+    run.timing.events.ready(run.progress.iteration)
     if run.config.evaluation.skip_train or run.progress.evaluation_due:
         run.progress.evaluation_due = evaluate_all(run, "validation") is None
     code = 0
@@ -342,17 +325,16 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
             ended = train(run)
         except NonFiniteError as error:
             finalize(run)
-            run.events.end(run.progress.iteration, 1, str(error).splitlines()[0])
+            run.timing.events.end(run.progress.iteration, 1, str(error).splitlines()[0])
             if run.groups.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             return 1
         code = ended.code
-        if ended.reason != COMPLETE:
-            run.events.end(run.progress.iteration, code, ended.reason)
         logger.info(f" {ended.reason}: exiting at iteration {run.progress.iteration}")
         if ended.reason != COMPLETE:
+            run.timing.events.end(run.progress.iteration, code, ended.reason)
             return code
     if run.data.test:
         evaluate_all(run, "test")
-    run.events.end(run.progress.iteration, code, COMPLETE)
+    run.timing.events.end(run.progress.iteration, code, COMPLETE)
     return code

@@ -16,9 +16,7 @@ from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
-from megatron.observe.events import EventLog
 from megatron.observe.metrics import Timers
-from megatron.observe.stragglers import StragglerWatch
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
@@ -26,7 +24,7 @@ from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
 from megatron.training.exit import ExitConditions
-from megatron.training.own_times import OwnTimes
+from megatron.training.timing import Timing
 
 
 @dataclass
@@ -68,15 +66,16 @@ class Run:
     data: Data
     tracker: Tracker | None  # on rank 0
     exits: ExitConditions
-    own_times: OwnTimes
-    stragglers: StragglerWatch | None  # on rank 0 of several, with --log-straggler
-    nodes: list[str]  # of each rank
-    events: EventLog  # that of rank 0 alone writes
+    timing: Timing
     progress: Progress
     checkpoints: CheckpointManager | None  # with --save
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
-    timers: Timers
+
+    @property
+    def timers(self) -> Timers:
+        """Wall time by name."""
+        return self.timing.timers
 
     @cached_property
     def chunk(self) -> int:

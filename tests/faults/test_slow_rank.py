@@ -86,7 +86,7 @@ def test_slow_ranks_are_named(gloo_world, tmp_path):
     pids = [process.pid for process in world.processes]
     running = threading.Thread(
         target=lambda: results.append(
-            world.run(train, ["--metrics-file", str(metrics)], str(tmp_path))
+            world.run(train, ["--metrics-file", str(metrics)], str(tmp_path), timeout=1500.0)
         )
     )
     running.start()
