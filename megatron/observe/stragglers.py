@@ -3,7 +3,7 @@ once a log line.
 
 A rank is compared with its peers, those of the same pipeline stage, which do the same work: by how
 much is it slower than the middle one of the others, in each of the last WINDOW parts of log
-intervals (two intervals of four steps or more)? It is named when the mean of these is `threshold`
+intervals (two intervals of eight steps or more)? It is named when the mean of these is `threshold`
 or more, the median of either half is half of that, and the mean stands out from noise: of the
 parts, which differ on a busy machine, and of the ranks, which differ where nodes do. So neither a
 hiccup nor a neighbour names anyone.
@@ -20,9 +20,9 @@ from statistics import mean, median
 from megatron.observe.metrics import Metrics
 
 SECTIONS = ("data", "forward", "backward", "optimizer", "host")
-BLOCKS = 4  # parts of a log interval
-WINDOW = 8  # parts that a verdict looks at
-FAR = 6.0  # standard errors that a straggler is away from its peers
+BLOCKS = 8  # parts of a log interval
+WINDOW = 16  # parts that a verdict looks at
+FAR = 5.0  # standard errors that a straggler is away from its peers
 APART = 3.0  # and standard deviations between ranks
 MANY = 8  # ranks from which on one is held against what the others differ by
 NORMAL = 1.4826  # standard deviation / median deviation of normal numbers
@@ -116,8 +116,10 @@ class StragglerWatch:
         """The stragglers among ranks that can be compared: [block][rank]."""
         parts = list(zip(*map(excesses, blocks)))  # [rank][block]
         middles = [mean(own) for own in parts]
-        noise = OF_MEAN * mean(
-            abs(excess - middle) for own, middle in zip(parts, middles) for excess in own
+        noise = (
+            OF_MEAN
+            * math.sqrt(WINDOW / (WINDOW - 1))
+            * mean(abs(excess - middle) for own, middle in zip(parts, middles) for excess in own)
         )
         bound = max(self.threshold, self.far * noise / math.sqrt(WINDOW))
         differ = medians_of_others([abs(middle) for middle in middles])

@@ -12,6 +12,7 @@ from megatron.observe.stragglers import (
     BLOCKS,
     FAR,
     SECTIONS,
+    WINDOW,
     StragglerWatch,
     excesses,
     medians_of_others,
@@ -131,11 +132,11 @@ def test_nodes_of_two_kinds():
 
 
 def test_short_intervals_are_put_together():
-    """Of one step a line, eight lines are looked at."""
+    """Of one step a line, as many lines are looked at as two long intervals have parts."""
     watch = StragglerWatch([0, 0], 0.1)
-    for line in range(1, 9):
+    for line in range(1, WINDOW + 1):
         watch.add([[0.1, *USUAL], [0.14, *slow(USUAL, "forward", 2)]])
-        assert (watch.straggler is not None) == (line == 8)
+        assert (watch.straggler is not None) == (line == WINDOW)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 9])
