@@ -15,7 +15,7 @@ BASE = """
     --micro-batch-size 1 --global-batch-size 4 --train-iters 4
     --tokenizer-type NullTokenizer --vocab-size 49 --init-method-std 0.2 --lr 1e-2
     --lr-warmup-iters 2 --log-interval 1 --eval-interval 3 --eval-iters 1 --log-params-norm
-    --mock-data --save {save}
+    --no-log-straggler --mock-data --save {save}
 """
 PLAIN = "--hidden-dropout 0 --attention-dropout 0"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"

@@ -371,9 +371,11 @@ NOTES = (
         "--logging-level",
         "logging is fixed here: docs/logging.md lists the metrics that are always written",
     ),
+    note("--no-one-logger", "there is no such service here to be switched off"),
     note(
-        "--no-one-logger --disable-straggler-on-startup",
-        "there is no such service here to be switched off",
+        "--straggler-* --disable-straggler-on-startup",
+        "slow ranks are looked for from the first step on, without a port, and one is named; "
+        "--no-log-straggler switches that off",
     ),
     note(
         (
@@ -492,11 +494,8 @@ NOT_DONE = (
         "not logged or written; docs/logging.md lists the metrics that are",
     ),
     not_done(
-        "--log-straggler --straggler-* --gpu-sniff-test-interval",
-        (
-            "slow ranks are not looked for; --timing-log-level 1 logs the time of each part of "
-            "an iteration"
-        ),
+        "--gpu-sniff-test-interval",
+        "no GPU is tested during a run; --log-straggler, on by default, names a slow rank",
     ),
     not_done(
         "--run-workload-inspector-server --enable-one-logger --one-logger-* --app-tag-* --otel-*",

@@ -815,6 +815,10 @@ class LoggingConfig:
     """Log the norms of gradient (before clipping) and parameters of each layer."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
+    log_straggler: bool = flag(True, megatron="off by default there, within a TP group")
+    """Time what each rank does itself, and name one that keeps the others waiting."""
+    straggler_threshold: float = flag(0.1, megatron="absent there", bound=NOT_NEGATIVE)
+    """How much slower than its peers a rank must be to be named: 0.1 is 10%."""
     pipeline_timeline: str | None = flag(None, megatron="absent there", needs=PIPELINE)
     """Write the time line of each pipeline rank in the last logged step to this file (for
     tools/plot_schedule.py).

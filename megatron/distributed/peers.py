@@ -102,6 +102,7 @@ class Peers:
     holder: str = ""
     count: int = 0
     silent: set[int] = field(default_factory=set)  # the ranks that `find` has found so
+    waited: float = 0.0  # seconds of all waits that have ended, for other ranks and for the device
     over: threading.Event = field(default_factory=threading.Event)
 
     def start(self, store: Store, rank: int, world: int, holder: str) -> None:
@@ -271,6 +272,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def busy_clock() -> float:
+    """Seconds that stand still while this process waits for other ranks or for its device: a
+    difference is this process's own work. Not to be read during a wait.
+    """
+    return time.perf_counter() - PEERS.waited
+
+
+@contextmanager
+def idle() -> Iterator[None]:
+    """While this process waits, for its device or, by `waiting`, for other ranks: `busy_clock`
+    stands still. Of several inside each other the outermost counts.
+    """
+    begun, before = time.perf_counter(), PEERS.waited
+    try:
+        yield
+    finally:
+        PEERS.waited = before + time.perf_counter() - begun
+
+
 @contextmanager
 def waiting(
     text: Callable[[float], str], in_trace: AbstractContextManager[Any] = UNRECORDED
@@ -280,7 +300,7 @@ def waiting(
 
     Of several inside each other the outermost of several counts.
     """
-    begun = time.monotonic()
+    begun, waited_before = time.monotonic(), PEERS.waited
     PEERS.waits.append((text, begun))
     try:
         with in_trace:
@@ -307,3 +327,4 @@ def waiting(
         ) from error
     finally:
         PEERS.waits.pop()
+        PEERS.waited = waited_before + time.monotonic() - begun

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 
@@ -45,6 +45,7 @@ def training_line(
     nan: int,
     eta_seconds: float,
     now: datetime | None = None,
+    more: Sequence[str] = (),
 ) -> str:
     """The console line of one log step.
 
@@ -52,7 +53,7 @@ def training_line(
     consumed_samples, iteration-time, throughput, learning-rate, batch-size, lm loss, loss-scale,
     grad-norm and tokens-per-second-per-gpu are needed; decoupled-learning-rate, num-zeros,
     params-norm, mfu, predicted-iteration-time and mem-max-allocated-bytes may be missing. `skipped`
-    and `nan` count iterations of the log interval.
+    and `nan` count iterations of the log interval. `more`: fields that follow the others.
     """
     time = (now or datetime.now()).strftime("%Y-%m-%d %H:%M:%S.%f")
     mfu = _number(metrics["mfu"] * 100, ".1f") + "%" if "mfu" in metrics else "n/a"
@@ -74,12 +75,10 @@ def training_line(
         f"tokens per second per GPU: {_number(metrics['tokens-per-second-per-gpu'], '.1f')}",
         f"MFU: {mfu}",
     ]
-    if "predicted-iteration-time" in metrics:
-        predicted = metrics["predicted-iteration-time"] * 1000
-        fields.append(f"predicted time per iteration (ms): {_number(predicted, '.1f')}")
+    fields += _optional(metrics, "predicted-iteration-time", "predicted time (s)", ".4f")
     if "mem-max-allocated-bytes" in metrics:
         fields.append(f"memory (GiB): {metrics['mem-max-allocated-bytes'] / 2**30:.2f}")
-    fields.append(f"ETA: {duration(eta_seconds)}")
+    fields += [f"ETA: {duration(eta_seconds)}", *more]
     return f" [{time}] " + " | ".join(fields) + " |"
 
 

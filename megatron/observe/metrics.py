@@ -88,6 +88,29 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
         "",
         "wandb alone: picture of that step, at the first line of a start and the last of a run",
     ),
+    "goodput": (
+        "fraction of the time",
+        (
+            "time of steps that moved the weights / wall time since the run was first started, "
+            "over all restarts (docs/logging.md)"
+        ),
+    ),
+    "goodput-since-start": ("fraction of the time", "the same of this start alone"),
+    "rank-time-min": (
+        "s",
+        (
+            "what the fastest rank needed for its own part of a step, without waiting for others; "
+            "mean over the log interval"
+        ),
+    ),
+    "rank-time-median": ("s", "the same of the middle rank"),
+    "rank-time-max": ("s", "the same of the slowest rank"),
+    "slowest-rank": ("rank", "a rank that keeps the others waiting; absent where there is none"),
+    "slowest-rank-excess": ("fraction", "by which it is slower than its peers"),
+    "slowest-rank-section": (
+        "",
+        "where it loses most: 0 data, 1 forward, 2 backward, 3 optimizer, 4 host",
+    ),
     "save-checkpoint-seconds": (
         "s",
         "from the beginning of a save until its checkpoint was committed, in the background or not",
@@ -122,7 +145,9 @@ def is_measured(name: str) -> bool:
     Comparisons of two runs leave these out.
     """
     return (
-        name in _MEASURED or name.endswith("-time") or name.startswith(("mem-", "save-checkpoint-"))
+        name in _MEASURED
+        or name.endswith("-time")
+        or name.startswith(("mem-", "save-checkpoint-", "rank-time-", "slowest-rank", "goodput"))
     )
 
 
@@ -274,6 +299,7 @@ class Timers:
         """`in_trace`: the range that a timer's block is in traces."""
         self._clock, self._in_trace = clock, in_trace
         self._seconds: Metrics = {}
+        self._taken: Metrics = {}  # of all intervals before
         self._inside = 0.0  # seconds of the timers that ran inside the present one
 
     @contextlib.contextmanager
@@ -295,8 +321,14 @@ class Timers:
     def take(self) -> Metrics:
         """Seconds of each timer since the last call; all start again from zero."""
         seconds = self._seconds
+        for name, value in seconds.items():
+            self._taken[name] = self._taken.get(name, 0.0) + value
         self._seconds = {}
         return seconds
+
+    def total(self, name: str) -> float:
+        """Seconds of a timer since the beginning, whatever was taken."""
+        return self._taken.get(name, 0.0) + self._seconds.get(name, 0.0)
 
 
 def timer_metrics(

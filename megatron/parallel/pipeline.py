@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.distributed.collectives import gather_bytes
 from megatron.distributed.groups import Groups
 from megatron.distributed.p2p import Receiving, Sending
-from megatron.distributed.peers import waiting
+from megatron.distributed.peers import PEERS, waiting
 from megatron.distributed.ranges import named
 from megatron.model.block import Layer, MicroBatch
 from megatron.model.gpt import GPTModel
@@ -73,6 +73,7 @@ class Recording:
     def __init__(self, device: torch.device):
         self.device = device
         self.marks: list[tuple[Action, Any, Any]] = []
+        self.waited: list[float] = []  # within each, seconds that the host waited for other ranks
         self.start = self.now()
 
     def now(self) -> Any:
@@ -83,9 +84,26 @@ class Recording:
         event.record()
         return event
 
-    def add(self, action: Action, begin: Any) -> None:
-        """A computation that began then has just ended."""
+    def begin(self) -> tuple[Any, float]:
+        """A computation begins now."""
+        return self.now(), PEERS.waited
+
+    def add(self, action: Action, begun: tuple[Any, float]) -> None:
+        """The computation that began then has just ended."""
+        begin, waited = begun
         self.marks.append((action, begin, self.now()))
+        self.waited.append(PEERS.waited - waited)
+
+    def own_seconds(self) -> tuple[float, float]:
+        """What this rank computed in forward passes and in backward passes, without what it waited
+        for others meanwhile. On a GPU waits within a pass, for collectives of its layers, are not
+        told apart.
+        """
+        sums = [0.0, 0.0]
+        for span, waited in zip(self.spans(), self.waited):
+            lost = 0.0 if self.device.type == "cuda" else waited
+            sums[span.kind is not Kind.FORWARD] += span.end - span.begin - lost
+        return sums[0], sums[1]
 
     def spans(self) -> tuple[Span, ...]:
         """The computations, in seconds since the recording was made."""
@@ -223,14 +241,14 @@ class Pipeline:
         step = _Step(self, known, micro_batch, scale)
         for action in step.actions:
             if action.kind in COMPUTATIONS:
-                begin = None if recording is None else recording.now()
                 x, held = step.take(action)
+                begun = None if recording is None else recording.begin()
                 with named(WORDS[action.kind], "stage", action.stage, "micro-batch", action.micro):
                     y, left = self.compute(action, x, held)
                 step.give(action, y, left)
                 del x, y, held, left  # or they would live as long as the next computation
                 if recording is not None:
-                    recording.add(action, begin)
+                    recording.add(action, begun)
                 if action in known.last_uses:
                     step.leave(action.micro)
             elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):

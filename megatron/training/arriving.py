@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.distributed.peers import idle
+
 
 def sent(numbers: Sequence[float], device: torch.device) -> Tensor:
     """Float64 numbers of the host, on the device: from pinned memory, so that nobody waits."""
@@ -38,5 +40,6 @@ class Arriving:
     def read(self) -> list[float]:
         """Wait for the numbers (not for work queued after them)."""
         if self.event is not None:
-            self.event.synchronize()
+            with idle():
+                self.event.synchronize()
         return self.numbers.tolist()

@@ -174,7 +174,10 @@ def save(run: Run) -> None:
     """
     if run.checkpoints is None:
         return
-    with run.timers("save-checkpoint"):
+    with (
+        run.timing.events.during("checkpoint", run.progress.iteration),
+        run.timers("save-checkpoint"),
+    ):
         run.zero.wait_for_weights()  # a checkpoint is of weights after the step
         run.checkpoints.save(
             run.progress.iteration,
@@ -186,7 +189,10 @@ def save(run: Run) -> None:
 
 def save_local(run: Run) -> None:
     """Write a checkpoint to the local tier alone."""
-    with run.timers("save-checkpoint"):
+    with (
+        run.timing.events.during("checkpoint", run.progress.iteration),
+        run.timers("save-checkpoint"),
+    ):
         run.zero.wait_for_weights()
         check = partial(DesyncCheck(run.optimizer).check, run.checkpoints.ranks)
         run.checkpoints.local_checkpoints.save(
@@ -196,7 +202,10 @@ def save_local(run: Run) -> None:
 
 def finalize(run: Run) -> bool:
     """Wait for a save under way; whether the last one went well."""
-    return run.checkpoints is None or run.checkpoints.finalize()
+    if run.checkpoints is None:
+        return True
+    with run.timing.events.during("checkpoint", run.progress.iteration):
+        return run.checkpoints.finalize()
 
 
 def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:

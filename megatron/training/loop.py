@@ -46,6 +46,7 @@ from megatron.training.step import (
     non_finite_micro_batches,
     update,
 )
+from megatron.training.timing import rows_of_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,7 @@ def finish_step(run: Run, pending: StepHandle | None, interval: Interval) -> Non
         progress.open_loss += report.loss
         progress.open_steps += 1
         return
-    progress.skipped_samples += report.batch_size
-    progress.open_skipped += 1
+    _count_skipped(run, report)
     iteration = progress.iteration
     if sum(report.tokens) == 0:
         logger.warning(
@@ -132,6 +132,12 @@ def finish_step(run: Run, pending: StepHandle | None, interval: Interval) -> Non
             f"iteration {iteration}: NaN or Inf {what}, samples {_samples(report)}; "
             "the step is skipped (--nan-policy skip)"
         )
+
+
+def _count_skipped(run: Run, report: Report) -> None:
+    run.progress.skipped_samples += report.batch_size
+    run.progress.open_skipped += 1
+    run.timing.events.skipped += 1
 
 
 def _samples(report: Report) -> str:
@@ -186,11 +192,13 @@ def log(
     seconds = (now - interval.started - interval.outside) / interval.iterations
     metrics = _metrics(run, interval, seconds) | _rate_metrics(run, learning_rates)
     timeline = None
-    if recording is not None:
+    if recording is not None and run.groups.pp.size > 1:
         timeline = pipeline_timeline(run, recording, interval.last.batch_size)
         metrics["pipeline-bubble-fraction"] = timeline.bubble
     metrics |= _weight_metrics(run) | _layer_norms(run, interval.last)
+    metrics |= _timing_metrics(run, interval.last)
     end = last_iteration(run.config, progress)
+    watch = run.timing.stragglers
     line = training_line(
         progress.iteration,
         end,
@@ -198,6 +206,7 @@ def log(
         skipped=progress.open_skipped,
         nan=progress.open_nan,
         eta_seconds=eta_seconds(progress.iteration, end, seconds),
+        more=[] if watch is None else watch.fields(metrics),
     )
     logger.info(line)
     if run.tracker is not None:
@@ -206,6 +215,17 @@ def log(
             _show(run, timeline)
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())
+
+
+def _timing_metrics(run: Run, report: Report) -> dict[str, float]:
+    """Goodput, and which rank keeps the others waiting."""
+    metrics: dict[str, float] = {}
+    if run.config.checkpoint.save is not None:
+        metrics |= run.timing.events.goodput(run.progress.iteration)
+    watch = run.timing.stragglers
+    if watch is not None:
+        metrics |= watch.add(rows_of_ranks(report.own_times, run.groups.world.size))
+    return metrics
 
 
 def _consumed(run: Run) -> dict[str, float]:
@@ -311,7 +331,10 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
             run.tracker.log(run.progress.iteration, {**_consumed(run), **measured})
 
     for name, source in sources.items():
-        with run.timers("evaluation"):
+        with (
+            run.timing.events.during("evaluation", run.progress.iteration),
+            run.timers("evaluation"),
+        ):
             loss = evaluate(run, source, _progress_line(f"{split} {name}"))
         if loss is None:
             return None
@@ -375,6 +398,11 @@ def due_after(run: Run) -> Due:
     )
 
 
+def _times_ranks(run: Run) -> bool:
+    """Whether ranks tell each other how long their own part of a step takes."""
+    return run.config.logging.log_straggler and run.groups.world.size > 1
+
+
 def train_step(
     run: Run, pending: StepHandle | None, interval: Interval
 ) -> tuple[StepHandle, LearningRates, Recording | None]:
@@ -389,7 +417,8 @@ def train_step(
         finish_step(run, pending, interval)
         pending = None
     loss_scale = run.scaler.scale
-    recording = Recording(run.device) if run.groups.pp.size > 1 else None
+    times_ranks = _times_ranks(run)
+    recording = Recording(run.device) if run.groups.pp.size > 1 or times_ranks else None
     gradients = forward_backward(
         run,
         first_sample=progress.consumed_samples,
@@ -398,20 +427,40 @@ def train_step(
         recording=recording,
     )
     finish_step(run, pending, interval)
+    if times_ranks:
+        run.timing.own_times.end_lap(recording)
     clock = progress.scheduled_samples + batch_size
     after = Progress(progress.iteration + 1, progress.consumed_samples + batch_size)
+    logs = is_logged(config, after)
     learning_rates = run.schedule.learning_rates(clock)
-    with run.timers("optimizer"):
+    with run.timers("optimizer"), run.timing.own_times.optimizer():
         pending = update(
             run,
             gradients,
             rates=learning_rates,
             weight_decay=run.schedule.weight_decay(clock),
-            layer_norms=config.logging.log_layer_norms and is_logged(config, after),
+            layer_norms=config.logging.log_layer_norms and logs,
+            own_times=run.timing.own_times.table() if times_ranks and logs else None,
         )
     progress.iteration += 1
     progress.consumed_samples += batch_size
     return pending, learning_rates, recording
+
+
+def _pause(run: Run, due: Due, exit_now: Exit | None) -> Exit | None:
+    """What comes between two steps: evaluation and checkpoint. The reason to stop, if there is one
+    by now.
+    """
+    if due.evaluate:
+        run.progress.evaluation_due = (
+            run.exits.agree(run.groups.world, run.device) or evaluate_all(run, "validation") is None
+        )
+        exit_now = exit_now or run.exits.check(run.progress.iteration)
+    if due.save or due.end or exit_now:
+        save(run)
+    elif due.save_local:
+        save_local(run)
+    return exit_now
 
 
 def train(run: Run) -> Exit:
@@ -420,6 +469,7 @@ def train(run: Run) -> Exit:
     """
     config, progress = run.config, run.progress
     interval, pending = Interval(time.perf_counter()), None
+    run.timing.own_times.begin()
     while not finished(config, progress):
         PEERS.iteration = progress.iteration + 1
         pending, learning_rates, recording = train_step(run, pending, interval)
@@ -429,22 +479,15 @@ def train(run: Run) -> Exit:
             pending = None
         # on a GPU a signal is seen one iteration late, by all ranks in the same one
         exit_now = run.exits.check(iteration)
+        run.timing.events.step(iteration)
         if run.lease is not None:
             run.lease.check()
-        if due.log:
-            interval = log(run, interval, learning_rates, recording)
-        paused = time.perf_counter()
-        if due.evaluate:
-            progress.evaluation_due = (
-                run.exits.agree(run.groups.world, run.device)
-                or evaluate_all(run, "validation") is None
-            )
-            exit_now = exit_now or run.exits.check(iteration)
-        if due.save or due.end or exit_now:
-            save(run)
-        elif due.save_local:
-            save_local(run)
-        interval.outside += time.perf_counter() - paused
+        with run.timing.own_times.outside():
+            if due.log:
+                interval = log(run, interval, learning_rates, recording)
+            paused = time.perf_counter()
+            exit_now = _pause(run, due, exit_now)
+            interval.outside += time.perf_counter() - paused
         if exit_now and (progress.evaluation_due or not due.end):
             return (
                 exit_now

@@ -75,6 +75,7 @@ from megatron.training.resume import (
     take_checkpoint_args,
 )
 from megatron.training.run import Run
+from megatron.training.timing import make_timing
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,7 @@ def _tell_peers(run: Run, error: Exception) -> None:
     """Note where a run has failed, and let the other ranks know why this one ends."""
     error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
     first_line = str(error).splitlines()[0] if str(error) else ""
+    run.timing.events.end(run.progress.iteration, 1, f"{type(error).__name__}: {first_line}")
     PEERS.end(f"{type(error).__name__}: {first_line}")
 
 
@@ -177,9 +179,7 @@ def build(
 
     `closing` gives up the lease of --save, also when building fails.
     """
-    groups = _make_groups(config, world_size)
-    ranks = Ranks(groups.world, device, groups.pp.rank)
-    local_checkpoints = join_local_checkpoints(config, ranks)
+    groups, ranks, local_checkpoints = _join(config, world_size, device)
     prepared = prepare(
         config, notes, world_size, device, groups.world, local_checkpoints=local_checkpoints
     )
@@ -187,7 +187,7 @@ def build(
     check_kernels(config, device, ranks)
     described = _described(prepared, groups, device)
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
-    device_names = _device_names(device, ranks)
+    timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
     exits = ExitConditions(config.training)
     tracker = described and _introduce(prepared, described, groups, not_done)
@@ -195,7 +195,7 @@ def build(
         config=config,
         groups=groups,
         device=device,
-        device_names=device_names,
+        device_names=_device_names(device, ranks),
         vocab_size=tokenizer.vocab_size,
         padded_vocab=prepared.padded_vocab,
         tokenizer_fingerprint=tokenizer.fingerprint,
@@ -208,13 +208,23 @@ def build(
         data=prepared.data,
         tracker=tracker,
         exits=exits,
+        timing=timing,
         progress=prepared.progress,
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=_peak_tflops(config, device),
-        estimate=described and described.estimate,
+        estimate=getattr(described, "estimate", None),
         profiler=step_profiler(config, groups.rank, device),
     ), prepared.checkpoint
+
+
+def _join(
+    config: Config, world_size: int, device: torch.device
+) -> tuple[Groups, Ranks, LocalCheckpoints | None]:
+    """This rank among the others, and the checkpoints that their nodes hold."""
+    groups = _make_groups(config, world_size)
+    ranks = Ranks(groups.world, device, groups.pp.rank)
+    return groups, ranks, join_local_checkpoints(config, ranks)
 
 
 def _take_save_folder(
@@ -330,14 +340,16 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
     if checkpoint is None:
         run.optimizer.initialise()
     else:
-        fetch(checkpoint, run)
-        with raise_on_all_ranks(run.groups.world, run.device):
-            load(checkpoint, run)
+        with run.timing.events.restoring(run.progress.iteration):
+            fetch(checkpoint, run)
+            with raise_on_all_ranks(run.groups.world, run.device):
+                load(checkpoint, run)
         logger.info(
             f" loaded checkpoint {checkpoint.path} at iteration "
             f"{run.progress.iteration}{continuity(checkpoint, run)}"
         )
         checkpoint.close()
+    run.timing.events.ready(run.progress.iteration)
     if run.config.evaluation.skip_train or run.progress.evaluation_due:
         run.progress.evaluation_due = evaluate_all(run, "validation") is None
     code = 0
@@ -346,13 +358,16 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
             ended = train(run)
         except NonFiniteError as error:
             finalize(run)
+            run.timing.events.end(run.progress.iteration, 1, str(error).splitlines()[0])
             if run.groups.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             return 1
         code = ended.code
         logger.info(f" {ended.reason}: exiting at iteration {run.progress.iteration}")
         if ended.reason != COMPLETE:
+            run.timing.events.end(run.progress.iteration, code, ended.reason)
             return code
     if run.data.test:
         evaluate_all(run, "test")
+    run.timing.events.end(run.progress.iteration, code, COMPLETE)
     return code

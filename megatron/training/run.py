@@ -5,7 +5,7 @@ Made by training/pretrain.py, and handed to every function of the loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -15,7 +15,6 @@ from megatron.checkpoint.manager import CheckpointManager
 from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.distributed.groups import Groups
-from megatron.distributed.ranges import named
 from megatron.model.gpt import GPTModel
 from megatron.observe.metrics import Timers
 from megatron.observe.tracking import Tracker
@@ -27,6 +26,7 @@ from megatron.parallel.pipeline import Pipeline
 from megatron.plan.step_table import Estimate
 from megatron.training.exit import ExitConditions
 from megatron.training.profile import StepProfiler
+from megatron.training.timing import Timing
 
 
 @dataclass
@@ -68,13 +68,18 @@ class Run:
     data: Data
     tracker: Tracker | None  # on rank 0
     exits: ExitConditions
+    timing: Timing
     progress: Progress
     checkpoints: CheckpointManager | None  # with --save
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
     profiler: StepProfiler | None  # on the ranks of --profile-ranks
     estimate: Estimate | None = None  # of a step, on rank 0, where the device is known
-    timers: Timers = field(default_factory=lambda: Timers(in_trace=named))
+
+    @property
+    def timers(self) -> Timers:
+        """Wall time by name."""
+        return self.timing.timers
 
     @cached_property
     def chunk(self) -> int:

@@ -51,6 +51,7 @@ class Report:
     # ranks that asked for an end (ExitConditions.requests), then those that are ready for more of a
     # save (CheckpointManager.ready)
     requests: list[float]
+    own_times: list[float]  # of all ranks, OwnTimes.table's rows; empty but at a log line
     loss: float  # the mean per valid token; NaN without one
     # This rank's share of the gradient's squares by layer, as of `grad_norm` (--log-layer-norms in
     # a step that is logged): the one thing here that is on the device and not the same everywhere.
@@ -67,12 +68,14 @@ class StepHandle:
         names: list[str],
         sums: MicroBatchSums,
         requests: Tensor,
+        own_times: Tensor,
         layer_grad_sq_sums: Tensor | None = None,
     ):
         self.gradients, self.names = gradients, names  # of the layers' scalars
         self.layer_grad_sq_sums = layer_grad_sq_sums
+        self.ranks_asked = len(requests)
         verdict = torch.stack([outcome.grad_norm, outcome.skipped.double()])
-        self.scalars = Arriving(torch.cat([verdict, *sums, requests]))
+        self.scalars = Arriving(torch.cat([verdict, *sums, requests, own_times]))
         self.is_here = self.scalars.is_here
 
     def read(self) -> Report:
@@ -81,7 +84,7 @@ class StepHandle:
         g = self.gradients
         count = g.sums.losses.numel()
         losses, tokens, rest = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        named, requests = rest[: len(self.names)], rest[len(self.names) :]
+        named, rest = rest[: len(self.names)], rest[len(self.names) :]
         return Report(
             g.first_sample,
             g.batch_size,
@@ -91,7 +94,8 @@ class StepHandle:
             losses,
             tokens,
             dict(zip(self.names, named, strict=True)),
-            requests,
+            rest[: self.ranks_asked],
+            rest[self.ranks_asked :],
             sum(losses) / sum(tokens) if sum(tokens) else float("nan"),
             self.layer_grad_sq_sums,
         )
@@ -128,34 +132,46 @@ def update(
     *,
     rates: LearningRates,
     weight_decay: float,
+    own_times: Tensor | None = None,
     layer_norms: bool = False,
 ) -> StepHandle:
     """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that
-    ranks must agree on travels in one sum. `layer_norms`: take the squares by layer, too.
+    ranks must agree on travels in one sum, and so does `own_times`, a table of all ranks.
+    `layer_norms`: take the squares by layer, too.
     """
     ready = run.checkpoints.ready() if run.checkpoints is not None else ()
     requests = sent([*run.exits.requests(), *ready], run.device)
     grad_sq_sum = run.optimizer.grad_sq_sum().reshape(1)
     with waiting(_for_all(run)):
-        parts = [grad_sq_sum, *gradients.sums, requests]
+        table = requests[:0] if own_times is None else own_times.flatten()
+        parts = [grad_sq_sum, *gradients.sums, requests, table]
         totals = all_reduce(torch.cat(parts), run.groups.world)
-    grad_sq_sum, losses, tokens, scalars, requests = totals.split([len(part) for part in parts])
+    grad_sq_sum, losses, tokens, scalars, requests, table = totals.split(list(map(len, parts)))
     nominal = gradients.batch_size * run.config.data.seq_length
     # a non-finite loss makes the factor, so the step, non-finite
     factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()
     # before the step, which changes gradients
     by_layer = run.optimizer.layer_grad_sq_sums() * factor.square() if layer_norms else None
-    if run.checkpoints is not None:
-        run.checkpoints.before_update()
+    _before_update(run)
     outcome = run.optimizer.step(
         rates=rates, weight_decay=weight_decay, grad_sq_sum=grad_sq_sum[0], grad_factor=factor
     )
     for block, step_on_host in outcome.deferred.items():
         # carried out while the next forward pass computes the block before
         run.zero.defer(block, step_on_host)
-    names = [spec.name for spec in run.model.scalars]
     sums = MicroBatchSums(losses, tokens, scalars)
-    return StepHandle(gradients, outcome, names, sums, requests, by_layer)
+    return StepHandle(gradients, outcome, _scalar_names(run), sums, requests, table, by_layer)
+
+
+def _scalar_names(run: Run) -> list[str]:
+    return [spec.name for spec in run.model.scalars]
+
+
+def _before_update(run: Run) -> None:
+    """Wait for what a save in the background still reads."""
+    if run.checkpoints is not None:
+        with run.timers("save-checkpoint"):
+            run.checkpoints.before_update()
 
 
 def _for_all(run: Run) -> Callable[[float], str]:

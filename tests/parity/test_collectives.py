@@ -14,6 +14,7 @@ import pytest
 from parity.layouts import BASE, SCHEDULES, Row
 from parity.ledger import count, own_loopback
 
+from megatron.observe.stragglers import SECTIONS
 from megatron.parallel.schedule import place
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -283,6 +284,7 @@ def test_messages_between_stages(gloo_world, layout, precision, activation, grad
     )
     for rank, calls in enumerate(gloo_world(row.world).run(count, flags)):
         scalars = 1 + 2 * MICRO_BATCHES + 3  # squares, losses and tokens, requests to end
+        scalars += row.world * (1 + len(SECTIONS))  # at each log line the times of all ranks
         due = Counter({("update", None, 2 * (row.world - 1) / row.world * scalars * FP64): 1})
         for below, above in pairwise(placement):
             for source, target in ((below, above), (above, below)):

@@ -394,6 +394,12 @@ def table(findings: Findings, named: list[str]) -> list[str]:
     for row in rows:
         cells = [cell.rjust(len(head)) for cell, head in zip(row[1:], heads)]
         lines.append("  ".join([row[0].ljust(wide), *cells]))
+    return [*lines, *_axis_lines(findings)]
+
+
+def _axis_lines(findings: Findings) -> list[str]:
+    """A line for each operation and size of an axis."""
+    lines = []
     kinds_of_axes = sorted({(one.axis, one.operation, one.size) for one in findings.axes})
     for axis, operation, size in kinds_of_axes:
         speeds_of = sorted(_groups(findings.axes, axis, operation, size).values())

@@ -117,7 +117,7 @@ class Probe:
             self.mark.unlink(missing_ok=True)
 
     def run(self, clock: Callable[[], bytes], nodes: list[int]) -> None:
-        """Fill `facts`. `clock` reads rank 0's; `nodes` are the first ranks of all that have come."""
+        """Fill `facts`. `clock` reads rank 0's; `nodes`: the first ranks of all that have come."""
         self.doing = "reading rank 0's clock"
         self.facts.clock = clock_offset(clock)
         self.doing = "choosing a device"

@@ -350,7 +350,7 @@ def test_notes_change_nothing():
             ["--profile-backward, --profile-steps: --profile writes Chrome traces"],
         ),
         ("--nvtx-ranges", ["--nvtx-ranges: --profile writes Chrome traces"]),
-        ("--log-straggler", ["--log-straggler: slow ranks"]),
+        ("--gpu-sniff-test-interval 5", ["--gpu-sniff-test-interval: no GPU is tested"]),
         (
             "--log-timers-to-tensorboard",
             ["--log-timers-to-tensorboard: no timer is logged; give --timing-log-level 1"],

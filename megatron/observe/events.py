@@ -1,0 +1,175 @@
+"""events.jsonl of a run: what took how long, over all its starts, for observe/goodput.py.
+
+One JSON object a line, appended with one write each, so that a kill tears at most the last line.
+Written by rank 0; a disk that fails never stops training. docs/logging.md lists the events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.observe.goodput import Step, account, read_events
+from megatron.observe.metrics import Metrics, Timers
+from megatron.observe.tracking import FILE_MODE
+
+logger = logging.getLogger(__name__)
+
+NAME = "events.jsonl"
+OFTEN = 10.0  # seconds after which steps are written even where nothing else happens
+IMPORTED = time.time()
+
+
+def process_started() -> float:
+    """When this process was started, in Unix seconds; where the system does not say, when this file
+    was imported.
+    """
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return IMPORTED
+    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+
+
+class EventLog:
+    """What one start of a run writes; without a folder nothing. Times of steps are those since the
+    event before, without what `during` has timed.
+    """
+
+    def __init__(self, folder: str | Path | None, iteration: int, timers: Timers):
+        """`iteration`: that of the loaded checkpoint, or 0. `timers`: the run's, of which `data`
+        and `save-checkpoint` are no part of a step's own work.
+        """
+        self.timers = timers
+        self.fd: int | None = None
+        self.started = process_started()
+        self.first_start = self.started
+        self.productive = self.before = 0.0
+        self.restore = 0.0  # seconds
+        self.iteration = iteration  # of the last steps event
+        self.skipped = 0  # steps since then
+        self.first_step_is_over = False
+        if folder is None:
+            return
+        path = Path(folder) / NAME
+        with self._guard():
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, FILE_MODE)
+            size = os.fstat(self.fd).st_size
+            if size and os.pread(self.fd, 1, size - 1) != b"\n":
+                os.write(self.fd, b"\n")  # a kill tore the last line: end it, readers skip it
+            events = read_events(path)
+            if events:
+                self.started = max(self.started, events[-1]["time"])
+            start = {"event": "start", "time": round(self.started, 3), "iteration": iteration}
+            known = account([*events, start])
+            self.first_start = self.started - known.wall
+            self.productive = self.before = known.productive
+            self._append(start)
+        self._mark()
+
+    def write(self, event: str, iteration: int, **fields: Any) -> None:
+        """One event, now."""
+        row = {"event": event, "time": round(time.time(), 3), "iteration": iteration, **fields}
+        if self.fd is not None:
+            with self._guard():
+                self._append(row)
+
+    def ready(self, iteration: int) -> None:
+        """Training begins."""
+        start_up = time.time() - self.started - self.restore
+        self.write("ready", iteration, seconds=round(start_up, 4))
+        self._mark()
+
+    @contextlib.contextmanager
+    def restoring(self, iteration: int) -> Iterator[None]:
+        """While a checkpoint is loaded."""
+        begun = time.perf_counter()
+        yield
+        self.restore = time.perf_counter() - begun
+        self.write("restore", iteration, seconds=round(self.restore, 4))
+
+    @contextlib.contextmanager
+    def during(self, event: str, iteration: int) -> Iterator[None]:
+        """While steps stand still for an evaluation or a checkpoint."""
+        self.steps(iteration)
+        begun = time.perf_counter()
+        self.write(f"{event}-begin", iteration)
+        yield
+        self.write(event, iteration, seconds=round(time.perf_counter() - begun, 4))
+        self._mark()
+
+    def step(self, iteration: int) -> None:
+        """A step has ended: the first one of a start is an event of its own, others together."""
+        if not self.first_step_is_over or time.perf_counter() - self.begun > OFTEN:
+            self.steps(iteration)
+
+    def steps(self, iteration: int) -> None:
+        """The steps since the last event, if there were any."""
+        if iteration == self.iteration:
+            return
+        step = self._open(iteration)
+        self.productive += step.productive if self.first_step_is_over else 0.0
+        self.write("steps", iteration, **step.fields())
+        self.first_step_is_over = True
+        self.iteration, self.skipped = iteration, 0
+        self._mark()
+
+    def goodput(self, iteration: int) -> Metrics:
+        """Productive share of the time since the first start, and since this one."""
+        now = time.time()
+        productive = self.productive
+        if self.first_step_is_over and iteration > self.iteration:
+            productive += self._open(iteration).productive
+        return {
+            "goodput": productive / max(now - self.first_start, 1e-9),
+            "goodput-since-start": (productive - self.before) / max(now - self.started, 1e-9),
+        }
+
+    def end(self, iteration: int, code: int, reason: str) -> None:
+        """The last event of a start."""
+        self.steps(iteration)
+        self.write("end", iteration, code=code, reason=reason)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def _open(self, iteration: int) -> Step:
+        return Step(
+            count=iteration - self.iteration,
+            seconds=time.perf_counter() - self.begun,
+            data=self.timers.total("data") - self.data,
+            checkpoint=self.timers.total("save-checkpoint") - self.checkpoint,
+            skipped=self.skipped,
+            first=not self.first_step_is_over,
+        )
+
+    def _mark(self) -> None:
+        self.begun = time.perf_counter()
+        self.data = self.timers.total("data")
+        self.checkpoint = self.timers.total("save-checkpoint")
+
+    def _append(self, row: dict[str, Any]) -> None:
+        line = (json.dumps(row) + "\n").encode()
+        while line:
+            line = line[os.write(self.fd, line) :]
+
+    @contextlib.contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            logger.warning(
+                f"{NAME} is off for the rest of this run; training continues. Cause: {error}. Fix: "
+                "free space on the disk of --save and make it writable."
+            )

@@ -1,0 +1,216 @@
+"""Goodput: what share of a run's wall time moved the weights that it has now, and where the rest
+went, over all its starts. Read from events.jsonl and metrics.jsonl of its folder.
+
+Seconds of each cause are measured by the run's own clock, wall time is between time stamps. So the
+sum is a check: what it lacks is `other`, and more than ENOUGH of it says that events are missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron.config.errors import UserError
+from megatron.observe.metrics import Metrics
+
+CAUSES = {
+    "restart": "from the last sign of life of a start to the next one",
+    "start-up": "from the start of the process to the first step, without loading a checkpoint",
+    "restore": "loading the checkpoint",
+    "warm-up": "what the first step of a start took longer than others",
+    "data": "waiting for batches",
+    "checkpoint": "training stood still for a save",
+    "evaluation": "validation and test",
+    "lost-steps": "steps that a restart made again, and steps that were skipped",
+}
+PAUSES = {  # event -> what its seconds were lost to
+    "ready": "start-up",
+    "restore": "restore",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+}
+ENOUGH = 0.01  # of the wall time that no cause explains
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One or several steps: so many, and seconds; of these, in which `data` and `checkpoint` held
+    them up. `skipped` of them did not move the weights.
+    """
+
+    count: int
+    seconds: float
+    data: float = 0.0
+    checkpoint: float = 0.0
+    skipped: int = 0
+    first: bool = False  # of a start
+
+    @property
+    def own(self) -> float:
+        """Seconds of computation."""
+        return self.seconds - self.data - self.checkpoint
+
+    @property
+    def productive(self) -> float:
+        """Seconds of the steps that moved the weights."""
+        return self.own * (1 - self.skipped / self.count)
+
+    def fields(self) -> dict[str, Any]:
+        """For events.jsonl."""
+        return {
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in dataclasses.asdict(self).items()
+            if value
+        }
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds of a run. `losses`: by CAUSES."""
+
+    wall: float
+    productive: float
+    losses: dict[str, float]
+    starts: int
+    replayed: float  # steps
+    skipped: float
+
+    @property
+    def other(self) -> float:
+        """What no cause explains; negative where causes overlap."""
+        return self.wall - self.productive - sum(self.losses.values())
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether all but ENOUGH of the wall time is explained."""
+        return abs(self.other) <= ENOUGH * self.wall
+
+    def rows(self) -> list[tuple[str, float]]:
+        """(cause, seconds): productive, CAUSES, other; the sum is the wall time."""
+        return [("productive", self.productive), *self.losses.items(), ("other", self.other)]
+
+
+def goodput(folder: str | Path) -> Goodput:
+    """That of a run folder (--save). Raises UserError where it has no events."""
+    path = Path(folder) / "events.jsonl"
+    if not path.is_file():
+        raise UserError(f"{str(path)[:4000]}: no such file; give a folder that was --save of a run")
+    events = read_events(path)
+    if not events:
+        raise UserError(f"{path}: not an events file: none of its lines is an event of a run")
+    metrics = Path(folder) / "metrics.jsonl"
+    return account(events, _json_lines(metrics) if metrics.is_file() else ())
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a file, from the first start on. What a kill tore is passed over."""
+    rows = [
+        row
+        for row in _json_lines(path)
+        if isinstance(row.get("event"), str)
+        and _number(row.get("time"))
+        and type(row.get("iteration")) is int
+        and all(_number(row.get(name, 0)) for name in ("seconds", "data", "checkpoint"))
+        and all(type(row.get(name, 0)) is int for name in ("count", "skipped"))
+        and (row["event"] != "steps" or row.get("count", 0) > 0)
+    ]
+    return list(itertools.dropwhile(lambda row: row["event"] != "start", rows))
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def account(events: Sequence[Event], metrics: Iterable[Metrics] = ()) -> Goodput:
+    """Add up the events of a run, of which the first is a start. Rows of `metrics` are signs of
+    life of a start that was killed between two events.
+    """
+    starts: list[list[Event]] = []
+    for event in events:
+        if event["event"] == "start":
+            starts.append([])
+        starts[-1].append(event)
+    metrics = [row for row in metrics if _number(row.get("timestamp")) and "iteration" in row]
+    for own, after in itertools.zip_longest(starts, starts[1:]):
+        own += _tail(own, metrics, after[0]["time"] if after else math.inf)
+    return _sums(starts)
+
+
+def _tail(own: list[Event], metrics: Sequence[Metrics], until: float) -> list[Event]:
+    """The steps between the last event of a start and its last row of metrics, as an event."""
+    last = own[-1]
+    rows = [row for row in metrics if last["time"] < row["timestamp"] < until]
+    if last["event"] == "end" or not rows or rows[-1]["iteration"] <= last["iteration"]:
+        return []
+    iteration, time = int(rows[-1]["iteration"]), rows[-1]["timestamp"]
+    count = iteration - last["iteration"]
+    seconds = time - last["time"]
+    return [
+        {"event": "steps", "time": time, "iteration": iteration, "count": count, "seconds": seconds}
+    ]
+
+
+def _step(event: Event) -> Step:
+    names = (field.name for field in dataclasses.fields(Step))
+    return Step(**{name: event[name] for name in names if name in event})
+
+
+def _sums(starts: Sequence[Sequence[Event]]) -> Goodput:
+    losses = dict.fromkeys(CAUSES, 0.0)
+    productive = replayed = skipped = 0.0
+    steps = [_step(row) for own in starts for row in own if row["event"] == "steps"]
+    usual = median([step.own / step.count for step in steps if not step.first] or [math.inf])
+    for before, own in itertools.pairwise(starts):
+        losses["restart"] += own[0]["time"] - before[-1]["time"]
+    for index, own in enumerate(starts):
+        # what a later start did not go on from is lost
+        kept = min((later[0]["iteration"] for later in starts[index + 1 :]), default=math.inf)
+        for event in own:
+            if event["event"] in PAUSES:
+                losses[PAUSES[event["event"]]] += event["seconds"]
+            elif event["event"] == "steps":
+                step = _step(event)
+                share = min(1.0, max(0.0, (kept - event["iteration"]) / step.count + 1))
+                productive += _add_losses(losses, step, share, usual)
+                replayed += step.count * (1 - share)
+                skipped += step.skipped * share
+    return Goodput(
+        _seconds_between(starts[0], starts[-1]), productive, losses, len(starts), replayed, skipped
+    )
+
+
+def _seconds_between(first: Sequence[Event], last: Sequence[Event]) -> float:
+    return last[-1]["time"] - first[0]["time"]
+
+
+def _add_losses(losses: dict[str, float], step: Step, share: float, usual: float) -> float:
+    """What steps lost, of which a share was kept; their productive seconds. `usual`: seconds of a
+    step.
+    """
+    warm_up = max(0.0, step.own - usual) if step.first and usual < math.inf else 0.0
+    moved = (step.own - warm_up) * (1 - step.skipped / step.count)
+    losses["warm-up"] += warm_up * share
+    losses["data"] += step.data * share
+    losses["checkpoint"] += step.checkpoint * share
+    losses["lost-steps"] += (step.own - warm_up - moved) * share + step.seconds * (1 - share)
+    return moved * share

@@ -1,0 +1,131 @@
+"""What a rank does of each step itself, without what it waits for others: a slow rank makes all
+others wait, so the time of a step is the same on every rank and names none.
+
+Called from training/loop.py; the verdict is observe/stragglers.py's. What the run writes of its
+time is made here, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.ranks import Ranks
+from megatron.config.groups import Config
+from megatron.distributed.groups import Axis, Groups
+from megatron.distributed.peers import busy_clock
+from megatron.distributed.ranges import named
+from megatron.observe.events import EventLog
+from megatron.observe.metrics import Timers
+from megatron.observe.stragglers import BLOCKS, SECTIONS, StragglerWatch
+from megatron.parallel.pipeline import Recording
+from megatron.training.arriving import sent
+
+
+class OwnTimes:
+    """The laps of one rank since the last log line. A lap ends just before the step's reduction:
+    it holds the optimizer of the step before, and the passes of this one.
+
+    On a GPU the passes are timed there, by events of the step before, which have come; all else is
+    the host's time. The longer of the two is what the rank needs for a lap.
+    """
+
+    def __init__(self, device: torch.device, world: Axis, timers: Timers):
+        self.device, self.world = device, world
+        self.timers = timers  # of which `data` waits for nobody
+        self.laps: list[list[float]] = []  # seconds by section
+        self.before: Recording | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """The first lap begins now."""
+        self.begun = busy_clock()
+        self.data = self.timers.total("data")
+        self.optimizer_seconds = 0.0
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """While what is done, such as an evaluation, is no part of a lap."""
+        stopped = busy_clock()
+        yield
+        self.begun += busy_clock() - stopped
+
+    @contextlib.contextmanager
+    def optimizer(self) -> Iterator[None]:
+        """While the optimizer steps."""
+        begun = busy_clock()
+        yield
+        self.optimizer_seconds += busy_clock() - begun
+
+    def end_lap(self, recording: Recording) -> None:
+        """Close a lap, in which `recording` was made."""
+        on_gpu = self.device.type == "cuda"
+        complete, self.before = self.before if on_gpu else recording, recording
+        forward, backward = (0.0, 0.0) if complete is None else complete.own_seconds()
+        total, data = busy_clock() - self.begun, self.timers.total("data") - self.data
+        if on_gpu:
+            total = max(total, forward + backward)
+        sections = [data, forward, backward, self.optimizer_seconds]
+        self.laps.append([*sections, max(0.0, total - sum(sections))])
+        self.begin()
+
+    def table(self) -> Tensor:
+        """[ranks, numbers] of the laps since the last call, zeros but for this rank's row, so that
+        the sum over ranks is everyone's: seconds of a lap in each part of the interval, then of
+        each section.
+        """
+        row, self.laps = summary(self.laps), []
+        table = torch.zeros(self.world.size, len(row), dtype=torch.float64, device=self.device)
+        table[self.world.rank] = sent(row, self.device)
+        return table
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where a run's time goes. `stragglers`: on rank 0 of several, with --log-straggler."""
+
+    timers: Timers
+    own_times: OwnTimes
+    stragglers: StragglerWatch | None
+    events: EventLog  # that of rank 0 writes
+
+
+def make_timing(
+    config: Config, groups: Groups, ranks: Ranks, iteration: int, closing: contextlib.ExitStack
+) -> Timing:
+    """That of a run which goes on from an iteration; all ranks call it together. `closing` closes
+    the file of events.
+    """
+    timers, stragglers = Timers(in_trace=named), None
+    if config.logging.log_straggler and groups.world.size > 1:
+        nodes = ranks.gather_or_raise(socket.gethostname)
+        if groups.rank == 0:
+            stages = [groups.layout.coordinates(rank)["pp"] for rank in range(len(nodes))]
+            stragglers = StragglerWatch(stages, config.logging.straggler_threshold, nodes=nodes)
+    events = EventLog(config.checkpoint.save if groups.rank == 0 else None, iteration, timers)
+    closing.callback(events.close)
+    return Timing(timers, OwnTimes(ranks.device, groups.world, timers), stragglers, events)
+
+
+def rows_of_ranks(numbers: Sequence[float], ranks: int) -> list[list[float]]:
+    """The rows of a table that has travelled flat."""
+    width = len(numbers) // ranks
+    return [list(numbers[rank * width : (rank + 1) * width]) for rank in range(ranks)]
+
+
+def summary(laps: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds of a lap, mean over each of up to BLOCKS parts of the laps, then those of each
+    section, mean over all laps.
+    """
+    count = len(laps)
+    blocks = min(BLOCKS, count)
+    parts = [laps[count * i // blocks : count * (i + 1) // blocks] for i in range(blocks)]
+    return [
+        *(sum(map(sum, part)) / len(part) for part in parts),
+        *(sum(lap[i] for lap in laps) / count for i in range(len(SECTIONS))),
+    ]

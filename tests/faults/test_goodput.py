@@ -1,0 +1,159 @@
+"""Goodput adds up: a run that is killed three times, ended by a signal once and passes over steps
+of fp16 explains its wall time within 1%, from its files alone; without one event it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from distributed.pool import PRELOAD
+from megatron.tools import goodput as tool
+
+import pretrain_gpt
+from megatron.observe.goodput import CAUSES, ENOUGH, account, goodput, read_events
+from megatron.observe.tracking import read_metrics
+
+FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+--micro-batch-size 2 --global-batch-size 4 --train-iters 60
+--mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --log-interval 5
+--eval-interval 30 --eval-iters 2 --save-interval 10
+--fp16 --initial-loss-scale 4294967296""".split()
+KILLED_BEHIND = 12, 22, 42  # iterations
+SIGNALLED_BEHIND = 33
+
+
+def train(folder: str, log: str) -> None:
+    """One start of the run, in a process of its own."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    raise SystemExit(pretrain_gpt.main([*FLAGS, "--save", folder, "--load", folder]))
+
+
+def iteration(folder: Path) -> int:
+    """The last one that was logged."""
+    path = folder / "metrics.jsonl"
+    rows = read_metrics(path) if path.exists() and path.stat().st_size else []
+    return rows[-1]["iteration"] if rows else 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a run with all that can happen to it."""
+    folder = tmp_path_factory.mktemp("goodput") / "run"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, "megatron.training.pretrain"])
+    ends = sorted(
+        [*((at, signal.SIGKILL) for at in KILLED_BEHIND), (SIGNALLED_BEHIND, signal.SIGUSR1)]
+    )
+    for at, number in [*ends, (None, None)]:
+        log = str(folder.with_name("log"))
+        process = context.Process(target=train, args=(str(folder), log))
+        process.start()
+        while at is not None and process.is_alive() and iteration(folder) < at:
+            time.sleep(0.005)
+        if at is not None:
+            os.kill(process.pid, number)
+        process.join(120)
+        expected = {None: 0, signal.SIGKILL: -signal.SIGKILL, signal.SIGUSR1: 85}[number]
+        assert process.exitcode == expected, Path(log).read_text()
+        time.sleep(0.3)  # the queue of a cluster
+    return folder
+
+
+def test_it_adds_up(folder, capsys):
+    found = goodput(folder)
+    assert found.starts == 5 and found.adds_up
+    assert list(found.losses) == list(CAUSES)
+    assert sum(seconds for _, seconds in found.rows()) == pytest.approx(found.wall)
+    assert abs(found.other) <= ENOUGH * found.wall
+    # all that happened has cost something
+    assert all(seconds > 0 for seconds in found.losses.values())
+    assert found.losses["restart"] > 4 * 0.3
+    assert found.replayed > 0
+    # as many as the last row of metrics says
+    assert read_metrics(folder)[-1]["skipped-train-samples"] == 4 * found.skipped >= 8
+    events = read_events(folder / "events.jsonl")
+    assert [row["code"] for row in events if row["event"] == "end"] == [85, 0]
+    assert tool.main([str(folder)]) == 0
+    assert "5 starts" in capsys.readouterr().out
+    # what the run itself has logged last, a moment before its end
+    assert read_metrics(folder)[-1]["goodput"] == pytest.approx(
+        found.productive / found.wall, abs=0.05
+    )
+
+
+def test_without_an_event_it_does_not(folder, tmp_path, capsys):
+    """The negative control, for each kind of event that takes time."""
+    events = read_events(folder / "events.jsonl")
+    for kind in ("ready", "steps", "evaluation", "checkpoint"):
+        rows = [row for row in events if row["event"] == kind]
+        longest = max(rows, key=lambda row: row["seconds"])
+        if longest["seconds"] <= 2 * ENOUGH * account(events).wall:
+            continue
+        copy = tmp_path / kind
+        copy.mkdir()
+        left = [row for row in events if row is not longest]
+        (copy / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in left))
+        assert not goodput(copy).adds_up, kind
+        assert tool.main([str(copy)]) == 1
+        assert "do not" not in (said := capsys.readouterr().out) and "events are missing" in said
+    assert (tmp_path / "ready").exists()
+
+
+def test_unreadable(tmp_path, capsys):
+    assert tool.main([str(tmp_path)]) == 2
+    (tmp_path / "events.jsonl").write_text("nothing\n[1]\n")
+    assert tool.main([str(tmp_path)]) == 2
+    assert "not an events file" in capsys.readouterr().err
+
+
+def row(event: str, time: float, iteration: int, **fields) -> dict:
+    return {"event": event, "time": time, "iteration": iteration, **fields}
+
+
+def test_what_is_counted_as_what():
+    """By hand: 4 steps of which 2 are made again, one skipped, one pause of each kind."""
+    events = [
+        row("start", 100.0, 0),
+        row("ready", 110.0, 0, seconds=10.0),
+        row("steps", 115.0, 1, count=1, seconds=5.0, first=True),
+        row("steps", 118.0, 4, count=3, seconds=3.0, data=0.3),  # kept up to 2
+        row("start", 130.0, 2),  # killed; 12 s later
+        row("restore", 134.0, 2, seconds=4.0),
+        row("ready", 140.0, 2, seconds=6.0),
+        row("steps", 141.0, 3, count=1, seconds=1.0, first=True),
+        row("steps", 143.0, 5, count=2, seconds=2.0, skipped=1),
+        row("evaluation", 145.0, 5, seconds=2.0),
+        row("checkpoint", 146.0, 5, seconds=1.0),
+        row("end", 146.0, 5, code=0),
+    ]
+    found = account(events)
+    usual = (0.9 + 1.0) / 2
+    assert found.wall == 46 and found.starts == 2
+    assert found.replayed == pytest.approx(2) and found.skipped == 1
+    assert found.losses == pytest.approx(
+        {
+            "restart": 12,
+            "start-up": 16,
+            "restore": 4,
+            "warm-up": (5 - usual) + (1 - usual),
+            "data": 0.1,
+            "checkpoint": 1,
+            "evaluation": 2,
+            "lost-steps": 2 + 1,
+        }
+    )
+    assert found.productive == pytest.approx(usual * 2 + 0.9 + 1)
+    assert found.other == pytest.approx(0)
+    # a kill between two events: rows of metrics are signs of life
+    killed = [*events[:4], events[4]]
+    metrics = [{"iteration": 6, "timestamp": 120.0}]
+    assert account(killed, metrics).losses["lost-steps"] == pytest.approx(4)
+    assert account(killed, metrics).losses["restart"] == pytest.approx(10)

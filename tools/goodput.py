@@ -1,0 +1,63 @@
+"""What share of a run's wall time moved its weights, and where the rest went, over all restarts:
+`python tools/goodput.py RUN [--json]`.
+
+RUN is a folder that was --save of a run; its events.jsonl and metrics.jsonl are read. Exit code: 0
+when productive time and the eight causes add up to the wall time within 1%, 1 when they do not
+(events are missing), 2 unreadable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+if not __package__:  # run as a file of a checkout
+    import _checkout  # noqa: F401
+
+from megatron.config.errors import UserError  # noqa: E402
+from megatron.observe.goodput import CAUSES, Goodput, goodput  # noqa: E402
+
+MEANINGS = {"productive": "steps that moved the weights", **CAUSES, "other": "no event says"}
+
+
+def text(found: Goodput) -> str:
+    """The table."""
+    wall = found.wall or 1.0
+    lines = [
+        f"goodput {found.productive / wall:.1%} of {found.wall:.1f} s, {found.starts} starts, "
+        f"{found.replayed:.0f} steps made again, {found.skipped:.0f} skipped"
+    ]
+    lines += [
+        f"  {cause:<12}{seconds:>12.1f} s {seconds / wall:>7.1%}  {MEANINGS[cause]}"
+        for cause, seconds in found.rows()
+    ]
+    if not found.adds_up:
+        lines.append(
+            f"the causes explain all but {found.other:.1f} s of the wall time, which is more than "
+            "1%: events are missing in events.jsonl, or the clocks of the nodes differ"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table or a JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("run", help="a folder that was --save of a run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(argv)
+    try:
+        found = goodput(options.run)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        row = {"wall": found.wall, "starts": found.starts, "seconds": dict(found.rows())}
+        print(json.dumps({**row, "adds_up": found.adds_up}))
+    else:
+        print(text(found))
+    return 0 if found.adds_up else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
