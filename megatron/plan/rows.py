@@ -26,6 +26,7 @@ class Publisher:
     flags: tuple[str, ...] = ()
     generation: int | None = None
     launches: float = 1.0
+    gpu: str = "H100-80-SXM"  # where a row names none
 
 
 # by the beginning of a row's `source`; the longest that fits counts
@@ -39,7 +40,9 @@ SOURCES = {
         ("--no-overlap-grad-reduce", "--no-tp-comm-overlap", "--grad-reduce-in-bf16"), launches=4.0
     ),
     # layers of Megatron-LM of 2023; gradients in 16 bits
-    "Aleph-Alpha/": Publisher(("--no-tp-comm-overlap", "--main-grads-dtype", "bf16")),
+    "Aleph-Alpha/": Publisher(
+        ("--no-tp-comm-overlap", "--main-grads-dtype", "bf16"), gpu="A100-80-SXM"
+    ),
     # FSDP reduces in the compute precision; attention of the first generation, in Triton
     "mosaicml/": Publisher(("--grad-reduce-in-bf16",), generation=1),
 }
@@ -85,8 +88,8 @@ def number(row: Row, column: str, default: float | None = None) -> float:
 
 
 def hardware_name(row: Row) -> str:
-    """The device file of a row; H100 where it names none."""
-    gpu = (row.get("gpu") or "").strip() or "H100-80-SXM"
+    """The device file of a row."""
+    gpu = (row.get("gpu") or "").strip() or source_of(row).gpu
     for prefix, name in GPUS.items():
         if gpu.startswith(prefix):
             return name
@@ -168,8 +171,11 @@ def _kind_flags(row: Row, replicas: float) -> list[str]:
     stage = ZERO.get((row.get("sharding") or "").strip(), 1)
     if stage and replicas > 1:
         flags += ["--zero-stage", str(stage)]
-    if "full" in (row.get("recompute") or ""):
+    recompute = row.get("recompute") or ""
+    if "full" in recompute:
         flags += ["--recompute-granularity", "full"]
+    elif "selective" in recompute:
+        flags += ["--recompute-granularity", "selective"]
     flags += source_of(row).flags
     if "attention not fused" in note:
         flags += ["--attention-backend", "plain"]

@@ -123,6 +123,13 @@ class StepModel:
         )
 
     @property
+    def padded_flops(self) -> float:
+        """Of the model in a step, with the padded vocabulary: Megatron-LM's count."""
+        padded = self.operations.vocab * self.operations.tp
+        training, seq = self.config.training, self.config.data.seq_length
+        return flops_per_iteration(self.config.model, training.global_batch_size, seq, padded)
+
+    @property
     def kind(self) -> str:
         """The kind of layout by which errors of predictions are told apart."""
         distributed = self.config.distributed

@@ -50,6 +50,9 @@ class Prediction:
     fits: str | None = None
     refused: str | None = None
     kind: str = ""
+    padded_tflop: float | None = (
+        None  # of the model on a rank in a step, with its padded vocabulary
+    )
 
     def written(self) -> dict[str, Any]:
         """For a file of JSON."""
@@ -60,8 +63,12 @@ class Prediction:
 
     @property
     def measured(self) -> float | None:
-        """Seconds that a step took."""
-        return measured_step(self.row)
+        """Seconds that a step took; of TFLOP/s where a row has these alone."""
+        seconds = measured_step(self.row)
+        rate = (self.row.get("tflops_per_gpu") or "").strip()
+        if seconds is None and rate and self.padded_tflop is not None:
+            return self.padded_tflop / number(self.row, "tflops_per_gpu")
+        return seconds
 
     @property
     def error(self) -> float | None:
@@ -106,7 +113,8 @@ def filled(row: Row) -> list[Row]:
     open_ones = [
         column
         for column in OPEN
-        if (row.get(column) or "").strip() in UNKNOWN and not (column == "vp" and row["pp"] == "1")
+        if row.get(column, "1" if column == "vp" else "").strip() in UNKNOWN
+        and not (column == "vp" and row["pp"] == "1")
     ]
     choices = itertools.product(*(OPEN[column] for column in open_ones))
     return [row | dict(zip(open_ones, choice, strict=True)) for choice in choices]
@@ -144,6 +152,7 @@ def _predict(row: Row, given: dict[str, Hardware] | None) -> Prediction:
         peak_gib=peak,
         fits=WORDS[judge(peak, hardware.memory_gib)],
         kind=model.kind,
+        padded_tflop=model.padded_flops / model.world_size / 1e12,
     )
 
 

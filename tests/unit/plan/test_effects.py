@@ -1,0 +1,148 @@
+"""Effects that others have published, relative ones, come out of the plan with the right sign and
+within a factor of two (docs/planning.md names the sources, and those that do not).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.validate import resolve
+from megatron.plan.hardware import load_hardware
+from megatron.plan.step import StepModel
+
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights "
+)
+RUN = (
+    "--bf16 --attention-dropout 0 --hidden-dropout 0 --mock-data --train-iters 10 --lr 1e-4 "
+    "--dry-run --grad-reduce-in-bf16 "
+)
+FP8 = "--fp8-format hybrid --fp8-min-width 1 "
+FULL = "--recompute-granularity full "
+
+
+def model(layers: int, hidden: int, heads: int, groups: int, ffn: int, more: str = LLAMA) -> str:
+    """Flags of a model's sizes."""
+    grouped = f"--group-query-attention --num-query-groups {groups} " if groups != heads else ""
+    return (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
+        f"--ffn-hidden-size {ffn} {grouped}{more}"
+    )
+
+
+L8B = model(32, 4096, 32, 8, 14336)
+L70B = model(80, 8192, 64, 8, 28672)
+GPT3 = model(96, 12288, 96, 96, 49152, "--disable-bias-linear ")
+MPT7B = model(32, 4096, 32, 32, 16384, "--disable-bias-linear ")
+MPT30B = model(48, 7168, 56, 56, 28672, "--disable-bias-linear ")
+
+
+def seconds(
+    flags: str, world: int, batch: int, seq: int = 8192, micro: int = 1, generation: int = 3
+) -> float:
+    """Seconds of a step on H100s."""
+    sizes = f"--seq-length {seq} --micro-batch-size {micro} --global-batch-size {batch} "
+    words = (flags + " " + sizes + RUN + "--vocab-size 128256").split()
+    config = parse_arguments(words).config
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, tokenizer_type="NullTokenizer")
+    )
+    config = resolve(config, world, 128256).config
+    step = StepModel(config, 128256, world, generation=generation)
+    return step.time(load_hardware("h100")).seconds
+
+
+def layout(tp: int = 1, pp: int = 1, cp: int = 1, zero: int = 1, virtual: int = 1) -> str:
+    """Flags of a layout."""
+    text = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
+    text += f"--zero-stage {zero} " if zero else ""
+    text += "--sequence-parallel " if tp > 1 else ""
+    text += f"--context-parallel-size {cp} --cp-comm-type p2p " if cp > 1 else ""
+    text += f"--num-virtual-stages-per-pipeline-rank {virtual} " if virtual > 1 else ""
+    return text
+
+
+def speed(slow: tuple, fast: tuple) -> float:
+    """Change of tokens a second of a GPU from the second case to the first."""
+
+    def rate(case: tuple) -> float:
+        flags, world, batch, *rest = case
+        return batch / seconds(flags, world, batch, *rest) / world
+
+    return rate(slow) / rate(fast) - 1
+
+
+PP4 = (L70B + FP8 + layout(4, 4, virtual=5), 32, 128)
+EFFECTS = {
+    "PP 4 to 8, 70B, fp8": (
+        -0.06,
+        (L70B + FP8 + layout(4, 8, virtual=5), 32, 128),
+        PP4,
+    ),
+    "strong scaling of 175B from 96 to 4,608 GPUs": (
+        42 / 47 - 1,
+        (GPT3 + layout(8, 12, virtual=8), 4608, 1152, 2048),
+        (GPT3 + layout(8, 12, virtual=8), 96, 1152, 2048),
+    ),
+    "FSDP from 8 to 512 GPUs, 7B": (
+        -0.09,
+        (MPT7B + layout(zero=3), 512, 3072, 2048, 6, 1),
+        (MPT7B + layout(zero=3), 8, 48, 2048, 6, 1),
+    ),
+    "FSDP from 128 to 512 GPUs, 30B": (
+        -0.04,
+        (MPT30B + FULL + layout(zero=3), 512, 4096, 2048, 8, 1),
+        (MPT30B + FULL + layout(zero=3), 128, 1024, 2048, 8, 1),
+    ),
+    "the activation's product computed again, 8B": (
+        -0.02,
+        (
+            L8B + "--recompute-granularity selective --recompute-modules mlp_act " + layout(),
+            8,
+            128,
+        ),
+        (L8B + layout(), 8, 128),
+    ),
+    "fp8, h 4096": (0.31, (L8B + FP8 + layout(cp=2), 8, 128), (L8B + layout(cp=2), 8, 128)),
+    "fp8, h 8192": (
+        0.48,
+        (L70B + FP8 + layout(4, 4, 2, virtual=5), 64, 128),
+        (L70B + layout(4, 4, 2, virtual=5), 64, 128),
+    ),
+    "fp8, h 16384": (
+        0.60,
+        (model(21, 16384, 128, 16, 53248) + FP8 + layout(8, 3, 2, virtual=7), 96, 126),
+        (model(21, 16384, 128, 16, 53248) + layout(8, 3, 2, virtual=7), 96, 126),
+    ),
+    "collectives of tensor parallelism beside products, 70B": (
+        0.09,
+        (L70B + FULL + layout(8, zero=3), 256, 512, 8192, 16, 2),
+        (L70B + FULL + "--no-tp-comm-overlap " + layout(8, zero=3), 256, 512, 8192, 16, 2),
+    ),
+    "the optimizer in host memory": (
+        1 / 4.2 - 1,
+        (
+            L8B + "--optimizer-cpu-offload --optimizer-offload-fraction 1 " + layout(),
+            8,
+            8,
+            2048,
+        ),
+        (L8B + layout(), 8, 8, 2048),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_an_effect_has_its_sign_and_half_its_size(name):
+    published, case, base = EFFECTS[name]
+    assert 0.5 <= speed(case, base) / published <= 2
+
+
+def test_more_gpus_of_a_tuned_run_lose_little():
+    """Weak scaling from 8 to 128 GPUs: 0 to 3% by NVIDIA's tables."""
+    loss = speed((L8B + layout(cp=2), 128, 2048), (L8B + layout(cp=2), 8, 128))
+    assert -0.03 <= loss <= 0
