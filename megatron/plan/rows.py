@@ -179,7 +179,19 @@ def _kind_flags(row: Row, replicas: float) -> list[str]:
     flags += source_of(row).flags
     if "attention not fused" in note:
         flags += ["--attention-backend", "plain"]
+    flags += _kernel_flags(row)
     return _that_act(row, flags, replicas)
+
+
+def _kernel_flags(row: Row) -> list[str]:
+    """Of the kernels that a row names: what is not fused keeps what torch's operators keep."""
+    kernels = row.get("kernels") or ""
+    if not kernels:
+        return []
+    flags = ["--attention-backend", "sdpa"]
+    for operator in ("rotary", "activation", "dropout", "cross-entropy"):
+        flags += [f"--{operator}-backend", "torch"]
+    return flags + (["--norm-backend", "torch"] if "unfused RMSNorm" in kernels else [])
 
 
 def _that_act(row: Row, flags: list[str], replicas: float) -> list[str]:

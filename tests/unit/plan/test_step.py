@@ -30,9 +30,9 @@ from tools.plan import run
 
 MODEL = (
     "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5632 --swiglu "
-    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 4096 "
-    "--attention-dropout 0 --hidden-dropout 0 --bf16 --mock-data --train-iters 10 --lr 1e-4 "
-    "--vocab-size 31999 --micro-batch-size 1 --global-batch-size 64 "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--seq-length 4096 --attention-dropout 0 --hidden-dropout 0 --bf16 --mock-data "
+    "--train-iters 10 --lr 1e-4 --vocab-size 31999 --micro-batch-size 1 --global-batch-size 64 "
 )
 VOCABULARY = 32000
 

@@ -14,12 +14,14 @@ from tools.plan import run
 
 HEAD = (
     "source,model,layers,hidden,heads,kv_heads,ffn,vocab,seq,tp,pp,vp,dp,gpus,global_batch,"
-    "sharding,recompute,precision,tflops_per_gpu,tokens_per_s_per_gpu,gpu,micro_batch,cp,step_s,note"
+    "sharding,recompute,precision,tflops_per_gpu,tokens_per_s_per_gpu,gpu,micro_batch,cp,step_s,"
+    "note"
 )
+LLAMA = "x,8B,32,4096,32,8,14336,128256,8192,"
 ROWS = [
-    "x,8B,32,4096,32,8,14336,128256,8192,1,1,1,4,8,128,zero1,none,bf16,527.9,10256,H100-80-SXM,1,2,12.78,",
-    "x,8B,32,4096,32,8,14336,128256,8192,2,1,1,4,8,128,zero1,none,bf16,,9000,H100-80-SXM,1,1,,",
-    "x,8B,32,4096,32,8,14336,128256,8192,3,1,1,4,8,128,zero1,none,bf16,,9000,H100-80-SXM,1,1,,",
+    LLAMA + "1,1,1,4,8,128,zero1,none,bf16,527.9,10256,H100-80-SXM,1,2,12.78,",
+    LLAMA + "2,1,1,4,8,128,zero1,none,bf16,,9000,H100-80-SXM,1,1,,",
+    LLAMA + "3,1,1,4,8,128,zero1,none,bf16,,9000,H100-80-SXM,1,1,,",
     "x,13B,40,5120,40,40,13824,128000,8192,1,1,1,64,64,512,zero1,none,bf16,,1500,A100-80-SXM,4,1,,",
 ]
 
