@@ -380,35 +380,43 @@ def main() -> int:
         held = json.loads(MANIFEST.read_text()).get(lang.triton.__version__, {})
         work(arguments.rows, arguments.compile, held if arguments.quick else {})
         return 0
-    version = lang.triton.__version__
     selected = selection(arguments)
     found = compile_all(list(selected), arguments.jobs, arguments.rows, quick=arguments.quick)
-    manifest = json.loads(MANIFEST.read_text())
     broken = [
         f"{name}: {fault}" for name, row in selected.items() for fault in faults(row, found[name])
     ]
+    broken += keep_or_compare(arguments, found, selected)
+    print(*broken, sep="\n")
+    held = sum("held" in found[name] for name in selected)
+    print(
+        f"{len(selected) - held} kernels compiled with Triton {lang.triton.__version__}, "
+        f"{len(broken)} faults" + (f"; {held} have the manifest's key" if held else "")
+    )
+    return 1 if broken else 0
+
+
+def keep_or_compare(
+    arguments: argparse.Namespace, found: dict[str, Facts], selected: dict[str, Any]
+) -> list[str]:
+    """Write what was found into the manifest, or say what differs from it."""
+    version = lang.triton.__version__
+    manifest = json.loads(MANIFEST.read_text())
     for name in selected if arguments.only or arguments.rows else ():
         print(name, json.dumps(found[name]))
     if arguments.write:
         kept = manifest.get(version, {}) if arguments.only else {}
         MANIFEST.write_text(_as_table({version: dict(sorted((kept | found).items()))}))
     elif arguments.rows:
-        pass
+        return []
     elif version in manifest:
         whole = not arguments.only and not arguments.quick
-        broken += differences(found, manifest[version], whole=whole)
+        return differences(found, manifest[version], whole=whole)
     else:
         print(
             f"the manifest is of Triton {', '.join(manifest)}, this is {version}: only the "
             "rules are checked"
         )
-    print(*broken, sep="\n")
-    held = sum("held" in found[name] for name in selected)
-    print(
-        f"{len(selected) - held} kernels compiled with Triton {version}, {len(broken)} faults"
-        + (f"; {held} have the manifest's key" if held else "")
-    )
-    return 1 if broken else 0
+    return []
 
 
 def _as_table(manifest: dict[str, dict[str, Facts]]) -> str:

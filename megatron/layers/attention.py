@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
+from megatron.config.workspace import ROUND_BYTES
 from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
@@ -633,25 +634,49 @@ class AttentionBytes:
         tokens = self.seq * self.samples
         return tokens * (self.wide * 4 * q + self.compute * held) + self._block_mask()
 
-    def blocks_backward(self) -> int:
-        """Bytes that attention by blocks takes in the backward pass: the gradient of its output; in
-        fp32 or fp64 that of the queries, and in a ring two blocks of those of keys and values, and
-        blocks of keys and values on their way; else the gradients of all; what a block gives, and
-        its scores where they are in memory.
+    def _in_block(self) -> int:
+        """Bytes of what one block gives in the backward pass and of what is made for that, its
+        scores where they are in memory; beside the gradient of all queries, which the first block
+        begins. Where no mask is read, others are halves: of the keys, or of the queries.
         """
         (q, _), repeated = self.widths, self.repeated
-        part = self.wide if self.is_widened else self.compute
+        element = self.wide if self.is_widened else self.compute
+        masked = self.documents or self.model.window_size is not None or self.is_plain
+        count = 6 if self.model.attention_dropout > 0 else 5  # what has the scores' shape
+        scores = count * self.wide * self.seq * self.model.num_attention_heads
+
+        def given(q: int, keys: int) -> int:
+            copies = self.wide * (3 * q + 2 * keys) if self.is_widened else 0
+            return element * (q + 2 * keys) + copies
+
+        most = (
+            given(q, repeated)
+            if masked
+            else max(
+                given(q, repeated) - self.wide * q,
+                given(q, repeated // 2),
+                given(q // 2, repeated),
+            )
+        )
+        return self.seq * self.samples * (most + scores * self.is_plain) + self._block_mask()
+
+    def blocks_backward(self) -> int:
+        """Bytes that attention by blocks takes in the backward pass: the gradient of its output; in
+        fp32 or fp64 that of the queries. Beside them in a ring blocks of keys and values on their
+        way and, in fp32 or fp64, two of their gradients, of which two ranks have one while a block
+        is computed. Else the gradients of all, and what Gloo takes to reduce-scatter them.
+        """
+        (q, _), repeated, tokens = self.widths, self.repeated, self.seq * self.samples
+        own = tokens * self.compute * 2 * repeated
+        kept = tokens * (self.wide * q + self.compute * q)
         if self.gathers:
-            per_token = self.wide * q + self.compute * (q + 2 * repeated * self.cp)
-        else:
-            coming = min(2, self.ring - 1) * 2 * repeated
-            per_token = self.wide * (q + 4 * repeated) + self.compute * (q + coming)
-        per_token += part * (q + 2 * repeated)
-        if self.is_widened:
-            per_token += self.wide * (3 * q + 2 * repeated)
-        if self.is_plain:
-            per_token += 5 * self.wide * self.seq * self.model.num_attention_heads
-        return self.seq * self.samples * per_token + self._block_mask()
+            whole = own * self.cp
+            received = min(whole - own, max(ROUND_BYTES, whole // 2))
+            return kept + whole + max(self._in_block(), own + received)
+        others = min(2, self.ring - 1)
+        gradient = tokens * self.wide * 2 * repeated
+        part = own if not self.is_widened else gradient
+        return kept + others * own + max(others * gradient + self._in_block(), 2 * gradient + part)
 
     def _heads_per_token(self) -> int:
         """What `SelfAttention._heads` keeps and returns: the projection and what is made of it."""

@@ -357,8 +357,9 @@ class _GatheredAttention(torch.autograd.Function):
         for step in steps:
             part, *parts = _gradients(block, dout, (q, out, lse), step, blocks[step.of])
             dq = _add_queries(dq, part, step)
-            for index, part in enumerate(parts):
-                gradient[step.of, index, step.keys] = part
+            del part
+            for index in (1, 0):
+                gradient[step.of, index, step.keys] = parts.pop()
         dk, dv = reduce_scatter(gradient.flatten(0, 1), axis)
         return dq.to(q.dtype), dk, dv, None, None, None
 
