@@ -31,7 +31,6 @@ from megatron.kernels import attention_gluon, attention_gluon_backward, lang, ph
 from megatron.kernels.attention_backward import backward, tanh, why_not_atomic
 from megatron.kernels.attention_launch import (
     RUNTIME,
-    VARIANTS,
     Options,
     aligned,
     by_key_head,
@@ -46,6 +45,7 @@ from megatron.kernels.attention_launch import (
     section,
     shipped,
     table_key,
+    variants,
 )
 from megatron.kernels.attention_masks import (
     AttentionMask,
@@ -627,7 +627,7 @@ def _arguments(
 def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
     """Head dimension 96 takes what 128 compiles to."""
     for d in (64, 128, 256):
-        for variant in VARIANTS:
+        for variant in variants(d, arch):
             if tiles := shipped("forward", d, variant, arch):
                 yield compiled(
                     forward_kernel,

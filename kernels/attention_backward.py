@@ -43,6 +43,7 @@ from megatron.kernels.attention_launch import (
     section,
     shipped,
     table_key,
+    variants,
 )
 from megatron.kernels.attention_masks import (
     TILE,
@@ -674,7 +675,8 @@ def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
     """
     prepare = find("attention prepare", arch)
     for d in (64, 128, 256):
-        for variant, (_, given) in VARIANTS.items():
+        for variant in variants(d, arch):
+            _, given = VARIANTS[variant]
             adding = why_not_atomic(d, given.get("softcap"), given.get("drop", 0.0), arch) is None
             for name in ("dkv", "dkv_dq", "dq") if adding else ("dkv", "dq"):
                 if tiles := shipped(name, d, variant, arch):

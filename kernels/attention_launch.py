@@ -260,7 +260,16 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "positions_documents": ({"documents": True, "positions": True}, {}),
     "softcap": ({}, {"softcap": 50.0}),
     "dropout": ({}, {"drop": 0.1}),
+    "positions_dropout": ({"positions": True}, {"drop": 0.1}),
 }
+
+
+def variants(d: int, arch: int) -> list[str]:
+    """Those that `aot()` compiles. Positions with dropout, as context parallelism has them, differ
+    from dropout by a few loads: compiled for Hopper and the usual head dimensions alone.
+    """
+    usual = arch == lang.HOPPER and d <= 128
+    return [name for name in VARIANTS if usual or name != "positions_dropout"]
 
 
 def shipped(kernel: str, d: int, variant: str, arch: int) -> Tiles | None:

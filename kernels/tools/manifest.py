@@ -8,8 +8,10 @@ kernels/manifest.json.
     python kernels/tools/manifest.py --write            # write the manifest anew
 
 The exit code is 1 where a kernel breaks a rule or differs from the manifest. --quick takes all of
-sm_90, and of the other architectures about one configuration an operator. --only prints what each
-kernel compiles to; --rows is for trying configurations; --write is for a change that is meant.
+sm_90, and of the other architectures about one configuration an operator; what has the key in the
+manifest is compiled for that one configuration alone: the compiler's own key of a kernel, its
+source, its options and the architecture, from which nothing else can come out. --only prints what
+each kernel compiles to; --rows is for trying configurations; --write is for a change that is meant.
 
 The rows come from the functions `aot(architecture)` of kernels/*.py, which take the table
 kernels/configurations.json. Rules, whatever the manifest says: matrix products use wgmma on sm_90,
@@ -25,6 +27,7 @@ that it did that with is named.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
@@ -98,11 +101,8 @@ def rows(file: str | None = None, only: str = "") -> dict[str, lang.Compiled]:
     return {name: row for name, row in found.items() if only in name}
 
 
-def compile_row(row: lang.Compiled) -> Facts:
-    """What the kernel compiles to: registers of a thread, bytes that it spills and shared memory of
-    a block, counts of instructions.
-    """
-    from triton.backends.compiler import GPUTarget
+def source_of(row: lang.Compiled) -> tuple[Any, dict[str, Any]]:
+    """What Triton compiles, and its options."""
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -118,8 +118,7 @@ def compile_row(row: lang.Compiled) -> Facts:
         for part in range(len(row.signature[name]))
         if part != 1
     ]
-    gluon = row.kernel.is_gluon()
-    source = (GluonASTSource if gluon else ASTSource)(
+    source = (GluonASTSource if row.kernel.is_gluon() else ASTSource)(
         fn=row.kernel,
         signature={
             name: "constexpr" if name in row.constants else row.signature[name] for name in names
@@ -127,11 +126,36 @@ def compile_row(row: lang.Compiled) -> Facts:
         constexprs={(names.index(name),): value for name, value in row.constants.items()},
         attrs={place: [["tt.divisibility", 16]] for place in divisible},
     )
-    options = {"num_warps": row.num_warps, "num_stages": row.num_stages, **row.options}
+    return source, {"num_warps": row.num_warps, "num_stages": row.num_stages, **row.options}
+
+
+def key_of(row: lang.Compiled) -> str:
+    """Triton's own key of what it compiles, with the options and the architecture."""
+    source, options = source_of(row)
+    text = f"{source.hash()} {sorted(options.items())} {row.arch}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def forget_lines() -> None:
+    """Let keys not know on which line of its file a function begins."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.kernels"):
+            for each in vars(module).values():
+                if hasattr(each, "starting_line_number"):
+                    each.starting_line_number = 1
+
+
+def compile_row(row: lang.Compiled) -> Facts:
+    """What the kernel compiles to: registers of a thread, bytes that it spills and shared memory of
+    a block, counts of instructions.
+    """
+    from triton.backends.compiler import GPUTarget
+
+    source, options = source_of(row)
     return read_cubin(
         lang.triton.compile(source, target=GPUTarget("cuda", row.arch, 32), options=options),
         row.arch,
-        gluon,
+        row.kernel.is_gluon(),
     )
 
 
@@ -225,12 +249,16 @@ def faults(row: lang.Compiled, facts: Facts) -> list[str]:
     return found
 
 
-def work(file: str | None, names: list[str]) -> None:
-    """Compile these rows, a line of JSON for each."""
+def work(file: str | None, names: list[str], manifest: dict[str, Facts]) -> None:
+    """Compile these rows, but those whose key this manifest has; a line of JSON for each."""
     known = rows(file)
+    forget_lines()
     for name in names:
         try:
-            facts = compile_row(known[name])
+            key = {} if file else {"key": key_of(known[name])}
+            held = manifest.get(name, {})
+            again = file or held.get("key") != key["key"] or re.search(SUBSET, name)
+            facts = compile_row(known[name]) | key if again else held | {"held": True}
         except Exception as error:
             facts = {
                 "error": (
@@ -241,7 +269,9 @@ def work(file: str | None, names: list[str]) -> None:
         print(json.dumps({name: facts}), flush=True)
 
 
-def compile_all(names: list[str], jobs: int, file: str | None = None) -> dict[str, Facts]:
+def compile_all(
+    names: list[str], jobs: int, file: str | None = None, *, quick: bool = False
+) -> dict[str, Facts]:
     """What all of these compile to, by processes that may die."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
 
@@ -249,7 +279,14 @@ def compile_all(names: list[str], jobs: int, file: str | None = None) -> dict[st
         found: dict[str, Facts] = {}
         while left:
             child = subprocess.run(
-                [sys.executable, __file__, *(["--rows", file] if file else []), "--compile", *left],
+                [
+                    sys.executable,
+                    __file__,
+                    *(["--rows", file] if file else []),
+                    *(["--quick"] if quick else []),
+                    "--compile",
+                    *left,
+                ],
                 capture_output=True,
                 text=True,
                 env=environ,
@@ -284,7 +321,7 @@ def differences(found: dict[str, Facts], known: dict[str, Facts], *, whole: bool
         f"{name}: {key} {found[name].get(key)}, the manifest has {known[name].get(key)}"
         for name in found
         if name in known
-        for key in sorted(found[name].keys() | known[name].keys())
+        for key in sorted((found[name].keys() | known[name].keys()) - {"key", "held"})
         if not _same(key, found[name].get(key), known[name].get(key))
     ]
     return lines + (
@@ -340,33 +377,46 @@ def selection(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     arguments = parse_arguments()
     if arguments.compile:
-        work(arguments.rows, arguments.compile)
+        held = json.loads(MANIFEST.read_text()).get(lang.triton.__version__, {})
+        work(arguments.rows, arguments.compile, held if arguments.quick else {})
         return 0
-    version = lang.triton.__version__
     selected = selection(arguments)
-    found = compile_all(list(selected), arguments.jobs, arguments.rows)
-    manifest = json.loads(MANIFEST.read_text())
+    found = compile_all(list(selected), arguments.jobs, arguments.rows, quick=arguments.quick)
     broken = [
         f"{name}: {fault}" for name, row in selected.items() for fault in faults(row, found[name])
     ]
+    broken += keep_or_compare(arguments, found, selected)
+    print(*broken, sep="\n")
+    held = sum("held" in found[name] for name in selected)
+    print(
+        f"{len(selected) - held} kernels compiled with Triton {lang.triton.__version__}, "
+        f"{len(broken)} faults" + (f"; {held} have the manifest's key" if held else "")
+    )
+    return 1 if broken else 0
+
+
+def keep_or_compare(
+    arguments: argparse.Namespace, found: dict[str, Facts], selected: dict[str, Any]
+) -> list[str]:
+    """Write what was found into the manifest, or say what differs from it."""
+    version = lang.triton.__version__
+    manifest = json.loads(MANIFEST.read_text())
     for name in selected if arguments.only or arguments.rows else ():
         print(name, json.dumps(found[name]))
     if arguments.write:
         kept = manifest.get(version, {}) if arguments.only else {}
         MANIFEST.write_text(_as_table({version: dict(sorted((kept | found).items()))}))
     elif arguments.rows:
-        pass
+        return []
     elif version in manifest:
         whole = not arguments.only and not arguments.quick
-        broken += differences(found, manifest[version], whole=whole)
+        return differences(found, manifest[version], whole=whole)
     else:
         print(
             f"the manifest is of Triton {', '.join(manifest)}, this is {version}: only the "
             "rules are checked"
         )
-    print(*broken, sep="\n")
-    print(f"{len(selected)} kernels compiled with Triton {version}, {len(broken)} faults")
-    return 1 if broken else 0
+    return []
 
 
 def _as_table(manifest: dict[str, dict[str, Facts]]) -> str:

@@ -115,6 +115,14 @@ def _tokens(run: RunView, multiple: int) -> Iterator[str]:
             f"--fp8-recipe {run.fp8_recipe} needs for the gradients of weights; change "
             f"--seq-length or --micro-batch-size{others}, or give --no-fp8-wgrad"
         )
+    elif pieces > 1 and run.sequence_parallel and run.fp8_wgrad and run.fp8_recipe == "blockwise":
+        given = tokens // run.tp  # by each rank to a piece
+        if given % multiple:
+            yield (
+                f"{asked}: under --sequence-parallel each rank gives {given} tokens to a piece of "
+                f"{run.show('tiled_mlp')}, no multiple of {multiple}, and blocks of tokens would "
+                "hold other tokens than without pieces; take fewer pieces, or give --no-fp8-wgrad"
+            )
 
 
 def _widths(run: RunView, wide: tuple[LinearShape, ...], multiple: int) -> Iterator[str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
+from megatron.config.workspace import ROUND_BYTES
 from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
@@ -34,7 +35,13 @@ from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm, norm_parameters, saved_statistics
 from megatron.layers.qk_norm import normed_projection
 from megatron.layers.recompute import Rebuilder
-from megatron.layers.ring_attention import AttentionStep, BlockAttention, ring_attention, ring_steps
+from megatron.layers.ring_attention import (
+    AttentionStep,
+    BlockAttention,
+    gathered_attention,
+    ring_attention,
+    ring_steps,
+)
 from megatron.layers.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
 from megatron.layers.spec import (
     ZEROS,
@@ -80,40 +87,26 @@ def steps_of(
     all context-parallel ranks, document_starts [b, s].
     """
     if cp.ring.size > 1:
-        return ring_steps(
-            places.reshape(cp.ring.size, -1),
-            cp.ring.rank,
-            config.window_size,
-            document_starts,
-            by_positions=config.attention_dropout > 0,
-        )
-    simple = config.window_size is None and document_starts is None
-    return _chunk_steps(config, cp, places) if cp.gathers and simple and halves(config) else ()
-
-
-def halves(config: ModelConfig) -> bool:
-    """Whether attention over gathered keys is computed by chunks of queries: torch's fused kernels
-    compute all pairs of a mask, and no query of a chunk sees a key behind the chunk.
-    """
-    return choose_attention(config, training=True) in SDPA
-
-
-def _chunk_steps(
-    config: ModelConfig, cp: ContextParallel, places: Tensor
-) -> tuple[AttentionStep, ...]:
-    """One for the chunk of positions from the front of the sequence, one for that from its back."""
-    ranks, length = places.shape
-    chunk, own = length // 2, places[cp.axis.rank]
-    ends = (cp.axis.rank + 1) * chunk, (2 * ranks - cp.axis.rank) * chunk
-    every = torch.arange(ranks * length, device=places.device)
-    return tuple(
-        AttentionStep(
-            AttentionMask(q_positions=own[queries], k_positions=every[:end]), queries, keys
-        )
-        for queries, keys, end in zip(
-            (slice(chunk), slice(chunk, None)), map(slice, ends), ends, strict=True
-        )
+        places, rank = places.reshape(cp.ring.size, -1), cp.ring.rank
+    elif cp.gathers and computes_blocks(config, places.device.type):
+        rank = cp.axis.rank
+    else:
+        return ()
+    return ring_steps(
+        places,
+        rank,
+        config.window_size,
+        document_starts,
+        by_positions=config.attention_dropout > 0,
     )
+
+
+def computes_blocks(config: ModelConfig, device: str) -> bool:
+    """Whether attention over gathered keys is computed rank by rank: torch's fused kernel computes
+    all pairs of a mask, and a block of another rank needs none. On a CPU alone, where that kernel
+    gives its log-sum-exp.
+    """
+    return device == "cpu" and choose_attention(config, training=True) == "sdpa"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
@@ -370,8 +363,8 @@ class SelfAttention(nn.Module):
         )
         if places is None:
             return core(*parts, first_head=self.first_head).flatten(2)
-        if self.cp.ring.size > 1:
-            core = partial(self._ring, steps=places.steps, state=state, backend=backend)
+        if places.steps:
+            core = partial(self._by_blocks, steps=places.steps, state=state, backend=backend)
         return self._over_ranks(core, parts, places).flatten(2)
 
     def _over_ranks(
@@ -379,17 +372,9 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Attention of this rank's queries [s / C, b, n, d] over all ranks' keys and values."""
         q, k, v = parts
-        if self.cp.gathers:
-            core = partial(core, first_head=self.first_head)
+        if self.cp.gathers and not places.steps:
             whole_k, whole_v = gather_keys(k, v, places, self.cp.axis)
-            if not places.steps:
-                return core(q, whole_k, whole_v)
-            return torch.cat(
-                [
-                    core(q[step.queries], whole_k[step.keys], whole_v[step.keys], mask=step.mask)
-                    for step in places.steps
-                ]
-            )
+            return core(q, whole_k, whole_v, first_head=self.first_head)
         axis = self.cp.heads
         if axis.size == 1:
             return core(q, k, v, first_head=self.first_head)
@@ -397,7 +382,7 @@ class SelfAttention(nn.Module):
         first_head = self.first_head + axis.rank * (self.heads // axis.size)
         return sequence_for_heads(core(*whole, first_head=first_head), axis)
 
-    def _ring(
+    def _by_blocks(
         self,
         q: Tensor,
         k: Tensor,
@@ -408,7 +393,7 @@ class SelfAttention(nn.Module):
         backend: str,
         first_head: int,
     ) -> Tensor:
-        """The attention core over the ranks of the ring."""
+        """The attention core over the blocks of keys of a ring's ranks, or of all."""
         if q.is_cuda and backend in SDPA:  # which gives no log-sum-exp there
             backend = "plain"
         dropped = _dropped(self.dropout, state, backend)
@@ -421,6 +406,8 @@ class SelfAttention(nn.Module):
             **dropped,
         )
         block = BlockAttention(backend, options, samples)
+        if self.cp.gathers:
+            return gathered_attention(q, k, v, steps, block, self.cp.axis)
         return ring_attention(q, k, v, steps, block, self.cp.ring)
 
     def _separate(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -466,10 +453,11 @@ class AttentionBytes:
         return self.cp > 1 and self.exchanging == self.ring == 1
 
     @property
-    def halved(self) -> bool:
-        """Whether attention is computed by chunks of queries, see `steps_of`."""
-        simple = not self.documents and self.model.window_size is None
-        return self.gathers and simple and halves(self.model)
+    def blocks(self) -> int:
+        """Blocks of keys that attention is computed over, see `steps_of`; 0 where it is not."""
+        if self.ring > 1:
+            return self.ring
+        return self.cp if self.gathers and computes_blocks(self.model, self.device) else 0
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -530,9 +518,9 @@ class AttentionBytes:
         tokens = self.seq * self.samples
         if "core_attn" in recomputed:
             return 0 if "qkv" in recomputed else tokens * self._heads_per_token()
-        if self.ring > 1:
-            heads = 0 if "qkv" in recomputed else self._heads_for_ring()
-            return tokens * (heads + self._ring_per_token())
+        if self.blocks:
+            heads = 0 if "qkv" in recomputed else self._heads_for_blocks()
+            return tokens * (heads + self._blocks_per_token())
         shared = self._shared_per_token() if self.cp > 1 else 0
         if "qkv" in recomputed:
             return tokens * (self._core_per_token() + max(0, shared)) + self._mask()
@@ -562,7 +550,7 @@ class AttentionBytes:
         """Elements of the log-sum-exp, and of what the norms of queries and keys keep."""
         tokens, model = self.seq * self.samples, self.model
         heads, groups = model.num_attention_heads, model.num_query_groups
-        has_sums = (self.ring > 1 or not self.is_plain) and "core_attn" not in recomputed
+        has_sums = (self.blocks or not self.is_plain) and "core_attn" not in recomputed
         found = [tokens * heads] if has_sums else []
         if model.qk_layernorm and "qkv" not in recomputed:
             each = saved_statistics(model.normalization, 1)
@@ -587,12 +575,8 @@ class AttentionBytes:
             copies = 2 * q * (self.cp - 1) if self.gathers else q
             return self.compute * copies + (self.cp - 1) * self._scores_per_token()
         if self.gathers:
-            if self.is_widened:
-                twice = k if self.halved else 0  # what both chunks of queries see
-                return self.wide * (2 * k * (self.cp - 1) + twice)
             own = k if norms else q + 3 * k if self.rotates else 0
-            parts = q if self.halved else 0  # of the output, before they are joined
-            return self.compute * (2 * k * self.cp - own + parts)
+            return self.compute * (2 * k * self.cp - own)
         repeated = self.repeated
         if self.is_widened:
             return self.wide * 2 * (repeated - k)
@@ -606,9 +590,9 @@ class AttentionBytes:
         """Elements a token of all keys, repeated where fewer heads than ranks are exchanged."""
         return max(self.widths[1], self.exchanging * self.model.kv_channels)
 
-    def _heads_for_ring(self) -> int:
-        """What is kept of the projection and its parts: a ring keeps the queries, and keys and
-        values of its own.
+    def _heads_for_blocks(self) -> int:
+        """What is kept of the projection and its parts, where attention is computed by blocks, which
+        keeps the queries, and keys and values of its own.
         """
         model, (q, k) = self.model, self.widths
         copied = 1 < model.num_query_groups < model.num_attention_heads
@@ -622,37 +606,77 @@ class AttentionBytes:
             return 0
         return self.compute * (q if copied or self.rotates else q + 2 * k)
 
-    def _ring_per_token(self) -> int:
-        """Keys and values of this rank, the output and the log-sum-exp; what was exchanged, and the
-        output before it is.
+    def _blocks_per_token(self) -> int:
+        """Keys and values of this rank, or of all where they are gathered, the output and the
+        log-sum-exp; what was exchanged, and the output before it is.
         """
         (q, _), repeated = self.widths, self.repeated
         exchanged = 2 * q + 2 * repeated if self.exchanging > 1 else 0
-        width = q + 2 * repeated + exchanged
+        width = q + 2 * repeated * (self.cp if self.gathers else 1) + exchanged
         return self.compute * width + self.wide * self.model.num_attention_heads
 
-    def ring_forward(self) -> int:
-        """Bytes that a ring takes in the forward pass: in fp32 or fp64 the output, the part of a
-        block and what joins them; two blocks of keys and values on their way.
+    def _block_mask(self) -> int:
+        """Bytes of a mask of one block of keys, as bits and as what torch's kernel adds to scores;
+        our kernels have none.
         """
-        (q, _), repeated = self.widths, self.repeated
-        return self.seq * self.samples * (self.wide * 4 * q + self.compute * 4 * repeated)
+        masked = self.documents or self.model.window_size is not None
+        if not masked or self.is_plain or self.is_ours:
+            return 0
+        pairs = (self.seq * self.exchanging) ** 2
+        return (1 + self.wide) * pairs * (self.samples if self.documents else 1)
 
-    def ring_backward(self) -> int:
-        """Bytes that a ring takes in the backward pass: the gradient of its output; in fp32 or fp64
-        that of the queries, and two blocks of those of keys and values; blocks of keys and values
-        on their way; what a block gives, and its scores where they are in memory.
+    def blocks_forward(self) -> int:
+        """Bytes that attention by blocks takes in the forward pass: in fp32 or fp64 the output, the
+        part of a block and what joins them; two blocks of keys and values on their way, or all.
         """
         (q, _), repeated = self.widths, self.repeated
-        part = self.wide if self.is_widened else self.compute
-        coming = min(2, self.ring - 1) * 2 * repeated
-        per_token = self.wide * (q + 4 * repeated) + self.compute * (q + coming)
-        per_token += part * (q + 2 * repeated)
-        if self.is_widened:
-            per_token += self.wide * (3 * q + 2 * repeated)
-        if self.is_plain:
-            per_token += 5 * self.wide * self.seq * self.model.num_attention_heads
-        return self.seq * self.samples * per_token
+        held = 2 * repeated * (1 + self.cp if self.gathers else 2)
+        tokens = self.seq * self.samples
+        return tokens * (self.wide * 4 * q + self.compute * held) + self._block_mask()
+
+    def _in_block(self) -> int:
+        """Bytes of what one block gives in the backward pass and of what is made for that, its
+        scores where they are in memory; beside the gradient of all queries, which the first block
+        begins. Where no mask is read, others are halves: of the keys, or of the queries.
+        """
+        (q, _), repeated = self.widths, self.repeated
+        element = self.wide if self.is_widened else self.compute
+        masked = self.documents or self.model.window_size is not None or self.is_plain
+        count = 6 if self.model.attention_dropout > 0 else 5  # what has the scores' shape
+        scores = count * self.wide * self.seq * self.model.num_attention_heads
+
+        def given(q: int, keys: int) -> int:
+            copies = self.wide * (3 * q + 2 * keys) if self.is_widened else 0
+            return element * (q + 2 * keys) + copies
+
+        most = (
+            given(q, repeated)
+            if masked
+            else max(
+                given(q, repeated) - self.wide * q,
+                given(q, repeated // 2),
+                given(q // 2, repeated),
+            )
+        )
+        return self.seq * self.samples * (most + scores * self.is_plain) + self._block_mask()
+
+    def blocks_backward(self) -> int:
+        """Bytes that attention by blocks takes in the backward pass: the gradient of its output; in
+        fp32 or fp64 that of the queries. Beside them in a ring blocks of keys and values on their
+        way and, in fp32 or fp64, two of their gradients, of which two ranks have one while a block
+        is computed. Else the gradients of all, and what Gloo takes to reduce-scatter them.
+        """
+        (q, _), repeated, tokens = self.widths, self.repeated, self.seq * self.samples
+        own = tokens * self.compute * 2 * repeated
+        kept = tokens * (self.wide * q + self.compute * q)
+        if self.gathers:
+            whole = own * self.cp
+            received = min(whole - own, max(ROUND_BYTES, whole // 2))
+            return kept + whole + max(self._in_block(), own + received)
+        others = min(2, self.ring - 1)
+        gradient = tokens * self.wide * 2 * repeated
+        part = own if not self.is_widened else gradient
+        return kept + others * own + max(others * gradient + self._in_block(), 2 * gradient + part)
 
     def _heads_per_token(self) -> int:
         """What `SelfAttention._heads` keeps and returns: the projection and what is made of it."""
@@ -755,12 +779,10 @@ class AttentionBytes:
         masking. Our kernels have none.
         """
         masked = self.documents or self.gathers or self.model.window_size is not None
-        if self.is_ours or self.ring > 1 or not (self.is_plain or masked):
+        if self.is_ours or self.blocks or not (self.is_plain or masked):
             return 0
         # torch's fused attention turns a boolean mask into numbers that are added to the scores
         element = 1 if self.is_plain else self.wide if self.is_widened else self.compute
-        if self.halved:
-            return element * (2 * self.cp + 1) * (self.seq // 2) ** 2
         keys = self.seq * self.cp
         queries = self.seq if self.gathers else keys
         return element * queries * keys * (self.samples if self.documents else 1)
@@ -770,8 +792,7 @@ class AttentionBytes:
         memory, of probabilities and scores, beside those of the output and the values.
         """
         q, k = self.widths
-        if self.ring > 1:
-            q, k = self.widths
+        if self.blocks:
             return self.seq * self.samples * self.compute * 2 * (q + 2 * k)
         is_one = self.takes_projection and not self.norms_projection
         width = (1 if is_one else 2) * (q + 2 * k) + (2 * q if self.is_repeated else 0)

@@ -1,5 +1,6 @@
-"""Ring attention: keys and values go round the ranks of an axis, one hop while the block that has
-arrived is computed (Liu et al., "Ring Attention with Blockwise Transformers", 2023).
+"""Attention by blocks of keys, one of each rank of an axis. In a ring keys and values go round the
+ranks, one hop while the block that has arrived is computed (Liu et al., "Ring Attention with
+Blockwise Transformers", 2023); where all were gathered, blocks are computed alike, without hops.
 
 In step i rank r has the keys and values of rank j = (r - i) mod C. Each step gives the attention of
 the rank's queries over that block and the logarithm of each row's sum of exponentials, lse. The
@@ -9,8 +10,8 @@ parts are joined in fp32 (in fp64 for float64): with L = log(e^l + e^l')
     l   <- L                               = l - log sigmoid(l - l')
 
 The backward pass of a block takes the final out and L, with which exp(scores - L) are the
-probabilities of the whole row, so that the blocks' gradients add up. dq stays; dk and dv go round
-behind the keys, in fp32, from the first rank that is not the owner on, and come home after C - 1
+probabilities of the whole row, so that the blocks' gradients add up. dq stays; in a ring dk and dv
+go round behind the keys, in fp32, from the first rank that is not the owner on, and come home after C - 1
 hops. At most three blocks of keys and values live on a rank: its own, one that leaves and one that
 arrives.
 
@@ -32,7 +33,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.distributed.collectives import Handle, start_ring_hop
+from megatron.distributed.collectives import (
+    Handle,
+    reduce_scatter,
+    start_all_gather,
+    start_ring_hop,
+)
 from megatron.distributed.groups import Axis
 from megatron.kernels.attention import (
     attention_reference,
@@ -47,10 +53,9 @@ ALL = slice(None)
 
 
 class AttentionStep(NamedTuple):
-    """Which queries of this rank attend to which keys: of one block in a ring, of all in order
-    where they are gathered.
-    """
+    """Which queries of this rank attend to which keys of the block of rank `of`."""
 
+    of: int
     mask: AttentionMask
     queries: slice = ALL
     keys: slice = ALL
@@ -64,9 +69,9 @@ def ring_steps(
     *,
     by_positions: bool,
 ) -> tuple[AttentionStep, ...]:
-    """The steps of a rank of the ring, whose ranks hold the positions `places` [C, s] of samples of
-    length C s. document_starts [b, C s], where attention ends at them. `by_positions`: masks are to
-    know positions where they need not, for dropout.
+    """The steps of a rank, its own block first, where ranks hold the positions `places` [C, s] of
+    samples of length C s. document_starts [b, C s], where attention ends at them. `by_positions`:
+    masks are to know positions where they need not, for dropout.
     """
     size, length = places.shape
     blocks = [(rank - step) % size for step in range(size)]
@@ -74,11 +79,11 @@ def ring_steps(
         first, second = slice(length // 2), slice(length // 2, None)
         whole = AttentionMask(causal=False)
         return (
-            AttentionStep(AttentionMask()),
+            AttentionStep(rank, AttentionMask()),
             *(
-                AttentionStep(whole, keys=first)
+                AttentionStep(block, whole, keys=first)
                 if block < rank
-                else AttentionStep(whole, queries=second)
+                else AttentionStep(block, whole, queries=second)
                 for block in blocks[1:]
             ),
         )
@@ -86,6 +91,7 @@ def ring_steps(
     starts = None if document_starts is None else document_starts[:, own]
     return tuple(
         AttentionStep(
+            block,
             attention_mask(
                 length,
                 length,
@@ -93,7 +99,7 @@ def ring_steps(
                 q_positions=own,
                 k_positions=places[block],
                 document_starts=starts,
-            )
+            ),
         )
         for block in blocks
     )
@@ -216,6 +222,49 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.sub_(F.logsigmoid(lse - part_lse))
 
 
+def _take_in(
+    block: BlockAttention,
+    q: Tensor,
+    step: AttentionStep,
+    held: Tensor,
+    before: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), in fp32 where they are narrower, of the steps before and of this one, which reads
+    the keys and values `held` [2, t, b, g, d]. The first step is of all queries.
+    """
+    at, (k, v) = step.queries, held
+    part, part_lse = block.forward(q[at], k[step.keys], v[step.keys], step.mask)
+    if before is None:
+        return part.to(torch.promote_types(q.dtype, torch.float32)), part_lse
+    out, lse = before
+    _join(out[at], lse[..., at], part, part_lse)
+    return before
+
+
+def _gradients(
+    block: BlockAttention,
+    dout: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor],
+    step: AttentionStep,
+    held: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a step gives to (dq, dk, dv), of its queries and keys; `saved`: q, out and lse."""
+    at, (k, v), (q, out, lse) = step.queries, held, saved
+    return block.backward(
+        dout[at], out[at], lse[..., at], q[at], k[step.keys], v[step.keys], step.mask
+    )
+
+
+def _add_queries(dq: Tensor | None, part: Tensor, step: AttentionStep) -> Tensor:
+    """The gradient of all queries, in fp32 where it is narrower, with what a step gives to it; None
+    before the first.
+    """
+    if dq is None:
+        return part.to(torch.promote_types(part.dtype, torch.float32))
+    dq[step.queries] += part
+    return dq
+
+
 def _next_block(
     held: Tensor, step: AttentionStep, steps: tuple[AttentionStep, ...], axis: Axis
 ) -> Handle | None:
@@ -237,20 +286,13 @@ class _RingAttention(torch.autograd.Function):
         axis: Axis,
     ) -> Tensor:
         own = held = torch.stack((k, v))
-        out = lse = None
+        found = None
         for step in steps:
             coming = _next_block(held, step, steps, axis)
-            part, part_lse = block.forward(
-                q[step.queries], held[0][step.keys], held[1][step.keys], step.mask
-            )
-            if out is None:
-                wide = torch.promote_types(q.dtype, torch.float32)
-                out, lse = part.to(wide), part_lse
-            else:
-                _join(out[step.queries], lse[..., step.queries], part, part_lse)
+            found = _take_in(block, q, step, held, found)
             if coming is not None:
                 held = coming.wait()
-        out = out.to(q.dtype)
+        out, lse = found[0].to(q.dtype), found[1]
         ctx.save_for_backward(q, own, out, lse)
         ctx.others = steps, block, axis
         return out
@@ -260,24 +302,13 @@ class _RingAttention(torch.autograd.Function):
         q, own, out, lse = ctx.saved_tensors
         steps, block, axis = ctx.others
         wide = torch.promote_types(q.dtype, torch.float32)
-        dq = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
         # of the block that is held: what ranks before this one gave, on its way here
         arriving: Handle | None = None
-        held, own_gradient = own, None
+        held, own_gradient, dq = own, None, None
         for step in steps:
             coming = _next_block(held, step, steps, axis)
-            at, (keys, values) = step.queries, held
-            part, *parts = block.backward(
-                dout[at],
-                out[at],
-                lse[..., at],
-                q[at],
-                keys[step.keys],
-                values[step.keys],
-                step.mask,
-            )
-            del keys, values  # views of a block that is to go
-            dq[at] += part
+            part, *parts = _gradients(block, dout, (q, out, lse), step, held)
+            dq = _add_queries(dq, part, step)
             del part
             gradient = torch.zeros_like(own, dtype=wide) if arriving is None else arriving.wait()
             for index in (1, 0):  # of values and keys; each goes when it has been added
@@ -294,6 +325,45 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
+class _GatheredAttention(torch.autograd.Function):
+    """As _RingAttention, with the blocks of all ranks at once."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        steps: tuple[AttentionStep, ...],
+        block: BlockAttention,
+        axis: Axis,
+    ) -> Tensor:
+        own = torch.stack((k, v))
+        coming = start_all_gather(own, axis)
+        found = _take_in(block, q, steps[0], own, None)
+        blocks = coming.wait().unflatten(0, (axis.size, 2))
+        for step in steps[1:]:
+            found = _take_in(block, q, step, blocks[step.of], found)
+        out, lse = found[0].to(q.dtype), found[1]
+        ctx.save_for_backward(q, blocks, out, lse)
+        ctx.others = steps, block, axis
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        q, blocks, out, lse = ctx.saved_tensors
+        steps, block, axis = ctx.others
+        gradient, dq = torch.zeros_like(blocks), None
+        for step in steps:
+            part, *parts = _gradients(block, dout, (q, out, lse), step, blocks[step.of])
+            dq = _add_queries(dq, part, step)
+            del part
+            for index in (1, 0):
+                gradient[step.of, index, step.keys] = parts.pop()
+        dk, dv = reduce_scatter(gradient.flatten(0, 1), axis)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -306,3 +376,15 @@ def ring_attention(
     [s, b, n, d].
     """
     return _RingAttention.apply(q, k, v, steps, block, axis)  # type: ignore[no-any-return]
+
+
+def gathered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    steps: tuple[AttentionStep, ...],
+    block: BlockAttention,
+    axis: Axis,
+) -> Tensor:
+    """As `ring_attention`, with keys and values that are gathered from all ranks."""
+    return _GatheredAttention.apply(q, k, v, steps, block, axis)  # type: ignore[no-any-return]

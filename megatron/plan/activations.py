@@ -321,8 +321,8 @@ def _outside_mlp(shape: Shape, index: int, dropped: DroppedBytes, again: bool) -
 def _in_core(shape: Shape) -> int:
     """Bytes of the gradients of the attention core's output and inputs."""
     attention = shape.attention
-    if attention.ring > 1:
-        return attention.ring_backward()
+    if attention.blocks:
+        return attention.blocks_backward()
     if attention.is_plain:
         return attention.gradients()
     (q, k), cp = attention.widths, attention.cp
@@ -435,8 +435,8 @@ def _sharing_forward(shape: Shape) -> int:
         repeated = shape.attention.repeated  # heads that fewer key heads are made
         sent = 3 * (q + 2 * repeated) + (2 * repeated if repeated > k else 0)
     before = shape.attention.saved(frozenset({"core_attn"}))
-    in_ring = before + shape.attention.ring_forward() if shape.attention.ring > 1 else 0
-    return max(before + element * sent if shape.attention.ring < cp else 0, in_ring)
+    in_blocks = before + shape.attention.blocks_forward() if shape.attention.blocks else 0
+    return max(before + element * sent if shape.attention.blocks < cp else 0, in_blocks)
 
 
 def _sharing(shape: Shape) -> int:
@@ -448,7 +448,7 @@ def _sharing(shape: Shape) -> int:
     if cp == 1:
         return 0
     element = shape.tokens * shape.compute
-    if shape.attention.ring == cp:
+    if shape.attention.blocks == cp:
         return 0
     if not shape.attention.gathers:
         return 3 * element * (q + 2 * shape.attention.repeated)
@@ -578,9 +578,9 @@ def input_bytes(shape: Shape) -> int:
     )
     attention = shape.attention
     table = table_bytes(shape.seq, shape.samples if attention.documents else 1)
-    if attention.ring > 1:  # one for each block of keys
+    if attention.blocks:  # one for each block of keys
         simple = not attention.documents and model.window_size is None
-        tables = 0 if simple and model.attention_dropout == 0 else attention.ring * table
+        tables = 0 if simple and model.attention_dropout == 0 else attention.blocks * table
     else:
         tables = table if attention.is_ours and attention.documents else 0
     return shape.tokens * (8 + 8 + 4 + 2 * rotating * shape.wide) + shape.own * 8 + tables

@@ -91,7 +91,7 @@ def order_of_exchanged_parts() -> Patch:
 def no_sum_of_key_gradients() -> Patch:
     """Each rank keeps the gradients of keys and values that its own queries gave."""
     return mock.patch.object(
-        context_parallel, "reduce_scatter", lambda x, axis: x.chunk(axis.size)[axis.rank].clone()
+        ring_attention, "reduce_scatter", lambda x, axis: x.chunk(axis.size)[axis.rank].clone()
     )
 
 
@@ -103,23 +103,6 @@ def first_queries() -> Patch:
         return real(config, length, starts, None if own is None else torch.arange(len(own)))
 
     return mock.patch.object(gpt, "mask_of", mask_of)
-
-
-def fewer_keys() -> Patch:
-    """Each chunk of queries reads the keys before it alone."""
-    real = attention._chunk_steps
-
-    def steps(config, cp, places):
-        length = places.shape[1] // 2
-        return tuple(
-            step._replace(
-                keys=slice(step.keys.stop - length),
-                mask=replace(step.mask, k_positions=step.mask.k_positions[:-length]),
-            )
-            for step in real(config, cp, places)
-        )
-
-    return mock.patch.object(attention, "_chunk_steps", steps)
 
 
 def heads_of_the_first_rank() -> Patch:
@@ -248,7 +231,6 @@ PATCHES: dict[str, Callable[[], Patch]] = {
         order_of_ranks,
         no_sum_of_key_gradients,
         first_queries,
-        fewer_keys,
         heads_of_the_first_rank,
         key_heads_of_the_first_ranks,
         order_of_exchanged_parts,

@@ -82,12 +82,14 @@ def test_context_parallelism(gloo_world, size, groups):
     """
     grouped = "--group-query-attention", "--num-query-groups", str(groups)
     tokens, channels = SEQ // size, HIDDEN // 8
-    found = in_layers(gloo_world, size, *grouped, shared="--context-parallel-size")
     gathered = 2 * groups * channels * tokens * (size - 1) * FP64
-    assert found == {
-        ("all-gather", "forward", "_GatherSequence.forward"): (1, gathered),
-        ("reduce-scatter", "backward", "_GatherSequence.backward"): (1, gathered),
-    }
+    for backend, caller in (("auto", "_GatheredAttention"), ("plain", "_GatherSequence")):
+        chosen = "--attention-backend", backend
+        found = in_layers(gloo_world, size, *grouped, *chosen, shared="--context-parallel-size")
+        assert found == {
+            ("all-gather", "forward", f"{caller}.forward"): (1, gathered),
+            ("reduce-scatter", "backward", f"{caller}.backward"): (1, gathered),
+        }
     a2a = "--cp-comm-type", "a2a"
     found = in_layers(gloo_world, size, *grouped, *a2a, shared="--context-parallel-size")
     qkv, out = (

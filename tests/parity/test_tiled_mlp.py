@@ -12,6 +12,7 @@ import pytest
 import torch
 from parity.compare import faults_of
 from parity.layouts import Row
+from parity.test_fp8_layouts import BLOCKS, Fp8Row
 from parity.worker import Outcome, run_case
 
 from megatron.layers import linear
@@ -39,6 +40,8 @@ ROWS = (  # and pieces
     (Row("pp2 zero-bubble dp2 zero3", "recompute"), 2),
     (Row("tp2 sp", "gqa2-qknorm", "bf16"), 4),
     (Row("dp2 zero2", "gpt", "wire"), 4),
+    # pieces of 128 tokens, which are blocks of the whole as well
+    (Fp8Row("tp2", "llama", fp8=f"{BLOCKS} --seq-length 256"), 2),
 )
 
 

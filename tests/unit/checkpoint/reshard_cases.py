@@ -88,7 +88,7 @@ LAYOUTS = {  # name: ranks, flags
     "dp2zero2": (2, f"{ZERO} 2"),
     "dp2zero3": (2, f"{ZERO} 3"),
     "dp4zero3shard2": (4, f"{ZERO} 3 --zero-shard-size 2"),
-    "cp2dp2zero2": (4, f"{CP} 2 {ZERO} 2"),
+    "cp2dp2zero2": (4, f"{CP} 2 --cp-comm-type p2p {ZERO} 2"),
     "pp2dp2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {ZERO} 2"),
 }
 

@@ -1,5 +1,6 @@
-"""Ring attention against whole attention on one process: values, gradients, the order of what is
-sent and computed, and how much of keys and values lives on a rank.
+"""Ring attention, and attention over gathered blocks, against whole attention on one process:
+values, gradients, the order of what is sent and computed, and how much of keys and values lives on
+a rank.
 """
 
 import weakref
@@ -47,7 +48,9 @@ def axis_of_all():
     return build_groups(Layout(cp=size), dist.get_rank(), dist.new_group, cp_ring=size).cp_ring
 
 
-def run(case: str, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def run(
+    case: str, dtype: torch.dtype = torch.float64, attend: str = "ring_attention"
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(this rank's positions, its part of out, dq, dk, dv)."""
     backend, options, masked = CASES[case]
     axis, starts = axis_of_all(), masked.get("document_starts")
@@ -63,7 +66,7 @@ def run(case: str, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, li
         places, axis.rank, masked.get("window"), starts, by_positions="drop" in options
     )
     block = BlockAttention(backend, Options(0.3, **options), SAMPLES)
-    out = ring.ring_attention(q, k, v, steps, block, axis)
+    out = getattr(ring, attend)(q, k, v, steps, block, axis)
     out.backward(dout)
     return own, [out.detach(), q.grad, k.grad, v.grad]
 
@@ -88,11 +91,28 @@ def test_equals_attention_of_one_process(gloo_world, case, size):
             assert (got - want[own]).abs().max() < 1e-13 * want.abs().max() * LENGTH
 
 
-@pytest.mark.parametrize("case", ["causal", "documents", "causal, plain"])
-def test_narrow_numbers(gloo_world, case):
+@pytest.mark.parametrize("case", ["causal", "window", "documents"])
+def test_gathered_blocks_equal_attention_of_one_process(gloo_world, case):
+    expected = whole(case)
+    for own, found in gloo_world(3).run(run, case, torch.float64, "gathered_attention"):
+        for got, want in zip(found, expected, strict=True):
+            assert (got - want[own]).abs().max() < 1e-13 * want.abs().max() * LENGTH
+
+
+@pytest.mark.parametrize(
+    "case, attend",
+    [
+        ("causal", "ring_attention"),
+        ("documents", "ring_attention"),
+        ("causal, plain", "ring_attention"),
+        ("causal", "gathered_attention"),
+        ("documents", "gathered_attention"),
+    ],
+)
+def test_narrow_numbers(gloo_world, case, attend):
     """In bf16 the result is off by no more than roundings of what goes in and comes out."""
     expected = whole(case)
-    for own, found in gloo_world(4).run(run, case, torch.bfloat16):
+    for own, found in gloo_world(4).run(run, case, torch.bfloat16, attend):
         for got, want in zip(found, expected, strict=True):
             error = (got.double() - want[own]).norm() / want[own].norm()
             assert got.dtype == torch.bfloat16 and error < 4 * torch.finfo(torch.bfloat16).eps

@@ -426,6 +426,18 @@ CASES: dict[str, tuple[int, int, str]] = {
         2,
         f"{LONG} {LLAMA} {CP2} {RING} --zero-stage 3 {FULL} {TILED} --fused-linear-cross-entropy",
     ),
+    "stage 3, cp4, gathered keys, llama, recompute, MLP and head in pieces": (
+        4,
+        2,
+        f"{LONG} {LLAMA} --context-parallel-size 4 --zero-stage 3 {FULL} {TILED} "
+        "--fused-linear-cross-entropy",
+    ),
+    "stage 3, cp2, gathered keys, documents, llama, recompute, MLP and head in pieces": (
+        2,
+        2,
+        f"{LONG} {LLAMA} {CP2} --zero-stage 3 --reset-attention-mask {FULL} {TILED} "
+        "--fused-linear-cross-entropy",
+    ),
     "cp2, ring, documents, dropout, layer inputs on the host": (
         2,
         2,
