@@ -591,8 +591,8 @@ class AttentionBytes:
         return max(self.widths[1], self.exchanging * self.model.kv_channels)
 
     def _heads_for_blocks(self) -> int:
-        """What is kept of the projection and its parts, where attention is computed by blocks, which
-        keeps the queries, and keys and values of its own.
+        """What is kept of the projection and its parts, where attention is computed by blocks,
+        which keeps the queries, and keys and values of its own.
         """
         model, (q, k) = self.model, self.widths
         copied = 1 < model.num_query_groups < model.num_attention_heads

@@ -11,9 +11,9 @@ parts are joined in fp32 (in fp64 for float64): with L = log(e^l + e^l')
 
 The backward pass of a block takes the final out and L, with which exp(scores - L) are the
 probabilities of the whole row, so that the blocks' gradients add up. dq stays; in a ring dk and dv
-go round behind the keys, in fp32, from the first rank that is not the owner on, and come home after C - 1
-hops. At most three blocks of keys and values live on a rank: its own, one that leaves and one that
-arrives.
+go round behind the keys, in fp32, from the first rank that is not the owner on, and come home
+after C - 1 hops. At most three blocks of keys and values live on a rank: its own, one that leaves
+and one that arrives.
 
 Where a sample is one document, and nothing but causality hides keys, ranks hold one chunk from the
 front of the sequence and one from the back (context_parallel.py). Then the first step is causal, a
