@@ -63,6 +63,8 @@ from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.distributed.setup import set_determinism
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.build import build_model, hidden_shape
+from megatron.observe.events import EventLog
+from megatron.observe.metrics import Timers
 from megatron.optimizer.blocks import build_run_blocks
 from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
@@ -74,6 +76,7 @@ from megatron.plan.memory import rank_memories
 from megatron.training.exit import ExitConditions
 from megatron.training.run import Progress, Run
 from megatron.training.step import StepHandle, forward_backward, update
+from megatron.training.timing import OwnTimes, Timing
 
 COMMON = (
     "--mock-data --tokenizer-type NullTokenizer --bf16 --lr 1e-4 --train-iters 100 --eval-iters 0"
@@ -263,6 +266,8 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
     blocks = build_run_blocks(config, model, device, groups)
     zero, passes = Zero(model, blocks, groups, config.distributed), LayerPasses()
     seq, samples = config.data.seq_length, config.training.micro_batch_size
+    timers = Timers()
+    timing = Timing(timers, OwnTimes(device, groups.world, timers), None, EventLog(None, 0, timers))
     return Run(
         config=config,
         groups=groups,
@@ -286,6 +291,8 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
         checkpoints=None,
         lease=None,
         peak_tflops=None,
+        timing=timing,
+        profiler=None,
     )
 
 

@@ -160,9 +160,9 @@ def live_tensors(device: torch.device) -> list[LiveTensors]:
         if tensor is None or tensor.device.type != device.type or tensor.layout != torch.strided:
             continue
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in seen or not storage.nbytes():
+        if storage._cdata in seen or not storage.nbytes():
             continue
-        seen.add(storage.data_ptr())
+        seen.add(storage._cdata)
         key = (label, tuple(tensor.shape), tensor.dtype)
         sizes.setdefault(key, []).append(storage.nbytes())
     found = [LiveTensors(*key, len(each), sum(each)) for key, each in sizes.items()]

@@ -521,18 +521,18 @@ def _(original):
 
 @mutant("schedule", "a learning rate one step late", "gpt-files", loop, "update")
 def _(original):
-    def changed(run, gradients, *, rates, weight_decay):
+    def changed(run, gradients, *, rates, **others):
         late = run.schedule.learning_rates(run.progress.scheduled_samples)
-        return original(run, gradients, rates=late, weight_decay=weight_decay)
+        return original(run, gradients, rates=late, **others)
 
     return changed
 
 
 @mutant("schedule", "a weight decay one step late", "mixed-5", loop, "update")
 def _(original):
-    def changed(run, gradients, *, rates, weight_decay):
+    def changed(run, gradients, *, weight_decay, **others):
         late = run.schedule.weight_decay(run.progress.scheduled_samples)
-        return original(run, gradients, rates=rates, weight_decay=late)
+        return original(run, gradients, weight_decay=late, **others)
 
     return changed
 

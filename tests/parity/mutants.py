@@ -285,8 +285,9 @@ MUTANTS = (
     Mutant(
         "the tied matrix counted twice in the norm",
         OPTIMIZER,
-        "for block in self.trained for part in self.counted[block]",
-        "for block in [*self.trained, self.trained[0]] for part in self.counted[block]",
+        "        for block in self.trained:\n            for part in self.counted[block]:\n",
+        "        for block in [*self.trained, self.trained[0]]:\n"
+        "            for part in self.counted[block]:\n",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
@@ -364,10 +365,10 @@ MUTANTS = (
     Mutant(
         "no embedding gradient in the split backward",
         PIPELINE,
-        "                x, kept = self.passes.backward(kind, layer, x, held.pop())\n",
-        "                lost = action.kind is Kind.BACKWARD_INPUT and not "
+        "                    x, kept = self.passes.backward(kind, layer, x, held.pop())\n",
+        "                    lost = action.kind is Kind.BACKWARD_INPUT and not "
         "layer.reads_weight_backward\n"
-        "                x, kept = (held.pop(), None) if lost else self.passes.backward(kind, "
+        "                    x, kept = (held.pop(), None) if lost else self.passes.backward(kind, "
         "layer, x, held.pop())\n",
         ("fp64-m5-pp2-zero-bubble",),
     ),
