@@ -136,3 +136,10 @@ def keep_mask(
     threshold = round(drop * 2**32)
     fill(out, key, rows, first_column, lambda lanes: [lane >= threshold for lane in lanes], blocks)
     return out
+
+
+def uniform(out: Tensor, key: Key, rows: Sequence[Tensor]) -> None:
+    """Fill out [R, C] with numbers of [0, 1), of 24 bits each so that fp32 holds them: the rows
+    `rows`, see `fill`.
+    """
+    fill(out, key, rows, 0, lambda lanes: [(lane >> 8).float() / 2**24 for lane in lanes])

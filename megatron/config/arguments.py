@@ -220,10 +220,12 @@ def suggestions(flag: str) -> list[str]:
 
 
 def _field_help(group: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass, from its source."""
+    """The string literal under each field of a dataclass and of its bases, from their source."""
+    if not dataclasses.is_dataclass(group):
+        return {}
     parsed: Any = ast.parse(inspect.getsource(group)).body[0]
     body: list[Any] = parsed.body
-    return {
+    return _field_help(group.__base__) | {
         field.target.id: " ".join(text.value.value.split())  # type: ignore
         for field, text in zip(body, body[1:], strict=False)
         if isinstance(field, ast.AnnAssign)
@@ -271,9 +273,10 @@ def options() -> tuple[Option, ...]:
         cls = getattr(groups, str(group.type))
         hints = typing.get_type_hints(cls)
         texts = _field_help(cls)
+        own = inspect.get_annotations(cls)
         result += [
             _option(group.name, field, hints[field.name], texts[field.name])
-            for field in dataclasses.fields(cls)
+            for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own)
         ]
     return tuple(result)
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.config.groups import Config, DistributedConfig, flag
-from megatron.config.metadata import flag_name
+from megatron.config.groups import Config, DistributedConfig
+from megatron.config.metadata import flag, flag_name
 from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, virtual_stages
 
@@ -63,7 +63,8 @@ class RunView:
 
     `tp` ranks share each matrix, `cp` times so many the positions of a sample, `pp` times so many
     hold the model, and `dp` times so many make the `world` (dp 0: they do not). `replicas` ranks
-    hold the same parameters.
+    hold the same parameters. Of experts, `etp` ranks share each matrix, and `ep` times so many hold
+    all of a layer.
     """
 
     def __init__(self, config: Config, world: int, vocabulary: int | None):
@@ -75,6 +76,8 @@ class RunView:
         self.cp = config.distributed.context_parallel_size
         self.dp = data_parallel_size(config, world)
         self.replicas = self.dp * self.cp
+        self.ep = config.distributed.expert_model_parallel_size
+        self.etp = config.distributed.expert_tensor_parallel_size or self.tp
 
     def __getattr__(self, field: str) -> Any:
         return getattr(getattr(self.config, GROUP_OF[field]), field)
@@ -135,6 +138,8 @@ def _derive_model(run: RunView) -> Derivation:
         )
     if run.max_position_embeddings is None and run.seq_length is not None:
         yield "max_position_embeddings", run.seq_length, "seq-length"
+    if run.num_experts is not None and run.moe_ffn_hidden_size is None:
+        yield "moe_ffn_hidden_size", run.ffn_hidden_size, "ffn-hidden-size"
 
 
 def _derive_data(run: RunView) -> Derivation:
@@ -197,6 +202,9 @@ def _derive_distributed(run: RunView) -> Derivation:
             False,
             "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over",
         )
+    if run.num_experts is not None and run.expert_tensor_parallel_size is None:
+        reason = "tensor-model-parallel-size" if run.tp > 1 else ""
+        yield "expert_tensor_parallel_size", run.tp, reason
     yield from _without_sharing(run)
     virtual = virtual_stages(run.config) if run.pp > 1 else 1
     if virtual is not None and run.num_virtual_stages_per_pipeline_rank != virtual:

@@ -10,10 +10,11 @@ flag is one edit here, and docs/flags.md made anew; rules between several fields
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from megatron.config.experts import ExpertsConfig
 from megatron.config.metadata import (
     ACTIVATION_OFFLOAD,
     ADAM,
@@ -31,6 +32,7 @@ from megatron.config.metadata import (
     DECAY,
     DECOUPLED,
     DYNAMIC_SCALE,
+    EXPERTS,
     FIRST_LAST,
     FP8,
     FP8_FAULT,
@@ -85,44 +87,23 @@ from megatron.config.metadata import (
     WSD,
     YARN,
     ZERO_3,
-    Bound,
-    ChangeRule,
-    Need,
+    flag,
+    model_flag,
 )
 from megatron.config.offload import INSIDE, LAYER_INPUT
 from megatron.config.schedules import SCHEDULES
 
 
-def flag(
-    default: Any,
-    *names: str,
-    off: str | None = None,
-    megatron: str | None = None,
-    bound: Bound | None = None,
-    needs: Need | tuple[Need, ...] = (),
-    change: ChangeRule = NOTHING,
-    deepspeed: str = "",
-) -> Any:
-    """A field with further option strings `names`, an option `off` that sets a boolean False, a
-    note for docs/flags.md on how Megatron-LM differs, its rules (`metadata.py`), and the keys of a
-    DeepSpeed file that mean the same, with spaces between them.
-    """
-    metadata = {"names": names, "off": off, "megatron": megatron, "bound": bound, "change": change}
-    metadata |= {"needs": needs if isinstance(needs, tuple) else (needs,)}
-    return field(default=default, metadata=metadata | {"deepspeed": deepspeed.split()})
-
-
-model_flag = partial(flag, change=MODEL)
 kernel_flag = partial(flag, "auto", megatron="absent there", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]
 ApexBackend = Literal["auto", "triton", "apex", "torch"]
-RecomputeModule = Literal["core_attn", "qkv", "layernorm", "mlp_act", "mlp"]
+RecomputeModule = Literal["core_attn", "qkv", "layernorm", "mlp_act", "mlp", "moe_act", "moe"]
 OffloadModule = Literal[LAYER_INPUT, *INSIDE]  # type: ignore[valid-type]
 Prefixes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ExpertsConfig):
     """model"""
 
     num_layers: int | None = model_flag(None, bound=POSITIVE)
@@ -492,7 +473,8 @@ class TrainingConfig:
     )
     """What selective recomputes: core_attn (the attention core), qkv (queries, keys and values),
     layernorm (what the norms in front of attention and MLP give), mlp_act (the activation, or
-    the gated product), mlp (fc1's product and the activation). Default: core_attn.
+    the gated product), mlp (fc1's product and the activation), moe_act (the same as mlp_act of
+    experts), moe (the experts with the way of tokens to them and back). Default: core_attn.
     """
     recompute_method: Literal["uniform", "block"] | None = flag(None, needs=RECOMPUTE)
     """uniform: recompute every layer, in groups of --recompute-num-layers that keep one input.
@@ -813,6 +795,8 @@ class LoggingConfig:
     """Log how many gradient elements are zero."""
     log_layer_norms: bool = flag(False, megatron="absent there")
     """Log the norms of gradient (before clipping) and parameters of each layer."""
+    moe_per_layer_logging: bool = flag(False, needs=EXPERTS)
+    """Log how evenly tokens go to the experts of each layer, not of the worst one alone."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     log_straggler: bool = flag(True, megatron="off by default there, within a TP group")
@@ -879,6 +863,16 @@ class DistributedConfig:
         1, "--ds-sequence-parallel-size", bound=POSITIVE, change=ROUNDING
     )
     """Ranks over which the positions of each sample are divided (CP)."""
+    expert_model_parallel_size: int = flag(1, bound=POSITIVE, needs=EXPERTS, change=ROUNDING)
+    """Ranks over which the experts of each layer are divided (EP). They are ranks of the same
+    pipeline stage: tensor- x context- x data-parallel ranks, or a part of them.
+    """
+    expert_tensor_parallel_size: int | None = flag(
+        None, bound=POSITIVE, needs=EXPERTS, change=ROUNDING
+    )
+    """Ranks over which each expert's matrices are divided (ETP). Default:
+    tensor-model-parallel-size.
+    """
     cp_comm_type: Literal["allgather", "a2a", "p2p", "a2a+p2p"] = flag(
         "allgather", megatron="default p2p there", needs=CONTEXT_PARALLEL, change=ROUNDING
     )

@@ -8,7 +8,8 @@ a change at a resume means. The rules of every field are derived from this (`val
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 
@@ -100,6 +101,12 @@ FP16 = Need("--fp16")
 BF16 = Need("--bf16", fault=True)
 FP8 = Need("--fp8-format e4m3 or hybrid", lambda run: run.fp8_format is not None)
 FP8_FAULT = Need(FP8.text, FP8.holds, fault=True)
+EXPERTS = Need("--num-experts N", fault=True)
+SHARED_EXPERT = Need("--moe-shared-expert-intermediate-size N", fault=True)
+EXPERT_BIAS = Need("--moe-router-enable-expert-bias", fault=True)
+EXPERT_CAPACITY = Need("--moe-expert-capacity-factor N", fault=True)
+EXPERT_GROUPS = Need("--moe-router-num-groups N", fault=True)
+SOFTMAX_ROUTER = Need("--moe-router-score-function softmax", fault=True)
 FIRST_LAST = Need("--first-last-layers-bf16")
 RECOMPUTE = Need("--recompute-granularity full", fault=True)
 RECOMPUTE_AUTO = Need("--recompute auto", fault=True)
@@ -206,3 +213,25 @@ ORDER = ChangeRule(accept="data", what="the data order")
 OBJECTIVE = ChangeRule(accept="data", what="the objective", bits=True)
 SEED = ChangeRule(accept="seed", what="the data order")
 BATCHES = ChangeRule(accept="batch", what="the steps' batches")
+
+
+def flag(
+    default: Any,
+    *names: str,
+    off: str | None = None,
+    megatron: str | None = None,
+    bound: Bound | None = None,
+    needs: Need | tuple[Need, ...] = (),
+    change: ChangeRule = NOTHING,
+    deepspeed: str = "",
+) -> Any:
+    """A field with further option strings `names`, an option `off` that sets a boolean False, a
+    note for docs/flags.md on how Megatron-LM differs, its rules, and the keys of a
+    DeepSpeed file that mean the same, with spaces between them.
+    """
+    metadata = {"names": names, "off": off, "megatron": megatron, "bound": bound, "change": change}
+    metadata |= {"needs": needs if isinstance(needs, tuple) else (needs,)}
+    return field(default=default, metadata=metadata | {"deepspeed": deepspeed.split()})
+
+
+model_flag = partial(flag, change=MODEL)

@@ -24,6 +24,7 @@ from megatron.config.offload import LAYER_INPUT
 from megatron.config.recompute import FULL, layer_words
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
+from megatron.config.validate_experts import experts
 from megatron.config.validate_layout import (
     Faults,
     bubble,
@@ -648,6 +649,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     zero,
     pipeline_split,
     pipeline_schedule,
+    experts,
     _heads,
     _positions,
     _attention,

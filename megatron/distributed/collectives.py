@@ -89,11 +89,12 @@ def _start_native(
     x: Tensor,
     axis: Axis,
     buffer: Tensor | None = None,
+    splits: tuple[list[int], list[int]] | tuple[()] = (),
 ) -> _Works:
     """A collective of the backend's own into `out`, by way of `buffer` where one is given."""
     with named(of, axis.dimension):
         work = getattr(dist, operation)(
-            out if buffer is None else buffer, x, group=axis.group, async_op=True
+            out if buffer is None else buffer, x, *splits, group=axis.group, async_op=True
         )
     finish = (lambda: None) if buffer is None else lambda: out.copy_(buffer)
     return _Works([work], out, finish, of=(of, axis))
@@ -128,14 +129,18 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Hand
 
 
 def _swap(what: str, axis: Axis, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
-    """Send part i to rank i, and receive what rank i has for this one: the sends and receives."""
+    """Send part i to rank i, and receive what rank i has for this one: the sends and receives.
+    Parts without an element are not sent.
+    """
     works = []
     with _others(what, axis):  # a connection that was lost is found here
         # each rank begins with its neighbour: no rank is everyone's first
         for step in range(1, axis.size):
             to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            works.append(dist.irecv(received[come], src=axis.ranks[come], group=axis.group))
-            works.append(dist.isend(sent[to], dst=axis.ranks[to], group=axis.group))
+            if received[come].numel():
+                works.append(dist.irecv(received[come], src=axis.ranks[come], group=axis.group))
+            if sent[to].numel():
+                works.append(dist.isend(sent[to], dst=axis.ranks[to], group=axis.group))
     return works
 
 
@@ -176,6 +181,31 @@ def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
         return _start_native("all_to_all_single", "all-to-all", out, x, axis)
     works = _swap("all-to-all", axis, x.unbind(), out.unbind())
     out[axis.rank].copy_(x[axis.rank])
+    return _Works(works, out, of=("all-to-all", axis))
+
+
+def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Handle:
+    """Rows of x [n, ...], the first send[0] of which go to rank 0, the next send[1] to rank 1 and
+    so on -> [sum of `receive`, ...], the first receive[0] of which came from rank 0 and so on.
+    """
+    if axis.size == 1:
+        return _Works([], x)
+    if is_gloo(axis) and x.is_cuda:
+
+        def start(host: Tensor, axis: Axis) -> Handle:
+            return start_all_to_all_rows(host, send, receive, axis)
+
+        return _staged(x, axis, None, start)
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    if isinstance(axis.group, SilentGroup):
+        return axis.group.start("all-to-all", out)
+    x = x.contiguous()
+    if not is_gloo(axis):
+        splits = receive, send
+        return _start_native("all_to_all_single", "all-to-all", out, x, axis, splits=splits)
+    sent, received = x.split(send), out.split(receive)
+    works = _swap("all-to-all", axis, sent, received)
+    received[axis.rank].copy_(sent[axis.rank])
     return _Works(works, out, of=("all-to-all", axis))
 
 
@@ -379,6 +409,13 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """Part i of x [size, ...] to rank i -> [size, ...], part i from rank i."""
     return start_all_to_all(x, axis).wait()
+
+
+def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
+    """Rows of x to the ranks of an axis, `send` of them to each -> those that came, `receive` of
+    them from each.
+    """
+    return start_all_to_all_rows(x, send, receive, axis).wait()
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:

@@ -3,10 +3,16 @@ one `Axis` that it uses.
 
 Ranks are numbered with tp fastest: `arange(world).view(pp, dp, cp, tp)`. World 16 with tp2 cp2 dp2
 pp2: tp [0 1], cp [0 2], dp [0 4], pp [0 8].
+
+Experts have a grid of their own over the same ranks of a pipeline stage (parallel folding, Liu et
+al. 2025): tp x cp x dp = etp x ep x edp, with etp fastest. etp ranks share each matrix of an
+expert, ep times so many hold all experts of a layer, and edp ranks hold the same ones. In the
+example with etp1 ep4: ep [0 1 2 3], edp [0 4].
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,6 +28,10 @@ Partition = tuple[tuple[int, ...], ...]  # groups of ranks, none in two of them
 # of the names of axes that are no dimensions of the grid themselves
 DIMENSIONS = {
     **dict.fromkeys(("replicas", "shard", "shard_gather", "replicate"), "dp"),
+    **dict.fromkeys(
+        ("expert_replicas", "expert_shard", "expert_shard_gather", "expert_replicate"), "dp"
+    ),
+    "tp_cp": "cp",
     **dict.fromkeys(("cp_heads", "cp_ring"), "cp"),
     **dict.fromkeys(("channel", "tied"), "pp"),
     "kv": "tp",
@@ -30,13 +40,17 @@ DIMENSIONS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes. The world is their product."""
+    """Sizes of the axes. The world is the product of the first four; `ep` and `etp` divide the
+    ranks of a stage once more.
+    """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
     order: tuple[str, ...] = ORDER
+    ep: int = 1
+    etp: int = 1
 
     @property
     def world(self) -> int:
@@ -127,8 +141,12 @@ class Groups:
     cp_ring: Axis  # ranks of cp that keys and values go round
     dp: Axis
     pp: Axis
-    # of parameters by the group that they declare (layers/spec.py): "dense" is dp x cp
+    # of parameters by the group that they declare (layers/spec.py): "dense" is dp x cp, "expert"
+    # edp, and of "state", which nobody cuts or reduces, dp x cp as well
     buffers: dict[str, BufferGroups]
+    tp_cp: Axis  # the ranks that hold parts of the same samples' hidden states in a stage
+    etp: Axis  # those that share the matrices of an expert
+    ep: Axis  # those that hold different experts
     kv: Axis  # the tp ranks that hold the same key/value head
     tied: Axis  # the first and the last of pp, where both hold the word embedding
     # pp again, on communicators for messages between neighbours: `channel`
@@ -157,8 +175,9 @@ class Groups:
 
 
 def describe_layout(layout: Layout) -> str:
-    """`tp2 cp1 pp2 dp2`."""
-    return " ".join(f"{axis}{getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "dp"))
+    """`tp2 cp1 pp2 dp2`, with ` ep2 etp1` where experts are divided."""
+    axes = ("tp", "cp", "pp", "dp", *(("ep", "etp") if layout.ep * layout.etp > 1 else ()))
+    return " ".join(f"{axis}{getattr(layout, axis)}" for axis in axes)
 
 
 def _channel(size: int, source: int, to: int) -> int:
@@ -194,6 +213,7 @@ def build_groups(
     shard: int | None = None,
     cp_heads: int = 1,
     cp_ring: int = 1,
+    experts: bool = False,
 ) -> Groups:
     """The groups of one rank. `new_group(ranks, group_desc=uses)` makes a process group; it is
     called for the same tuples in the same order on every rank, once for each distinct tuple of two
@@ -203,25 +223,25 @@ def build_groups(
     `kv_heads` is the number of key/value heads of the model (None: at least one for each tp rank);
     `tied`: the first and the last pp rank both hold the word embedding; `shard` neighbours of those
     that hold the same parameters share them out (None: all). `cp_heads` neighbours of cp exchange
-    heads, `cp_ring` such groups make a ring.
+    heads, `cp_ring` such groups make a ring. `experts`: layers have experts.
     """
     shard = shard or layout.dp * layout.cp
     assert 0 <= rank < layout.world and layout.dp * layout.cp % shard == 0
     assert cp_heads * cp_ring in (1, layout.cp)
     share = kv_sharers(layout.tp, kv_heads or layout.tp)
     partitions = _partitions(layout, share, tied, shard) | _of_attention(layout, cp_heads, cp_ring)
+    partitions |= _of_experts(layout, shard) if experts else _WITHOUT_EXPERTS
     make = _Communicators(rank, new_group, partitions)
     axes = {name: make.axis(name) for name in partitions}
-    dense = BufferGroups(
-        replicas=axes.pop("replicas"),
-        shard=axes.pop("shard"),
-        shard_gather=make.own_axis("shard_gather", partitions["shard"], "shard_gather"),
-        replicate=axes.pop("replicate"),
-    )
+    dense = make.buffer_groups("", axes)
+    buffers = {"dense": dense}
+    if experts:
+        buffers["expert"] = make.buffer_groups("expert_", axes)
+        buffers["state"] = BufferGroups(dense.replicas, ALONE, ALONE, dense.replicas)
     return Groups(
         layout=layout,
         rank=rank,
-        buffers={"dense": dense},
+        buffers=buffers,
         channels=tuple(
             make.own_axis("channel", partitions["pp"], f"channel{number}")
             for number in range(channel_count(layout.pp))
@@ -242,6 +262,34 @@ def _partitions(layout: Layout, share: int, tied: bool, shard: int) -> dict[str,
         "replicate": tuple(ranks[i::shard] for ranks in replicas for i in range(shard)),
         "kv": _cut(layout.partition("tp"), share),
         "tied": tuple((line[0], line[-1]) for line in lines) if tied and layout.pp > 1 else (),
+    }
+
+
+# the axes of experts where there are none
+_WITHOUT_EXPERTS: dict[str, Partition] = {"tp_cp": (), "etp": (), "ep": ()}
+
+
+def _of_experts(layout: Layout, shard: int) -> dict[str, Partition]:
+    """The groups of the experts' grid. ZeRO cuts an expert's buffer over those of the ranks that
+    hold the same one that are among the `shard` neighbours over which it cuts other buffers.
+    """
+    stages = layout.partition("tp", "cp", "dp")
+    held = layout.etp * layout.ep  # ranks that hold all experts of a layer
+    replicas = tuple(ranks[i::held] for ranks in stages for i in range(held))
+    count = len(replicas[0])
+    cut = math.gcd(count, max(1, shard * layout.tp * count // len(stages[0])))
+    return {
+        "tp_cp": layout.partition("tp", "cp"),
+        "etp": _cut(stages, layout.etp),
+        "ep": tuple(
+            ranks[start + i : start + held : layout.etp]
+            for ranks in stages
+            for start in range(0, len(ranks), held)
+            for i in range(layout.etp)
+        ),
+        "expert_replicas": replicas,
+        "expert_shard": _cut(replicas, cut),
+        "expert_replicate": tuple(ranks[i::cut] for ranks in replicas for i in range(cut)),
     }
 
 
@@ -282,6 +330,16 @@ class _Communicators:
                 self.made[ranks] = self.new_group(ranks, group_desc=uses)
         return self._part(name, partition, self.made)
 
+    def buffer_groups(self, kind: str, axes: dict[str, Axis]) -> BufferGroups:
+        """Those of the partitions whose names begin with `kind`, which it takes out of `axes`."""
+        gather = f"{kind}shard_gather"
+        return BufferGroups(
+            replicas=axes.pop(f"{kind}replicas"),
+            shard=axes.pop(f"{kind}shard"),
+            shard_gather=self.own_axis(gather, self.partitions[f"{kind}shard"], gather),
+            replicate=axes.pop(f"{kind}replicate"),
+        )
+
     def own_axis(self, name: str, partition: Partition, use: str) -> Axis:
         """The part of a partition that holds this rank, on a group that no other axis has."""
         made = {
@@ -305,7 +363,16 @@ def layout_of(config: Config, world_size: int) -> Layout:
         dp=data_parallel_size(config, world_size),
         pp=distributed.pipeline_model_parallel_size,
         order=TP_PP_DP_ORDER if distributed.use_tp_pp_dp_mapping else ORDER,
+        ep=distributed.expert_model_parallel_size,
+        etp=_expert_tensor_parallel_size(config),
     )
+
+
+def _expert_tensor_parallel_size(config: Config) -> int:
+    if config.model.num_experts is None:
+        return 1
+    distributed = config.distributed
+    return distributed.expert_tensor_parallel_size or distributed.tensor_model_parallel_size
 
 
 def group_options(config: Config) -> dict[str, Any]:
@@ -319,6 +386,7 @@ def group_options(config: Config) -> dict[str, Any]:
         "shard": config.distributed.zero_shard_size,
         "cp_heads": heads,
         "cp_ring": ring,
+        "experts": config.model.num_experts is not None,
     }
 
 

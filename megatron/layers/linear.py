@@ -32,8 +32,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,6 @@ from torch import Tensor, nn
 
 from megatron.config.workspace import SCRATCH_BYTES
 from megatron.distributed.collectives import (
-    Handle,
     all_gather,
     all_reduce,
     gather_parts,
@@ -180,38 +179,49 @@ class WeightGrad(NamedTuple):
     x_axis: Axis = ALONE
     overlap: bool = True
 
-    def start(self) -> tuple[nn.Parameter, Handle, Handle]:
-        """Set off what `_finish` waits for."""
-        return (
-            self.weight,
-            start_all_gather(self.dy, self.dy_axis),
-            start_all_gather(self.x, self.x_axis),
-        )
+    def start(self) -> Callable[[], None]:
+        """Set off what is gathered; what it returns waits for that and adds the gradient."""
+        dy, x = start_all_gather(self.dy, self.dy_axis), start_all_gather(self.x, self.x_axis)
+        return lambda: add_weight_grad(dy.wait(), x.wait(), self.weight)
 
 
-def _finish(weight: nn.Parameter, dy: Handle, x: Handle) -> None:
-    add_weight_grad(dy.wait(), x.wait(), weight)
+class LaterGrad(Protocol):
+    """A weight gradient that a split backward pass leaves for its second half."""
+
+    @property
+    def weight(self) -> nn.Parameter: ...
+
+    @property
+    def overlap(self) -> bool:
+        """Whether what `start` sets off may run beside another one's product."""
+
+    def start(self) -> Callable[[], None]:
+        """Set off what is communicated; what it returns adds the gradient."""
 
 
 @torch.no_grad()
-def add_weight_grads(left: list[WeightGrad]) -> None:
+def add_weight_grads(left: list[LaterGrad]) -> None:
     """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs
     beside a product.
     """
-    started: deque[tuple[nn.Parameter, Handle, Handle]] = deque()
+    started: deque[Callable[[], None]] = deque()
     while left or started:
         while left and len(started) < (2 if left[0].overlap else 1):
             started.append(left.pop(0).start())
-        _finish(*started.popleft())
+        finish = started.popleft()
+        finish()
+        del finish  # or its tensors would live beside those of the next one
 
 
 @contextlib.contextmanager
-def deferring_weight_grads(module: nn.Module) -> Iterator[list[WeightGrad]]:
+def deferring_weight_grads(module: nn.Module) -> Iterator[list[LaterGrad]]:
     """While open, backward passes through the module's linear layers put their weight gradients
     onto this list instead of computing them.
     """
-    left: list[WeightGrad] = []
-    weights = [layer.weight for layer in module.modules() if isinstance(layer, Linear)]
+    left: list[LaterGrad] = []
+    # of linear layers and of experts
+    declared = ((weight, getattr(weight, "spec", None)) for weight in module.parameters())
+    weights = [weight for weight, spec in declared if spec is not None and spec.product]
     for weight in weights:
         setattr(weight, DEFERRED, left)
     try:

@@ -16,6 +16,8 @@ Called from model/block.py, once a layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -124,13 +126,20 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu-tanh" else "none")
 
 
+def activation_function(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """The activation of fc1's output [..., f or 2f] -> [..., f], where no bias is to be added."""
+    if config.activation_backend == "triton":
+        return lambda x: _TritonActivation.apply(x, None, config.activation)
+    return lambda x: activate(x, config.activation)
+
+
 def mlp_parameters(
-    config: ModelConfig, name: str, sequence: bool = False
+    config: ModelConfig, name: str, sequence: bool = False, width: int | None = None
 ) -> dict[str, ParameterSpec]:
     """fc1 [f or 2f, h], of a gated activation [gate; up], and fc2 [h, f], with their biases where
-    there are any.
+    there are any. `width`: f, by default that of the MLP.
     """
-    h, f = config.hidden_size, config.ffn_hidden_size
+    h, f = config.hidden_size, width or config.ffn_hidden_size
     parts = ("gate", "up") if config.activation in GATED else ("up",)
     matrices = tuple(
         TensorSpec(f"{name}.{part}.weight", (f, h), normal(config), "matrix", shard=Shard(0))
@@ -180,7 +189,9 @@ def bias_sum_bytes(model: ModelConfig, tokens: int) -> int:
 
 
 class MLP(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. `rebuilder`: the layer's."""
+    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. `rebuilder`: the layer's;
+    `width`: f, by default that of the flags.
+    """
 
     def __init__(
         self,
@@ -188,12 +199,13 @@ class MLP(nn.Module):
         name: str = "mlp",
         tp: TensorParallel = DENSE,
         rebuilder: Rebuilder | None = None,
+        width: int | None = None,
     ):
         super().__init__()
         self.rebuilder = rebuilder or Rebuilder()
         self.activation, self.backend = config.activation, config.activation_backend
         self.pieces = config.tiled_mlp
-        parameters = mlp_parameters(config, name, tp.sequence)
+        parameters = mlp_parameters(config, name, tp.sequence, width)
         self.fc1 = ColumnLinear(parameters["fc1.weight"], parameters.get("fc1.bias"), tp)
         self.fc2 = RowLinear(parameters["fc2.weight"], parameters.get("fc2.bias"), tp)
 

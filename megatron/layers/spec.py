@@ -72,13 +72,15 @@ class TensorSpec:
     ("tp"), those that share a key/value head ("kv"), both ends of a pipeline ("tied"), or nobody.
     `grad_sum`: those of them whose gradients are parts of a sum. None: nothing is known of it, as
     of an ordinary module that nobody has declared. `stored`: rows with padding, if there is any.
-    `group`: whose gradients are added up over data-parallel ranks; "dense" is all of them.
+    `group`: whose gradients are added up over data-parallel ranks; "dense" is all of them,
+    "expert" those that hold the same experts; a "state" is not trained, but kept with the weights.
+    `expert`: the number of the expert that it is a part of, and how many there are.
     """
 
     name: str  # as in a checkpoint: layers.3.attention.q.weight
     shape: tuple[int, ...]  # global, without padding
     init: Init
-    kind: str  # matrix, vector, embedding, head
+    kind: str  # matrix, vector, embedding, head, state
     decay: bool = True
     shard: Shard | None = None
     copies: str | None = None
@@ -86,6 +88,14 @@ class TensorSpec:
     stored: int | None = None
     group: str = "dense"
     multipliers: Multipliers = Multipliers()
+    expert: tuple[int, int] | None = None
+
+    def is_held(self, rank: int, ranks: int) -> bool:
+        """Whether one of so many expert-parallel ranks holds it."""
+        if self.expert is None:
+            return True
+        number, count = self.expert
+        return number * ranks // count == rank
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
         """What one of so many tensor-parallel ranks stores of it, padding included."""
@@ -156,14 +166,19 @@ class ParameterSpec:
         """Whose gradients are added up over data-parallel ranks."""
         return self.tensors[0].group
 
-    def local_shape(self, ranks: int) -> tuple[int, ...]:
-        """The shape of the parameter on one of so many tensor-parallel ranks."""
-        shapes = [tensor.local_shape(ranks) for tensor in self.tensors]
+    def local_shape(self, ranks: int, expert_rank: int = 0, experts: int = 1) -> tuple[int, ...]:
+        """The shape of the parameter on one of so many tensor-parallel ranks; of experts, on the
+        `expert_rank`-th of `experts` ranks that each hold some.
+        """
+        held = [tensor for tensor in self.tensors if tensor.is_held(expert_rank, experts)]
+        shapes = [tensor.local_shape(ranks) for tensor in held]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def parameter(self, tp: TensorParallel = DENSE) -> nn.Parameter:
         """A parameter of this rank's shape on the meta device, which carries this declaration."""
-        made = nn.Parameter(torch.empty(self.local_shape(tp.size), device="meta"))
+        shape = self.local_shape(tp.size, tp.experts.rank, tp.experts.size)
+        is_trained = self.group != "state"
+        made = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=is_trained)
         made.spec = self
         return made
 
@@ -174,6 +189,8 @@ class ParameterSpec:
         groups = max(1, self.interleave // tp.size)
         boxes, start = [], 0
         for tensor in self.tensors:
+            if not tensor.is_held(tp.experts.rank, tp.experts.size):
+                continue
             extent = tensor.local_shape(tp.size)
             boxes += _box(tensor, extent, groups, start, tp)
             start += extent[0] // groups

@@ -15,13 +15,14 @@ from megatron.distributed.groups import ALONE, Axis
 @dataclass(frozen=True)
 class TensorParallel:
     """What the layers of one rank need to know: the axis, the mode, and the ranks that hold the
-    same key/value head.
+    same key/value head, or other experts.
     """
 
     axis: Axis = ALONE
     kv: Axis = ALONE
     sequence: bool = False
     overlap: bool = True  # collectives run beside the matrix products that do not depend on them
+    experts: Axis = ALONE  # of expert-tensor-parallel ranks: those that hold other experts
 
     @cached_property
     def size(self) -> int:

@@ -46,7 +46,8 @@ def _values(model: GPTModel) -> Iterator[str]:
     """What is not trained, and what declares no initial values and has no usual ones."""
     for name, parameter in model.named_parameters():
         kind = name.rpartition(".")[2]
-        if not parameter.requires_grad:
+        spec = getattr(parameter, "spec", None)
+        if not parameter.requires_grad and (spec is None or spec.group != "state"):
             yield f"{name}: requires_grad is False, but only whole units can be frozen (--freeze)"
         usual = parameter.dim() == 2 or parameter.dim() == 1 and kind in ("weight", "bias")
         if not hasattr(parameter, "spec") and not usual:

@@ -9,7 +9,7 @@ and head hold one matrix each. parallel/pipeline.py runs them, through parallel/
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ref
 
@@ -26,9 +26,18 @@ from megatron.layers.linear import column_linear, linear
 from megatron.layers.linear_cross_entropy import linear_cross_entropy
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, always_rebuilt, mlp_parameters
+from megatron.layers.moe import (
+    UNDIVIDED,
+    ExpertParallel,
+    MoE,
+    Routing,
+    moe_parameters,
+    sums_beside,
+)
 from megatron.layers.norm import Norm, norm_parameters
 from megatron.layers.recompute import Parked, Rebuilder
 from megatron.layers.rotary import Rotary
+from megatron.layers.router import OBJECTIVE
 from megatron.layers.spec import (
     Multipliers,
     ParameterSpec,
@@ -57,6 +66,10 @@ class MicroBatch:
     hidden_dropout: DropoutState | None  # under sequence parallelism of this rank's part
     # under context parallelism; all else is of the positions that this rank holds
     places: Places | None = None
+    # [s] positions in the sample of the hidden states that this rank holds
+    token_index: Tensor | None = None
+    # by layer, where its forward pass comes twice: where tokens went in the first
+    routings: dict[int, Routing] = field(default_factory=dict)
 
 
 ENDS = Multipliers(decoupled_lr=True)  # the word embedding and the head's matrix
@@ -138,9 +151,8 @@ def layer_parameters(
         for own, spec in attention_parameters(config, f"{name}.attention", sequence).items()
     }
     made |= norm("mlp_norm", f"{name}.mlp_norm")
-    made |= {
-        f"mlp.{own}": spec for own, spec in mlp_parameters(config, f"{name}.mlp", sequence).items()
-    }
+    mlp = moe_parameters if config.expert_layers()[index] else mlp_parameters
+    made |= {f"mlp.{own}": spec for own, spec in mlp(config, f"{name}.mlp", sequence).items()}
     if index == config.num_layers - 1:
         made |= norm("final_norm", "final_norm")
     return made
@@ -148,40 +160,39 @@ def layer_parameters(
 
 def like_layer(config: ModelConfig, index: int) -> int:
     """The first layer whose parameters are those of layer `index` but for their names: layers
-    between the ends are alike.
+    between the ends are alike, those with experts and those without.
     """
-    return index if index in (0, config.num_layers - 1) else 1
+    if index in (0, config.num_layers - 1):
+        return index
+    experts = config.expert_layers()
+    return experts.index(experts[index], 1)
 
 
 def distinct_layers(config: ModelConfig) -> list[int]:
     """One layer of each kind, see `like_layer`."""
-    return sorted(
-        {
-            like_layer(config, index)
-            for index in (0, 1, config.num_layers - 1)
-            if index < config.num_layers
-        }
-    )
+    return sorted({like_layer(config, index) for index in range(config.num_layers)})
 
 
 @dataclass(frozen=True)
 class ScalarSpec:
     """A number that layers return beside their output: of each micro-batch a sum over tokens, as
     the loss is, added up over all layers that return one of this name. Metrics show it by its name,
-    divided by the valid tokens of the step.
+    divided by the valid tokens of the step. `size`: how many numbers it is; several are counts, and
+    what becomes of them is the business of who knows the name.
     """
 
     name: str
     in_objective: bool = False  # differentiated along with the loss, as an auxiliary loss is
     # axes of which each rank returns its own part of the sum: ("tp",) under sequence parallelism
     parts: tuple[str, ...] = ()
+    size: int = 1
 
 
 class WithScalars(NamedTuple):
     """What a layer may return in place of its output."""
 
     output: Tensor
-    scalars: dict[str, Tensor]  # by the names of `Layer.scalars`; 0-dimensional
+    scalars: dict[str, Tensor]  # by the names of `Layer.scalars`; 0-dimensional, or [size]
 
 
 class Layer(nn.Module):
@@ -242,6 +253,7 @@ class LayerBlock(Layer):
         index: int,
         tp: TensorParallel = DENSE,
         cp: ContextParallel = WHOLE,
+        ep: ExpertParallel = UNDIVIDED,
     ):
         super().__init__()
         self.config = config
@@ -265,9 +277,22 @@ class LayerBlock(Layer):
         self.attention = SelfAttention(config, seed, index, tp, cp, self.rebuilder)
         self.attention_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = MLP(config, f"layers.{index}.mlp", tp, self.rebuilder)
+        self.mlp = (
+            MoE(config, seed, index, tp, ep, self.rebuilder)
+            if config.expert_layers()[index]
+            else MLP(config, f"layers.{index}.mlp", tp, self.rebuilder)
+        )
         self.mlp_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm("final_norm") if "final_norm.weight" in parameters else None
+
+    @classmethod
+    def scalars(cls, config: ModelConfig, index: int, sequence: bool) -> tuple[ScalarSpec, ...]:
+        if not config.expert_layers()[index]:
+            return ()
+        return tuple(
+            ScalarSpec(name, name == OBJECTIVE, parts_under(sequence), size)
+            for name, size in sums_beside(config, index)
+        )
 
     def choose_recompute(self, choice: LayerRecompute) -> None:
         super().choose_recompute(choice)
@@ -276,13 +301,13 @@ class LayerBlock(Layer):
     def parking(self) -> AbstractContextManager[list[ref[Parked]]]:
         return self.rebuilder.parking()
 
-    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:
         if self.position is not None:
             x = x + self.position(micro.position_ids)
         with self.rebuilder.forward_pass():
             return self.transform(x, micro)
 
-    def transform(self, x: Tensor, micro: MicroBatch) -> Tensor:
+    def transform(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:
         """All but the table of positions: what --torch-compile compiles."""
         if self.embedding_dropout is not None:
             x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
@@ -297,7 +322,16 @@ class LayerBlock(Layer):
             micro,
         )  # attention's output has no name here: it would live as long as this function runs
         self.rebuilder.discard("layernorm", y, self.mlp_norm, x)
-        y = self.mlp(y)
+        if isinstance(self.mlp, MLP):
+            return self._add_mlp(self.mlp(y), x, micro)
+        y, sums = self.mlp(
+            y, micro.hidden_dropout, micro.token_index, micro.routings, self.recompute.whole
+        )
+        y = self._add_mlp(y, x, micro)
+        return WithScalars(y, sums) if sums else y
+
+    def _add_mlp(self, y: Tensor, x: Tensor, micro: MicroBatch) -> Tensor:
+        """The output [s, b, h]: y added to the residual stream x."""
         if self.final_norm is None:
             self.rebuilder.enter("")
             return self.mlp_dropout.add(y, x, micro.hidden_dropout)

@@ -15,6 +15,7 @@ from megatron.config.stages import placement_of
 from megatron.distributed.groups import Groups
 from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.fp8 import mark_fp8
+from megatron.layers.moe import ExpertParallel
 from megatron.layers.spec import ParameterSpec
 from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
@@ -47,6 +48,7 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
         seed=config.training.seed,
         tp=tp,
         cp=ContextParallel.of(groups, distributed.cp_comm_type),
+        ep=ExpertParallel(TensorParallel(groups.etp, experts=groups.ep), groups.tp_cp),
         stages=own,
     )
     _mark_fp8(model, config, groups)

@@ -17,6 +17,7 @@ from megatron.kernels.attention_masks import AttentionMask
 from megatron.layers.attention import mask_of, steps_of
 from megatron.layers.context_parallel import WHOLE, ContextParallel, Places
 from megatron.layers.dropout import DropoutState
+from megatron.layers.moe import UNDIVIDED, ExpertParallel, MoE, expert_tokens
 from megatron.layers.rotary import RotaryTables
 from megatron.layers.spec import ParameterSpec, spec_of
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
@@ -57,11 +58,12 @@ class GPTModel(nn.Module):
         seed: int,
         tp: TensorParallel = DENSE,
         cp: ContextParallel = WHOLE,
+        ep: ExpertParallel = UNDIVIDED,
         stages: tuple[Stage, ...] | None = None,
     ):
         super().__init__()
         self.config, self.dtype, self.vocab_size, self.tp = config, dtype, vocab_size, tp
-        self.cp = cp
+        self.cp, self.ep = cp, ep
         stages = whole(config) if stages is None else stages
         self.embedding = (
             EmbeddingBlock(config, vocab_size, padded_vocab, tp)
@@ -69,7 +71,7 @@ class GPTModel(nn.Module):
             else None
         )
         self.layers = nn.ModuleDict(
-            {str(i): LayerBlock(config, seed, i, tp, cp) for stage in stages for i in stage.layers}
+            {str(i): LayerBlock(config, seed, i, tp, cp, ep) for stage in stages for i in stage.layers}
         )
         tied = (
             None
@@ -116,6 +118,10 @@ class GPTModel(nn.Module):
             chosen = stage_offload(training, self.config, stage.layers)
             for layer, modules in zip(layers, chosen, strict=True):
                 layer.offloaded = modules
+
+    def grid(self, group: str) -> TensorParallel:
+        """The ranks that cut the parameters of a group of buffers."""
+        return self.ep.grid if group == "expert" else self.tp
 
     def declared(self) -> list[tuple[str, nn.Parameter, ParameterSpec]]:
         """Every parameter by name with its declaration, in order; a tied head adds none."""
@@ -167,6 +173,7 @@ class GPTModel(nn.Module):
             dropout=DropoutState(sample_ids, token_index) if training else None,
             hidden_dropout=DropoutState(sample_ids, token_index[own]) if training else None,
             places=held,
+            token_index=token_index[own],
         )
 
     def _mask(
@@ -181,6 +188,18 @@ class GPTModel(nn.Module):
         return mask_of(self.config, length, document_starts, own)
 
     @torch.no_grad()
+    def update_routers(self, scalars: Tensor, taken: Tensor) -> None:
+        """After a step: tell the routers of this rank's layers how many tokens of the whole batch
+        each expert had, by `scalars`, those of all layers one behind the other, summed over all
+        ranks. `taken`: 1 where the step was, and 0 where it was skipped.
+        """
+        parts = scalars.split([spec.size for spec in self.scalars])
+        counts = {spec.name: part for spec, part in zip(self.scalars, parts, strict=True)}
+        for layer in self.layers.values():
+            if isinstance(mlp := layer.mlp, MoE):
+                mlp.router.update(counts[expert_tokens(mlp.index)][:-1], taken)
+
+    @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
         """Logits [b, s, v] of whole sequences of tokens [b, s], without dropout: for generation and
         comparisons.
@@ -190,5 +209,5 @@ class GPTModel(nn.Module):
         micro = self.micro_batch(tokens, tokens, tokens, positions, positions[:, 0], training=False)
         x = None
         for unit in (self.embedding, *self.layers.values()):
-            x = unit(x, micro)
+            x = unit(x, micro)  # in evaluation nothing comes beside
         return self.head.logits(x).transpose(0, 1)

@@ -32,6 +32,28 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
         "the same of word embedding and output layer (--decoupled-lr)",
     ),
     "batch-size": ("samples", "global batch of the last step"),
+    "load-balancing-loss": (
+        "",
+        "auxiliary loss of experts before its coefficient, mean over layers: 1 where all have as "
+        "many tokens (also seq- and global-load-balancing-loss)",
+    ),
+    "seq-load-balancing-loss": ("", "the same, of each sample by itself"),
+    "global-load-balancing-loss": ("", "the same, by the shares of the step before"),
+    "router-z-loss": ("", "the square of log sum exp of the router's logits, mean over layers"),
+    "router-objective": (
+        "nats/token",
+        "all losses of routers times their coefficients, summed over layers: differentiated "
+        "beside the loss",
+    ),
+    "expert-load-max": (
+        "",
+        "tokens of the expert with most of them in any layer, as a multiple of the mean",
+    ),
+    "expert-load-min": ("", "the same of the expert with the fewest tokens"),
+    "expert-dropped": ("", "share of choices that experts at their capacity did not take"),
+    "expert-load-max/<layer>": ("", "the same of one layer (--moe-per-layer-logging)"),
+    "expert-load-min/<layer>": ("", "the same of one layer (--moe-per-layer-logging)"),
+    "expert-dropped/<layer>": ("", "the same of one layer (--moe-per-layer-logging)"),
     "loss-scale": ("", "loss scale of the last step (1 without fp16)"),
     "grad-norm": ("", "global L2 norm of the gradient, before clipping"),
     "params-norm": ("", "global L2 norm of the parameters (--log-params-norm)"),

@@ -40,6 +40,7 @@ from megatron.model.additions import check_additions
 from megatron.model.gpt import GPTModel
 
 ALIGNMENT = 64
+STATE = "state"  # the group of what is kept with the weights and not trained
 
 
 @dataclass(frozen=True)
@@ -462,7 +463,7 @@ def _lay_out(model: GPTModel, unit: str, group: str, members: list[_Declared], p
     """The buffer of a unit's parameters that one group holds, in `parts` equal slices."""
     entries, ranges, end, late_end = [], [], 0, 0
     for name, parameter, spec in members:
-        entries.append(BufferEntry(name, end, parameter.shape, spec.boxes(model.tp)))
+        entries.append(BufferEntry(name, end, parameter.shape, spec.boxes(model.grid(group))))
         end += padded(parameter.numel())
         ranges.append((end, spec.multipliers))
     for entry, each in zip(entries, members):
@@ -506,8 +507,10 @@ def build_blocks(
     """
     check_additions(model)
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
-    plans = plan_blocks(model, lambda group: groups.buffers[group].replicas.size)
-    trained = [training and plan.unit not in frozen for plan, _ in plans]
+    plans = plan_blocks(
+        model, lambda group: 1 if group == STATE else groups.buffers[group].replicas.size
+    )
+    trained = [training and plan.unit not in frozen and plan.group != STATE for plan, _ in plans]
     on_host = on_host_of(
         [plan.size * train for (plan, _), train in zip(plans, trained)], host_fraction
     )
@@ -515,14 +518,14 @@ def build_blocks(
         make(
             plan,
             parameters,
-            model.dtype,
+            model.dtype if plan.group != STATE else accumulation_dtype(model.dtype),
             device,
             groups.buffers[plan.group],
-            stage,
+            stage if plan.group != STATE else 0,
             grad_dtype if train else None,
             host,
             host and in_files,
-            offloaded and stage == 3 and (host or not train),
+            offloaded and stage == 3 and (host or not train) and plan.group != STATE,
         )
         for (plan, parameters), train, host in zip(plans, trained, on_host)
     ]

@@ -24,7 +24,7 @@ from megatron.layers.spec import Box, Holder, holders
 from megatron.model.gpt import layer_names
 from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
-from megatron.optimizer.blocks import Block, accumulation_dtype
+from megatron.optimizer.blocks import STATE, Block, accumulation_dtype
 from megatron.optimizer.clip import clip_coefficient, sum_of_squares
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.matrices import MatrixRule, other_segments, step_matrices
@@ -352,6 +352,7 @@ class Optimizer:
         need not be the same.
         """
         groups = self.groups.buffers[box.group]
+        # of a state, replicate is replicas
         copies = groups.replicate if self.blocks[0].stage > 0 else groups.replicas
         same = holders(box, self.groups)
         if box.replicated == "tied":
@@ -373,6 +374,8 @@ class Optimizer:
 
     def _counted_weights(self) -> Iterator[tuple[Block, Tensor]]:
         for block in self.blocks:
+            if block.plan.group == STATE:
+                continue
             for piece, held in self.kept[block].pieces((MASTER,), "read"):
                 for part in block.counted(self.groups, piece):
                     yield block, held[MASTER][part]

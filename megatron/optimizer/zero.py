@@ -279,7 +279,8 @@ class Zero:
             self._gather_all(self._next_to(buffers))
         if not read_again and not self._needed(buffers):
             for block in buffers:
-                block.release()
+                if block.stage == 3:
+                    block.release()
 
     def _gather_all(self, buffers: Buffers) -> None:
         """Start to make the weights of a layer whole."""

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.distributed.collectives import all_gather
 from megatron.distributed.groups import ALONE, Axis
-from megatron.layers.linear import WeightGrad, add_weight_grads, deferring_weight_grads
+from megatron.layers.linear import LaterGrad, add_weight_grads, deferring_weight_grads
 from megatron.layers.recompute import Parked
 from megatron.model.block import Layer, MicroBatch, WithScalars
 from megatron.parallel.schedule import Kind
@@ -165,7 +165,7 @@ class LayerPasses(Passes):
 
     def backward(
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any
-    ) -> tuple[Tensor | None, list[WeightGrad] | None]:
+    ) -> tuple[Tensor | None, list[LaterGrad] | None]:
         """A backward pass, whole or one half of a split one: (the gradient of the input [s, b, h],
         what the second half needs). Both are None where there is no such thing.
 
@@ -188,7 +188,7 @@ class LayerPasses(Passes):
             return self._differentiate(layer, saved, dy, left), left
 
     def _differentiate(
-        self, layer: Layer, graph: Graph, dy: Tensor, left: Sequence[WeightGrad] = ()
+        self, layer: Layer, graph: Graph, dy: Tensor, left: Sequence[LaterGrad] = ()
     ) -> Tensor | None:
         """The gradient of x; those of parameters are in their main_grad, in `left`, or (where that
         is to come first) still in `.grad`.
@@ -224,7 +224,7 @@ def fold_grads(parameters: Sequence[nn.Parameter]) -> None:
 
 @contextlib.contextmanager
 def every_gradient_arrives(
-    edges: Sequence[GradientEdge], left: Sequence[WeightGrad]
+    edges: Sequence[GradientEdge], left: Sequence[LaterGrad]
 ) -> Iterator[None]:
     """Around a backward pass from `edges`: LostGradientError when a parameter that the graph uses
     was given no gradient.

@@ -23,6 +23,7 @@ from megatron.distributed.peers import PEERS
 from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
 from megatron.model.gpt import layer_names
 from megatron.observe.console import evaluation_lines, training_line
+from megatron.observe.expert_load import load_metrics
 from megatron.observe.metrics import (
     eta_seconds,
     evaluation_metrics,
@@ -209,6 +210,7 @@ def log(
         more=[] if watch is None else watch.fields(metrics),
     )
     logger.info(line)
+    run.starving.look(interval.last.counts, progress.iteration)
     if run.tracker is not None:
         run.tracker.log(progress.iteration, metrics)
         if timeline is not None:
@@ -247,6 +249,7 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
         **_consumed(run),
         "lm loss": loss,
         **scalars,
+        **load_metrics(report.counts, config.logging.moe_per_layer_logging),
         "batch-size": batch,
         "loss-scale": report.loss_scale,
         "grad-norm": report.grad_norm,

@@ -31,7 +31,8 @@ class MicroBatchSums(NamedTuple):
     # (`Run.counts`)
     losses: Tensor
     tokens: Tensor  # [micro-batches] its valid tokens; as the losses
-    # [names of GPTModel.scalars] what layers returned beside their output, over all micro-batches
+    # what layers returned beside their output, over all micro-batches: those of GPTModel.scalars,
+    # one behind the other
     scalars: Tensor
 
 
@@ -115,8 +116,11 @@ def _scalars(run: Run, found: dict[str, Tensor]) -> Tensor:
     """Scalars in the order of GPTModel.scalars, such that the sum over all ranks counts each part
     once.
     """
-    scalars = torch.zeros(len(run.model.scalars), dtype=torch.float64, device=run.device)
-    for index, spec in enumerate(run.model.scalars):
+    specs = run.model.scalars
+    scalars = torch.zeros(
+        sum(spec.size for spec in specs), dtype=torch.float64, device=run.device
+    )
+    for spec, place in zip(specs, scalars.split([spec.size for spec in specs]), strict=True):
         if spec.name in found and (run.groups.tp.rank == 0 or "tp" in spec.parts):
-            scalars[index] = found[spec.name]
+            place.copy_(found[spec.name])
     return scalars

@@ -5,7 +5,7 @@ Made by training/pretrain.py, and handed to every function of the loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -16,6 +16,7 @@ from megatron.config.groups import Config
 from megatron.data.loader import Data
 from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
+from megatron.observe.expert_load import StarvingExperts
 from megatron.observe.metrics import Timers
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.lr_schedule import ParamSchedule
@@ -74,6 +75,7 @@ class Run:
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
     profiler: StepProfiler | None  # on the ranks of --profile-ranks
+    starving: StarvingExperts = field(default_factory=StarvingExperts)
     estimate: Estimate | None = None  # of a step, on rank 0, where the device is known
 
     @property

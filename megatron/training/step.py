@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import waiting
+from megatron.model.block import ScalarSpec
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.pipeline import Recording
@@ -48,6 +49,7 @@ class Report:
     losses: list[float]
     tokens: list[float]
     scalars: dict[str, float]  # what layers returned beside their output: sums over tokens
+    counts: dict[str, list[float]]  # the same, of those that are several numbers
     # ranks that asked for an end (ExitConditions.requests), then those that are ready for more of a
     # save (CheckpointManager.ready)
     requests: list[float]
@@ -65,13 +67,13 @@ class StepHandle:
         self,
         gradients: Gradients,
         outcome: StepOutcome,
-        names: list[str],
+        specs: tuple[ScalarSpec, ...],
         sums: MicroBatchSums,
         requests: Tensor,
         own_times: Tensor,
         layer_grad_sq_sums: Tensor | None = None,
     ):
-        self.gradients, self.names = gradients, names  # of the layers' scalars
+        self.gradients, self.specs = gradients, specs  # of the layers' scalars
         self.layer_grad_sq_sums = layer_grad_sq_sums
         self.ranks_asked = len(requests)
         verdict = torch.stack([outcome.grad_norm, outcome.skipped.double()])
@@ -84,7 +86,10 @@ class StepHandle:
         g = self.gradients
         count = g.sums.losses.numel()
         losses, tokens, rest = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        named, rest = rest[: len(self.names)], rest[len(self.names) :]
+        named: dict[str, list[float]] = {}
+        for spec in self.specs:
+            named[spec.name], rest = rest[: spec.size], rest[spec.size :]
+        single = {spec.name for spec in self.specs if spec.size == 1}
         return Report(
             g.first_sample,
             g.batch_size,
@@ -93,7 +98,8 @@ class StepHandle:
             bool(skipped),
             losses,
             tokens,
-            dict(zip(self.names, named, strict=True)),
+            {name: values[0] for name, values in named.items() if name in single},
+            {name: values for name, values in named.items() if name not in single},
             rest[: self.ranks_asked],
             rest[self.ranks_asked :],
             sum(losses) / sum(tokens) if sum(tokens) else float("nan"),
@@ -159,12 +165,9 @@ def update(
     for block, step_on_host in outcome.deferred.items():
         # carried out while the next forward pass computes the block before
         run.zero.defer(block, step_on_host)
+    run.model.update_routers(scalars, 1 - outcome.skipped)
     sums = MicroBatchSums(losses, tokens, scalars)
-    return StepHandle(gradients, outcome, _scalar_names(run), sums, requests, table, by_layer)
-
-
-def _scalar_names(run: Run) -> list[str]:
-    return [spec.name for spec in run.model.scalars]
+    return StepHandle(gradients, outcome, run.model.scalars, sums, requests, table, by_layer)
 
 
 def _before_update(run: Run) -> None:

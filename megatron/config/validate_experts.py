@@ -1,0 +1,160 @@
+"""Rules of a mixture of experts: sizes, what the router is given, and what experts do not combine
+with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.derive import RunView
+from megatron.config.errors import UserError
+from megatron.config.experts import expert_pattern
+from megatron.config.metadata import flag_name
+
+Faults = Iterator[str]
+
+
+def experts(run: RunView) -> Faults:
+    """All of them; nothing where no layer has experts."""
+    if not run.has("num_experts"):
+        return
+    yield from _pattern(run)
+    yield from _router(run)
+    yield from _groups(run)
+    yield from _losses(run)
+    yield from _ranks(run)
+    yield from _obstacles(run)
+
+
+def _pattern(run: RunView) -> Faults:
+    if not run.has("num_layers"):
+        return
+    try:
+        expert_pattern(run.moe_layer_freq, run.num_layers)
+    except UserError as problem:
+        yield f"--moe-layer-freq {problem}"
+
+
+def _router(run: RunView) -> Faults:
+    if run.moe_router_topk > run.num_experts:
+        yield (
+            f"{run.show('moe_router_topk')}: there are {run.num_experts} experts; give "
+            f"{run.num_experts} or fewer"
+        )
+    if run.moe_router_enable_expert_bias and run.moe_router_score_function == "softmax":
+        yield (
+            "--moe-router-enable-expert-bias: a bias means something beside scores of a fixed "
+            "range; give --moe-router-score-function sigmoid"
+        )
+    if run.moe_router_force_load_balancing and run.moe_expert_capacity_factor is not None:
+        yield (
+            f"--moe-router-force-load-balancing: {run.show('moe_expert_capacity_factor')} drops "
+            "nothing where all experts have as many tokens; drop one"
+        )
+
+
+def _groups(run: RunView) -> Faults:
+    groups, taken = run.moe_router_num_groups, run.moe_router_group_topk
+    if groups is None or groups <= 0:
+        return
+    shown = run.show("moe_router_num_groups")
+    if taken is None:
+        yield f"{shown}: give --moe-router-group-topk, the groups that a token's experts are from"
+        return
+    if run.num_experts % groups:
+        fitting = [size for size in range(1, run.num_experts + 1) if run.num_experts % size == 0]
+        nearest = min(fitting, key=lambda size: abs(size - groups))
+        yield f"{shown}: must divide --num-experts {run.num_experts}; the nearest is {nearest}"
+        return
+    if taken <= 0:
+        return
+    shown = run.show("moe_router_group_topk")
+    size = run.num_experts // groups
+    if taken > groups:
+        yield f"{shown}: there are {groups} groups; give {groups} or fewer"
+    elif run.moe_router_topk % taken:
+        yield (
+            f"{shown}: must divide {run.show('moe_router_topk')}, since groups are compared by "
+            "their best topk / group-topk experts"
+        )
+    elif run.moe_router_topk > taken * size:
+        yield (
+            f"{shown}: {taken} groups of {size} experts hold fewer than "
+            f"{run.show('moe_router_topk')}; give {-(-run.moe_router_topk // size)} or more"
+        )
+
+
+def _losses(run: RunView) -> Faults:
+    kinds, coefficients = run.moe_router_load_balancing_type, run.moe_aux_loss_coeff
+    shown = run.show("moe_router_load_balancing_type")
+    if len(set(kinds)) < len(kinds):
+        yield f"{shown}: names one twice; keep each once"
+    if len(kinds) != len(coefficients):
+        yield (
+            f"{run.show('moe_aux_loss_coeff')}: has {len(coefficients)} numbers for the "
+            f"{len(kinds)} of {shown}; give one for each"
+        )
+    if min(coefficients) < 0:
+        yield f"{run.show('moe_aux_loss_coeff')}: must be 0 or more"
+    if any(coeff > 0 for kind, coeff in zip(kinds, coefficients) if kind == "none"):
+        yield f"{run.show('moe_aux_loss_coeff')}: {shown} has no loss; give aux_loss, or drop it"
+
+
+def _ranks(run: RunView) -> Faults:
+    shown = run.show("expert_model_parallel_size")
+    if run.ep <= 0 or run.etp <= 0:
+        return
+    if run.num_experts % run.ep:
+        fitting = [size for size in range(1, run.num_experts + 1) if run.num_experts % size == 0]
+        nearest = min(fitting, key=lambda size: abs(size - run.ep))
+        yield f"{shown}: must divide --num-experts {run.num_experts}; the nearest is {nearest}"
+    stage = run.tp * run.cp * run.dp
+    if run.dp and stage % (run.ep * run.etp):
+        product = shown
+        if run.etp > 1:
+            product += f" x --expert-tensor-parallel-size {run.etp}"
+        yield (
+            f"{product}: must divide the {stage} rank(s) of a pipeline stage (tensor- x context- x "
+            "data-parallel); give fewer, or --expert-tensor-parallel-size 1"
+        )
+    if run.has("moe_ffn_hidden_size") and run.moe_ffn_hidden_size % run.etp:
+        below = run.moe_ffn_hidden_size // run.etp * run.etp
+        yield (
+            f"{run.show('moe_ffn_hidden_size')}: not divisible by --expert-tensor-parallel-size "
+            f"{run.etp}; the nearest is {below or run.etp}"
+        )
+    width = run.moe_shared_expert_intermediate_size
+    if run.has("moe_shared_expert_intermediate_size") and width % run.tp:
+        yield (
+            f"{run.show('moe_shared_expert_intermediate_size')}: not divisible by "
+            f"{run.show('tensor_model_parallel_size')}; the nearest is "
+            f"{width // run.tp * run.tp or run.tp}"
+        )
+    if run.tp > 1 and not run.sequence_parallel:
+        yield (
+            f"--num-experts with {run.show('tensor_model_parallel_size')}: the ranks would all "
+            "send the same tokens to experts; give --sequence-parallel"
+        )
+
+
+def _obstacles(run: RunView) -> Faults:
+    """What experts do not combine with."""
+    obstacles = {
+        "biases in linear layers (give --disable-bias-linear; --add-qkv-bias keeps that of "
+        "attention)": run.add_bias_linear,
+        "--torch-compile": run.torch_compile,
+        "--cuda-graphs": run.cuda_graphs,
+        run.show("fp8_format"): run.fp8_format is not None,
+        run.show("tiled_mlp"): run.tiled_mlp > 1,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            rest = "" if "(" in obstacle else "; drop one"
+            yield f"--num-experts: experts do not combine with {obstacle}{rest}"
+    if run.activation_offload and run.offload_modules:
+        shown = [word for word in run.offload_modules if word.startswith("mlp")]
+        if shown:
+            yield (
+                f"{flag_name('offload_modules')} {' '.join(shown)}: experts' activations are not "
+                "offloaded; drop the words, or recompute them with --recompute-modules moe_act"
+            )

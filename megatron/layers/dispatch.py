@@ -1,0 +1,325 @@
+"""How tokens come to the ranks of their experts, and back.
+
+A slot is one choice of a token: T tokens have T k of them. Slots are sorted by expert, so that what
+goes to one rank lies together, and what comes is put in the order of the experts here.
+
+    alltoall     each slot's row goes to the rank of its expert, and its output comes back: a rank
+                 sends T k h (ep - 1) / ep elements each way (balanced).
+    allgather    every rank has the rows of all, takes those of its experts, and the sum of all
+                 ranks' outputs is scattered: T h (ep - 1) elements each way. Less where ep < k.
+
+Ranks that share the matrices of an expert (etp) first have each other's rows, and at the end the
+sum of their parts. Rows never meet in an addition whose order is not fixed: a token's outputs are
+gathered and added up choice by choice, and so are the gradients of its row. Which slot goes where
+is a plan of integers, made once: a recomputation is given the same plan. The host waits once, for
+the numbers of rows. T tokens of this rank, h hidden, N rows of this rank's experts. Called from
+layers/moe.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.distributed.collectives import (
+    all_gather,
+    all_to_all,
+    all_to_all_rows,
+    reduce_scatter,
+)
+from megatron.distributed.groups import Axis
+from megatron.layers.router import count_of
+from megatron.layers.tensor_parallel import TensorParallel
+
+
+class Slots(NamedTuple):
+    """Which rows are taken of tokens with k slots each."""
+
+    order: Tensor  # [n] slots, in the order of the rows
+    place: Tensor  # [T, k] the row of each slot; 0 where it has none
+    taken: Tensor | None  # [T, k] whether it has one; None: all have
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rows to and from the ranks of an axis: how many to each, and from each."""
+
+    axis: Axis
+    send: list[int]
+    receive: list[int]
+
+
+class DispatchPlan(NamedTuple):
+    """Which slot goes where."""
+
+    slots: Slots
+    exchange: Exchange | None  # with ranks that hold other experts
+    spread: Exchange | None  # with ranks that hold other parts of the same experts
+    order: Tensor | None  # [N] of the rows that came, in the order of the experts here
+    place: Tensor | None  # its inverse
+    counts: tuple[int, ...]  # rows of each expert here
+
+
+def slots_by_expert(experts: Tensor, keep: Tensor | None, count: int) -> tuple[Tensor, Slots]:
+    """(how many slots each of `count` experts has, the slots [T, k] in their order). Those that are
+    not kept come last.
+    """
+    flat = experts.flatten() if keep is None else torch.where(keep, experts, count).flatten()
+    order = flat.argsort(stable=True)
+    place = inverse_of(order).view(experts.shape)
+    return count_of(flat, count + 1)[:count], Slots(order, place, keep)
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """The place of each number in a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def transposed_order(counts: Tensor, total: int) -> Tensor:
+    """Rows lie source by source [sources, experts]: their order [total] expert by expert."""
+    starts = counts.flatten().cumsum(0) - counts.flatten()
+    ordered = counts.t().flatten()
+    first = starts.view(counts.shape).t().flatten()
+    shift = first - (ordered.cumsum(0) - ordered)
+    index = torch.arange(total, device=counts.device)
+    return index + shift.repeat_interleave(ordered, output_size=total)
+
+
+class _TakeSlots(torch.autograd.Function):
+    """x [T, ...] -> the rows [n, ...] of slots. Backward: a token's rows, added up choice by
+    choice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return x.index_select(0, slots.order // slots.place.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _add_up(dy, ctx.slots), None
+
+
+class _CombineSlots(torch.autograd.Function):
+    """Rows [n, ...] of slots -> [T, ...], a token's rows added up choice by choice."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return _add_up(rows, slots)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        slots = ctx.slots
+        return dy.index_select(0, slots.order // slots.place.shape[1]), None
+
+
+class _TakeWeights(torch.autograd.Function):
+    """The weights [T, k] of slots -> [n] of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return weights.flatten().index_select(0, slots.order)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        slots = ctx.slots
+        if len(dy) == 0:
+            return dy.new_zeros(slots.place.shape), None
+        found = dy[slots.place]
+        return found if slots.taken is None else found.masked_fill(~slots.taken, 0), None
+
+
+def _add_up(rows: Tensor, slots: Slots) -> Tensor:
+    """The rows [n, ...] of each token's slots -> their sum [T, ...], in fp32 or wider."""
+    tokens, k = slots.place.shape
+    if len(rows) == 0:
+        return rows.new_zeros((tokens, *rows.shape[1:]))
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total: Tensor | None = None
+    for choice in range(k):
+        part = rows.index_select(0, slots.place[:, choice])
+        if slots.taken is not None:
+            part.masked_fill_(~slots.taken[:, choice].view(-1, *[1] * (rows.dim() - 1)), 0)
+        total = part.to(wide) if total is None else total.add_(part)
+    assert total is not None
+    return total.to(rows.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; `place` is its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.place = place
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy.index_select(0, ctx.place), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks of their experts, or `back`; each is the other's adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange, back: bool) -> Tensor:
+        ctx.exchange, ctx.back = exchange, back
+        return _exchanged(rows, exchange, back)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _exchanged(dy, ctx.exchange, not ctx.back), None, None
+
+
+def _exchanged(rows: Tensor, exchange: Exchange, back: bool) -> Tensor:
+    there, here = exchange.send, exchange.receive
+    if back:
+        there, here = here, there
+    return all_to_all_rows(rows, there, here, exchange.axis)
+
+
+class _Spread(torch.autograd.Function):
+    """Rows [n, ...] of each rank of an axis -> the rows of all; or `back`, from a part of the sum
+    of each row to this rank's rows, summed. Each is the other's adjoint.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, spread: Exchange, back: bool) -> Tensor:
+        ctx.spread, ctx.back = spread, back
+        return (_summed if back else _spread)(rows, spread)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return (_spread if ctx.back else _summed)(dy, ctx.spread), None, None
+
+
+def _spread(rows: Tensor, spread: Exchange) -> Tensor:
+    """The rows of all ranks; numbers differ, so that each sends its own to all."""
+    size = spread.axis.size
+    copies = rows.repeat(size, *[1] * (rows.dim() - 1))
+    return all_to_all_rows(copies, [len(rows)] * size, spread.receive, spread.axis)
+
+
+def _summed(rows: Tensor, spread: Exchange) -> Tensor:
+    """The sum of the ranks' parts of this rank's rows, in the order of the ranks."""
+    size, own = spread.axis.size, spread.receive[spread.axis.rank]
+    parts = all_to_all_rows(rows, spread.receive, [own] * size, spread.axis)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return parts.view(size, own, *rows.shape[1:]).sum(0, dtype=wide).to(rows.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """x [T, ...] of every rank of an axis -> [size T, ...]; or `back`, the sum over the axis of
+    this rank's part. Each is the other's adjoint.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, back: bool) -> Tensor:
+        ctx.axis, ctx.back = axis, back
+        return (reduce_scatter if back else all_gather)(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return (all_gather if ctx.back else reduce_scatter)(dy, ctx.axis), None, None
+
+
+class AllToAll:
+    """Rows go where they are needed. `grid`: the ranks that share each expert's matrices and those
+    that hold other experts; `count`: experts of a layer.
+    """
+
+    def __init__(self, grid: TensorParallel, count: int):
+        self.grid, self.count = grid, count
+
+    @torch.no_grad()
+    def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
+        """Where slots [T, k] go whose experts these are; `keep`: those that go anywhere."""
+        ep, etp = self.grid.experts, self.grid.axis
+        chosen, slots = slots_by_expert(experts, keep, self.count)
+        coming = all_gather(all_to_all(chosen.view(ep.size, -1), ep).flatten(), etp)
+        numbers = torch.cat([chosen, coming]).tolist()  # the host waits here
+        mine, theirs = numbers[: self.count], numbers[self.count :]
+        here = self.count // ep.size
+        if keep is not None:
+            slots = slots._replace(
+                order=slots.order[: sum(mine)], place=slots.place.masked_fill(~keep, 0)
+            )
+        send = [sum(mine[start : start + here]) for start in range(0, self.count, here)]
+        sources = [sum(theirs[start : start + here]) for start in range(0, len(theirs), here)]
+        own = sources[etp.rank * ep.size : (etp.rank + 1) * ep.size]
+        of_ranks = [sum(sources[start : start + ep.size]) for start in range(0, len(sources), ep.size)]
+        order = place = None
+        if len(sources) > 1:
+            order = transposed_order(coming.view(-1, here), sum(theirs))
+            place = inverse_of(order)
+        return DispatchPlan(
+            slots,
+            Exchange(ep, send, own) if ep.size > 1 else None,
+            Exchange(etp, [sum(own)] * etp.size, of_ranks) if etp.size > 1 else None,
+            order,
+            place,
+            tuple(sum(theirs[expert::here]) for expert in range(here)),
+        )
+
+    def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
+        """x [T, h] and the weights of its slots [T, k] -> those of the experts here, [N, h] and
+        [N].
+        """
+        rows, of_rows = _TakeSlots.apply(x, plan.slots), _TakeWeights.apply(weights, plan.slots)
+        return self._sent(rows, plan), self._sent(of_rows, plan)
+
+    def _sent(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        if plan.exchange is not None:
+            rows = _Exchange.apply(rows, plan.exchange, False)
+        if plan.spread is not None:
+            rows = _Spread.apply(rows, plan.spread, False)
+        return rows if plan.order is None else _Permute.apply(rows, plan.order, plan.place)
+
+    def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        """What the experts made of the rows [N, h] -> the sum for each token [T, h]."""
+        if plan.order is not None:
+            rows = _Permute.apply(rows, plan.place, plan.order)
+        if plan.spread is not None:
+            rows = _Spread.apply(rows, plan.spread, True)
+        if plan.exchange is not None:
+            rows = _Exchange.apply(rows, plan.exchange, True)
+        return _CombineSlots.apply(rows, plan.slots)
+
+
+class AllGather:
+    """All rows go everywhere. Arguments and methods are those of AllToAll."""
+
+    def __init__(self, grid: TensorParallel, count: int):
+        self.grid, self.count = grid, count
+        self.axes = [axis for axis in (grid.experts, grid.axis) if axis.size > 1]
+
+    @torch.no_grad()
+    def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
+        here = self.count // self.grid.experts.size
+        own = experts if keep is None else torch.where(keep, experts, self.count)
+        for axis in self.axes:
+            own = all_gather(own, axis)
+        own = own - self.grid.experts.rank * here
+        taken = (own >= 0) & (own < here)
+        counts, slots = slots_by_expert(own, taken, here)
+        numbers = counts.tolist()  # the host waits here
+        slots = slots._replace(
+            order=slots.order[: sum(numbers)], place=slots.place.masked_fill(~taken, 0)
+        )
+        return DispatchPlan(slots, None, None, None, None, tuple(numbers))
+
+    def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
+        for axis in self.axes:
+            x, weights = (_Gather.apply(each, axis, False) for each in (x, weights))
+        return _TakeSlots.apply(x, plan.slots), _TakeWeights.apply(weights, plan.slots)
+
+    def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        y = _CombineSlots.apply(rows, plan.slots)
+        for axis in reversed(self.axes):
+            y = _Gather.apply(y, axis, True)
+        return y

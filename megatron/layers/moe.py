@@ -1,0 +1,172 @@
+"""A mixture of experts in the place of a layer's MLP: a router chooses k of E experts for each
+token, whose outputs are weighed and added up; beside them every token may go through a shared
+expert.
+
+The number of choices that each expert had is a sum over tokens like the loss, and comes with it to
+every rank once a step. What the router has decided for a micro-batch is kept where the layer is
+recomputed, so that tokens take the same way again. s sequence, b batch, h hidden, T = s b tokens of
+this rank, E experts. Called from model/block.py, once a layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from megatron.config.groups import ModelConfig
+from megatron.distributed.groups import ALONE, Axis
+from megatron.layers.dispatch import AllGather, AllToAll, DispatchPlan
+from megatron.layers.dropout import DropoutState
+from megatron.layers.experts import Experts, expert_parameters
+from megatron.layers.linear import Linear
+from megatron.layers.mlp import MLP, mlp_parameters
+from megatron.layers.recompute import Rebuilder
+from megatron.layers.router import OBJECTIVE, Choice, Router, loss_names, router_parameters
+from megatron.layers.spec import ParameterSpec, TensorSpec, normal, parts_under, under
+from megatron.layers.tensor_parallel import DENSE, TensorParallel
+
+_DISPATCHERS: dict[str, Any] = {"alltoall": AllToAll, "allgather": AllGather}
+
+
+class ExpertParallel(NamedTuple):
+    """What a layer with experts needs to know of ranks. `grid`: those that share the matrices of an
+    expert, and those that hold other experts; `samples`: those that hold other tokens of the same
+    samples.
+    """
+
+    grid: TensorParallel = DENSE
+    samples: Axis = ALONE
+
+
+UNDIVIDED = ExpertParallel()
+
+
+class Routing(NamedTuple):
+    """Where the tokens of a micro-batch go in one layer."""
+
+    choice: Choice
+    plan: DispatchPlan
+
+
+def moe_parameters(
+    config: ModelConfig, name: str, sequence: bool = False
+) -> dict[str, ParameterSpec]:
+    """Router, experts, and the shared expert with its gate [1, h] where there are any."""
+    made = {
+        f"router.{own}": spec
+        for own, spec in router_parameters(config, f"{name}.router", sequence).items()
+    }
+    made |= {
+        f"experts.{own}": spec
+        for own, spec in expert_parameters(config, f"{name}.experts").items()
+    }
+    width = config.moe_shared_expert_intermediate_size
+    if width is not None:
+        shared = mlp_parameters(config, f"{name}.shared_expert", sequence, width)
+        made |= {f"shared_expert.{own}": spec for own, spec in shared.items()}
+    if config.moe_shared_expert_gate:
+        gate = TensorSpec(
+            f"{name}.shared_expert_gate.weight",
+            (1, config.hidden_size),
+            normal(config),
+            "matrix",
+            copies="tp",
+            grad_sum=parts_under(sequence),
+        )
+        made["shared_expert_gate.weight"] = ParameterSpec((gate,), product=True)
+    return made
+
+
+def expert_tokens(index: int) -> str:
+    """The name of the numbers of tokens that the experts of a layer had."""
+    return f"layers.{index}.expert-tokens"
+
+
+class MoE(nn.Module):
+    """x [s, b, h] of this rank -> [s, b, h], and in training sums beside it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        index: int,
+        tp: TensorParallel,
+        ep: ExpertParallel,
+        rebuilder: Rebuilder,
+    ):
+        super().__init__()
+        name = f"layers.{index}.mlp"
+        assert config.num_experts is not None
+        self.index, self.rebuilder = index, rebuilder
+        self.layers = sum(config.expert_layers())
+        self.router = Router(config, seed, f"{name}.router", tp, ep.samples)
+        self.experts = Experts(config, f"{name}.experts", ep.grid, rebuilder)
+        self.dispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
+            ep.grid, config.num_experts
+        )
+        width = config.moe_shared_expert_intermediate_size
+        self.shared_expert = (
+            None
+            if width is None
+            else MLP(config, f"{name}.shared_expert", tp, rebuilder, width)
+        )
+        gate = under(moe_parameters(config, name, tp.sequence), "shared_expert_gate")
+        self.shared_expert_gate = Linear(gate["weight"]) if gate else None
+
+    def forward(
+        self,
+        x: Tensor,
+        state: DropoutState | None,
+        token_index: Tensor,
+        routings: dict[int, Routing],
+        keeps_routing: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`state`: of training, None in evaluation; `token_index` [s]: positions of x. `routings`:
+        those of the micro-batch that layers keep for their second forward pass, as this one does
+        where it `keeps_routing`.
+        """
+        logits, scores = self.router.scores(x, state)
+        routing = routings.pop(self.index, None)
+        if routing is None:
+            choice = self.router.choose(scores, token_index, state is not None)
+            routing = Routing(choice, self.dispatcher.plan(choice.experts, choice.keep))
+            if keeps_routing:
+                routings[self.index] = routing
+        choice, plan = routing
+        weights = self.router.weights(scores, choice.experts)
+
+        def through_experts(x: Tensor, weights: Tensor) -> Tensor:
+            rows, of_rows = self.dispatcher.rows(x.flatten(0, 1), weights, plan)
+            return self.dispatcher.combine(self.experts(rows, of_rows, plan.counts), plan)
+
+        y = self.rebuilder("moe", through_experts, x, weights).view(x.shape)
+        if self.shared_expert is not None:
+            y = y + self._shared(x)
+        if state is None:
+            return y, {}
+        return y, self._sums(logits, scores, choice)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        assert self.shared_expert is not None
+        y = self.shared_expert(x)
+        return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
+
+    def _sums(self, logits: Tensor, scores: Tensor, choice: Choice) -> dict[str, Tensor]:
+        """Losses, metrics of which are means over the layers with experts, and the tokens of each
+        expert.
+        """
+        losses = self.router.losses(logits, scores, choice)
+        for name, value in losses.items():
+            if name != OBJECTIVE:
+                losses[name] = value / self.layers
+        return {**losses, expert_tokens(self.index): choice.counts}
+
+
+def sums_beside(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:
+    """(name, how many numbers) of what the layer gives beside its output in training."""
+    assert config.num_experts is not None
+    names = loss_names(config)
+    losses = (*names, OBJECTIVE) if names else ()
+    return (*((name, 1) for name in losses), (expert_tokens(index), config.num_experts + 1))
+
