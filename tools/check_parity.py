@@ -54,6 +54,7 @@ SWITCHES = {
     "p2p": "--cp-comm-type p2p",
     "offload": "--optimizer-cpu-offload",
     "param-offload": "--param-cpu-offload",
+    "gathered-tokens": "--moe-token-dispatcher-type allgather",
     **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
 }
 SIZES = {
@@ -63,6 +64,8 @@ SIZES = {
     "v": "--num-virtual-stages-per-pipeline-rank",
     "zero": "--zero-stage",
     "shard": "--zero-shard-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
 }
 
 
@@ -81,7 +84,7 @@ def read_layout(text: str) -> Words:
     """`tp2 sp pp2 zero-bubble dp2`. UserError for a word that is none."""
     sizes, flags, levels = {"tp": 1, "cp": 1, "dp": 1, "pp": 1}, [], 0
     for word in text.split():
-        if match := re.fullmatch(r"(tp|cp|dp|pp|v|zero|shard)([1-9]\d*)", word):
+        if match := re.fullmatch(r"(tp|cp|dp|pp|v|zero|shard|ep|etp)([1-9]\d*)", word):
             sizes[match[1]] = int(match[2])
         elif word in SWITCHES:
             flags += SWITCHES[word].split()
@@ -90,7 +93,7 @@ def read_layout(text: str) -> Words:
         else:
             raise UserError(
                 f"--layout {text!r}: {word!r} is none of tpN, cpN, dpN, ppN, vN, zeroN, shardN, "
-                f"a2aN+p2p, {', '.join(SWITCHES)}"
+                f"epN, etpN, a2aN+p2p, {', '.join(SWITCHES)}"
             )
     if levels:
         ring = str(max(1, sizes["cp"] // levels))

@@ -392,4 +392,4 @@ def group_options(config: Config) -> dict[str, Any]:
 
 def one_process() -> Groups:
     """The groups of a job of one process."""
-    return build_groups(Layout(), 0, lambda ranks, group_desc: None)
+    return build_groups(Layout(), 0, lambda ranks, group_desc: None, experts=True)

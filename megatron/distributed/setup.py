@@ -48,7 +48,7 @@ CUBLAS_REPEATABLE = (":4096:8", ":16:8")
 SRUN_PORTS = range(20000, 30000)
 
 # axes whose collectives a layer's computation waits for
-URGENT = frozenset(("tp", "cp", "cp_heads", "cp_ring", "shard", "shard_gather"))
+URGENT = frozenset(("tp", "cp", "cp_heads", "cp_ring", "shard", "shard_gather", "ep", "etp"))
 # A message of a pipeline has a layer's time to arrive, and takes multiprocessors from that layer. A
 # channel of NCCL is one block of threads and carries 14 GB/s over a network by its own reckoning
 # (NCCL_P2P_PER_CHANNEL_NET_BW): four fill 400 Gb/s.

@@ -281,10 +281,10 @@ class Router(nn.Module):
         """
         if self.expert_bias is not None:
             rate = self.config.moe_router_bias_update_rate * taken
-            self.expert_bias.add_(((counts.mean() - counts).sign() * rate).float())
+            self.expert_bias.add_(((counts.mean() - counts).sign() * rate).to(self.expert_bias.dtype))
         if self.expert_share is not None:
             share = counts / counts.sum().clamp(min=1)
-            self.expert_share.lerp_(share.float(), taken.float())
+            self.expert_share.lerp_(share.to(self.expert_share.dtype), taken.to(self.expert_share.dtype))
 
 
 def loss_names(config: ModelConfig) -> tuple[str, ...]:

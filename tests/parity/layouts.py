@@ -25,6 +25,7 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     f"{NO_DROPOUT}"
 )
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
 
 
 # What is added to all keys alike moves all scores of a query alike, which softmax ignores (unless
@@ -43,6 +44,7 @@ class Feature:
     most_dp: int = 8  # data-parallel ranks that its smallest global batch feeds
     # of a step, on each data-parallel rank (None: what GLOBAL_BATCH leaves)
     micro_batches: int | None = None
+    micro_batch: int | None = None  # samples of one, where its size is a part of the definition
     # flags of the layout's run that the one process does without: they must not change a number
     beside: str = ""
     # ending of parameters whose exact gradient is 0, and of those that they are held against
@@ -95,6 +97,46 @@ FEATURES = {
         zero=KEY_BIAS,
     ),
     "sgd": Feature(f"--optimizer sgd --lr 0.1 {LLAMA}"),
+    # as Mixtral, with losses by sample: how a batch is cut into micro-batches changes nothing
+    "moe": Feature(
+        f"{LLAMA} {EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3e-2 "
+        "--moe-z-loss-coeff 1e-2"
+    ),
+    # as DeepSeek-V3, with dropout, jitter and the shares of the step before
+    "moe-bias": Feature(
+        f"{LLAMA.replace(NO_DROPOUT, '')} {EXPERTS} --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 2e-2 "
+        "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+        "--moe-router-topk-scaling-factor 2.5 "
+        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate "
+        "--moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 5e-2 "
+        "1e-2 --moe-input-jitter-eps 0.1"
+    ),
+    # what is defined by micro-batches; dense layers between those with experts
+    "moe-capacity": Feature(
+        f"{LLAMA} {EXPERTS} --moe-aux-loss-coeff 3e-2 --moe-router-pre-softmax --moe-layer-freq 2 "
+        "--moe-expert-capacity-factor 0.8",
+        micro_batch=1,
+    ),
+    "moe-position": Feature(
+        f"{LLAMA} {EXPERTS} --moe-expert-capacity-factor 0.7 --moe-token-drop-policy position "
+        "--recompute-granularity selective --recompute-modules moe layernorm",
+        micro_batch=2,
+    ),
+    "moe-recompute": Feature(
+        f"{LLAMA} {EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3e-2 "
+        "--recompute-granularity full --moe-router-score-function sqrtsoftplus "
+        "--moe-shared-expert-intermediate-size 16"
+    ),
+    "moe-act": Feature(
+        f"{LLAMA} {EXPERTS} --moe-router-topk 1 --moe-router-pre-softmax --recompute-granularity "
+        "selective --recompute-modules moe_act core_attn"
+    ),
+    # more experts than tokens of a rank: many have none
+    "moe-sparse": Feature(
+        f"{LLAMA} {EXPERTS} --num-experts 64 --moe-ffn-hidden-size 8 --moe-router-topk 4"
+    ),
+    "moe-forced": Feature(f"{LLAMA} {EXPERTS} --moe-router-force-load-balancing"),
     "m3": Feature("", micro_batches=3, zero=KEY_BIAS),  # fewer than 4 pipeline ranks
     "m5": Feature(f"{LLAMA} --untie-embeddings-and-output-weights", micro_batches=5),
 }
@@ -266,6 +308,7 @@ class Row:
         if words.pp > 1:
             own += ["--num-layers", str(self.layers), "--train-iters", str(PIPELINE_STEPS)]
             micro_batch = 2 if words.tp > 1 == words.dp else 1
+        micro_batch = feature.micro_batch or micro_batch
         if layout:
             own += feature.beside.split()
         if feature.micro_batches:

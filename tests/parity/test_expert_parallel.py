@@ -1,0 +1,63 @@
+"""Mixtures of experts against one process: every router and loss with every kind of parallelism, by
+the gates of the table of parity.
+"""
+
+import pytest
+from parity.compare import faults_of
+from parity.layouts import Row
+from parity.worker import run_case
+
+ROWS = (
+    *(
+        Row(layout, feature)
+        for layout, feature in (
+            ("dp2", "moe"),
+            ("dp2 ep2", "moe-bias"),
+            ("dp4 ep4", "moe"),
+            ("dp4 ep2 zero1", "moe-bias"),
+            ("dp4 ep2 zero2", "moe"),
+            ("dp4 ep2 zero3", "moe-bias"),
+            ("dp4 ep2 shard2 zero3", "moe"),
+            ("dp4 ep4 zero3", "moe-recompute"),
+            ("tp2 sp", "moe"),
+            ("tp2 sp etp1", "moe-bias"),
+            ("tp2 sp etp1 ep2", "moe"),
+            ("tp2 sp etp2 ep2 dp2", "moe-bias"),
+            ("tp2 sp etp1 ep4 dp2 zero1", "moe-recompute"),
+            ("tp4 sp etp2 ep2", "moe"),
+            ("dp4 etp2 ep2", "moe"),
+            ("cp2 ep2", "moe-bias"),
+            ("cp2 tp2 sp ep2 etp2", "moe"),
+            ("cp2 p2p dp2 ep4 zero2", "moe-recompute"),
+            ("pp2 1f1b dp2 ep2", "moe-bias"),
+            ("pp2 interleaved v2 dp2 ep2", "moe"),
+            ("pp2 zero-bubble dp2 ep2 zero2", "moe-bias"),
+            ("pp2 zero-bubble-v tp2 sp etp1 ep2", "moe"),
+            ("pp2 zero-bubble dp2 ep2", "moe-recompute"),
+            ("pp2 1f1b mapping dp2 ep2", "moe"),
+            ("dp2 ep2 gathered-tokens", "moe-bias"),
+            ("tp2 sp etp2 ep2 dp2 gathered-tokens", "moe-recompute"),
+            ("cp2 ep2 gathered-tokens", "moe-capacity"),
+            ("dp2 ep2", "moe-capacity"),
+            ("tp2 sp etp1 ep2", "moe-capacity"),
+            ("cp2 tp2 sp ep2", "moe-position"),
+            ("pp2 zero-bubble dp2 ep2", "moe-position"),
+            ("dp2 ep2 zero3", "moe-act"),
+            ("pp2 zero-bubble-v dp2 ep2", "moe-act"),
+            ("dp4 ep4", "moe-sparse"),
+            ("tp2 sp dp2 ep2 etp2 zero2", "moe-sparse"),
+            ("dp2 ep2", "moe-forced"),
+            ("dp4 ep2 offload zero2", "moe"),
+            ("dp4 ep2 param-offload zero3", "moe-bias"),
+        )
+    ),
+    Row("dp4 ep2 zero2", "moe", "bf16"),
+    Row("tp2 sp etp1 ep2", "moe", "bf16"),
+    Row("dp4 ep2", "moe", "wire"),
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_layout_is_the_same_run(gloo_world, row):
+    outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches)
+    assert not faults_of(row, outcomes)
