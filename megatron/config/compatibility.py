@@ -408,12 +408,33 @@ NOTES = (
     ),
     note("--multiple-validation-sets", "every validation source always has its own loss"),
     note(
+        "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-use-grouped-tensor "
+        "--moe-single-grouped-weight --use-grouped-gemm-for-shared-expert",
+        "how the products of experts are made follows from their sizes and the device",
+    ),
+    note(
+        "--moe-pad-expert-input-to-capacity --moe-router-padding-for-fp8 "
+        "--moe-router-padding-for-quantization",
+        "rows of experts need no padding, which changes no number",
+    ),
+    note(
+        "--moe-enable-deepep --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms "
+        "--moe-deepep-num-sms --moe-hybridep-* --moe-permute-fusion-into-hybridep "
+        "--moe-ncclep-zero-copy",
+        "tokens are sent by the collectives of --distributed-backend",
+    ),
+    note(
         "--moe-* --disable-moe-* --create-moe-param-group --expert-interval --topk "
-        "--overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad "
         "--ep-overlap-early-attn-memory-release --use-tutel "
-        "--high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert "
-        "--enable-expert-tensor-parallelism",
-        "acts only in mixture-of-experts models (--num-experts), which are refused",
+        "--high-priority-a2a-comm-stream --enable-expert-tensor-parallelism",
+        "acts only in mixture-of-experts models (--num-experts)",
+        when=lambda config: config.model.num_experts is None,
+        otherwise="not supported; drop it (docs/flags.md lists what routers and experts take)",
+    ),
+    not_done(
+        "--moe-shared-expert-overlap --overlap-moe-expert-parallel-comm "
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "tokens on their way to experts wait for nothing beside them",
     ),
     note(
         "--fp4-* --reuse-grad-buf-for-mxfp8-param-ag",
@@ -592,14 +613,13 @@ ONLY = (
         "none",
         "use --param-cpu-offload, which keeps weights in host memory between their uses",
     ),
+    equals("--moe-expert-parallel-size", "--expert-model-parallel-size $"),
     only(
-        "--num-experts --num-experts-switch --expert-model-parallel-size "
-        "--expert-tensor-parallel-size "
-        "--expert-tensor-parallel-num-weight-shards --moe-expert-parallel-size",
+        "--num-experts-switch --expert-tensor-parallel-num-weight-shards",
         "1",
-        "mixture of experts is not supported",
+        "not supported; experts are --num-experts and --expert-tensor-parallel-size",
     ),
-    only("--mlp-type", "standard", "mixture of experts is not supported"),
+    only("--mlp-type", "standard", "residual experts are not supported; give --num-experts"),
     only(
         "--data-impl",
         "mmap infer",
@@ -670,10 +690,7 @@ REFUSED = (
         "it is of a classification head, which no model here has; drop it, or give the output "
         "layer's matrix and the word embedding their own rate with --decoupled-lr",
     ),
-    refused(
-        "--moe-layer-recompute",
-        "there are no experts here; of a dense layer --recompute-modules mlp recomputes the MLP",
-    ),
+    equals("--moe-layer-recompute", "--recompute-granularity selective --recompute-modules moe"),
     refused(
         "--use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args "
         "--disable-use-tokenizer-model-from-checkpoint-args",
@@ -700,7 +717,7 @@ REFUSED = (
     ),
     refused(
         "--moe-paged-stash",
-        "there are no experts here; --activation-offload keeps activations in host memory",
+        "--activation-offload keeps activations in host memory",
     ),
     refused(
         "--pipeline-model-parallel-split-rank",
@@ -827,7 +844,8 @@ REFUSED = (
         "not supported; NaN and Inf are checked always (--nan-policy); drop it",
     ),
     refused(
-        "--moe-use-upcycling --moe-upcycling-granularity", "mixture of experts is not supported"
+        "--moe-use-upcycling --moe-upcycling-granularity",
+        "a dense checkpoint does not become a mixture of experts here; drop it",
     ),
     refused(
         "--multi-latent-attention --mla-* --q-lora-rank --kv-lora-rank --qk-head-dim "
@@ -906,8 +924,6 @@ ASKS: dict[tuple[str, str], CompatibilityRow] = {
     ),
 }
 
-_EXPERTS = "a mixture of experts, which is not built"
-
 # Values that are refused, with what to give instead.
 INSTEAD: dict[tuple[str, str], str] = {
     (
@@ -922,9 +938,7 @@ INSTEAD: dict[tuple[str, str], str] = {
     **{
         ("--recompute-modules", word): f"{word} is a part of {what}; drop the word{instead}"
         for word, what, instead in (
-            ("moe", _EXPERTS, ", or give mlp"),
-            ("moe_act", _EXPERTS, ", or give mlp_act, the dense MLP's activation"),
-            ("shared_experts", _EXPERTS, ""),
+            ("shared_experts", "what mlp recomputes here", ", or give mlp"),
             ("mla_up_proj", "latent attention, which is not built", ""),
             ("gdn_norm_out", "gated delta nets, which are not built", ""),
             ("gdp_in_proj", "gated delta nets, which are not built", ""),
@@ -933,12 +947,19 @@ INSTEAD: dict[tuple[str, str], str] = {
         )
     },
     **{
-        ("--offload-modules", word): f"{word} is a part of {_EXPERTS}; give {ours}, the dense MLP's"
+        ("--offload-modules", word): "of experts nothing is offloaded; recompute it with "
+        f"--recompute-modules {ours}"
         for word, ours in (
-            ("expert_fc1", "mlp_fc1"),
-            ("moe_act", "mlp_act"),
-            ("fused_group_mlp", "mlp_fc1, mlp_act and mlp_fc2"),
+            ("expert_fc1", "moe"),
+            ("moe_act", "moe_act"),
+            ("fused_group_mlp", "moe"),
         )
+    },
+    ("--moe-token-dispatcher-type", "flex"): "give alltoall, which sends the same rows",
+    **{
+        ("--moe-router-load-balancing-type", word): "not a loss of our routers; give aux_loss, "
+        "seq_aux_loss, global_aux_loss or none"
+        for word in ("sinkhorn", "quantile_balancing")
     },
     **{
         ("--fp8-recipe", word): "not a recipe here; give --fp8-recipe tensorwise, rowwise or "

@@ -138,7 +138,9 @@ def _derive_model(run: RunView) -> Derivation:
         )
     if run.max_position_embeddings is None and run.seq_length is not None:
         yield "max_position_embeddings", run.seq_length, "seq-length"
-    if run.num_experts is not None and run.moe_ffn_hidden_size is None:
+    if run.num_experts == 1:
+        yield "num_experts", None, "one expert is the MLP itself"
+    elif run.num_experts is not None and run.moe_ffn_hidden_size is None:
         yield "moe_ffn_hidden_size", run.ffn_hidden_size, "ffn-hidden-size"
 
 

@@ -1,5 +1,5 @@
-"""The fields of a mixture of experts (MoE), which are a part of the model's group (`groups.py`), and
-which layers have experts.
+"""The fields of a mixture of experts (MoE), which are a part of the model's group (`groups.py`),
+and which layers have experts.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class ExpertsConfig:
         change=STEPS,
     )
     """Auxiliary losses that balance the experts' tokens: over the tokens of a micro-batch
-    (aux_loss), of each sample (seq_aux_loss), or with the shares that experts had of the whole batch
-    of the step before (global_aux_loss).
+    (aux_loss), of each sample (seq_aux_loss), or with the shares that experts had of the whole
+    batch of the step before (global_aux_loss).
     """
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), needs=EXPERTS, change=STEPS)
     """Coefficient of each of --moe-router-load-balancing-type. A loss is the coefficient where all

@@ -48,10 +48,8 @@ from megatron.config.metadata import (
     LOCAL_FOLDER,
     LOCAL_INTERVAL,
     LOSS_SCALE,
-    MODEL,
     MODEL_FILE,
     NOT_NEGATIVE,
-    NOTHING,
     OBJECTIVE,
     OFFLOADED_ADAM,
     PIPELINE,
@@ -92,7 +90,6 @@ from megatron.config.metadata import (
 )
 from megatron.config.offload import INSIDE, LAYER_INPUT
 from megatron.config.schedules import SCHEDULES
-
 
 kernel_flag = partial(flag, "auto", megatron="absent there", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]

@@ -44,7 +44,7 @@ class Slots(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RowExchange:
     """Rows to and from the ranks of an axis: how many to each, and from each."""
 
     axis: Axis
@@ -56,8 +56,8 @@ class DispatchPlan(NamedTuple):
     """Which slot goes where."""
 
     slots: Slots
-    exchange: Exchange | None  # with ranks that hold other experts
-    spread: Exchange | None  # with ranks that hold other parts of the same experts
+    exchange: RowExchange | None  # with ranks that hold other experts
+    spread: RowExchange | None  # with ranks that hold other parts of the same experts
     order: Tensor | None  # [N] of the rows that came, in the order of the experts here
     place: Tensor | None  # its inverse
     counts: tuple[int, ...]  # rows of each expert here
@@ -71,6 +71,16 @@ def slots_by_expert(experts: Tensor, keep: Tensor | None, count: int) -> tuple[T
     order = flat.argsort(stable=True)
     place = inverse_of(order).view(experts.shape)
     return count_of(flat, count + 1)[:count], Slots(order, place, keep)
+
+
+def _first(slots: Slots, count: int, taken: Tensor) -> Slots:
+    """The slots that are taken, which are the first ones in the order of the rows."""
+    return slots._replace(order=slots.order[:count], place=slots.place.masked_fill(~taken, 0))
+
+
+def _sums(numbers: list[int], size: int) -> list[int]:
+    """The sum of each `size` numbers."""
+    return [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)]
 
 
 def inverse_of(order: Tensor) -> Tensor:
@@ -167,7 +177,7 @@ class _Exchange(torch.autograd.Function):
     """Rows to the ranks of their experts, or `back`; each is the other's adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, back: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange, back: bool) -> Tensor:
         ctx.exchange, ctx.back = exchange, back
         return _exchanged(rows, exchange, back)
 
@@ -176,7 +186,7 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(dy, ctx.exchange, not ctx.back), None, None
 
 
-def _exchanged(rows: Tensor, exchange: Exchange, back: bool) -> Tensor:
+def _exchanged(rows: Tensor, exchange: RowExchange, back: bool) -> Tensor:
     there, here = exchange.send, exchange.receive
     if back:
         there, here = here, there
@@ -189,7 +199,7 @@ class _Spread(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, spread: Exchange, back: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, spread: RowExchange, back: bool) -> Tensor:
         ctx.spread, ctx.back = spread, back
         return (_summed if back else _spread)(rows, spread)
 
@@ -198,14 +208,14 @@ class _Spread(torch.autograd.Function):
         return (_spread if ctx.back else _summed)(dy, ctx.spread), None, None
 
 
-def _spread(rows: Tensor, spread: Exchange) -> Tensor:
+def _spread(rows: Tensor, spread: RowExchange) -> Tensor:
     """The rows of all ranks; numbers differ, so that each sends its own to all."""
     size = spread.axis.size
     copies = rows.repeat(size, *[1] * (rows.dim() - 1))
     return all_to_all_rows(copies, [len(rows)] * size, spread.receive, spread.axis)
 
 
-def _summed(rows: Tensor, spread: Exchange) -> Tensor:
+def _summed(rows: Tensor, spread: RowExchange) -> Tensor:
     """The sum of the ranks' parts of this rank's rows, in the order of the ranks."""
     size, own = spread.axis.size, spread.receive[spread.axis.rank]
     parts = all_to_all_rows(rows, spread.receive, [own] * size, spread.axis)
@@ -246,25 +256,26 @@ class AllToAll:
         mine, theirs = numbers[: self.count], numbers[self.count :]
         here = self.count // ep.size
         if keep is not None:
-            slots = slots._replace(
-                order=slots.order[: sum(mine)], place=slots.place.masked_fill(~keep, 0)
-            )
-        send = [sum(mine[start : start + here]) for start in range(0, self.count, here)]
-        sources = [sum(theirs[start : start + here]) for start in range(0, len(theirs), here)]
+            slots = _first(slots, sum(mine), keep)
+        sources = _sums(theirs, here)  # rows from each rank of ep, of each rank of etp
         own = sources[etp.rank * ep.size : (etp.rank + 1) * ep.size]
-        of_ranks = [sum(sources[start : start + ep.size]) for start in range(0, len(sources), ep.size)]
         order = place = None
         if len(sources) > 1:
             order = transposed_order(coming.view(-1, here), sum(theirs))
             place = inverse_of(order)
         return DispatchPlan(
             slots,
-            Exchange(ep, send, own) if ep.size > 1 else None,
-            Exchange(etp, [sum(own)] * etp.size, of_ranks) if etp.size > 1 else None,
+            RowExchange(ep, _sums(mine, here), own) if ep.size > 1 else None,
+            self._spread(sum(own), _sums(sources, ep.size)),
             order,
             place,
             tuple(sum(theirs[expert::here]) for expert in range(here)),
         )
+
+    def _spread(self, own: int, of_ranks: list[int]) -> RowExchange | None:
+        """The exchange of rows with the ranks that share each expert's matrices."""
+        etp = self.grid.axis
+        return RowExchange(etp, [own] * etp.size, of_ranks) if etp.size > 1 else None
 
     def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
         """x [T, h] and the weights of its slots [T, k] -> those of the experts here, [N, h] and
@@ -308,9 +319,7 @@ class AllGather:
         taken = (own >= 0) & (own < here)
         counts, slots = slots_by_expert(own, taken, here)
         numbers = counts.tolist()  # the host waits here
-        slots = slots._replace(
-            order=slots.order[: sum(numbers)], place=slots.place.masked_fill(~taken, 0)
-        )
+        slots = _first(slots, sum(numbers), taken)
         return DispatchPlan(slots, None, None, None, None, tuple(numbers))
 
     def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from megatron.layers.experts import Experts, expert_parameters
 from megatron.layers.linear import Linear
 from megatron.layers.mlp import MLP, mlp_parameters
 from megatron.layers.recompute import Rebuilder
-from megatron.layers.router import OBJECTIVE, Choice, Router, loss_names, router_parameters
+from megatron.layers.router import OBJECTIVE, Router, RouterChoice, loss_names, router_parameters
 from megatron.layers.spec import ParameterSpec, TensorSpec, normal, parts_under, under
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
@@ -45,7 +45,7 @@ UNDIVIDED = ExpertParallel()
 class Routing(NamedTuple):
     """Where the tokens of a micro-batch go in one layer."""
 
-    choice: Choice
+    choice: RouterChoice
     plan: DispatchPlan
 
 
@@ -58,8 +58,7 @@ def moe_parameters(
         for own, spec in router_parameters(config, f"{name}.router", sequence).items()
     }
     made |= {
-        f"experts.{own}": spec
-        for own, spec in expert_parameters(config, f"{name}.experts").items()
+        f"experts.{own}": spec for own, spec in expert_parameters(config, f"{name}.experts").items()
     }
     width = config.moe_shared_expert_intermediate_size
     if width is not None:
@@ -107,9 +106,7 @@ class MoE(nn.Module):
         )
         width = config.moe_shared_expert_intermediate_size
         self.shared_expert = (
-            None
-            if width is None
-            else MLP(config, f"{name}.shared_expert", tp, rebuilder, width)
+            None if width is None else MLP(config, f"{name}.shared_expert", tp, rebuilder, width)
         )
         gate = under(moe_parameters(config, name, tp.sequence), "shared_expert_gate")
         self.shared_expert_gate = Linear(gate["weight"]) if gate else None
@@ -152,7 +149,7 @@ class MoE(nn.Module):
         y = self.shared_expert(x)
         return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
 
-    def _sums(self, logits: Tensor, scores: Tensor, choice: Choice) -> dict[str, Tensor]:
+    def _sums(self, logits: Tensor, scores: Tensor, choice: RouterChoice) -> dict[str, Tensor]:
         """Losses, metrics of which are means over the layers with experts, and the tokens of each
         expert.
         """
@@ -169,4 +166,3 @@ def sums_beside(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:
     names = loss_names(config)
     losses = (*names, OBJECTIVE) if names else ()
     return (*((name, 1) for name in losses), (expert_tokens(index), config.num_experts + 1))
-

@@ -7,8 +7,8 @@ which is the same for every layout, times a sum of scores over the tokens that t
 part of a sum over ranks like the loss. Formulas are those of Megatron-LM's router; with T tokens,
 E experts, k of them a token, c_i tokens of expert i, and p_ti scores that add up to 1 over i:
 
-    auxiliary loss    coeff E / (k T) sum_i c_i sum_t p_ti      (Switch Transformer, Fedus et al. 2021)
-    z-loss            coeff sum_t (log sum_i exp l_ti)^2        (ST-MoE, Zoph et al. 2022)
+    auxiliary loss    coeff E / (k T) sum_i c_i sum_t p_ti      (Fedus et al. 2021)
+    z-loss            coeff sum_t (log sum_i exp l_ti)^2        (Zoph et al. 2022)
     expert bias       b_i += rate sign(mean c - c_i)            (Wang et al. 2024, DeepSeek-V3)
 
 divided by T like the loss. T, c and the sums are those of a micro-batch, or of a sample; for
@@ -26,16 +26,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.config.experts import Balancing
 from megatron.config.groups import ModelConfig
 from megatron.distributed.collectives import all_gather, all_reduce
 from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import philox
 from megatron.layers.dropout import DropoutState
-from megatron.layers.spec import Init, ParameterSpec, TensorSpec, ZEROS, normal, parts_under
+from megatron.layers.spec import ZEROS, Init, ParameterSpec, TensorSpec, normal, parts_under
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 # by the type of auxiliary loss: what metrics call it, as Megatron-LM does
-LOSS_NAMES = {
+LOSS_NAMES: dict[Balancing, str] = {
     "aux_loss": "load-balancing-loss",
     "seq_aux_loss": "seq-load-balancing-loss",
     "global_aux_loss": "global-load-balancing-loss",
@@ -44,7 +45,7 @@ Z_LOSS = "router-z-loss"
 OBJECTIVE = "router-objective"  # all of them with their coefficients, which is differentiated
 
 
-class Choice(NamedTuple):
+class RouterChoice(NamedTuple):
     """What the router decided for the tokens of this rank in a forward pass: integers, which a
     recomputation takes from here.
     """
@@ -53,7 +54,7 @@ class Choice(NamedTuple):
     keep: Tensor | None  # [T, k] which of them take the token; None: all do
     counts: Tensor  # [E + 1] tokens that chose each expert, and choices that were not taken
     # by type of auxiliary loss: share of the choices that each expert has, times E [b or 1, E]
-    loads: dict[str, Tensor]
+    loads: dict[Balancing, Tensor]
 
 
 def router_parameters(
@@ -113,6 +114,22 @@ def count_of(keys: Tensor, size: int) -> Tensor:
     return torch.searchsorted(ordered, edges).diff()
 
 
+def first_choices(
+    experts: Tensor, order: Tensor, weights: Tensor | None, capacity: int, count: int
+) -> Tensor:
+    """Whether each choice [n] is among the first `capacity` of its expert: those with the greatest
+    weights, where these are given, and of equal ones those that come first in `order`.
+    """
+    by = order.argsort(stable=True)
+    if weights is not None:
+        by = by[weights[by].argsort(descending=True, stable=True)]
+    by = by[experts[by].argsort(stable=True)]
+    of_expert = experts[by]
+    start = torch.searchsorted(of_expert, torch.arange(count, device=experts.device))
+    place = torch.arange(len(by), device=experts.device) - start[of_expert]
+    return torch.empty_like(by, dtype=torch.bool).scatter_(0, by, place < capacity)
+
+
 class Router(nn.Module):
     """x [s, b, h] -> a choice, the weights of the chosen experts [T, k], and sums for the loss.
     `samples`: the ranks that hold the other tokens of the same samples.
@@ -162,7 +179,7 @@ class Router(nn.Module):
         return noise.mul_(2 * eps).add_(1 - eps).view(x.shape).to(x.dtype)
 
     @torch.no_grad()
-    def choose(self, scores: Tensor, token_index: Tensor, training: bool) -> Choice:
+    def choose(self, scores: Tensor, token_index: Tensor, training: bool) -> RouterChoice:
         """The experts of the tokens of samples, with scores [T, E] and positions [s]."""
         config, count = self.config, scores.shape[1]
         k = config.moe_router_topk
@@ -181,7 +198,7 @@ class Router(nn.Module):
             keep = self._within_capacity(experts, self.weights(scores, experts), token_index)
         dropped = chosen.new_zeros(1) if keep is None else (~keep).sum().view(1)
         loads = self._loads(plain, len(scores) // len(token_index), count) if training else {}
-        return Choice(experts, keep, torch.cat([chosen, dropped]), loads)
+        return RouterChoice(experts, keep, torch.cat([chosen, dropped]), loads)
 
     def _biased(self, scores: Tensor) -> Tensor:
         """Scores [T, E] by which experts are chosen: with the bias, and -inf outside the best
@@ -225,21 +242,15 @@ class Router(nn.Module):
         count = self.config.num_experts
         assert count is not None and factor is not None
         capacity = math.ceil(len(every) / count * factor)
-        # the best first; equal ones in the order of their positions
-        by = order.argsort(stable=True)
-        if self.config.moe_token_drop_policy == "probs":
-            by = by[weight[by].argsort(descending=True, stable=True)]
-        by = by[every[by].argsort(stable=True)]
-        start = torch.searchsorted(every[by], torch.arange(count, device=every.device))
-        place = torch.arange(len(by), device=by.device) - start[every[by]]
-        keep = torch.empty_like(by, dtype=torch.bool).scatter_(0, by, place < capacity)
+        by_probability = self.config.moe_token_drop_policy == "probs"
+        keep = first_choices(every, order, weight if by_probability else None, capacity, count)
         return keep.view(size, -1, k)[self.samples.rank]
 
-    def _loads(self, experts: Tensor, samples: int, count: int) -> dict[str, Tensor]:
+    def _loads(self, experts: Tensor, samples: int, count: int) -> dict[Balancing, Tensor]:
         """What auxiliary losses multiply the scores by, from the plain choice [T, k] of the tokens
         of so many samples.
         """
-        loads: dict[str, Tensor] = {}
+        loads: dict[Balancing, Tensor] = {}
         if self.expert_share is not None and "global_aux_loss" in self.coefficients:
             loads["global_aux_loss"] = self.expert_share.double().unsqueeze(0) * count
         if not self.coefficients.keys() - {"global_aux_loss"}:
@@ -254,7 +265,7 @@ class Router(nn.Module):
             loads["aux_loss"] = counts.sum(0, keepdim=True).double() * (count / choices)
         return loads
 
-    def losses(self, logits: Tensor, scores: Tensor, choice: Choice) -> dict[str, Tensor]:
+    def losses(self, logits: Tensor, scores: Tensor, choice: RouterChoice) -> dict[str, Tensor]:
         """Sums over the tokens [T, E] of this rank, by the names of metrics."""
         found: dict[str, Tensor] = {}
         objective = logits.new_zeros(())
@@ -281,10 +292,14 @@ class Router(nn.Module):
         """
         if self.expert_bias is not None:
             rate = self.config.moe_router_bias_update_rate * taken
-            self.expert_bias.add_(((counts.mean() - counts).sign() * rate).to(self.expert_bias.dtype))
+            self.expert_bias.add_(
+                ((counts.mean() - counts).sign() * rate).to(self.expert_bias.dtype)
+            )
         if self.expert_share is not None:
             share = counts / counts.sum().clamp(min=1)
-            self.expert_share.lerp_(share.to(self.expert_share.dtype), taken.to(self.expert_share.dtype))
+            self.expert_share.lerp_(
+                share.to(self.expert_share.dtype), taken.to(self.expert_share.dtype)
+            )
 
 
 def loss_names(config: ModelConfig) -> tuple[str, ...]:

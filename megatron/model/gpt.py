@@ -39,6 +39,12 @@ def layer_names(config: ModelConfig) -> list[str]:
     return ["embedding", *(f"layers.{i}" for i in range(config.num_layers)), "head"]
 
 
+def scalars_of(config: ModelConfig, sequence: bool) -> tuple[ScalarSpec, ...]:
+    """What the layers of a whole model return beside their output."""
+    of_layers = (LayerBlock.scalars(config, i, sequence) for i in range(config.num_layers))
+    return tuple(dict.fromkeys(spec for layer in of_layers for spec in layer))
+
+
 class GPTModel(nn.Module):
     """Decoder-only transformer. Parameters are born on the meta device; `optimizer.blocks` gives
     them storage, `model.init` values.
@@ -71,7 +77,11 @@ class GPTModel(nn.Module):
             else None
         )
         self.layers = nn.ModuleDict(
-            {str(i): LayerBlock(config, seed, i, tp, cp, ep) for stage in stages for i in stage.layers}
+            {
+                str(i): LayerBlock(config, seed, i, tp, cp, ep)
+                for stage in stages
+                for i in stage.layers
+            }
         )
         tied = (
             None
@@ -87,13 +97,8 @@ class GPTModel(nn.Module):
         self.rotary = RotaryTables(config, dtype) if rotates else None
         self.stages = stages
         self.chunks = [self._chunk(stage) for stage in stages]
-        declared = (
-            spec
-            for i in range(config.num_layers)
-            for spec in LayerBlock.scalars(config, i, tp.sequence)
-        )
         # of all stages, so that every rank has the same
-        self.scalars: tuple[ScalarSpec, ...] = tuple(dict.fromkeys(declared))
+        self.scalars = scalars_of(config, tp.sequence)
 
     def _chunk(self, stage: Stage) -> list[tuple[str, Layer]]:
         """The named layers of a stage."""

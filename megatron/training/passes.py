@@ -117,9 +117,7 @@ def _scalars(run: Run, found: dict[str, Tensor]) -> Tensor:
     once.
     """
     specs = run.model.scalars
-    scalars = torch.zeros(
-        sum(spec.size for spec in specs), dtype=torch.float64, device=run.device
-    )
+    scalars = torch.zeros(sum(spec.size for spec in specs), dtype=torch.float64, device=run.device)
     for spec, place in zip(specs, scalars.split([spec.size for spec in specs]), strict=True):
         if spec.name in found and (run.groups.tp.rank == 0 or "tp" in spec.parts):
             place.copy_(found[spec.name])

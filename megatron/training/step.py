@@ -162,12 +162,17 @@ def update(
     outcome = run.optimizer.step(
         rates=rates, weight_decay=weight_decay, grad_sq_sum=grad_sq_sum[0], grad_factor=factor
     )
+    _after_update(run, outcome, scalars)
+    sums = MicroBatchSums(losses, tokens, scalars)
+    return StepHandle(gradients, outcome, run.model.scalars, sums, requests, table, by_layer)
+
+
+def _after_update(run: Run, outcome: StepOutcome, scalars: Tensor) -> None:
+    """Let ZeRO have the steps that are left to do, and routers the counts of this one."""
     for block, step_on_host in outcome.deferred.items():
         # carried out while the next forward pass computes the block before
         run.zero.defer(block, step_on_host)
     run.model.update_routers(scalars, 1 - outcome.skipped)
-    sums = MicroBatchSums(losses, tokens, scalars)
-    return StepHandle(gradients, outcome, run.model.scalars, sums, requests, table, by_layer)
 
 
 def _before_update(run: Run) -> None:

@@ -26,6 +26,7 @@ LLAMA = (
     f"{NO_DROPOUT}"
 )
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
+BY_SAMPLE = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3e-2"
 
 
 # What is added to all keys alike moves all scores of a query alike, which softmax ignores (unless
@@ -98,10 +99,7 @@ FEATURES = {
     ),
     "sgd": Feature(f"--optimizer sgd --lr 0.1 {LLAMA}"),
     # as Mixtral, with losses by sample: how a batch is cut into micro-batches changes nothing
-    "moe": Feature(
-        f"{LLAMA} {EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3e-2 "
-        "--moe-z-loss-coeff 1e-2"
-    ),
+    "moe": Feature(f"{LLAMA} {EXPERTS} {BY_SAMPLE} --moe-z-loss-coeff 1e-2"),
     # as DeepSeek-V3, with dropout, jitter and the shares of the step before
     "moe-bias": Feature(
         f"{LLAMA.replace(NO_DROPOUT, '')} {EXPERTS} --moe-router-score-function sigmoid "
@@ -124,7 +122,7 @@ FEATURES = {
         micro_batch=2,
     ),
     "moe-recompute": Feature(
-        f"{LLAMA} {EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3e-2 "
+        f"{LLAMA} {EXPERTS} {BY_SAMPLE} "
         "--recompute-granularity full --moe-router-score-function sqrtsoftplus "
         "--moe-shared-expert-intermediate-size 16"
     ),

@@ -47,7 +47,7 @@ def test_the_table_is_consistent():
 
 
 def test_a_longer_family_or_an_exact_name_wins():
-    assert compatibility.find("--moe-router-topk").verdict == "note"
+    assert compatibility.find("--moe-latent-size").verdict == "note"
     assert compatibility.find("--moe-use-upcycling").verdict == "refused"
     assert (
         compatibility.find("--mamba-inference-conv-states-dtype").text
@@ -163,10 +163,10 @@ def test_a_longer_family_or_an_exact_name_wins():
         ),
         ("--zero-stage", ["--zero-stage: no value follows it"], []),
         ("--exit-signal SIGTERM", [], []),
-        ("--num-experts 1 --moe-loss-coeff 0.01", [], ["--moe-loss-coeff: acts only in mixture"]),
+        ("--moe-loss-coeff 0.01", [], ["--moe-loss-coeff: acts only in mixture"]),
         (
-            "--num-experts 8 8",
-            ["--num-experts 8 8: mixture of experts is not supported (accepted: 1)"],
+            "--num-experts 8 --disable-bias-linear --moe-loss-coeff 0.01",
+            ["--moe-loss-coeff 0.01: not supported; drop it"],
             [],
         ),
         (
@@ -292,7 +292,7 @@ def test_other_names_of_activation_offload():
 @pytest.mark.parametrize(
     "words, fault",
     [
-        ("--offload-modules moe_act", "give mlp_act, the dense MLP's"),
+        ("--offload-modules moe_act", "recompute it with --recompute-modules moe_act"),
         ("--cpu-offloading-num-layers 2", "use --activation-offload --activation-offload-fraction"),
         ("--delta-offload-bytes-across-pp-ranks 4096", "the same share of its layers"),
     ],
@@ -414,12 +414,16 @@ def test_services_that_do_not_exist_are_not_notes(words, missing):
         ),
         (
             "--moe-layer-recompute",
-            "--moe-layer-recompute: there are no experts here",
+            "--recompute-modules moe: moe is a part of experts, and no layer has any",
         ),
         (
             "--recompute-granularity selective --recompute-modules core_attn moe_act",
-            "--recompute-modules core_attn moe_act: moe_act is a part of a mixture of experts, "
-            "which is not built; drop the word, or give mlp_act",
+            "--recompute-modules core_attn moe_act: moe_act is a part of experts, and no layer has "
+            "any; give mlp_act",
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules shared_experts",
+            "--recompute-modules shared_experts: shared_experts is a part of what mlp recomputes",
         ),
         (
             "--recompute-granularity selective --recompute-modules mla_up_proj",
