@@ -138,6 +138,9 @@ def _derive_model(run: RunView) -> Derivation:
         )
     if run.max_position_embeddings is None and run.seq_length is not None:
         yield "max_position_embeddings", run.seq_length, "seq-length"
+
+
+def _derive_experts(run: RunView) -> Derivation:
     if run.num_experts == 1:
         yield "num_experts", None, "one expert is the MLP itself"
     elif run.num_experts is not None and run.moe_ffn_hidden_size is None:
@@ -262,6 +265,7 @@ def _why_virtual(run: RunView) -> str:
 
 DERIVED = (
     _derive_model,
+    _derive_experts,
     _derive_data,
     _derive_training,
     _derive_schedule,

@@ -469,12 +469,6 @@ def _recompute(run: RunView) -> Faults:
             f"{run.show(way)}: a layer that --torch-compile has compiled fixes what it keeps; "
             "drop one, or take --recompute-granularity full"
         )
-    for word, dense in (("moe", "mlp"), ("moe_act", "mlp_act")):
-        if word in (run.recompute_modules or ()) and run.num_experts is None:
-            yield (
-                f"{run.show('recompute_modules')}: {word} is a part of experts, and no layer has "
-                f"any; give {dense}"
-            )
     yield from _recompute_layers(run)
     yield from _tiled_mlp(run)
     if run.distribute_saved_activations and run.sequence_parallel and run.tp > 1:

@@ -15,8 +15,9 @@ Faults = Iterator[str]
 
 
 def experts(run: RunView) -> Faults:
-    """All of them; nothing where no layer has experts."""
+    """All of them."""
     if not run.has("num_experts"):
+        yield from _nothing_to_recompute(run)
         return
     yield from _pattern(run)
     yield from _router(run)
@@ -24,6 +25,15 @@ def experts(run: RunView) -> Faults:
     yield from _losses(run)
     yield from _ranks(run)
     yield from _obstacles(run)
+
+
+def _nothing_to_recompute(run: RunView) -> Faults:
+    for word, dense in (("moe", "mlp"), ("moe_act", "mlp_act")):
+        if word in (run.recompute_modules or ()):
+            yield (
+                f"{run.show('recompute_modules')}: {word} is a part of experts, and no layer has "
+                f"any; give {dense}"
+            )
 
 
 def _pattern(run: RunView) -> Faults:

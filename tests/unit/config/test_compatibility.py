@@ -413,15 +413,6 @@ def test_services_that_do_not_exist_are_not_notes(words, missing):
             "--disable-bf16-reduced-precision-matmul: matrix products of bf16",
         ),
         (
-            "--moe-layer-recompute",
-            "--recompute-modules moe: moe is a part of experts, and no layer has any",
-        ),
-        (
-            "--recompute-granularity selective --recompute-modules core_attn moe_act",
-            "--recompute-modules core_attn moe_act: moe_act is a part of experts, and no layer has "
-            "any; give mlp_act",
-        ),
-        (
             "--recompute-granularity selective --recompute-modules shared_experts",
             "--recompute-modules shared_experts: shared_experts is a part of what mlp recomputes",
         ),

@@ -1,0 +1,124 @@
+"""Flags of a mixture of experts: each fault is one message that names the flag and what to give."""
+
+import pytest
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.errors import UserError
+from megatron.config.experts import expert_pattern
+from megatron.config.validate import cross_field_faults, resolve
+
+BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3
+--micro-batch-size 1 --train-iters 1 --mock-data --vocab-size 127 --tokenizer-type NullTokenizer
+--disable-bias-linear --num-experts 8""".split()
+
+
+def faults(words: str, ranks: int = 1) -> list[str]:
+    """Those of BASE with more flags."""
+    return cross_field_faults(parse_arguments([*BASE, *words.split()]).config, ranks, 127)
+
+
+@pytest.mark.parametrize(
+    "words, ranks, fault",
+    [
+        ("--moe-router-topk 9", 1, "--moe-router-topk 9: there are 8 experts; give 8 or fewer"),
+        ("--moe-layer-freq 0", 1, "--moe-layer-freq '0': give 1 or more"),
+        ("--moe-layer-freq [1]*3", 1, "'[1]*3' has 3 entries, and --num-layers is 4"),
+        ("--moe-layer-freq [0]*4", 1, "no layer has experts; drop --num-experts"),
+        ("--moe-layer-freq foo()", 1, "neither a number nor a list of 0 and 1"),
+        ("--moe-router-enable-expert-bias", 1, "give --moe-router-score-function sigmoid"),
+        ("--moe-router-num-groups 2", 1, "--moe-router-num-groups 2: give --moe-router-group-topk"),
+        ("--moe-router-num-groups 3 --moe-router-group-topk 1", 1, "the nearest is 2"),
+        ("--moe-router-num-groups 4 --moe-router-group-topk 5", 1, "there are 4 groups; give 4"),
+        (
+            "--moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 3",
+            1,
+            "--moe-router-group-topk 2: must divide --moe-router-topk 3",
+        ),
+        (
+            "--moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4",
+            1,
+            "2 groups of 1 experts hold fewer than --moe-router-topk 4; give 4 or more",
+        ),
+        ("--moe-router-group-topk 2", 1, "--moe-router-group-topk 2: acts only with --moe-router"),
+        (
+            "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01",
+            1,
+            "has 1 numbers for the 2 of --moe-router-load-balancing-type",
+        ),
+        (
+            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
+            1,
+            "none has no loss; give aux_loss",
+        ),
+        ("--moe-aux-loss-coeff -1", 1, "--moe-aux-loss-coeff -1.0: must be 0 or more"),
+        ("--expert-model-parallel-size 3", 3, "must divide --num-experts 8; the nearest is 2"),
+        ("--expert-model-parallel-size 4", 2, "must divide the 2 rank(s) of a pipeline stage"),
+        ("--expert-tensor-parallel-size 3", 3, "--moe-ffn-hidden-size 256: not divisible by"),
+        (
+            "--tensor-model-parallel-size 2",
+            2,
+            "would all send the same tokens to experts; give --sequence-parallel",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel "
+            "--moe-shared-expert-intermediate-size 33",
+            2,
+            "--moe-shared-expert-intermediate-size 33: not divisible by",
+        ),
+        ("--add-bias-linear", 1, "give --disable-bias-linear"),
+        ("--torch-compile", 1, "experts do not combine with --torch-compile; drop one"),
+        ("--cuda-graphs", 1, "experts do not combine with --cuda-graphs; drop one"),
+        ("--tiled-mlp 2", 1, "experts do not combine with --tiled-mlp 2; drop one"),
+        ("--moe-shared-expert-gate", 1, "acts only with --moe-shared-expert-intermediate-size N"),
+        (
+            "--moe-router-score-function sigmoid --moe-router-pre-softmax",
+            1,
+            "--moe-router-pre-softmax: acts only with --moe-router-score-function softmax",
+        ),
+        ("--moe-token-drop-policy position", 1, "acts only with --moe-expert-capacity-factor N"),
+    ],
+)
+def test_a_fault_says_what_to_give(words, ranks, fault):
+    assert any(fault in each for each in faults(words, ranks)), faults(words, ranks)
+
+
+def test_flags_of_experts_without_experts_are_faults():
+    words = [word for word in BASE if word not in ("--num-experts", "8")]
+    config = parse_arguments([*words, "--expert-model-parallel-size", "2"]).config
+    found = cross_field_faults(config, 2, 127)
+    assert any("--expert-model-parallel-size 2: acts only with --num-experts N" in x for x in found)
+    config = parse_arguments([*words, "--moe-layer-recompute"]).config
+    found = cross_field_faults(config, 1, 127)
+    assert any("--recompute-modules moe: moe is a part of experts, and no" in x for x in found)
+
+
+def test_what_is_not_given_follows():
+    config = parse_arguments(
+        [*BASE, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    ).config
+    resolved = resolve(config, 2, 127).config
+    assert resolved.distributed.expert_tensor_parallel_size == 2
+    assert resolved.model.moe_ffn_hidden_size == resolved.model.ffn_hidden_size == 256
+    one = resolve(parse_arguments([*BASE, "--num-experts", "1"]).config, 1, 127)
+    assert one.config.model.num_experts is None
+    assert "num-experts = None: one expert is the MLP itself" in one.notes
+
+
+@pytest.mark.parametrize(
+    "text, layers, expected",
+    [
+        ("1", 3, "111"),
+        ("2", 5, "10101"),
+        ("([0]*3+[1]*2)", 5, "00011"),
+        ("2*[0,1]", 4, "0101"),
+        ("[1,0,1]", 3, "101"),
+    ],
+)
+def test_which_layers_have_experts(text, layers, expected):
+    assert expert_pattern(text, layers) == tuple(digit == "1" for digit in expected)
+
+
+@pytest.mark.parametrize("text", ["[2]", "[1]*10**9", "[0]*99999999", "x", "", "-1", "[[1]]"])
+def test_another_pattern_is_refused(text):
+    with pytest.raises(UserError):
+        expert_pattern(text, 4)
