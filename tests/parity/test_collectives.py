@@ -344,3 +344,43 @@ def test_the_loopback_interface_saw_these_bytes():
     assert len(results) == len(cases)
     for counted, seen in results:
         assert counted > 4e6 and 0.95 <= seen / counted <= 1.05
+
+
+EXPERTS = (
+    "--disable-bias-linear --swiglu --num-experts 8 --moe-router-force-load-balancing "
+    "--moe-router-topk 2 --ffn-hidden-size 16"
+).split()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_experts(gloo_world, size):
+    """A layer sends T k h (ep - 1) / ep elements of rows to the experts and as many back, forward
+    and backward; the T k weights of rows go one way in each, and the numbers of rows once.
+    """
+    share = (size - 1) / size
+    rows, weights = (SEQ * 2 * width * FP64 * share for width in (HIDDEN, 1))
+    numbers = 8 * 8 * share  # of 8 experts, in 8 bytes each
+    each = 1 / size  # ranks share the micro-batches that `in_layers` divides by
+    mean = round((2 * rows + weights) / 3, 6)
+    found = in_layers(gloo_world, size, *EXPERTS, shared="--expert-model-parallel-size")
+    assert found == {
+        ("all-to-all", "forward", "AllToAll.plan"): (each, numbers),
+        ("all-to-all", "forward", "_exchanged"): (3 * each, mean),
+        ("all-to-all", "backward", "_exchanged"): (3 * each, mean),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathered_tokens(gloo_world, size):
+    """T h (ep - 1) elements of rows each way, with k weights and k numbers of experts a token."""
+    flags = (*EXPERTS, "--moe-token-dispatcher-type", "allgather")
+    found = in_layers(gloo_world, size, *flags, shared="--expert-model-parallel-size")
+    each, whole = 1 / size, SEQ * FP64 * (size - 1)
+    mean = round(whole * (HIDDEN + 2) / 2, 6)  # of rows and their weights
+    assert found == {
+        ("all-gather", "forward", "AllGather.plan"): (each, whole * 2),
+        ("all-gather", "forward", "_Gather.forward"): (2 * each, mean),
+        ("reduce-scatter", "forward", "_Gather.forward"): (each, whole * HIDDEN),
+        ("all-gather", "backward", "_Gather.backward"): (each, whole * HIDDEN),
+        ("reduce-scatter", "backward", "_Gather.backward"): (2 * each, mean),
+    }

@@ -54,6 +54,7 @@ ROWS = (
     Row("dp4 ep2 zero2", "moe", "bf16"),
     Row("tp2 sp etp1 ep2", "moe", "bf16"),
     Row("dp4 ep2", "moe", "wire"),
+    Row("dp2 ep2", "moe-bias", "fp16"),
 )
 
 
@@ -61,3 +62,28 @@ ROWS = (
 def test_the_layout_is_the_same_run(gloo_world, row):
     outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches)
     assert not faults_of(row, outcomes)
+
+
+MUTANTS = (
+    (Row("dp4 ep2", "moe"), "divided_by_copies"),
+    (Row("dp2 ep2", "moe"), "times_expert_ranks"),
+    (Row("dp2 ep2", "moe"), "norm_without_experts"),
+    (Row("dp4 ep2", "moe"), "norm_counts_copies"),
+    (Row("cp2 ep2", "moe"), "local_counts"),
+    (Row("tp2 sp etp1", "moe"), "local_counts"),
+    (Row("cp2 ep2", "moe"), "loss_times_ranks"),
+    (Row("dp2 ep2", "moe-bias"), "bias_in_weights"),
+    (Row("dp2 ep2", "moe-bias", "fp16"), "bias_of_skipped_steps"),
+    (Row("dp2 ep2", "moe"), "experts_of_the_next_rank"),
+    (Row("dp2 ep2", "moe"), "weights_in_the_order_of_tokens"),
+    (Row("tp2 sp", "moe"), "one_part_of_an_expert"),
+    (Row("tp2 sp etp1", "moe"), "whole_router_gradients"),
+    (Row("cp2 ep2", "moe-capacity"), "capacity_of_local_tokens"),
+    (Row("dp2 ep2", "moe"), "rows_come_back_elsewhere"),
+)
+
+
+@pytest.mark.parametrize("row, mutant", MUTANTS, ids=str)
+def test_what_others_got_wrong_is_found(gloo_world, row, mutant):
+    outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), (mutant,))
+    assert faults_of(row, outcomes)

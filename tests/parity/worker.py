@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
-from parity import context_mutants
+from parity import context_mutants, expert_mutants
 from torch import Tensor, nn
 from unit.parallel.recorded import RecordedGraph
 
@@ -23,10 +23,11 @@ from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
 from megatron.layers import fp8, linear_cross_entropy
 from megatron.layers.linear import WeightGrad, add_weight_grads
+from megatron.layers.mlp import MLP
 from megatron.layers.spec import Multipliers, ParameterSpec
 from megatron.model import block as model_block
 from megatron.model import compile
-from megatron.model.block import LayerBlock
+from megatron.model.block import LayerBlock, WithScalars
 from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.blocks import Block
@@ -231,7 +232,9 @@ def overflow() -> Iterator[None]:
     original, numbers = LayerBlock.forward, {}
 
     def forward(self: LayerBlock, x: Tensor, micro) -> Tensor:
-        y = original(self, x, micro)
+        y, *sums = original(self, x, micro), None
+        if isinstance(y, WithScalars):
+            y, *sums = y
         if micro.dropout is not None and self in numbers:
             number, layers = numbers[self]
             if any(
@@ -239,8 +242,9 @@ def overflow() -> Iterator[None]:
                 for sample in micro.dropout.sample_ids.tolist()
                 if sample in OVERFLOWING_SAMPLES
             ):
-                y = _Explode.apply(y, self.mlp.fc1.weight)
-        return y
+                dense = isinstance(self.mlp, MLP)
+                y = _Explode.apply(y, self.mlp.fc1.weight if dense else self.mlp.experts.fc1)
+        return WithScalars(y, *sums) if sums[0] else y
 
     train = pretrain.train
 
@@ -327,6 +331,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "own_maxima": own_maxima,
     "copy_at_the_base_rate": copy_at_the_base_rate,
     **context_mutants.PATCHES,
+    **expert_mutants.PATCHES,
 }
 
 
