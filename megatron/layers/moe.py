@@ -123,12 +123,13 @@ class MoE(nn.Module):
         those of the micro-batch that layers keep for their second forward pass, as this one does
         where it `keeps_routing`.
         """
+        self.rebuilder.enter("")  # nothing of experts waits on the host
         logits, scores = self.router.scores(x, state)
         routing = routings.pop(self.index, None)
         if routing is None:
             choice = self.router.choose(scores, token_index, state is not None)
             routing = Routing(choice, self.dispatcher.plan(choice.experts, choice.keep))
-            if keeps_routing:
+            if keeps_routing and state is not None:
                 routings[self.index] = routing
         choice, plan = routing
         weights = self.router.weights(scores, choice.experts)

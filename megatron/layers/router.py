@@ -183,21 +183,22 @@ class Router(nn.Module):
         """The experts of the tokens of samples, with scores [T, E] and positions [s]."""
         config, count = self.config, scores.shape[1]
         k = config.moe_router_topk
-        plain = scores.topk(k).indices
+        biased = self.expert_bias is not None or config.moe_router_num_groups is not None
         if config.moe_router_force_load_balancing:
             samples = len(scores) // len(token_index)
             first = token_index.repeat_interleave(samples).unsqueeze(1) * k
             experts = (first + torch.arange(k, device=first.device)) % count
-        elif self.expert_bias is None and config.moe_router_num_groups is None:
-            experts = plain
         else:
-            experts = self._biased(scores).topk(k).indices
+            experts = (self._biased(scores) if biased else scores).topk(k).indices
         chosen = count_of(experts, count)
         keep = None
         if config.moe_expert_capacity_factor is not None:
             keep = self._within_capacity(experts, self.weights(scores, experts), token_index)
         dropped = chosen.new_zeros(1) if keep is None else (~keep).sum().view(1)
-        loads = self._loads(plain, len(scores) // len(token_index), count) if training else {}
+        loads: dict[Balancing, Tensor] = {}
+        if training and self.coefficients:
+            plain = scores.topk(k).indices if biased else experts
+            loads = self._loads(plain, len(scores) // len(token_index), count)
         return RouterChoice(experts, keep, torch.cat([chosen, dropped]), loads)
 
     def _biased(self, scores: Tensor) -> Tensor:
