@@ -43,6 +43,7 @@ OFTEN = (
     "torch",
     "zero 3",
     "fp8, blocks",
+    "experts",
     "context parallel, ring, documents",
     "short",
 )  # in every run of the tests
@@ -97,7 +98,9 @@ def expected(case: Case) -> Counter[tuple[str, int, str]]:
         if sources:
             turns = 2 * case.micro_batches  # of --eval-iters 2
             waits["evaluation", iteration, "event"] = sources * (turns - 1)
-            waits["evaluation", iteration, "numbers read"] = sources
+            waits["evaluation", iteration, "numbers read"] = sources * (1 + turns * case.experts)
+        if case.experts:
+            waits["training", iteration, "numbers read"] = case.micro_batches * case.experts
     return waits
 
 

@@ -72,6 +72,7 @@ class Case(NamedTuple):
     evaluations: int = 3  # sources: at iteration 6, at the end, and of the test split
     dynamic_scale: bool = False
     saves: bool = False
+    experts: int = 0  # layers that have some, in each of which the host reads numbers of rows
 
     def words(self, folder: str) -> list[str]:
         """Its command line; what it saves goes into the folder."""
@@ -93,7 +94,11 @@ SHARED = "--context-parallel-size 4"
 FULL = "--recompute-granularity full"
 AWAY = "--activation-offload --min-offloaded-tensor-size 1024 --num-layers 4"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
-
+EXPERTS = (
+    "--num-experts 8 --moe-ffn-hidden-size 64 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3 "
+    "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate --moe-input-jitter-eps 0.1"
+)
 # multiples of 128, as blocks want them
 FP8 = (
     "--fp8-format hybrid --hidden-size 256 --ffn-hidden-size 256 --kv-channels 64 "
@@ -133,6 +138,8 @@ CASES = {
         f"{LLAMA_BF16} {FP8} --fp8-format e4m3 --tensor-model-parallel-size 2 --sequence-parallel",
         ranks=2,
     ),
+    "experts": Case(f"{LLAMA_BF16} {EXPERTS}", experts=2),
+    "experts, recompute": Case(f"{DROPOUT} {LLAMA} {FULL} {EXPERTS}", experts=2),
     "any order": Case(f"{BF16} --no-deterministic-mode"),
     "save": Case(f"{LLAMA_BF16} --save-interval 4", saves=True),
     "zero 0": Case(BF16, ranks=4, copies=4),
