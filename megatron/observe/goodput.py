@@ -30,11 +30,13 @@ CAUSES = {
     "evaluation": "validation and test",
     "lost-steps": "steps that a restart made again, and steps that were skipped",
 }
+MEANINGS = {"productive": "steps that moved the weights", **CAUSES, "other": "no event says"}
 PAUSES = {  # event -> what its seconds were lost to
     "ready": "start-up",
     "restore": "restore",
     "evaluation": "evaluation",
     "checkpoint": "checkpoint",
+    "checkpoint-wait": "checkpoint",
 }
 ENOUGH = 0.01  # of the wall time that no cause explains
 Event = dict[str, Any]
@@ -96,6 +98,34 @@ class Goodput:
     def rows(self) -> list[tuple[str, float]]:
         """(cause, seconds): productive, CAUSES, other; the sum is the wall time."""
         return [("productive", self.productive), *self.losses.items(), ("other", self.other)]
+
+    @property
+    def share(self) -> float:
+        """Productive time of the wall time."""
+        return self.productive / (self.wall or 1.0)
+
+    def headline(self) -> str:
+        """All of it in one line."""
+        return (
+            f"goodput {self.share:.1%} of {self.wall:.1f} s, {self.starts} starts, "
+            f"{self.replayed:.0f} steps made again, {self.skipped:.0f} skipped"
+        )
+
+    def fault(self) -> str:
+        """Why it does not add up; empty where it does."""
+        if self.adds_up:
+            return ""
+        return (
+            f"the causes explain all but {self.other:.1f} s of the wall time, which is more than "
+            "1%: events are missing in events.jsonl, or the clocks of the nodes differ"
+        )
+
+    def summary(self) -> Metrics:
+        """For the end of a run: share, starts, and seconds of the wall time and of each cause."""
+        seconds = {
+            f"goodput/{cause}": value for cause, value in [("wall", self.wall), *self.rows()]
+        }
+        return {"goodput/share": self.share, "goodput/starts": self.starts, **seconds}
 
 
 def goodput(folder: str | Path) -> Goodput:

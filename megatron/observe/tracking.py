@@ -107,6 +107,14 @@ class Tracker:
             show = self._backends["wandb"].show  # type: ignore[attr-defined]
             self._guard("wandb", lambda: show(self._iteration, self._reached, name, draw()))
 
+    def summarise(self, figures: Callable[[], Metrics]) -> None:
+        """Figures of the whole run so far, which wandb alone keeps, in its summary. A later call,
+        also of a later start, replaces them.
+        """
+        if "wandb" in self._backends:
+            summarise = self._backends["wandb"].summarise  # type: ignore[attr-defined]
+            self._guard("wandb", lambda: summarise(figures()))
+
     def close(self) -> None:
         """Flush and close everything."""
         for name, backend in list(self._backends.items()):
@@ -310,6 +318,9 @@ class _Wandb:
         import wandb
 
         self.write(iteration, {**reached, name: wandb.Html(picture, inject=False)})
+
+    def summarise(self, figures: Metrics) -> None:
+        self._run.summary.update(figures)
 
     def close(self) -> None:
         import wandb

@@ -38,7 +38,7 @@ _KIND_OF = (
     ("skipped", ("skip", "nan", "spike", "rollback")),
 )
 # parts of others, and what happens all the time
-_QUIET = {"steps", "ready", "restore"}
+_QUIET = {"steps", "ready", "restore", "checkpoint-wait"}
 # where a run writes, and how far one start of it goes: no difference that explains a curve
 BOOKKEEPING = {
     "save",
