@@ -147,16 +147,21 @@ def read_events(path: Path) -> list[Event]:
         for row in _json_lines(path)
         if isinstance(row.get("event"), str)
         and _number(row.get("time"))
-        and type(row.get("iteration")) is int
+        and _whole(row.get("iteration"))
         and all(_number(row.get(name, 0)) for name in ("seconds", "data", "checkpoint"))
-        and all(type(row.get(name, 0)) is int for name in ("count", "skipped"))
+        and all(_whole(row.get(name, 0)) for name in ("count", "skipped"))
+        and ("seconds" in row or row["event"] not in (*PAUSES, "steps"))
         and (row["event"] != "steps" or row.get("count", 0) > 0)
     ]
     return list(itertools.dropwhile(lambda row: row["event"] != "start", rows))
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and abs(value) < 2**62
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
