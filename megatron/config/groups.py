@@ -31,6 +31,7 @@ from megatron.config.metadata import (
     DECAY,
     DECOUPLED,
     DYNAMIC_SCALE,
+    EVALUATED,
     FIRST_LAST,
     FP8,
     FP8_FAULT,
@@ -813,6 +814,10 @@ class LoggingConfig:
     """Log how many gradient elements are zero."""
     log_layer_norms: bool = flag(False, megatron="absent there")
     """Log the norms of gradient (before clipping) and parameters of each layer."""
+    log_sample_text: int = flag(0, megatron="absent there", bound=NOT_NEGATIVE, needs=EVALUATED)
+    """Let the model continue the start of the first validation sample by so many tokens at each
+    evaluation, for the log and wandb. Each token takes a forward pass of a micro-batch.
+    """
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     log_straggler: bool = flag(True, megatron="off by default there, within a TP group")

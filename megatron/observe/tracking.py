@@ -99,8 +99,8 @@ class Tracker:
                 self._guard(name, partial(backend.write, iteration, row))
 
     def show(self, name: str, draw: Callable[[], str], *, last: bool) -> None:
-        """A picture (SVG) of the iteration logged last. wandb alone takes it: the first of a name
-        in this start, and the last of the run.
+        """A picture (SVG) or a text (HTML) of the iteration logged last. wandb alone takes it: the
+        first of a name in this start, and each that is `last`.
         """
         if "wandb" in self._backends and (last or name not in self._shown):
             self._shown.add(name)

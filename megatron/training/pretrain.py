@@ -217,6 +217,7 @@ def build(
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=_peak_tflops(config, device),
+        decode=tokenizer.decode,
         estimate=getattr(described, "estimate", None),
         profiler=step_profiler(config, groups.rank, device),
     ), prepared.checkpoint

@@ -5,6 +5,7 @@ Made by training/pretrain.py, and handed to every function of the loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -74,6 +75,7 @@ class Run:
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
     profiler: StepProfiler | None  # on the ranks of --profile-ranks
+    decode: Callable[[list[int]], str]  # token ids as text
     estimate: Estimate | None = None  # of a step, on rank 0, where the device is known
 
     @property
