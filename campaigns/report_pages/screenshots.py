@@ -30,10 +30,11 @@ WIDTH, SCALE = 1040, 0.8  # of the window, in pixels; of the pictures
 LARGEST = 150_000  # bytes of a picture
 # of the blocks from the first of these headings up to the second, or to the notes of a study
 BOX = """((first, last) => {
-  const all = [...document.querySelectorAll("h1, h2")], top = one => one.getBoundingClientRect().top;
-  const from = all.find(one => one.innerText === first), to = all.find(one => one.innerText === last);
-  const end = to ?? document.querySelector(".notes");
-  return [top(from) + scrollY - 16, top(end) + scrollY - 8].map(Math.round); })"""
+  const all = [...document.querySelectorAll("h1, h2")];
+  const named = name => all.find(one => one.innerText === name);
+  const top = one => one.getBoundingClientRect().top + scrollY;
+  const end = named(last) ?? document.querySelector(".notes");
+  return [top(named(first)) - 16, top(end) - 8].map(Math.round); })"""
 
 
 def train(folder: Path) -> None:
