@@ -38,6 +38,31 @@ SCHEDULES = {
 }
 
 
+# ---- stragglers ----------------------------------------------------------------------------------
+
+
+def straggler_rows() -> list[list[str]]:
+    """One row a part of the campaign."""
+    found = result("stragglers")
+    rows = []
+    for part, what in (("stopped", "stopped for 30% of the time"), ("data", "data 50 ms late")):
+        tries = found[part]["tries"]
+        whole = [each["named_after_whole_intervals"] for each in tries]
+        named = sum(number is not None for number in whole)
+        others = sum(each["other_names"] for each in tries)
+        most = max((number for number in whole if number is not None), default="-")
+        rows.append([what, f"{named} of {len(tries)}", f"{most}", f"{others}"])
+    (clean,) = found["clean"]["tries"]
+    quiet = f"nothing, {clean['minutes']:.0f} minutes, {clean['log_intervals']} log intervals"
+    return [*rows, [quiet, "-", "-", f"{clean['false_names']}"]]
+
+
+FIGURES["stragglers"] = lambda: table(
+    "what is wrong with a rank | named | after whole log intervals, at most | other names",
+    straggler_rows(),
+)
+
+
 # ---- proofs: parity, mutants, the plan, live bytes, checkpoints ----------------------------------
 
 PARITY = ("parity", "parity_pipelines", "parity_zero")
