@@ -16,28 +16,17 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
-from megatron.observe.goodput import CAUSES, Goodput, goodput  # noqa: E402
-
-MEANINGS = {"productive": "steps that moved the weights", **CAUSES, "other": "no event says"}
+from megatron.observe.goodput import MEANINGS, Goodput, goodput  # noqa: E402
 
 
 def text(found: Goodput) -> str:
     """The table."""
     wall = found.wall or 1.0
     lines = [
-        f"goodput {found.productive / wall:.1%} of {found.wall:.1f} s, {found.starts} starts, "
-        f"{found.replayed:.0f} steps made again, {found.skipped:.0f} skipped"
-    ]
-    lines += [
         f"  {cause:<12}{seconds:>12.1f} s {seconds / wall:>7.1%}  {MEANINGS[cause]}"
         for cause, seconds in found.rows()
     ]
-    if not found.adds_up:
-        lines.append(
-            f"the causes explain all but {found.other:.1f} s of the wall time, which is more than "
-            "1%: events are missing in events.jsonl, or the clocks of the nodes differ"
-        )
-    return "\n".join(lines)
+    return "\n".join([found.headline(), *lines, *filter(None, [found.fault()])])
 
 
 def main(argv: list[str] | None = None) -> int:

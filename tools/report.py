@@ -3,9 +3,11 @@
 
 RUN is a run folder (--save) or a metrics.jsonl file. The page holds curves (loss, learning rate,
 gradient norm, throughput, time of an iteration, memory and whatever else was logged), the final
-values, events, and what the configurations differ in. It is one file without links to others. In a
-browser the curves can be drawn over iterations, samples, tokens or time, smoothed, with a
-logarithmic axis, and enlarged by dragging; without JavaScript they are shown over iterations.
+values, goodput, where the steps of a profile went, events, and what the configurations differ in.
+The folder of a study (tools/study.py) adds its chart with error bars and its table, or makes a page
+of its own. A page is one file without links to others. In a browser the curves can be drawn over
+iterations, samples, tokens or time, smoothed, with a logarithmic axis, and enlarged by dragging;
+without JavaScript they are shown over iterations.
 
 With an expected loss the command also prints expected and got, and with --tolerance its exit code
 is 1 when they are further apart. Exit code 2: nothing to report.
@@ -23,18 +25,21 @@ if not __package__:  # run as a file of a checkout
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.observe.report.page import page, verdict  # noqa: E402
 from megatron.observe.report.runs import load_runs  # noqa: E402
+from megatron.study.section import is_study, study_section  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN", nargs="+", help="run folder or metrics.jsonl")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="+", help="run folder, metrics.jsonl, or folder of a study"
+    )
     parser.add_argument(
         "--output",
         metavar="PAGE",
-        help="where the page goes (default: report.html beside the metrics of one run; of several "
-        "runs in the current folder)",
+        help="where the page goes (default: report.html beside the metrics of one run, or in the "
+        "folder of one study; of several in the current folder)",
     )
     parser.add_argument(
         "--expected-validation-loss",
@@ -52,18 +57,22 @@ def main(argv: list[str] | None = None) -> int:
     expected = arguments.expected_validation_loss
     if arguments.tolerance is not None and expected is None:
         parser.error("--tolerance needs --expected-validation-loss")
-    if expected is not None and len(arguments.run) > 1:
+    studies = [Path(given) for given in arguments.run if is_study(Path(given))]
+    if expected is not None and (len(arguments.run) > 1 or studies):
         parser.error("--expected-validation-loss is of one run: give one RUN")
     try:
-        runs = load_runs(arguments.run)
+        runs = load_runs([given for given in arguments.run if Path(given) not in studies])
+        sections = [study_section(folder) for folder in studies]
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     judged = None if expected is None else verdict(runs[0].rows, expected, arguments.tolerance)
-    beside = runs[0].metrics.with_name("report.html") if len(runs) == 1 else Path("report.html")
-    output = Path(arguments.output) if arguments.output else beside
+    text = page(runs, judged, arguments.tolerance is not None, sections)
+    folders = [*(run.metrics.parent for run in runs), *studies]
+    beside = folders[0] if len(folders) == 1 else Path()
+    output = Path(arguments.output) if arguments.output else beside / "report.html"
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(runs, judged, arguments.tolerance is not None), encoding="utf-8")
+    output.write_text(text, encoding="utf-8")
     print(f"report: {output}")
     if judged is not None:
         print(judged[1])

@@ -32,6 +32,7 @@ from megatron.config.metadata import (
     DECAY,
     DECOUPLED,
     DYNAMIC_SCALE,
+    EVALUATED,
     EXPERTS,
     FIRST_LAST,
     FP8,
@@ -794,6 +795,10 @@ class LoggingConfig:
     """Log the norms of gradient (before clipping) and parameters of each layer."""
     moe_per_layer_logging: bool = flag(False, needs=EXPERTS)
     """Log how evenly tokens go to the experts of each layer, not of the worst one alone."""
+    log_sample_text: int = flag(0, megatron="absent there", bound=NOT_NEGATIVE, needs=EVALUATED)
+    """Let the model continue the start of the first validation sample by so many tokens at each
+    evaluation, for the log and wandb. Each token takes a forward pass of a micro-batch.
+    """
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     log_straggler: bool = flag(True, megatron="off by default there, within a TP group")

@@ -157,6 +157,7 @@ PROFILE_FOLDER = Need(
     fault=True,
 )
 WANDB = Need("--wandb-project NAME")
+EVALUATED = Need("--eval-iters above 0", lambda run: run.eval_iters > 0, fault=True)
 TRACKERS = Need(
     "--tensorboard-dir or --wandb-project",
     lambda run: run.tensorboard_dir is not None or run.wandb_project is not None,

@@ -30,11 +30,13 @@ CAUSES = {
     "evaluation": "validation and test",
     "lost-steps": "steps that a restart made again, and steps that were skipped",
 }
+MEANINGS = {"productive": "steps that moved the weights", **CAUSES, "other": "no event says"}
 PAUSES = {  # event -> what its seconds were lost to
     "ready": "start-up",
     "restore": "restore",
     "evaluation": "evaluation",
     "checkpoint": "checkpoint",
+    "checkpoint-wait": "checkpoint",
 }
 ENOUGH = 0.01  # of the wall time that no cause explains
 Event = dict[str, Any]
@@ -97,6 +99,34 @@ class Goodput:
         """(cause, seconds): productive, CAUSES, other; the sum is the wall time."""
         return [("productive", self.productive), *self.losses.items(), ("other", self.other)]
 
+    @property
+    def share(self) -> float:
+        """Productive time of the wall time."""
+        return self.productive / (self.wall or 1.0)
+
+    def headline(self) -> str:
+        """All of it in one line."""
+        return (
+            f"goodput {self.share:.1%} of {self.wall:.1f} s, {self.starts} starts, "
+            f"{self.replayed:.0f} steps made again, {self.skipped:.0f} skipped"
+        )
+
+    def fault(self) -> str:
+        """Why it does not add up; empty where it does."""
+        if self.adds_up:
+            return ""
+        return (
+            f"the causes explain all but {self.other:.1f} s of the wall time, which is more than "
+            "1%: events are missing in events.jsonl, or the clocks of the nodes differ"
+        )
+
+    def summary(self) -> Metrics:
+        """For the end of a run: share, starts, and seconds of the wall time and of each cause."""
+        seconds = {
+            f"goodput/{cause}": value for cause, value in [("wall", self.wall), *self.rows()]
+        }
+        return {"goodput/share": self.share, "goodput/starts": self.starts, **seconds}
+
 
 def goodput(folder: str | Path) -> Goodput:
     """That of a run folder (--save). Raises UserError where it has no events."""
@@ -117,16 +147,21 @@ def read_events(path: Path) -> list[Event]:
         for row in _json_lines(path)
         if isinstance(row.get("event"), str)
         and _number(row.get("time"))
-        and type(row.get("iteration")) is int
+        and _whole(row.get("iteration"))
         and all(_number(row.get(name, 0)) for name in ("seconds", "data", "checkpoint"))
-        and all(type(row.get(name, 0)) is int for name in ("count", "skipped"))
+        and all(_whole(row.get(name, 0)) for name in ("count", "skipped"))
+        and ("seconds" in row or row["event"] not in (*PAUSES, "steps"))
         and (row["event"] != "steps" or row.get("count", 0) > 0)
     ]
     return list(itertools.dropwhile(lambda row: row["event"] != "start", rows))
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and abs(value) < 2**62
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

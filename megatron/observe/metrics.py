@@ -110,6 +110,13 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
         "",
         "wandb alone: picture of that step, at the first line of a start and the last of a run",
     ),
+    "sample-text": (
+        "",
+        (
+            "wandb alone: what the model writes at an evaluation after the start of the first "
+            "validation sample (--log-sample-text)"
+        ),
+    ),
     "goodput": (
         "fraction of the time",
         (

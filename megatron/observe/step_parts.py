@@ -60,7 +60,11 @@ def step_table(folder: Path) -> list[StepParts]:
     """Every step that the traces in a folder hold, by rank and iteration; none where there is no
     trace. Raises UserError for a file that is none.
     """
-    paths = {int(path.name[5:-11]): path for path in folder.glob("rank-*.trace.json")}
+    paths = {
+        int(path.name[5:-11]): path
+        for path in folder.glob("rank-*.trace.json")
+        if path.name[5:-11].isdecimal()
+    }
     return [step for rank in sorted(paths) for step in parts_of_trace(paths[rank])]
 
 
@@ -71,26 +75,55 @@ def parts_of_trace(path: Path) -> list[StepParts]:
             events = json.load(file)["traceEvents"]
         rank = int(path.name[5:-11])
         return parts_of_events(rank, [event for event in events if event.get("ph") == "X"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: not a trace of --profile: {type(error).__name__}: {error}"
         ) from None
 
 
-def where_the_step_went(steps: Sequence[StepParts]) -> list[str]:
-    """A Markdown table, a row a rank: the mean of its steps, in milliseconds and percent."""
-    names = sorted({name for step in steps for name in step.parts}, key=_place)
-    lines = ["| rank | steps | ms | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
+class MeanStep(NamedTuple):
+    """The mean of the recorded steps of one rank, in seconds."""
+
+    rank: int
+    steps: int
+    seconds: float
+    parts: dict[str, float]
+
+
+def part_names(steps: Sequence[StepParts]) -> list[str]:
+    """The parts that any of the steps has, in the order of a table."""
+    return sorted({name for step in steps for name in step.parts}, key=_place)
+
+
+def mean_steps(steps: Sequence[StepParts]) -> list[MeanStep]:
+    """The mean step of each rank."""
+    found = []
     for rank in sorted({step.rank for step in steps}):
         own = [step for step in steps if step.rank == rank]
-        whole = statistics.fmean(step.seconds for step in own)
-        cells = []
-        for name in names:
-            part = statistics.fmean(step.parts.get(name, 0.0) for step in own)
-            share = f" ({100 * part / whole:.0f}%)" if whole else ""
-            cells.append(f"{1000 * part:.1f}{share}")
-        lines.append(f"| {rank} | {len(own)} | {1000 * whole:.1f} | {' | '.join(cells)} |")
+        parts = {
+            name: statistics.fmean(step.parts.get(name, 0.0) for step in own)
+            for name in part_names(own)
+        }
+        seconds = statistics.fmean(step.seconds for step in own)
+        found.append(MeanStep(rank, len(own), seconds, parts))
+    return found
+
+
+def where_the_step_went(steps: Sequence[StepParts]) -> list[str]:
+    """A Markdown table, a row a rank: the mean of its steps, in milliseconds and percent."""
+    names = part_names(steps)
+    lines = ["| rank | steps | ms | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
+    for step in mean_steps(steps):
+        cells = " | ".join(in_milliseconds(step, name) for name in names)
+        lines.append(f"| {step.rank} | {step.steps} | {1000 * step.seconds:.1f} | {cells} |")
     return lines
+
+
+def in_milliseconds(step: MeanStep, name: str) -> str:
+    """A part as tables show it, with its share of the step."""
+    part = step.parts.get(name, 0.0)
+    share = f" ({100 * part / step.seconds:.0f}%)" if step.seconds else ""
+    return f"{1000 * part:.1f}{share}"
 
 
 def parts_of_events(rank: int, events: list[Event]) -> list[StepParts]:

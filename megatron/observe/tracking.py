@@ -99,13 +99,21 @@ class Tracker:
                 self._guard(name, partial(backend.write, iteration, row))
 
     def show(self, name: str, draw: Callable[[], str], *, last: bool) -> None:
-        """A picture (SVG) of the iteration logged last. wandb alone takes it: the first of a name
-        in this start, and the last of the run.
+        """A picture (SVG) or a text (HTML) of the iteration logged last. wandb alone takes it: the
+        first of a name in this start, and each that is `last`.
         """
         if "wandb" in self._backends and (last or name not in self._shown):
             self._shown.add(name)
             show = self._backends["wandb"].show  # type: ignore[attr-defined]
             self._guard("wandb", lambda: show(self._iteration, self._reached, name, draw()))
+
+    def summarise(self, figures: Callable[[], Metrics]) -> None:
+        """Figures of the whole run so far, which wandb alone keeps, in its summary. A later call,
+        also of a later start, replaces them.
+        """
+        if "wandb" in self._backends:
+            summarise = self._backends["wandb"].summarise  # type: ignore[attr-defined]
+            self._guard("wandb", lambda: summarise(figures()))
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -310,6 +318,9 @@ class _Wandb:
         import wandb
 
         self.write(iteration, {**reached, name: wandb.Html(picture, inject=False)})
+
+    def summarise(self, figures: Metrics) -> None:
+        self._run.summary.update(figures)
 
     def close(self) -> None:
         import wandb

@@ -61,15 +61,15 @@ def read(folder: Path) -> RawRows:
         try:
             line = json.loads(text)
             kind = line["kind"]
+            if kind == "study":
+                found = found._replace(header=line)
+            elif kind == "run":
+                found.runs[line["key"], line["repeat"]] = line
+            elif kind == "prediction":
+                found.predictions[line["key"]] = line
         except (ValueError, KeyError, TypeError):
             continue
         good += 1
-        if kind == "study":
-            found = found._replace(header=line)
-        elif kind == "run":
-            found.runs[line["key"], line["repeat"]] = line
-        elif kind == "prediction":
-            found.predictions[line["key"]] = line
     if lines and not good:
         raise UserError(f"{path}: not the raw rows of a study: no line has a kind")
     return found

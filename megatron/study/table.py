@@ -284,18 +284,35 @@ def _warnings(done: list[Line]) -> list[str]:
 # ---- written out -------------------------------------------------------------------------------
 
 
-def markdown(found: Summary) -> str:
-    """The table and its notes."""
+FAILURES = ["row", "status", "finished runs", "reason"]
+
+
+def cells_of(found: Summary) -> dict[str, list[str]]:
+    """The columns of the rows that ran, by their headings; those that say nothing are left out."""
     ran = [row for row in found.rows if row.speed is not None]
     columns = {heading: [cell(row) for row in ran] for heading, cell in CELLS.items()}
     if len({row.work for row in ran}) < 2:
         del columns["work"]
-    columns = {heading: cells for heading, cells in columns.items() if any(cells)}
+    return {name: cells for name, cells in columns.items() if any(cells) or name == "row"}
+
+
+def failures_of(found: Summary) -> list[list[str]]:
+    """FAILURES and a line for each row that did not end as it should; empty where all did."""
+    lines = [
+        [row.name, row.status, str(row.finished), row.failure]
+        for row in found.rows
+        if row.status != FINISHED
+    ]
+    return [FAILURES, *lines] if lines else []
+
+
+def markdown(found: Summary) -> str:
+    """The table and its notes."""
+    columns = cells_of(found)
     lines = _lines(list(columns), zip(*columns.values(), strict=True))
-    failed = [row for row in found.rows if row.status != FINISHED]
-    if failed:
-        cells = ((row.name, row.status, str(row.finished), _cell(row.failure)) for row in failed)
-        lines += ["", *_lines(["row", "status", "finished runs", "reason"], cells)]
+    if failed := failures_of(found):
+        heads, *rows = failed
+        lines += ["", *_lines(heads, ((*cells, _cell(reason)) for *cells, reason in rows))]
     return "\n".join([*lines, "", *(f"- {note}" for note in found.notes), ""])
 
 

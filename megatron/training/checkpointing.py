@@ -204,7 +204,9 @@ def finalize(run: Run) -> bool:
     """Wait for a save under way; whether the last one went well."""
     if run.checkpoints is None:
         return True
-    with run.timing.events.during("checkpoint", run.progress.iteration):
+    if run.checkpoints.pending is None:  # a save that is over has its event already
+        return run.checkpoints.finalize()
+    with run.timing.events.during("checkpoint-wait", run.progress.iteration):
         return run.checkpoints.finalize()
 
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
 from megatron.training.passes import schedule_of
 from megatron.training.run import Progress, Run
+from megatron.training.sample_text import write_sample
 from megatron.training.step import (
     Report,
     StepHandle,
@@ -350,7 +352,24 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
             None if None in sizes else blended(sources, sizes),
             None,
         )
+    if split == "validation" and run.config.logging.log_sample_text:
+        _show_sample(run)
     return losses
+
+
+def _show_sample(run: Run) -> None:
+    """What the model writes now; all ranks take part."""
+    with (
+        run.timing.events.during("evaluation", run.progress.iteration),
+        run.timers("evaluation"),
+    ):
+        text = write_sample(run, next(iter(run.data.valid.values())))
+    logger.info(
+        f" sample text at iteration {run.progress.iteration}: {text.line(run.decode, run.data.eod)}"
+    )
+    if run.tracker is not None:
+        page = partial(text.to_html, run.decode, run.data.eod)
+        run.tracker.show("sample-text", page, last=True)
 
 
 def blended(sources: dict[str, Source], values: list[float]) -> float:

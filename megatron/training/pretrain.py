@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
+from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
@@ -43,6 +45,8 @@ from megatron.model.build import build_model, hidden_shape
 from megatron.model.compile import compile_layers
 from megatron.model.kernels import compute_dtype
 from megatron.observe.console import NOT_DONE, banner
+from megatron.observe.goodput import goodput
+from megatron.observe.metrics import Metrics
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.blocks import build_run_blocks
 from megatron.optimizer.optimizer import Optimizer
@@ -152,7 +156,7 @@ def _tell_peers(run: Run, error: Exception) -> None:
     """Note where a run has failed, and let the other ranks know why this one ends."""
     error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
     first_line = str(error).splitlines()[0] if str(error) else ""
-    run.timing.events.end(run.progress.iteration, 1, f"{type(error).__name__}: {first_line}")
+    _end(run, 1, f"{type(error).__name__}: {first_line}")
     PEERS.end(f"{type(error).__name__}: {first_line}")
 
 
@@ -213,6 +217,7 @@ def build(
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=_peak_tflops(config, device),
+        decode=tokenizer.decode,
         estimate=getattr(described, "estimate", None),
         profiler=step_profiler(config, groups.rank, device),
     ), prepared.checkpoint
@@ -358,16 +363,31 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
             ended = train(run)
         except NonFiniteError as error:
             finalize(run)
-            run.timing.events.end(run.progress.iteration, 1, str(error).splitlines()[0])
+            _end(run, 1, str(error).splitlines()[0])
             if run.groups.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             return 1
         code = ended.code
         logger.info(f" {ended.reason}: exiting at iteration {run.progress.iteration}")
         if ended.reason != COMPLETE:
-            run.timing.events.end(run.progress.iteration, code, ended.reason)
+            _end(run, code, ended.reason)
             return code
     if run.data.test:
         evaluate_all(run, "test")
-    run.timing.events.end(run.progress.iteration, code, COMPLETE)
+    _end(run, code, COMPLETE)
     return code
+
+
+def _end(run: Run, code: int, reason: str) -> None:
+    """The last event of this start, and the goodput of all of them for the tracker."""
+    run.timing.events.end(run.progress.iteration, code, reason)
+    if run.tracker is not None and run.config.checkpoint.save is not None:
+        run.tracker.summarise(partial(_goodput, run.config.checkpoint.save))
+
+
+def _goodput(folder: str) -> Metrics:
+    """That of a run's folder; nothing where its disk took no events."""
+    try:
+        return goodput(folder).summary()
+    except UserError:
+        return {}

@@ -5,6 +5,7 @@ Made by training/pretrain.py, and handed to every function of the loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -76,6 +77,7 @@ class Run:
     peak_tflops: float | None
     profiler: StepProfiler | None  # on the ranks of --profile-ranks
     starving: StarvingExperts = field(default_factory=StarvingExperts)
+    decode: Callable[[list[int]], str]  # token ids as text
     estimate: Estimate | None = None  # of a step, on rank 0, where the device is known
 
     @property

@@ -5,11 +5,10 @@ Called from tools/report.py. A section of its own is one more function in `page`
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from megatron.observe.report.curves import (
     lives,
     table_of_axes,
 )
+from megatron.observe.report.markup import escaped, pairs, sheet, swatch
 from megatron.observe.report.runs import (
     KINDS,
     RESUMED,
@@ -36,6 +36,7 @@ from megatron.observe.report.runs import (
     median,
     training_seconds,
 )
+from megatron.observe.report.time_spent import goodput_section, step_section
 
 HERE = Path(__file__).parent
 FLAGS_IN_LEGEND = 3
@@ -46,10 +47,18 @@ RESTART = 'class=restart d="M6,-1V13"'
 Judged = tuple[bool, str]
 
 
-def page(runs: list[LoggedRun], judged: Judged | None = None, judged_strictly: bool = False) -> str:
-    """The HTML text of one run or many. `judged` is whether the loss is as expected and the
-    sentence that says so, of the first run; it is marked as good only if `judged_strictly`.
+def page(
+    runs: list[LoggedRun],
+    judged: Judged | None = None,
+    judged_strictly: bool = False,
+    further_sections: Sequence[str] = (),
+) -> str:
+    """The HTML text of one run or many, or of `further_sections` alone. `judged` is whether the
+    loss is as expected and the sentence that says so, of the first run; it is marked as good only
+    if `judged_strictly`.
     """
+    if not runs:
+        return document(["<h1>Study report</h1>", *further_sections])
     shown, further = charts(runs)
     strengths, strength = lives(runs)
     several = len(runs) > 1
@@ -62,27 +71,29 @@ def page(runs: list[LoggedRun], judged: Judged | None = None, judged_strictly: b
     parts.append(final_values(runs) if several else cards(runs[0].rows))
     parts.append(switches(runs, len(strengths), strengths[strength], strength))
     parts.append(picture_section(shown, further, runs, strengths[strength]))
-    parts += [prediction(runs), differences_section(runs), events(runs)]
+    parts += [prediction(runs), goodput_section(runs), step_section(runs), *further_sections]
+    parts += [differences_section(runs), events(runs)]
     parts += ["<h2>Configuration</h2>", *(configuration(run, several) for run in runs)]
     parts.append(units(runs))
     return document(parts, data(runs, [*shown, *further], strengths, strength))
 
 
-def document(parts: Iterable[str], content: dict[str, Any]) -> str:
-    """A page with nothing outside of it: style, script and `content`, which the script draws."""
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+def document(parts: Iterable[str], content: dict[str, Any] | None = None) -> str:
+    """A page with nothing outside of it: style, and `content` with the script that draws it."""
+    drawn = ""
+    if content is not None:
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+        drawn = (
+            "<script type=application/json id=data>" + text.replace("<", "\\u003c") + "</script>"
+            f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script>"
+        )
     return (
         "<!DOCTYPE html><html lang=en><head><meta charset=utf-8><meta name=viewport "
         'content="width=device-width, initial-scale=1"><title>Training report</title>'
         f"<style>{(HERE / 'page.css').read_text(encoding='utf-8')}</style></head><body><main>"
         + "\n".join(part for part in parts if part)
-        + f"</main><script type=application/json id=data>{text}</script>"
-        f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script></body></html>\n"
+        + f"</main>{drawn}</body></html>\n"
     )
-
-
-def escaped(text: object) -> str:
-    return html.escape(str(text))
 
 
 def heading(runs: list[LoggedRun]) -> str:
@@ -204,20 +215,6 @@ def differences_section(runs: list[LoggedRun]) -> str:
     rows = [[escaped(name), *map(escaped, values)] for name, values in found]
     heads = ["flag", *(swatch(number, run) for number, run in enumerate(runs))]
     return f"<h2>Configuration differences</h2>{note}" + sheet(heads, rows)
-
-
-def swatch(number: int, run: LoggedRun) -> str:
-    """A run's name beside its colour."""
-    colour = COLOURS[number % len(COLOURS)]
-    return f'<span class=swatch style="background:{colour}"></span>{escaped(run.name)}'
-
-
-def sheet(heads: list[str], rows: list[list[str]], numbers: bool = False) -> str:
-    """A table that scrolls sideways where the page is narrow; the cells are HTML."""
-    head = "".join(f"<th>{cell}</th>" for cell in heads)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    kind = " class=numbers" if numbers else ""
-    return f"<div class=sheet tabindex=0><table{kind}><tr>{head}</tr>{body}</table></div>"
 
 
 # ---- charts
@@ -466,16 +463,6 @@ def units(runs: list[LoggedRun]) -> str:
         if name in logged
     ]
     return f"<details><summary>Metrics and their units</summary>{pairs(rows)}</details>"
-
-
-def pairs(rows: list[tuple[str, str]]) -> str:
-    return (
-        "<table class=pairs>"
-        + "".join(
-            f"<tr><td>{escaped(name)}</td><td>{escaped(value)}</td></tr>" for name, value in rows
-        )
-        + "</table>"
-    )
 
 
 def verdict(rows: list[Metrics], expected: float, tolerance: float | None) -> Judged:

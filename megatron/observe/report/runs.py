@@ -18,7 +18,9 @@ from typing import Any
 from megatron.config.errors import UserError
 from megatron.config.input_files import read_json
 from megatron.config.metadata import flag_name
+from megatron.observe.goodput import Goodput, goodput
 from megatron.observe.metrics import Metrics
+from megatron.observe.step_parts import StepParts, step_table
 from megatron.observe.tracking import RESUMED, config_file, metrics_path, read_metrics
 
 VALIDATION = "lm loss validation"
@@ -38,7 +40,7 @@ _KIND_OF = (
     ("skipped", ("skip", "nan", "spike", "rollback")),
 )
 # parts of others, and what happens all the time
-_QUIET = {"steps", "ready", "restore"}
+_QUIET = {"steps", "ready", "restore", "checkpoint-wait"}
 # where a run writes, and how far one start of it goes: no difference that explains a curve
 BOOKKEEPING = {
     "save",
@@ -72,7 +74,8 @@ class Mark:
 @dataclass(frozen=True)
 class LoggedRun:
     """One run: rows by iteration, `config` as in metrics.config.json (None without that file), and
-    its marks in the order of their iterations.
+    its marks in the order of their iterations. `goodput` is None without events, `steps` are those
+    of a profile; `trace_fault` says why it could not be read.
     """
 
     name: str
@@ -80,6 +83,9 @@ class LoggedRun:
     rows: list[Metrics]
     config: dict[str, Any] | None
     marks: list[Mark]
+    goodput: Goodput | None = None
+    steps: tuple[StepParts, ...] = ()
+    trace_fault: str = ""
 
 
 def load_runs(paths: list[str]) -> list[LoggedRun]:
@@ -103,8 +109,30 @@ def load_runs(paths: list[str]) -> list[LoggedRun]:
         described = config_file(file)
         config = read_json(described) if os.path.lexists(described) else None
         marks = merged(marks_of_rows(rows), read_events(file.with_name("events.jsonl")))
-        runs.append(LoggedRun(name, file, rows, config, marks))
+        steps, fault = _profile(file, config)
+        found = _goodput(file.parent)
+        runs.append(LoggedRun(name, file, rows, config, marks, found, steps, fault))
     return runs
+
+
+def _goodput(folder: Path) -> Goodput | None:
+    """That of a run's folder; None where it has no events."""
+    try:
+        return goodput(folder)
+    except UserError:
+        return None
+
+
+def _profile(metrics: Path, config: dict[str, Any] | None) -> tuple[tuple[StepParts, ...], str]:
+    """The steps of the traces of a run, and why there are none where a trace is damaged."""
+    groups = (config or {}).get("config")
+    logging = groups.get("logging") if isinstance(groups, dict) else None
+    chosen = logging.get("profile_dir") if isinstance(logging, dict) else None
+    folder = Path(chosen) if isinstance(chosen, str) else metrics.parent / "profile"
+    try:
+        return tuple(step_table(folder)), ""
+    except (UserError, OSError) as error:
+        return (), str(error)
 
 
 def short_names(files: list[Path]) -> list[str]:
@@ -115,7 +143,7 @@ def short_names(files: list[Path]) -> list[str]:
         file.parent.parts if file.name == "metrics.jsonl" else file.with_suffix("").parts
         for file in files
     ]
-    for count in range(1, max(map(len, whole)) + 1):
+    for count in range(1, max(map(len, whole), default=0) + 1):
         names = ["/".join(parts[-count:]) for parts in whole]
         if len(set(names)) == len(names):
             return names

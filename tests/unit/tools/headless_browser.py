@@ -131,11 +131,12 @@ class Browser:
             clickCount=int(kind != "mouseMoved"),
         )
 
-    def screenshot(self, path: Path, width: int, height: int) -> None:
-        """The upper part of the page, as a PNG."""
-        answer = self.send(
-            "Page.captureScreenshot", clip=_clip(width, height), captureBeyondViewport=True
-        )
+    def screenshot(
+        self, path: Path, width: int, height: int, top: int = 0, scale: float = 1
+    ) -> None:
+        """So many pixels of the page from `top` on, as a PNG with `scale` as many across."""
+        clip = {**_clip(width, height), "y": top, "scale": scale}
+        answer = self.send("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from megatron.observe.report.runs import (
 )
 from tools import report
 
+STUDY = Path(__file__).resolve().parents[3] / "docs/results/two_cores"
 ROWS = [
     {
         "iteration": i,
@@ -266,6 +267,70 @@ def test_prediction_beside_measurement(tmp_path):
     bare = [{"iteration": 1, "iteration-time": 1.0}]
     assert report.main([folder(tmp_path, bare)]) == 0
     assert "Prediction" not in (tmp_path / "report.html").read_text()
+
+
+EVENTS = [
+    {"event": "start", "time": 10.0, "iteration": 0},
+    {"event": "ready", "time": 13.0, "iteration": 0, "seconds": 3.0},
+    {"event": "steps", "time": 20.0, "iteration": 2, "count": 2, "seconds": 6.0},
+    {"event": "end", "time": 20.0, "iteration": 2, "code": 0},
+]
+
+
+def test_goodput_where_there_are_events(tmp_path):
+    """With what is missing said; events of another kind or without their numbers break nothing."""
+    run = folder(tmp_path)
+    assert report.main([run]) == 0
+    assert "Goodput" not in (tmp_path / "report.html").read_text()
+    odd = [{"event": "steps", "time": 12.0, "iteration": 1, "count": 1}, {"event": "x"}, [1]]
+    odd += [{"event": "steps", "time": 1.0, "iteration": 1, "count": 10**400, "seconds": 10**400}]
+    lines = [EVENTS[0], *odd, *EVENTS[1:]]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report.main([run]) == 0
+    seen = " ".join(text_of((tmp_path / "report.html").read_text()).split())
+    assert "Goodput 60.0% of 10.0 s, 1 starts, 0 steps made again, 0 skipped" in seen
+    assert "productive: steps that moved the weights 6.0 60.0%" in seen
+    assert "other: no event says 1.0 10.0% wall time 10.0 100.0%" in seen
+    assert "explain all but 1.0 s of the wall time" in seen
+
+
+def test_how_to_get_a_profile_and_a_damaged_one(tmp_path):
+    """One run without a profile is told how to get one; a trace that is none is named."""
+    one, two = (folder(tmp_path / name) for name in ("a", "b"))
+    output = tmp_path / "page.html"
+    assert report.main([one, "--output", str(output)]) == 0
+    assert "--profile-step-start" in output.read_text()
+    assert report.main([one, two, "--output", str(output)]) == 0
+    assert "--profile-step-start" not in output.read_text()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for text in ("{", "[]", '{"traceEvents": [3]}', "[" * 100_000):
+        (elsewhere / "rank-0.trace.json").write_text(text)
+        (elsewhere / "rank-x.trace.json").write_text(text)
+        config = {"config": {"logging": {"profile_dir": str(elsewhere)}}}
+        assert report.main([folder(tmp_path / "a", config=config), "--output", str(output)]) == 0
+        assert "rank-0.trace.json: not a trace of --profile" in output.read_text()
+
+
+def test_studies_are_sections_or_a_page(tmp_path, capsys):
+    """By themselves they make a page without script; what only runs have is refused for them."""
+    study = tmp_path / "study"
+    study.mkdir()
+    (study / "raw.jsonl").write_text((STUDY / "raw.jsonl").read_text())
+    assert report.main([str(study)]) == 0
+    page = (study / "report.html").read_text()
+    assert "Study two_cores" in page and "<script" not in page and "://" not in page
+    assert "<i>inside the noise</i>" in page and page.count("class=study") == 1
+    output = tmp_path / "page.html"
+    run = folder(tmp_path / "run")
+    assert report.main([run, str(study), "--output", str(output)]) == 0
+    page = output.read_text()
+    assert "Training report" in page and "Study two_cores" in page and "<script" in page
+    with pytest.raises(SystemExit):
+        report.main([str(study), "--expected-validation-loss", "4"])
+    assert "is of one run" in capsys.readouterr().err
+    (study / "raw.jsonl").write_text('{"kind": "run"}\n')
+    assert report.main([str(study)]) == 2
 
 
 def test_further_metrics_have_charts_of_their_own(tmp_path):

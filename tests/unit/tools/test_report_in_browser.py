@@ -4,19 +4,23 @@ overlaps, at two widths. Skipped, with the reason, where no browser can be insta
 
 from __future__ import annotations
 
+import csv
 import math
 import random
 import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from headless_browser import Browser, missing_browser
 
+from megatron.observe.goodput import CAUSES, goodput
 from megatron.observe.report import curves, picture
 from megatron.observe.report.page import page, verdict
 from megatron.observe.report.runs import LoggedRun, Mark, load_runs
+from megatron.observe.step_parts import step_table
 from megatron.observe.tracking import read_metrics
 from pretrain_gpt import main
 from tools import report
@@ -24,7 +28,9 @@ from tools import report
 RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
 --micro-batch-size 2 --global-batch-size 2 --train-iters 120 --mock-data
 --tokenizer-type NullTokenizer --vocab-size 49 --lr-decay-style cosine --lr-warmup-iters 10
---log-interval 1 --eval-interval 30 --eval-iters 1""".split()
+--log-interval 1 --eval-interval 30 --eval-iters 1
+--profile --profile-step-start 3 --profile-step-end 5""".split()
+STUDY = Path(__file__).resolve().parents[3] / "docs/results/two_cores"
 FAULTS = Path(__file__).with_name("find_overlaps.js").read_text()
 # figure by title -> paths by class, texts
 DRAWN = """Object.fromEntries([...document.querySelectorAll("main > .charts figure")].map(
@@ -61,6 +67,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         assert main([*RUN, "--save", str(save), "--load", str(save), *flags]) == 0
     assert report.main([str(fast), str(slow), "--output", str(folder / "pair.html")]) == 0
     assert report.main([str(fast), "--output", str(folder / "one.html")]) == 0
+    assert report.main([str(STUDY), "--output", str(folder / "study.html")]) == 0
+    assert report.main([str(fast), str(STUDY), "--output", str(folder / "all.html")]) == 0
     return [fast, slow]
 
 
@@ -278,6 +286,100 @@ def many(count: int, rows: int) -> list[LoggedRun]:
         )
         for number in range(count)
     ]
+
+
+def tables(browser: Browser, heading: str) -> list[list[list[str]]]:
+    """The cells of the tables below a heading, as a reader sees them."""
+    return browser.run(
+        "(() => { const found = []; let at = [...document.querySelectorAll('h2')].find("
+        f"one => one.innerText === {heading!r}).nextElementSibling;"
+        "for (; at && at.tagName !== 'H2'; at = at.nextElementSibling)"
+        "  for (const table of at.querySelectorAll('table'))"
+        "    found.push([...table.rows].map(row => [...row.cells].map(cell => cell.innerText)));"
+        "return found; })()"
+    )
+
+
+def bars(browser: Browser, heading: str) -> list[list[float]]:
+    """The widths of the parts of each bar below a heading, as shares of what they fill."""
+    return browser.run(
+        "(() => { const found = []; let at = [...document.querySelectorAll('h2')].find("
+        f"one => one.innerText === {heading!r}).nextElementSibling;"
+        "for (; at && at.tagName !== 'H2'; at = at.nextElementSibling)"
+        "  for (const bar of at.querySelectorAll('.stack')) {"
+        "    const all = [...bar.children].map(one => one.getBoundingClientRect().width);"
+        "    const sum = all.reduce((a, b) => a + b); found.push(all.map(one => one / sum)); }"
+        "return found; })()"
+    )
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_time_is_shown_as_the_files_say(browser: Browser, pair: list[Path], width: int):
+    """Goodput and the parts of the profiled steps, of one run and of two, as numbers and bars."""
+    found = [goodput(run) for run in pair]
+    browser.open(pair[0].with_name("one.html"), width)
+    ((head, *rows),) = tables(browser, "Goodput")
+    assert head == ["cause", "seconds", "share"] and rows.pop()[1] == f"{found[0].wall:,.1f}"
+    assert [row[0].split(":")[0] for row in rows] == ["productive", *CAUSES, "other"]
+    expected = [seconds for _, seconds in found[0].rows()]
+    assert [row[1] for row in rows] == [f"{seconds:,.1f}" for seconds in expected]
+    assert [row[2] for row in rows] == [f"{each / found[0].wall:.1%}" for each in expected]
+    (bar,) = bars(browser, "Goodput")
+    above = [max(0.0, seconds) for seconds in expected]
+    assert bar == pytest.approx([each / sum(above) for each in above if each], abs=0.01)
+    said = browser.run("document.body.innerText")
+    assert f"Goodput {found[0].productive / found[0].wall:.1%} of {found[0].wall:.1f} s" in said
+
+    steps = step_table(pair[0] / "profile")
+    assert [step.iteration for step in steps] == [4, 5]
+    ((head, row),) = tables(browser, "Where the steps went")
+    whole = fmean(step.seconds for step in steps)
+    assert row[:4] == ["rank 0", "", "2", f"{1000 * whole:.1f}"] and {"compute", "host"} < {*head}
+    parts = [fmean(step.parts.get(name, 0.0) for step in steps) for name in head[4:]]
+    assert sum(parts) == pytest.approx(whole)
+    assert row[4:] == [f"{1000 * part:.1f} ({100 * part / whole:.0f}%)" for part in parts]
+    (bar,) = bars(browser, "Where the steps went")
+    assert bar == pytest.approx([part / whole for part in parts if part], abs=0.01)
+
+    browser.open(pair[0].with_name("pair.html"), width)
+    ((_, *rows),) = tables(browser, "Goodput")
+    for row, run, own in zip(rows, pair, found, strict=True):
+        seconds = [f"{each:,.1f} ({each / own.wall:.1%})" for _, each in own.rows()]
+        assert row == [run.name, "", f"{own.starts}", f"{own.wall:,.1f}", *seconds]
+    ((_, *rows),) = tables(browser, "Where the steps went")
+    assert [row[:2] for row in rows] == [[run.name, "rank 0"] for run in pair]
+    assert browser.run(FAULTS) == browser.complaints == []
+
+
+@pytest.mark.parametrize("name", ["study", "all"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_study_is_shown_as_it_was_recorded(
+    browser: Browser, pair: list[Path], name: str, width: int
+):
+    """The table, and a chart whose bars and error bars are as long as the recorded figures."""
+    browser.open(pair[0].with_name(f"{name}.html"), width)
+    shown = tables(browser, "Study two_cores")
+    lines = (STUDY / "table.md").read_text().splitlines()
+    written = [line.strip("| ").split(" | ") for line in lines if line[:2] == "| "]
+    assert [row for table in shown for row in table] == written
+    drawn = browser.run(
+        "[...document.querySelectorAll('.study rect[height=\"20\"]')].map(bar => {"
+        "const box = bar.getBoundingClientRect(), error = bar.nextElementSibling;"
+        "const line = error.getBoundingClientRect();"
+        "return [box.width, line.left - box.left, line.right - box.left]; })"
+    )
+    rows = list(csv.DictReader((STUDY / "table.csv").open()))
+    ran = [row for row in rows if row["tokens_per_s"]]
+    pixels = drawn[0][0] / float(ran[0]["tokens_per_s"])
+    assert len(drawn) == len(ran) == 10 and pixels > 0
+    for bar, row in zip(drawn, ran, strict=True):
+        expected = [pixels * float(row[key]) for key in ("tokens_per_s", "low", "high")]
+        assert bar == pytest.approx(expected, abs=1.5), row["row"]
+    colours = browser.run(
+        "[...document.querySelectorAll('.study text')].map(one => getComputedStyle(one).fill)"
+    )
+    assert colours.count("rgb(185, 28, 28)") == len(rows) - len(ran) == 2  # the reasons, in red
+    assert browser.run(FAULTS) == browser.complaints == []
 
 
 @pytest.mark.parametrize("width", [1280, 400])

@@ -1,0 +1,134 @@
+"""Text that the model writes at an evaluation, in any layout: the start of the first validation
+sample and its continuation, token by token through the forward passes of evaluation.
+
+All ranks call it together. Each token is drawn with a random number of its position, the same at
+every evaluation, so that texts of one run differ by the weights alone. Called from
+training/loop.py.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatron.data.loader import Source
+from megatron.distributed.collectives import all_gather, all_reduce
+from megatron.kernels import philox
+from megatron.layers.linear import column_linear
+from megatron.model.block import HeadBlock, MicroBatch
+from megatron.training.passes import run_micro_batches
+from megatron.training.run import Run
+
+LONGEST_PROMPT = 32  # tokens
+END = "<end of document>"
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """Ids of a prompt and of what the model wrote after it."""
+
+    prompt: list[int]
+    written: list[int]
+
+    def line(self, decode: Callable[[list[int]], str], eod: int) -> str:
+        """As one line of a log, with the ends of documents in it."""
+        prompt, written = (_readable(ids, decode, eod) for ids in (self.prompt, self.written))
+        return " ".join(f"{prompt} | {written}".split())
+
+    def to_html(self, decode: Callable[[list[int]], str], eod: int) -> str:
+        """The prompt pale, what was written dark."""
+        prompt, written = (
+            html.escape(_readable(ids, decode, eod)) for ids in (self.prompt, self.written)
+        )
+        return (
+            '<pre style="white-space:pre-wrap;font:15px/1.5 sans-serif">'
+            f'<span style="color:#94a3b8">{prompt}</span>{written}</pre>'
+        )
+
+
+def _readable(ids: Sequence[int], decode: Callable[[list[int]], str], eod: int) -> str:
+    """The text of ids, each end of document spelled out on a line of its own."""
+    parts = [
+        f"\n{END}\n" * len(run) if ends else decode(run)
+        for ends, run in ((ends, [*group]) for ends, group in groupby(ids, eod.__eq__))
+    ]
+    return "".join(parts)
+
+
+@dataclass(frozen=True)
+class _OneWindow:
+    """A reader of one sample, whatever its number."""
+
+    window: np.ndarray  # [s + 1] int64
+
+    def windows(self, sample: np.ndarray) -> np.ndarray:
+        return np.tile(self.window, (len(sample), 1))
+
+
+@torch.no_grad()
+def write_sample(run: Run, source: Source) -> SampleText:
+    """Up to --log-sample-text tokens after the start of a source's first sample, as far as the
+    sequence goes; the same on every rank. A forward pass of one micro-batch for each token.
+    """
+    start = source.batch(0, 1).tokens[0].numpy()
+    length = min(LONGEST_PROMPT, (len(start) + 1) // 2)
+    count = min(run.config.logging.log_sample_text, len(start) + 1 - length)
+    window = np.zeros(len(start) + 1, np.int64)
+    window[:length] = start[:length]
+    key = philox.key(run.config.training.seed, "sample-text")
+    for place in range(length, length + count):
+        word = philox.philox4x32([torch.tensor([c]) for c in (place, 0, 0, 0)], key)[0].item()
+        window[place] = _next_token(run, source, window, place - 1, word / 2**32)
+    return SampleText(window[:length].tolist(), window[length : length + count].tolist())
+
+
+def _next_token(run: Run, source: Source, window: np.ndarray, position: int, uniform: float) -> int:
+    """The token after a position. It is drawn where the last stage is, by the context-parallel rank
+    that holds the position, and told to all.
+    """
+    drawn = torch.zeros(1, dtype=torch.float64, device=run.device)
+
+    def look(head: nn.Module, arguments: tuple[Tensor, MicroBatch]) -> None:
+        assert isinstance(head, HeadBlock)
+        logits, held = _logits_at(head, *arguments, position)
+        if held and run.groups.dp.rank == run.groups.tp.rank == 0:
+            drawn[0] = _draw(logits, uniform)
+
+    hook = run.model.head.register_forward_pre_hook(look) if run.pipeline.has_head else None
+    try:
+        run_micro_batches(run, replace(source, reader=_OneWindow(window)), 0, run.chunk)
+    finally:
+        if hook is not None:
+            hook.remove()
+    return int(all_reduce(drawn, run.groups.world).item())
+
+
+def _logits_at(head: HeadBlock, x: Tensor, micro: MicroBatch, position: int) -> tuple[Tensor, bool]:
+    """(logits [v] of the first sample at a position, whether this context-parallel rank holds it).
+    x [s, b, h] is what the head reads, of this rank's positions; the tensor-parallel ranks of one
+    last stage call it together. One position is multiplied, not the sequence.
+    """
+    tp, places = head.tp, micro.places
+    own = torch.arange(micro.tokens.shape[0]) if places is None else places.own.cpu()
+    found = (own == position).nonzero()
+    place = int(found[0]) if len(found) else 0
+    part = x.shape[0]  # under sequence parallelism that of one rank
+    row = place % part
+    z = column_linear(x[row : row + 1, :1], head.weight, None, tp)  # [1 or ranks, 1, v / size]
+    z = z[place // part if tp.sequence else 0, 0].double()
+    z = all_gather(z[None], tp.axis).flatten()[: head.vocab_size]
+    cap = head.config.final_logit_softcapping
+    return z if cap is None else cap * torch.tanh(z / cap), len(found) > 0
+
+
+def _draw(logits: Tensor, uniform: float) -> int:
+    """The token at which the distribution [v] passes a number in [0, 1); the most likely first."""
+    probabilities, order = torch.softmax(logits, dim=-1).sort(descending=True, stable=True)
+    passed = int((probabilities.cumsum(0) <= uniform).sum())
+    return int(order[min(passed, len(order) - 1)])

@@ -1,0 +1,80 @@
+"""events.jsonl and what is made of it at the end of a run: every save is one event, and wandb's
+summary holds the goodput that the files say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron.observe.goodput import goodput, read_events
+from megatron.observe.report.runs import load_runs
+from pretrain_gpt import main
+from tools.wandb_workspace import wandb_records
+
+RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
+--micro-batch-size 2 --global-batch-size 2 --train-iters 12 --mock-data --lr 1e-2
+--tokenizer-type NullTokenizer --vocab-size 49 --log-interval 1 --eval-interval 6 --eval-iters 1
+--save-interval 4""".split()
+
+
+def train(folder: Path, *flags: str) -> None:
+    assert main([*RUN, "--save", str(folder), "--load", str(folder), *flags]) == 0
+
+
+@pytest.mark.parametrize("mode", [(), ("--async-save",)])
+def test_every_save_is_one_event(tmp_path: Path, mode: tuple[str, ...]):
+    """At an exit, at its interval, at the end, and none of a start that has nothing to do. What is
+    waited for at the end is told apart.
+    """
+    train(tmp_path, "--exit-interval", "6", *mode)
+    train(tmp_path, *mode)
+    train(tmp_path, *mode)
+    events = read_events(tmp_path / "events.jsonl")
+    saved = Counter(row["iteration"] for row in events if row["event"] == "checkpoint")
+    assert saved == {4: 1, 6: 1, 8: 1, 12: 1}
+    waited = [row["iteration"] for row in events if row["event"] == "checkpoint-wait"]
+    assert waited == ([6, 12] if mode else [])
+    (run,) = load_runs([str(tmp_path)])
+    marks = Counter(mark.iteration for mark in run.marks if mark.kind == "checkpoint")
+    assert marks == saved
+    found = goodput(tmp_path)
+    held = sum(
+        row["seconds"] for row in events if row["event"] in ("checkpoint", "checkpoint-wait")
+    )
+    steps = sum(row.get("checkpoint", 0.0) for row in events if row["event"] == "steps")
+    assert found.losses["checkpoint"] == pytest.approx(held + steps)
+
+
+def summary(folder: Path) -> dict[str, float]:
+    """What the offline runs of wandb below a folder say in their summaries; the last one counts."""
+    found = {}
+    files = folder.glob("wandb/offline-run-*/run-*.wandb")
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
+        for record in wandb_records(path):
+            if record.WhichOneof("record_type") == "summary":
+                for item in record.summary.update:
+                    name = item.key or "/".join(item.nested_key)
+                    found[name] = json.loads(item.value_json)
+    return found
+
+
+def test_goodput_is_in_the_summary_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Over all starts, with its losses, as the files say."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for flags in (["--exit-interval", "6"], []):
+        train(tmp_path, "--wandb-project", "p", *flags)
+        found, said = goodput(tmp_path), summary(tmp_path)
+        expected = {
+            "goodput/share": found.productive / found.wall,
+            "goodput/starts": found.starts,
+            "goodput/wall": found.wall,
+            **{f"goodput/{cause}": seconds for cause, seconds in found.rows()},
+        }
+        told = {name: value for name, value in said.items() if name.startswith("goodput/")}
+        assert told == pytest.approx(expected)
+    assert found.starts == 2 and found.productive > 0 < found.losses["checkpoint"]

@@ -1,0 +1,148 @@
+"""--log-sample-text: what the model writes at an evaluation is what its logits say, the same in
+every layout, and reaches the log and wandb.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from megatron.kernels import philox
+from parity.layouts import BASE, NO_DROPOUT, Row
+from parity.worker import one_thread, run_case
+
+from megatron.training import loop
+from megatron.training.run import Run
+from megatron.training.sample_text import END, LONGEST_PROMPT, SampleText, write_sample
+from pretrain_gpt import main
+from tools.generate import choose
+from tools.wandb_workspace import wandb_records
+
+LENGTH = 16
+FLAGS = (
+    *BASE,
+    *NO_DROPOUT.split(),
+    *"--fp64 --train-iters 4 --lr-warmup-iters 1 --micro-batch-size 1 --num-layers 4".split(),
+    *"--eval-interval 2 --log-sample-text 6".split(),
+)
+DOCUMENTS = "--reset-attention-mask --reset-position-ids"
+CAPPED = "--untie-embeddings-and-output-weights --final-logit-softcapping 2 --window-size 4"
+RUNS = [
+    ("tp2", ""),
+    ("tp2 sp", CAPPED),
+    ("pp2 1f1b", ""),
+    ("pp2 zero-bubble", DOCUMENTS),
+    ("dp2 zero1", ""),
+    ("dp2 zero3", CAPPED),
+    ("cp2", ""),
+    ("cp2", DOCUMENTS),
+]
+
+
+def texts_of(flags: tuple[str, ...]) -> list[SampleText]:
+    """What a run has written, on this rank."""
+    written = []
+
+    def write(*arguments):
+        written.append(write_sample(*arguments))
+        return written[-1]
+
+    with mock.patch.object(loop, "write_sample", write):
+        run_case(flags)
+    return written
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[SampleText]]:
+    """What one process writes, by its flags."""
+    with one_thread():
+        return {
+            flags: texts_of((*FLAGS, *flags.split()))
+            for flags in sorted({each for _, each in RUNS})
+        }
+
+
+@pytest.mark.parametrize(("layout", "flags"), RUNS, ids=str)
+def test_every_layout_writes_what_one_process_writes(gloo_world, alone, layout, flags):
+    words = Row(layout, "gpt").words
+    found = gloo_world(words.ranks).run(texts_of, (*FLAGS, *flags.split(), *words.flags))
+    assert found == [alone[flags]] * words.ranks
+    assert len(alone[flags]) == 2 and all(len(text.written) == 6 for text in alone[flags])
+    # an evaluation later the weights are others, and the random numbers the same
+    assert alone[flags][0].prompt == alone[flags][1].prompt
+    assert alone[flags][0].written != alone[flags][1].written
+
+
+@pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights --bf16"])
+def test_it_is_what_the_logits_say(flags):
+    """Against whole passes over the prefix alone, and the sampler of tools/generate.py."""
+    compared = []
+
+    def write(run: Run, source):
+        text = write_sample(run, source)
+        ids, key = list(text.prompt), philox.key(run.config.training.seed, "sample-text")
+        assert ids == source.batch(0, 1).tokens[0, : len(ids)].tolist()
+        for token in text.written:
+            word = philox.philox4x32([torch.tensor([c]) for c in (len(ids), 0, 0, 0)], key)[0]
+            logits = run.model.logits(torch.tensor([ids]))[0, -1].double()
+            uniform = word.item() / 2**32
+            expected = choose(logits, uniform, temperature=1.0, top_k=0, top_p=1.0)
+            compared.append((token, expected))
+            ids.append(token)
+        return text
+
+    kept = [flag for flag in FLAGS if flag != "--fp64" or "--bf16" not in flags]
+    with mock.patch.object(loop, "write_sample", write), one_thread():
+        run_case((*kept, *flags.split(), "--log-sample-text", "100"))
+    found, expected = zip(*compared, strict=True)
+    assert found == expected and len(found) == 2 * (LENGTH + 1 - min(LONGEST_PROMPT, 8))
+    assert len(set(found)) > 4
+
+
+def test_training_does_not_change():
+    with one_thread():
+        written = run_case(FLAGS)
+        plain = run_case((*FLAGS, "--log-sample-text", "0"))
+    assert written.metrics == plain.metrics and written.evaluations == plain.evaluations
+
+
+def test_the_ends_of_documents_are_told():
+    text = SampleText([1, 0, 2], [3, 0, 0])
+
+    def decode(ids: list[int]) -> str:
+        return "<" + "+".join(map(str, ids)) + ">"
+
+    assert text.line(decode, 0) == f"<1> {END} <2> | <3> {END} {END}"
+    assert "&lt;3&gt;" in text.to_html(decode, 0) and "<3>" not in text.to_html(decode, 0)
+
+
+def test_the_log_and_wandb_have_it(tmp_path: Path, monkeypatch, capsys):
+    """One text an evaluation, in wandb beside its iteration, read from its own files."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = (*BASE, *"--train-iters 6 --eval-interval 2 --micro-batch-size 1".split())
+    more = ("--log-sample-text", "5", "--wandb-project", "p", "--save", str(tmp_path))
+    assert main([*flags, *more]) == 0
+    lines = re.findall(r"sample text at iteration (\d+): (.*) \| (.*)", capsys.readouterr().out)
+    assert [line[0] for line in lines] == ["2", "4", "6"]
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = [
+        {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in items}
+        for record in wandb_records(path)
+        if (items := record.history.item)
+    ]
+    found = [
+        (row["iteration"], (path.parent / "files" / row["train/sample-text/path"]).read_text())
+        for row in rows
+        if "train/sample-text/path" in row
+    ]
+    for (iteration, prompt, written), (at, page) in zip(lines, found, strict=True):
+        assert at == int(iteration)
+        text = html.unescape(re.sub("<.*?>", "|", page.split("<pre", 1)[1].split(">", 1)[1]))
+        assert [" ".join(part.split()) for part in text.strip("|").split("|")] == [prompt, written]
+        assert len(re.findall(r"\d+|" + END, written)) == 5
