@@ -12,11 +12,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.groups import Config, ModelConfig
 from megatron.layers.attention import attention_parameters
 from megatron.layers.mlp import mlp_parameters
+from megatron.layers.moe import moe_parameters
 from megatron.layers.norm import norm_parameters
 from megatron.layers.spec import ParameterSpec
 from megatron.model.block import (
@@ -26,6 +27,21 @@ from megatron.model.block import (
     like_layer,
     word_matrix,
 )
+
+
+class ExpertRanks(NamedTuple):
+    """Ranks that share the matrices of each expert, and that hold different experts."""
+
+    etp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, config: Config) -> ExpertRanks:
+        """Of a resolved configuration."""
+        distributed = config.distributed
+        return cls(
+            distributed.expert_tensor_parallel_size or 1, distributed.expert_model_parallel_size
+        )
 
 
 def head_widths(model: ModelConfig) -> tuple[int, int]:
@@ -41,15 +57,27 @@ def padded_vocab_size(vocab_size: int, model: ModelConfig, tp: int = 1) -> int:
     return -(-vocab_size // unit) * unit
 
 
-def elements(parameters: Iterable[ParameterSpec], tp: int = 1) -> int:
-    """Elements of these parameters on one of `tp` tensor-parallel ranks, padding included."""
-    return sum(math.prod(spec.local_shape(tp)) for spec in parameters)
+def elements(
+    parameters: Iterable[ParameterSpec], tp: int = 1, experts: ExpertRanks = ExpertRanks()
+) -> int:
+    """Elements of these parameters on one of `tp` tensor-parallel ranks, padding included; of
+    experts, on one of the ranks that divide them. What is not trained by design, such as the bias
+    of a router, is no parameter.
+    """
+    total = 0
+    for spec in parameters:
+        if spec.group == "expert":
+            total += math.prod(spec.local_shape(experts.etp, 0, experts.ep))
+        elif spec.group != "state":
+            total += math.prod(spec.local_shape(tp))
+    return total
 
 
 def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[str, int]:
     """Parameters by kind and in `total` that each of `tp` ranks holds; `vocab_size` is the real
     vocabulary, or the padded one to count stored rows, over all ranks. Norms, positions, biases of
-    row-parallel layers and a key/value head that several ranks share are held whole.
+    row-parallel layers and a key/value head that several ranks share are held whole. Experts, where
+    there are any, are all of them.
     """
     layers = model.num_layers
     first, matrix = layer_parameters(model, 0), head_matrix(model, vocab_size, vocab_size)
@@ -58,27 +86,65 @@ def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[st
         "embedding": elements([word_matrix(model, vocab_size, vocab_size)], tp),
         "position": elements([first["position.weight"]], tp) if "position.weight" in first else 0,
         "attention": layers * elements(attention_parameters(model, "attention").values(), tp),
-        "mlp": layers * elements(mlp_parameters(model, "mlp").values(), tp),
+        **_mlp_count(model, tp),
         "norms": (2 * layers + 1) * norm,
         "head": elements([matrix], tp) if model.untie_embeddings_and_output_weights else 0,
     }
     return {**counts, "total": sum(counts.values())}
 
 
-def local_shape(model: ModelConfig, tp: int) -> ModelConfig:
+def _mlp_count(model: ModelConfig, tp: int) -> dict[str, int]:
+    """Parameters of all MLPs, routers and experts; shared experts are MLPs."""
+    with_experts = sum(model.expert_layers())
+    dense = model.num_layers - with_experts
+    counts = {"mlp": dense * elements(mlp_parameters(model, "mlp").values(), tp)}
+    if with_experts:
+        kinds = {"experts": 0, "router": 0}
+        for name, spec in moe_parameters(model, "mlp").items():
+            kind = name.partition(".")[0]
+            count = with_experts * elements([spec], tp)
+            if kind in kinds:
+                kinds[kind] += count
+            else:
+                counts["mlp"] += count
+        counts |= kinds
+    return counts
+
+
+def active_parameters(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters that a token goes through: all but those of experts that it did not choose."""
+    counts = parameter_count(model, vocab_size)
+    experts = counts.get("experts", 0)
+    return counts["total"] - experts + _of_chosen(model, experts)
+
+
+def _of_chosen(model: ModelConfig, experts: int) -> int:
+    """What of a number for all experts of a layer is that of the experts of a token."""
+    return experts * model.moe_router_topk // (model.num_experts or 1) if experts else 0
+
+
+def local_shape(model: ModelConfig, tp: int, etp: int = 1) -> ModelConfig:
     """The model as one of `tp` tensor-parallel ranks computes it: its heads (of keys and values at
-    least one) and its part of the ffn width.
+    least one) and its part of the ffn width, and of an expert's over `etp` ranks.
     """
+    shared = model.moe_shared_expert_intermediate_size
     return dataclasses.replace(
         model,
         num_attention_heads=model.num_attention_heads // tp,
         num_query_groups=max(1, model.num_query_groups // tp),
         ffn_hidden_size=model.ffn_hidden_size // tp,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size and model.moe_ffn_hidden_size // etp,
+        moe_shared_expert_intermediate_size=shared and shared // tp,
     )
 
 
 def unit_parameters(
-    model: ModelConfig, padded_vocab: int, tp: int = 1, *, copied: bool = False
+    model: ModelConfig,
+    padded_vocab: int,
+    tp: int = 1,
+    experts: ExpertRanks = ExpertRanks(),
+    *,
+    copied: bool = False,
 ) -> list[int]:
     """Parameters of each unit (embedding, layers, head) on each of `tp` ranks. The first layer has
     the position table, the last the final norm; a tied head has none, or a copy of the embedding's
@@ -86,7 +152,7 @@ def unit_parameters(
     """
     matrix = elements([word_matrix(model, padded_vocab, padded_vocab)], tp)
     kinds = {
-        index: elements(layer_parameters(model, index).values(), tp)
+        index: elements(layer_parameters(model, index).values(), tp, experts)
         for index in distinct_layers(model)
     }
     layers = [kinds[like_layer(model, index)] for index in range(model.num_layers)]
@@ -95,13 +161,21 @@ def unit_parameters(
 
 def unit_flops(model: ModelConfig, seq: int, vocab: int) -> list[int]:
     """Floating-point operations of each unit's forward pass per token: 2 for each element of a
-    linear layer's weight, and 2 q seq for the causal half of attention; 2 h V for the head, none
-    for the embedding.
+    linear layer's weight, of a router's and of those of the experts that a token goes through, and
+    2 q seq for the causal half of attention; 2 h V for the head, none for the embedding.
     """
+    kinds = {index: _layer_flops(model, index, seq) for index in distinct_layers(model)}
+    layers = [kinds[like_layer(model, index)] for index in range(model.num_layers)]
+    return [0, *layers, 2 * model.hidden_size * vocab]
+
+
+def _layer_flops(model: ModelConfig, index: int, seq: int) -> int:
     q, _ = head_widths(model)
-    matrices = elements(spec for spec in layer_parameters(model, 0).values() if spec.product)
-    layer = 2 * matrices + 2 * q * seq
-    return [0, *[layer] * model.num_layers, 2 * model.hidden_size * vocab]
+    products = [spec for spec in layer_parameters(model, index).values() if spec.product]
+    experts = elements(spec for spec in products if spec.group == "expert")
+    matrices = elements(spec for spec in products if spec.group != "expert")
+    router = model.hidden_size * (model.num_experts or 0) if experts else 0
+    return 2 * (matrices + router + _of_chosen(model, experts)) + 2 * q * seq
 
 
 def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:

@@ -322,7 +322,7 @@ class LayerBlock(Layer):
             micro,
         )  # attention's output has no name here: it would live as long as this function runs
         self.rebuilder.discard("layernorm", y, self.mlp_norm, x)
-        if isinstance(self.mlp, MLP):
+        if not isinstance(self.mlp, MoE):
             return self._add_mlp(self.mlp(y), x, micro)
         y, sums = self.mlp(
             y, micro.hidden_dropout, micro.token_index, micro.routings, self.recompute.whole

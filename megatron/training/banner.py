@@ -15,7 +15,13 @@ from megatron.config.derive import data_parallel_size
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config
 from megatron.distributed.groups import describe_layout, layout_of
-from megatron.model.arithmetic import flops_per_iteration, parameter_count, peak_tflops
+from megatron.model.arithmetic import (
+    ExpertRanks,
+    active_parameters,
+    flops_per_iteration,
+    parameter_count,
+    peak_tflops,
+)
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.recompute import recompute_text
 from megatron.plan.advice import Machine
@@ -158,8 +164,24 @@ def _model_lines(prepared: Prepared) -> list[str]:
         f"{model.kv_channels}, {model.num_query_groups} key/value heads, "
         f"{model.normalization}, positions {model.position_embedding_type}",
         f"{parameters['total']:,} parameters ({', '.join(counts)})",
+        *_expert_lines(prepared),
         f"vocabulary {tokenizer.vocab_size} ({tokenizer.name}), padded to {prepared.padded_vocab}",
         *([f"frozen: {frozen}"] if frozen else []),
+    ]
+
+
+def _expert_lines(prepared: Prepared) -> list[str]:
+    config, model = prepared.config, prepared.config.model
+    layers = sum(model.expert_layers())
+    if not layers:
+        return []
+    active = active_parameters(model, prepared.tokenizer.vocab_size)
+    ranks = ExpertRanks.of(config)
+    here = model.num_experts // ranks.ep
+    return [
+        f"{layers} of {model.num_layers} layers have {model.num_experts} experts of "
+        f"{model.moe_ffn_hidden_size}, {model.moe_router_topk} for each token: {active:,} "
+        f"parameters are active; {here} experts a rank, {config.model.moe_token_dispatcher_type}"
     ]
 
 

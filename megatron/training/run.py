@@ -76,9 +76,9 @@ class Run:
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
     profiler: StepProfiler | None  # on the ranks of --profile-ranks
-    starving: StarvingExperts = field(default_factory=StarvingExperts)
     decode: Callable[[list[int]], str]  # token ids as text
     estimate: Estimate | None = None  # of a step, on rank 0, where the device is known
+    starving: StarvingExperts = field(default_factory=StarvingExperts)
 
     @property
     def timers(self) -> Timers:

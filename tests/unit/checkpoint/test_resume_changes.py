@@ -243,6 +243,8 @@ OTHERWISE = {
         "fused_linear_cross_entropy",
         "init_method_std",
         "tiled_mlp",
+        "moe_router_dtype",
+        "moe_token_dispatcher_type",
     },
     "precision": {"initial_loss_scale"},  # the checkpoint has the scale
     # compared by content
