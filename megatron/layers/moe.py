@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import ALONE, Axis
 from megatron.layers.dispatch import AllGather, AllToAll, DispatchPlan
@@ -159,6 +160,45 @@ class MoE(nn.Module):
             if name != OBJECTIVE:
                 losses[name] = value / self.layers
         return {**losses, expert_tokens(self.index): choice.counts}
+
+
+class ExpertBytes(NamedTuple):
+    """Bytes of a layer with experts on one rank, of which all have as many tokens."""
+
+    rows: int  # the tokens of this rank's experts, fc1's input
+    inner: int  # fc1's output
+    activated: int  # fc2's input
+    shared_inner: int  # the same of the shared expert
+    shared_activated: int
+    beside: int  # scores, weights and integers
+    exchange: int  # beside what is kept, while rows go to experts or come back
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, own: int, tokens: int, compute: int, wide: int, etp: int, ep: int
+    ) -> ExpertBytes:
+        """`config`: the model as this rank computes it; `own` tokens of this rank, `tokens` those
+        of its tensor-parallel ranks together; `compute` and `wide` bytes an element.
+        """
+        k, count = config.moe_router_topk, config.num_experts
+        f = config.moe_ffn_hidden_size
+        assert count is not None and f is not None
+        choices, rows = own * k, own * k * etp
+        gated = 2 if config.activation in GATED else 1
+        width = config.moe_shared_expert_intermediate_size or 0
+        scores = wide * own * count * (2 if loss_names(config) else 1)
+        integers = 8 * (2 * choices + (2 * rows if etp * ep > 1 else 0) + choices)
+        hidden = config.hidden_size * compute
+        return cls(
+            rows=rows * hidden,
+            inner=rows * gated * f * compute,
+            activated=rows * f * compute,
+            shared_inner=tokens * gated * width * compute,
+            shared_activated=tokens * width * compute,
+            beside=scores + integers + wide * (rows + choices),
+            # what is sent and what comes, and a token's sum
+            exchange=(2 if etp * ep > 1 else 1) * rows * hidden + own * config.hidden_size * wide,
+        )
 
 
 def sums_beside(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:

@@ -10,6 +10,7 @@ width, q and k widths of queries and keys, V vocabulary, all of this rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -25,6 +26,7 @@ from megatron.layers.linear import weight_grad_scratch
 from megatron.layers.linear_cross_entropy import chunk_tokens
 from megatron.layers.loss import widened_bytes
 from megatron.layers.mlp import always_rebuilt, bias_sum_bytes, saved_widths
+from megatron.layers.moe import ExpertBytes
 from megatron.layers.norm import saved_statistics, temporary_bytes
 from megatron.model.arithmetic import local_shape
 from megatron.model.kernels import choose_kernels
@@ -95,7 +97,7 @@ class Shape:
     def __init__(self, config: Config, padded_vocab: int, device: str = "cuda"):
         tp = config.distributed.tensor_model_parallel_size
         chosen, _ = choose_kernels(config, torch.device(device))
-        self.config = config
+        self.config, self.padded_vocab = config, padded_vocab
         self.model = local_shape(chosen.model, tp)
         self.device = device
         self.compute, self.wide = element_sizes(config.precision)
@@ -124,6 +126,11 @@ class Shape:
         self.inner, self.activated = (
             self.tokens * self.compute * width for width in saved_widths(self.model)
         )
+
+    @cached_property
+    def with_experts(self) -> ExpertShape:
+        """The sizes of layers with experts."""
+        return ExpertShape(self.config, self.padded_vocab, self.device)
 
     @property
     def pieces(self) -> int:
@@ -199,8 +206,63 @@ class Shape:
         )
 
 
+class ExpertShape(Shape):
+    """The same of a layer with experts that have as many tokens each. Not exact: temporaries of the
+    exchange are those of its worst moment, whatever else is alive then.
+    """
+
+    def __init__(self, config: Config, padded_vocab: int, device: str = "cuda"):
+        super().__init__(config, padded_vocab, device)
+        distributed = config.distributed
+        etp = distributed.expert_tensor_parallel_size or 1
+        self.model = local_shape(self.model, 1, etp)
+        sizes = self.own, self.tokens, self.compute, self.wide
+        ranks = etp, distributed.expert_model_parallel_size
+        self.experts = ExpertBytes.of(self.model, *sizes, *ranks)
+        self.inner = self.experts.inner + self.experts.shared_inner
+        self.activated = self.experts.activated + self.experts.shared_activated
+
+    def layer(self) -> int:
+        return super().layer() + self.experts.rows + self.experts.beside
+
+    def dropped(self, modules: frozenset[str]) -> DroppedBytes:
+        own, whole = self.experts, "mlp" in modules
+        shared_activated = own.shared_activated if whole or "mlp_act" in modules else 0
+        activated = own.activated if modules & {"moe", "moe_act"} else 0
+        return DroppedBytes(
+            self.hidden if "layernorm" in modules else 0,
+            self.attention.saved() - self.attention.saved(modules),
+            (own.rows + own.inner if "moe" in modules else 0) + (own.shared_inner if whole else 0),
+            activated + shared_activated,
+        )
+
+
 def layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     """One transformer layer."""
+    if not shape.config.model.expert_layers()[index]:
+        return _layer_bytes(shape, index, choice)
+    of_experts = shape.with_experts
+    found = _with_exchange(_layer_bytes(of_experts, index, choice), of_experts.experts)
+    if found.rebuilt is not None:
+        found = replace(found, rebuilt=_with_exchange(found.rebuilt, of_experts.experts))
+    return found
+
+
+def _with_exchange(layer: UnitBytes, experts: ExpertBytes) -> UnitBytes:
+    """What rows on their way to experts and back take, and what a split backward pass leaves of
+    them.
+    """
+    return replace(
+        layer,
+        deferred=layer.deferred + 2 * experts.rows,
+        forward=layer.forward + experts.exchange,
+        backward=layer.backward + experts.exchange,
+        split=layer.split + experts.exchange,
+        forming=layer.forming + experts.exchange,
+    )
+
+
+def _layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     products = _fp8_scratch(shape, index)
     modules = choice.modules | always_rebuilt(shape.model)
     own = _with_fp8(_kept_layer(shape, index, modules), products)

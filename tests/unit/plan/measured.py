@@ -61,6 +61,13 @@ LONG = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 256 "
     "--seq-length 1024 --micro-batch-size 2"
 )
+EXPERTS = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --micro-batch-size 2 "
+    f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 128 --moe-router-force-load-balancing "
+    "--moe-aux-loss-coeff 1e-2"
+)
+EP2 = "--expert-model-parallel-size 2"
+SHARED_EXPERT = "--moe-shared-expert-intermediate-size 128 --moe-layer-freq [0,1,1]"
 KERNELS = " ".join(
     f"--{operator}-backend triton"
     for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross-entropy")
@@ -96,6 +103,21 @@ CASES: dict[str, tuple[int, int, str]] = {
     ),
     "stage 2, dp2, no overlap": (2, 2, f"{SMALL} --zero-stage 2 --no-overlap-grad-reduce"),
     "stage 3, dp2, no overlap": (2, 2, f"{SMALL} --zero-stage 3 --no-overlap-param-gather"),
+    "experts": (1, 2, EXPERTS),
+    "experts, bf16": (1, 2, f"{EXPERTS} --bf16"),
+    "experts, ep2": (2, 2, f"{EXPERTS} {EP2}"),
+    "experts, ep2, stage 2": (4, 2, f"{EXPERTS} {EP2} --zero-stage 2"),
+    "experts, ep2, stage 3, bf16": (4, 2, f"{EXPERTS} {EP2} --zero-stage 3 --bf16"),
+    "experts, ep2, recompute": (2, 2, f"{EXPERTS} {EP2} {FULL}"),
+    "experts, ep2, recompute moe": (2, 2, f"{EXPERTS} {EP2} {SELECTIVE} moe"),
+    "experts, recompute moe_act": (1, 2, f"{EXPERTS} {SELECTIVE} moe_act"),
+    "experts, shared, ep2": (2, 2, f"{EXPERTS} {SHARED_EXPERT} {EP2}"),
+    "experts, tp2 sp": (2, 2, f"{EXPERTS} {TP2} --sequence-parallel"),
+    "experts, tp2 sp, ep2": (
+        2,
+        2,
+        f"{EXPERTS} {TP2} --sequence-parallel {EP2} --expert-tensor-parallel-size 1",
+    ),
     "pp2": (2, 4, f"{SMALL} {PP2}"),
     "pp2, llama, interleaved": (
         2,
