@@ -252,12 +252,14 @@ def _with_exchange(layer: UnitBytes, experts: ExpertBytes) -> UnitBytes:
     """What rows on their way to experts and back take, and what a split backward pass leaves of
     them.
     """
+    # the activation is differentiated beside its value and its weighed gradient
+    back = max(experts.exchange, 2 * experts.activated)
     return replace(
         layer,
         deferred=layer.deferred + 2 * experts.rows,
         forward=layer.forward + experts.exchange,
-        backward=layer.backward + experts.exchange,
-        split=layer.split + experts.exchange,
+        backward=layer.backward + back,
+        split=layer.split + back,
         forming=layer.forming + experts.exchange,
     )
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.config.derive import replica_count
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.optimizer.blocks import Block, on_host_of
+from megatron.optimizer.blocks import STATE, Block, on_host_of
 from megatron.optimizer.nvme import SLOTS, in_pages, part_room
 
 
@@ -77,7 +77,9 @@ def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[st
     in_files = []
     sizes = [block.size * block.trained for block in blocks]
     for block, on_host in zip(blocks, on_host_of(sizes, fraction), strict=True):
-        part = block.size // shard
+        # experts have ranks of their own that share them
+        ranks = min(shard, block.shard.size) if block.plan.group == "expert" else shard
+        part = block.size // ranks
         for kind, count in _block_bytes(config, block, part, on_host):
             found[kind] += count
         if on_host and optimizer.optimizer_nvme_offload is not None:
@@ -103,6 +105,9 @@ def _block_bytes(
     optimizer = config.optimizer
     offloaded = stage == 3 and optimizer.param_cpu_offload
     kept_weights = "host" if offloaded else "parameters"
+    if block.plan.group == STATE:
+        yield "parameters", size.wide * block.size
+        return
     if not block.trained:
         yield kept_weights, size.compute * (block.size if stage < 3 else part)
         return
