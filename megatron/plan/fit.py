@@ -47,6 +47,19 @@ PRIORS = {
     "layer_jitter": 0.8,
     "step_ms": 0.8,
 }
+# Of a machine's CPU, of which nothing but its short runs is known.
+CPU_PRIORS = {
+    "product_efficiency": 0.3,
+    "product_half": 1.0,
+    "flash2_efficiency": 1.0,
+    "attention_half": 1.0,
+    "memory_efficiency": 1.0,
+    "hidden_traffic": 1.0,
+    "launch_us": 3.0,
+    "link_efficiency": 1.0,
+    "collective_us": 1.5,
+    "step_ms": 2.0,
+}
 # shares of what hardware can do
 MOST = {
     "product_efficiency": 0.9,
@@ -93,6 +106,11 @@ class SteadyStep(StepModel):
         return self.simulated * slowest
 
 
+def priors_of(hardware: Hardware) -> dict[str, float]:
+    """The constants that are fitted for a device of this kind."""
+    return CPU_PRIORS if hardware.cores else PRIORS
+
+
 def loss(samples: Sequence[Sample], hardware: Hardware, prior: Hardware) -> float:
     """What the fit makes small."""
     counts = Counter(sample.source for sample in samples)
@@ -104,7 +122,7 @@ def loss(samples: Sequence[Sample], hardware: Hardware, prior: Hardware) -> floa
     )
     moved = sum(
         (math.log(getattr(hardware, name) / getattr(prior, name)) / sigma) ** 2
-        for name, sigma in PRIORS.items()
+        for name, sigma in priors_of(prior).items()
     )
     return total / sum(weights) + PENALTY * moved
 
@@ -119,13 +137,13 @@ def fit(
     another.
     """
     found = prior
-    steps = dict.fromkeys(PRIORS, 0.25)
+    steps = dict.fromkeys(priors_of(prior), 0.25)
     for number in range(rounds):
         for sample in samples:
             if isinstance(sample.model, SteadyStep):
                 sample.model.simulated = None
         best = loss(samples, found, prior)
-        for name in PRIORS:
+        for name in steps:
             found, best, moved = _along(samples, found, prior, name, steps[name], best)
             if not moved:
                 steps[name] /= 2
@@ -217,7 +235,7 @@ def fit_files(paths: Sequence[str], prior: Hardware) -> tuple[Hardware, dict[str
     sources = {
         name: f"fitted to {len(samples)} steps that were measured; before: "
         f"{getattr(prior, name):.4g}"
-        for name in PRIORS
+        for name in priors_of(prior)
         if getattr(found, name) != getattr(prior, name)
     }
     return dataclasses.replace(found, errors=band(samples, found)), sources

@@ -14,6 +14,7 @@ dimension of a product on the rank:
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -173,13 +174,23 @@ class Pricing:
         self.launch_seconds = launches * hardware.launch_us * 1e-6
         self.groups = groups
         self.generation = generation
-        sharing = groups["node"][0] / hardware.cores if hardware.cores else 1.0
-        self.factor = max(1.0, sharing)  # of ranks that share a core
+        # ranks of a node for each of its cores; on a CPU, sending takes a core as computing does
+        sharing = groups["node"][0] / hardware.cores if hardware.cores else 0.0
+        self.factor = max(1.0, sharing)
+        self.hides = sharing < 1
 
-    def exchange(self, each: Exchange) -> float:
-        """Of one exchange that nothing hides."""
+    def alone(self) -> Pricing:
+        """Of a rank whose core no other rank wants just then."""
+        found = copy.copy(self)
+        found.factor = 1.0
+        return found
+
+    def exchange(self, each: Exchange, times: int = 1) -> float:
+        """Of one exchange that nothing hides, in so many parts."""
         ranks, nodes = self.groups[each.axis]
-        return self.hardware.exchange_seconds(each.operation, each.size, ranks, nodes)
+        size = each.size / times
+        part = self.hardware.exchange_seconds(each.operation, size, ranks, nodes)
+        return self.factor * times * part
 
     def seconds(self, work: Work) -> Seconds:
         """Of one pass."""
@@ -196,8 +207,11 @@ class Pricing:
         found = Seconds(products, attention, memory, hardware.slowdown * hidden, exposed)
         launching = factor * work.launches * self.launch_seconds
         device = found.total
-        # kernels differ in length: the device starves at some before the host is slower in all
-        found.host = (device**STARVES + launching**STARVES) ** (1 / STARVES) - device
+        if hardware.cores:  # one thread launches and computes
+            found.host = launching
+        else:
+            # kernels differ in length: the device starves at some before the host is slower in all
+            found.host = (device**STARVES + launching**STARVES) ** (1 / STARVES) - device
         return found
 
     def _exposed(self, work: Work, left: dict[str, float]) -> tuple[dict[str, float], float]:
@@ -209,7 +223,7 @@ class Pricing:
         for each in work.exchanges:
             time = self.exchange(each)
             beside = 0.0
-            if each.beside:
+            if each.beside and self.hides:
                 share = self.hardware.overlap if each.beside == "products" else 1.0
                 beside = min(time * share, left[each.beside])
                 left[each.beside] -= beside

@@ -24,6 +24,7 @@ from megatron.plan.state import precisions, shard_size
 GENERATIONS = {"fa4": 3, "gluon": 3}
 # More micro-batches than this for each pipeline rank repeat what the simulation has shown.
 SIMULATED = 8
+StageSeconds = tuple[Seconds, ...]  # of the three passes of a stage
 
 
 def group_shapes(config: Config, world_size: int, node_size: int) -> dict[str, tuple[int, int]]:
@@ -205,7 +206,7 @@ class StepModel:
         """What a step takes on this device."""
         pricing = self.pricing(hardware)
         stages = [_stage_seconds(pricing, units) for units in self.units]
-        pipeline = self.passes_seconds(stages, pricing)
+        pipeline = self._pipeline_seconds(stages, pricing)
         count = self.config.distributed.pipeline_model_parallel_size
         spent: dict[str, float] = {}
         for passes in stages:
@@ -230,6 +231,13 @@ class StepModel:
             flops_per_iteration(config.model, batch, seq, self.vocab_size),
         )
 
+    def _pipeline_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+        """Of all passes. A rank that waits for another leaves it its core, where they share one."""
+        if pricing.factor > 1:
+            pricing = pricing.alone()
+            stages = [_stage_seconds(pricing, units) for units in self.units]
+        return self.passes_seconds(stages, pricing)
+
     @cached_property
     def rank_parameters(self) -> list[int]:
         """Parameters of each pipeline rank."""
@@ -239,7 +247,7 @@ class StepModel:
             found[rank] += parameters
         return found
 
-    def by_rank(self, stages: Sequence[tuple[Seconds, ...]]) -> list[tuple[float, float, float]]:
+    def by_rank(self, stages: Sequence[StageSeconds]) -> list[tuple[float, float, float]]:
         """(forward, backward seconds of a micro-batch, parameters) of each pipeline rank."""
         placement = self.schedule(1).placement
         ranks = []
@@ -250,7 +258,7 @@ class StepModel:
             ranks.append((forward, backward, float(parameters)))
         return ranks
 
-    def passes_seconds(self, stages: Sequence[tuple[Seconds, ...]], pricing: Pricing) -> float:
+    def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
         """Seconds of all passes of a step."""
         forward, inputs, weights = ([each[i].total for each in stages] for i in range(3))
         distributed = self.config.distributed
@@ -286,9 +294,12 @@ class StepModel:
         hardware = pricing.hardware
         stage = distributed.zero_stage
 
+        # Gloo ends each block's exchange before it begins the next; NCCL's follow one another
+        blocks = sum(count for units in self.units for _, count in units) if hardware.cores else 1
+
         def exposed(exchange: Exchange, window: float, overlaps: bool) -> float:
-            time = pricing.exchange(exchange)
-            beside = min(time, window) if overlaps else 0.0
+            time = pricing.exchange(exchange, blocks)
+            beside = min(time, window) if overlaps and pricing.hides else 0.0
             return time - beside + hardware.slowdown * beside
 
         gradients, weights = parameters * self.size.wire, parameters * self.size.compute
