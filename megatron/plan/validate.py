@@ -301,7 +301,8 @@ def validation_record(predictions: Sequence[Prediction]) -> dict[str, Any]:
     for each in predictions:
         row = each.written()
         if each.error is not None:
-            row |= {"measured_s": each.measured, "error": each.error}
+            name = f"{each.row['source'].split()[0]}: {row_name(each.row)}"
+            row |= {"row": name, "measured_s": each.measured, "error": each.error}
         rows.append(row | ({"part": each.part} if each.part else {}))
     return {
         "rows": rows,
@@ -323,15 +324,20 @@ def memory_lines(predictions: Sequence[Prediction]) -> list[str]:
     return lines
 
 
-def row_line(prediction: Prediction) -> str:
-    """One row as text."""
-    row = prediction.row
+def row_name(row: Row) -> str:
+    """Model and layout."""
     layout = " ".join(
         f"{name}{row[name]}"
         for name in ("tp", "cp", "pp", "vp", "dp")
         if (row.get(name) or "1") not in ("1", "")
     )
-    what = f"{row['model']} s{row['seq']} {row['gpus']} GPUs {layout}"
+    return f"{row['model']} s{row['seq']} {row['gpus']} GPUs {layout}"
+
+
+def row_line(prediction: Prediction) -> str:
+    """One row as text."""
+    row = prediction.row
+    what = row_name(row)
     if prediction.refused is not None:
         return f"{what}: refused: {prediction.refused}"
     text = (
