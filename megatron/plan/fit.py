@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
@@ -93,7 +94,7 @@ class Sample:
     model: StepModel
     seconds: float
     source: str
-    own: dict[str, float] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
 
     def error(self, hardware: Hardware) -> float:
         """Logarithm of predicted over measured seconds."""
