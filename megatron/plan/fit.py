@@ -87,8 +87,8 @@ PENALTY = 6e-4  # of one standard deviation, beside the mean loss of a row
 
 @dataclass
 class Sample:
-    """A step that took so many seconds. `source`: whose rows it is one of; `own`: constants that are
-    its device's or its network's, whatever is fitted.
+    """A step that took so many seconds. `source`: whose rows it is one of; `own`: constants that
+    are its device's or its network's, whatever is fitted.
     """
 
     model: StepModel
@@ -239,8 +239,8 @@ def row_samples(path: str | Path, device: Hardware) -> list[tuple[Sample, bool]]
 def fit_files(
     paths: Sequence[str], prior: Hardware, *, published: bool = False
 ) -> tuple[Hardware, dict[str, str]]:
-    """(the device, how each constant that moved was found) from CSV files of rows and from runs' metrics.
-    `published`: rows that are kept out of the shipped constants only widen the errors. Raises
+    """(the device, how each constant that moved was found) from CSV files of rows and from runs'
+    metrics. `published`: rows that are kept out of the shipped constants only widen the errors. Raises
     UserError.
     """
     samples: list[tuple[Sample, bool]] = []
