@@ -240,8 +240,8 @@ def fit_files(
     paths: Sequence[str], prior: Hardware, *, published: bool = False
 ) -> tuple[Hardware, dict[str, str]]:
     """(the device, how each constant that moved was found) from CSV files of rows and from runs'
-    metrics. `published`: rows that are kept out of the shipped constants only widen the errors. Raises
-    UserError.
+    metrics. `published`: rows that are kept out of the shipped constants only widen the errors.
+    Raises UserError.
     """
     samples: list[tuple[Sample, bool]] = []
     for path in paths:
