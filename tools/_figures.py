@@ -50,3 +50,57 @@ def ratio(row: Any, digits: int = 2) -> str:
 def verdict(row: Any) -> str:
     """Of the ratio rule."""
     return "reached" if row["passed"] else "**lost**"
+
+
+def errors_cells(found: Any) -> tuple[object, ...]:
+    """Of a group of published rows."""
+    shares = (found["median"], found["p90"], found["mean"], found["constant"])
+    rank = "" if found["rank"] is None else f"{found['rank']:.2f}"
+    regret = "" if found["regret"] is None else f"{found['regret']:.1%}"
+    return (found["rows"], *(f"{each:.1%}" for each in shares), rank, regret)
+
+
+ERRORS = "rows | number | median | 90th percentile | mean | constant | rank | regret"
+
+
+@figure("plan_validation.parts")
+def plan_validation_parts() -> str:
+    """Errors of predicted tokens/s, of rows that were fitted to and of others."""
+    found = result("plan_validation")["parts"]
+    return table(ERRORS, [(each["name"], *errors_cells(each)) for each in found])
+
+
+@figure("plan_validation.groups")
+def plan_validation_groups() -> str:
+    """The same by source, GPU and precision; of groups of three rows and more."""
+    found = [each for each in result("plan_validation")["groups"][:-1] if each["rows"] >= 3]
+    rows = []
+    for each in found:
+        source, *rest = each["name"].split(" | ")
+        name = ", ".join([source.split(" (")[0], *rest]).replace("*", "")
+        rows.append((name, *errors_cells(each), f"{each['mean'] / each['constant']:.2f}"))
+    return table(f"{ERRORS} | of constant", rows)
+
+
+@figure("plan_validation.worst")
+def plan_validation_worst() -> str:
+    """The rows with the largest errors."""
+    rows = [each for each in result("plan_validation")["rows"] if "error" in each]
+    worst = sorted(rows, key=lambda each: -abs(each["error"]))[:10]
+    return table(
+        "row | predicted tokens/s | ",
+        [(each["row"], f"{each['error']:+.0%}", each["part"]) for each in worst],
+    )
+
+
+@figure("plan_validation.memory")
+def plan_validation_memory() -> str:
+    """What the plan says of layouts that fitted and of those that ran out of memory."""
+    words = ("yes", "tight", "no")
+    rows = []
+    for name, counted in result("plan_validation")["memory"].items():
+        number = sum(counted.values())
+        accepted = (counted.get("yes", 0) + counted.get("tight", 0)) / number
+        cells = (counted.get(word, 0) for word in words)
+        rows.append((f"layouts that {name}", number, *cells, f"{accepted:.0%}"))
+    return table("layouts | number | fit | tight | do not fit | accepted", rows)

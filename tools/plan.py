@@ -22,8 +22,13 @@ explain: what a change of one flag would bring.
     --gpu-hour-price D    dollars of a GPU hour, for the cost of the run
     --json                step alone: one JSON object
 validate FILE.csv ... [--out FILE.json]: published rows beside predictions, row by row and by group.
+    --kept-out            also apart: rows that the shipped constants were fitted to, and those kept
+    out of that fit, which a digest of model and layout chooses
+    --unseen FILE.csv     more rows, none of which was fitted to
 fit FILE ... --hardware NAME|FILE --out FILE.json: a device's constants from steps that were
 measured: rows of such a CSV file, or metrics.jsonl of runs.
+    --published           as the shipped constants are made: from what was known before any fit,
+    and without the rows that are kept out
 measure --out FILE.json: the constants of this machine, measured in a minute.
 
 No data file is read; the tokenizer is, unless --vocab-size says how many entries it has. Exit code
@@ -49,15 +54,22 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.plan.advice import BANDWIDTH, HOST_BANDWIDTH, MFU, PEAK_TFLOPS, Machine
 from megatron.plan.checkpoint import checkpoint_report
 from megatron.plan.fit import fit_files
-from megatron.plan.hardware import Hardware, load_hardware, write_hardware
+from megatron.plan.hardware import Hardware, hardware_sources, load_hardware, write_hardware
 from megatron.plan.measure import measure_machine
 from megatron.plan.memory import MemoryPlan
 from megatron.plan.recompute import choose_layers
-from megatron.plan.rows import read_rows
+from megatron.plan.rows import is_kept_out, read_rows
 from megatron.plan.search import Search, explain
 from megatron.plan.step_table import estimate, explain_report, search_report, step_report
 from megatron.plan.table import memory_report
-from megatron.plan.validate import predict_row, validation_report
+from megatron.plan.validate import (
+    FITTED,
+    KEPT,
+    UNSEEN,
+    predict_row,
+    validation_record,
+    validation_report,
+)
 from megatron.plan.verdict import DEVICE_MEMORY, NODE_RANKS, check_host_memory
 
 # The tool's own flags: numbers by their default (None: not given), and words.
@@ -70,6 +82,7 @@ NUMBERS: dict[str, dict[str, float | None]] = {
 }
 OF_A_DEVICE = ("step", "search", "explain")
 OF_FILES = ("validate", "fit", "measure")
+SWITCHES = {"step": "--json", "validate": "--kept-out", "fit": "--published"}
 
 
 @dataclasses.dataclass
@@ -78,20 +91,21 @@ class Own:
 
     numbers: dict[str, float | None]
     words: dict[str, str]
-    json: bool
+    switches: set[str]
     rest: list[str]
 
 
 def take_own(what: str, argv: list[str]) -> Own:
     """What a command's own flags say. Raises ArgumentErrors."""
-    own = Own(dict(NUMBERS.get(what, {})), {}, False, [])
+    own = Own(dict(NUMBERS.get(what, {})), {}, set(), [])
     named = {"--hardware", "--out"} if what in (*OF_A_DEVICE, *OF_FILES) else set()
+    named |= {"--unseen"} if what == "validate" else set()
     faults = []
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
-        if what == "step" and word == "--json":
-            own.json = True
+        if word == SWITCHES.get(what):
+            own.switches.add(word)
         elif flag in named:
             own.words[flag] = value if equals else next(words, "")
             if not own.words[flag]:
@@ -206,29 +220,47 @@ def time_lines(what: str, own: Own) -> list[str]:
     if what == "explain":
         tried = explain(Search(config, vocab_size, world_size, hardware), resolved)
         return [*step_report(memory, found, price), *explain_report(found, tried)]
-    if own.json:
+    if own.switches:
         return [json.dumps(found.written())]
     return [*step_report(memory, found, price), *reasons]
 
 
 def validate(own: Own) -> list[str]:
     """Rows of files beside their predictions; --out takes them as JSON."""
-    if not own.rest:
+    if not own.rest and "--unseen" not in own.words:
         raise UserError("validate: a file of rows is missing: tools/plan.py validate rows.csv")
     rows = [row for path in own.rest for row in read_rows(path)]
     predictions = [predict_row(row) for row in rows]
+    if own.switches:
+        for each in predictions:
+            each.part = KEPT if is_kept_out(each.row) else FITTED
+    if "--unseen" in own.words:
+        more = [predict_row(row) for row in read_rows(own.words["--unseen"])]
+        predictions += [dataclasses.replace(each, part=UNSEEN) for each in more]
     if "--out" in own.words:
-        found = {"rows": [each.written() for each in predictions]}
+        found = validation_record(predictions)
         Path(own.words["--out"]).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return validation_report(predictions)
 
 
-def written_out(own: Own, hardware: Hardware, sources: dict[str, str]) -> list[str]:
+def fit_device(own: Own) -> list[str]:
+    """A device's constants from measured steps go to --out."""
+    published = bool(own.switches)
+    prior = load_hardware(own.words.get("--hardware", "h100"), is_fitted=not published)
+    hardware, sources = fit_files(own.rest, prior, published=published)
+    texts = hardware_sources(own.words.get("--hardware", "h100"))
+    sources = texts | {name: f"{text}: {texts[name]}" for name, text in sources.items()}
+    return written_out(own, hardware, sources, prior if published else None)
+
+
+def written_out(
+    own: Own, hardware: Hardware, sources: dict[str, str], prior: Hardware | None = None
+) -> list[str]:
     """A device goes to --out; a line for each constant."""
     out = own.words.get("--out")
     if out is None:
         raise UserError("--out FILE.json is missing: where the constants go")
-    write_hardware(Path(out), hardware, sources)
+    write_hardware(Path(out), hardware, sources, prior)
     return [
         *(f"{name} {getattr(hardware, name):.6g}: {text}" for name, text in sources.items()),
         f"written to {out}: give it as --hardware {out}",
@@ -243,8 +275,7 @@ def run(what: str, argv: list[str]) -> list[str]:
     if what == "validate":
         return validate(own)
     if what == "fit":
-        hardware, sources = fit_files(own.rest, hardware_of(own))
-        return written_out(own, hardware, sources)
+        return fit_device(own)
     if what == "measure":
         hardware, sources = measure_machine(dict(os.environ))
         return written_out(own, hardware, sources)

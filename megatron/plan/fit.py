@@ -13,14 +13,23 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.observe.tracking import config_file, metrics_path, read_metrics
-from megatron.plan.hardware import Hardware, Pricing, Seconds, load_hardware
-from megatron.plan.rows import hardware_name, measured_step, network, read_rows, source_of
+from megatron.plan.hardware import Hardware, Pricing, Seconds, gpu_type, load_hardware
+from megatron.plan.rows import (
+    Row,
+    hardware_name,
+    is_kept_out,
+    measured_step,
+    network,
+    read_rows,
+    source_of,
+)
 from megatron.plan.step import StepModel
 from megatron.plan.validate import percentile, row_config
 
@@ -47,6 +56,19 @@ PRIORS = {
     "layer_jitter": 0.8,
     "step_ms": 0.8,
 }
+# Of a machine's CPU, of which nothing but its short runs is known.
+CPU_PRIORS = {
+    "product_efficiency": 0.3,
+    "product_half": 1.0,
+    "flash2_efficiency": 1.0,
+    "attention_half": 1.0,
+    "memory_efficiency": 1.0,
+    "hidden_traffic": 1.0,
+    "launch_us": 3.0,
+    "link_efficiency": 1.0,
+    "collective_us": 1.5,
+    "step_ms": 2.0,
+}
 # shares of what hardware can do
 MOST = {
     "product_efficiency": 0.9,
@@ -65,19 +87,19 @@ PENALTY = 6e-4  # of one standard deviation, beside the mean loss of a row
 
 @dataclass
 class Sample:
-    """A step that took so many seconds. `source`: whose rows it is one of; `network_gbps`: where it
-    ran on another network than the device's file says.
+    """A step that took so many seconds. `source`: whose rows it is one of; `own`: constants that
+    are its device's or its network's, whatever is fitted.
     """
 
     model: StepModel
     seconds: float
     source: str
-    network_gbps: float | None = None
+    own: dict[str, Any] = field(default_factory=dict)
 
     def error(self, hardware: Hardware) -> float:
         """Logarithm of predicted over measured seconds."""
-        if self.network_gbps is not None:
-            hardware = dataclasses.replace(hardware, network_gbps=self.network_gbps)
+        if self.own:
+            hardware = dataclasses.replace(hardware, **self.own)
         return math.log(self.model.time(hardware).seconds / self.seconds)
 
 
@@ -93,6 +115,11 @@ class SteadyStep(StepModel):
         return self.simulated * slowest
 
 
+def priors_of(hardware: Hardware) -> dict[str, float]:
+    """The constants that are fitted for a device of this kind."""
+    return CPU_PRIORS if hardware.cores else PRIORS
+
+
 def loss(samples: Sequence[Sample], hardware: Hardware, prior: Hardware) -> float:
     """What the fit makes small."""
     counts = Counter(sample.source for sample in samples)
@@ -104,7 +131,7 @@ def loss(samples: Sequence[Sample], hardware: Hardware, prior: Hardware) -> floa
     )
     moved = sum(
         (math.log(getattr(hardware, name) / getattr(prior, name)) / sigma) ** 2
-        for name, sigma in PRIORS.items()
+        for name, sigma in priors_of(prior).items()
     )
     return total / sum(weights) + PENALTY * moved
 
@@ -119,13 +146,13 @@ def fit(
     another.
     """
     found = prior
-    steps = dict.fromkeys(PRIORS, 0.25)
+    steps = dict.fromkeys(priors_of(prior), 0.25)
     for number in range(rounds):
         for sample in samples:
             if isinstance(sample.model, SteadyStep):
                 sample.model.simulated = None
         best = loss(samples, found, prior)
-        for name in PRIORS:
+        for name in steps:
             found, best, moved = _along(samples, found, prior, name, steps[name], best)
             if not moved:
                 steps[name] /= 2
@@ -178,49 +205,65 @@ def run_sample(metrics: str | Path, warm: int = 1) -> Sample:
     return Sample(model, statistics.median(times), str(path))
 
 
-def row_samples(path: str | Path, device: str) -> list[Sample]:
-    """The rows of a file that ran on a device of this name."""
+OF_MEMORY = ("memory_gib", "memory_gbps")  # in which devices of one type differ
+
+
+def row_sample(row: Row) -> Sample | None:
+    """A row that was measured."""
+    seconds = measured_step(row)
+    if seconds is None:
+        return None
+    device = load_hardware(hardware_name(row))
+    own = {name: getattr(device, name) for name in OF_MEMORY}
+    if (bandwidth := network(row)) is not None:
+        own["network_gbps"] = bandwidth
+    config, vocab_size, world_size = row_config(row)
+    source = source_of(row)
+    model = SteadyStep(
+        config, vocab_size, world_size, generation=source.generation, launches=source.launches
+    )
+    return Sample(model, seconds, row["source"], own)
+
+
+def row_samples(path: str | Path, device: Hardware) -> list[tuple[Sample, bool]]:
+    """The rows of a file that ran on devices of this type, and whether each is kept out."""
     found = []
     for row in read_rows(path):
-        seconds = measured_step(row)
-        if seconds is None or load_hardware(hardware_name(row)).name != device:
-            continue
-        config, vocab_size, world_size = row_config(row)
-        source = source_of(row)
-        model = SteadyStep(
-            config,
-            vocab_size,
-            world_size,
-            generation=source.generation,
-            launches=source.launches,
-        )
-        found.append(Sample(model, seconds, row["source"], network(row)))
+        if gpu_type(load_hardware(hardware_name(row))) == gpu_type(device):
+            sample = row_sample(row)
+            if sample is not None:
+                found.append((sample, is_kept_out(row)))
     return found
 
 
-def fit_files(paths: Sequence[str], prior: Hardware) -> tuple[Hardware, dict[str, str]]:
-    """(the device, where each constant comes from) from CSV files of rows and from runs' metrics.
+def fit_files(
+    paths: Sequence[str], prior: Hardware, *, published: bool = False
+) -> tuple[Hardware, dict[str, str]]:
+    """(the device, how each constant that moved was found) from CSV files of rows and from runs'
+    metrics. `published`: rows that are kept out of the shipped constants only widen the errors.
     Raises UserError.
     """
-    samples: list[Sample] = []
+    samples: list[tuple[Sample, bool]] = []
     for path in paths:
         if str(path).endswith(".csv"):
-            samples += row_samples(path, prior.name)
+            samples += row_samples(path, prior)
         else:
-            samples.append(run_sample(path))
-    if not samples:
+            samples.append((run_sample(path), False))
+    fitted = [sample for sample, is_out in samples if not (published and is_out)]
+    if not fitted:
         raise UserError(
             f"fit: no step that {prior.name} took in {', '.join(paths) or 'no file'}; give files "
             "of rows (.csv) or metrics.jsonl of runs, and --hardware"
         )
-    found = fit(samples, prior)
+    found = fit(fitted, prior)
+    kind = "published steps, docs/planning.md" if published else "steps that were measured"
     sources = {
-        name: f"fitted to {len(samples)} steps that were measured; before: "
-        f"{getattr(prior, name):.4g}"
-        for name in PRIORS
+        name: f"fitted to {len(fitted)} {kind}; before"
+        for name in priors_of(prior)
         if getattr(found, name) != getattr(prior, name)
     }
-    return dataclasses.replace(found, errors=band(samples, found)), sources
+    errors = band([sample for sample, _ in samples], found)
+    return dataclasses.replace(found, errors=errors), sources
 
 
 def band(samples: Sequence[Sample], hardware: Hardware) -> dict[str, tuple[float, float]]:

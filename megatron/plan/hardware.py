@@ -14,17 +14,20 @@ dimension of a product on the rank:
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.config.errors import UserError
 from megatron.plan.operations import Core, Exchange, Product, Work
 
+T = TypeVar("T")
 STARVES = 4  # how sharply the longer of device and host decides
 FOLDER = Path(__file__).with_name("devices")
 
@@ -173,13 +176,25 @@ class Pricing:
         self.launch_seconds = launches * hardware.launch_us * 1e-6
         self.groups = groups
         self.generation = generation
-        sharing = groups["node"][0] / hardware.cores if hardware.cores else 1.0
-        self.factor = max(1.0, sharing)  # of ranks that share a core
+        # ranks of a node for each of its cores; on a CPU, sending takes a core as computing does
+        sharing = groups["node"][0] / hardware.cores if hardware.cores else 0.0
+        self.factor = max(1.0, sharing)
+        self.hides = sharing < 1
 
-    def exchange(self, each: Exchange) -> float:
-        """Of one exchange that nothing hides."""
+    def alone(self) -> Pricing:
+        """Of a rank whose core no other rank wants just then."""
+        found = copy.copy(self)
+        found.factor = 1.0
+        return found
+
+    def exchange(self, each: Exchange, times: int = 1) -> float:
+        """Of one exchange that nothing hides, in so many parts."""
+        if each.axis == "host":
+            return each.size / (self.hardware.host_gbps * 1e9)
         ranks, nodes = self.groups[each.axis]
-        return self.hardware.exchange_seconds(each.operation, each.size, ranks, nodes)
+        size = each.size / times
+        part = self.hardware.exchange_seconds(each.operation, size, ranks, nodes)
+        return self.factor * times * part
 
     def seconds(self, work: Work) -> Seconds:
         """Of one pass."""
@@ -196,8 +211,11 @@ class Pricing:
         found = Seconds(products, attention, memory, hardware.slowdown * hidden, exposed)
         launching = factor * work.launches * self.launch_seconds
         device = found.total
-        # kernels differ in length: the device starves at some before the host is slower in all
-        found.host = (device**STARVES + launching**STARVES) ** (1 / STARVES) - device
+        if hardware.cores:  # one thread launches and computes
+            found.host = launching
+        else:
+            # kernels differ in length: the device starves at some before the host is slower in all
+            found.host = (device**STARVES + launching**STARVES) ** (1 / STARVES) - device
         return found
 
     def _exposed(self, work: Work, left: dict[str, float]) -> tuple[dict[str, float], float]:
@@ -209,7 +227,7 @@ class Pricing:
         for each in work.exchanges:
             time = self.exchange(each)
             beside = 0.0
-            if each.beside:
+            if each.beside and self.hides:
                 share = self.hardware.overlap if each.beside == "products" else 1.0
                 beside = min(time * share, left[each.beside])
                 left[each.beside] -= beside
@@ -225,8 +243,27 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
-def load_hardware(which: str) -> Hardware:
-    """A known device by its name, or a file. Raises UserError."""
+def load_hardware(which: str, is_fitted: bool = True) -> Hardware:
+    """A known device by its name, or a file; with is_fitted False as it was before its constants
+    were fitted to published steps. Raises UserError.
+    """
+    return _read(which, lambda written: hardware_of(written, is_fitted))
+
+
+def hardware_sources(which: str) -> dict[str, str]:
+    """Where the constants of a device came from, before any fit. Raises UserError."""
+
+    def first(text: str) -> str:
+        return re.sub(r"^fitted to [^;]*; before: ", "", text)
+
+    return _read(
+        which,
+        lambda written: {name: first(c["source"]) for name, c in written["constants"].items()},
+    )
+
+
+def _read(which: str, made_of: Callable[[dict[str, Any]], T]) -> T:
+    """What is made of a device's file. Raises UserError."""
     path = FOLDER / f"{which}.json"
     if not path.is_file():
         path = Path(which)
@@ -237,7 +274,7 @@ def load_hardware(which: str) -> Hardware:
             f"--hardware {which}: neither a file nor one of {', '.join(names())}"
         ) from None
     try:
-        return hardware_of(json.loads(text))
+        return made_of(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--hardware {which}: not a file of a device: {error}") from None
 
@@ -260,10 +297,15 @@ def known_hardware(device_name: str) -> Hardware | None:
     return None
 
 
-def hardware_of(written: dict[str, Any]) -> Hardware:
-    """The device that a file describes: `constants`, each with `value` and `source`."""
+def hardware_of(written: dict[str, Any], is_fitted: bool = True) -> Hardware:
+    """The device that a file describes: `constants`, each with `value` and `source`, and where it
+    was fitted what it was `before`.
+    """
     kinds = {each.name for each in fields(Hardware)} - {"name", "errors"}
-    values = {name: each["value"] for name, each in written["constants"].items()}
+    values = {
+        name: each["value"] if is_fitted else each.get("before", each["value"])
+        for name, each in written["constants"].items()
+    }
     unknown = sorted(set(values) - kinds)
     if unknown:
         raise ValueError(f"unknown constants {', '.join(unknown)}")
@@ -276,15 +318,25 @@ def hardware_of(written: dict[str, Any]) -> Hardware:
     return Hardware(name=written["name"], errors=errors, **values)
 
 
-def write_hardware(path: Path, hardware: Hardware, sources: dict[str, str]) -> None:
-    """The file of a device; `sources`: where constants come from; others are as they were."""
-    constants = {
-        each.name: {
-            "value": getattr(hardware, each.name),
-            "source": sources.get(each.name, "as before"),
-        }
-        for each in fields(Hardware)
-        if each.name not in ("name", "errors")
-    }
+def gpu_type(hardware: Hardware) -> str:
+    """Devices of one type differ in their memory alone: its size ends the name."""
+    return re.sub(r" \d+ GB$", "", hardware.name)
+
+
+def write_hardware(
+    path: Path, hardware: Hardware, sources: dict[str, str], prior: Hardware | None = None
+) -> None:
+    """The file of a device; `sources`: where constants come from; others are as they were. What
+    `prior` has otherwise is written beside the value.
+    """
+    constants: dict[str, dict[str, Any]] = {}
+    for each in fields(Hardware):
+        if each.name in ("name", "errors"):
+            continue
+        value = getattr(hardware, each.name)
+        source = sources.get(each.name, "as before")
+        constants[each.name] = {"value": value, "source": source}
+        if prior is not None and (before := getattr(prior, each.name)) != value:
+            constants[each.name]["before"] = before
     written = {"name": hardware.name, "constants": constants, "errors": hardware.errors}
     path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

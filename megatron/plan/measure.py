@@ -31,26 +31,35 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class ShortRun(NamedTuple):
-    """A run of the program that is timed."""
+    """A run of the program that is timed. `batch`: sequences in a step."""
 
     hidden: int
     layers: int
     seq: int
     ranks: int
     more: str = ""
+    micro_batch: int = 2
+    batch: int = 8
 
 
 CPU_RUNS = (
+    ShortRun(64, 8, 32, 1, micro_batch=1),
+    ShortRun(64, 2, 32, 1, micro_batch=1, batch=16),
     ShortRun(128, 4, 256, 1),
     ShortRun(256, 4, 256, 1),
+    ShortRun(512, 2, 128, 1, micro_batch=4),
     ShortRun(256, 4, 256, 2),
+    ShortRun(128, 4, 128, 2, "--zero-stage 3"),
     ShortRun(256, 4, 256, 2, "--tensor-model-parallel-size 2"),
+    ShortRun(128, 4, 128, 4, "--tensor-model-parallel-size 2 --zero-stage 1"),
 )
 GPU_RUNS = (
     ShortRun(1024, 8, 2048, 1, "--bf16"),
     ShortRun(4096, 2, 4096, 1, "--bf16"),
-    ShortRun(4096, 2, 4096, 2, "--bf16"),
-    ShortRun(4096, 2, 4096, 2, "--bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
+    ShortRun(4096, 2, 4096, 2, "--bf16", batch=16),
+    ShortRun(
+        4096, 2, 4096, 2, "--bf16 --tensor-model-parallel-size 2 --sequence-parallel", batch=16
+    ),
 )
 ITERATIONS, WARM = 24, 4
 SIZES = (1 << 16, 1 << 20, 1 << 23)  # bytes of collectives
@@ -85,6 +94,7 @@ def kernel_constants(device: torch.device, dtype: torch.dtype) -> dict[str, floa
         for _ in range(1000):
             tiny.add_(1.0)
 
+    # the program's own operators take the host longer than this one, which the short runs show
     return {
         "peak_tflops": most,
         "product_half": half,
@@ -151,10 +161,10 @@ def link_constants(ranks: int) -> dict[str, float]:
 
 def run_flags(run: ShortRun) -> list[str]:
     """The flags of a short run."""
-    hidden, layers, seq, ranks, more = run
+    hidden, layers, seq, _, more, micro, batch = run
     text = (
-        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {max(2, hidden // 64)}"
-        f" --seq-length {seq} --micro-batch-size 2 --global-batch-size {8 * ranks} --mock-data"
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {max(4, hidden // 64)}"
+        f" --seq-length {seq} --micro-batch-size {micro} --global-batch-size {batch} --mock-data"
         f" --vocab-size 1000 --train-iters {ITERATIONS} --lr 1e-4 --log-interval 1 --eval-iters 0"
         f" --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
         f" --hidden-dropout 0 --attention-dropout 0 {more}"
@@ -198,9 +208,10 @@ def measure_machine(environment: dict[str, str]) -> tuple[Hardware, dict[str, st
     devices = torch.cuda.device_count() if cuda else len(os.sched_getaffinity(0))
     links = link_constants(min(2, devices)) if devices > 1 else {}
     prior = _prior(cuda, kernels | links, devices)
-    runs = [run for run in (GPU_RUNS if cuda else CPU_RUNS) if run.ranks <= devices]
+    most = devices if cuda else 2 * devices  # processes may share a core, not a GPU
+    runs = [run for run in (GPU_RUNS if cuda else CPU_RUNS) if run.ranks <= most]
     samples = short_runs(runs, environment)
-    hardware = fit(samples, prior)
+    hardware = fit(samples, prior, rounds=16)
     timed = f"timed alone on this machine, torch {torch.__version__}"
     sources = dict.fromkeys((*kernels, *links), timed)
     fitted = f"fitted to {len(samples)} short runs on this machine"

@@ -1,25 +1,30 @@
 """Layouts of a run, ranked by the time of a step among those that fit.
 
-A layout is a change of the flags' configuration. Every one is timed; the fastest are then planned
-to the byte, one after another, until enough of them fit. One that does not fit is tried again with
-more recomputation, at its own time.
+A layout is a change of the flags' configuration. Of every one the least time is found, and in that
+order the least memory, the time with its pipeline simulated, and the memory to the byte, until
+enough of them fit. One that does not fit is tried again with more recomputation, or activations on
+the host, at its own time.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
+from megatron.config.stages import AUTO
 from megatron.config.validate import resolve
+from megatron.model.stages import Stage
+from megatron.parallel.schedule import Kind
+from megatron.plan.activations import unit_bytes
 from megatron.plan.engine import Ledger
 from megatron.plan.hardware import Hardware
 from megatron.plan.memory import MemoryPlan, PlannedSteps
-from megatron.plan.step import StepModel, StepTime
+from megatron.plan.step import FastestStep, StepModel, StepTime
 from megatron.plan.verdict import RESERVE, judge
 
 Change = dict[tuple[str, str], Any]  # value by (group, field)
@@ -30,6 +35,8 @@ FLAGS = {
     "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank",
     "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
     "context_parallel_size": "--context-parallel-size",
+    "cp_comm_type": "--cp-comm-type",
+    "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
     "sequence_parallel": "--sequence-parallel",
     "zero_stage": "--zero-stage",
     "zero_shard_size": "--zero-shard-size",
@@ -38,27 +45,42 @@ FLAGS = {
     "recompute_modules": "--recompute-modules",
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "activation_offload": "--activation-offload",
+    "activation_offload_fraction": "--activation-offload-fraction",
     "pipeline_schedule": "--pipeline-schedule",
     "grad_reduce_in_bf16": "--grad-reduce-in-bf16",
     "attention_backend": "--attention-backend",
     "fp8_format": "--fp8-format",
 }
-# from none to all; each costs more time and leaves more memory
+
+
+def _rung(granularity: str | None, offloaded: float = 0.0, optimizer: bool = False) -> Change:
+    """Recomputation, the share of layers whose activations go to the host, and where the optimizer
+    is.
+    """
+    found: Change = {}
+    if granularity is not None:
+        found["training", "recompute_granularity"] = granularity
+    if granularity == "selective":
+        found["training", "recompute_modules"] = ("layernorm", "mlp_act")
+    if offloaded:
+        found["training", "activation_offload"] = True
+        if offloaded < 1:
+            found["training", "activation_offload_fraction"] = offloaded
+    if optimizer:
+        found["optimizer", "optimizer_cpu_offload"] = True
+    return found
+
+
+# what a layout that does not fit tries in turn
 RECOMPUTE: tuple[Change, ...] = (
-    {},
-    {
-        ("training", "recompute_granularity"): "selective",
-        ("training", "recompute_modules"): ("layernorm", "mlp_act"),
-    },
-    {("training", "recompute_granularity"): "full"},
-    {
-        ("training", "recompute_granularity"): "full",
-        ("training", "activation_offload"): True,
-    },
-    {
-        ("training", "recompute_granularity"): "full",
-        ("optimizer", "optimizer_cpu_offload"): True,
-    },
+    _rung(None),
+    _rung("selective"),
+    _rung("selective", 0.5),
+    _rung("selective", 1.0),
+    _rung("full"),
+    _rung("full", 0.5),
+    _rung("full", 1.0),
+    _rung("full", optimizer=True),
 )
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 FOUND = 5  # layouts that are shown
@@ -68,7 +90,7 @@ SHORT = 8192  # tokens of a sequence below which context parallelism is not trie
 
 @dataclass(order=True)
 class Candidate:
-    """A layout and how long its step takes."""
+    """A layout and how long its step takes; at least so long while it is not exact."""
 
     seconds: float
     number: int
@@ -76,6 +98,7 @@ class Candidate:
     config: Config = field(compare=False)
     time: StepTime = field(compare=False)
     level: int = field(default=0, compare=False)  # of RECOMPUTE
+    is_exact: bool = field(default=False, compare=False)
     peak_gib: float = field(default=0.0, compare=False)
     fits: str = field(default="", compare=False)
 
@@ -128,26 +151,58 @@ def layouts(config: Config, vocab_size: int, world_size: int, node_size: int) ->
             if batch % (dp * micro):
                 continue
             count = batch // (dp * micro)
-            for virtual in _virtual(layers, pp, count):
-                uneven = pp > 1 and layers % (pp * (virtual or 1))
-                for stage, shard in _zero(dp * cp, tp, pp, node_size):
-                    yield {
-                        ("distributed", "tensor_model_parallel_size"): tp,
-                        ("distributed", "sequence_parallel"): tp > 1,
-                        ("distributed", "context_parallel_size"): cp,
-                        **_stages(pp, virtual, bool(uneven)),
-                        ("distributed", "zero_stage"): stage,
-                        ("distributed", "zero_shard_size"): shard,
-                        ("training", "micro_batch_size"): micro,
-                    }
+            cuts = _stages(layers, pp, count)
+            for cut, context_type, (stage, shard) in itertools.product(
+                cuts, _context(cp, tp, node_size), _zero(dp * cp, tp, pp, node_size)
+            ):
+                yield {
+                    ("distributed", "tensor_model_parallel_size"): tp,
+                    ("distributed", "sequence_parallel"): tp > 1,
+                    ("distributed", "context_parallel_size"): cp,
+                    **context_type,
+                    **cut,
+                    ("distributed", "zero_stage"): stage,
+                    ("distributed", "zero_shard_size"): shard,
+                    ("training", "micro_batch_size"): micro,
+                }
 
 
-def _stages(pp: int, virtual: int | None, uneven: bool) -> Change:
-    return {
-        ("distributed", "pipeline_model_parallel_size"): pp,
-        ("distributed", "num_virtual_stages_per_pipeline_rank"): virtual,
-        ("distributed", "pipeline_model_parallel_layout"): "auto" if uneven else None,
-    }
+def _context(cp: int, tp: int, node_size: int) -> list[Change]:
+    """How context-parallel ranks exchange keys: whole, by heads, round a ring, or by heads within a
+    node and round a ring of nodes.
+    """
+    if cp == 1:
+        return [{}]
+    found: list[Change] = [
+        {("distributed", "cp_comm_type"): each} for each in ("allgather", "a2a", "p2p")
+    ]
+    near = node_size // tp
+    if 1 < near < cp and cp % near == 0:
+        found.append(
+            {
+                ("distributed", "cp_comm_type"): "a2a+p2p",
+                ("distributed", "hierarchical_context_parallel_sizes"): (near, cp // near),
+            }
+        )
+    return found
+
+
+def _stages(layers: int, pp: int, micro_batches: int) -> list[Change]:
+    """Cuts into stages: of as many layers, where these divide, and of equal cost, in which the
+    embedding and the head count.
+    """
+    found: list[Change] = []
+    for virtual in _virtual(layers, pp, micro_batches):
+        even = pp == 1 or layers % (pp * (virtual or 1)) == 0
+        for layout in ([None] if even else []) + (["auto"] if pp > 1 else []):
+            found.append(
+                {
+                    ("distributed", "pipeline_model_parallel_size"): pp,
+                    ("distributed", "num_virtual_stages_per_pipeline_rank"): virtual,
+                    ("distributed", "pipeline_model_parallel_layout"): layout,
+                }
+            )
+    return found
 
 
 def _powers(most: int) -> list[int]:
@@ -192,9 +247,19 @@ class Search:
             config = resolve(asked, self.world_size, self.vocab_size).config
         except UserError:
             return None
-        time = StepModel(config, self.vocab_size, self.world_size).time(self.hardware)
+        model = FastestStep(config, self.vocab_size, self.world_size)
+        if config.distributed.pipeline_model_parallel_layout == AUTO and is_even(model.stages):
+            return None  # tried already
+        time = model.time(self.hardware)
         self.count += 1
         return Candidate(time.seconds, self.count, change | RECOMPUTE[level], config, time, level)
+
+    def simulate(self, found: Candidate) -> None:
+        """Its whole time, of which it has a bound so far."""
+        if not found.is_exact:
+            model = StepModel(found.config, self.vocab_size, self.world_size)
+            found.time = model.time(self.hardware)
+            found.seconds, found.is_exact = found.time.seconds, True
 
     def plan(self, found: Candidate) -> None:
         """Memory of the fullest rank; of the first alone where that is too much already."""
@@ -208,17 +273,22 @@ class Search:
         found.peak_gib = total / 2**30
         found.fits = judge(found.peak_gib, self.hardware.memory_gib)
 
-    def static_gib(self, found: Candidate) -> float:
-        """What weights, gradients and optimizer take at least."""
+    def least_gib(self, found: Candidate) -> float:
+        """What the first pipeline rank takes at least: weights, optimizer, gradients of earlier
+        micro-batches, and what its micro-batches in flight keep.
+        """
         model = StepModel(found.config, self.vocab_size, self.world_size)
-        largest = max(model.rank_parameters)
         size, shard = model.size, model.shard
         stage = found.config.distributed.zero_stage
-        weights = size.compute / (shard if stage == 3 else 1)
-        gradients = size.gradient / (shard if stage >= 2 else 1)
-        offloaded = found.config.optimizer.optimizer_cpu_offload
-        optimizer = 0.0 if offloaded else (size.wide + size.moments) / shard
-        return largest * (weights + gradients + optimizer) / 2**30
+        ranks = found.config.distributed.pipeline_model_parallel_size
+        each = size.compute / (shard if stage == 3 else 1)
+        if model.micro_batches > ranks:
+            each += size.gradient / (shard if stage >= 2 else 1)
+        if not found.config.optimizer.optimizer_cpu_offload:
+            each += (size.wide * (size.wide != size.compute) + size.moments) / shard
+        steps = PlannedSteps(found.config, self.vocab_size, self.world_size, "cuda")
+        kept = most_kept(steps)
+        return (model.rank_parameters[0] * each + kept) / 2**30
 
     def run(self) -> SearchResult:
         """The fastest that fit."""
@@ -229,22 +299,56 @@ class Search:
         found = SearchResult([], [], 0, 0)
         while queue and len(found.best) < FOUND and self.planned < PLANNED:
             each = heapq.heappop(queue)
-            if self.static_gib(each) > self.hardware.memory_gib - RESERVE:
-                each.fits = "does not fit"
-            else:
+            each.peak_gib = self.least_gib(each)
+            each.fits = judge(each.peak_gib, self.hardware.memory_gib)
+            if each.fits == "fits" and not each.is_exact:
+                self.simulate(each)
+                heapq.heappush(queue, each)
+                continue
+            if each.fits == "fits":
                 self.plan(each)
             if each.fits == "fits":
                 found.best.append(each)
-                continue
-            if each.peak_gib and len(found.larger) < FOUND and not found.best:
-                found.larger.append(each)
-            if each.level + 1 < len(RECOMPUTE):
-                base = {key: each.change[key] for key in each.change if key not in _levels()}
-                again = self.candidate(base, each.level + 1)
-                if again is not None:
-                    heapq.heappush(queue, again)
+            else:
+                self.rejected(each, queue, found)
         found.timed, found.planned = self.count, self.planned
         return found
+
+    def rejected(self, each: Candidate, queue: list[Candidate], found: SearchResult) -> None:
+        """Of one that does not fit: it is shown where none has fitted yet, and tried again."""
+        if len(found.larger) < FOUND and not found.best:
+            self.simulate(each)
+            found.larger.append(each)
+        if each.level + 1 < len(RECOMPUTE):
+            base = {key: each.change[key] for key in each.change if key not in _levels()}
+            again = self.candidate(base, each.level + 1)
+            if again is not None:
+                heapq.heappush(queue, again)
+
+
+def is_even(stages: Sequence[Stage]) -> bool:
+    """Whether all stages have as many layers."""
+    return len({len(stage.layers) for stage in stages}) == 1
+
+
+def most_kept(steps: PlannedSteps) -> int:
+    """The most bytes that the first pipeline rank's micro-batches in flight keep on the device."""
+    places = {number for number, rank in enumerate(steps.schedule.placement) if rank == 0}
+    each = {number: _kept_bytes(steps, number) for number in places}
+    now = most = 0
+    for kind, stage, _ in steps.schedule.actions[0]:
+        if kind is Kind.FORWARD:
+            now += each[stage]
+            most = max(most, now)
+        elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            now -= each[stage]
+    return most
+
+
+def _kept_bytes(steps: PlannedSteps, number: int) -> int:
+    """What a micro-batch keeps of a stage on the device."""
+    units = unit_bytes(steps.shape, steps.stages[number])
+    return sum(unit.saved - (unit.leaving.total if unit.leaving else 0) for unit in units)
 
 
 def _levels() -> set[tuple[str, str]]:
@@ -282,6 +386,7 @@ def explain(search: Search, config: Config) -> list[Candidate]:
         each = search.candidate(change)
         if each is None or each.config == config:
             continue
+        search.simulate(each)
         try:
             search.plan(each)
         except UserError:  # no kernel can do it

@@ -6,15 +6,18 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron.config.derive import attention_ranks, data_parallel_size, replica_count
 from megatron.config.groups import Config
 from megatron.distributed.groups import layout_of
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size
+from megatron.model.offload import stage_offload
 from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.schedule import Schedule, build_schedule
 from megatron.parallel.simulate import Costs, simulate
+from megatron.plan.activations import Shape, leaving_bytes
 from megatron.plan.hardware import Hardware, Pricing, Seconds
 from megatron.plan.memory import stage_parameters
 from megatron.plan.operations import Exchange, Operations, UnitWork, Work
@@ -24,6 +27,15 @@ from megatron.plan.state import precisions, shard_size
 GENERATIONS = {"fa4": 3, "gluon": 3}
 # More micro-batches than this for each pipeline rank repeat what the simulation has shown.
 SIMULATED = 8
+StageSeconds = tuple[Seconds, ...]  # of the three passes of a stage
+
+
+class LayerKind(NamedTuple):
+    """Layers that do the same."""
+
+    fp8: bool
+    choice: LayerRecompute
+    modules: frozenset[str]  # whose inputs go to the host
 
 
 def group_shapes(config: Config, world_size: int, node_size: int) -> dict[str, tuple[int, int]]:
@@ -110,6 +122,7 @@ class StepModel:
         self.replicas = replica_count(config, world_size)
         self.size = precisions(config)
         self.launches = launches
+        self._layers: dict[LayerKind, UnitWork] = {}
         self.generation = generation or GENERATIONS.get(config.model.attention_backend, 2)
 
     def schedule(self, micro_batches: int) -> Schedule:
@@ -145,25 +158,43 @@ class StepModel:
         return [self._stage_units(stage) for stage in self.stages]
 
     def _stage_units(self, stage: Stage) -> list[tuple[UnitWork, int]]:
-        counts: dict[tuple[bool, LayerRecompute], int] = {}
-        example: dict[tuple[bool, LayerRecompute], int] = {}
-        choices = stage_recompute(self.config.training, stage.layers)
-        for index, choice in zip(stage.layers, choices, strict=True):
-            kind = dataclasses.replace(choice, first=False, last=False)
-            fp8 = self.operations.is_fp8(index)
-            counts[fp8, kind] = counts.get((fp8, kind), 0) + 1
-            example[fp8, kind] = index
+        counts: dict[LayerKind, int] = {}
+        example: dict[LayerKind, int] = {}
+        training = self.config.training
+        choices = stage_recompute(training, stage.layers)
+        going = stage_offload(training, self.config.model, stage.layers)
+        for index, choice, modules in zip(stage.layers, choices, going, strict=True):
+            alike = dataclasses.replace(choice, first=False, last=False)
+            kind = LayerKind(self.operations.is_fp8(index), alike, modules)
+            counts[kind] = counts.get(kind, 0) + 1
+            example[kind] = index
         stage_layer = self._layer_parameters
-        found = [
-            (self._with_zero(self.operations.layer(example[key], key[1]), stage_layer), count)
-            for key, count in counts.items()
-        ]
+        found = []
+        for kind, count in counts.items():
+            if kind not in self._layers:
+                layer = self.operations.layer(example[kind], kind.choice)
+                layer = self._with_zero(layer, stage_layer)
+                self._layers[kind] = self._with_host_copies(layer, example[kind], kind)
+            found.append((self._layers[kind], count))
         if stage.embedding:
             found.append((self.operations.embedding(), 1))
         if stage.head:
             matrix = self.operations.vocab * self.operations.hidden
             found.append((self._with_zero(self.operations.head(), matrix), 1))
         return found
+
+    def _with_host_copies(self, layer: UnitWork, index: int, kind: LayerKind) -> UnitWork:
+        """With what goes to the host in a forward pass and comes back in a backward pass, beside
+        the layers that run meanwhile.
+        """
+        if not kind.modules:
+            return layer
+        shape = Shape(self.config, self.operations.vocab * self.operations.tp)
+        leaving = leaving_bytes(shape, index, kind.choice, kind.modules)
+        copy = Work(exchanges=(Exchange("copy", "host", leaving.total if leaving else 0, "pass"),))
+        return dataclasses.replace(
+            layer, forward=layer.forward + copy, backward_input=layer.backward_input + copy
+        )
 
     @cached_property
     def _layer_parameters(self) -> float:
@@ -205,7 +236,7 @@ class StepModel:
         """What a step takes on this device."""
         pricing = self.pricing(hardware)
         stages = [_stage_seconds(pricing, units) for units in self.units]
-        pipeline = self.passes_seconds(stages, pricing)
+        pipeline = self._pipeline_seconds(stages, pricing)
         count = self.config.distributed.pipeline_model_parallel_size
         spent: dict[str, float] = {}
         for passes in stages:
@@ -230,6 +261,13 @@ class StepModel:
             flops_per_iteration(config.model, batch, seq, self.vocab_size),
         )
 
+    def _pipeline_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+        """Of all passes. A rank that waits for another leaves it its core, where they share one."""
+        if pricing.factor > 1:
+            pricing = pricing.alone()
+            stages = [_stage_seconds(pricing, units) for units in self.units]
+        return self.passes_seconds(stages, pricing)
+
     @cached_property
     def rank_parameters(self) -> list[int]:
         """Parameters of each pipeline rank."""
@@ -239,7 +277,7 @@ class StepModel:
             found[rank] += parameters
         return found
 
-    def by_rank(self, stages: Sequence[tuple[Seconds, ...]]) -> list[tuple[float, float, float]]:
+    def by_rank(self, stages: Sequence[StageSeconds]) -> list[tuple[float, float, float]]:
         """(forward, backward seconds of a micro-batch, parameters) of each pipeline rank."""
         placement = self.schedule(1).placement
         ranks = []
@@ -250,7 +288,7 @@ class StepModel:
             ranks.append((forward, backward, float(parameters)))
         return ranks
 
-    def passes_seconds(self, stages: Sequence[tuple[Seconds, ...]], pricing: Pricing) -> float:
+    def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
         """Seconds of all passes of a step."""
         forward, inputs, weights = ([each[i].total for each in stages] for i in range(3))
         distributed = self.config.distributed
@@ -286,9 +324,12 @@ class StepModel:
         hardware = pricing.hardware
         stage = distributed.zero_stage
 
+        # Gloo ends each block's exchange before it begins the next; NCCL's follow one another
+        blocks = sum(count for units in self.units for _, count in units) if hardware.cores else 1
+
         def exposed(exchange: Exchange, window: float, overlaps: bool) -> float:
-            time = pricing.exchange(exchange)
-            beside = min(time, window) if overlaps else 0.0
+            time = pricing.exchange(exchange, blocks)
+            beside = min(time, window) if overlaps and pricing.hides else 0.0
             return time - beside + hardware.slowdown * beside
 
         gradients, weights = parameters * self.size.wire, parameters * self.size.compute
@@ -326,6 +367,24 @@ class StepModel:
         return seconds
 
 
+class FastestStep(StepModel):
+    """A step that takes at least so long: its pipeline is not simulated. The slowest rank works
+    between the first pass that reaches it and the last one that leaves it.
+    """
+
+    def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+        placement = self.schedule(1).placement
+        around, found = 0.0, 0.0
+        ranks = self.by_rank(stages)
+        seen = set()
+        for stage, rank in zip(stages, placement, strict=True):
+            if rank not in seen:
+                seen.add(rank)
+                found = max(found, around + self.micro_batches * sum(ranks[rank][:2]))
+            around += stage[0].total + stage[1].total
+        return found
+
+
 def _doublings(nodes: int) -> float:
     return max(0, nodes - 1).bit_length()
 
@@ -347,6 +406,7 @@ def _stage_seconds(
 def _named(seconds: Seconds) -> list[tuple[str, float]]:
     """The parts of a pass under the names that a user reads."""
     axes = {"shard": "data parallel", "replicas": "data parallel", "tp": "tensor parallel"}
+    axes["host"] = "copies to the host"
     return [
         ("matrix products", seconds.products),
         ("attention", seconds.attention),

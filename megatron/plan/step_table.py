@@ -169,7 +169,7 @@ def search_report(found: SearchResult, hardware: Hardware) -> list[str]:
     for each in found.larger:
         lines.append(
             f"would be {1 - each.seconds / best.seconds:.1%} faster, and needs "
-            f"{each.peak_gib:.1f} of {hardware.memory_gib:g} GiB: {each.flags}"
+            f"{each.peak_gib:.1f} GiB or more, of {hardware.memory_gib:g}: {each.flags}"
         )
     return lines
 

@@ -38,9 +38,13 @@ UNKNOWN = ("", "not stated")
 OPEN = {"micro_batch": ("1", "2", "4", "8"), "vp": ("1", "2", "4"), "recompute": ("none", "full")}
 
 
+# Rows that the shipped constants were fitted to, that were kept out of that fit, and others.
+FITTED, KEPT, UNSEEN = "fitted to", "kept out", "other sources"
+
+
 @dataclass
 class Prediction:
-    """Of one row. `refused`: why there is none."""
+    """Of one row. `refused`: why there is none; `part`: one of the three above, where asked."""
 
     row: Row
     step_s: float | None = None
@@ -50,6 +54,7 @@ class Prediction:
     fits: str | None = None
     refused: str | None = None
     kind: str = ""
+    part: str = ""
     padded_tflop: float | None = (
         None  # of the model on a rank in a step, with its padded vocabulary
     )
@@ -271,27 +276,68 @@ def scores(predictions: Sequence[Prediction]) -> list[Score]:
     return [each for each in found if each is not None]
 
 
-def memory_lines(predictions: Sequence[Prediction]) -> list[str]:
-    """What became of layouts that fitted or ran out of memory."""
-    lines = []
+def part_scores(predictions: Sequence[Prediction]) -> list[Score]:
+    """Of rows that were fitted to, and of those that were not."""
+    found = (
+        score(part, [each for each in predictions if each.part == part])
+        for part in (FITTED, KEPT, UNSEEN)
+    )
+    return [each for each in found if each is not None]
+
+
+def memory_counts(predictions: Sequence[Prediction]) -> dict[str, dict[str, int]]:
+    """By what became of layouts (fitted, ran out of memory): what the plan says of how many."""
+    found = {}
     for result, text in ((True, "fitted"), (False, "ran out of memory")):
         words = [each.fits or "refused" for each in predictions if fits_of(each.row) is result]
         if words:
-            counts = ", ".join(f"{words.count(word)} {word}" for word in sorted(set(words)))
+            found[text] = {word: words.count(word) for word in sorted(set(words))}
+    return found
+
+
+def validation_record(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """All of it for a file: rows in order, errors by group and by part, and what fits."""
+    rows = []
+    for each in predictions:
+        row = each.written()
+        if each.error is not None:
+            name = f"{each.row['source'].split()[0]}: {row_name(each.row)}"
+            row |= {"row": name, "measured_s": each.measured, "error": each.error}
+        rows.append(row | ({"part": each.part} if each.part else {}))
+    return {
+        "rows": rows,
+        "groups": [dataclasses.asdict(each) for each in scores(predictions)],
+        "parts": [dataclasses.asdict(each) for each in part_scores(predictions)],
+        "memory": memory_counts(predictions),
+    }
+
+
+def memory_lines(predictions: Sequence[Prediction]) -> list[str]:
+    """What became of layouts that fitted or ran out of memory."""
+    lines = []
+    for text, counted in memory_counts(predictions).items():
+        words = [word for word, count in counted.items() for _ in range(count)]
+        if words:
+            counts = ", ".join(f"{count} {word}" for word, count in counted.items())
             accepted = sum(word in ("yes", "tight") for word in words) / len(words)
             lines.append(f"{len(words)} layouts that {text}: {counts}; accepted {accepted:.0%}")
     return lines
 
 
-def row_line(prediction: Prediction) -> str:
-    """One row as text."""
-    row = prediction.row
+def row_name(row: Row) -> str:
+    """Model and layout."""
     layout = " ".join(
         f"{name}{row[name]}"
         for name in ("tp", "cp", "pp", "vp", "dp")
         if (row.get(name) or "1") not in ("1", "")
     )
-    what = f"{row['model']} s{row['seq']} {row['gpus']} GPUs {layout}"
+    return f"{row['model']} s{row['seq']} {row['gpus']} GPUs {layout}"
+
+
+def row_line(prediction: Prediction) -> str:
+    """One row as text."""
+    row = prediction.row
+    what = row_name(row)
     if prediction.refused is not None:
         return f"{what}: refused: {prediction.refused}"
     text = (
@@ -311,4 +357,5 @@ def validation_report(predictions: Sequence[Prediction]) -> list[str]:
     if found:
         lines += ["", "errors of predicted tokens/s by group of rows", HEADER]
         lines += [each.line() for each in found]
+        lines += [each.line() for each in part_scores(predictions)]
     return [*lines, *memory_lines(predictions)]

@@ -23,7 +23,7 @@ from megatron.plan.hardware import (
     names,
     write_hardware,
 )
-from megatron.plan.search import RECOMPUTE, Search, explain
+from megatron.plan.search import RECOMPUTE, Search, explain, layouts
 from megatron.plan.step import SIMULATED, StepModel, group_shapes
 from megatron.plan.step_table import budget_line, explain_report, search_report
 from tools.plan import run
@@ -203,7 +203,51 @@ def test_a_search_turns_to_recomputation_where_nothing_else_fits(h100):
     tight = dataclasses.replace(h100, memory_gib=8.0)
     found = Search(asked("--train-iters 10 "), VOCABULARY, 1, tight).run()
     assert found.best == [] or all(each.level > 0 for each in found.best)
-    assert len(RECOMPUTE) == 5
+    assert found.larger
+
+
+def test_a_bound_is_below_what_is_simulated_and_planned(h100):
+    """The search leaves out nothing by its bounds of time and memory."""
+    search = Search(asked("--global-batch-size 32 "), VOCABULARY, 8, h100)
+    resolved = resolve(search.config, 8, VOCABULARY).config
+    changes = list(layouts(resolved, VOCABULARY, 8, 8))
+    tried = 0
+    for change in changes[:: len(changes) // 24]:
+        for level in (0, 3, 4):
+            each = search.candidate(change, level)
+            if each is None:
+                continue
+            bound, least = each.seconds, search.least_gib(each)
+            search.simulate(each)
+            search.plan(each)
+            assert bound <= each.seconds * (1 + 1e-9) and least <= each.peak_gib, each.flags
+            tried += 1
+    assert tried > 20
+
+
+def test_a_search_varies_what_context_parallel_ranks_send_and_uneven_stages(h100):
+    config = resolve(asked("--seq-length 32768 --num-layers 9 "), 16, VOCABULARY).config
+    changes = list(layouts(config, VOCABULARY, 16, 8))
+
+    def values(field: str) -> set:
+        return {change.get(("distributed", field)) for change in changes}
+
+    assert values("cp_comm_type") == {None, "allgather", "a2a", "p2p", "a2a+p2p"}
+    assert values("pipeline_model_parallel_layout") == {None, "auto"}
+    fractions = {rung.get(("training", "activation_offload_fraction")) for rung in RECOMPUTE}
+    assert fractions == {None, 0.5}
+
+
+def test_copies_to_the_host_cost_what_passes_do_not_hide(h100):
+    """A link of a tenth is seen; all of the copies, and half of them, each way."""
+    flags = "--recompute-granularity full --activation-offload "
+    slow = dataclasses.replace(h100, host_gbps=0.5)
+    whole = step(flags).time(slow).spent["copies to the host"]
+    half = step(flags + "--activation-offload-fraction 0.5 ").time(slow).spent["copies to the host"]
+    assert whole == pytest.approx(2 * half) and whole > 0
+    # 8 micro-batches of 8 layers' inputs in bf16, out and back
+    assert whole < 8 * 8 * 2 * 4096 * 2048 * 2 / 0.5e9
+    assert step(flags).time(h100).spent["copies to the host"] == 0
 
 
 def test_explain_changes_one_flag(h100):
