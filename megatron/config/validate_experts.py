@@ -156,6 +156,7 @@ def _obstacles(run: RunView) -> Faults:
         "--cuda-graphs": run.cuda_graphs,
         run.show("fp8_format"): run.fp8_format is not None,
         run.show("tiled_mlp"): run.tiled_mlp > 1,
+        f"{run.show('recompute')}, which has no costs of theirs": run.recompute is not None,
     }
     for obstacle, is_there in obstacles.items():
         if is_there:
