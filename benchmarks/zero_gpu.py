@@ -276,6 +276,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
         vocab_size=vocab,
         padded_vocab=padded,
         tokenizer_fingerprint="",
+        decode=str,
         model=model,
         zero=zero,
         pipeline=Pipeline(

@@ -193,16 +193,16 @@ class GPTModel(nn.Module):
         return mask_of(self.config, length, document_starts, own)
 
     @torch.no_grad()
-    def update_routers(self, scalars: Tensor, taken: Tensor) -> None:
+    def update_routers(self, scalars: Tensor, skipped: Tensor) -> None:
         """After a step: tell the routers of this rank's layers how many tokens of the whole batch
         each expert had, by `scalars`, those of all layers one behind the other, summed over all
-        ranks. `taken`: 1 where the step was, and 0 where it was skipped.
+        ranks. `skipped`: 1 where the step was skipped, else 0.
         """
         parts = scalars.split([spec.size for spec in self.scalars])
         counts = {spec.name: part for spec, part in zip(self.scalars, parts, strict=True)}
         for layer in self.layers.values():
             if isinstance(mlp := layer.mlp, MoE):
-                mlp.router.update(counts[expert_tokens(mlp.index)][:-1], taken)
+                mlp.router.update(counts[expert_tokens(mlp.index)][:-1], 1 - skipped)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:

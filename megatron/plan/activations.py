@@ -122,10 +122,12 @@ class Shape:
             cp,
             *attention_ranks(config.distributed),
         )
-        # fc1's output, fc2's input
-        self.inner, self.activated = (
-            self.tokens * self.compute * width for width in saved_widths(self.model)
-        )
+        self.inner, self.activated = self._mlp()
+
+    def _mlp(self) -> tuple[int, int]:
+        """Bytes of fc1's output, and of fc2's input."""
+        inner, activated = saved_widths(self.model)
+        return self.tokens * self.compute * inner, self.tokens * self.compute * activated
 
     @cached_property
     def with_experts(self) -> ExpertShape:

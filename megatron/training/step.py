@@ -172,7 +172,7 @@ def _after_update(run: Run, outcome: StepOutcome, scalars: Tensor) -> None:
     for block, step_on_host in outcome.deferred.items():
         # carried out while the next forward pass computes the block before
         run.zero.defer(block, step_on_host)
-    run.model.update_routers(scalars, 1 - outcome.skipped)
+    run.model.update_routers(scalars, outcome.skipped)
 
 
 def _before_update(run: Run) -> None:

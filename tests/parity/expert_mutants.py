@@ -1,5 +1,5 @@
-"""What other programs got wrong with experts, put into this one: patches of worker.py, each of which
-must be found by a comparison with one process.
+"""What other programs got wrong with experts, put into this one: patches of worker.py, each of
+which must be found by a comparison with one process.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def bias_of_skipped_steps() -> Patch:
     """The bias changes in a step that was skipped."""
     real = GPTModel.update_routers
 
-    def update(self, scalars, taken):
-        real(self, scalars, torch.ones_like(taken))
+    def update(self, scalars, skipped):
+        real(self, scalars, torch.zeros_like(skipped))
 
     return mock.patch.object(GPTModel, "update_routers", update)
 
