@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from reshard_cases import ALL_LAYOUTS, flags, load_and_compare, saved, saving, start
 from reshard_table import EXPERT_TABLE, Runs, faults
 
 from megatron.checkpoint.reader import Checkpoint
+from megatron.training.checkpointing import finalize, save
+from megatron.training.exit import Exit
+from megatron.training.loop import COMPLETE
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -59,6 +63,33 @@ def test_what_routers_keep_is_in_checkpoints(table):
             for name in checkpoint.names
             if name.startswith("optimizer.") and "router.expert" in name
         ]
+
+
+def diverge(run) -> None:
+    """One value of an expert changes on rank 3 alone."""
+    if dist.get_rank() == 3:
+        (name, parameter), *_ = [
+            (name, parameter)
+            for name, parameter, spec in run.model.declared()
+            if spec.group == "expert"
+        ]
+        parameter.data.view(-1)[5] += 1e-9
+        assert name == "layers.0.mlp.experts.fc1"
+
+
+def save_diverged(run) -> Exit:
+    diverge(run)
+    save(run)
+    return Exit(COMPLETE, 0 if finalize(run) else 1)
+
+
+def test_a_copy_of_an_expert_that_differs_is_named(on, table, tmp_path):
+    """Of 4 ranks 1 and 3 hold the same experts."""
+    root = table("moe-fp64", "one")
+    arguments = flags("moe-fp64", "dp4ep2zero1", "--load", root, *saving(tmp_path))
+    text = on("dp4ep2zero1", start, arguments, None, save_diverged)[0]
+    assert "replicas have diverged: layers.0.mlp.experts.fc1 (weights) differs between " in text
+    assert "between rank 1 and rank 3" in text
 
 
 def test_experts_of_the_wrong_rank_are_seen(on, table):
