@@ -10,7 +10,8 @@ number of ranks:
     and writes an equal share
 
 The first writes config.json, safetensors files and the tokenizer's files, which transformers loads
-(GPT-2, Llama, Mistral, Qwen2 or Qwen3, as the model's flags allow). The others write a weights-only
+(GPT-2, Llama, Mistral, Qwen2 or Qwen3; with experts Mixtral, Qwen2-MoE or Qwen3-MoE; as the model's
+flags allow). The others write a weights-only
 checkpoint of iteration 0 and RUN/model.json with the model's flags: train on from it with --config
 RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM (torch_dist,
 and mp_rank_* folders of core models), and those that torch.distributed.checkpoint wrote under the

@@ -218,9 +218,10 @@ def _parts(
         for by, axis, name, start, stop in held:
             data = cut(start, stop)
             if axis.size > 1 and len(data):
-                yield Part(
-                    f"{kind} {by}", axis.ranks[0], f"{name} ({kind})", data, by == HELD_BY["tied"]
-                )
+                # ranks that share the dense weights are others than those that share experts, and
+                # may have the same lowest one
+                among = f"{kind} {by} ({block.plan.group})"
+                yield Part(among, axis.ranks[0], f"{name} ({kind})", data, by == HELD_BY["tied"])
 
 
 class _Digest:

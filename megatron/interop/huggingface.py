@@ -1,8 +1,8 @@
 """Logical tensors and model flags <-> Hugging Face tensor names and config.json, both ways, as pure
 functions; no tensor is touched here.
 
-Families: GPT-2; Llama, Mistral (sliding window), Qwen2 (QKV biases), Qwen3 (QK norm). What a family
-cannot express is refused by the name of the flag or config field. Conventions (facts of
+Families: GPT-2; Llama, Mistral (sliding window), Qwen2 (QKV biases), Qwen3 (QK norm); with experts
+Mixtral, Qwen2-MoE and Qwen3-MoE (`huggingface_experts.py`). What a family cannot express is refused by the name of the flag or config field. Conventions (facts of
 transformers 4.50 to 5.23): GPT-2 stores linear weights as [in, out] and fuses q, k, v along the
 outputs; rotary embeddings pair channel i with i + d/2, as ours do, so nothing is permuted;
 `sliding_window` counts the token itself, as our window_size does; the Llama families rotate all
@@ -12,22 +12,20 @@ channels of a head.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.config.errors import UserError
+from megatron.config.experts import expert_pattern
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import JsonObject
-
-
-class Rule(NamedTuple):
-    """A Hugging Face tensor is the logical ones on top of each other, transposed for GPT-2's linear
-    weights.
-    """
-
-    theirs: str
-    ours: tuple[str, ...]
-    transposed: bool = False
-
+from megatron.interop.huggingface_experts import (
+    NO_COUNTERPART,
+    expert_family,
+    expert_faults,
+    our_experts,
+    their_experts,
+)
+from megatron.interop.huggingface_rules import ExpertNames, Rule, is_fused, rules
 
 _GPT2_ACTIVATIONS = {
     "gelu_new": "gelu-tanh",
@@ -38,7 +36,18 @@ _GPT2_ACTIVATIONS = {
 _GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 _GPT2_NAMES = {"gelu-tanh": "gelu_new", "gelu": "gelu", "squared-relu": "relu2"}
 _GATED_NAMES = {"swiglu": "silu", "geglu": "gelu"}
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+}
+# where config.json says nothing
+_KEY_VALUE_HEADS = {"mistral": 8, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
+_ROTARY_BASES = {"mixtral": 1e6}
 # in older files; computed, not learned
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -56,13 +65,16 @@ def family(model: ModelConfig) -> str:
     if model.position_embedding_type == "learned_absolute":
         kind = "gpt2"
         faults |= _gpt2_faults(model)
+    elif model.num_experts is not None:
+        kind = expert_family(model)
+        faults |= _rotary_faults(model, kind) | expert_faults(model, kind)
     else:
         kind = _rotary_family(model)
         faults |= _rotary_faults(model, kind)
     refused = [flag for flag, holds in faults.items() if holds]
     if refused:
         raise UserError(
-            "Hugging Face's GPT-2, Llama, Mistral and Qwen models cannot express: "
+            "Hugging Face's GPT-2, Llama, Mistral, Mixtral and Qwen models cannot express: "
             + "; ".join(refused)
         )
     return kind
@@ -78,6 +90,7 @@ def _gpt2_faults(model: ModelConfig) -> dict[str, bool]:
         "--group-query-attention": grouped,
         f"--activation {model.activation}": model.activation not in _GPT2_NAMES,
         "--qk-layernorm": model.qk_layernorm,
+        "--num-experts": model.num_experts is not None,
         "--window-size": model.window_size is not None,
         "--kv-channels other than hidden-size / num-attention-heads": width != model.hidden_size,
     }
@@ -114,82 +127,39 @@ def _rotary_faults(model: ModelConfig, kind: str) -> dict[str, bool]:
         activation: model.activation not in _GATED_NAMES,
         "--rotary-percent": model.rotary_percent != 1.0,
         biases: model.add_bias_linear and kind != "llama",
-        "--add-qkv-bias with --qk-layernorm": kind == "qwen3" and qkv_bias_only,
+        "--add-qkv-bias with --qk-layernorm": model.qk_layernorm and qkv_bias_only,
         "--num-attention-heads that do not divide --hidden-size": kind == "llama" and uneven_heads,
         "more than one way of rotary scaling at once": sum(scalings) > 1,
     }
 
 
-def rules(kind: str, layers: int, *, tied: bool, linear_bias: bool, qkv_bias: bool) -> list[Rule]:
-    """Every tensor of a model of family `kind`, in the order of the forward pass."""
-    if kind == "gpt2":
-        table = _gpt2_rules(layers)
-    else:
-        table = _llama_rules(layers, linear_bias, qkv_bias, qk_norms=kind == "qwen3")
-    if not tied:
-        table += _rules("lm_head", "head", bias=False)
-    return table
-
-
-def _rules(theirs: str, *ours: str, bias: bool = True, transposed: bool = False) -> list[Rule]:
-    """Of the weight and, with `bias`, the bias of one of their modules."""
-    weight = Rule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)
-    if not bias:
-        return [weight]
-    return [weight, Rule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))]
-
-
-def _gpt2_rules(layers: int) -> list[Rule]:
-    table = _rules("transformer.wte", "embedding.word", bias=False)
-    table += _rules("transformer.wpe", "embedding.position", bias=False)
-    for i in range(layers):
-        theirs = f"transformer.h.{i}"
-        ours = f"layers.{i}"
-        attention = [f"{ours}.attention.{part}" for part in "qkv"]
-        table += _rules(f"{theirs}.ln_1", f"{ours}.input_norm")
-        table += _rules(f"{theirs}.attn.c_attn", *attention, transposed=True)
-        table += _rules(f"{theirs}.attn.c_proj", f"{ours}.attention.proj", transposed=True)
-        table += _rules(f"{theirs}.ln_2", f"{ours}.mlp_norm")
-        table += _rules(f"{theirs}.mlp.c_fc", f"{ours}.mlp.up", transposed=True)
-        table += _rules(f"{theirs}.mlp.c_proj", f"{ours}.mlp.down", transposed=True)
-    return table + _rules("transformer.ln_f", "final_norm")
-
-
-def _llama_rules(layers: int, linear_bias: bool, qkv_bias: bool, qk_norms: bool) -> list[Rule]:
-    table = _rules("model.embed_tokens", "embedding.word", bias=False)
-    for i in range(layers):
-        theirs = f"model.layers.{i}"
-        ours = f"layers.{i}"
-        attention = f"{theirs}.self_attn"
-        mlp = f"{theirs}.mlp"
-        table += _rules(f"{theirs}.input_layernorm", f"{ours}.input_norm", bias=False)
-        for part in "qkv":
-            table += _rules(f"{attention}.{part}_proj", f"{ours}.attention.{part}", bias=qkv_bias)
-        for part in ("q_norm", "k_norm") if qk_norms else ():
-            table += _rules(f"{attention}.{part}", f"{ours}.attention.{part}", bias=False)
-        table += _rules(f"{attention}.o_proj", f"{ours}.attention.proj", bias=linear_bias)
-        table += _rules(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", bias=False)
-        for part in ("gate", "up", "down"):
-            table += _rules(f"{mlp}.{part}_proj", f"{ours}.mlp.{part}", bias=linear_bias)
-    return table + _rules("model.norm", "final_norm", bias=False)
-
-
 # ---- ours -> theirs ------------------------------------------------------------------------------
 
 
-def to_huggingface(model: ModelConfig, vocab_size: int) -> tuple[JsonObject, list[Rule]]:
+def to_huggingface(
+    model: ModelConfig, vocab_size: int, *, fused: bool = False
+) -> tuple[JsonObject, list[Rule]]:
     """config.json of a resolved `model` with the real vocabulary, and how each of its tensors is
-    made of ours.
+    made of ours. Tensors are those of files, where each expert has its own; with `fused` those of a
+    model in memory of transformers 5, where the experts of a layer are one tensor.
 
     Raises UserError naming every flag that Hugging Face's models cannot express. Training settings
-    without a place there (hidden dropout of the Llama families, z-loss) do not change the model and
-    are left out.
+    without a place there (hidden dropout of the Llama families, losses of routers, the capacity of
+    experts) are left out, as is what routers keep for them.
     """
     kind = family(model)
     tied = not model.untie_embeddings_and_output_weights
     qkv_bias = model.add_bias_linear or model.add_qkv_bias
+    experts = None
+    if model.num_experts is not None:
+        experts = ExpertNames(model.num_experts, model.expert_layers(), fused)
     table = rules(
-        kind, model.num_layers, tied=tied, linear_bias=model.add_bias_linear, qkv_bias=qkv_bias
+        kind,
+        model.num_layers,
+        tied=tied,
+        linear_bias=model.add_bias_linear,
+        qkv_bias=qkv_bias,
+        experts=experts,
     )
     common = {
         "model_type": kind,
@@ -241,7 +211,9 @@ def _llama_config(kind: str, model: ModelConfig) -> JsonObject:
             "mlp_bias": model.add_bias_linear,
         }
     config["sliding_window"] = model.window_size
-    if kind == "mistral":
+    if model.num_experts is not None:
+        config |= their_experts(kind, model)
+    if kind in ("mistral", "mixtral"):
         return config
     slides = model.window_size is not None
     attention = "sliding_attention" if slides else "full_attention"
@@ -250,7 +222,7 @@ def _llama_config(kind: str, model: ModelConfig) -> JsonObject:
         "max_window_layers": 0 if slides else model.num_layers,
         "layer_types": [attention] * model.num_layers,
     }
-    if kind == "qwen3":
+    if model.qk_layernorm:
         config["attention_bias"] = False
     return config
 
@@ -301,10 +273,11 @@ def from_huggingface(config: JsonObject, names: Iterable[str]) -> tuple[JsonObje
     all of them.
     """
     kind = config.get("model_type")
-    if kind not in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
+    if kind != "gpt2" and kind not in _CLASSES:
+        reason = f" ({NO_COUNTERPART[kind]})" if kind in NO_COUNTERPART else ""
         raise UserError(
-            f"config.json: model_type {kind!r} has no counterpart here; known: gpt2, llama, "
-            "mistral, qwen2, qwen3"
+            f"config.json: model_type {kind!r} has no counterpart here{reason}; known: gpt2, "
+            + ", ".join(_CLASSES)
         )
     faults: list[str] = []
     if config.get("quantization_config"):
@@ -320,8 +293,15 @@ def from_huggingface(config: JsonObject, names: Iterable[str]) -> tuple[JsonObje
     fields["untie_embeddings_and_output_weights"] = not tied
     bias = fields["add_bias_linear"]
     qkv_bias = bias or fields["add_qkv_bias"]
-    table = rules(kind, fields["num_layers"], tied=tied, linear_bias=bias, qkv_bias=qkv_bias)
     present = {_whole_name(name, kind): name for name in names}
+    table = rules(
+        kind,
+        fields["num_layers"],
+        tied=tied,
+        linear_bias=bias,
+        qkv_bias=qkv_bias,
+        experts=_expert_names(fields, present),
+    )
     faults += _name_faults(table, set(present), tied)
     if faults:
         raise UserError(
@@ -329,6 +309,14 @@ def from_huggingface(config: JsonObject, names: Iterable[str]) -> tuple[JsonObje
             + "\n".join(f"  {fault}" for fault in faults)
         )
     return fields, [rule._replace(theirs=present[rule.theirs]) for rule in table]
+
+
+def _expert_names(fields: JsonObject, present: Iterable[str]) -> ExpertNames | None:
+    """What the names of a model's experts follow from; None where it has none."""
+    if fields.get("num_experts") is None:
+        return None
+    pattern = expert_pattern(fields["moe_layer_freq"], fields["num_layers"])
+    return ExpertNames(fields["num_experts"], pattern, any(map(is_fused, present)))
 
 
 def _whole_name(name: str, kind: str) -> str:
@@ -404,14 +392,14 @@ def _our_llama(config: JsonObject, faults: list[str]) -> JsonObject:
     layers = config["num_hidden_layers"]
     hidden = config["hidden_size"]
     heads = config["num_attention_heads"]
-    groups = config.get("num_key_value_heads", 8 if kind == "mistral" else None) or heads
+    groups = config.get("num_key_value_heads", _KEY_VALUE_HEADS.get(kind)) or heads
     activation = config.get("hidden_act", "silu")
     if activation not in _GATED_ACTIVATIONS:
         faults.append(f"hidden_act {activation!r} (known: {', '.join(_GATED_ACTIVATIONS)})")
     bias = kind == "llama" and bool(config.get("attention_bias"))
     if kind == "llama":
         _expect(config, faults, mlp_bias=bias)
-    elif kind == "qwen3":
+    elif kind in ("qwen3", "qwen3_moe"):
         _expect(config, faults, attention_bias=False)
     fields = {
         "num_layers": layers,
@@ -426,24 +414,30 @@ def _our_llama(config: JsonObject, faults: list[str]) -> JsonObject:
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "activation": _GATED_ACTIVATIONS.get(activation),
         "add_bias_linear": bias,
-        "add_qkv_bias": kind == "qwen2",
-        "qk_layernorm": kind == "qwen3",
+        "add_qkv_bias": kind == "qwen2" or kind == "qwen2_moe" and config.get("qkv_bias", True),
+        "qk_layernorm": kind in ("qwen3", "qwen3_moe"),
         "window_size": _our_window(config, faults),
         "hidden_dropout": 0.0,
         "attention_dropout": config.get("attention_dropout") or 0.0,
         "init_method_std": config.get("initializer_range", 0.02),
     }
+    if kind in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        fields |= our_experts(config, faults)
     return fields | _our_rotary(config, faults)
 
 
 def _our_window(config: JsonObject, faults: list[str]) -> int | None:
     """One window for all layers, or none."""
-    if config["model_type"] == "mistral":
-        return config.get("sliding_window", 4096)
-    if config["model_type"] == "llama" or not config.get("use_sliding_window", False):
+    kind = config["model_type"]
+    if kind in ("mistral", "mixtral"):
+        return config.get("sliding_window", 4096 if kind == "mistral" else None)
+    if kind == "llama" or not config.get("use_sliding_window", False):
         return None
     layers = config["num_hidden_layers"]
-    first = config.get("max_window_layers", 28)
+    if kind == "qwen2_moe" and not config.get("layer_types"):
+        faults.append("use_sliding_window without layer_types: versions differ in what slides")
+    # all layers of Qwen3-MoE have the window
+    first = 0 if kind == "qwen3_moe" else config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or [
         "full_attention" if i < first else "sliding_attention" for i in range(layers)
     ]
@@ -461,7 +455,8 @@ def _our_rotary(config: JsonObject, faults: list[str]) -> JsonObject:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaling = {name: value for name, value in given.items() if value is not None}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
+    default = _ROTARY_BASES.get(config["model_type"], 10000.0)
+    base = scaling.get("rope_theta", config.get("rope_theta", default))
     fields: JsonObject = {"position_embedding_type": "rope", "rotary_base": float(base)}
     _expect(config | scaling, faults, partial_rotary_factor=1.0)
     longest = config.get("max_position_embeddings", 2048)

@@ -8,6 +8,7 @@ state gives equal bytes for every number of ranks. A folder that appears under i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from megatron.checkpoint.shapes import Dims, Shapes
 from megatron.config.errors import UserError
 from megatron.config.input_files import InputError, parse_json
 from megatron.config.input_files import read_json as read_file
-from megatron.interop.huggingface import Rule
+from megatron.interop.huggingface_rules import Rule
 from megatron.interop.models import DAMAGE, Held, MappedFile, Pair, Part, own_rows, whole_part
 from megatron.layers.spec import Box
 
@@ -375,6 +376,8 @@ def take_parts(rules: list[Rule], tensors: Held) -> list[Pair]:
 
 def _cut_rows(rule: Rule, shape: Dims, parts: list[Part]) -> Iterator[Pair]:
     """The logical tensors of one rule."""
+    if rule.matrices is not None:
+        shape, parts = _on_top_of_each_other(rule, shape, parts)
     turn = -1 if rule.transposed else 1
     shape = shape[::turn]
     rows, rest = divmod(shape[0], len(rule.ours))
@@ -390,6 +393,27 @@ def _cut_rows(rule: Rule, shape: Dims, parts: list[Part]) -> Iterator[Pair]:
             (low,), (high,) = common
             box = Box(name, (rows, *shape[1:]), (low - i * rows, *columns), (high - low, *widths))
             yield box, value[low - first : high - first]
+
+
+def _on_top_of_each_other(rule: Rule, shape: Dims, parts: list[Part]) -> tuple[Dims, list[Part]]:
+    """[matrices, rows, columns] as one matrix [matrices x rows, columns]."""
+    if len(shape) != 3 or shape[0] != rule.matrices:
+        raise UserError(
+            f"{rule.theirs} {list(shape)} does not hold {rule.matrices} matrices, one an expert"
+        )
+    rows = shape[1]
+
+    def matrices(part: Part) -> Iterator[Part]:
+        (first, row, column), (count, *extent), elements = part
+        for i in range(count):
+            offset = ((first + i) * rows + row, column)
+            yield offset, tuple(extent), functools.partial(_matrix, elements, i)
+
+    return (shape[0] * rows, shape[2]), [each for part in parts for each in matrices(part)]
+
+
+def _matrix(elements: Callable[[], Tensor], number: int) -> Tensor:
+    return elements()[number]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -292,10 +292,10 @@ class Router(nn.Module):
         where the step was, and 0 where it was skipped.
         """
         if self.expert_bias is not None:
-            rate = self.config.moe_router_bias_update_rate * taken
-            self.expert_bias.add_(
-                ((counts.mean() - counts).sign() * rate).to(self.expert_bias.dtype)
+            steps = (
+                (counts.mean() - counts).sign() * taken * self.config.moe_router_bias_update_rate
             )
+            self.expert_bias.add_(steps.to(self.expert_bias.dtype))
         if self.expert_share is not None:
             share = counts / counts.sum().clamp(min=1)
             self.expert_share.lerp_(

@@ -104,3 +104,16 @@ def model_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ..
         for spec in declared(model, vocab_size).values()
         for tensor in spec.tensors
     }
+
+
+@functools.cache
+def trained_names(model: ModelConfig, vocab_size: int) -> frozenset[str]:
+    """The logical tensors of a model that are trained; the others are kept with the weights, and an
+    optimizer holds nothing for them.
+    """
+    return frozenset(
+        tensor.name
+        for spec in declared(model, vocab_size).values()
+        for tensor in spec.tensors
+        if tensor.group != "state"
+    )

@@ -30,8 +30,10 @@ from megatron.checkpoint.writer import shard_bytes, try_folder
 from megatron.config.groups import Config
 from megatron.distributed.rank_errors import raise_on_all_ranks
 from megatron.layers.spec import Box
+from megatron.model.init import fill_initial
 from megatron.observe.metrics import save_metrics
 from megatron.observe.tracking import Tracker
+from megatron.optimizer.blocks import STATE
 from megatron.optimizer.optimizer import Optimizer
 from megatron.training.resume import run_state
 from megatron.training.run import Run
@@ -98,11 +100,32 @@ def fetch(checkpoint: Checkpoint, run: Run) -> None:
             logger.info(f" {size / 1e9:.3g} GB of local shards were fetched from other nodes")
 
 
+def _kept_there(
+    checkpoint: Checkpoint, run: Run, pairs: list[tuple[Box, Tensor]]
+) -> list[tuple[Box, Tensor]]:
+    """What is to be read. With --finetune, what is kept with the weights and not trained begins
+    with its initial values where the checkpoint does not have it: another program's weights, or a
+    run that needed none.
+    """
+    if not run.config.checkpoint.finetune:
+        return pairs
+    known = set(checkpoint.names)
+    there = []
+    for box, into in pairs:
+        if box.group != STATE or box.name in known:
+            there.append((box, into))
+        else:
+            fill_initial(box, into, run.config.training.seed)
+    return there
+
+
 def load(checkpoint: Checkpoint, run: Run) -> None:
     """Read weights, and unless --finetune or --no-load-optim optimizer state, into the run's
     buffers.
     """
-    run.optimizer.fill_weights(checkpoint.read_all)
+    run.optimizer.fill_weights(
+        lambda pairs: checkpoint.read_all(_kept_there(checkpoint, run, pairs))
+    )
     if (
         run.config.checkpoint.finetune
         or not run.config.checkpoint.load_optim

@@ -22,7 +22,7 @@ from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.distributed.groups import describe_layout
-from megatron.model.build import model_shapes
+from megatron.model.build import model_shapes, trained_names
 from megatron.model.kernels import choose_kernels
 from megatron.optimizer.lr_schedule import ParamSchedule
 
@@ -64,6 +64,7 @@ def _tensors(run: Run) -> dict[str, list[int]]:
     computed from the flags, not from what ranks hold.
     """
     shapes = model_shapes(run.config.model, run.vocab_size)
+    trained = trained_names(run.config.model, run.vocab_size)
     states = (
         run.optimizer.state_names
         if run.config.checkpoint.save_optim and run.config.optimizer.freeze is None
@@ -72,7 +73,10 @@ def _tensors(run: Run) -> dict[str, list[int]]:
     named = {
         **shapes,
         **{
-            f"optimizer.{state}.{name}": shape for state in states for name, shape in shapes.items()
+            f"optimizer.{state}.{name}": shape
+            for state in states
+            for name, shape in shapes.items()
+            if name in trained
         },
     }
     return {name: list(shape) for name, shape in named.items()}

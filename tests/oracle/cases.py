@@ -33,6 +33,12 @@ LLAMA = f"""
     {GPT} --activation swiglu --normalization RMSNorm --position-embedding-type rope
     --disable-bias-linear --untie-embeddings-and-output-weights
 """
+MOE = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 24"
+BIASED = """
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4
+    --moe-router-group-topk 2 --moe-router-topk 4 --moe-router-topk-scaling-factor 2.5
+    --moe-router-bias-update-rate 2e-2
+"""
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 FP64 = "--fp64"
 
@@ -106,6 +112,48 @@ NAMED = (
         f"--group-query-attention --num-query-groups 3 "
         "--norm-epsilon 1e-3 --adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6 "
         "--micro-batch-size 1 --make-vocab-size-divisible-by 1",
+    ),
+    # Mixtures of experts: every score, loss, and way to leave tokens out.
+    Case("moe", f"{MOCK} {MOE} --moe-aux-loss-coeff 3e-2 --moe-z-loss-coeff 1e-2"),
+    Case(
+        "moe-pre-softmax",
+        f"{FILES} {MOE} --moe-router-pre-softmax --moe-router-topk 3 --moe-layer-freq 2 "
+        f"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 5e-2 "
+        f"--moe-shared-expert-intermediate-size 24 --log-params-norm",
+    ),
+    Case(
+        "moe-top-1",
+        f"{FILES} {MOE} --moe-router-topk 1 --moe-router-pre-softmax --moe-aux-loss-coeff 1e-2 "
+        f"--log-num-zeros-in-grad",
+    ),
+    Case(
+        "moe-bias-groups",
+        f"{FILES} {MOE} {BIASED} --moe-router-load-balancing-type global_aux_loss seq_aux_loss "
+        f"aux_loss --moe-aux-loss-coeff 3e-2 1e-2 2e-2 --moe-shared-expert-intermediate-size 24 "
+        f"--moe-shared-expert-gate --log-params-norm",
+    ),
+    Case(
+        "moe-bias-resume",
+        f"{FILES} {MOE} {BIASED} --moe-router-load-balancing-type global_aux_loss "
+        f"--moe-aux-loss-coeff 5e-2 --train-iters 6",
+        then=("",),
+        first="--exit-interval 3",
+        layout="|--expert-model-parallel-size 2",
+        ranks=2,
+    ),
+    Case(
+        "moe-sqrtsoftplus",
+        f"{FILES} {MOE} --moe-router-score-function sqrtsoftplus --moe-aux-loss-coeff 2e-2 "
+        f"--moe-layer-freq [0,1] --moe-router-topk-scaling-factor 1.5",
+    ),
+    Case(
+        "moe-capacity-probs",
+        f"{MOCK} {MOE} --moe-expert-capacity-factor 0.7 --moe-aux-loss-coeff 2e-2",
+    ),
+    Case(
+        "moe-capacity-position",
+        f"{FILES} {MOE} --moe-expert-capacity-factor 0.8 --moe-token-drop-policy position "
+        f"--moe-router-pre-softmax",
     ),
     # Schedules in samples and in iterations, through a ramp.
     Case(

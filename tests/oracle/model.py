@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from oracle import philox
+from oracle.mixture import STATES, mixture, shapes_of, sparse_layers
 from torch import Tensor
 
 Weights = dict[str, Tensor]
@@ -60,6 +61,10 @@ def shapes(c: Namespace) -> dict[str, tuple[int, ...]]:
             norm(f"layers.{i}.attention.k_norm", c.kv_channels)
         linear(f"layers.{i}.attention.proj", h, q, c.bias)
         norm(f"layers.{i}.mlp_norm", h)
+        if sparse_layers(c)[i]:
+            kept = shapes_of(c, lambda name, *size, i=i: linear(f"layers.{i}.{name}", *size, False))
+            found |= {f"layers.{i}.{name}": shape for name, shape in kept.items()}
+            continue
         for part in ("gate", "up") if c.gated else ("up",):
             linear(f"layers.{i}.mlp.{part}", f, h, c.bias)
         linear(f"layers.{i}.mlp.down", h, f, c.bias)
@@ -75,12 +80,14 @@ def initial(c: Namespace) -> Weights:
     """
     weights = {}
     for name, shape in shapes(c).items():
-        if name.endswith(".bias"):
+        if name.endswith(STATES[1]):
+            weights[name] = torch.full(shape, 1 / c.num_experts, dtype=torch.float64)
+        elif name.endswith((".bias", STATES[0])):
             weights[name] = torch.zeros(shape, dtype=torch.float64)
         elif name.endswith("norm.weight"):
             weights[name] = torch.ones(shape, dtype=torch.float64)
         else:
-            output = name.endswith(("attention.proj.weight", "mlp.down.weight"))
+            output = name.endswith(("attention.proj.weight", ".down.weight"))
             std = c.init_method_std / math.sqrt(2 * c.num_layers) if output else c.init_method_std
             weights[name] = philox.normal(c.seed, name, shape, std)
     return weights
@@ -102,13 +109,14 @@ class Rounded(torch.autograd.Function):
 
 class Model:
     """A forward pass of these settings. `largest` collects the greatest finite gradient before each
-    narrow rounding.
+    narrow rounding; `routers` the losses of the last pass and the tokens of experts, by layer.
     """
 
     def __init__(self, c: Namespace):
         self.c = c
         self.narrow = torch.float16 if c.fp16 else torch.bfloat16 if c.bf16 else None
         self.largest: list[float] = []
+        self.routers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def round(self, x: Tensor) -> Tensor:
         return x if self.narrow is None else Rounded.apply(x, self.narrow, self.largest)
@@ -136,7 +144,11 @@ class Model:
             x = self.round(
                 x + self.dropout(attended, f"layers/{i}/attention.output_dropout", batch, training)
             )
-            y = self.mlp(own, self.norm(own, "mlp_norm", x))
+            y = self.norm(own, "mlp_norm", x)
+            if sparse_layers(c)[i]:
+                y, *self.routers[i] = mixture(c, own, y, lambda n, y, own=own: self.mlp(own, n, y))
+            else:
+                y = self.mlp(own, "mlp", y)
             x = self.round(x + self.dropout(y, f"layers/{i}/mlp.output_dropout", batch, training))
         x = self.norm(weights, "final_norm", x)
         logits = self.round(x @ weights.get("head.weight", weights["embedding.word.weight"]).T)
@@ -199,11 +211,11 @@ class Model:
             weights, "attention.proj", self.round(shares @ v).transpose(1, 2).reshape(b, s, n * d)
         )
 
-    def mlp(self, weights: Weights, x: Tensor) -> Tensor:
+    def mlp(self, weights: Weights, name: str, x: Tensor) -> Tensor:
         act = ACTIVATIONS[self.c.activation]
-        up = self.linear(weights, "mlp.up", x)
-        y = act(self.linear(weights, "mlp.gate", x)) * up if self.c.gated else act(up)
-        return self.linear(weights, "mlp.down", self.round(y))
+        up = self.linear(weights, f"{name}.up", x)
+        y = act(self.linear(weights, f"{name}.gate", x)) * up if self.c.gated else act(up)
+        return self.linear(weights, f"{name}.down", self.round(y))
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ VALUES: dict[type, str] = {
         make-vocab-size-divisible-by=128 loss-scale-window=1000 hysteresis=2 seq-length
         vocab-size micro-batch-size global-batch-size train-iters train-samples exit-interval
         seed=1234 lr-decay-iters lr-decay-samples lr-warmup-iters=0 lr-warmup-samples=0
+        num-experts moe-ffn-hidden-size moe-router-topk=2 moe-router-num-groups
+        moe-router-group-topk moe-shared-expert-intermediate-size
         lr-wsd-decay-iters lr-wsd-decay-samples eval-iters=100 eval-interval=1000
         log-interval=100 save-interval
     """,
@@ -21,12 +23,15 @@ VALUES: dict[type, str] = {
         z-loss-coeff=0 hidden-dropout=0.1 attention-dropout=0.1 init-method-std=0.02 loss-scale
         initial-loss-scale=4294967296 min-loss-scale=1 lr min-lr=0 lr-warmup-fraction
         lr-warmup-init=0 decoupled-lr decoupled-min-lr weight-decay=0.01 start-weight-decay
+        moe-router-topk-scaling-factor moe-router-bias-update-rate=1e-3 moe-z-loss-coeff=0
+        moe-expert-capacity-factor
         end-weight-decay clip-grad=1 adam-beta1=0.9 adam-beta2=0.999 adam-eps=1e-8 sgd-momentum=0.9
     """,
     str: """
         position-embedding-type=learned_absolute normalization=LayerNorm activation=gelu
         split=969,30,1 tokenizer-type optimizer=adam lr-decay-style=linear
         lr-wsd-decay-style=exponential weight-decay-incr-style=constant save load 
+        moe-router-score-function=softmax moe-layer-freq=1 moe-token-drop-policy=probs
         nan-policy=stop freeze recompute-granularity recompute-method recompute-num-layers
     """,
 }
@@ -34,9 +39,13 @@ SWITCHES = """
     group-query-attention use-rope-scaling disable-bias-linear add-qkv-bias qk-layernorm
     untie-embeddings-and-output-weights bf16 fp16 fp64 mock-data reset-position-ids
     reset-attention-mask eod-mask-loss finetune skip-train log-params-norm log-num-zeros-in-grad
+    moe-router-pre-softmax moe-router-enable-expert-bias moe-shared-expert-gate
     override-opt-param-scheduler fused-linear-cross-entropy no-load-optim
 """
-LISTS = "data-path train-data-path valid-data-path test-data-path rampup-batch-size accept-changed"
+LISTS = """
+    data-path train-data-path valid-data-path test-data-path rampup-batch-size accept-changed
+    moe-router-load-balancing-type moe-aux-loss-coeff
+"""
 
 
 def _parser() -> ArgumentParser:
@@ -67,5 +76,7 @@ def read(argv: list[str]) -> Namespace:
         s.ffn_hidden_size = s.hidden_size * 8 // 3 // 64 * 64 if s.gated else 4 * s.hidden_size
     s.max_position_embeddings = s.max_position_embeddings or s.seq_length
     s.global_batch_size = s.global_batch_size or s.micro_batch_size
+    s.moe_router_load_balancing_type = s.moe_router_load_balancing_type or ["aux_loss"]
+    s.moe_aux_loss_coeff = s.moe_aux_loss_coeff or ["0"]
     s.rampup = tuple(map(int, s.rampup_batch_size)) if s.rampup_batch_size else None
     return s

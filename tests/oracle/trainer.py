@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from oracle.data import Blend, HeldOut, batch_of, held_out_data, training_data
+from oracle.mixture import STATES, after_step
 from oracle.model import Model, Weights, initial, shapes
 from oracle.schedule import LossScale, Schedule, batch_size
 from oracle.settings import read
@@ -108,7 +109,7 @@ class Trainer:
         trained = {
             name: w.requires_grad_(True)
             for name, w in state.weights.items()
-            if unit_of(name, c.num_layers) not in frozen
+            if unit_of(name, c.num_layers) not in frozen and not name.endswith(STATES)
         }
         self.trained = list(trained.values())
         self.optimizer = optimizer_of(c, trained)
@@ -175,11 +176,14 @@ class Trainer:
         scale, rate = state.scale.value, self.schedule.learning_rate(clock)
         decoupled = self.schedule.decoupled_learning_rate(clock)
         loss, tokens, gradients = self.gradients(state.consumed, size, scale)
+        routed = {layer: counts for layer, (_, counts) in self.model.routers.items()}
         norm = norm_of(gradients)
         taken = math.isfinite(norm) and math.isfinite(loss)
         if taken:
             rates = rate, rate if decoupled is None else decoupled
             self.update(gradients, norm, rates, self.schedule.weight_decay(clock))
+            for layer, counts in routed.items():
+                after_step(c, state.weights, layer, counts)
             state.scheduled = clock
             state.interval.losses.append(loss)
         else:
@@ -202,7 +206,8 @@ class Trainer:
         if c.log_num_zeros_in_grad:
             report["num-zeros"] = sum(int((g == 0).sum()) for g in gradients)
         if c.log_params_norm:
-            report["params-norm"] = norm_of(list(state.weights.values()))
+            counted = [w for name, w in state.weights.items() if not name.endswith(STATES)]
+            report["params-norm"] = norm_of(counted)
         return report
 
     def skip(self, size: int, overflow: bool) -> None:
@@ -222,6 +227,7 @@ class Trainer:
         batch = batch_of(c, self.data, first, count)
         loss, lse = self.model.losses(self.state.weights, batch, training=True)
         objective = ((loss + c.z_loss_coeff * lse.square()) * batch.loss_mask).sum()
+        objective = objective + sum(losses for losses, _ in self.model.routers.values())
         # A narrow backward pass divides by all tokens, valid or not, and is set right afterwards.
         nominal, tokens = count * c.seq_length, float(batch.loss_mask.sum())
         self.model.largest.clear()

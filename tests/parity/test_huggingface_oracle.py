@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from unit.by_hand import backward, forward
+from unit.checkpoint.huggingface_names import made_of
 
 from megatron.config.groups import ModelConfig
 from megatron.interop.huggingface import to_huggingface
@@ -25,6 +26,7 @@ from megatron.parallel.pipeline import loss_gradient
 transformers = pytest.importorskip("transformers")
 
 VOCAB, PADDED, S, B = 117, 128, 24, 3
+FUSED = int(transformers.__version__.partition(".")[0]) >= 5
 
 GPT2 = ModelConfig(
     num_layers=2,
@@ -50,6 +52,7 @@ LLAMA = dataclasses.replace(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
+MIXTRAL = dataclasses.replace(LLAMA, num_experts=6, moe_ffn_hidden_size=24)
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -67,6 +70,19 @@ MODELS = {
     "mistral-window": dataclasses.replace(LLAMA, window_size=5),
     "qwen2": dataclasses.replace(LLAMA, add_qkv_bias=True),
     "qwen3": dataclasses.replace(LLAMA, qk_layernorm=True),
+    "mixtral": MIXTRAL,
+    "mixtral-top-1": dataclasses.replace(MIXTRAL, moe_router_topk=1, window_size=5),
+    "qwen2-moe": dataclasses.replace(
+        MIXTRAL,
+        add_qkv_bias=True,
+        moe_router_pre_softmax=True,
+        moe_shared_expert_intermediate_size=40,
+        moe_shared_expert_gate=True,
+    ),
+    "qwen3-moe": dataclasses.replace(MIXTRAL, qk_layernorm=True, moe_router_topk=4),
+    "qwen3-moe-plain": dataclasses.replace(
+        MIXTRAL, qk_layernorm=True, moe_router_pre_softmax=True, moe_layer_freq="[0]*1+[1]*1"
+    ),
 }
 
 
@@ -91,6 +107,10 @@ def our_run(config: ModelConfig, dtype: torch.dtype):
                         0.3 * torch.sin(torch.arange(view.numel(), dtype=dtype)).view(view.shape)
                     )
                 weights[box.name] = box.view(entry.view(block.weight)).reshape(box.extent)
+    for _, parameter, spec in model.declared():
+        if spec.group == "expert":
+            parameter.main_grad.fill_(torch.nan)  # an expert without a token must clear its own
+            parameter.overwrite_main_grad = True
     ids = tokens()
     positions = torch.arange(S).expand(B, S)
     micro = model.micro_batch(
@@ -102,6 +122,8 @@ def our_run(config: ModelConfig, dtype: torch.dtype):
     for name, parameter, spec in model.declared():
         for box in spec.boxes():
             grads[box.name] = box.view(parameter.main_grad).reshape(box.extent)
+            if spec.group == "expert":
+                continue
             # padded rows have no gradient
             assert (
                 parameter.main_grad[box.extent[0] :].abs().sum() == 0
@@ -121,6 +143,17 @@ def widen(model):
                 return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
             module.forward = norm
+        if type(module).__name__.endswith("TopKRouter"):
+            # Mixtral has no norm_topk_prob: it normalises always
+            normalises = getattr(module, "norm_topk_prob", True)
+
+            def router(x, module=module, normalises=normalises):
+                logits = F.linear(x.flatten(0, -2), module.weight)
+                values, chosen = torch.topk(torch.softmax(logits, -1), module.top_k, -1)
+                total = values.sum(-1, keepdim=True) if normalises else 1
+                return logits, values / total, chosen
+
+            module.forward = router
         if type(module).__name__.endswith("RotaryEmbedding"):
             frequencies = wide_frequencies(module.config)
 
@@ -189,15 +222,8 @@ def exported(config: ModelConfig, tensors):
     """config.json and the tensors (weights, or gradients: the export is linear) as the rules
     say.
     """
-    described, rules = to_huggingface(config, VOCAB)
-    stacked = {
-        rule.theirs: (torch.cat([tensors[name] for name in rule.ours]), rule.transposed)
-        for rule in rules
-    }
-    return described, {
-        name: (value.t() if transposed else value).contiguous()
-        for name, (value, transposed) in stacked.items()
-    }
+    described, rules = to_huggingface(config, VOCAB, fused=FUSED)
+    return described, {rule.theirs: made_of(rule, tensors) for rule in rules}
 
 
 def their_run(config: ModelConfig, weights, dtype):
@@ -216,6 +242,8 @@ def their_run(config: ModelConfig, weights, dtype):
     assert not unexpected and all("lm_head" in name for name in missing)  # a tied head
     model.tie_weights()
     model.eval()
+    if FUSED:
+        model.set_experts_implementation("eager")  # the others take no float64
     if dtype == torch.float64:
         widen(model)
     ids = tokens()
@@ -241,9 +269,12 @@ def test_loss_and_gradients_equal_transformers(name, dtype, bound):
         if hf_name not in their_grads:
             continue
         theirs = their_grads[hf_name]
-        # A key bias shifts all scores of a query alike: its true gradient is 0, so noise is
-        # measured against the whole gradient.
-        scale = total if hf_name.endswith("k_proj.bias") else theirs.norm()
+        # A key bias shifts all scores of a query alike, and one weight of one is 1 whatever its
+        # score: the true gradient is 0, so noise is measured against the whole gradient.
+        noise = hf_name.endswith("k_proj.bias") or (
+            hf_name.endswith("mlp.gate.weight") and config.moe_router_topk == 1
+        )
+        scale = total if noise else theirs.norm()
         assert (ours - theirs).norm() <= bound * scale, hf_name
         compared += 1
     assert compared == len(their_grads)

@@ -92,10 +92,31 @@ LAYOUTS = {  # name: ranks, flags
     "pp2dp2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {ZERO} 2"),
 }
 
+# Experts: what is kept beside the weights, the bias and the share of each expert, changes in steps.
+EXPERTS = {
+    "moe-fp64": f"{FEATURES['untied-fp64']} --num-experts 8 --moe-ffn-hidden-size 16 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 2e-2 --moe-router-load-balancing-type global_aux_loss "
+    "seq_aux_loss --moe-aux-loss-coeff 5e-2 1e-2 --moe-shared-expert-intermediate-size 16 "
+    "--moe-shared-expert-gate",
+}
+EP = "--expert-model-parallel-size"
+EXPERT_LAYOUTS = {
+    "dp2ep2": (2, f"{EP} 2"),
+    "dp4ep4": (4, f"{EP} 4"),
+    "dp4ep2zero1": (4, f"{EP} 2 {ZERO} 1"),
+    "dp4ep2zero3": (4, f"{EP} 2 {ZERO} 3"),
+    "tp2spep2": (2, f"{TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size 1"),
+    "tp2spdp2ep2": (4, f"{TP} 2 --sequence-parallel {EP} 2"),
+    "pp2dp2ep2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {EP} 2 {ZERO} 2"),
+}
+ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS
+
 
 def flags(feature: str, layout: str, *more: object) -> tuple[str, ...]:
     base = [word for word in BASE if word != "--mock-data" or not feature.startswith("ledger")]
-    return (*base, *FEATURES[feature].split(), *LAYOUTS[layout][1].split(), *map(str, more))
+    given = (FEATURES | EXPERTS)[feature], ALL_LAYOUTS[layout][1]
+    return (*base, *" ".join(given).split(), *map(str, more))
 
 
 def saving(root: Path) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[up]) for up in (3, 2, 0)]
 
 from reshard_cases import (
-    LAYOUTS,
+    ALL_LAYOUTS,
     differing,
     distance,
     flags,
@@ -91,6 +91,15 @@ TABLE = [
     ),
     *_rows("ledger-fp64", "dp2>tp2sp tp4sp>dp2zero3 pp4>one pp2dp2>dp2zero1 dp2zero2>dp2zero2"),
 ]
+
+EXPERT_TABLE = _rows(
+    "moe-fp64",
+    (
+        "dp4ep4>dp4ep4 dp4ep2zero3>dp4ep2zero3 dp4ep4>one dp4ep4>dp2ep2 dp4ep4>tp2spep2 "
+        "dp4ep4>pp2dp2ep2zero2 one>dp4ep2zero3 dp4ep2zero3>dp4ep4 dp4ep2zero3>tp2spdp2ep2 "
+        "one>dp4ep2zero1"
+    ),
+)
 
 
 def write_data(folder: Path) -> list[str]:
@@ -181,7 +190,7 @@ class Runs:
         )
         found = {
             **row._asdict(),
-            "ranks": [LAYOUTS[layout][0] for layout in row[1:]],
+            "ranks": [ALL_LAYOUTS[layout][0] for layout in row[1:]],
             "not loaded bit for bit": sum(loaded, []),
             "losses": max(abs(a - b) / abs(a) for a, b in zip(whole, resumed, strict=True)),
             "said bit for bit": "resumes bit for bit" in text,
@@ -223,17 +232,18 @@ def main() -> int:
     worlds, begun, rows = Worlds(), time.time(), []
 
     def on(layout: str, function: Callable, *args: Any) -> list:
-        ranks = LAYOUTS[layout][0]
+        ranks = ALL_LAYOUTS[layout][0]
         return worlds(ranks).run(function, *args) if ranks > 1 else [function(*args)]
 
     with tempfile.TemporaryDirectory() as name:
         runs = Runs(Path(name), on)
-        for number, row in enumerate(TABLE):
+        table = (*TABLE, *EXPERT_TABLE)
+        for number, row in enumerate(table):
             rows.append(runs.measure(row, Path(name, f"again-{number}")))
             rows[-1]["faults"] = faults(rows[-1])
             print(
                 (
-                    f"{number + 1}/{len(TABLE)} {row.feature}: {row.source} -> {row.target}: "
+                    f"{number + 1}/{len(table)} {row.feature}: {row.source} -> {row.target}: "
                     f"{rows[-1]['faults'] or 'as promised'}"
                 ),
                 flush=True,

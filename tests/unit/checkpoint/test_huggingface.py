@@ -8,16 +8,19 @@ import dataclasses
 
 import pytest
 import torch
+from huggingface_names import made_of
 
 from megatron.config.groups import ModelConfig
 from megatron.interop.huggingface import family, from_huggingface, to_huggingface
-from megatron.interop.huggingface_files import take_rules
+from megatron.interop.huggingface_files import open_folder, read_json, take_parts, take_rules
+from megatron.interop.models import box_part
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks
 
 transformers = pytest.importorskip("transformers")
 
+FUSED = int(transformers.__version__.partition(".")[0]) >= 5
 VOCAB = 67
 GPT2 = ModelConfig(
     num_layers=3,
@@ -47,6 +50,13 @@ STRETCHED = {
 LLAMA3 = {"use_rope_scaling": True, **STRETCHED}
 YARN = {"position_embedding_type": "yarn", "yarn_beta_fast": 2.0, **STRETCHED}
 GQA = {"group_query_attention": True, "num_query_groups": 2}
+MIXTRAL = dataclasses.replace(LLAMA, num_experts=5, moe_ffn_hidden_size=80)
+SHARED = {
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_shared_expert_gate": True,
+    "add_qkv_bias": True,
+}
 CASES = {
     "gpt2": (GPT2, {}, "gpt2"),
     "gpt2 untied, tanh": (
@@ -88,6 +98,35 @@ CASES = {
         "qwen3",
     ),
     "qwen3 window": (LLAMA, {"qk_layernorm": True, "window_size": 7}, "qwen3"),
+    # of Mixtral ffn_hidden_size is the width of experts, since no layer is dense
+    "mixtral": (MIXTRAL, {}, "mixtral"),
+    "mixtral window, top 1": (
+        MIXTRAL,
+        {"window_size": 5, "moe_router_topk": 1, "norm_epsilon": 1e-3, **GQA},
+        "mixtral",
+    ),
+    "qwen3_moe": (
+        MIXTRAL,
+        {"qk_layernorm": True, "moe_ffn_hidden_size": 24, "kv_channels": 12, **GQA},
+        "qwen3_moe",
+    ),
+    "qwen3_moe plain weights, dense layers, window": (
+        MIXTRAL,
+        {
+            "qk_layernorm": True,
+            "moe_router_pre_softmax": True,
+            "moe_router_topk": 3,
+            "moe_layer_freq": "[0]*1+[1]*1+[0]*1",
+            "window_size": 6,
+        },
+        "qwen3_moe",
+    ),
+    "qwen2_moe": (MIXTRAL, {**SHARED, "moe_router_pre_softmax": True, **GQA}, "qwen2_moe"),
+    "qwen2_moe window, no biases, every second layer": (
+        MIXTRAL,
+        {**SHARED, "add_qkv_bias": False, "window_size": 5, "moe_layer_freq": "2"},
+        "qwen2_moe",
+    ),
 }
 
 
@@ -133,6 +172,8 @@ def their_model(config: dict, tensors: dict[str, torch.Tensor]):
         .double()
         .eval()
     )
+    if FUSED:
+        model.set_experts_implementation("eager")  # the others take no float64
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     assert not unexpected and set(missing) <= (
         {"lm_head.weight"} if config["tie_word_embeddings"] else set()
@@ -141,18 +182,13 @@ def their_model(config: dict, tensors: dict[str, torch.Tensor]):
 
 
 def exported(
-    config: ModelConfig, held: dict[str, torch.Tensor]
+    config: ModelConfig, held: dict[str, torch.Tensor], fused: bool = FUSED
 ) -> tuple[dict, dict[str, torch.Tensor]]:
-    """config.json and the tensors as the rules say."""
-    described, rules = to_huggingface(config, VOCAB)
-    stacked = {
-        rule.theirs: (torch.cat([held[name] for name in rule.ours]), rule.transposed)
-        for rule in rules
-    }
-    return described, {
-        name: (value.t() if transposed else value).contiguous()
-        for name, (value, transposed) in stacked.items()
-    }
+    """config.json and the tensors as the rules say; by default as the installed transformers holds
+    them in memory.
+    """
+    described, rules = to_huggingface(config, VOCAB, fused=fused)
+    return described, {rule.theirs: made_of(rule, held) for rule in rules}
 
 
 def imported(
@@ -200,6 +236,8 @@ SENSITIVE = [
     "llama yarn",
     "llama linear scaling",
     "gpt2 untied, tanh",
+    "qwen3_moe plain weights, dense layers, window",
+    "qwen2_moe",
 ]
 
 
@@ -216,6 +254,7 @@ def test_the_comparison_sees_each_setting(case):
         "rope_original_max_position_embeddings": 17,
         "rotary_seq_len_interpolation_factor": 3.01,
         "activation": "gelu",
+        "moe_router_pre_softmax": False,
     }
     model, _ = build(
         dataclasses.replace(
@@ -279,6 +318,15 @@ def test_rotary_fields_of_transformers_4_mean_the_same():
             "rotary scaling at once",
         ),
         (LLAMA, {"num_attention_heads": 3, "num_query_groups": 3}, "--num-attention-heads"),
+        (GPT2, {"num_experts": 4, "moe_ffn_hidden_size": 8}, "--num-experts with learned pos"),
+        (MIXTRAL, {"moe_router_score_function": "sigmoid"}, "--moe-router-score-function sigm"),
+        (MIXTRAL, {"moe_router_num_groups": 5}, "--moe-router-num-groups"),
+        (MIXTRAL, {"moe_router_topk_scaling_factor": 2.5}, "--moe-router-topk-scaling-factor"),
+        (MIXTRAL, {"moe_router_pre_softmax": True}, "--moe-router-pre-softmax without --qk-la"),
+        (MIXTRAL, {"moe_layer_freq": "2"}, "--moe-layer-freq with dense layers"),
+        (MIXTRAL, {"add_qkv_bias": True}, "--add-qkv-bias with --num-experts, without"),
+        (MIXTRAL, {**SHARED, "moe_shared_expert_gate": False}, "without --moe-shared-expert-gate"),
+        (MIXTRAL, {**SHARED, "qk_layernorm": True}, "intermediate-size with --qk-layernorm"),
     ],
 )
 def test_flags_without_a_counterpart_are_refused_by_name(base, changes, text):
@@ -315,6 +363,9 @@ def test_all_flags_without_a_counterpart_are_named_at_once():
             "cannot be mixed",
         ),
         ({"hidden_size": None}, "config.json lacks 'hidden_size'"),
+        ({"model_type": "olmoe"}, "'olmoe' has no .*q_norm and k_norm normalise all heads"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' has no .*multi-head latent attention"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 2}, "lacks 'num_local_experts'"),
     ],
 )
 def test_foreign_models_are_refused_by_field(changes, text):
@@ -338,3 +389,86 @@ def test_older_gpt2_files_without_prefix_and_with_buffers():
     old |= {"h.0.attn.bias": torch.ones(1), "h.0.attn.masked_bias": torch.ones(1)}
     _, back = imported(config, old)
     assert all(torch.equal(back[name], held[name]) for name in held)
+
+
+WITH_EXPERTS = [case for case, (base, _, _) in CASES.items() if base is MIXTRAL]
+
+
+@pytest.mark.parametrize("case", WITH_EXPERTS)
+def test_experts_of_files_are_those_of_models(case, tmp_path):
+    """transformers loads the names of files and writes them again; both ways are exact."""
+    base, changes, _ = CASES[case]
+    config = dataclasses.replace(base, **changes)
+    _, held = build(config)
+    described, in_files = exported(config, held, fused=False)
+    assert imported(described, in_files)[0] == config
+    them = their_model(*exported(config, held))
+    them.save_pretrained(tmp_path)
+    written = open_folder(tmp_path)
+    assert sorted(written) == sorted(in_files)
+    assert all(torch.equal(written[name], in_files[name]) for name in written)
+    fields, back = imported(read_json(tmp_path / "config.json"), written)
+    assert fields == config
+    assert all(torch.equal(back[name], held[name]) for name in held)
+
+
+def test_parts_of_fused_experts_are_cut_at_each_expert():
+    """As ranks of other programs hold them: some experts whole, rows of one, or columns."""
+    _, held = build(MIXTRAL)
+    described, theirs = exported(MIXTRAL, held, fused=True)
+    _, rules = from_huggingface(described, theirs)
+    (rule,) = [r for r in rules if r.theirs == "model.layers.1.mlp.experts.gate_up_proj"]
+    whole = theirs[rule.theirs]  # [5, 160, 32]
+    cuts = [
+        ((0, 0, 0), (2, 160, 32)),
+        ((2, 0, 0), (1, 100, 32)),
+        ((2, 100, 0), (1, 60, 32)),
+        ((3, 0, 0), (2, 160, 20)),
+        ((3, 0, 20), (2, 160, 12)),
+    ]
+    parts = []
+    for offset, extent in cuts:
+        at = tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))
+        parts.append(box_part(offset, extent, whole[at]))
+    made = {name: torch.full_like(held[name], torch.nan) for name in rule.ours}
+    for box, tensor in take_parts([rule], {rule.theirs: (tuple(whole.shape), parts)}):
+        at = tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent, strict=True))
+        assert made[box.name][at].isnan().all()  # nothing is there twice
+        made[box.name][at] = tensor
+    assert all(torch.equal(made[name], held[name]) for name in rule.ours)
+
+
+def test_a_tensor_of_other_experts_is_refused():
+    _, held = build(MIXTRAL)
+    described, theirs = exported(MIXTRAL, held, fused=True)
+    described["num_local_experts"] = 4
+    with pytest.raises(ValueError, match=r"gate_up_proj \[5, 160, 32\] does not hold 4 matrices"):
+        imported(described, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"decoder_sparse_step": 2}, "[0]*1+[1]*1+[0]*1"),
+        ({"decoder_sparse_step": 3}, "[0]*2+[1]*1"),
+        ({"mlp_only_layers": [1]}, "2"),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, None),
+    ],
+)
+def test_which_layers_have_experts(changes, pattern):
+    config = dataclasses.replace(MIXTRAL, qk_layernorm=True, moe_layer_freq=pattern or "1")
+    described, theirs = exported(config, build(config)[1])
+    if pattern is None:
+        with pytest.raises(ValueError, match="decoder_sparse_step: no layer has experts"):
+            imported(described | changes, theirs)
+    else:
+        described["mlp_only_layers"] = []
+        assert imported(described | changes, theirs)[0].moe_layer_freq == pattern
+
+
+def test_older_qwen2_moe_with_windows_is_refused():
+    config = dataclasses.replace(MIXTRAL, **SHARED, window_size=5)
+    described, theirs = exported(config, build(config)[1])
+    del described["layer_types"]
+    with pytest.raises(ValueError, match="use_sliding_window without layer_types"):
+        imported(described, theirs)
