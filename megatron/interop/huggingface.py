@@ -60,7 +60,6 @@ def family(model: ModelConfig) -> str:
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--final-logit-softcapping": model.final_logit_softcapping is not None,
         "--position-embedding-type none": model.position_embedding_type == "none",
-        "--num-experts": model.num_experts is not None,
     }
     if model.position_embedding_type == "learned_absolute":
         kind = "gpt2"
