@@ -225,16 +225,16 @@ def _field_help(group: type) -> dict[str, str]:
         return {}
     parsed: Any = ast.parse(inspect.getsource(group)).body[0]
     body: list[Any] = parsed.body
-    return (
-        _field_help(group.__base__)
-        | {
-            field.target.id: " ".join(text.value.value.split())  # type: ignore
-            for field, text in zip(body, body[1:], strict=False)
-            if isinstance(field, ast.AnnAssign)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-        }
-    )
+    found: dict[str, str] = {}
+    for base in group.__bases__:
+        found |= _field_help(base)
+    return found | {
+        field.target.id: " ".join(text.value.value.split())  # type: ignore
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
 
 
 def _option(group: str, field: dataclasses.Field, annotation: Any, text: str) -> Option:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.config.groups import Config, ModelConfig
-from megatron.layers.attention import attention_parameters
+from megatron.layers.latent_attention import parameters_of_attention
 from megatron.layers.mlp import mlp_parameters
 from megatron.layers.norm import norm_parameters
 from megatron.layers.spec import ParameterSpec
@@ -57,7 +57,7 @@ def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[st
     counts = {
         "embedding": elements([word_matrix(model, vocab_size, vocab_size)], tp),
         "position": elements([first["position.weight"]], tp) if "position.weight" in first else 0,
-        "attention": layers * elements(attention_parameters(model, "attention").values(), tp),
+        "attention": layers * elements(parameters_of_attention(model, "attention").values(), tp),
         "mlp": layers * elements(mlp_parameters(model, "mlp").values(), tp),
         "norms": (2 * layers + 1) * norm,
         "head": elements([matrix], tp) if model.untie_embeddings_and_output_weights else 0,
@@ -95,12 +95,14 @@ def unit_parameters(
 
 def unit_flops(model: ModelConfig, seq: int, vocab: int) -> list[int]:
     """Floating-point operations of each unit's forward pass per token: 2 for each element of a
-    linear layer's weight, and 2 q seq for the causal half of attention; 2 h V for the head, none
+    linear layer's weight, and (q + v) seq for the causal half of attention, where v is the width
+    of all heads' values; 2 h V for the head, none
     for the embedding.
     """
     q, _ = head_widths(model)
     matrices = elements(spec for spec in layer_parameters(model, 0).values() if spec.product)
-    layer = 2 * matrices + 2 * q * seq
+    values = model.value_channels * model.num_attention_heads
+    layer = 2 * matrices + (q + values) * seq
     return [0, *[layer] * model.num_layers, 2 * model.hidden_size * vocab]
 
 
