@@ -228,13 +228,16 @@ def _field_help(group: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in group.__bases__:
         found |= _field_help(base)
-    return found | {
-        field.target.id: " ".join(text.value.value.split())  # type: ignore
-        for field, text in zip(body, body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-    }
+    return (
+        found
+        | {
+            field.target.id: " ".join(text.value.value.split())  # type: ignore
+            for field, text in zip(body, body[1:], strict=False)
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        }
+    )
 
 
 def _option(group: str, field: dataclasses.Field, annotation: Any, text: str) -> Option:

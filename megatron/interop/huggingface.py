@@ -48,6 +48,7 @@ def family(model: ModelConfig) -> str:
     flag that stands in the way.
     """
     faults = {
+        "--multi-latent-attention": model.multi_latent_attention,
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--final-logit-softcapping": model.final_logit_softcapping is not None,
         "--position-embedding-type none": model.position_embedding_type == "none",
@@ -303,7 +304,7 @@ def from_huggingface(config: JsonObject, names: Iterable[str]) -> tuple[JsonObje
     if kind not in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
         raise UserError(
             f"config.json: model_type {kind!r} has no counterpart here; known: gpt2, llama, "
-            "mistral, qwen2, qwen3"
+            "mistral, qwen2, qwen3, deepseek_v3"
         )
     faults: list[str] = []
     if config.get("quantization_config"):
