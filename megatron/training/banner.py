@@ -25,6 +25,7 @@ from megatron.plan.stages import stage_lines
 from megatron.plan.step_table import Estimate, estimate, step_lines
 from megatron.plan.table import banner_lines
 from megatron.plan.tuning import tuning_lines
+from megatron.plan.unplanned import unplanned
 from megatron.plan.verdict import (
     DEVICE_MEMORY,
     NODE_RANKS,
@@ -66,32 +67,48 @@ def describe(
     """
     config = prepared.config
     target = torch.device(planned_for or device)
-    plan = MemoryPlan(config, prepared.tokenizer.vocab_size, world_size, target.type)
-    verdict = _verdict(plan, device, target, node)
     peak = config.logging.peak_tflops or peak_tflops(
         device_name(device), compute_dtype(config.precision)
     )
-    machine = _machine(device, world_size, peak)
-    hardware = _hardware(config, device, planned_for)
-    predicted = None if hardware is None else estimate(plan, hardware)
-    tuning = tuning_lines(plan, predicted) if target.type == "cuda" else []
+    if reason := unplanned(config):
+        planned = Description({"memory": [reason]}, None, None)
+    else:
+        machine = _machine(device, world_size, peak)
+        hardware = _hardware(config, device, planned_for)
+        plan = MemoryPlan(config, prepared.tokenizer.vocab_size, world_size, target.type)
+        planned = _planned(plan, _verdict(plan, device, target, node), machine, hardware)
     sections = {
-        "verdict": [verdict.line] if verdict else [],
+        "verdict": planned.sections.get("verdict", []),
         "versions": _version_lines(),
         "device": [_device_line(device, peak)],
         "layout": [describe_layout(layout_of(config, world_size))],
         "model": _model_lines(prepared),
         "precision": [_precision_line(config)],
         "batch": _batch_lines(prepared, world_size),
-        "pipeline": stage_lines(plan),
+        "pipeline": planned.sections.get("pipeline", []),
         "kernels": _kernel_lines(config, target),
-        "memory": banner_lines(plan, machine),
-        "time": [] if predicted is None else step_lines(plan, predicted),
-        "advice": tuning,
+        "memory": planned.sections["memory"],
+        "time": planned.sections.get("time", []),
+        "advice": planned.sections.get("advice", []),
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
         "paths": [_paths_line(prepared)],
         "changed": prepared.changed,
         "notes": prepared.notes,
+    }
+    return Description(sections, planned.verdict, planned.estimate)
+
+
+def _planned(
+    plan: MemoryPlan, verdict: Verdict | None, machine: Machine | None, hardware: Hardware | None
+) -> Description:
+    """The sections that come of the plan."""
+    predicted = None if hardware is None else estimate(plan, hardware)
+    sections = {
+        "verdict": [verdict.line] if verdict else [],
+        "pipeline": stage_lines(plan),
+        "memory": banner_lines(plan, machine),
+        "time": [] if predicted is None else step_lines(plan, predicted),
+        "advice": tuning_lines(plan, predicted) if plan.device == "cuda" else [],
     }
     return Description(sections, verdict, predicted)
 
