@@ -13,7 +13,7 @@ import torch
 from megatron import __version__
 from megatron.config.derive import data_parallel_size
 from megatron.config.fp8 import layer_in_fp8, wide_linears
-from megatron.config.groups import Config
+from megatron.config.groups import Config, ModelConfig
 from megatron.distributed.groups import describe_layout, layout_of
 from megatron.model.arithmetic import flops_per_iteration, parameter_count, peak_tflops
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
@@ -164,6 +164,17 @@ def _device_line(device: torch.device, peak: float | None) -> str:
     return f"{device_name(device)}; MFU against {against}"
 
 
+def _latent_lines(model: ModelConfig) -> list[str]:
+    if not model.multi_latent_attention:
+        return []
+    queries = "the token" if model.q_lora_rank is None else model.q_lora_rank
+    return [
+        f"latent attention: queries of {queries}, keys and values of {model.kv_lora_rank}; a head "
+        f"has {model.qk_head_dim} + {model.qk_pos_emb_head_dim} channels, its values "
+        f"{model.v_head_dim}"
+    ]
+
+
 def _model_lines(prepared: Prepared) -> list[str]:
     model, tokenizer = prepared.config.model, prepared.tokenizer
     frozen = prepared.config.optimizer.freeze
@@ -174,6 +185,7 @@ def _model_lines(prepared: Prepared) -> list[str]:
         f"{model.ffn_hidden_size} ({model.activation}), {model.num_attention_heads} heads of "
         f"{model.kv_channels}, {model.num_query_groups} key/value heads, "
         f"{model.normalization}, positions {model.position_embedding_type}",
+        *_latent_lines(model),
         f"{parameters['total']:,} parameters ({', '.join(counts)})",
         f"vocabulary {tokenizer.vocab_size} ({tokenizer.name}), padded to {prepared.padded_vocab}",
         *([f"frozen: {frozen}"] if frozen else []),

@@ -171,6 +171,9 @@ APART = {
     "mla-bias": Feature(
         f"{NO_DROPOUT} {LATENT} --q-lora-rank 24 --no-qk-layernorm --position-embedding-type rope"
     ),
+    "mla-graphs": Feature(
+        f"{LLAMA} {LATENT} --q-lora-rank 24", patches=("recorded",), beside="--cuda-graphs"
+    ),
     "mla-moe": Feature(
         f"{LLAMA} {LATENT} --q-lora-rank 24 {LATENT_YARN} {EXPERTS} {BY_SAMPLE} "
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "

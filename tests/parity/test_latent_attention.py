@@ -39,6 +39,7 @@ ROWS = (
             ("dp2 ep2", "mla-moe"),
             ("tp2 sp etp1 ep2", "mla-moe"),
             ("dp2 offload zero2", "mla"),
+            ("dp2", "mla-graphs"),
         )
     ),
     Row("tp2 sp", "mla", "bf16"),
@@ -50,3 +51,17 @@ ROWS = (
 def test_the_layout_is_the_same_run(gloo_world, row):
     outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches)
     assert not faults_of(row, outcomes)
+
+
+MUTANTS = (
+    (Row("tp2", "mla"), "position_gradients_of_own_heads"),
+    (Row("tp2 sp", "mla"), "whole_down_gradients"),
+    (Row("tp2 sp", "mla"), "scale_without_yarn"),
+    (Row("tp2 sp", "mla"), "values_of_the_next_head"),
+)
+
+
+@pytest.mark.parametrize("row, mutant", MUTANTS, ids=str)
+def test_what_may_go_wrong_is_found(gloo_world, row, mutant):
+    outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), (mutant,))
+    assert faults_of(row, outcomes)
