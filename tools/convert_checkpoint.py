@@ -58,7 +58,7 @@ from megatron.distributed.logs import job_log  # noqa: E402
 from megatron.distributed.rank_errors import raise_on_all_ranks  # noqa: E402
 from megatron.distributed.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
 from megatron.interop.dcp_folder import DcpFolder  # noqa: E402
-from megatron.interop.huggingface import from_huggingface, to_huggingface  # noqa: E402
+from megatron.interop.families import from_huggingface, left_out, to_huggingface  # noqa: E402
 from megatron.interop.huggingface_files import (
     open_folder,
     read_json,
@@ -187,7 +187,11 @@ def open_huggingface(folder: Path) -> Foreign:
     tensors = open_folder(folder)
     fields, rules = from_huggingface(described, tensors)
     return Foreign(
-        fields, _tokenizer_of(folder), take_rules(rules, tensors), described["model_type"]
+        fields,
+        _tokenizer_of(folder),
+        take_rules(rules, tensors),
+        described["model_type"],
+        left_out(described, tensors),
     )
 
 
@@ -331,7 +335,7 @@ def open_deepspeed(
             _tokenizer_of(beside),
             pairs,
             f"deepspeed {described['model_type']}",
-            (WEIGHTS_ONLY,),
+            (WEIGHTS_ONLY, *left_out(described, names)),
         )
     if qkv_order is None:
         raise UserError(

@@ -225,8 +225,11 @@ def _field_help(group: type) -> dict[str, str]:
         return {}
     parsed: Any = ast.parse(inspect.getsource(group)).body[0]
     body: list[Any] = parsed.body
+    found: dict[str, str] = {}
+    for base in group.__bases__:
+        found |= _field_help(base)
     return (
-        _field_help(group.__base__)
+        found
         | {
             field.target.id: " ".join(text.value.value.split())  # type: ignore
             for field, text in zip(body, body[1:], strict=False)

@@ -848,10 +848,8 @@ REFUSED = (
         "a dense checkpoint does not become a mixture of experts here; drop it",
     ),
     refused(
-        "--multi-latent-attention --mla-* --q-lora-rank --kv-lora-rank --qk-head-dim "
-        "--qk-pos-emb-head-dim --v-head-dim "
-        "--rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents",
-        "multi-latent attention is not supported",
+        "--mla-* --cache-mla-latents",
+        "a way of computing latent attention that is not built; drop it",
     ),
     refused(
         "--is-hybrid-model --hybrid-layer-pattern --hybrid-override-pattern "
@@ -939,7 +937,6 @@ INSTEAD: dict[tuple[str, str], str] = {
         ("--recompute-modules", word): f"{word} is a part of {what}; drop the word{instead}"
         for word, what, instead in (
             ("shared_experts", "what mlp recomputes here", ", or give mlp"),
-            ("mla_up_proj", "latent attention, which is not built", ""),
             ("gdn_norm_out", "gated delta nets, which are not built", ""),
             ("gdp_in_proj", "gated delta nets, which are not built", ""),
             ("gdp_qkv", "gated delta nets, which are not built", ""),

@@ -116,7 +116,11 @@ def _derive_model(run: RunView) -> Derivation:
             )
         else:
             yield "ffn_hidden_size", 4 * run.hidden_size, "4 x hidden-size"
-    if (
+    if run.multi_latent_attention:
+        width = run.qk_head_dim + run.qk_pos_emb_head_dim
+        if run.kv_channels != width:
+            yield "kv_channels", width, "qk-head-dim + qk-pos-emb-head-dim"
+    elif (
         run.kv_channels is None
         and run.has("hidden_size", "num_attention_heads")
         and run.hidden_size % run.num_attention_heads == 0

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 from megatron.config.experts import ExpertsConfig
+from megatron.config.latent import LatentConfig
 from megatron.config.metadata import (
     ACTIVATION_OFFLOAD,
     ADAM,
@@ -95,13 +96,15 @@ from megatron.config.schedules import SCHEDULES
 kernel_flag = partial(flag, "auto", megatron="absent there", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]
 ApexBackend = Literal["auto", "triton", "apex", "torch"]
-RecomputeModule = Literal["core_attn", "qkv", "layernorm", "mlp_act", "mlp", "moe_act", "moe"]
+RecomputeModule = Literal[
+    "core_attn", "qkv", "mla_up_proj", "layernorm", "mlp_act", "mlp", "moe_act", "moe"
+]
 OffloadModule = Literal[LAYER_INPUT, *INSIDE]  # type: ignore[valid-type]
 Prefixes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertsConfig):
+class ModelConfig(ExpertsConfig, LatentConfig):
     """model"""
 
     num_layers: int | None = model_flag(None, bound=POSITIVE)
@@ -136,11 +139,18 @@ class ModelConfig(ExpertsConfig):
     """Divide rotary positions by this factor (linear scaling)."""
     use_rope_scaling: bool = model_flag(False, needs=ROPE)
     """Rescale the rotary frequencies as Llama 3.x does."""
-    rope_scaling_factor: float = model_flag(8.0, bound=POSITIVE, needs=(SCALED_ROPE, ROTARY))
+    rope_scaling_factor: float = model_flag(
+        8.0,
+        "--rotary-scaling-factor",
+        megatron="--rotary-scaling-factor is a flag of its own there, default 1",
+        bound=POSITIVE,
+        needs=(SCALED_ROPE, ROTARY),
+    )
     """Factor of --use-rope-scaling and of YaRN."""
     rope_original_max_position_embeddings: int = model_flag(
         8192,
         "--yarn-original-max-position-embeddings",
+        "--original-max-position-embeddings",
         megatron="one flag for Llama-3 scaling (fixed to 8192 there) and YaRN",
         bound=POSITIVE,
         needs=(SCALED_ROPE, ROTARY),
@@ -178,7 +188,9 @@ class ModelConfig(ExpertsConfig):
     add_qkv_bias: bool = model_flag(False)
     """A bias in the QKV projection only, when --disable-bias-linear is given."""
     qk_layernorm: bool = model_flag(False)
-    """Normalise each head's queries and keys before the rotary embedding."""
+    """Normalise each head's queries and keys before the rotary embedding; with
+    --multi-latent-attention what they are made of.
+    """
     window_size: int | None = model_flag(
         None,
         megatron=(
@@ -470,7 +482,7 @@ class TrainingConfig:
         needs=SELECTIVE,
     )
     """What selective recomputes: core_attn (the attention core), qkv (queries, keys and values),
-    layernorm (what the norms in front of attention and MLP give), mlp_act (the activation, or
+    mla_up_proj (those of latent attention, from the narrow vectors that it keeps), layernorm (what the norms in front of attention and MLP give), mlp_act (the activation, or
     the gated product), mlp (fc1's product and the activation), moe_act (the same as mlp_act of
     experts), moe (the experts with the way of tokens to them and back). Default: core_attn.
     """

@@ -12,7 +12,7 @@ from itertools import groupby
 from megatron.config.errors import UserError
 
 NONE, FULL = "none", "full"
-MODULES = ("core_attn", "qkv", "layernorm", "mlp_act", "mlp", "moe_act", "moe")
+MODULES = ("core_attn", "qkv", "mla_up_proj", "layernorm", "mlp_act", "mlp", "moe_act", "moe")
 MOST = 10_000  # layers that one word may stand for
 
 

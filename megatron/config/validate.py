@@ -25,6 +25,7 @@ from megatron.config.recompute import FULL, layer_words
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
 from megatron.config.validate_experts import experts
+from megatron.config.validate_latent import LATENT, latent_attention
 from megatron.config.validate_layout import (
     Faults,
     bubble,
@@ -166,7 +167,7 @@ def _positions(run: RunView) -> Faults:
             f"{run.show('max_position_embeddings')}: smaller than --seq-length "
             f"{run.seq_length}; raise it to that"
         )
-    if is_rotary(run) and run.has("kv_channels", "rotary_percent"):
+    if is_rotary(run) and run.has("kv_channels", "rotary_percent") and not run.has(*LATENT):
         channels = int(run.kv_channels * run.rotary_percent)
         if channels == 0 or channels % 2:
             yield (
@@ -650,6 +651,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     pipeline_split,
     pipeline_schedule,
     experts,
+    latent_attention,
     _heads,
     _positions,
     _attention,

@@ -57,6 +57,7 @@ def family(model: ModelConfig) -> str:
     flag that stands in the way.
     """
     faults = {
+        "--multi-latent-attention": model.multi_latent_attention,
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--final-logit-softcapping": model.final_logit_softcapping is not None,
         "--position-embedding-type none": model.position_embedding_type == "none",
@@ -276,7 +277,7 @@ def from_huggingface(config: JsonObject, names: Iterable[str]) -> tuple[JsonObje
         reason = f" ({NO_COUNTERPART[kind]})" if kind in NO_COUNTERPART else ""
         raise UserError(
             f"config.json: model_type {kind!r} has no counterpart here{reason}; known: gpt2, "
-            + ", ".join(_CLASSES)
+            + ", ".join((*_CLASSES, "deepseek_v3"))
         )
     faults: list[str] = []
     if config.get("quantization_config"):

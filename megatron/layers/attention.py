@@ -271,10 +271,12 @@ def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> Paramet
     return ParameterSpec((query, key, value), interleave=groups, product=bool(rest))
 
 
-class SelfAttention(nn.Module):
+class AttentionForm(nn.Module):
     """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. `rebuilder`: that of the
-    layer.
+    layer. A form of attention gives it `proj`, and what the core reads.
     """
+
+    proj: RowLinear
 
     def __init__(
         self,
@@ -289,19 +291,7 @@ class SelfAttention(nn.Module):
         self.rebuilder = rebuilder or Rebuilder()
         self.config, self.cp = config, cp
         self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
-        self.groups = max(1, config.num_query_groups // tp.size)
-        self.queries_per_group = self.heads // self.groups
         self.first_head = tp.axis.rank * self.heads
-        parameters = attention_parameters(config, f"layers.{layer}.attention", tp.sequence)
-        self.qkv = ColumnLinear(parameters["qkv.weight"], parameters.get("qkv.bias"), tp)
-        self.proj = RowLinear(parameters["proj.weight"], parameters.get("proj.bias"), tp)
-
-        def norm(name: str) -> Norm:
-            return Norm(under(parameters, name), config, tp)
-
-        self.q_norm, self.k_norm = (
-            (norm("q_norm"), norm("k_norm")) if config.qk_layernorm else (None, None)
-        )
         self.dropout = Dropout(config.attention_dropout, seed, "layers", layer, "attention.dropout")
         self.backend = {
             training: choose_attention(config, training=training) for training in (True, False)
@@ -327,20 +317,7 @@ class SelfAttention(nn.Module):
 
     def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
         """What the attention core reads: the fused projection, or queries, keys and values."""
-        qkv = self.qkv(x)
-        self.rebuilder.enter("core_attn")
-        heads = self.groups, self.queries_per_group + 2, self.head_dim
-        is_turned = rotary is None or self.config.rotary_backend == "triton"
-        is_normed = self.q_norm is None or self.config.norm_backend == "triton"
-        if self.q_norm is None and rotary is not None and is_turned:
-            qkv, rotary = rotate_fused(qkv, rotary, heads), None
-        # all that this context-parallel rank holds of the sequence, whatever part x is
-        qkv = qkv.view(*qkv.shape[:2], *heads)
-        if backend in OURS and is_turned and is_normed and self.cp.size == 1:
-            if self.q_norm is not None:
-                qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
-            return (qkv,)
-        return self._separate(qkv, rotary)
+        raise NotImplementedError
 
     def _attend(
         self,
@@ -353,7 +330,7 @@ class SelfAttention(nn.Module):
         """The attention core [s, b, n d] of what `_heads` gives."""
         core: Callable[..., Tensor] = partial(  # type: ignore[assignment]
             attention_core,
-            scale=self.head_dim**-0.5,
+            scale=self.config.softmax_scale,
             mask=mask,
             backend=backend,
             softcap=self.config.attn_logit_softcapping,
@@ -399,7 +376,7 @@ class SelfAttention(nn.Module):
         dropped = _dropped(self.dropout, state, backend)
         samples = dropped.pop("sample_ids", None)
         options = Options(
-            self.head_dim**-0.5,
+            self.config.softmax_scale,
             self.config.attn_logit_softcapping,
             first_head=first_head,
             deterministic=self.config.deterministic_mode,
@@ -409,6 +386,49 @@ class SelfAttention(nn.Module):
         if self.cp.gathers:
             return gathered_attention(q, k, v, steps, block, self.cp.axis)
         return ring_attention(q, k, v, steps, block, self.cp.ring)
+
+
+class SelfAttention(AttentionForm):
+    """Attention whose queries, keys and values are one projection of x."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        layer: int,
+        tp: TensorParallel = DENSE,
+        cp: ContextParallel = WHOLE,
+        rebuilder: Rebuilder | None = None,
+    ):
+        super().__init__(config, seed, layer, tp, cp, rebuilder)
+        self.groups = max(1, config.num_query_groups // tp.size)
+        self.queries_per_group = self.heads // self.groups
+        parameters = attention_parameters(config, f"layers.{layer}.attention", tp.sequence)
+        self.qkv = ColumnLinear(parameters["qkv.weight"], parameters.get("qkv.bias"), tp)
+        self.proj = RowLinear(parameters["proj.weight"], parameters.get("proj.bias"), tp)
+
+        def norm(name: str) -> Norm:
+            return Norm(under(parameters, name), config, tp)
+
+        self.q_norm, self.k_norm = (
+            (norm("q_norm"), norm("k_norm")) if config.qk_layernorm else (None, None)
+        )
+
+    def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
+        qkv = self.qkv(x)
+        self.rebuilder.enter("core_attn")
+        heads = self.groups, self.queries_per_group + 2, self.head_dim
+        is_turned = rotary is None or self.config.rotary_backend == "triton"
+        is_normed = self.q_norm is None or self.config.norm_backend == "triton"
+        if self.q_norm is None and rotary is not None and is_turned:
+            qkv, rotary = rotate_fused(qkv, rotary, heads), None
+        # all that this context-parallel rank holds of the sequence, whatever part x is
+        qkv = qkv.view(*qkv.shape[:2], *heads)
+        if backend in OURS and is_turned and is_normed and self.cp.size == 1:
+            if self.q_norm is not None:
+                qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
+            return (qkv,)
+        return self._separate(qkv, rotary)
 
     def _separate(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, n, d], keys and values [s, b, g, d] of the projection [s, b, g, n/g + 2,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import ModelConfig
+from megatron.config.latent import yarn_scale
 from megatron.kernels.rotary import rotary_
 
 Rotary = tuple[Tensor, Tensor]
@@ -53,7 +54,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Radians per position of each pair [r / 2] in float64, and the factor on cos and sin (YaRN's
     temperature, else 1).
     """
-    rotating = int(config.kv_channels * config.rotary_percent) // 2 * 2
+    rotating = config.rotary_width
     channel = torch.arange(0, rotating, 2, dtype=torch.float64)
     frequency = config.rotary_base ** -(channel / rotating)
     if config.rotary_seq_len_interpolation_factor:
@@ -63,7 +64,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         frequency = _interpolated(frequency, _kept_by_parts(config, frequency), factor)
     if config.position_embedding_type == "yarn":
         frequency = _interpolated(frequency, _kept_by_yarn(config, rotating), factor)
-        return frequency, 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        table = yarn_scale(factor, config.mscale) / yarn_scale(factor, config.mscale_all_dim)
+        return frequency, table
     return frequency, 1.0
 
 
@@ -176,6 +178,26 @@ def apply_rotary(x: Tensor, rotary: Rotary | None, backend: str = "torch") -> Te
         if backend == "triton"
         else _Rotary.apply(x, *rotary)
     )
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [s, b, n, r], of which channels 2i and 2i + 1 are a pair, by the table: first the
+    first channels of all pairs, then the second ones.
+    """
+    half = x.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., half:]
+    first, second = x[..., 0::2], x[..., 1::2]
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def rotate_pairs_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The adjoint of `rotate_pairs`."""
+    half = dy.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., half:]
+    first, second = dy[..., :half], dy[..., half:]
+    turned = first * cos + second * sin, second * cos - first * sin
+    return torch.stack(turned, dim=-1).flatten(-2).to(dy.dtype)
 
 
 def rotate_projection(qkv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:

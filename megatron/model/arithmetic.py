@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from megatron.config.groups import Config, ModelConfig
-from megatron.layers.attention import attention_parameters
+from megatron.layers.latent_attention import parameters_of_attention
 from megatron.layers.mlp import mlp_parameters
 from megatron.layers.moe import moe_parameters
 from megatron.layers.norm import norm_parameters
@@ -85,7 +85,7 @@ def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[st
     counts = {
         "embedding": elements([word_matrix(model, vocab_size, vocab_size)], tp),
         "position": elements([first["position.weight"]], tp) if "position.weight" in first else 0,
-        "attention": layers * elements(attention_parameters(model, "attention").values(), tp),
+        "attention": layers * elements(parameters_of_attention(model, "attention").values(), tp),
         **_mlp_count(model, tp),
         "norms": (2 * layers + 1) * norm,
         "head": elements([matrix], tp) if model.untie_embeddings_and_output_weights else 0,
@@ -162,7 +162,8 @@ def unit_parameters(
 def unit_flops(model: ModelConfig, seq: int, vocab: int) -> list[int]:
     """Floating-point operations of each unit's forward pass per token: 2 for each element of a
     linear layer's weight, of a router's and of those of the experts that a token goes through, and
-    2 q seq for the causal half of attention; 2 h V for the head, none for the embedding.
+    (q + v) seq for the causal half of attention, where v is the width of all heads' values; 2 h V
+    for the head, none for the embedding.
     """
     kinds = {index: _layer_flops(model, index, seq) for index in distinct_layers(model)}
     layers = [kinds[like_layer(model, index)] for index in range(model.num_layers)]
@@ -174,8 +175,9 @@ def _layer_flops(model: ModelConfig, index: int, seq: int) -> int:
     products = [spec for spec in layer_parameters(model, index).values() if spec.product]
     experts = elements(spec for spec in products if spec.group == "expert")
     matrices = elements(spec for spec in products if spec.group != "expert")
+    values = model.value_channels * model.num_attention_heads
     router = model.hidden_size * (model.num_experts or 0) if experts else 0
-    return 2 * (matrices + router + _of_chosen(model, experts)) + 2 * q * seq
+    return 2 * (matrices + router + _of_chosen(model, experts)) + (q + values) * seq
 
 
 def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention_masks import AttentionMask
-from megatron.layers.attention import SelfAttention, attention_parameters
+from megatron.layers.attention import SelfAttention
 from megatron.layers.context_parallel import WHOLE, ContextParallel, Places
 from megatron.layers.dropout import Dropout, DropoutState
 from megatron.layers.embedding import Embedding
+from megatron.layers.latent_attention import LatentAttention, parameters_of_attention
 from megatron.layers.linear import column_linear, linear
 from megatron.layers.linear_cross_entropy import linear_cross_entropy
 from megatron.layers.loss import cross_entropy
@@ -148,7 +149,7 @@ def layer_parameters(
     made |= norm("input_norm", f"{name}.input_norm")
     made |= {
         f"attention.{own}": spec
-        for own, spec in attention_parameters(config, f"{name}.attention", sequence).items()
+        for own, spec in parameters_of_attention(config, f"{name}.attention", sequence).items()
     }
     made |= norm("mlp_norm", f"{name}.mlp_norm")
     mlp = moe_parameters if config.expert_layers()[index] else mlp_parameters
@@ -274,7 +275,8 @@ class LayerBlock(Layer):
         self.rebuilder = Rebuilder()
         self.rebuilder.modules = always_rebuilt(config)
         self.input_norm = norm("input_norm")
-        self.attention = SelfAttention(config, seed, index, tp, cp, self.rebuilder)
+        attention = LatentAttention if config.multi_latent_attention else SelfAttention
+        self.attention = attention(config, seed, index, tp, cp, self.rebuilder)
         self.attention_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = (

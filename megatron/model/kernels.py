@@ -238,6 +238,8 @@ def _wanted(config: Config, operator: str) -> str:
     wanted = getattr(group, _field(operator))
     if wanted == "auto" and operator in COMPILED and config.model.torch_compile:
         return "torch"
+    if wanted == "auto" and operator == "rotary" and config.model.multi_latent_attention:
+        return "torch"  # the kernel turns pairs of other channels
     return wanted
 
 

@@ -637,11 +637,7 @@ def input_bytes(shape: Shape) -> int:
     attention reads of documents' bounds.
     """
     model = shape.model
-    rotating = (
-        int(model.kv_channels * model.rotary_percent) // 2 * 2
-        if model.position_embedding_type in ("rope", "yarn")
-        else 0
-    )
+    rotating = model.rotary_width if model.position_embedding_type in ("rope", "yarn") else 0
     attention = shape.attention
     table = table_bytes(shape.seq, shape.samples if attention.documents else 1)
     if attention.blocks:  # one for each block of keys

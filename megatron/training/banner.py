@@ -13,7 +13,7 @@ import torch
 from megatron import __version__
 from megatron.config.derive import data_parallel_size
 from megatron.config.fp8 import layer_in_fp8, wide_linears
-from megatron.config.groups import Config
+from megatron.config.groups import Config, ModelConfig
 from megatron.distributed.groups import describe_layout, layout_of
 from megatron.model.arithmetic import (
     ExpertRanks,
@@ -31,6 +31,7 @@ from megatron.plan.stages import stage_lines
 from megatron.plan.step_table import Estimate, estimate, step_lines
 from megatron.plan.table import banner_lines
 from megatron.plan.tuning import tuning_lines
+from megatron.plan.unplanned import unplanned
 from megatron.plan.verdict import (
     DEVICE_MEMORY,
     NODE_RANKS,
@@ -72,32 +73,48 @@ def describe(
     """
     config = prepared.config
     target = torch.device(planned_for or device)
-    plan = MemoryPlan(config, prepared.tokenizer.vocab_size, world_size, target.type)
-    verdict = _verdict(plan, device, target, node)
     peak = config.logging.peak_tflops or peak_tflops(
         device_name(device), compute_dtype(config.precision)
     )
-    machine = _machine(device, world_size, peak)
-    hardware = _hardware(config, device, planned_for)
-    predicted = None if hardware is None else estimate(plan, hardware)
-    tuning = tuning_lines(plan, predicted) if target.type == "cuda" else []
+    if reason := unplanned(config):
+        planned = Description({"memory": [reason]}, None, None)
+    else:
+        machine = _machine(device, world_size, peak)
+        hardware = _hardware(config, device, planned_for)
+        plan = MemoryPlan(config, prepared.tokenizer.vocab_size, world_size, target.type)
+        planned = _planned(plan, _verdict(plan, device, target, node), machine, hardware)
     sections = {
-        "verdict": [verdict.line] if verdict else [],
+        "verdict": planned.sections.get("verdict", []),
         "versions": _version_lines(),
         "device": [_device_line(device, peak)],
         "layout": [describe_layout(layout_of(config, world_size))],
         "model": _model_lines(prepared),
         "precision": [_precision_line(config)],
         "batch": _batch_lines(prepared, world_size),
-        "pipeline": stage_lines(plan),
+        "pipeline": planned.sections.get("pipeline", []),
         "kernels": _kernel_lines(config, target),
-        "memory": banner_lines(plan, machine),
-        "time": [] if predicted is None else step_lines(plan, predicted),
-        "advice": tuning,
+        "memory": planned.sections["memory"],
+        "time": planned.sections.get("time", []),
+        "advice": planned.sections.get("advice", []),
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
         "paths": [_paths_line(prepared)],
         "changed": prepared.changed,
         "notes": prepared.notes,
+    }
+    return Description(sections, planned.verdict, planned.estimate)
+
+
+def _planned(
+    plan: MemoryPlan, verdict: Verdict | None, machine: Machine | None, hardware: Hardware | None
+) -> Description:
+    """The sections that come of the plan."""
+    predicted = None if hardware is None else estimate(plan, hardware)
+    sections = {
+        "verdict": [verdict.line] if verdict else [],
+        "pipeline": stage_lines(plan),
+        "memory": banner_lines(plan, machine),
+        "time": [] if predicted is None else step_lines(plan, predicted),
+        "advice": tuning_lines(plan, predicted) if plan.device == "cuda" else [],
     }
     return Description(sections, verdict, predicted)
 
@@ -155,6 +172,17 @@ def _device_line(device: torch.device, peak: float | None) -> str:
     return f"{device_name(device)}; MFU against {against}"
 
 
+def _latent_lines(model: ModelConfig) -> list[str]:
+    if not model.multi_latent_attention:
+        return []
+    queries = "the token" if model.q_lora_rank is None else model.q_lora_rank
+    return [
+        f"latent attention: queries of {queries}, keys and values of {model.kv_lora_rank}; a head "
+        f"has {model.qk_head_dim} + {model.qk_pos_emb_head_dim} channels, its values "
+        f"{model.v_head_dim}"
+    ]
+
+
 def _model_lines(prepared: Prepared) -> list[str]:
     model, tokenizer = prepared.config.model, prepared.tokenizer
     frozen = prepared.config.optimizer.freeze
@@ -165,6 +193,7 @@ def _model_lines(prepared: Prepared) -> list[str]:
         f"{model.ffn_hidden_size} ({model.activation}), {model.num_attention_heads} heads of "
         f"{model.kv_channels}, {model.num_query_groups} key/value heads, "
         f"{model.normalization}, positions {model.position_embedding_type}",
+        *_latent_lines(model),
         f"{parameters['total']:,} parameters ({', '.join(counts)})",
         *_expert_lines(prepared),
         f"vocabulary {tokenizer.vocab_size} ({tokenizer.name}), padded to {prepared.padded_vocab}",

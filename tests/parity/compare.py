@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from parity.layouts import FEATURES, Row, wire_bound
+from parity.layouts import Row, wire_bound
 from parity.worker import Outcome, Piece, reference
 from torch import Tensor
 
@@ -253,7 +253,7 @@ def faults_of(row: Row, outcomes: list[Outcome], device: str = "cpu") -> list[st
     """What is wrong with a row of the table, given what its ranks brought back."""
     one = reference(row.flags(layout=False), row.patches, device)
     if row.precision == "fp64":
-        return fp64(one, outcomes, zero=FEATURES[row.feature].zero)
+        return fp64(one, outcomes, zero=row.of.zero)
     exact = reference(row.flags(layout=False, exact=True), row.patches, device)
     if row.precision in ("fp32", "wire"):
         return fp32(

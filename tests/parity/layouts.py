@@ -26,6 +26,14 @@ LLAMA = (
     f"{NO_DROPOUT}"
 )
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 6 --qk-layernorm"
+)
+LATENT_YARN = (
+    "--position-embedding-type yarn --rope-scaling-factor 4 "
+    "--rope-original-max-position-embeddings 8 --rotary-base 100 --mscale 0.7 --mscale-all-dim 1.2"
+)
 BY_SAMPLE = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3e-2"
 
 
@@ -139,6 +147,40 @@ FEATURES = {
     "m5": Feature(f"{LLAMA} --untie-embeddings-and-output-weights", micro_batches=5),
 }
 
+# those with a table of their own (test_latent_attention.py)
+APART = {
+    # as DeepSeek-V3: narrow queries, YaRN, values narrower than keys
+    "mla": Feature(f"{LLAMA} {LATENT} --q-lora-rank 24 {LATENT_YARN}"),
+    # all scores in memory, queries of the token itself
+    "mla-dropout": Feature(f"{LLAMA.replace(NO_DROPOUT, '')} {LATENT} --v-head-dim 12"),
+    "mla-documents": Feature(
+        f"{LLAMA} {LATENT} --q-lora-rank 24 --reset-position-ids --reset-attention-mask "
+        "--eod-mask-loss --window-size 6"
+    ),
+    "mla-up": Feature(
+        f"{LLAMA} {LATENT} --q-lora-rank 24 --recompute-granularity selective --recompute-modules "
+        "mla_up_proj core_attn layernorm"
+    ),
+    "mla-qkv": Feature(
+        f"{LLAMA} {LATENT} --recompute-granularity selective --recompute-modules qkv"
+    ),
+    "mla-full": Feature(
+        f"{LLAMA} {LATENT} --q-lora-rank 24 --recompute-granularity full --normalization LayerNorm"
+    ),
+    # biases in the output projection, no norms of the latents
+    "mla-bias": Feature(
+        f"{NO_DROPOUT} {LATENT} --q-lora-rank 24 --no-qk-layernorm --position-embedding-type rope"
+    ),
+    "mla-graphs": Feature(
+        f"{LLAMA} {LATENT} --q-lora-rank 24", patches=("recorded",), beside="--cuda-graphs"
+    ),
+    "mla-moe": Feature(
+        f"{LLAMA} {LATENT} --q-lora-rank 24 {LATENT_YARN} {EXPERTS} {BY_SAMPLE} "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--moe-shared-expert-intermediate-size 16 --moe-layer-freq [0]*1+[1]*1"
+    ),
+}
+
 LAYOUTS = (
     "tp2",
     "tp2 sp",
@@ -238,6 +280,11 @@ class Row:
         return f"{self.precision}-{self.feature}-{self.layout.replace(' ', '-')}"
 
     @property
+    def of(self) -> Feature:
+        """What its feature is."""
+        return APART.get(self.feature) or FEATURES[self.feature]
+
+    @property
     def words(self) -> Words:
         """The layout, read."""
         words = self.layout.split()
@@ -265,7 +312,7 @@ class Row:
         """
         words = self.layout.split()
         if self.words.pp == 1:
-            given = [*BASE, *FEATURES[self.feature].flags.split()]
+            given = [*BASE, *self.of.flags.split()]
             return int(given[len(given) - given[::-1].index("--num-layers")])
         stages = self.words.pp * (
             int(words[words.index("interleaved") + 1][1:])
@@ -279,7 +326,7 @@ class Row:
 
     @property
     def patches(self) -> tuple[str, ...]:
-        return FEATURES[self.feature].patches + (("overflow",) if self.precision == "fp16" else ())
+        return self.of.patches + (("overflow",) if self.precision == "fp16" else ())
 
     @property
     def parts(self) -> int:
@@ -295,7 +342,7 @@ class Row:
         """The command line, of the layout or of one process, in the row's precision or (`exact`)
         the same run in fp64.
         """
-        feature, words = FEATURES[self.feature], self.words
+        feature, words = self.of, self.words
         own = f"{feature.flags} {PRECISIONS[self.precision]}".split()
         if exact:  # the row's optimizer, nothing narrow
             own = f"{feature.flags} {SGD} --fp64 --nan-policy skip".split()
@@ -324,7 +371,7 @@ def possible(row: Row) -> bool:
     """Whether a feature's batch feeds the layout's data-parallel ranks; a number of micro-batches
     matters to a pipeline alone.
     """
-    feature, words = FEATURES[row.feature], row.words
+    feature, words = row.of, row.words
     return words.dp <= feature.most_dp and (
         feature.micro_batches is None or words.tp == words.dp == 1 < words.pp
     )
@@ -421,7 +468,7 @@ def traits(row: Row) -> set[tuple[str, str]]:
     its feature or precision, and in fp64 with all that its layout is made of.
     """
     _, flags, tp, _, dp, pp = row.words
-    words = FEATURES[row.feature].flags.split()
+    words = row.of.flags.split()
     groups = (
         int(words[words.index("--num-query-groups") + 1]) if "--num-query-groups" in words else tp
     )

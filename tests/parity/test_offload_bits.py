@@ -45,6 +45,7 @@ CI = (  # layout, feature, precision, choices; small worlds first
     ("pp2 zero-bubble", "dropout", "bf16", ("all", "beside rebuilt")),
     ("pp2 zero-bubble-v", "gqa2-qknorm", "fp32", ("all",)),
     ("pp2 zero-bubble dp2 zero3", "dropout", "bf16", ("all", "inputs")),
+    ("tp2 sp", "mla", "fp32", ("all", "attention")),
 )
 ROWS = [
     pytest.param(layout, feature, precision, choice, id=f"{layout} {feature} {precision} {choice}")

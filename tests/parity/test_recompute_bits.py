@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 from distributed.pool import RankError
-from parity.layouts import BASE, FEATURES, SCHEDULES, Row
+from parity.layouts import BASE, SCHEDULES, Row
 from parity.test_pipeline_bits import bits, same
 from parity.worker import Outcome, run_case
 
@@ -39,6 +39,7 @@ CHOICES = {
     "block": f"{FULL} --recompute-method block --recompute-num-layers 1",
     "shares": f"{FULL} --recompute-num-layers 2 --distribute-saved-activations",
     "by layers": "--recompute-layers full layernorm+mlp core_attn none",
+    "latents": f"{SELECTIVE} mla_up_proj core_attn layernorm",
 }
 PRECISIONS = {
     "fp32": "",
@@ -67,6 +68,8 @@ CI = (  # layout, feature, precision, choices; small worlds first
     ("pp2 zero-bubble-v", "gqa2-qknorm", "fp32", "all"),
     ("pp2 1f1b tp2", "dropout", "bf16", "shares, by layers"),
     ("pp2 zero-bubble dp2 zero3", "dropout", "bf16", "all, groups"),
+    ("tp2 sp", "mla", "fp32", "latents, qkv"),
+    ("pp2 zero-bubble", "mla-dropout", "bf16", "latents, all"),
 )
 LAYOUTS = (
     *("cp2", "cp2 a2a", "pp2 zero-bubble cp2"),
@@ -100,7 +103,11 @@ def rows() -> list:
                 row = layout, feature, precision, choice
                 shares = choice == "shares" and ("tp2" not in layout or "sp" in layout)
                 more_layers = "interleaved" in layout or "zero-bubble-v" in layout
-                if row not in ci and not shares and not (choice == "by layers" and more_layers):
+                if (
+                    row not in ci
+                    and not shares
+                    and not ((choice == "by layers" and more_layers) or choice == "latents")
+                ):
                     found.append(pytest.param(*row, id=" ".join(row), marks=pytest.mark.campaign))
     return found
 
@@ -108,7 +115,7 @@ def rows() -> list:
 def flags_of(layout: str, feature: str, precision: str) -> tuple[str, ...]:
     words = () if layout == "dp1" else Row(layout, "gpt").words.flags
     layers = "--num-layers 8" if "interleaved" in layout or "zero-bubble-v" in layout else ""
-    own = f"{FEATURES[feature].flags} {STEPS} {PRECISIONS[precision]} {layers}".split()
+    own = f"{Row(layout, feature).of.flags} {STEPS} {PRECISIONS[precision]} {layers}".split()
     return (*BASE, *own, *words)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
-from parity import context_mutants, expert_mutants
+from parity import context_mutants, expert_mutants, latent_mutants
 from torch import Tensor, nn
 from unit.parallel.recorded import RecordedGraph
 
@@ -332,6 +332,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "copy_at_the_base_rate": copy_at_the_base_rate,
     **context_mutants.PATCHES,
     **expert_mutants.PATCHES,
+    **latent_mutants.PATCHES,
 }
 
 

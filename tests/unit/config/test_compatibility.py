@@ -416,10 +416,6 @@ def test_services_that_do_not_exist_are_not_notes(words, missing):
             "--recompute-granularity selective --recompute-modules shared_experts",
             "--recompute-modules shared_experts: shared_experts is a part of what mlp recomputes",
         ),
-        (
-            "--recompute-granularity selective --recompute-modules mla_up_proj",
-            "--recompute-modules mla_up_proj: mla_up_proj is a part of latent attention",
-        ),
     ],
 )
 def test_what_changes_the_result_or_its_safety_is_refused(words, fault):

@@ -21,6 +21,7 @@ from megatron.model.arithmetic import (
     parameter_count,
     peak_tflops,
     samples_after,
+    unit_parameters,
 )
 from megatron.model.gpt import GPTModel
 
@@ -317,3 +318,60 @@ def test_closed_forms_equal_stepping(start, increment, increments, samples, iter
     assert iterations_for(target, config) == (steps if halfway is None else halfway)
     assert samples_after(steps, config) == consumed
     assert iterations_for(consumed, config, consumed) == 0
+
+
+def test_deepseek_v3_and_a_dense_model_with_its_attention():
+    """DeepSeek-V3 has 671,026,404,352 parameters without the layer of multi-token prediction, and
+    a bias for each of its 256 experts in 58 layers.
+    """
+    attention = {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "num_attention_heads": 128,
+        "hidden_size": 7168,
+        "ffn_hidden_size": 18432,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+    }
+    model = resolved(
+        **attention,
+        num_layers=61,
+        num_experts=256,
+        moe_ffn_hidden_size=2048,
+        moe_layer_freq="[0]*3+[1]*58",
+        moe_router_topk=8,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_shared_expert_intermediate_size=2048,
+    )
+    assert sum(unit_parameters(model, 129280)) == 671_026_404_352 + 58 * 256
+    dense = resolved(**attention, num_layers=2)
+    h, heads = 7168, 128
+    products = h * 1536 + 1536 * heads * 192 + h * 576 + 512 * heads * 256 + heads * 128 * h
+    assert parameter_count(dense, 1000)["attention"] == 2 * (products + 1536 + 512)
+    per_token = 2 * (products + 3 * h * 18432) + heads * (192 + 128) * 2048
+    assert flops_per_iteration(dense, 1, 2048, 1000) == 3 * 2048 * (2 * per_token + 2 * h * 1000)
+
+
+def test_latent_attention_over_tensor_parallel_ranks():
+    """Each rank holds the down-projections and their norms whole, and its heads."""
+    model = resolved(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        q_lora_rank=24,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+    )
+    whole = 24 * 64 + (32 + 64) * 64 + 24 + 32
+    heads = 4 * (192 * 24 + 256 * 32 + 128 * 64)
+    for tp in (1, 2, 4):
+        assert parameter_count(model, 100, tp)["attention"] == whole + heads // tp

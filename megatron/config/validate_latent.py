@@ -1,0 +1,68 @@
+"""Rules of latent attention: widths, positions, and what it does not combine with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.derive import RunView
+from megatron.config.metadata import flag_name, is_rotary
+
+Faults = Iterator[str]
+LATENT = ("multi_latent_attention",)
+UP = "mla_up_proj"
+
+
+def latent_attention(run: RunView) -> Faults:
+    """All of them."""
+    if not run.multi_latent_attention:
+        yield from _nothing_to_recompute(run)
+        return
+    yield from _widths(run)
+    yield from _obstacles(run)
+
+
+def _nothing_to_recompute(run: RunView) -> Faults:
+    for field in ("recompute_modules", "recompute_layers"):
+        words = getattr(run, field) or ()
+        if any(UP in word.partition("*")[0].split("+") for word in words):
+            yield (
+                f"{run.show(field)}: {UP} is a part of --multi-latent-attention, which is not "
+                "given; give qkv"
+            )
+
+
+def _widths(run: RunView) -> Faults:
+    if not is_rotary(run):
+        yield (
+            f"--multi-latent-attention with {run.show('position_embedding_type')}: "
+            f"--qk-pos-emb-head-dim {run.qk_pos_emb_head_dim} channels of a head rotate with its "
+            "position; give --position-embedding-type rope or yarn"
+        )
+    if run.qk_pos_emb_head_dim % 2:
+        yield (
+            f"{run.show('qk_pos_emb_head_dim')}: channels rotate in pairs; give "
+            f"{run.qk_pos_emb_head_dim + 1}"
+        )
+    keys = run.qk_head_dim + run.qk_pos_emb_head_dim
+    if run.v_head_dim > keys:
+        yield (
+            f"{run.show('v_head_dim')}: more than the {keys} channels of a key (--qk-head-dim + "
+            f"--qk-pos-emb-head-dim); give {keys} or fewer"
+        )
+
+
+def _obstacles(run: RunView) -> Faults:
+    obstacles = {
+        "--group-query-attention": run.group_query_attention,
+        "--add-qkv-bias": run.add_qkv_bias,
+        run.show("rotary_percent"): run.rotary_percent != 1,
+        run.show("rotary_backend"): run.rotary_backend == "triton",
+        "--torch-compile": run.torch_compile,
+        run.show("fp8_format"): run.fp8_format is not None,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            yield (
+                f"{flag_name('multi_latent_attention')}: latent attention does not combine with "
+                f"{obstacle}; drop one"
+            )

@@ -1,0 +1,176 @@
+"""DeepSeek-V3's family of Hugging Face, both ways, with transformers as the judge."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_cases import pairs
+from test_huggingface import LLAMA, VOCAB, build, difference, tokens
+
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.writer import save_checkpoint
+from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig
+from megatron.interop.families import from_huggingface, left_out, to_huggingface
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+import convert_checkpoint  # noqa: E402
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+DENSE = dataclasses.replace(
+    LLAMA,
+    num_query_groups=LLAMA.num_attention_heads,
+    group_query_attention=False,
+    norm_epsilon=1e-6,
+    position_embedding_type="rope",
+    multi_latent_attention=True,
+    qk_layernorm=True,
+    kv_lora_rank=12,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=6,
+    kv_channels=14,
+    v_head_dim=10,
+)
+EXPERTS = dataclasses.replace(
+    DENSE,
+    q_lora_rank=20,
+    position_embedding_type="yarn",
+    rope_scaling_factor=4.0,
+    rope_original_max_position_embeddings=8,
+    mscale=0.7,
+    mscale_all_dim=1.3,
+    num_experts=8,
+    moe_ffn_hidden_size=24,
+    moe_layer_freq=f"[0]*1+[1]*{LLAMA.num_layers - 1}",
+    moe_router_topk=4,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_topk_scaling_factor=2.5,
+    moe_shared_expert_intermediate_size=48,
+)
+
+
+def described(model: ModelConfig) -> tuple[dict, list[str]]:
+    """config.json of a model, and the names of its tensors."""
+    config, rules = to_huggingface(model, VOCAB)
+    return config, [rule.theirs for rule in rules]
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_an_exported_model_loads_in_transformers_and_comes_back(tmp_path, capsys, model):
+    config = Config(
+        model=model,
+        precision=PrecisionConfig(fp64=True),
+        data=DataConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1),
+    )
+    ours, held = build(model)
+    state = {
+        "iteration": 5,
+        "consumed_samples": 40,
+        "config": config.to_dict(),
+        "vocab_size": VOCAB,
+        "tokenizer": "f",
+    }
+    save_checkpoint(tmp_path / "run", 5, pairs(held), state)
+    folder = tmp_path / "hf"
+    words = ["--load", tmp_path / "run", "--to-huggingface", folder, "--dtype", "fp32"]
+    assert convert_checkpoint.main([str(word) for word in words]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert type(theirs).__name__ == "DeepseekV3ForCausalLM"
+    with torch.no_grad():  # transformers computes in fp32
+        assert difference(theirs(tokens()).logits.double(), ours.logits(tokens())) < 1e-5
+    # a layer of multi-token prediction, as DeepSeek's own files have one
+    extra = {f"model.layers.{model.num_layers}.eh_proj.weight": torch.zeros(2, 2)}
+    safetensors.save_file(
+        safetensors.load_file(folder / "model.safetensors") | extra, folder / "model.safetensors"
+    )
+    capsys.readouterr()
+    words = ["--from-huggingface", folder, "--save", tmp_path / "back"]
+    assert convert_checkpoint.main([str(word) for word in words]) == 0
+    assert "multi-token prediction, which are not taken over" in capsys.readouterr().out
+    with Checkpoint(find_checkpoint(tmp_path / "back")) as back:
+        assert set(back.names) == set(held)
+        assert all(torch.equal(back[name].float(), held[name].float()) for name in held)
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_the_flags_come_back(model):
+    fields, _ = from_huggingface(*described(model))
+    names = set(fields) - {"init_method_std"}
+    assert {name: fields[name] for name in names} == {name: getattr(model, name) for name in names}
+    assert ModelConfig(**fields).softmax_scale == model.softmax_scale
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"qk_layernorm": False}, "latent attention without --qk-layernorm"),
+        ({"norm_epsilon": 1e-5}, "--norm-epsilon other than 1e-06"),
+        ({"mscale": 0.5, "mscale_all_dim": 0.0}, "--mscale other than 1 without"),
+        ({"moe_router_score_function": "softmax"}, "--moe-router-score-function softmax"),
+        ({"moe_router_topk": 6}, "--moe-router-topk other than 2 x --moe-router-group-topk"),
+        ({"moe_layer_freq": "2"}, "--moe-layer-freq other than dense layers first"),
+        ({"moe_shared_expert_intermediate_size": 25}, "that --moe-ffn-hidden-size does not divide"),
+        ({"window_size": 4}, "--window-size"),
+    ],
+)
+def test_what_the_family_cannot_express_is_named(changes, text):
+    with pytest.raises(ValueError, match=text):
+        to_huggingface(dataclasses.replace(EXPERTS, **changes), VOCAB)
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"rope_interleave": False}, "rope_interleave False"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ({"topk_group": 1}, "num_experts_per_tok 4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads 1"),
+        ({"kv_lora_rank": None}, "config.json lacks 'kv_lora_rank'"),
+        ({"n_routed_experts": 9}, "tensors missing: model.layers.1.mlp.experts.8"),
+    ],
+)
+def test_foreign_models_are_refused_by_field(changes, text):
+    config, names = described(EXPERTS)
+    changed = {name: value for name, value in (config | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=text):
+        from_huggingface(changed, names)
+
+
+def test_the_published_files_of_deepseek_v3():
+    """Fields of its config.json, without quantisation."""
+    published = json.loads("""{"model_type": "deepseek_v3", "hidden_size": 7168,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1,
+        "n_routed_experts": 256, "routed_scaling_factor": 2.5, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+        "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+        "moe_layer_freq": 1, "first_k_dense_replace": 3, "norm_topk_prob": true,
+        "scoring_func": "sigmoid", "hidden_act": "silu", "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000, "attention_bias": false, "ep_size": 1,
+        "num_nextn_predict_layers": 1, "tie_word_embeddings": false, "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn"}}""")
+    deepseek = dataclasses.replace(
+        EXPERTS, num_layers=61, num_experts=256, moe_layer_freq="[0]*3+[1]*58"
+    )
+    _, names = described(deepseek)
+    predicting = "model.layers.61.embed_tokens.weight"
+    fields, _ = from_huggingface(published, [*names, predicting])
+    model = ModelConfig(**fields)
+    assert model.kv_channels == 192 and model.rope_scaling_factor == 40
+    assert model.rope_original_max_position_embeddings == 4096 and model.mscale_all_dim == 1
+    assert model.expert_layers().count(True) == 58
+    (line,) = left_out(published, [*names, predicting])
+    assert predicting in line
