@@ -42,6 +42,22 @@ from megatron.layers.spec import (
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
+def _down(config: ModelConfig, name: str, rows: int, parts: tuple[str, ...]) -> ParameterSpec:
+    """A down-projection [rows, h], which every tensor-parallel rank holds whole."""
+    shape = (rows, config.hidden_size)
+    tensor = TensorSpec(
+        f"{name}.weight", shape, normal(config), "matrix", copies="tp", grad_sum=parts
+    )
+    return ParameterSpec((tensor,), product=True)
+
+
+def _by_heads(config: ModelConfig, name: str, rows: int, inputs: int) -> ParameterSpec:
+    """A projection to so many rows of each head."""
+    shape = (config.num_attention_heads * rows, inputs)
+    tensor = TensorSpec(f"{name}.weight", shape, normal(config), "matrix", shard=Shard(0))
+    return ParameterSpec((tensor,), product=True)
+
+
 def latent_parameters(
     config: ModelConfig, name: str, sequence: bool = False
 ) -> dict[str, ParameterSpec]:
@@ -52,37 +68,23 @@ def latent_parameters(
     h, heads, width = config.hidden_size, config.num_attention_heads, config.kv_channels
     parts = parts_under(sequence)
 
-    def whole(own: str, rows: int) -> ParameterSpec:
-        tensor = TensorSpec(
-            f"{name}.{own}.weight",
-            (rows, h),
-            normal(config),
-            "matrix",
-            copies="tp",
-            grad_sum=parts,
-        )
-        return ParameterSpec((tensor,), product=True)
-
-    def by_heads(own: str, rows: int, inputs: int) -> ParameterSpec:
-        shape = (heads * rows, inputs)
-        tensor = TensorSpec(f"{name}.{own}.weight", shape, normal(config), "matrix", shard=Shard(0))
-        return ParameterSpec((tensor,), product=True)
-
     def norm(own: str, size: int) -> dict[str, ParameterSpec]:
         made = norm_parameters(config.normalization, size, f"{name}.{own}", parts)
         return {f"{own}.{kind}": spec for kind, spec in made.items() if config.qk_layernorm}
 
     made = {}
     if config.q_lora_rank is None:
-        made["q.weight"] = by_heads("q", width, h)
+        made["q.weight"] = _by_heads(config, f"{name}.q", width, h)
     else:
-        made["q_down.weight"] = whole("q_down", config.q_lora_rank)
+        made["q_down.weight"] = _down(config, f"{name}.q_down", config.q_lora_rank, parts)
         made |= norm("q_norm", config.q_lora_rank)
-        made["q_up.weight"] = by_heads("q_up", width, config.q_lora_rank)
-    made["kv_down.weight"] = whole("kv_down", config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        made["q_up.weight"] = _by_heads(config, f"{name}.q_up", width, config.q_lora_rank)
+    made["kv_down.weight"] = _down(
+        config, f"{name}.kv_down", config.kv_lora_rank + config.qk_pos_emb_head_dim, parts
+    )
     made |= norm("kv_norm", config.kv_lora_rank)
-    made["kv_up.weight"] = by_heads(
-        "kv_up", config.qk_head_dim + config.v_head_dim, config.kv_lora_rank
+    made["kv_up.weight"] = _by_heads(
+        config, f"{name}.kv_up", config.qk_head_dim + config.v_head_dim, config.kv_lora_rank
     )
     out = (h, heads * config.v_head_dim)
     residual = normal(config, residual_output=True)
