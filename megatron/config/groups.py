@@ -482,9 +482,10 @@ class TrainingConfig:
         needs=SELECTIVE,
     )
     """What selective recomputes: core_attn (the attention core), qkv (queries, keys and values),
-    mla_up_proj (those of latent attention, from the narrow vectors that it keeps), layernorm (what the norms
-    in front of attention and MLP give), mlp_act (the activation, or the gated product), mlp (fc1's product and the activation), moe_act (the same as mlp_act of
-    experts), moe (the experts with the way of tokens to them and back). Default: core_attn.
+    mla_up_proj (those of latent attention, from the narrow vectors that it keeps), layernorm (what
+    the norms in front of attention and MLP give), mlp_act (the activation, or the gated product),
+    mlp (fc1's product and the activation), moe_act (the same as mlp_act of experts), moe (the
+    experts with the way of tokens to them and back). Default: core_attn.
     """
     recompute_method: Literal["uniform", "block"] | None = flag(None, needs=RECOMPUTE)
     """uniform: recompute every layer, in groups of --recompute-num-layers that keep one input.

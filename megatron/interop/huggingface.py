@@ -3,8 +3,9 @@ functions; no tensor is touched here.
 
 Families: GPT-2; Llama, Mistral (sliding window), Qwen2 (QKV biases), Qwen3 (QK norm); with experts
 Mixtral, Qwen2-MoE and Qwen3-MoE (`huggingface_experts.py`). What a family cannot express is refused
-by the name of the flag or config field. Conventions (facts of transformers 4.50 to 5.23): GPT-2 stores linear weights as [in, out] and fuses q, k, v along the
-outputs; rotary embeddings pair channel i with i + d/2, as ours do, so nothing is permuted;
+by the name of the flag or config field. Conventions (facts of transformers 4.50 to 5.23): GPT-2
+stores linear weights as [in, out] and fuses q, k, v along the outputs; rotary embeddings pair
+channel i with i + d/2, as ours do, so nothing is permuted;
 `sliding_window` counts the token itself, as our window_size does; the Llama families rotate all
 channels of a head.
 """

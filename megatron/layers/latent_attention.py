@@ -58,6 +58,13 @@ def _by_heads(config: ModelConfig, name: str, rows: int, inputs: int) -> Paramet
     return ParameterSpec((tensor,), product=True)
 
 
+def _bias(name: str, size: int, parts: tuple[str, ...]) -> dict[str, ParameterSpec]:
+    """That of the output projection, which every tensor-parallel rank holds."""
+    return {
+        "proj.bias": ParameterSpec((vector(f"{name}.bias", size, copies="tp", grad_sum=parts),))
+    }
+
+
 def latent_parameters(
     config: ModelConfig, name: str, sequence: bool = False
 ) -> dict[str, ParameterSpec]:
@@ -90,10 +97,7 @@ def latent_parameters(
     residual = normal(config, residual_output=True)
     proj = TensorSpec(f"{name}.proj.weight", out, residual, "matrix", shard=Shard(1))
     made["proj.weight"] = ParameterSpec((proj,), product=True)
-    if config.add_bias_linear:
-        bias = vector(f"{name}.proj.bias", h, copies="tp", grad_sum=parts)
-        made["proj.bias"] = ParameterSpec((bias,))
-    return made
+    return made if not config.add_bias_linear else made | _bias(f"{name}.proj", h, parts)
 
 
 def parameters_of_attention(
