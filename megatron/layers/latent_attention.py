@@ -65,6 +65,28 @@ def _bias(name: str, size: int, parts: tuple[str, ...]) -> dict[str, ParameterSp
     }
 
 
+def _norm(
+    config: ModelConfig, name: str, own: str, size: int, parts: tuple[str, ...]
+) -> dict[str, ParameterSpec]:
+    """The norm of a latent, if there is one."""
+    made = norm_parameters(config.normalization, size, f"{name}.{own}", parts)
+    return {f"{own}.{kind}": spec for kind, spec in made.items() if config.qk_layernorm}
+
+
+def _queries(
+    config: ModelConfig, name: str, width: int, parts: tuple[str, ...]
+) -> dict[str, ParameterSpec]:
+    """The projections that queries are made by."""
+    rank = config.q_lora_rank
+    if rank is None:
+        return {"q.weight": _by_heads(config, f"{name}.q", width, config.hidden_size)}
+    return {
+        "q_down.weight": _down(config, f"{name}.q_down", rank, parts),
+        **_norm(config, name, "q_norm", rank, parts),
+        "q_up.weight": _by_heads(config, f"{name}.q_up", width, rank),
+    }
+
+
 def latent_parameters(
     config: ModelConfig, name: str, sequence: bool = False
 ) -> dict[str, ParameterSpec]:
@@ -75,21 +97,11 @@ def latent_parameters(
     h, heads, width = config.hidden_size, config.num_attention_heads, config.kv_channels
     parts = parts_under(sequence)
 
-    def norm(own: str, size: int) -> dict[str, ParameterSpec]:
-        made = norm_parameters(config.normalization, size, f"{name}.{own}", parts)
-        return {f"{own}.{kind}": spec for kind, spec in made.items() if config.qk_layernorm}
-
-    made = {}
-    if config.q_lora_rank is None:
-        made["q.weight"] = _by_heads(config, f"{name}.q", width, h)
-    else:
-        made["q_down.weight"] = _down(config, f"{name}.q_down", config.q_lora_rank, parts)
-        made |= norm("q_norm", config.q_lora_rank)
-        made["q_up.weight"] = _by_heads(config, f"{name}.q_up", width, config.q_lora_rank)
+    made = _queries(config, name, width, parts)
     made["kv_down.weight"] = _down(
         config, f"{name}.kv_down", config.kv_lora_rank + config.qk_pos_emb_head_dim, parts
     )
-    made |= norm("kv_norm", config.kv_lora_rank)
+    made |= _norm(config, name, "kv_norm", config.kv_lora_rank, parts)
     made["kv_up.weight"] = _by_heads(
         config, f"{name}.kv_up", config.qk_head_dim + config.v_head_dim, config.kv_lora_rank
     )
