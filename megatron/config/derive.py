@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.groups import Config, DistributedConfig
 from megatron.config.metadata import flag, flag_name
@@ -57,6 +57,22 @@ def attention_ranks(distributed: DistributedConfig) -> tuple[int, int]:
     return {"a2a": (size, 1), "p2p": (1, size)}.get(distributed.cp_comm_type, (1, 1))
 
 
+class ExpertRanks(NamedTuple):
+    """Ranks that share the matrices of each expert, and that hold different experts."""
+
+    etp: int = 1
+    ep: int = 1
+
+
+def expert_ranks(config: Config) -> ExpertRanks:
+    """Those that the flags ask for; one each where no layer has experts."""
+    if config.model.num_experts is None:
+        return ExpertRanks()
+    distributed = config.distributed
+    etp = distributed.expert_tensor_parallel_size or distributed.tensor_model_parallel_size
+    return ExpertRanks(etp, distributed.expert_model_parallel_size)
+
+
 class RunView:
     """What rules look at: every field by its own name (`run.lr`), the numbers of ranks and the
     tokenizer's vocabulary.
@@ -76,8 +92,7 @@ class RunView:
         self.cp = config.distributed.context_parallel_size
         self.dp = data_parallel_size(config, world)
         self.replicas = self.dp * self.cp
-        self.ep = config.distributed.expert_model_parallel_size
-        self.etp = config.distributed.expert_tensor_parallel_size or self.tp
+        self.etp, self.ep = expert_ranks(config)
 
     def __getattr__(self, field: str) -> Any:
         return getattr(getattr(self.config, GROUP_OF[field]), field)

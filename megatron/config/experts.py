@@ -5,6 +5,7 @@ and which layers have experts.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -136,6 +137,7 @@ class ExpertsConfig:
         return expert_pattern(self.moe_layer_freq, layers)
 
 
+@functools.cache  # every layer asks for it
 def expert_pattern(text: str, layers: int) -> tuple[bool, ...]:
     """Whether each of so many layers has experts, as --moe-layer-freq says. Raises UserError with
     what is wrong and what would be right.

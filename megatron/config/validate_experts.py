@@ -72,9 +72,7 @@ def _groups(run: RunView) -> Faults:
         yield f"{shown}: give --moe-router-group-topk, the groups that a token's experts are from"
         return
     if run.num_experts % groups:
-        fitting = [size for size in range(1, run.num_experts + 1) if run.num_experts % size == 0]
-        nearest = min(fitting, key=lambda size: abs(size - groups))
-        yield f"{shown}: must divide --num-experts {run.num_experts}; the nearest is {nearest}"
+        yield _undivided(run, shown, groups)
         return
     if taken <= 0:
         return
@@ -92,6 +90,13 @@ def _groups(run: RunView) -> Faults:
             f"{shown}: {taken} groups of {size} experts hold fewer than "
             f"{run.show('moe_router_topk')}; give {-(-run.moe_router_topk // size)} or more"
         )
+
+
+def _undivided(run: RunView, shown: str, size: int) -> str:
+    """The fault of a size that does not divide the experts."""
+    fitting = [other for other in range(1, run.num_experts + 1) if run.num_experts % other == 0]
+    nearest = min(fitting, key=lambda other: abs(other - size))
+    return f"{shown}: must divide --num-experts {run.num_experts}; the nearest is {nearest}"
 
 
 def _losses(run: RunView) -> Faults:
@@ -115,9 +120,7 @@ def _ranks(run: RunView) -> Faults:
     if run.ep <= 0 or run.etp <= 0:
         return
     if run.num_experts % run.ep:
-        fitting = [size for size in range(1, run.num_experts + 1) if run.num_experts % size == 0]
-        nearest = min(fitting, key=lambda size: abs(size - run.ep))
-        yield f"{shown}: must divide --num-experts {run.num_experts}; the nearest is {nearest}"
+        yield _undivided(run, shown, run.ep)
     stage = run.tp * run.cp * run.dp
     if run.dp and stage % (run.ep * run.etp):
         product = shown

@@ -169,19 +169,8 @@ def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
     """x [size, ...], whose i-th part goes to rank i -> [size, ...], whose i-th part came from rank
     i.
     """
-    if axis.size == 1:
-        return _Works([], x)
-    if is_gloo(axis) and x.is_cuda:
-        return _staged(x, axis, None, start_all_to_all)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if isinstance(axis.group, SilentGroup):
-        return axis.group.start("all-to-all", out)
-    x = x.contiguous()
-    if not is_gloo(axis):
-        return _start_native("all_to_all_single", "all-to-all", out, x, axis)
-    works = _swap("all-to-all", axis, x.unbind(), out.unbind())
-    out[axis.rank].copy_(x[axis.rank])
-    return _Works(works, out, of=("all-to-all", axis))
+    one_each = [1] * axis.size
+    return start_all_to_all_rows(x, one_each, one_each, axis)
 
 
 def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Handle:

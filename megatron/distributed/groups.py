@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from megatron.config.derive import attention_ranks, data_parallel_size
+from megatron.config.derive import attention_ranks, data_parallel_size, expert_ranks
 from megatron.config.groups import Config
 from megatron.config.stages import placement_of
 
@@ -363,16 +363,8 @@ def layout_of(config: Config, world_size: int) -> Layout:
         dp=data_parallel_size(config, world_size),
         pp=distributed.pipeline_model_parallel_size,
         order=TP_PP_DP_ORDER if distributed.use_tp_pp_dp_mapping else ORDER,
-        ep=distributed.expert_model_parallel_size,
-        etp=_expert_tensor_parallel_size(config),
+        **expert_ranks(config)._asdict(),
     )
-
-
-def _expert_tensor_parallel_size(config: Config) -> int:
-    if config.model.num_experts is None:
-        return 1
-    distributed = config.distributed
-    return distributed.expert_tensor_parallel_size or distributed.tensor_model_parallel_size
 
 
 def group_options(config: Config) -> dict[str, Any]:

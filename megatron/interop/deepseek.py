@@ -15,13 +15,13 @@ from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import JsonObject
 from megatron.interop.huggingface import (
-    _GATED_ACTIVATIONS,
-    _GATED_NAMES,
+    GATED_ACTIVATIONS,
+    GATED_NAMES,
     Rule,
-    _expect,
-    _name_faults,
-    _our_rotary,
-    _their_rotary,
+    expect,
+    name_faults,
+    our_rotary,
+    their_rotary,
 )
 
 KIND = "deepseek_v3"
@@ -77,7 +77,7 @@ def to_deepseek(model: ModelConfig, vocab_size: int) -> tuple[JsonObject, list[R
     if faults:
         raise UserError("Hugging Face's DeepSeek-V3 models cannot express: " + "; ".join(faults))
     yarn = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
-    rotary = _their_rotary(model)
+    rotary = their_rotary(model)
     for field in ("rope_parameters", "rope_scaling"):
         if rotary.get(field, {}).get("rope_type") == "yarn":
             rotary[field] |= yarn
@@ -100,7 +100,7 @@ def to_deepseek(model: ModelConfig, vocab_size: int) -> tuple[JsonObject, list[R
         "qk_nope_head_dim": model.qk_head_dim,
         "qk_rope_head_dim": model.qk_pos_emb_head_dim,
         "v_head_dim": model.v_head_dim,
-        "hidden_act": _GATED_NAMES[model.activation],
+        "hidden_act": GATED_NAMES[model.activation],
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.norm_epsilon,
         "rope_interleave": True,
@@ -144,7 +144,7 @@ def _faults(model: ModelConfig) -> dict[str, bool]:
         f"--norm-epsilon other than {EPSILON}": model.norm_epsilon != EPSILON,
         "latent attention without --qk-layernorm": not model.qk_layernorm,
         "biases in linear layers (use --disable-bias-linear)": model.add_bias_linear,
-        f"--activation {model.activation}": model.activation not in _GATED_NAMES,
+        f"--activation {model.activation}": model.activation not in GATED_NAMES,
         "--mscale other than 1 without --mscale-all-dim, or 0 with it": (
             yarn and not both and (model.mscale, model.mscale_all_dim) != (1, 0)
         ),
@@ -190,7 +190,7 @@ def from_deepseek(config: JsonObject, names: Iterable[str]) -> tuple[JsonObject,
     table = deepseek_rules(ModelConfig(**fields))
     names = list(names)
     present = set(names) - set(predicting(config, names))
-    faults += _name_faults(table, present, not fields["untie_embeddings_and_output_weights"])
+    faults += name_faults(table, present, not fields["untie_embeddings_and_output_weights"])
     if faults:
         raise UserError(
             "this Hugging Face model cannot be taken over:\n"
@@ -208,11 +208,11 @@ def predicting(config: JsonObject, names: Iterable[str]) -> list[str]:
 
 def _our_fields(config: JsonObject, faults: list[str]) -> JsonObject:
     heads = config["num_attention_heads"]
-    _expect(config, faults, num_key_value_heads=heads, attention_bias=False, rope_interleave=True)
-    _expect(config, faults, rms_norm_eps=EPSILON)
+    expect(config, faults, num_key_value_heads=heads, attention_bias=False, rope_interleave=True)
+    expect(config, faults, rms_norm_eps=EPSILON)
     activation = config.get("hidden_act", "silu")
-    if activation not in _GATED_ACTIVATIONS:
-        faults.append(f"hidden_act {activation!r} (known: {', '.join(_GATED_ACTIVATIONS)})")
+    if activation not in GATED_ACTIVATIONS:
+        faults.append(f"hidden_act {activation!r} (known: {', '.join(GATED_ACTIVATIONS)})")
     content, position = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     return {
         "num_layers": config["num_hidden_layers"],
@@ -232,7 +232,7 @@ def _our_fields(config: JsonObject, faults: list[str]) -> JsonObject:
         "max_position_embeddings": config.get("max_position_embeddings", 4096),
         "normalization": "RMSNorm",
         "norm_epsilon": EPSILON,
-        "activation": _GATED_ACTIVATIONS.get(activation),
+        "activation": GATED_ACTIVATIONS.get(activation),
         "add_bias_linear": False,
         "add_qkv_bias": False,
         "hidden_dropout": 0.0,
@@ -256,7 +256,7 @@ def _our_positions(config: JsonObject, faults: list[str]) -> JsonObject:
                 for name, value in config[field].items()
                 if name not in ("mscale", "mscale_all_dim")
             }
-    fields = _our_rotary(plain, faults)
+    fields = our_rotary(plain, faults)
     if fields["position_embedding_type"] != "yarn":
         return fields
     mscale, all_dim = given.get("mscale") or 0, given.get("mscale_all_dim") or 0
@@ -271,7 +271,7 @@ def _our_experts(config: JsonObject, faults: list[str]) -> JsonObject:
     if dense >= layers:
         return {}
     k, groups = config["num_experts_per_tok"], config.get("n_group") or 1
-    _expect(
+    expect(
         config,
         faults,
         moe_layer_freq=1,

@@ -34,9 +34,9 @@ _GPT2_ACTIVATIONS = {
     "gelu": "gelu",
     "relu2": "squared-relu",
 }
-_GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
+GATED_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
 _GPT2_NAMES = {"gelu-tanh": "gelu_new", "gelu": "gelu", "squared-relu": "relu2"}
-_GATED_NAMES = {"swiglu": "silu", "geglu": "gelu"}
+GATED_NAMES = {"swiglu": "silu", "geglu": "gelu"}
 _CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -125,7 +125,7 @@ def _rotary_faults(model: ModelConfig, kind: str) -> dict[str, bool]:
     )
     return {
         "--normalization LayerNorm with rotary positions": model.normalization != "RMSNorm",
-        activation: model.activation not in _GATED_NAMES,
+        activation: model.activation not in GATED_NAMES,
         "--rotary-percent": model.rotary_percent != 1.0,
         biases: model.add_bias_linear and kind != "llama",
         "--add-qkv-bias with --qk-layernorm": model.qk_layernorm and qkv_bias_only,
@@ -200,11 +200,11 @@ def _llama_config(kind: str, model: ModelConfig) -> JsonObject:
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups,
         "head_dim": model.kv_channels,
-        "hidden_act": _GATED_NAMES[model.activation],
+        "hidden_act": GATED_NAMES[model.activation],
         "max_position_embeddings": model.max_position_embeddings,
         "rms_norm_eps": model.norm_epsilon,
         "attention_dropout": model.attention_dropout,
-        **_their_rotary(model),
+        **their_rotary(model),
     }
     if kind == "llama":
         return config | {
@@ -228,7 +228,7 @@ def _llama_config(kind: str, model: ModelConfig) -> JsonObject:
     return config
 
 
-def _their_rotary(model: ModelConfig) -> JsonObject:
+def their_rotary(model: ModelConfig) -> JsonObject:
     """rope_parameters as transformers 5 reads them, and rope_theta and rope_scaling, which 4
     reads.
     """
@@ -303,7 +303,7 @@ def from_huggingface(config: JsonObject, names: Iterable[str]) -> tuple[JsonObje
         qkv_bias=qkv_bias,
         experts=_expert_names(fields, present),
     )
-    faults += _name_faults(table, set(present), tied)
+    faults += name_faults(table, set(present), tied)
     if faults:
         raise UserError(
             "this Hugging Face model cannot be taken over:\n"
@@ -329,7 +329,7 @@ def _whole_name(name: str, kind: str) -> str:
     return ("transformer." if kind == "gpt2" else "model.") + name
 
 
-def _name_faults(table: list[Rule], present: set[str], tied: bool) -> list[str]:
+def name_faults(table: list[Rule], present: set[str], tied: bool) -> list[str]:
     """What is missing among the tensors that are there, and what has no counterpart."""
     wanted = {rule.theirs for rule in table}
     spare = {"lm_head.weight"} if tied else set()
@@ -346,14 +346,14 @@ def some_names(what: str, names: list[str]) -> list[str]:
     return [f"{what}: {', '.join(names[:5])} ({len(names)} in all)"] if names else []
 
 
-def _expect(config: JsonObject, faults: list[str], **values: Any) -> None:
+def expect(config: JsonObject, faults: list[str], **values: Any) -> None:
     for name, value in values.items():
         if config.get(name, value) not in (value, None):
             faults.append(f"{name} {config[name]!r} (only {value!r} has a counterpart)")
 
 
 def _our_gpt2(config: JsonObject, faults: list[str]) -> JsonObject:
-    _expect(
+    expect(
         config,
         faults,
         scale_attn_weights=True,
@@ -395,13 +395,13 @@ def _our_llama(config: JsonObject, faults: list[str]) -> JsonObject:
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads", _KEY_VALUE_HEADS.get(kind)) or heads
     activation = config.get("hidden_act", "silu")
-    if activation not in _GATED_ACTIVATIONS:
-        faults.append(f"hidden_act {activation!r} (known: {', '.join(_GATED_ACTIVATIONS)})")
+    if activation not in GATED_ACTIVATIONS:
+        faults.append(f"hidden_act {activation!r} (known: {', '.join(GATED_ACTIVATIONS)})")
     bias = kind == "llama" and bool(config.get("attention_bias"))
     if kind == "llama":
-        _expect(config, faults, mlp_bias=bias)
+        expect(config, faults, mlp_bias=bias)
     elif kind in ("qwen3", "qwen3_moe"):
-        _expect(config, faults, attention_bias=False)
+        expect(config, faults, attention_bias=False)
     fields = {
         "num_layers": layers,
         "hidden_size": hidden,
@@ -413,7 +413,7 @@ def _our_llama(config: JsonObject, faults: list[str]) -> JsonObject:
         "max_position_embeddings": config.get("max_position_embeddings", 2048),
         "normalization": "RMSNorm",
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
-        "activation": _GATED_ACTIVATIONS.get(activation),
+        "activation": GATED_ACTIVATIONS.get(activation),
         "add_bias_linear": bias,
         "add_qkv_bias": kind == "qwen2" or kind == "qwen2_moe" and config.get("qkv_bias", True),
         "qk_layernorm": kind in ("qwen3", "qwen3_moe"),
@@ -424,7 +424,7 @@ def _our_llama(config: JsonObject, faults: list[str]) -> JsonObject:
     }
     if kind in ("mixtral", "qwen2_moe", "qwen3_moe"):
         fields |= our_experts(config, faults)
-    return fields | _our_rotary(config, faults)
+    return fields | our_rotary(config, faults)
 
 
 def _our_window(config: JsonObject, faults: list[str]) -> int | None:
@@ -452,14 +452,14 @@ def _our_window(config: JsonObject, faults: list[str]) -> int | None:
     return None
 
 
-def _our_rotary(config: JsonObject, faults: list[str]) -> JsonObject:
+def our_rotary(config: JsonObject, faults: list[str]) -> JsonObject:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaling = {name: value for name, value in given.items() if value is not None}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     default = _ROTARY_BASES.get(config["model_type"], 10000.0)
     base = scaling.get("rope_theta", config.get("rope_theta", default))
     fields: JsonObject = {"position_embedding_type": "rope", "rotary_base": float(base)}
-    _expect(config | scaling, faults, partial_rotary_factor=1.0)
+    expect(config | scaling, faults, partial_rotary_factor=1.0)
     longest = config.get("max_position_embeddings", 2048)
     original = scaling.get("original_max_position_embeddings", longest)
     if kind == "linear":
@@ -473,7 +473,7 @@ def _our_rotary(config: JsonObject, faults: list[str]) -> JsonObject:
             "rope_high_freq_factor": scaling["high_freq_factor"],
         }
     elif kind == "yarn":
-        _expect(
+        expect(
             scaling, faults, truncate=True, attention_factor=None, mscale=None, mscale_all_dim=None
         )
         fields |= {

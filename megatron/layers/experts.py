@@ -14,6 +14,7 @@ rank, h hidden, f width of an expert on this rank. Called from layers/moe.py, on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.layers.linear import DEFERRED, linear_weight_grad
-from megatron.layers.mlp import activation_function
+from megatron.layers.mlp import activate_by
 from megatron.layers.recompute import Rebuilder
 from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal
 from megatron.layers.tensor_parallel import TensorParallel
@@ -165,7 +166,9 @@ class Experts(nn.Module):
         self.fc1 = parameters["fc1"].parameter(grid)
         self.fc2 = parameters["fc2"].parameter(grid)
         self.rebuilder = rebuilder
-        self.activation = activation_function(config)
+        self.activation = partial(
+            activate_by, config.activation_backend, activation=config.activation
+        )
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
         fused = _ExpertLinear.apply(rows, self.fc1, counts)

@@ -219,9 +219,9 @@ def deferring_weight_grads(module: nn.Module) -> Iterator[list[LaterGrad]]:
     onto this list instead of computing them.
     """
     left: list[LaterGrad] = []
-    weights = [layer.weight for layer in module.modules() if isinstance(layer, Linear)]
     declared = ((weight, getattr(weight, "spec", None)) for weight in module.parameters())
-    weights += [weight for weight, spec in declared if spec is not None and spec.group == "expert"]
+    weights = {weight for weight, spec in declared if spec is not None and spec.product}
+    weights |= {layer.weight for layer in module.modules() if isinstance(layer, Linear)}
     for weight in weights:
         setattr(weight, DEFERRED, left)
     try:

@@ -16,8 +16,6 @@ Called from model/block.py, once a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -126,11 +124,13 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu-tanh" else "none")
 
 
-def activation_function(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """The activation of fc1's output [..., f or 2f] -> [..., f], where no bias is to be added."""
-    if config.activation_backend == "triton":
-        return lambda x: _TritonActivation.apply(x, None, config.activation)
-    return lambda x: activate(x, config.activation)
+def activate_by(
+    backend: str, x: Tensor, activation: str, bias: nn.Parameter | None = None
+) -> Tensor:
+    """The same by an implementation. Ours adds fc1's bias, which others have added by then."""
+    if backend == "triton":
+        return _TritonActivation.apply(x, bias, activation)
+    return activate(x, activation)
 
 
 def mlp_parameters(
@@ -238,6 +238,4 @@ class MLP(nn.Module):
 
     def _activate(self, fused: Tensor) -> Tensor:
         """The activation of fc1's output [s, b, f or 2f]."""
-        if self.backend == "triton":
-            return _TritonActivation.apply(fused, self.fc1.bias, self.activation)
-        return activate(fused, self.activation)
+        return activate_by(self.backend, fused, self.activation, self.fc1.bias)

@@ -24,7 +24,7 @@ from megatron.layers.linear import Linear
 from megatron.layers.mlp import MLP, mlp_parameters
 from megatron.layers.recompute import Rebuilder
 from megatron.layers.router import OBJECTIVE, Router, RouterChoice, loss_names, router_parameters
-from megatron.layers.spec import ParameterSpec, TensorSpec, normal, parts_under, under
+from megatron.layers.spec import ParameterSpec, TensorSpec, normal, parts_under
 from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 _DISPATCHERS: dict[str, Any] = {"alltoall": AllToAll, "allgather": AllGather}
@@ -66,16 +66,20 @@ def moe_parameters(
         shared = mlp_parameters(config, f"{name}.shared_expert", sequence, width)
         made |= {f"shared_expert.{own}": spec for own, spec in shared.items()}
     if config.moe_shared_expert_gate:
-        gate = TensorSpec(
-            f"{name}.shared_expert_gate.weight",
-            (1, config.hidden_size),
-            normal(config),
-            "matrix",
-            copies="tp",
-            grad_sum=parts_under(sequence),
-        )
-        made["shared_expert_gate.weight"] = ParameterSpec((gate,), product=True)
+        made["shared_expert_gate.weight"] = _shared_expert_gate(config, name, sequence)
     return made
+
+
+def _shared_expert_gate(config: ModelConfig, name: str, sequence: bool) -> ParameterSpec:
+    tensor = TensorSpec(
+        f"{name}.shared_expert_gate.weight",
+        (1, config.hidden_size),
+        normal(config),
+        "matrix",
+        copies="tp",
+        grad_sum=parts_under(sequence),
+    )
+    return ParameterSpec((tensor,), product=True)
 
 
 def expert_tokens(index: int) -> str:
@@ -109,8 +113,11 @@ class MoE(nn.Module):
         self.shared_expert = (
             None if width is None else MLP(config, f"{name}.shared_expert", tp, rebuilder, width)
         )
-        gate = under(moe_parameters(config, name, tp.sequence), "shared_expert_gate")
-        self.shared_expert_gate = Linear(gate["weight"]) if gate else None
+        self.shared_expert_gate = (
+            Linear(_shared_expert_gate(config, name, tp.sequence))
+            if config.moe_shared_expert_gate
+            else None
+        )
 
     def forward(
         self,

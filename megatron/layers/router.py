@@ -152,8 +152,7 @@ class Router(nn.Module):
             parameters[own].parameter(tp) if own in parameters else None
             for own in ("expert_bias", "expert_share")
         )
-        coefficients = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
-        self.coefficients = {kind: coeff for kind, coeff in coefficients if coeff > 0}
+        self.coefficients = coefficients_of(config)
 
     def scores(self, x: Tensor, state: DropoutState | None) -> tuple[Tensor, Tensor]:
         """(logits, scores of all experts [T, E]) of x [s, b, h]: of a softmax router that
@@ -303,10 +302,13 @@ class Router(nn.Module):
             )
 
 
+def coefficients_of(config: ModelConfig) -> dict[Balancing, float]:
+    """Those of the auxiliary losses that there are."""
+    pairs = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
+    return {kind: coeff for kind, coeff in pairs if coeff > 0}
+
+
 def loss_names(config: ModelConfig) -> tuple[str, ...]:
     """What `losses` returns in training."""
-    pairs = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
-    names = [LOSS_NAMES[kind] for kind, coeff in pairs if coeff > 0 and kind in LOSS_NAMES]
-    if config.moe_z_loss_coeff > 0:
-        names.append(Z_LOSS)
-    return tuple(names)
+    names = [LOSS_NAMES[kind] for kind in coefficients_of(config)]
+    return (*names, Z_LOSS) if config.moe_z_loss_coeff > 0 else tuple(names)

@@ -12,8 +12,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+from megatron.config.derive import ExpertRanks
 from megatron.config.groups import Config, ModelConfig
 from megatron.layers.latent_attention import parameters_of_attention
 from megatron.layers.mlp import mlp_parameters
@@ -27,21 +28,6 @@ from megatron.model.block import (
     like_layer,
     word_matrix,
 )
-
-
-class ExpertRanks(NamedTuple):
-    """Ranks that share the matrices of each expert, and that hold different experts."""
-
-    etp: int = 1
-    ep: int = 1
-
-    @classmethod
-    def of(cls, config: Config) -> ExpertRanks:
-        """Of a resolved configuration."""
-        distributed = config.distributed
-        return cls(
-            distributed.expert_tensor_parallel_size or 1, distributed.expert_model_parallel_size
-        )
 
 
 def head_widths(model: ModelConfig) -> tuple[int, int]:

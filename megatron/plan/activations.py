@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from megatron.config.derive import attention_ranks
+from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config
 from megatron.kernels.attention_masks import table_bytes
@@ -215,11 +215,9 @@ class ExpertShape(Shape):
 
     def __init__(self, config: Config, padded_vocab: int, device: str = "cuda"):
         super().__init__(config, padded_vocab, device)
-        distributed = config.distributed
-        etp = distributed.expert_tensor_parallel_size or 1
-        self.model = local_shape(self.model, 1, etp)
+        ranks = expert_ranks(config)
+        self.model = local_shape(self.model, 1, ranks.etp)
         sizes = self.own, self.tokens, self.compute, self.wide
-        ranks = etp, distributed.expert_model_parallel_size
         self.experts = ExpertBytes.of(self.model, *sizes, *ranks)
         self.inner = self.experts.inner + self.experts.shared_inner
         self.activated = self.experts.activated + self.experts.shared_activated

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 
 import torch
 
-from megatron.config.derive import data_parallel_size
+from megatron.config.derive import data_parallel_size, expert_ranks
 from megatron.config.groups import Config
 from megatron.config.schedules import planned_micro_batches
 from megatron.distributed.groups import (
@@ -21,7 +21,7 @@ from megatron.distributed.groups import (
     group_options,
     layout_of,
 )
-from megatron.model.arithmetic import ExpertRanks, padded_vocab_size, unit_parameters
+from megatron.model.arithmetic import padded_vocab_size, unit_parameters
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.optimizer.blocks import Block, build_run_blocks
@@ -221,7 +221,7 @@ def stage_parameters(
         config.model,
         padded_vocab,
         config.distributed.tensor_model_parallel_size,
-        ExpertRanks.of(config),
+        expert_ranks(config),
         copied=placement[0] != placement[-1],
     )
     return [sum(units[i] for i in stage.units) for stage in stages]

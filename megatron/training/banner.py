@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron import __version__
-from megatron.config.derive import data_parallel_size
+from megatron.config.derive import data_parallel_size, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config, ModelConfig
 from megatron.distributed.groups import describe_layout, layout_of
 from megatron.model.arithmetic import (
-    ExpertRanks,
     active_parameters,
     flops_per_iteration,
     parameter_count,
@@ -207,7 +206,7 @@ def _expert_lines(prepared: Prepared) -> list[str]:
     if not layers:
         return []
     active = active_parameters(model, prepared.tokenizer.vocab_size)
-    ranks = ExpertRanks.of(config)
+    ranks = expert_ranks(config)
     here = model.num_experts // ranks.ep
     return [
         f"{layers} of {model.num_layers} layers have {model.num_experts} experts of "

@@ -10,6 +10,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from parity.latent_fields import LATENT, ROUTED, YARN
 from parity.test_huggingface_oracle import LLAMA, VOCAB, S, our_run, tokens, wide_frequencies
 
 from megatron.config.groups import ModelConfig
@@ -18,48 +19,14 @@ from megatron.interop.deepseek import to_deepseek
 transformers = pytest.importorskip("transformers")
 
 BOUND = 1e-10  # relative Frobenius norm
-DENSE = dataclasses.replace(
-    LLAMA,
-    num_query_groups=4,
-    group_query_attention=False,
-    norm_epsilon=1e-6,
-    multi_latent_attention=True,
-    qk_layernorm=True,
-    q_lora_rank=20,
-    kv_lora_rank=12,
-    qk_head_dim=8,
-    qk_pos_emb_head_dim=6,
-    kv_channels=14,
-    v_head_dim=10,
-)
-YARN = dataclasses.replace(
-    DENSE,
-    position_embedding_type="yarn",
-    rope_scaling_factor=4.0,
-    rope_original_max_position_embeddings=8,
-    rotary_base=100.0,
-    mscale=0.7,
-    mscale_all_dim=1.3,
-)
-EXPERTS = dataclasses.replace(
-    YARN,
-    num_layers=3,
-    num_experts=8,
-    moe_ffn_hidden_size=24,
-    moe_layer_freq="[0]*1+[1]*2",
-    moe_router_topk=4,
-    moe_router_num_groups=4,
-    moe_router_group_topk=2,
-    moe_router_score_function="sigmoid",
-    moe_router_enable_expert_bias=True,
-    moe_router_topk_scaling_factor=2.5,
-    moe_shared_expert_intermediate_size=48,
-)
+DENSE = dataclasses.replace(LLAMA, num_query_groups=4, q_lora_rank=20, **LATENT)
+SCALED = dataclasses.replace(DENSE, rotary_base=100.0, **YARN)
+EXPERTS = dataclasses.replace(SCALED, num_layers=3, moe_layer_freq="[0]*1+[1]*2", **ROUTED)
 MODELS = {
     "dense": DENSE,
     "whole-queries": dataclasses.replace(DENSE, q_lora_rank=None),
-    "yarn": YARN,
-    "yarn-plain": dataclasses.replace(YARN, mscale=1.0, mscale_all_dim=0.0),
+    "yarn": SCALED,
+    "yarn-plain": dataclasses.replace(SCALED, mscale=1.0, mscale_all_dim=0.0),
     "experts": EXPERTS,
     "one-group": dataclasses.replace(
         EXPERTS, moe_router_num_groups=None, moe_router_group_topk=None, moe_router_topk=3

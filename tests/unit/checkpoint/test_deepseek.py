@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import pairs
+from parity.latent_fields import LATENT, ROUTED, YARN
 from test_huggingface import LLAMA, VOCAB, build, difference, tokens
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
@@ -27,35 +28,15 @@ safetensors = pytest.importorskip("safetensors.torch")
 DENSE = dataclasses.replace(
     LLAMA,
     num_query_groups=LLAMA.num_attention_heads,
-    group_query_attention=False,
-    norm_epsilon=1e-6,
     position_embedding_type="rope",
-    multi_latent_attention=True,
-    qk_layernorm=True,
-    kv_lora_rank=12,
-    qk_head_dim=8,
-    qk_pos_emb_head_dim=6,
-    kv_channels=14,
-    v_head_dim=10,
+    **LATENT,
 )
 EXPERTS = dataclasses.replace(
     DENSE,
     q_lora_rank=20,
-    position_embedding_type="yarn",
-    rope_scaling_factor=4.0,
-    rope_original_max_position_embeddings=8,
-    mscale=0.7,
-    mscale_all_dim=1.3,
-    num_experts=8,
-    moe_ffn_hidden_size=24,
     moe_layer_freq=f"[0]*1+[1]*{LLAMA.num_layers - 1}",
-    moe_router_topk=4,
-    moe_router_num_groups=4,
-    moe_router_group_topk=2,
-    moe_router_score_function="sigmoid",
-    moe_router_enable_expert_bias=True,
-    moe_router_topk_scaling_factor=2.5,
-    moe_shared_expert_intermediate_size=48,
+    **YARN,
+    **ROUTED,
 )
 
 

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from megatron.config.arguments import parse_arguments
+from megatron.config.derive import ExpertRanks
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import (
-    ExpertRanks,
     active_parameters,
     parameter_count,
     unit_flops,
