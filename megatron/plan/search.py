@@ -278,17 +278,19 @@ class Search:
         micro-batches, and what its micro-batches in flight keep.
         """
         model = StepModel(found.config, self.vocab_size, self.world_size)
-        size, shard = model.size, model.shard
-        stage = found.config.distributed.zero_stage
+        size, stage = model.size, found.config.distributed.zero_stage
         ranks = found.config.distributed.pipeline_model_parallel_size
-        each = size.compute / (shard if stage == 3 else 1)
-        if model.micro_batches > ranks:
-            each += size.gradient / (shard if stage >= 2 else 1)
-        if not found.config.optimizer.optimizer_cpu_offload:
-            each += (size.wide * (size.wide != size.compute) + size.moments) / shard
+        held = 0.0
+        for _, count, shard in model.buffers(model.rank_parameters[0]):
+            each = size.compute / (shard if stage == 3 else 1)
+            if model.micro_batches > ranks:
+                each += size.gradient / (shard if stage >= 2 else 1)
+            if not found.config.optimizer.optimizer_cpu_offload:
+                each += (size.wide * (size.wide != size.compute) + size.moments) / shard
+            held += count * each
         steps = PlannedSteps(found.config, self.vocab_size, self.world_size, "cuda")
         kept = most_kept(steps)
-        return (model.rank_parameters[0] * each + kept) / 2**30
+        return (held + kept) / 2**30
 
     def run(self) -> SearchResult:
         """The fastest that fit."""
