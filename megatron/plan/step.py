@@ -40,8 +40,8 @@ class LayerKind(NamedTuple):
     modules: frozenset[str]  # whose inputs go to the host
 
 
-class Held(NamedTuple):
-    """Parameters that a rank holds: of experts, whose copies ranks of their own hold, and others."""
+class RankParameters(NamedTuple):
+    """How many a rank holds: of experts, whose copies ranks of their own hold, and others."""
 
     dense: float
     experts: float = 0.0
@@ -188,14 +188,7 @@ class StepModel:
     def _stage_units(self, stage: Stage) -> list[tuple[UnitWork, int]]:
         counts: dict[LayerKind, int] = {}
         example: dict[LayerKind, int] = {}
-        training = self.config.training
-        choices = stage_recompute(training, stage.layers)
-        going = stage_offload(training, self.config.model, stage.layers)
-        for index, choice, modules in zip(stage.layers, choices, going, strict=True):
-            alike = dataclasses.replace(choice, first=False, last=False)
-            operations = self.operations
-            experts = operations.has_experts(index)
-            kind = LayerKind(operations.is_fp8(index), experts, alike, modules)
+        for index, kind in self._kinds(stage):
             counts[kind] = counts.get(kind, 0) + 1
             example[kind] = index
         found = []
@@ -208,9 +201,19 @@ class StepModel:
         if stage.embedding:
             found.append((self.operations.embedding(), 1))
         if stage.head:
-            matrix = Held(self.operations.vocab * self.operations.hidden)
+            matrix = RankParameters(self.operations.vocab * self.operations.hidden)
             found.append((self._with_zero(self.operations.head(), matrix), 1))
         return found
+
+    def _kinds(self, stage: Stage) -> Iterator[tuple[int, LayerKind]]:
+        """(number, kind) of each layer of a stage."""
+        training, operations = self.config.training, self.operations
+        choices = stage_recompute(training, stage.layers)
+        going = stage_offload(training, self.config.model, stage.layers)
+        for index, choice, modules in zip(stage.layers, choices, going, strict=True):
+            alike = dataclasses.replace(choice, first=False, last=False)
+            fp8, experts = operations.is_fp8(index), operations.has_experts(index)
+            yield index, LayerKind(fp8, experts, alike, modules)
 
     def _with_host_copies(self, layer: UnitWork, index: int, kind: LayerKind) -> UnitWork:
         """With what goes to the host in a forward pass and comes back in a backward pass, beside
@@ -225,16 +228,16 @@ class StepModel:
             layer, forward=layer.forward + copy, backward_input=layer.backward_input + copy
         )
 
-    def _layer_parameters(self, has_experts: bool) -> Held:
+    def _layer_parameters(self, has_experts: bool) -> RankParameters:
         """Of a layer on a rank."""
         linears, experts = self.operations.linears(False), self.operations.of_experts
         if not has_experts or experts is None:
-            return Held(_elements(linears.values()) + 2 * self.operations.hidden)
+            return RankParameters(_elements(linears.values()) + 2 * self.operations.hidden)
         attention = _elements(linears[name] for name in ("qkv", "proj"))
         beside = _elements((experts.router(), *experts.shared_expert()))
         each = _elements(experts.experts()) / experts.here
         dense = attention + beside + 2 * self.operations.hidden
-        return Held(dense, each * experts.count / experts.ep)
+        return RankParameters(dense, each * experts.count / experts.ep)
 
     @property
     def gathers(self) -> bool:
@@ -243,7 +246,7 @@ class StepModel:
         keeps = distributed.zero3_keep_gathered and self.micro_batches > 1
         return self.shard > 1 and distributed.zero_stage == 3 and not keeps
 
-    def _with_zero(self, passes: UnitWork, parameters: Held) -> UnitWork:
+    def _with_zero(self, passes: UnitWork, parameters: RankParameters) -> UnitWork:
         """What ZeRO 2 and 3 send in the passes of a unit, if they do in every micro-batch."""
         distributed = self.config.distributed
         if distributed.zero_stage < 2:
@@ -266,7 +269,7 @@ class StepModel:
                 backward += Work(exchanges=(reduce,), launches=2)
         return dataclasses.replace(passes, forward=forward, backward_input=backward)
 
-    def buffers(self, parameters: Held) -> Iterator[tuple[str, float, int]]:
+    def buffers(self, parameters: RankParameters) -> Iterator[tuple[str, float, int]]:
         """(beginning of the names of its axes, parameters, ranks that ZeRO cuts it over) of each
         kind of buffer.
         """
@@ -316,17 +319,19 @@ class StepModel:
         return self.passes_seconds(stages, pricing)
 
     @cached_property
-    def rank_parameters(self) -> list[Held]:
+    def rank_parameters(self) -> list[RankParameters]:
         """Parameters of each pipeline rank."""
         placement = self.schedule(1).placement
-        found = [Held(0)] * (max(placement) + 1)
+        found = [RankParameters(0)] * (max(placement) + 1)
         of_stages = zip(self.parameters, self.expert_parameters, placement, strict=True)
         for parameters, experts, rank in of_stages:
             before = found[rank]
-            found[rank] = Held(before.dense + parameters - experts, before.experts + experts)
+            found[rank] = RankParameters(
+                before.dense + parameters - experts, before.experts + experts
+            )
         return found
 
-    def by_rank(self, stages: Sequence[StageSeconds]) -> list[tuple[float, float, Held]]:
+    def by_rank(self, stages: Sequence[StageSeconds]) -> list[tuple[float, float, RankParameters]]:
         """(forward, backward seconds of a micro-batch, parameters) of each pipeline rank."""
         placement = self.schedule(1).placement
         ranks = []
@@ -364,7 +369,7 @@ class StepModel:
         return second + (second - first) / (more - fewer) * (count - more)
 
     def _reduction(
-        self, pricing: Pricing, forward: float, backward: float, parameters: Held
+        self, pricing: Pricing, forward: float, backward: float, parameters: RankParameters
     ) -> float:
         """Exposed seconds of what data parallelism sends once a step."""
         hardware, distributed = pricing.hardware, self.config.distributed
