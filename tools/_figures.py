@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron.plan.rows import Row, read_rows
 from megatron.study.raw import read
 from megatron.study.table import markdown, summary
 
@@ -91,6 +92,29 @@ def plan_validation_worst() -> str:
         "row | predicted tokens/s | ",
         [(each["row"], f"{each['error']:+.0%}", each["part"]) for each in worst],
     )
+
+
+@figure("plan_experts.rows")
+def plan_experts_rows() -> str:
+    """Published runs of mixtures of experts beside the planner."""
+    rows = read_rows(RESULTS / "expert_rows.csv")
+    return table(
+        "run on H100s | published tokens/s | predicted | | what differs",
+        [
+            _expert_cells(row, found)
+            for row, found in zip(rows, result("plan_experts")["rows"], strict=True)
+        ],
+    )
+
+
+def _expert_cells(row: Row, found: Any) -> tuple[str, ...]:
+    """Of one run: what it is, both rates, the error and the note."""
+    source, _, name = found["row"].partition(": ")
+    version = row["source"].removeprefix(source).strip()
+    predicted = found["tokens_per_s_per_gpu"]
+    published = predicted / (1 + found["error"])
+    cells = f"{published:,.0f}", f"{predicted:,.0f}", f"{found['error']:+.0%}"
+    return f"{name} ({version})", *cells, row["note"]
 
 
 @figure("plan_validation.memory")

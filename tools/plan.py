@@ -209,11 +209,6 @@ def time_lines(what: str, own: Own) -> list[str]:
     """What `step`, `search` and `explain` print."""
     hardware = hardware_of(own)
     config, vocab_size, world_size = asked(own.rest)
-    if config.model.num_experts is not None:
-        raise UserError(
-            f"{what}: the time of layers with experts is not planned; their memory is: "
-            "tools/plan.py memory"
-        )
     price = own.numbers["--gpu-hour-price"]
     if config.distributed.device_memory is not None:
         hardware = dataclasses.replace(hardware, memory_gib=config.distributed.device_memory)

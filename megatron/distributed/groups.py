@@ -269,6 +269,14 @@ def _partitions(layout: Layout, share: int, tied: bool, shard: int) -> dict[str,
 _WITHOUT_EXPERTS: dict[str, Partition] = {"tp_cp": (), "etp": (), "ep": ()}
 
 
+def expert_cut(stage: int, held: int, shard: int) -> int:
+    """Over how many ranks ZeRO cuts an expert's buffer: of the `stage` ranks of a pipeline stage
+    each `held` hold all experts, and other buffers are cut among `shard` neighbours.
+    """
+    count = stage // held
+    return math.gcd(count, max(1, shard * count // stage))
+
+
 def _of_experts(layout: Layout, shard: int) -> dict[str, Partition]:
     """The groups of the experts' grid. ZeRO cuts an expert's buffer over those of the ranks that
     hold the same one that are among the `shard` neighbours over which it cuts other buffers.
@@ -276,8 +284,7 @@ def _of_experts(layout: Layout, shard: int) -> dict[str, Partition]:
     stages = layout.partition("tp", "cp", "dp")
     held = layout.etp * layout.ep  # ranks that hold all experts of a layer
     replicas = tuple(ranks[i::held] for ranks in stages for i in range(held))
-    count = len(replicas[0])
-    cut = math.gcd(count, max(1, shard * layout.tp * count // len(stages[0])))
+    cut = expert_cut(len(stages[0]), held, shard * layout.tp)
     return {
         "tp_cp": layout.partition("tp", "cp"),
         "etp": _cut(stages, layout.etp),

@@ -8,13 +8,14 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.config.derive import data_parallel_size, replica_count
+from megatron.config.derive import data_parallel_size, expert_ranks, replica_count
 from megatron.config.groups import Config, TrainingConfig
-from megatron.model.arithmetic import unit_flops
+from megatron.model.arithmetic import unit_flops, unit_parameters
 from megatron.model.offload import stage_offload
 from megatron.model.recompute import stage_recompute
+from megatron.model.stages import pipeline_stages
 from megatron.plan.activations import Shape, leaving_bytes
-from megatron.plan.memory import MemoryPlan, RankMemory
+from megatron.plan.memory import MemoryPlan, RankMemory, stage_expert_parameters
 from megatron.plan.state import precisions, shard_size
 
 # H100, a share of its peak that training reaches, GB/s of its 400 Gb/s network adapter
@@ -94,7 +95,8 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
     backward = _backward_flops(config.training)
     accumulates = _accumulates(config, world_size)
     gathers = stage == 3 and not config.distributed.zero3_keep_gathered
-    transfer = partial(_transfer, config, machine, gathers and accumulates)
+    weight = _sent_for_each_active(config, world_size)
+    transfer = partial(_transfer, config, machine, gathers and accumulates, weight)
     gather = partial(transfer, sent=size.compute, flops=2)
     often = f"of {'every' if stage >= 2 and accumulates else 'the last'} micro-batch"
     found = []
@@ -167,6 +169,24 @@ def host_copies(config: Config, machine: Machine = Machine()) -> list[HostCopy]:
     return [HostCopy(size, size / (host * 1e9), beside, host)]
 
 
+def _sent_for_each_active(config: Config, world_size: int) -> float:
+    """Parameters of a rank's layers that are sent, for each that a token goes through: 1 without
+    experts, of which a token has a few, and which are sent where other ranks hold the same ones.
+    """
+    model = config.model
+    if model.num_experts is None:
+        return 1.0
+    tp, ranks = config.distributed.tensor_model_parallel_size, expert_ranks(config)
+    layers = unit_parameters(model, 0, tp, ranks)[1:-1]
+    stages = pipeline_stages(config, 0)
+    experts = sum(stage_expert_parameters(config, stages))
+    dense = sum(layers) - experts
+    held = math.prod(ranks)  # by so many ranks together
+    copied = tp * replica_count(config, world_size) > held
+    share = model.moe_router_topk * held / (model.num_experts * tp)
+    return (dense + experts * copied) / (dense + experts * share)
+
+
 def _backward_flops(training: TrainingConfig) -> int:
     """FLOPs for each parameter and token that stand beside a layer's gradients at least."""
     whole = training.recompute_granularity == "full" and training.recompute_method != "block"
@@ -177,15 +197,18 @@ def _transfer(
     config: Config,
     machine: Machine,
     keeping_helps: bool,
+    weight: float,
     what: str,
     sent: float,
     flops: int,
-    narrower: int = 0,
+    narrower: float = 0.0,
     host: bool = False,
 ) -> Transfer:
-    """`sent` bytes beside `flops` FLOPs for each parameter. `narrower`: the bytes with
+    """`sent` bytes for each parameter beside `flops` FLOPs for each that a token goes through;
+    `weight`: how many of the first there are for each of the second. `narrower`: the bytes with
     --grad-reduce-in-bf16; `keeping_helps`: so would --zero3-keep-gathered.
     """
+    sent, narrower = weight * sent, weight * narrower
     seq = config.data.seq_length // config.distributed.context_parallel_size
     tokens = config.training.micro_batch_size * seq
     needed = math.ceil(sent * machine.flops_per_byte(host=host) / flops)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.config.errors import UserError
-from megatron.plan.operations import Core, Exchange, Product, Work
+from megatron.plan.work import Core, Exchange, Product, Work
 
 T = TypeVar("T")
 STARVES = 4  # how sharply the longer of device and host decides
@@ -69,6 +69,7 @@ class Hardware:
     jitter: float  # of a step, for each doubling of the nodes
     layer_jitter: float  # likewise where ranks wait for each other in each layer (ZeRO-3)
     step_ms: float  # of a step, beside all that is counted
+    peak_fp32_tflops: float = 0.0  # of products in fp32; 0: peak_tflops
     cores: int = 0  # of a node of CPUs, which its ranks share; 0: each rank has a device
     # by kind of layout the 10th and 90th percentile of measured over predicted seconds
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -82,6 +83,8 @@ class Hardware:
             peak, most, half = self.peak_fp8_tflops, self.fp8_efficiency, self.fp8_half
         else:
             peak, most, half = self.peak_tflops, self.product_efficiency, self.product_half
+        if product.wide and self.peak_fp32_tflops:
+            peak = self.peak_fp32_tflops
         return product.flops / (peak * 1e12 * most * least / (least + half))
 
     def core_seconds(self, core: Core, generation: int) -> float:

@@ -21,7 +21,12 @@ from megatron.distributed.groups import (
     group_options,
     layout_of,
 )
-from megatron.model.arithmetic import padded_vocab_size, unit_parameters
+from megatron.model.arithmetic import (
+    elements,
+    padded_vocab_size,
+    unit_parameters,
+)
+from megatron.model.block import layer_parameters
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.optimizer.blocks import Block, build_run_blocks
@@ -225,3 +230,14 @@ def stage_parameters(
         copied=placement[0] != placement[-1],
     )
     return [sum(units[i] for i in stage.units) for stage in stages]
+
+
+def stage_expert_parameters(config: Config, stages: tuple[Stage, ...]) -> list[int]:
+    """Those of them that belong to experts."""
+    model = config.model
+    with_experts = [index for index, has in enumerate(model.expert_layers()) if has]
+    if not with_experts:
+        return [0] * len(stages)
+    layer = layer_parameters(model, with_experts[0]).values()
+    each = elements((spec for spec in layer if spec.group == "expert"), 1, expert_ranks(config))
+    return [each * sum(index in stage.layers for index in with_experts) for stage in stages]

@@ -8,8 +8,6 @@ width, s sequence, V padded vocabulary. q, k, f and V are a tensor-parallel rank
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.config.derive import GATED, attention_ranks
@@ -18,89 +16,15 @@ from megatron.config.groups import Config
 from megatron.layers.mlp import always_rebuilt
 from megatron.model.arithmetic import head_widths, local_shape, padded_vocab_size
 from megatron.model.recompute import LayerRecompute
+from megatron.plan.expert_operations import ExpertOperations
 from megatron.plan.state import precisions
+from megatron.plan.work import Core, Exchange, Product, UnitWork, Work
 
 # Kernels that a layer launches in a pass of a micro-batch. Ours are counted in
 # docs/results/launches.json; attention that is not fused and dropout launch more.
 FORWARD_LAUNCHES = 12
 BACKWARD_LAUNCHES = 23
 CALL_LAUNCHES = 5  # a collective takes the host as long as so many kernels
-
-
-@dataclass(frozen=True)
-class Product:
-    """`count` products of an m x k by a k x n matrix."""
-
-    m: float
-    n: float
-    k: float
-    count: float = 1
-    fp8: bool = False
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k * self.count
-
-
-@dataclass(frozen=True)
-class Core:
-    """Fused attention of some heads over keys of so many positions; FLOPs of what is visible."""
-
-    flops: float
-    length: float
-    heads: float
-    head_dim: int
-    backward: bool = False
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A collective or message; `size`: bytes of the whole tensor. `beside`: what may hide it,
-    products, cores or the whole pass, or nothing.
-    """
-
-    operation: str
-    axis: str
-    size: float
-    beside: str = ""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one pass does. `streams`: bytes that kernels bound by memory read and write; `hidden`:
-    the least that norms, residual sums and dropout of the hidden states can.
-    """
-
-    products: tuple[Product, ...] = ()
-    cores: tuple[Core, ...] = ()
-    streams: tuple[float, ...] = ()
-    exchanges: tuple[Exchange, ...] = ()
-    launches: float = 0
-    hidden: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.products + other.products,
-            self.cores + other.cores,
-            self.streams + other.streams,
-            self.exchanges + other.exchanges,
-            self.launches + other.launches,
-            self.hidden + other.hidden,
-        )
-
-    @property
-    def flops(self) -> float:
-        """Of products and attention."""
-        return sum(each.flops for each in self.products) + sum(each.flops for each in self.cores)
-
-
-@dataclass(frozen=True)
-class UnitWork:
-    """The work of one unit's passes of a micro-batch; a whole backward pass does the last two."""
-
-    forward: Work
-    backward_input: Work
-    backward_weight: Work = Work()
 
 
 class Operations:
@@ -124,6 +48,11 @@ class Operations:
         # norms and residuals are shared by the tensor-parallel ranks under sequence parallelism
         self.share = self.tokens / (self.tp if distributed.sequence_parallel else 1)
         self.fused = config.model.attention_backend != "plain"
+        self.of_experts = (
+            None
+            if config.model.num_experts is None
+            else ExpertOperations(config, self.tokens, self.share)
+        )
 
     @cached_property
     def hidden_bytes(self) -> float:
@@ -134,8 +63,12 @@ class Operations:
         """Whether a layer computes with 8-bit floats."""
         return layer_in_fp8(self.config.precision, index, self.config.model.num_layers)
 
+    def has_experts(self, index: int) -> bool:
+        """Whether a layer has experts in the place of its MLP."""
+        return self.config.model.expert_layers()[index]
+
     def linears(self, fp8: bool) -> dict[str, Product]:
-        """The forward products of a layer."""
+        """The forward products of a layer with an MLP."""
         tokens, hidden = self.tokens, self.hidden
 
         def linear(n: float, k: float, whole_n: float, whole_k: float) -> Product:
@@ -180,18 +113,20 @@ class Operations:
         tensors = 2 * (3 if backward else 2) + 2 * (3 + dropout)
         return self.share * self.hidden * self.size.compute * tensors
 
-    def _streams(self, backward: bool) -> tuple[float, ...]:
-        """Bytes of rotary embedding and activation."""
+    def _streams(self, backward: bool, experts: bool) -> tuple[float, ...]:
+        """Bytes of rotary embedding and, in a layer with an MLP, activation."""
         size = self.size.compute
         turned = self.config.model.position_embedding_type in ("rope", "yarn")
         rotary = 2 * self.tokens * (self.q + self.k) * size * turned
         parts = self.inner + self.ffn + (self.inner if backward else 0)
-        return (rotary, self.tokens * parts * size)
+        return (rotary,) if experts else (rotary, self.tokens * parts * size)
 
-    def _tp(self, backward: bool) -> tuple[Exchange, ...]:
+    def _tp(self, backward: bool, experts: bool) -> tuple[Exchange, ...]:
         """What tensor parallelism sends for a layer: all-reduces, or with sequence parallelism
-        gathers and reduce-scatters of the same bytes, and one more gather beside products.
+        gathers and reduce-scatters of the same bytes, and one more gather beside products. Of
+        experts it is the shared one alone whose matrices tensor-parallel ranks share.
         """
+        pairs = 1 if experts and not (self.of_experts and self.of_experts.shared) else 2
         if self.tp == 1:
             return ()
         distributed = self.config.distributed
@@ -204,9 +139,9 @@ class Operations:
                 Exchange("reduce-scatter", "tp", size, beside),
             )
             again = Exchange("all-gather", "tp", size, "products")
-            return pair * 2 + ((again, again) if backward else ())
+            return pair * pairs + ((again,) * pairs if backward else ())
         beside = "products" if overlapped and backward else ""
-        return (Exchange("all-reduce", "tp", size, beside),) * 2
+        return (Exchange("all-reduce", "tp", size, beside),) * pairs
 
     def _cp(self, backward: bool) -> tuple[Exchange, ...]:
         """What context parallelism sends for a layer; `docs/parallelism.md` has the formulas."""
@@ -230,22 +165,32 @@ class Operations:
 
     def layer(self, index: int, choice: LayerRecompute) -> UnitWork:
         """The passes of one transformer layer, with what its backward pass computes again."""
+        experts = self.of_experts if self.has_experts(index) else None
         linears = self.linears(self.is_fp8(index))
+        if experts is not None:
+            del linears["fc1"], linears["fc2"]
         products = tuple(linears.values())
         # read in bf16, written twice in 8 bits: as it is and transposed
         quantised = tuple(4.0 * self.tokens * each.k for each in products if each.fp8)
         forward = Work(
             products,
-            streams=self._streams(False) + quantised,
-            exchanges=(sent := self._tp(False) + self._cp(False)),
+            streams=self._streams(False, experts is not None) + quantised,
+            exchanges=(sent := self._tp(False, experts is not None) + self._cp(False)),
             launches=FORWARD_LAUNCHES + CALL_LAUNCHES * len(sent),
             hidden=self._hidden(False),
         ) + self._core(False)
-        back, weight = self._layer_backward(products)
-        return UnitWork(forward, self._again(choice, forward, linears) + back, weight)
+        back, weight = self._layer_backward(products, experts is not None)
+        if experts is not None:
+            forward += _calling(experts.forward())
+            back += _calling(experts.backward_input())
+            weight += experts.backward_weight()
+        again = self._again(choice, forward, linears, experts)
+        return UnitWork(forward, again + back, weight)
 
-    def _layer_backward(self, products: tuple[Product, ...]) -> tuple[Work, Work]:
-        """The two halves of a layer's backward pass, of the forward products."""
+    def _layer_backward(self, products: tuple[Product, ...], experts: bool) -> tuple[Work, Work]:
+        """The two halves of a layer's backward pass, of the forward products; of one with
+        `experts` without these.
+        """
         again = tuple(4.0 * self.tokens * each.n for each in products if each.fp8)
         inputs = tuple(dataclasses.replace(each, n=each.k, k=each.n) for each in products)
         weights = tuple(
@@ -259,17 +204,23 @@ class Operations:
         )
         back = Work(
             inputs,
-            streams=self._streams(True) + again,
-            exchanges=(sent := self._tp(True) + self._cp(True)),
+            streams=self._streams(True, experts) + again,
+            exchanges=(sent := self._tp(True, experts) + self._cp(True)),
             launches=BACKWARD_LAUNCHES - 4 + CALL_LAUNCHES * len(sent),
             hidden=self._hidden(True),
         ) + self._core(True)
         # each weight gradient is added to a buffer: read and written
         sums = tuple(2.0 * self.size.gradient * each.n * each.k for each in products)
-        weight = Work(weights, streams=sums, launches=4)
+        weight = Work(weights, streams=sums, launches=len(products))
         return back, weight
 
-    def _again(self, choice: LayerRecompute, forward: Work, linears: dict[str, Product]) -> Work:
+    def _again(
+        self,
+        choice: LayerRecompute,
+        forward: Work,
+        linears: dict[str, Product],
+        experts: ExpertOperations | None,
+    ) -> Work:
         """What a layer's backward pass computes again."""
         if choice.whole:
             return forward
@@ -279,11 +230,13 @@ class Operations:
             again += self._core(False)
         if "qkv" in modules:
             again += Work((linears["qkv"],), launches=1)
-        if "mlp" in modules:
+        if experts is not None:
+            again += _calling(experts.again(modules))
+        elif "mlp" in modules:
             again += Work((linears["fc1"],), launches=1)
         if "layernorm" in modules:
             again += Work(hidden=self._hidden(False) * 4 / 10, launches=2)
-        if "mlp_act" in modules:
+        if "mlp_act" in modules and experts is None:
             again += Work(streams=(self.tokens * (self.inner + self.ffn) * self.size.compute,))
         return again
 
@@ -319,9 +272,6 @@ class Operations:
         return UnitWork(forward, back)
 
 
-def joined(works: Sequence[Work]) -> Work:
-    """One pass after the other."""
-    total = Work()
-    for each in works:
-        total += each
-    return total
+def _calling(work: Work) -> Work:
+    """With what its collectives take of the host."""
+    return dataclasses.replace(work, launches=work.launches + CALL_LAUNCHES * len(work.exchanges))

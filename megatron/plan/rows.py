@@ -34,6 +34,7 @@ class Publisher:
 SOURCES = {
     # TransformerEngine with cuDNN's attention; tensor-parallel collectives beside products
     "NVIDIA/": Publisher(("--grad-reduce-in-bf16", "--cp-comm-type", "p2p"), generation=3),
+    "NVIDIA-NeMo/": Publisher(("--grad-reduce-in-bf16",), generation=3),
     "megatron-lm": Publisher(("--grad-reduce-in-bf16",), generation=3),
     # Megatron-DeepSpeed of 2022: nothing overlaps; kernels that are not fused, and the state of
     # random generators that is saved around each recomputed layer
@@ -144,13 +145,33 @@ def row_flags(row: Row) -> tuple[list[str], int]:
     flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(batch)]
     if cp > 1:
         flags += ["--context-parallel-size", str(cp)]
+    stages = int(number(row, "pp")) * virtual
     if virtual > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(virtual)]
-    elif number(row, "pp") > 1:
-        flags += ["--pipeline-model-parallel-layout", "auto"] * (
-            number(row, "layers") % number(row, "pp") != 0
-        )
-    return flags + _head_flags(row) + _kind_flags(row, replicas * cp), world
+    if stages > 1 and number(row, "layers") % stages:
+        flags += ["--pipeline-model-parallel-layout", "auto"]
+    return flags + _head_flags(row) + _expert_flags(row) + _kind_flags(row, replicas * cp), world
+
+
+EXPERTS = {
+    "experts": "--num-experts",
+    "topk": "--moe-router-topk",
+    "expert_ffn": "--moe-ffn-hidden-size",
+    "shared_ffn": "--moe-shared-expert-intermediate-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+}
+
+
+def _expert_flags(row: Row) -> list[str]:
+    """Of experts; they are balanced in published runs."""
+    if not (row.get("experts") or "").strip():
+        return []
+    flags = ["--moe-router-force-load-balancing"]
+    for column, flag in EXPERTS.items():
+        if (row.get(column) or "").strip():
+            flags += [flag, str(int(number(row, column)))]
+    return flags
 
 
 def _head_flags(row: Row) -> list[str]:
@@ -188,6 +209,8 @@ def _kind_flags(row: Row, replicas: float) -> list[str]:
         flags += ["--recompute-granularity", "full"]
     elif "selective" in recompute:
         flags += ["--recompute-granularity", "selective"]
+        modules = [word for word in recompute.split() if word in ("layernorm", "moe_act", "moe")]
+        flags += ["--recompute-modules", *modules] if modules else []
     flags += source_of(row).flags
     if "attention not fused" in note:
         flags += ["--attention-backend", "plain"]

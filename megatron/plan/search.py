@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.errors import UserError
-from megatron.config.groups import Config
+from megatron.config.groups import Config, ModelConfig
 from megatron.config.stages import AUTO
 from megatron.config.validate import resolve
 from megatron.model.stages import Stage
@@ -38,6 +38,9 @@ FLAGS = {
     "cp_comm_type": "--cp-comm-type",
     "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
     "sequence_parallel": "--sequence-parallel",
+    "expert_model_parallel_size": "--expert-model-parallel-size",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
     "zero_stage": "--zero-stage",
     "zero_shard_size": "--zero-shard-size",
     "micro_batch_size": "--micro-batch-size",
@@ -53,15 +56,23 @@ FLAGS = {
 }
 
 
-def _rung(granularity: str | None, offloaded: float = 0.0, optimizer: bool = False) -> Change:
-    """Recomputation, the share of layers whose activations go to the host, and where the optimizer
-    is.
+MODULES = ("layernorm", "mlp_act")  # that selective recomputation begins with
+
+
+def _rung(
+    granularity: str | None,
+    offloaded: float = 0.0,
+    optimizer: bool = False,
+    modules: tuple[str, ...] = MODULES,
+) -> Change:
+    """Recomputation, of these modules where it is selective, the share of layers whose activations
+    go to the host, and where the optimizer is.
     """
     found: Change = {}
     if granularity is not None:
         found["training", "recompute_granularity"] = granularity
     if granularity == "selective":
-        found["training", "recompute_modules"] = ("layernorm", "mlp_act")
+        found["training", "recompute_modules"] = modules
     if offloaded:
         found["training", "activation_offload"] = True
         if offloaded < 1:
@@ -82,9 +93,20 @@ RECOMPUTE: tuple[Change, ...] = (
     _rung("full", 1.0),
     _rung("full", optimizer=True),
 )
+# of experts nothing goes to the host but layers' inputs
+RECOMPUTE_EXPERTS: tuple[Change, ...] = (
+    _rung(None),
+    _rung("selective", modules=("layernorm", "moe_act")),
+    _rung("selective", modules=("layernorm", "moe")),
+    _rung("full"),
+    _rung("full", 1.0),
+    _rung("full", optimizer=True),
+)
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 FOUND = 5  # layouts that are shown
 PLANNED = 60  # layouts that are planned to the byte at most
+_MOE: Change = {("training", "recompute_modules"): ("layernorm", "moe_act")}
+USUAL = {("context_parallel_size", 1), ("moe_token_dispatcher_type", "alltoall")}
 SHORT = 8192  # tokens of a sequence below which context parallelism is not tried
 
 
@@ -97,7 +119,7 @@ class Candidate:
     change: Change = field(compare=False)
     config: Config = field(compare=False)
     time: StepTime = field(compare=False)
-    level: int = field(default=0, compare=False)  # of RECOMPUTE
+    level: int = field(default=0, compare=False)  # of the search's rungs
     is_exact: bool = field(default=False, compare=False)
     peak_gib: float = field(default=0.0, compare=False)
     fits: str = field(default="", compare=False)
@@ -107,7 +129,9 @@ class Candidate:
         """To paste."""
         words = []
         for (_, name), value in self.change.items():
-            if value is None or value is False or (value == 1 and name.endswith("parallel_size")):
+            # expert-tensor-parallel ranks are as many as tensor-parallel ones by default
+            usual = value == 1 and name.endswith("model_parallel_size")
+            if value is None or value is False or usual or (name, value) in USUAL:
                 continue
             words.append(FLAGS[name])
             if isinstance(value, tuple):
@@ -145,26 +169,34 @@ def layouts(config: Config, vocab_size: int, world_size: int, node_size: int) ->
         if world_size % (tp * pp * cp):
             continue
         dp = world_size // (tp * pp * cp)
-        if batch % dp:
-            continue
         for micro in MICRO_BATCHES:
             if batch % (dp * micro):
                 continue
             count = batch // (dp * micro)
             cuts = _stages(layers, pp, count)
-            for cut, context_type, (stage, shard) in itertools.product(
-                cuts, _context(cp, tp, node_size), _zero(dp * cp, tp, pp, node_size)
+            for cut, context_type, (stage, shard), experts in itertools.product(
+                cuts,
+                _context(cp, tp, node_size),
+                _zero(dp * cp, tp, pp, node_size),
+                _experts(model, tp, tp * cp * dp),
             ):
                 yield {
-                    ("distributed", "tensor_model_parallel_size"): tp,
-                    ("distributed", "sequence_parallel"): tp > 1,
+                    **_tensor(tp),
                     ("distributed", "context_parallel_size"): cp,
                     **context_type,
                     **cut,
+                    **experts,
                     ("distributed", "zero_stage"): stage,
                     ("distributed", "zero_shard_size"): shard,
                     ("training", "micro_batch_size"): micro,
                 }
+
+
+def _tensor(tp: int) -> Change:
+    return {
+        ("distributed", "tensor_model_parallel_size"): tp,
+        ("distributed", "sequence_parallel"): tp > 1,
+    }
 
 
 def _context(cp: int, tp: int, node_size: int) -> list[Change]:
@@ -184,6 +216,29 @@ def _context(cp: int, tp: int, node_size: int) -> list[Change]:
                 ("distributed", "hierarchical_context_parallel_sizes"): (near, cp // near),
             }
         )
+    return found
+
+
+def _experts(model: ModelConfig, tp: int, ranks: int) -> list[Change]:
+    """How the `ranks` of a pipeline stage hold experts: whole ones, or their matrices shared as
+    others are; and gathered tokens where these are less to send.
+    """
+    count = model.num_experts
+    if count is None:
+        return [{}]
+    found: list[Change] = []
+    for etp, ep in itertools.product(sorted({1, tp}), _powers(min(count, ranks))):
+        if count % ep or ranks % (ep * etp) or (model.moe_ffn_hidden_size or 0) % etp:
+            continue
+        dispatchers = ["alltoall"] + (["allgather"] if 1 < ep < model.moe_router_topk else [])
+        for dispatcher in dispatchers:
+            found.append(
+                {
+                    ("distributed", "expert_model_parallel_size"): ep,
+                    ("distributed", "expert_tensor_parallel_size"): etp if tp > 1 else None,
+                    ("model", "moe_token_dispatcher_type"): dispatcher,
+                }
+            )
     return found
 
 
@@ -237,13 +292,14 @@ class Search:
     def __init__(self, config: Config, vocab_size: int, world_size: int, hardware: Hardware):
         self.config, self.vocab_size, self.world_size = config, vocab_size, world_size
         self.hardware = hardware
+        self.rungs = RECOMPUTE if config.model.num_experts is None else RECOMPUTE_EXPERTS
         self.count = 0
         self.planned = 0
 
     def candidate(self, change: Change, level: int = 0) -> Candidate | None:
         """A layout with its time; None where the program refuses it."""
         try:
-            asked = changed(self.config, change | RECOMPUTE[level])
+            asked = changed(self.config, change | self.rungs[level])
             config = resolve(asked, self.world_size, self.vocab_size).config
         except UserError:
             return None
@@ -252,7 +308,7 @@ class Search:
             return None  # tried already
         time = model.time(self.hardware)
         self.count += 1
-        return Candidate(time.seconds, self.count, change | RECOMPUTE[level], config, time, level)
+        return Candidate(time.seconds, self.count, change | self.rungs[level], config, time, level)
 
     def simulate(self, found: Candidate) -> None:
         """Its whole time, of which it has a bound so far."""
@@ -278,17 +334,19 @@ class Search:
         micro-batches, and what its micro-batches in flight keep.
         """
         model = StepModel(found.config, self.vocab_size, self.world_size)
-        size, shard = model.size, model.shard
-        stage = found.config.distributed.zero_stage
+        size, stage = model.size, found.config.distributed.zero_stage
         ranks = found.config.distributed.pipeline_model_parallel_size
-        each = size.compute / (shard if stage == 3 else 1)
-        if model.micro_batches > ranks:
-            each += size.gradient / (shard if stage >= 2 else 1)
-        if not found.config.optimizer.optimizer_cpu_offload:
-            each += (size.wide * (size.wide != size.compute) + size.moments) / shard
+        held = 0.0
+        for _, count, shard in model.buffers(model.rank_parameters[0]):
+            each = size.compute / (shard if stage == 3 else 1)
+            if model.micro_batches > ranks:
+                each += size.gradient / (shard if stage >= 2 else 1)
+            if not found.config.optimizer.optimizer_cpu_offload:
+                each += (size.wide * (size.wide != size.compute) + size.moments) / shard
+            held += count * each
         steps = PlannedSteps(found.config, self.vocab_size, self.world_size, "cuda")
         kept = most_kept(steps)
-        return (model.rank_parameters[0] * each + kept) / 2**30
+        return (held + kept) / 2**30
 
     def run(self) -> SearchResult:
         """The fastest that fit."""
@@ -319,7 +377,7 @@ class Search:
         if len(found.larger) < FOUND and not found.best:
             self.simulate(each)
             found.larger.append(each)
-        if each.level + 1 < len(RECOMPUTE):
+        if each.level + 1 < len(self.rungs):
             base = {key: each.change[key] for key in each.change if key not in _levels()}
             again = self.candidate(base, each.level + 1)
             if again is not None:
@@ -352,7 +410,21 @@ def _kept_bytes(steps: PlannedSteps, number: int) -> int:
 
 
 def _levels() -> set[tuple[str, str]]:
-    return {key for change in RECOMPUTE for key in change}
+    return {key for change in (*RECOMPUTE, *RECOMPUTE_EXPERTS) for key in change}
+
+
+def _expert_changes(config: Config) -> list[Change]:
+    """Of how experts are held and tokens sent."""
+    if config.model.num_experts is None:
+        return []
+    ep = config.distributed.expert_model_parallel_size
+    return [
+        {("distributed", "expert_model_parallel_size"): 2 * ep},
+        {("distributed", "expert_model_parallel_size"): ep // 2},
+        {("distributed", "expert_tensor_parallel_size"): 1},
+        {("model", "moe_token_dispatcher_type"): "allgather"},
+        {("training", "recompute_granularity"): "selective", **_MOE},
+    ]
 
 
 def explain(search: Search, config: Config) -> list[Candidate]:
@@ -374,6 +446,7 @@ def explain(search: Search, config: Config) -> list[Candidate]:
         {("distributed", "num_virtual_stages_per_pipeline_rank"): 4},
         {("distributed", "pipeline_schedule"): "zero-bubble"},
         {("distributed", "pipeline_model_parallel_layout"): "auto"},
+        *_expert_changes(config),
         *({("distributed", "zero_stage"): stage} for stage in (0, 1, 2, 3)),
         {("distributed", "grad_reduce_in_bf16"): True},
         {("model", "attention_backend"): "fa4"},

@@ -58,8 +58,10 @@ def stage_costs(config: Config, stages: Sequence[Stage], padded_vocab: int) -> C
     weight = [own - core * len(stage.layers) for own, stage in zip(layers, stages, strict=True)]
     again = [
         sum(
-            flops_again(model, config.data.seq_length, choice)
-            for choice in stage_recompute(config.training, stage.layers)
+            flops_again(model, config.data.seq_length, choice, index)
+            for index, choice in zip(
+                stage.layers, stage_recompute(config.training, stage.layers), strict=True
+            )
         )
         for stage in stages
     ]
@@ -67,9 +69,9 @@ def stage_costs(config: Config, stages: Sequence[Stage], padded_vocab: int) -> C
     return Costs(tuple(forward), tuple(back), tuple(weight))
 
 
-def flops_again(model: ModelConfig, seq: int, choice: LayerRecompute) -> int:
-    """FLOPs per token of what a layer's backward pass computes again: forward passes of its matrix
-    products, and the causal half of attention.
+def flops_again(model: ModelConfig, seq: int, choice: LayerRecompute, index: int = 0) -> int:
+    """FLOPs per token of what the backward pass of the `index`-th layer computes again: forward
+    passes of its matrix products, and the causal half of attention.
     """
     q, k = head_widths(model)
     rebuilt = always_rebuilt(model)
@@ -78,9 +80,23 @@ def flops_again(model: ModelConfig, seq: int, choice: LayerRecompute) -> int:
         "core_attn": 2 * q * seq,
         "mlp": 2 * model.hidden_size * saved_widths(model)[0],
     }
+    if model.expert_layers()[index]:
+        products |= _experts_again(model)
     modules = rebuilt if choice.whole else choice.modules | rebuilt
     again = sum(flops for module, flops in products.items() if module in modules)
-    return again + (unit_flops(model, seq, 0)[1] if choice.whole else 0)
+    return again + (unit_flops(model, seq, 0)[index + 1] if choice.whole else 0)
+
+
+def _experts_again(model: ModelConfig) -> dict[str, int]:
+    """Of a layer with experts: fc1 of the shared one, and both products of the others."""
+    inner, outer = saved_widths(model)
+    gated = inner // outer
+    chosen = model.moe_router_topk * (model.moe_ffn_hidden_size or 0)
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return {
+        "mlp": 2 * model.hidden_size * gated * shared,
+        "moe": 2 * model.hidden_size * (gated + 1) * chosen,
+    }
 
 
 def units_of(stage: Stage) -> str:

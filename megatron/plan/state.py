@@ -4,11 +4,13 @@ its blocks, to the byte.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.config.derive import replica_count
+from megatron.config.derive import expert_ranks, replica_count
 from megatron.config.groups import Config, PrecisionConfig
+from megatron.distributed.groups import expert_cut
 from megatron.optimizer.blocks import STATE, Block, on_host_of
 from megatron.optimizer.nvme import SLOTS, in_pages, part_room
 
@@ -57,6 +59,18 @@ def shard_size(config: Config, world_size: int) -> int:
     return config.distributed.zero_shard_size or replica_count(config, world_size)
 
 
+def expert_shard_size(config: Config, world_size: int) -> int:
+    """Likewise of a block of experts, among the ranks that hold the same ones."""
+    if config.distributed.zero_stage == 0:
+        return 1
+    tp = config.distributed.tensor_model_parallel_size
+    return expert_cut(
+        tp * replica_count(config, world_size),
+        math.prod(expert_ranks(config)),
+        tp * shard_size(config, world_size),
+    )
+
+
 def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[str, int]:
     """Bytes, when the passes of a step are over, of a rank's blocks in the order of the forward
     pass: parameters, gradients, optimizer, host, which is what --optimizer-cpu-offload and
@@ -78,7 +92,8 @@ def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[st
     sizes = [block.size * block.trained for block in blocks]
     for block, on_host in zip(blocks, on_host_of(sizes, fraction), strict=True):
         # experts have ranks of their own that share them
-        ranks = min(shard, block.shard.size) if block.plan.group == "expert" else shard
+        of_experts = block.plan.group == "expert" and config.distributed.zero_stage > 0
+        ranks = block.shard.size if of_experts else shard
         part = block.size // ranks
         for kind, count in _block_bytes(config, block, part, on_host):
             found[kind] += count

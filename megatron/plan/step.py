@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron.config.derive import attention_ranks, data_parallel_size, replica_count
+from megatron.config.derive import attention_ranks, data_parallel_size, expert_ranks, replica_count
 from megatron.config.groups import Config
 from megatron.distributed.groups import layout_of
 from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size
@@ -19,9 +19,10 @@ from megatron.parallel.schedule import Schedule, build_schedule
 from megatron.parallel.simulate import Costs, simulate
 from megatron.plan.activations import Shape, leaving_bytes
 from megatron.plan.hardware import Hardware, Pricing, Seconds
-from megatron.plan.memory import stage_parameters
-from megatron.plan.operations import Exchange, Operations, UnitWork, Work
-from megatron.plan.state import precisions, shard_size
+from megatron.plan.memory import stage_expert_parameters, stage_parameters
+from megatron.plan.operations import Operations
+from megatron.plan.state import expert_shard_size, precisions, shard_size
+from megatron.plan.work import Exchange, Product, UnitWork, Work
 
 # FlashAttention whose speed a backend of attention has
 GENERATIONS = {"fa4": 3, "gluon": 3}
@@ -34,8 +35,16 @@ class LayerKind(NamedTuple):
     """Layers that do the same."""
 
     fp8: bool
+    experts: bool
     choice: LayerRecompute
     modules: frozenset[str]  # whose inputs go to the host
+
+
+class RankParameters(NamedTuple):
+    """How many a rank holds: of experts, whose copies ranks of their own hold, and others."""
+
+    dense: float
+    experts: float = 0.0
 
 
 def group_shapes(config: Config, world_size: int, node_size: int) -> dict[str, tuple[int, int]]:
@@ -64,12 +73,27 @@ def group_shapes(config: Config, world_size: int, node_size: int) -> dict[str, t
         "replicate": replicas[::shard],
         "pp": line(pp=min(2, layout.pp)),
         "tied": [0, line(pp=layout.pp)[-1]],
+        **_expert_lines(line(tp=layout.tp, cp=layout.cp, dp=layout.dp), config, world_size),
     }
     shapes = {
         axis: (len(ranks), len({rank // node_size for rank in ranks}))
         for axis, ranks in lines.items()
     }
     return {**shapes, "node": (min(world_size, node_size), 1)}
+
+
+def _expert_lines(stage: list[int], config: Config, world_size: int) -> dict[str, list[int]]:
+    """The groups of rank 0 on the experts' grid over the ranks of a pipeline stage."""
+    etp, ep = expert_ranks(config)
+    ranks, shard = sorted(stage), expert_shard_size(config, world_size)
+    replicas = ranks[:: etp * ep]
+    return {
+        "etp": ranks[:etp],
+        "ep": ranks[: etp * ep : etp],
+        "expert_replicas": replicas,
+        "expert_shard": replicas[:shard],
+        "expert_replicate": replicas[::shard],
+    }
 
 
 @dataclass(frozen=True)
@@ -118,7 +142,9 @@ class StepModel:
         ranks = data_parallel_size(config, world_size)
         self.micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)
         self.parameters = stage_parameters(config, self.stages, self.schedule(1).placement, padded)
+        self.expert_parameters = stage_expert_parameters(config, self.stages)
         self.shard = shard_size(config, world_size)
+        self.expert_shard = expert_shard_size(config, world_size)
         self.replicas = replica_count(config, world_size)
         self.size = precisions(config)
         self.launches = launches
@@ -146,6 +172,8 @@ class StepModel:
     def kind(self) -> str:
         """The kind of layout by which errors of predictions are told apart."""
         distributed = self.config.distributed
+        if self.config.model.num_experts is not None:
+            return "experts"
         if distributed.pipeline_model_parallel_size > 1:
             return "pipeline"
         if distributed.tensor_model_parallel_size > 1:
@@ -160,28 +188,32 @@ class StepModel:
     def _stage_units(self, stage: Stage) -> list[tuple[UnitWork, int]]:
         counts: dict[LayerKind, int] = {}
         example: dict[LayerKind, int] = {}
-        training = self.config.training
-        choices = stage_recompute(training, stage.layers)
-        going = stage_offload(training, self.config.model, stage.layers)
-        for index, choice, modules in zip(stage.layers, choices, going, strict=True):
-            alike = dataclasses.replace(choice, first=False, last=False)
-            kind = LayerKind(self.operations.is_fp8(index), alike, modules)
+        for index, kind in self._kinds(stage):
             counts[kind] = counts.get(kind, 0) + 1
             example[kind] = index
-        stage_layer = self._layer_parameters
         found = []
         for kind, count in counts.items():
             if kind not in self._layers:
                 layer = self.operations.layer(example[kind], kind.choice)
-                layer = self._with_zero(layer, stage_layer)
+                layer = self._with_zero(layer, self._layer_parameters(kind.experts))
                 self._layers[kind] = self._with_host_copies(layer, example[kind], kind)
             found.append((self._layers[kind], count))
         if stage.embedding:
             found.append((self.operations.embedding(), 1))
         if stage.head:
-            matrix = self.operations.vocab * self.operations.hidden
+            matrix = RankParameters(self.operations.vocab * self.operations.hidden)
             found.append((self._with_zero(self.operations.head(), matrix), 1))
         return found
+
+    def _kinds(self, stage: Stage) -> Iterator[tuple[int, LayerKind]]:
+        """(number, kind) of each layer of a stage."""
+        training, operations = self.config.training, self.operations
+        choices = stage_recompute(training, stage.layers)
+        going = stage_offload(training, self.config.model, stage.layers)
+        for index, choice, modules in zip(stage.layers, choices, going, strict=True):
+            alike = dataclasses.replace(choice, first=False, last=False)
+            fp8, experts = operations.is_fp8(index), operations.has_experts(index)
+            yield index, LayerKind(fp8, experts, alike, modules)
 
     def _with_host_copies(self, layer: UnitWork, index: int, kind: LayerKind) -> UnitWork:
         """With what goes to the host in a forward pass and comes back in a backward pass, beside
@@ -196,11 +228,16 @@ class StepModel:
             layer, forward=layer.forward + copy, backward_input=layer.backward_input + copy
         )
 
-    @cached_property
-    def _layer_parameters(self) -> float:
+    def _layer_parameters(self, has_experts: bool) -> RankParameters:
         """Of a layer on a rank."""
-        inner = sum(each.n * each.k for each in self.operations.linears(False).values())
-        return inner + 2 * self.operations.hidden
+        linears, experts = self.operations.linears(False), self.operations.of_experts
+        if not has_experts or experts is None:
+            return RankParameters(_elements(linears.values()) + 2 * self.operations.hidden)
+        attention = _elements(linears[name] for name in ("qkv", "proj"))
+        beside = _elements((experts.router(), *experts.shared_expert()))
+        each = _elements(experts.experts()) / experts.here
+        dense = attention + beside + 2 * self.operations.hidden
+        return RankParameters(dense, each * experts.count / experts.ep)
 
     @property
     def gathers(self) -> bool:
@@ -209,23 +246,36 @@ class StepModel:
         keeps = distributed.zero3_keep_gathered and self.micro_batches > 1
         return self.shard > 1 and distributed.zero_stage == 3 and not keeps
 
-    def _with_zero(self, passes: UnitWork, parameters: float) -> UnitWork:
+    def _with_zero(self, passes: UnitWork, parameters: RankParameters) -> UnitWork:
         """What ZeRO 2 and 3 send in the passes of a unit, if they do in every micro-batch."""
         distributed = self.config.distributed
-        if self.shard == 1 or distributed.zero_stage < 2:
+        if distributed.zero_stage < 2:
             return passes
-        accumulates, gathered = self.micro_batches > 1, self.gathers
         forward, backward = passes.forward, passes.backward_input
-        if gathered:
-            beside = "pass" if distributed.overlap_param_gather else ""
-            gather = Exchange("all-gather", "shard", parameters * self.size.compute, beside)
-            forward += Work(exchanges=(gather,), launches=2)
-            backward += Work(exchanges=(gather,), launches=2)
-        if accumulates or gathered:
-            beside = "pass" if distributed.overlap_grad_reduce else ""
-            reduce = Exchange("reduce-scatter", "shard", parameters * self.size.wire, beside)
-            backward += Work(exchanges=(reduce,), launches=2)
+        keeps = distributed.zero3_keep_gathered and self.micro_batches > 1
+        gathered = distributed.zero_stage == 3 and not keeps
+        for kind, count, shard in self.buffers(parameters):
+            if shard == 1:
+                continue
+            axis = f"{kind}shard"
+            if gathered:
+                beside = "pass" if distributed.overlap_param_gather else ""
+                gather = Exchange("all-gather", axis, count * self.size.compute, beside)
+                forward += Work(exchanges=(gather,), launches=2)
+                backward += Work(exchanges=(gather,), launches=2)
+            if self.micro_batches > 1 or gathered:
+                beside = "pass" if distributed.overlap_grad_reduce else ""
+                reduce = Exchange("reduce-scatter", axis, count * self.size.wire, beside)
+                backward += Work(exchanges=(reduce,), launches=2)
         return dataclasses.replace(passes, forward=forward, backward_input=backward)
+
+    def buffers(self, parameters: RankParameters) -> Iterator[tuple[str, float, int]]:
+        """(beginning of the names of its axes, parameters, ranks that ZeRO cuts it over) of each
+        kind of buffer.
+        """
+        yield "", parameters.dense, self.shard
+        if parameters.experts:
+            yield "expert_", parameters.experts, self.expert_shard
 
     def pricing(self, hardware: Hardware) -> Pricing:
         """Of this run's operations on a device."""
@@ -269,15 +319,19 @@ class StepModel:
         return self.passes_seconds(stages, pricing)
 
     @cached_property
-    def rank_parameters(self) -> list[int]:
+    def rank_parameters(self) -> list[RankParameters]:
         """Parameters of each pipeline rank."""
         placement = self.schedule(1).placement
-        found = [0] * (max(placement) + 1)
-        for parameters, rank in zip(self.parameters, placement, strict=True):
-            found[rank] += parameters
+        found = [RankParameters(0)] * (max(placement) + 1)
+        of_stages = zip(self.parameters, self.expert_parameters, placement, strict=True)
+        for parameters, experts, rank in of_stages:
+            before = found[rank]
+            found[rank] = RankParameters(
+                before.dense + parameters - experts, before.experts + experts
+            )
         return found
 
-    def by_rank(self, stages: Sequence[StageSeconds]) -> list[tuple[float, float, float]]:
+    def by_rank(self, stages: Sequence[StageSeconds]) -> list[tuple[float, float, RankParameters]]:
         """(forward, backward seconds of a micro-batch, parameters) of each pipeline rank."""
         placement = self.schedule(1).placement
         ranks = []
@@ -285,7 +339,7 @@ class StepModel:
             own = [stages[index] for index, where in enumerate(placement) if where == rank]
             forward = sum(passes[0].total for passes in own)
             backward = sum(passes[1].total + passes[2].total for passes in own)
-            ranks.append((forward, backward, float(parameters)))
+            ranks.append((forward, backward, parameters))
         return ranks
 
     def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
@@ -315,45 +369,53 @@ class StepModel:
         return second + (second - first) / (more - fewer) * (count - more)
 
     def _reduction(
-        self, pricing: Pricing, forward: float, backward: float, parameters: float
+        self, pricing: Pricing, forward: float, backward: float, parameters: RankParameters
     ) -> float:
         """Exposed seconds of what data parallelism sends once a step."""
-        distributed = self.config.distributed
-        if self.replicas == 1:
-            return 0.0
-        hardware = pricing.hardware
-        stage = distributed.zero_stage
+        hardware, distributed = pricing.hardware, self.config.distributed
 
         # Gloo ends each block's exchange before it begins the next; NCCL's follow one another
         blocks = sum(count for units in self.units for _, count in units) if hardware.cores else 1
 
-        def exposed(exchange: Exchange, window: float, overlaps: bool) -> float:
-            time = pricing.exchange(exchange, blocks)
+        def exposed(exchanges: Sequence[Exchange], window: float, overlaps: bool) -> float:
+            time = sum(pricing.exchange(each, blocks) for each in exchanges)
             beside = min(time, window) if overlaps and pricing.hides else 0.0
             return time - beside + hardware.slowdown * beside
 
+        reductions, gathers = [], []
+        for kind, count, shard in self.buffers(parameters):
+            reduced, gathered = self._once_a_step(pricing, kind, count, shard)
+            reductions += reduced
+            gathers += gathered
+        return exposed(reductions, backward, distributed.overlap_grad_reduce) + exposed(
+            gathers, forward, distributed.overlap_param_gather
+        )
+
+    def _once_a_step(
+        self, pricing: Pricing, kind: str, parameters: float, shard: int
+    ) -> tuple[list[Exchange], list[Exchange]]:
+        """Reductions and gathers of a kind of buffer that are not part of the passes."""
+        stage = self.config.distributed.zero_stage
+        replicas = pricing.groups[f"{kind}replicas"][0]
         gradients, weights = parameters * self.size.wire, parameters * self.size.compute
-        overlaps = distributed.overlap_grad_reduce
-        found = 0.0
+        if replicas == 1:
+            return [], []
+        if shard == 1:
+            return [Exchange("all-reduce", f"{kind}replicas", gradients)], []
         every = stage >= 2 and (self.micro_batches > 1 or stage == 3)
-        if self.shard == 1:
-            reduce = Exchange("all-reduce", "replicas", gradients)
-            return exposed(reduce, backward, overlaps)
-        if not every:
-            reduce = Exchange("reduce-scatter", "shard", gradients)
-            found += exposed(reduce, backward, overlaps)
-        if self.shard < self.replicas:
-            among = Exchange("all-reduce", "replicate", gradients / self.shard)
-            found += exposed(among, backward, overlaps)
-        if stage < 3:
-            gather = Exchange("all-gather", "shard", weights)
-            found += exposed(gather, forward, distributed.overlap_param_gather)
-        return found
+        reductions = [] if every else [Exchange("reduce-scatter", f"{kind}shard", gradients)]
+        if shard < replicas:
+            reductions.append(Exchange("all-reduce", f"{kind}replicate", gradients / shard))
+        gathers = [Exchange("all-gather", f"{kind}shard", weights)] if stage < 3 else []
+        return reductions, gathers
 
     def _optimizer(self, hardware: Hardware, factor: float) -> float:
         """The update of the slices that a rank holds; on the host, copies and its memory."""
         optimizer = self.config.optimizer
-        elements = max(self.rank_parameters) / self.shard
+        elements = max(
+            sum(count / shard for _, count, shard in self.buffers(parameters))
+            for parameters in self.rank_parameters
+        )
         size = self.size
         # gradients are read for the norm and for the update, state is read and written
         touched = 2 * size.gradient + 2 * (size.wide + size.moments) + size.compute
@@ -385,6 +447,11 @@ class FastestStep(StepModel):
         return found
 
 
+def _elements(products: Iterable[Product]) -> float:
+    """Of the weights of these products."""
+    return sum(each.n * each.k * each.count for each in products)
+
+
 def _doublings(nodes: int) -> float:
     return max(0, nodes - 1).bit_length()
 
@@ -406,6 +473,7 @@ def _stage_seconds(
 def _named(seconds: Seconds) -> list[tuple[str, float]]:
     """The parts of a pass under the names that a user reads."""
     axes = {"shard": "data parallel", "replicas": "data parallel", "tp": "tensor parallel"}
+    axes |= {"expert_shard": "data parallel", "ep": "expert parallel", "etp": "expert parallel"}
     axes["host"] = "copies to the host"
     return [
         ("matrix products", seconds.products),

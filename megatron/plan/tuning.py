@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.derive import data_parallel_size, replica_count
+from megatron.config.derive import data_parallel_size, expert_ranks, replica_count
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
+from megatron.config.metadata import flag_name
 from megatron.config.validate import resolve
 from megatron.plan.advice import gib
 from megatron.plan.memory import MemoryPlan
@@ -30,6 +31,8 @@ def tuning_lines(plan: MemoryPlan, found: Estimate | None) -> list[str]:
         *([] if found is None else _balance(plan, found)),
         *([] if found is None else _memory_left(plan, found)),
         *([] if found is None else _nodes(plan, found)),
+        *_balanced(plan.config),
+        *([] if found is None else _experts(plan, found)),
         *_sharding(plan),
     ]
 
@@ -141,6 +144,57 @@ def _nodes(plan: MemoryPlan, found: Estimate) -> Iterator[str]:
             f"take {share:.0%} of a step; --tensor-model-parallel-size {node} with more pipeline "
             "ranks keeps them within a node"
         )
+
+
+def _balanced(config: Config) -> Iterator[str]:
+    """Routers that nothing keeps from choosing the same experts for all tokens."""
+    model = config.model
+    losses = any(coeff > 0 for coeff in model.moe_aux_loss_coeff)
+    steered = model.moe_router_enable_expert_bias or model.moe_router_force_load_balancing
+    if model.num_experts is not None and not losses and not steered:
+        yield (
+            "nothing balances the experts' tokens: routers come to prefer a few, whose ranks the "
+            "others wait for; --moe-aux-loss-coeff 1e-2 is usual for --moe-router-load-balancing-"
+            "type aux_loss, or --moe-router-enable-expert-bias with sigmoid scores"
+        )
+
+
+def _experts(plan: MemoryPlan, found: Estimate) -> Iterator[str]:
+    """Experts over several nodes, and the other way of sending tokens to them."""
+    config, node = plan.config, found.hardware.node_size
+    etp, ep = expert_ranks(config)
+    if ep == 1:
+        return
+    share = found.time.spent.get("expert parallel", 0.0) / found.time.seconds
+    if ep * etp > node:
+        yield (
+            f"--expert-model-parallel-size {ep} spans nodes of {node} GPUs, and tokens on their "
+            f"way take {share:.0%} of a step"
+            + _with_flag(plan, found, "distributed", "expert_model_parallel_size", node // etp)
+        )
+    other = {"alltoall": "allgather", "allgather": "alltoall"}
+    name = other[config.model.moe_token_dispatcher_type]
+    gain = _with_flag(plan, found, "model", "moe_token_dispatcher_type", name)
+    if gain:
+        yield f"tokens on their way to experts take {share:.0%} of a step{gain}"
+
+
+def _with_flag(plan: MemoryPlan, found: Estimate, group: str, name: str, value: int | str) -> str:
+    """What another value of a flag brings, where it is faster: time, and memory."""
+    try:
+        asked = plan.config.with_fields(group, **{name: value})
+        config = resolve(asked, plan.world_size, plan.vocab_size).config
+    except UserError:
+        return ""
+    time = StepModel(config, plan.vocab_size, plan.world_size).time(found.hardware)
+    gain = 1 - time.seconds / found.time.seconds
+    if gain < 0.01:
+        return ""
+    needed = MemoryPlan(config, plan.vocab_size, plan.world_size, plan.device).fullest.total
+    return (
+        f"; {flag_name(name)} {value} makes it {gain:.0%} faster and needs {gib(needed)} instead "
+        f"of {gib(plan.fullest.total)} GiB"
+    )
 
 
 def _sharding(plan: MemoryPlan) -> Iterator[str]:

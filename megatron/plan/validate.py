@@ -328,7 +328,7 @@ def row_name(row: Row) -> str:
     """Model and layout."""
     layout = " ".join(
         f"{name}{row[name]}"
-        for name in ("tp", "cp", "pp", "vp", "dp")
+        for name in ("tp", "cp", "pp", "vp", "dp", "ep")
         if (row.get(name) or "1") not in ("1", "")
     )
     return f"{row['model']} s{row['seq']} {row['gpus']} GPUs {layout}"

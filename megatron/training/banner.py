@@ -132,8 +132,6 @@ def _machine(device: torch.device, world_size: int, peak: float | None) -> Machi
 def _hardware(config: Config, device: torch.device, planned_for: str | None) -> Hardware | None:
     """That of --hardware or of the GPU; a dry run without a word of it is one for H100s."""
     asked = config.distributed.hardware
-    if config.model.num_experts is not None:
-        return None  # the time of experts is not planned
     if asked is not None:
         return load_hardware(asked)
     if planned_for == "cuda" and device.type == "cpu":

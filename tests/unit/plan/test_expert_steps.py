@@ -1,0 +1,330 @@
+"""The time of a step with experts: what their layers compute and send, and what search and advice
+make of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.groups import Config
+from megatron.config.validate import resolve
+from megatron.distributed.groups import build_groups, group_options, layout_of
+from megatron.model.arithmetic import unit_flops
+from megatron.model.recompute import KEPT, WHOLE, choice_of
+from megatron.plan.advice import transfers
+from megatron.plan.hardware import Hardware, load_hardware
+from megatron.plan.memory import MemoryPlan
+from megatron.plan.rows import read_rows
+from megatron.plan.search import RECOMPUTE_EXPERTS, Search, layouts
+from megatron.plan.stages import flops_again
+from megatron.plan.step import StepModel, group_shapes
+from megatron.plan.step_table import estimate
+from megatron.plan.tuning import tuning_lines
+from megatron.plan.validate import predict_row
+from tools.plan import run
+
+MODEL = (
+    "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5632 --swiglu "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--seq-length 4096 --attention-dropout 0 --hidden-dropout 0 --bf16 --mock-data "
+    "--train-iters 10 --lr 1e-4 --vocab-size 31999 --micro-batch-size 1 --global-batch-size 64 "
+    "--num-experts 32 --moe-ffn-hidden-size 768 --moe-router-topk 4 --moe-layer-freq [0,1,1,1] "
+)
+VOCABULARY = 32000
+RESULTS = Path(__file__).resolve().parents[3] / "docs/results"
+NO_EXPERTS = {
+    "num_experts": None,
+    "moe_ffn_hidden_size": None,
+    "moe_router_topk": 2,
+    "moe_layer_freq": "1",
+}
+TOKENS, HIDDEN, CHOICES = 4096, 2048, 4
+SHARED = "--moe-shared-expert-intermediate-size 1024 --moe-shared-expert-gate "
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+ETP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2 "
+GATHER = "--moe-token-dispatcher-type allgather "
+
+
+def asked(flags: str = "") -> Config:
+    """As parsed."""
+    config = parse_arguments([*(MODEL + flags).split(), "--dry-run"]).config
+    data = dataclasses.replace(config.data, tokenizer_type="NullTokenizer")
+    return dataclasses.replace(config, data=data)
+
+
+def step(flags: str = "", world: int = 8) -> StepModel:
+    """The steps of a run."""
+    return StepModel(resolve(asked(flags), world, VOCABULARY).config, VOCABULARY, world)
+
+
+@pytest.fixture(scope="module")
+def h100() -> Hardware:
+    return load_hardware("h100")
+
+
+@pytest.mark.parametrize("flags", ["", SHARED, "--expert-model-parallel-size 8 " + SHARED])
+def test_a_layer_with_experts_computes_what_the_arithmetic_counts(flags):
+    """With balanced experts a rank has as many rows as its tokens have choices."""
+    run = step(flags)
+    flops = unit_flops(run.config.model, TOKENS, 0)
+    for index in (0, 1):
+        layer = run.operations.layer(index, KEPT)
+        counted = flops[index + 1] * TOKENS
+        assert layer.forward.flops == pytest.approx(counted)
+        core = sum(each.flops for each in layer.forward.cores)
+        back = layer.backward_input.flops + layer.backward_weight.flops
+        assert back == pytest.approx(2 * counted + core / 2)
+        whole = run.operations.layer(index, WHOLE)
+        assert whole.backward_input.flops == pytest.approx(layer.backward_input.flops + counted)
+
+
+@pytest.mark.parametrize("what", ["moe", "moe_act", "mlp", "layernorm+qkv+core_attn", "full"])
+def test_what_is_recomputed_of_experts(what):
+    """By the operations, and by the FLOPs that the pipeline's banner reckons with."""
+    model = step("--expert-model-parallel-size 4 " + SHARED)
+    kept = model.operations.layer(1, KEPT).backward_input
+    again = model.operations.layer(1, choice_of(what)).backward_input
+    reckoned = flops_again(model.config.model, TOKENS, choice_of(what), 1) * TOKENS
+    assert again.flops - kept.flops == pytest.approx(reckoned)
+
+
+def test_recomputed_experts_are_sent_again():
+    """Their activation is not."""
+    operations = step("--expert-model-parallel-size 4 ").operations
+    kept, experts, activation = (
+        operations.layer(1, choice).backward_input
+        for choice in (KEPT, choice_of("moe"), choice_of("moe_act"))
+    )
+    assert len(experts.exchanges) == 2 * len(kept.exchanges)
+    assert activation.exchanges == kept.exchanges
+    assert sum(kept.streams) < sum(activation.streams) < sum(experts.streams)
+
+
+def sent(exchanges, axis: str, ranks: int) -> list[float]:
+    """Bytes that a rank sends of each."""
+    return [each.size * (ranks - 1) / ranks for each in exchanges if each.axis == axis]
+
+
+@pytest.mark.parametrize("ep", [2, 8])
+def test_bytes_on_the_way_to_experts(ep):
+    """The formulas of tests/parity/test_collectives.py, where real runs send these bytes."""
+    layer = step(f"--expert-model-parallel-size {ep} ").operations.layer(1, KEPT)
+    share = (ep - 1) / ep
+    rows, weights = TOKENS * CHOICES * HIDDEN * 2 * share, TOKENS * CHOICES * 4 * share
+    back = pytest.approx([rows, rows, weights])
+    assert sent(layer.backward_input.exchanges, "ep", ep) == back
+    forward = sent(layer.forward.exchanges, "ep", ep)
+    assert forward == pytest.approx([rows, rows, weights, 32 * 8 * share])
+    gathered = step(f"--expert-model-parallel-size {ep} {GATHER}").operations.layer(1, KEPT)
+    whole = TOKENS * (ep - 1)
+    expected = [whole * HIDDEN * 2, whole * HIDDEN * 2, whole * CHOICES * 4]
+    assert sent(gathered.backward_input.exchanges, "ep", ep) == pytest.approx(expected)
+    expected[2] += whole * CHOICES * 8
+    assert sent(gathered.forward.exchanges, "ep", ep) == pytest.approx(expected)
+
+
+def test_tensor_parallel_ranks_share_attention_alone():
+    """Unless there is a shared expert, or they share the matrices of every expert."""
+    alone, shared, divided = (
+        step(flags).operations.layer(1, KEPT).forward for flags in (TP2, TP2 + SHARED, ETP2)
+    )
+    assert [each.axis for each in alone.exchanges] == ["tp"] * 2
+    assert [each.axis for each in shared.exchanges] == ["tp"] * 4
+    assert {each.axis for each in divided.exchanges} == {"tp", "etp"}
+    assert divided.flops == pytest.approx(alone.flops)  # half of a matrix, twice the rows
+
+
+@pytest.mark.parametrize(
+    "flags, world",
+    [
+        ("--expert-model-parallel-size 8 --zero-stage 1 ", 32),
+        (TP2 + "--expert-model-parallel-size 4 --zero-stage 2 ", 16),
+        ("--expert-model-parallel-size 2 --zero-stage 3 --zero-shard-size 4 ", 16),
+        (ETP2 + "--pipeline-model-parallel-size 2 ", 32),
+        ("--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --zero-stage 1 " + TP2, 16),
+    ],
+)
+def test_groups_are_those_of_the_run(flags, world):
+    """As many ranks on as many nodes as the groups that rank 0 would be in."""
+    config = resolve(asked(flags), world, VOCABULARY).config
+    shapes = group_shapes(config, world, 8)
+    layout = layout_of(config, world)
+    groups = build_groups(layout, 0, lambda *_, **__: object(), **group_options(config))
+    experts = groups.buffers["expert"]
+    own = {"ep": groups.ep, "etp": groups.etp, "expert_replicas": experts.replicas}
+    if config.distributed.zero_stage:
+        own |= {"expert_shard": experts.shard, "expert_replicate": experts.replicate}
+    for axis, group in own.items():
+        nodes = {rank // 8 for rank in group.ranks}
+        assert shapes[axis] == (len(group.ranks), len(nodes)), axis
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--expert-model-parallel-size 8 --zero-stage 1 ",
+        "--expert-model-parallel-size 2 --zero-stage 3 ",
+        GATHER + "--expert-model-parallel-size 4 --zero-stage 2 ",
+        TP2 + "--pipeline-model-parallel-size 2 ",
+    ],
+)
+def test_parts_of_a_step_with_experts_are_all_of_it(flags, h100):
+    time = step(flags).time(h100)
+    assert sum(time.spent.values()) == pytest.approx(time.seconds)
+    assert all(value >= 0 for value in time.spent.values())
+    assert ("expert parallel" in time.spent) == ("--expert-model" in flags)
+
+
+def test_parameters_of_a_step_are_those_of_the_plan_of_memory():
+    """Of each pipeline rank, experts and all others."""
+    flags = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 --zero-stage 1 "
+    model = step(flags, 16)
+    ranks = MemoryPlan(model.config, VOCABULARY, 16).ranks
+    for held, rank in zip(model.rank_parameters, ranks, strict=True):
+        for kind, planned in (("dense", held.dense), ("expert", held.experts)):
+            own = [block.size for block in rank.blocks if block.plan.group == kind]
+            assert planned == pytest.approx(sum(own), rel=1e-3) and planned > 0
+
+
+def test_optimizer_state_of_experts_is_cut_over_all_ranks_that_hold_them():
+    """Which may be more than those that hold the same part of attention."""
+    config = resolve(asked(TP2 + "--zero-stage 1 "), 8, VOCABULARY).config
+    (rank,) = MemoryPlan(config, VOCABULARY, 8).ranks
+    shards = {block.plan.group: block.shard.size for block in rank.blocks}
+    assert shards["dense"] == 4 and shards["expert"] == 8
+    cut = [block.size // block.shard.size for block in rank.blocks if block.trained]
+    assert rank.static["optimizer"] == 12 * sum(cut)
+
+
+def test_a_wider_group_of_experts_sends_more_over_the_network(h100):
+    """Within a node it is fast; beyond it the network carries what goes to other nodes."""
+    within, across = (
+        step(f"--expert-model-parallel-size {ep} ", 32).time(h100).spent["expert parallel"]
+        for ep in (8, 32)
+    )
+    assert across > 3 * within
+
+
+def test_fewer_bytes_make_a_dispatcher_faster(h100):
+    """Gathered tokens are less to send where fewer ranks hold experts than a token has of them."""
+    times = {
+        (ep, gather): step(f"--expert-model-parallel-size {ep} {gather}", 32)
+        .time(h100)
+        .spent["expert parallel"]
+        for ep in (2, 8)
+        for gather in ("", GATHER)
+    }
+    assert times[2, GATHER] < times[2, ""] and times[8, ""] < times[8, GATHER]
+
+
+def test_small_products_of_many_experts_are_slower(h100):
+    """The same work in products of a sixteenth of the rows."""
+    flags = "--global-batch-size 256 --seq-length 512 "
+    few, many = (
+        step(f"--expert-model-parallel-size {ep} {flags}", 256).time(h100).spent["matrix products"]
+        for ep in (32, 2)
+    )
+    assert many > 1.1 * few
+
+
+def test_the_tool_tells_what_bounds_a_step_with_experts():
+    flags = f"{MODEL} --expert-model-parallel-size 32 --world-size 64 --hardware h100".split()
+    text = "\n".join(run("step", flags))
+    assert "of the rest expert parallel most" in text
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_published_runs_are_predicted_as_the_documents_say(number):
+    """Of the same kind as ours, and no constant was fitted to them."""
+    found = predict_row(read_rows(RESULTS / "expert_rows.csv")[number])
+    recorded = json.loads((RESULTS / "plan_experts.json").read_text())["rows"][number]
+    assert found.step_s == pytest.approx(recorded["step_s"])
+    assert abs(found.error) < 0.25
+
+
+def values(changes: list, name: str) -> set:
+    """What a search tries of a flag."""
+    return {value for change in changes for (_, field), value in change.items() if field == name}
+
+
+def test_a_search_varies_how_experts_are_held():
+    config = resolve(asked(), 16, VOCABULARY).config
+    changes = list(layouts(config, VOCABULARY, 16, 8))
+    assert values(changes, "expert_model_parallel_size") == {1, 2, 4, 8, 16}
+    assert values(changes, "expert_tensor_parallel_size") == {None, 1, 2, 4, 8}
+    assert values(changes, "moe_token_dispatcher_type") == {"alltoall", "allgather"}
+
+
+def test_flags_of_a_search_with_experts_are_the_run(h100):
+    """What is to be pasted gives the layout that was timed, at each level of recomputation."""
+    search = Search(asked(), VOCABULARY, 4, h100)
+    changes = list(layouts(resolve(asked(), 4, VOCABULARY).config, VOCABULARY, 4, 8))
+    tried = set()
+    for number, change in enumerate(changes[:: len(changes) // 20]):
+        level = number % len(RECOMPUTE_EXPERTS)
+        each = search.candidate(change, level)
+        if each is None:
+            continue
+        search.simulate(each)
+        pasted = step(each.flags, 4)
+        assert pasted.time(h100).seconds == pytest.approx(each.seconds), each.flags
+        assert search.least_gib(each) > 0
+        tried.add(level)
+    assert len(tried) > 3
+
+
+def test_a_bound_of_experts_is_below_what_is_planned(h100):
+    search = Search(asked("--global-batch-size 16 "), VOCABULARY, 4, h100)
+    changes = list(layouts(resolve(search.config, 4, VOCABULARY).config, VOCABULARY, 4, 8))
+    for change in changes[:: len(changes) // 6]:
+        each = search.candidate(change)
+        if each is not None:
+            bound, least = each.seconds, search.least_gib(each)
+            search.simulate(each)
+            search.plan(each)
+            assert bound <= each.seconds * (1 + 1e-9) and least <= each.peak_gib, each.flags
+
+
+def advice(flags: str, world: int, hardware: Hardware) -> str:
+    """Lines about a run."""
+    plan = MemoryPlan(resolve(asked(flags), world, VOCABULARY).config, VOCABULARY, world)
+    return "\n".join(tuning_lines(plan, estimate(plan, hardware)))
+
+
+def test_advice_about_experts(h100):
+    balanced = "--moe-aux-loss-coeff 1e-2 --zero-stage 1 "
+    text = advice("--expert-model-parallel-size 32 --zero-stage 1 ", 64, h100)
+    assert "--expert-model-parallel-size 32 spans nodes of 8 GPUs" in text
+    assert "--expert-model-parallel-size 8 makes it" in text and "GiB" in text
+    assert "nothing balances the experts' tokens" in text
+    text = advice(balanced + GATHER + "--expert-model-parallel-size 8 ", 8, h100)
+    assert "--moe-token-dispatcher-type alltoall makes it" in text
+    assert "nothing balances" not in text and "spans nodes" not in text
+    forced = "--moe-router-force-load-balancing --zero-stage 1 "
+    assert "experts" not in advice(forced + "--expert-model-parallel-size 4 ", 8, h100)
+
+
+def test_gradients_of_experts_need_more_tokens_to_hide():
+    """Where every rank holds all 32 experts, of which a token has 4, a gradient is sent for eight
+    times the work; where no other rank holds the same ones, none is sent for the same work.
+    """
+    flags = "--zero-stage 1 --moe-layer-freq 1 --num-experts 32 "
+    dense, whole, divided = (
+        transfers(resolve(config, 32, VOCABULARY).config, 32)[0].tokens_needed
+        for config in (
+            asked("--zero-stage 1 ").with_fields("model", **NO_EXPERTS),
+            asked(flags),
+            asked(flags + "--expert-model-parallel-size 32 "),
+        )
+    )
+    attention, experts = 4 * HIDDEN * HIDDEN, 3 * HIDDEN * 768
+    rest = attention + 32 * HIDDEN + 2 * HIDDEN
+    active = rest + CHOICES * experts
+    assert whole == pytest.approx(dense * (rest + 32 * experts) / active, rel=1e-3)
+    assert divided == pytest.approx(dense * rest / active, rel=1e-3)
