@@ -191,13 +191,16 @@ class Pricing:
         return found
 
     def exchange(self, each: Exchange, times: int = 1) -> float:
-        """Of one exchange that nothing hides, in so many parts."""
+        """Of one exchange that nothing hides, in so many parts. Ranks that share a core share what
+        sending takes of it; until all have come to a collective, nobody takes it.
+        """
         if each.axis == "host":
             return each.size / (self.hardware.host_gbps * 1e9)
         ranks, nodes = self.groups[each.axis]
         size = each.size / times
         part = self.hardware.exchange_seconds(each.operation, size, ranks, nodes)
-        return self.factor * times * part
+        waiting = self.hardware.collective_us * 1e-6 if part else 0.0
+        return times * (waiting + self.factor * (part - waiting))
 
     def seconds(self, work: Work) -> Seconds:
         """Of one pass."""
