@@ -18,6 +18,8 @@ channels: ours (and with atomic sums of dq), torch's flash
            kernel held to equal bits (what --deterministic-mode takes) and not, its cuDNN kernel,
            flex_attention. FLOPs as everybody counts them: 4 b n s^2 d forward, half of it when
            causal, 2.5 times that backward
+experts    products of experts, forward and of both gradients: ours, torch's in a loop, its grouped
+           product
 memory     norms, rotary embedding, activations, 8-bit floats, dropout, cross-entropy, initial
 weights, AdamW and the gradient's norm: bytes that must be moved, by time
 

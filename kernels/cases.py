@@ -20,6 +20,7 @@ from megatron.kernels import (
     dropout,
     fp8,
     grad_norm,
+    grouped_gemm,
     initialise,
     norm,
     qk_norm,
@@ -233,6 +234,36 @@ def _grad_norm(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
     )
 
 
+def _grouped_gemm(draw: Draw, _key: dict[str, Any], what: str) -> Case:
+    """Experts of a fine-grained mixture, one of which has no row."""
+    counts = draw.either((5, 0, 70), (2048, 0, *range(512, 3584, 256)))
+    o, i = draw.either((72, 48), (1536, 2048))
+    ends = torch.tensor(counts, device=draw.device).cumsum(0, dtype=torch.int32)
+    x, dy, weight = draw(sum(counts), i), draw(sum(counts), o), draw(len(counts), o, i)
+    if what == "weight":
+        grad = torch.zeros(weight.shape, device=draw.device)
+
+        def add() -> Results:
+            grouped_gemm.grouped_weight_grad_(grad, dy, x, ends, True)
+            return (grad,)
+
+        return Case(
+            add,
+            lambda: (grouped_gemm.grouped_weight_grad_reference(dy.float(), x.float(), ends),),
+        )
+
+    def products(call: Callable[..., Tensor], *operands: Tensor) -> Results:
+        x, dy, weight = operands
+        return call(x, weight, ends, True), call(dy, weight, ends, False)
+
+    return Case(
+        lambda: products(grouped_gemm.grouped_gemm, x, dy, weight),
+        lambda: products(
+            grouped_gemm.grouped_gemm_reference, x.float(), dy.float(), weight.float()
+        ),
+    )
+
+
 def _initialise(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
     out = torch.empty(*draw.either((3, 70), (16384, 4096)), device=draw.device)
 
@@ -329,6 +360,7 @@ CASES: dict[str, Callable[[Draw, dict[str, Any], str], Case]] = {
     "dropout": _dropout,
     "fp8": _fp8,
     "grad_norm": _grad_norm,
+    "grouped_gemm": _grouped_gemm,
     "initialise": _initialise,
     "norm": _norm,
     "qk_norm": _qk_norm,

@@ -28,6 +28,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "dropout": ("triton", "torch"),
     "cross-entropy": ("triton", "torch"),
     "weight-grad": ("apex", "torch"),
+    "grouped-gemm": ("triton", "grouped-mm", "torch"),
     "init": ("triton", "torch"),
     "grad-norm": ("triton", "apex", "torch"),
     "adam": ("triton", "apex", "torch-fused", "torch"),

@@ -53,6 +53,52 @@ def verdict(row: Any) -> str:
     return "reached" if row["passed"] else "**lost**"
 
 
+@figure("grouped_gemm.table")
+def grouped_gemm_table() -> str:
+    """A loop of experts' products against torch's grouped product, on a CPU."""
+    return table(
+        "precision | experts | rows of each | hidden | width | MFLOP | loop / grouped (95%)",
+        (
+            (
+                row["dtype"],
+                row["experts"],
+                row["rows"],
+                row["hidden"],
+                row["width"],
+                f"{row['mflop']:.1f}",
+                ratio(row["verdict"]),
+            )
+            for row in result("grouped_gemm")["rows"]
+        ),
+    )
+
+
+@figure("plan_steps.rows")
+def plan_steps_rows() -> str:
+    """Steps of a machine of CPUs against the plan."""
+    return table(
+        "run | ms | predicted | error",
+        (
+            (
+                row["case"],
+                f"{1e3 * row['measured_s']:.0f}",
+                f"{1e3 * row['predicted_s']:.0f}",
+                f"{row['error']:+.0%}" + " **missed**" * (abs(row["error"]) > found["goal"]),
+            )
+            for found in (result("plan_steps"),)
+            for row in found["rows"]
+        ),
+    )
+
+
+@figure("plan_steps.within")
+def plan_steps_within() -> str:
+    """How many of them reach the goal."""
+    found = result("plan_steps")
+    reached = sum(abs(row["error"]) <= found["goal"] for row in found["rows"])
+    return f"{reached} of {len(found['rows'])}"
+
+
 def errors_cells(found: Any) -> tuple[object, ...]:
     """Of a group of published rows."""
     shares = (found["median"], found["p90"], found["mean"], found["constant"])

@@ -26,12 +26,14 @@ from megatron.kernels.attention_masks import AttentionMask
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.kernels.fp8 import quantise, quantise_reference
 from megatron.kernels.grad_norm import sum_of_squares
+from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
 from megatron.kernels.initialise import normal_
 from megatron.kernels.norm import add_norm, norm, norm_backward
 from megatron.kernels.rotary import rotary_
 from torch import Tensor
 
 from megatron.layers.dropout import Dropout, DropoutState
+from megatron.layers.linear import linear_weight_grad
 from megatron.layers.rotary import apply_rotary
 from megatron.optimizer.clip import sum_of_squares as torch_sum
 
@@ -300,6 +302,72 @@ def _flex(causal: bool, length: int, device: torch.device) -> Callable[..., Tens
 def _attention_expected(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     wide = (x.permute(1, 2, 0, 3).float() for x in (q, k, v))
     return F.scaled_dot_product_attention(*wide, is_causal=causal).permute(2, 0, 1, 3)
+
+
+EXPERT_SHARE = 0.55  # of the limit of products, in the predictions
+EXPERTS = {  # of a rank: how many, rows of a mean one, fc1's output and input
+    "16 experts of Qwen3-30B": (16, 2048, 1536, 2048),
+    "128 experts of Qwen3-30B": (128, 256, 1536, 2048),
+    "one expert of Mixtral 8x7B": (1, 8192, 28672, 4096),
+}
+
+
+def experts(bench: Any) -> None:
+    """Products of experts with uneven numbers of rows: ours in one launch, and the two ways of
+    torch: a loop of products, and its grouped product.
+    """
+    for title, (count, mean, o, i) in EXPERTS.items():
+        if bench.tiny:
+            mean, o, i = 24, 64, 32
+        numbers = [mean + (expert % 5 - 2) * mean // 8 for expert in range(count)]
+        ends = torch.tensor(numbers, device=bench.device).cumsum(0, dtype=torch.int32)
+        x, dy, weight = (
+            torch.randn(*shape, device=bench.device, dtype=bench.dtype)
+            for shape in ((sum(numbers), i), (sum(numbers), o), (count, o, i))
+        )
+        grad = torch.zeros(weight.shape, device=bench.device)
+        parts = list(zip(x.split(numbers), dy.split(numbers), weight, grad, strict=True))
+        out, dx = torch.empty_like(dy), torch.empty_like(x)
+        forward = {
+            "ours": partial(grouped_gemm, x, weight, ends, True),
+            "torch": partial(_each, [(a, w.t()) for a, _, w, _ in parts], out.split(numbers)),
+            "torch, grouped": partial(_grouped, x, weight.mT, ends),
+        }
+        backward = {
+            "ours": partial(grouped_gemm, dy, weight, ends, False),
+            "torch": partial(_each, [(b, w) for _, b, w, _ in parts], dx.split(numbers)),
+            "torch, grouped": partial(_grouped, dy, weight, ends),
+        }
+        weights = {
+            "ours": partial(grouped_weight_grad_, grad, dy, x, ends, False),
+            "torch": partial(_each_grad, parts),
+        }
+        work = 2.0 * sum(numbers) * o * i
+        predicted = 1e3 * work / (EXPERT_SHARE * bench.limits["FLOP"])
+        passes = {"forward": forward, "input gradient": backward, "weight gradient": weights}
+        for what, systems in passes.items():
+            case = f"{title}, {what}"
+            with bench.checking(case, "ours", "grouped-gemm"):
+                if what != "weight gradient":
+                    bench.check(systems["ours"](), systems["torch"]().float())
+            bench.measure("experts", case, systems, work, "FLOP", predicted, "grouped-gemm")
+
+
+def _each(operands: list[tuple[Tensor, Tensor]], outs: tuple[Tensor, ...]) -> Tensor:
+    """A product for each expert, into slices of one tensor, which is returned."""
+    for (a, b), out in zip(operands, outs, strict=True):
+        torch.mm(a, b, out=out)
+    return outs[0]._base
+
+
+def _each_grad(parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
+    """A weight gradient for each expert, added as the layer adds it."""
+    for x, dy, _, grad in parts:
+        linear_weight_grad(dy, x, grad, False, False)
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(x, weight, offs=ends)
 
 
 def memory(bench: Any) -> None:
@@ -688,5 +756,6 @@ def _liger(operator: str) -> dict[str, Callable[..., Any]]:
 PARTS: dict[str, Callable[[Any], None]] = {
     "limits": limits,
     "attention": attention,
+    "experts": experts,
     "memory": memory,
 }

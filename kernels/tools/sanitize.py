@@ -43,6 +43,7 @@ from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entrop
 from megatron.kernels.dropout import dropout, dropout_add
 from megatron.kernels.fp8 import find_maxima, quantise
 from megatron.kernels.grad_norm import sum_of_squares
+from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
 from megatron.kernels.initialise import normal_
 from megatron.kernels.norm import WIDEST, add_norm, norm, norm_backward
 from megatron.kernels.qk_norm import qk_norm, qk_norm_backward
@@ -186,6 +187,23 @@ def row_calls() -> Calls:
         )
 
 
+def expert_calls() -> Calls:
+    """Products of experts, of which one has no row, and the last tiles are partly empty."""
+    ends = torch.tensor([70, 70, 201, 205], dtype=torch.int32, device=DEVICE)
+    x, dy, weight = random(205, 72), random(205, 136), random(4, 136, 72)
+    grad = torch.ones(weight.shape, device=DEVICE)
+    for turned in (True, False):
+        yield (
+            f"grouped products, {'forward' if turned else 'backward'}",
+            partial(grouped_gemm, x if turned else dy, weight, ends, turned),
+        )
+    for overwrite in (True, False):
+        yield (
+            f"grouped weight gradients, {'written' if overwrite else 'added'}",
+            partial(grouped_weight_grad_, grad, dy, x, ends, overwrite),
+        )
+
+
 def optimizer_calls() -> Calls:
     size, wide = 5000, torch.float32
     master, m, v = (torch.ones(size, device=DEVICE) for _ in range(3))
@@ -217,7 +235,7 @@ def main(words: list[str]) -> int:
     for calls in (
         (gluon_calls,)
         if words == ["gluon"]
-        else (attention_calls, norm_calls, row_calls, optimizer_calls)
+        else (attention_calls, norm_calls, row_calls, expert_calls, optimizer_calls)
     ):
         for name, call in calls():
             print(name, flush=True)  # a fault that comes now is of this

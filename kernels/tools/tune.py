@@ -63,6 +63,7 @@ from megatron.kernels import (
     dropout,
     fp8,
     grad_norm,
+    grouped_gemm,
     initialise,
     lang,
     norm,
@@ -89,6 +90,7 @@ MODULES = {
     "dropout": dropout,
     "fp8": fp8,
     "grad_norm": grad_norm,
+    "grouped_gemm": grouped_gemm,
     "initialise": initialise,
     "norm": norm,
     "qk_norm": qk_norm,
@@ -126,7 +128,7 @@ def candidates(row: Row, arch: int) -> list[Row]:
             dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())
         ]
         chosen = [
-            {name: value for name, value in each.items() if value}
+            {name: value for name, value in (row.numbers | each).items() if value}
             for each in chosen
             if not (each["maxnreg"] and each["num_warps"] == 4)
         ]

@@ -17,6 +17,7 @@ from megatron.config.metadata import (
     EXPERT_CAPACITY,
     EXPERT_GROUPS,
     EXPERTS,
+    KERNEL,
     NOT_NEGATIVE,
     POSITIVE,
     ROUNDING,
@@ -128,6 +129,16 @@ class ExpertsConfig:
     """
     moe_shared_expert_gate: bool = model_flag(False, needs=(EXPERTS, SHARED_EXPERT))
     """Multiply the shared expert's output by the sigmoid of a product of the token."""
+    grouped_gemm_backend: Literal["auto", "triton", "grouped-mm", "torch"] = flag(
+        "auto",
+        megatron="--moe-grouped-gemm asks for its grouped product there",
+        needs=EXPERTS,
+        change=KERNEL,
+    )
+    """Implementation of the experts' products: one product an expert (torch), torch's grouped
+    product, or our Triton kernels, which add weight gradients up in fp32 too and, where all experts
+    are on one rank, let the host wait for nothing.
+    """
 
     def expert_layers(self) -> tuple[bool, ...]:
         """Whether each layer has experts. Of a resolved configuration."""

@@ -118,6 +118,7 @@ def _faults(model: ModelConfig) -> dict[str, bool]:
     yarn = model.position_embedding_type == "yarn"
     both = model.mscale > 0 and model.mscale_all_dim > 0
     experts = {
+        "--moe-router-force-load-balancing": model.moe_router_force_load_balancing,
         "--moe-layer-freq other than dense layers first": sorted(model.expert_layers())
         != list(model.expert_layers()),
         f"--moe-router-score-function {model.moe_router_score_function}": (

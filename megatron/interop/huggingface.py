@@ -412,7 +412,7 @@ def _our_llama(config: JsonObject, faults: list[str]) -> JsonObject:
         "num_query_groups": groups,
         "max_position_embeddings": config.get("max_position_embeddings", 2048),
         "normalization": "RMSNorm",
-        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "norm_epsilon": config.get("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
         "activation": GATED_ACTIVATIONS.get(activation),
         "add_bias_linear": bias,
         "add_qkv_bias": kind == "qwen2" or kind == "qwen2_moe" and config.get("qkv_bias", True),

@@ -5,7 +5,7 @@ Softmax over the chosen logits is softmax over all of them, divided by the sum o
 they call norm_topk_prob. Without it a router is one with --moe-router-pre-softmax. Losses of
 routers are settings of a training run, which an import leaves to its flags: router_aux_loss_coef is
 a coefficient of another formula (all layers as one, k times ours), and no field says which loss a
-model was trained with.
+model was trained with. So is router_jitter_noise, which is --moe-input-jitter-eps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from megatron.config.input_files import JsonObject
 # model types of experts that have no counterpart, and what stands in the way
 NO_COUNTERPART = {
     "olmoe": "q_norm and k_norm normalise all heads together, --qk-layernorm each head",
-    "deepseek_v2": "kv_lora_rank: there is no multi-head latent attention",
-    "deepseek_v3": "kv_lora_rank: there is no multi-head latent attention",
+    "deepseek_v2": "its router has neither sigmoid scores nor a correction bias; DeepSeek-V3 is read",
 }
 
 
@@ -39,6 +38,7 @@ def expert_faults(model: ModelConfig, kind: str) -> dict[str, bool]:
     width = "--moe-shared-expert-intermediate-size"
     has_shared = model.moe_shared_expert_intermediate_size is not None
     return {
+        "--moe-router-force-load-balancing": model.moe_router_force_load_balancing,
         score: model.moe_router_score_function != "softmax",
         "--moe-router-num-groups": model.moe_router_num_groups is not None,
         "--moe-router-topk-scaling-factor": factor not in (None, 1.0),

@@ -12,8 +12,9 @@ Ranks that share the matrices of an expert (etp) first have each other's rows, a
 sum of their parts. Rows never meet in an addition whose order is not fixed: a token's outputs are
 gathered and added up choice by choice, and so are the gradients of its row. Which slot goes where
 is a plan of integers, made once: a recomputation is given the same plan. The host waits once, for
-the numbers of rows. T tokens of this rank, h hidden, N rows of this rank's experts. Called from
-layers/moe.py.
+the numbers of rows; not at all where every slot stays on this rank and the experts' products read
+the numbers on the device. T tokens of this rank, h hidden, N rows of this rank's experts. Called
+from layers/moe.py.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatron.distributed.collectives import (
     reduce_scatter,
 )
 from megatron.distributed.groups import Axis
+from megatron.layers.experts import TRITON, RowCounts
 from megatron.layers.router import count_of
 from megatron.layers.tensor_parallel import TensorParallel
 
@@ -60,7 +62,7 @@ class DispatchPlan(NamedTuple):
     spread: RowExchange | None  # with ranks that hold other parts of the same experts
     order: Tensor | None  # [N] of the rows that came, in the order of the experts here
     place: Tensor | None  # its inverse
-    counts: tuple[int, ...]  # rows of each expert here
+    counts: RowCounts
 
 
 def slots_by_expert(experts: Tensor, keep: Tensor | None, count: int) -> tuple[Tensor, Slots]:
@@ -240,17 +242,20 @@ class _Gather(torch.autograd.Function):
 
 class AllToAll:
     """Rows go where they are needed. `grid`: the ranks that share each expert's matrices and those
-    that hold other experts; `count`: experts of a layer.
+    that hold other experts; `count`: experts of a layer; `backend`: of their products.
     """
 
-    def __init__(self, grid: TensorParallel, count: int):
-        self.grid, self.count = grid, count
+    def __init__(self, grid: TensorParallel, count: int, backend: str):
+        self.grid, self.count, self.backend = grid, count, backend
+        self.stays = grid.experts.size == grid.axis.size == 1
 
     @torch.no_grad()
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
         """Where slots [T, k] go whose experts these are; `keep`: those that go anywhere."""
         ep, etp = self.grid.experts, self.grid.axis
         chosen, slots = slots_by_expert(experts, keep, self.count)
+        if self.stays and keep is None and self.backend == TRITON:
+            return DispatchPlan(slots, None, None, None, None, RowCounts.of(TRITON, chosen))
         coming = all_gather(all_to_all(chosen.view(ep.size, -1), ep).flatten(), etp)
         numbers = torch.cat([chosen, coming]).tolist()  # the host waits here
         mine, theirs = numbers[: self.count], numbers[self.count :]
@@ -269,7 +274,11 @@ class AllToAll:
             self._spread(sum(own), _sums(sources, ep.size)),
             order,
             place,
-            tuple(sum(theirs[expert::here]) for expert in range(here)),
+            RowCounts.of(
+                self.backend,
+                coming.view(-1, here).sum(0),
+                (sum(theirs[expert::here]) for expert in range(here)),
+            ),
         )
 
     def _spread(self, own: int, of_ranks: list[int]) -> RowExchange | None:
@@ -305,8 +314,8 @@ class AllToAll:
 class AllGather:
     """All rows go everywhere. Arguments and methods are those of AllToAll."""
 
-    def __init__(self, grid: TensorParallel, count: int):
-        self.grid, self.count = grid, count
+    def __init__(self, grid: TensorParallel, count: int, backend: str):
+        self.grid, self.count, self.backend = grid, count, backend
         self.axes = [axis for axis in (grid.experts, grid.axis) if axis.size > 1]
 
     @torch.no_grad()
@@ -320,7 +329,8 @@ class AllGather:
         counts, slots = slots_by_expert(own, taken, here)
         numbers = counts.tolist()  # the host waits here
         slots = _first(slots, sum(numbers), taken)
-        return DispatchPlan(slots, None, None, None, None, tuple(numbers))
+        rows = RowCounts.of(self.backend, counts, numbers)
+        return DispatchPlan(slots, None, None, None, None, rows)
 
     def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
         for axis in self.axes:

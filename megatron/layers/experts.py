@@ -1,10 +1,15 @@
-"""The experts of a layer that one rank holds: MLPs whose products are made expert by expert over
-rows that lie in the order of the experts.
+"""The experts of a layer that one rank holds: MLPs whose products are made over rows that lie in
+the order of the experts.
+
+How they are made is --grouped-gemm-backend: by a loop of products, one an expert (torch), by one
+call of torch's grouped product (grouped-mm), or of our kernels (triton), which read on the device
+where each expert's rows end.
 
 A rank's weights are one parameter a product, its experts one behind the other, so that they lie
 side by side in a flat buffer; in checkpoints each expert's matrices have names of their own. A
-gradient is one product an expert, which adds up in the expert's part of main_grad. An expert
-without a row has none: its part is cleared where it is to be overwritten.
+gradient adds up in the expert's part of main_grad: torch's grouped product cannot, and would round
+it before, so that with it, too, weight gradients are a loop. An expert without a row has none: its
+part is cleared where it is to be overwritten.
 
 The weight of an expert for a token enters before fc2's product: then the way back saves nothing,
 and the gradient of the weight is a sum over f of what is there anyway. N rows, E experts of this
@@ -13,22 +18,41 @@ rank, h hidden, f width of an expert on this rank. Called from layers/moe.py, on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
+from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
 from megatron.layers.linear import DEFERRED, linear_weight_grad
 from megatron.layers.mlp import activate_by
 from megatron.layers.recompute import Rebuilder
 from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal
 from megatron.layers.tensor_parallel import TensorParallel
 
-Counts = tuple[int, ...]  # rows of each expert
+
+class RowCounts(NamedTuple):
+    """How many rows each of E experts of this rank has: on the host, and where they end, [E] in
+    int32 on the device. None: nothing that this run calls needs them there.
+    """
+
+    experts: int
+    numbers: tuple[int, ...] | None
+    ends: Tensor | None
+
+    @classmethod
+    def of(cls, backend: str, counts: Tensor, numbers: Iterable[int] | None = None) -> RowCounts:
+        """What products by `backend` need of counts [E]; `numbers`: the same, on the host."""
+        ends = None if backend == LOOP else counts.cumsum(0, dtype=torch.int32)
+        return cls(len(counts), None if numbers is None else tuple(numbers), ends)
+
+
+LOOP, TORCH_GROUPED, TRITON = "torch", "grouped-mm", "triton"  # of --grouped-gemm-backend
 
 
 def expert_parameters(config: ModelConfig, name: str) -> dict[str, ParameterSpec]:
@@ -58,30 +82,55 @@ def expert_parameters(config: ModelConfig, name: str) -> dict[str, ParameterSpec
     }
 
 
-def _of_experts(counts: Counts) -> Iterator[tuple[int, slice]]:
+def _of_experts(counts: RowCounts) -> Iterator[tuple[int, slice]]:
     """Each expert that has rows, and these."""
+    assert counts.numbers is not None
     start = 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(counts.numbers):
         if count:
             yield expert, slice(start, start + count)
         start += count
 
 
-def expert_products(rows: Tensor, matrices: Sequence[Tensor], counts: Counts, out: Tensor) -> None:
-    """out [N, o] = rows [N, i] times the matrix [i, o] of each row's expert."""
+def expert_products(
+    rows: Tensor, weight: Tensor, counts: RowCounts, backend: str, *, turned: bool
+) -> Tensor:
+    """Rows [N, i] times the matrix [o, i] of each row's expert `turned`: [N, o]. Or rows [N, o]
+    times it as it is: [N, i]. `weight` [E o, i] is all of them.
+    """
+    matrices = weight.view(counts.experts, -1, weight.shape[1])
+    if backend == TRITON:
+        assert counts.ends is not None
+        return grouped_gemm(rows.contiguous(), matrices, counts.ends, turned)
+    if turned:
+        matrices = matrices.mT
+    if backend == TORCH_GROUPED:
+        return F.grouped_mm(rows, matrices, offs=counts.ends)
+    out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+    each = matrices.unbind()
     for expert, part in _of_experts(counts):
-        torch.mm(rows[part], matrices[expert], out=out[part])
+        torch.mm(rows[part], each[expert], out=out[part])
+    return out
 
 
-def add_expert_weight_grads(dy: Tensor, x: Tensor, weight: nn.Parameter, counts: Counts) -> None:
+def add_expert_weight_grads(
+    dy: Tensor, x: Tensor, weight: nn.Parameter, counts: RowCounts, backend: str
+) -> None:
     """main_grad of each expert [o, i] += dy^T x over its rows, with dy [N, o] and x [N, i]; = where
     the weight's main_grad is to be overwritten.
     """
     overwrite = getattr(weight, "overwrite_main_grad", False)
     weight.overwrite_main_grad = False
-    of_experts = weight.main_grad.view(len(counts), -1, weight.shape[1])
+    of_experts = weight.main_grad.view(counts.experts, -1, weight.shape[1])
+    if backend == TRITON:
+        assert counts.ends is not None
+        grouped_weight_grad_(of_experts, dy, x.contiguous(), counts.ends, overwrite)
+        # by which a layer's backward pass sees that the gradient has come
+        torch.autograd.graph.increment_version(of_experts)
+        return
+    assert counts.numbers is not None
     if overwrite:
-        for expert, count in enumerate(counts):
+        for expert, count in enumerate(counts.numbers):
             if not count:
                 of_experts[expert].zero_()
     for expert, part in _of_experts(counts):
@@ -96,40 +145,40 @@ class ExpertWeightGrad(NamedTuple):
     weight: nn.Parameter
     dy: Tensor
     x: Tensor
-    counts: Counts
+    counts: RowCounts
+    backend: str
     overlap: bool = True
 
     def start(self) -> Callable[[], None]:
         """Nothing is communicated; what it returns adds the gradients."""
-        return lambda: add_expert_weight_grads(self.dy, self.x, self.weight, self.counts)
+        return lambda: add_expert_weight_grads(
+            self.dy, self.x, self.weight, self.counts, self.backend
+        )
 
 
 class _ExpertLinear(torch.autograd.Function):
     """Rows [N, i] -> [N, o] by the matrix [o, i] of each row's expert."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: nn.Parameter, counts: Counts) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: nn.Parameter, counts: RowCounts, backend: str
+    ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.weight, ctx.counts = weight, counts
-        matrices = weight.view(len(counts), -1, weight.shape[1])
-        out = rows.new_empty((rows.shape[0], matrices.shape[1]))
-        expert_products(rows, matrices.mT.unbind(), counts, out)
-        return out
+        ctx.weight, ctx.counts, ctx.backend = weight, counts, backend
+        return expert_products(rows, weight, counts, backend, turned=True)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        (rows,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (rows,), weight = ctx.saved_tensors, ctx.weight
+        how = ctx.counts, ctx.backend
         dy = dy.contiguous()
         if ctx.needs_input_grad[1]:
             deferred = getattr(weight, DEFERRED, None)
             if deferred is None:
-                add_expert_weight_grads(dy, rows, weight, counts)
+                add_expert_weight_grads(dy, rows, weight, *how)
             else:
-                deferred.append(ExpertWeightGrad(weight, dy, rows.detach(), counts))
-        dx = torch.empty_like(rows)
-        matrices = weight.view(len(counts), -1, weight.shape[1])
-        expert_products(dy, matrices.unbind(), counts, dx)
-        return dx, None, None
+                deferred.append(ExpertWeightGrad(weight, dy, rows.detach(), *how))
+        return expert_products(dy, weight, *how, turned=False), None, None, None
 
 
 class _WeighedActivation(torch.autograd.Function):
@@ -165,15 +214,16 @@ class Experts(nn.Module):
         parameters = expert_parameters(config, name)
         self.fc1 = parameters["fc1"].parameter(grid)
         self.fc2 = parameters["fc2"].parameter(grid)
+        self.backend = config.grouped_gemm_backend
         self.rebuilder = rebuilder
         self.activation = partial(
             activate_by, config.activation_backend, activation=config.activation
         )
 
-    def forward(self, rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
-        fused = _ExpertLinear.apply(rows, self.fc1, counts)
+    def forward(self, rows: Tensor, weights: Tensor, counts: RowCounts) -> Tensor:
+        fused = _ExpertLinear.apply(rows, self.fc1, counts, self.backend)
         inner = self.rebuilder("moe_act", self._weighed, fused, weights)
-        return _ExpertLinear.apply(inner, self.fc2, counts)
+        return _ExpertLinear.apply(inner, self.fc2, counts, self.backend)
 
     def _weighed(self, fused: Tensor, weights: Tensor) -> Tensor:
         return _WeighedActivation.apply(fused, weights, self.activation)

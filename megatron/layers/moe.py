@@ -107,7 +107,7 @@ class MoE(nn.Module):
         self.router = Router(config, seed, f"{name}.router", tp, ep.samples)
         self.experts = Experts(config, f"{name}.experts", ep.grid, rebuilder)
         self.dispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
-            ep.grid, config.num_experts
+            ep.grid, config.num_experts, config.grouped_gemm_backend
         )
         width = config.moe_shared_expert_intermediate_size
         self.shared_expert = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.config.derive import attention_ranks
+from megatron.config.derive import GATED, attention_ranks, expert_ranks
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.kernels import attention_gluon, lang, self_check
@@ -43,19 +43,16 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
     dtype = compute_dtype(config.precision)
     _check_fp8(config, device)
     unable = _unable(config, lang.capability(device), dtype)
-    operators = [
-        operator
-        for operator in OPERATORS
-        if operator != "adam" or config.optimizer.optimizer == "adam"
-    ]
+    prefers = {"attention": _prefers_ours(config, device), "grouped-gemm": True}
+    operators = [operator for operator in OPERATORS if _takes_part(config, operator)]
     choices = {
         operator: choose(
             operator,
-            _wanted(config, operator),
+            _wanted(config, operator, device),
             device,
             dtype,
             unable.get(operator),
-            unmeasured=_prefers_ours(config, device) if operator == "attention" else None,
+            unmeasured=prefers.get(operator),
         )
         for operator in operators
     }
@@ -72,6 +69,13 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
         for name, group in (("model", config.model), ("optimizer", config.optimizer))
     }
     return dataclasses.replace(config, **groups), choices
+
+
+def _takes_part(config: Config, operator: str) -> bool:
+    """Whether a run has such an operator."""
+    if operator == "grouped-gemm":
+        return config.model.num_experts is not None
+    return operator != "adam" or config.optimizer.optimizer == "adam"
 
 
 def faulty_kernels(config: Config, device: torch.device) -> dict[str, str]:
@@ -198,7 +202,22 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
         }
     if config.precision.fp64:
         unable["grad-norm"] = {"apex": "it adds up in fp32"}
+    if config.model.num_experts is not None and (reason := _unable_grouped(config, dtype)):
+        unable["grouped-gemm"] = {"grouped-mm": reason}
     return unable
+
+
+def _unable_grouped(config: Config, dtype: torch.dtype) -> str | None:
+    """Why torch's grouped product cannot take this model's experts; None where it can."""
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return f"torch {torch.__version__} has none"
+    if dtype == torch.float64:
+        return "float64"
+    width = (config.model.moe_ffn_hidden_size or 0) // expert_ranks(config).etp
+    for flag, size in (("--hidden-size", config.model.hidden_size), ("an expert's width", width)):
+        if size * dtype.itemsize % 16:
+            return f"{flag} {size} is not a multiple of 16 bytes"
+    return None
 
 
 def _unable_attention(config: Config, arch: int, dtype: torch.dtype) -> dict[str, str]:
@@ -233,14 +252,45 @@ def _unable_attention(config: Config, arch: int, dtype: torch.dtype) -> dict[str
 COMPILED = ("norm", "rotary", "activation", "dropout")
 
 
-def _wanted(config: Config, operator: str) -> str:
+def _wanted(config: Config, operator: str, device: torch.device) -> str:
     group = config.model if hasattr(config.model, _field(operator)) else config.optimizer
     wanted = getattr(group, _field(operator))
     if wanted == "auto" and operator in COMPILED and config.model.torch_compile:
         return "torch"
     if wanted == "auto" and operator == "rotary" and config.model.multi_latent_attention:
         return "torch"  # the kernel turns pairs of other channels
+    if wanted == "auto" and operator == "grouped-gemm":
+        most = SMALL_PRODUCT["cuda" if device.type == "cuda" else "cpu"]
+        return wanted if expert_product_flops(config) < most else "torch"
     return wanted
+
+
+def grouped_gemm_on_gpu(config: Config) -> str:
+    """The implementation of experts' products that a GPU of CHECKED_ON takes: what the plan counts
+    launches of.
+    """
+    wanted = _wanted(config, "grouped-gemm", torch.device("cuda"))
+    return "triton" if wanted == "auto" else wanted
+
+
+# FLOPs of an expert's product below which the host's call of it takes longer: on a GPU a launch of
+# 5 us at 500 TFLOP/s, on a CPU as measured (docs/performance.md)
+SMALL_PRODUCT = {"cuda": 2.5e9, "cpu": 4e6}
+
+
+def expert_product_flops(config: Config) -> float:
+    """FLOPs of the first product of an expert over its rows of a micro-batch, where all experts
+    have as many.
+    """
+    model, distributed = config.model, config.distributed
+    assert model.num_experts is not None
+    etp, ep = expert_ranks(config)
+    tp = distributed.tensor_model_parallel_size  # tokens are shared by sequence parallelism
+    tokens = config.training.micro_batch_size * config.data.seq_length
+    own = tokens / distributed.context_parallel_size / tp
+    rows = own * model.moe_router_topk * etp * ep / model.num_experts
+    width = (model.moe_ffn_hidden_size or 0) / etp * (2 if model.activation in GATED else 1)
+    return 2.0 * rows * width * model.hidden_size
 
 
 def _field(operator: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from megatron.config.derive import GATED, expert_ranks
 from megatron.config.groups import Config
+from megatron.model.kernels import grouped_gemm_on_gpu
 from megatron.plan.state import precisions
 from megatron.plan.work import Exchange, Product, Work
 
@@ -47,6 +48,7 @@ class ExpertOperations:
         self.shared_inner = gated * self.shared
         self.rows = own * self.k * self.etp
         self.gathers = model.moe_token_dispatcher_type == "allgather"
+        self.backend = grouped_gemm_on_gpu(config)
 
     @property
     def here(self) -> float:
@@ -146,10 +148,15 @@ class ExpertOperations:
         wide = self.size.wide
         return self.own * (self.hidden * (self.size.compute + wide) + 4 * self.count * wide)
 
-    def _launches(self, base: int, exchanged: int) -> float:
-        """Kernels of a pass: two products of each expert, and the rest."""
+    def _launches(self, base: float, exchanged: float) -> float:
+        """Kernels of a pass: the products of experts, and the rest."""
         more = CHOICE_LAUNCHES * (self.k - 2)
-        return base + more + (exchanged if self.ep * self.etp > 1 else 0) + 2 * self.here
+        exchanged = exchanged if self.ep * self.etp > 1 else 0
+        return base + more + exchanged + self._product_launches(self.backend != "torch")
+
+    def _product_launches(self, grouped: bool) -> float:
+        """Kernels of two products over all experts of this rank."""
+        return 2 if grouped else 2 * self.here
 
     def forward(self) -> Work:
         """A forward pass."""
@@ -175,7 +182,9 @@ class ExpertOperations:
         products = self.products()
         weights = tuple(dataclasses.replace(each, m=each.k, k=each.m) for each in products)
         sums = tuple(2.0 * self.size.gradient * each.n * each.k * each.count for each in products)
-        return Work(weights, streams=sums, launches=2 * self.here + 2)
+        return Work(
+            weights, streams=sums, launches=self._product_launches(self.backend == "triton") + 2
+        )
 
     def again(self, modules: frozenset[str]) -> Work:
         """What a backward pass computes again of these modules."""

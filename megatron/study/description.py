@@ -166,6 +166,7 @@ def _words(content: dict[str, Any], key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+MEASURE = "measure"  # as hardware: what tools/plan.py measure finds on this machine
 KEYS = (
     "name launcher repeats iterations warmup timeout hardware environment sbatch ranks-per-node "
     "at-once base grid exclude rows"
@@ -186,6 +187,11 @@ def _study(content: dict[str, Any]) -> StudyPlan:
     hardware = content.get("hardware")
     if not isinstance(hardware, str | None):
         raise UserError(f"hardware: {hardware!r}: give a name or a file, as tools/plan.py takes it")
+    if hardware == MEASURE and launcher != "local":
+        raise UserError(
+            f"hardware: {MEASURE}: measures the machine of `launcher: local`; run tools/plan.py "
+            "measure --out FILE on a node, and give that file"
+        )
     environment = _map(content.get("environment", {}), "environment")
     rows = tuple(_rows(content, launcher, [iterations, environment]))
     if all(row.refusal for row in rows):

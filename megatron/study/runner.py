@@ -28,7 +28,7 @@ from megatron import __version__
 from megatron.config.errors import UserError
 from megatron.observe.tracking import config_file, read_metrics
 from megatron.study import raw
-from megatron.study.description import StudyPlan, StudyRow
+from megatron.study.description import MEASURE, StudyPlan, StudyRow
 from megatron.study.launch import (
     CHECKOUT,
     Ending,
@@ -129,7 +129,7 @@ class _Rounds:
         shutil.rmtree(run.folder, ignore_errors=True)
         run.folder.mkdir(parents=True)
         facts = {
-            "command": self.launcher.command(run),
+            "command": _told(self.launcher.command(run)),
             "order": self.order[row.key, repeat],
             "started": _now(),
             **_machine(),
@@ -210,21 +210,51 @@ def _refused_rows(plan: StudyPlan, folder: Path, found: raw.RawRows, say: Say) -
 
 def _predictions(plan: StudyPlan, folder: Path, found: raw.RawRows, say: Say) -> None:
     """Keep what tools/plan.py predicts of every row; where it says nothing, nothing."""
-    tool = find_spec("megatron.tools.plan")
     rows = [row for row in plan.rows if row.refusal is None and row.key not in found.predictions]
-    for row in rows if tool is not None else ():
-        words = ["--world-size", str(row.world_size), "--hardware", str(plan.hardware), "--json"]
-        command = [sys.executable, str(tool.origin), "step", *row.flags, *words]
+    if not rows:
+        return
+    hardware = str(plan.hardware)
+    if plan.hardware == MEASURE:
+        hardware = str(_measured(plan, folder, say))
+    for row in rows:
+        words = ["--world-size", str(row.world_size), "--hardware", hardware, "--json"]
+        command = [*_plan_tool(), "step", *row.flags, *words]
         done = subprocess.run(command, capture_output=True, text=True)
         try:
             predicted = json.loads(done.stdout) if done.returncode == 0 else None
         except ValueError:
             predicted = None
         if isinstance(predicted, dict) and "step_s" in predicted:
-            head = {"kind": "prediction", "key": row.key, "name": row.name, "command": command}
-            raw.append(folder, {**head, "prediction": predicted})
+            told = {"key": row.key, "name": row.name, "command": _told(command)}
+            raw.append(folder, {"kind": "prediction", **told, "prediction": predicted})
         else:
             say(f"row {row.name}: tools/plan.py step predicts nothing")
+
+
+def _plan_tool() -> list[str]:
+    tool = find_spec("megatron.tools.plan")
+    assert tool is not None and tool.origin is not None
+    return [sys.executable, tool.origin]
+
+
+def _measured(plan: StudyPlan, folder: Path, say: Say) -> Path:
+    """The file of what this machine can do, measured once for a study. Raises UserError."""
+    path = folder / "hardware.json"
+    if not path.exists():
+        say("measuring this machine for the predictions: a few minutes")
+        command = [*_plan_tool(), "measure", "--out", str(path)]
+        environment = {**os.environ, **plan.environment}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode or not path.exists():
+            lines = done.stderr.strip().splitlines()
+            raise UserError(f"hardware: {MEASURE}: {lines[-1] if lines else 'measuring failed'}")
+    return path
+
+
+def _told(command: list[str]) -> list[str]:
+    """A command as the raw rows keep it: from the checkout, by any Python."""
+    words = ["python" if word == sys.executable else word for word in command]
+    return [word.replace(f"{CHECKOUT}{os.sep}", "") for word in words]
 
 
 # ---- the machine -------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
 RECOMPUTE = """--recompute-granularity full --recompute-method uniform
 --recompute-num-layers 1""".split()
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss".split()
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 128 --moe-aux-loss-coeff 1e-2".split()
 PATHS = {
     "gpt": [],  # dropout 0.1 in attention and hidden states, LayerNorm, biases, tied
     "gpt without dropout": ["--hidden-dropout", "0", "--attention-dropout", "0"],
@@ -34,6 +35,9 @@ PATHS = {
     "any order": [*LLAMA, "--no-deterministic-mode"],
     "fused head": [*LLAMA, "--fused-linear-cross-entropy"],
     "offload": [*LLAMA, "--optimizer-cpu-offload"],
+    "experts": [*LLAMA, *EXPERTS],
+    "experts, a loop of products": [*LLAMA, *EXPERTS, "--grouped-gemm-backend", "torch"],
+    "experts, torch's grouped product": [*LLAMA, *EXPERTS, "--grouped-gemm-backend", "grouped-mm"],
 }
 BOUND = 1e-3  # of a mean over a thousand tokens; single numbers of bf16 are off by up to 2^-8
 

@@ -17,7 +17,15 @@ MODEL = (
     "--normalization RMSNorm --swiglu --position-embedding-type rope "
     "--hidden-dropout 0.1 --attention-dropout 0.1 --reset-attention-mask --reset-position-ids"
 ).split()
-TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear".split()
+)
+OF_EXPERTS = "grouped-gemm"
+TRITON = [
+    operator
+    for operator, names in OPERATORS.items()
+    if "triton" in names and operator != OF_EXPERTS
+]
 ALL = [word for operator in TRITON for word in (flag_of(operator), "triton")]
 
 
@@ -39,6 +47,16 @@ def test_losses_agree(one_thread, capsys, tmp_path):
     # is a gradient's sign, widen that
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(torchs), rtol=2e-5, atol=0)
     assert ours != torchs
+
+
+def test_losses_of_experts_agree(one_thread, capsys, tmp_path):
+    flag = flag_of(OF_EXPERTS)
+    loop, grouped, ours = (
+        train(capsys, tmp_path, *EXPERTS, flag, name) for name in OPERATORS[OF_EXPERTS][::-1]
+    )
+    torch.testing.assert_close(torch.tensor(grouped), torch.tensor(loop), rtol=2e-5, atol=0)
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(loop), rtol=2e-5, atol=0)
+    assert ours != loop
 
 
 LATENT = (

@@ -44,6 +44,7 @@ OFTEN = (
     "zero 3",
     "fp8, blocks",
     "experts",
+    "experts, loop",
     "context parallel, ring, documents",
     "short",
 )  # in every run of the tests

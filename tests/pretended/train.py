@@ -72,7 +72,7 @@ class Case(NamedTuple):
     evaluations: int = 3  # sources: at iteration 6, at the end, and of the test split
     dynamic_scale: bool = False
     saves: bool = False
-    experts: int = 0  # layers that have some, in each of which the host reads numbers of rows
+    experts: int = 0  # layers with some in which the host reads the numbers of rows
 
     def words(self, folder: str) -> list[str]:
         """Its command line; what it saves goes into the folder."""
@@ -138,8 +138,12 @@ CASES = {
         f"{LLAMA_BF16} {FP8} --fp8-format e4m3 --tensor-model-parallel-size 2 --sequence-parallel",
         ranks=2,
     ),
-    "experts": Case(f"{LLAMA_BF16} {EXPERTS}", experts=2),
-    "experts, recompute": Case(f"{DROPOUT} {LLAMA} {FULL} {EXPERTS}", experts=2),
+    "experts": Case(f"{LLAMA_BF16} {EXPERTS}"),
+    "experts, recompute": Case(f"{DROPOUT} {LLAMA} {FULL} {EXPERTS}"),
+    "experts, loop": Case(f"{LLAMA_BF16} {EXPERTS} --grouped-gemm-backend torch", experts=2),
+    "experts, ranks": Case(
+        f"{LLAMA_BF16} {EXPERTS} --expert-model-parallel-size 2", ranks=2, copies=2, experts=2
+    ),
     "any order": Case(f"{BF16} --no-deterministic-mode"),
     "save": Case(f"{LLAMA_BF16} --save-interval 4", saves=True),
     "zero 0": Case(BF16, ranks=4, copies=4),

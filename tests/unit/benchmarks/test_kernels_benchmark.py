@@ -13,7 +13,9 @@ from megatron.kernels.dispatch import OPERATORS
 
 def test_every_case_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
-        sys, "argv", ["tool", "--out", str(tmp_path), "--tiny", "--parts", "limits", "memory"]
+        sys,
+        "argv",
+        ["tool", "--out", str(tmp_path), "--tiny", "--parts", "limits", "experts", "memory"],
     )
     assert tool.main() == 0, capsys.readouterr().out
     found = json.loads((tmp_path / "kernels.json").read_text())

@@ -97,6 +97,10 @@ def test_the_flags_come_back(model):
         ({"qk_layernorm": False}, "latent attention without --qk-layernorm"),
         ({"norm_epsilon": 1e-5}, "--norm-epsilon other than 1e-06"),
         ({"mscale": 0.5, "mscale_all_dim": 0.0}, "--mscale other than 1 without"),
+        (
+            {"moe_router_force_load_balancing": True},
+            "--moe-router-force-load-balancing",
+        ),
         ({"moe_router_score_function": "softmax"}, "--moe-router-score-function softmax"),
         ({"moe_router_topk": 6}, "--moe-router-topk other than 2 x --moe-router-group-topk"),
         ({"moe_layer_freq": "2"}, "--moe-layer-freq other than dense layers first"),

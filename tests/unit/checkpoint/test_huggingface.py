@@ -321,6 +321,7 @@ def test_rotary_fields_of_transformers_4_mean_the_same():
         (GPT2, {"num_experts": 4, "moe_ffn_hidden_size": 8}, "--num-experts with learned pos"),
         (MIXTRAL, {"moe_router_score_function": "sigmoid"}, "--moe-router-score-function sigm"),
         (MIXTRAL, {"moe_router_num_groups": 5}, "--moe-router-num-groups"),
+        (MIXTRAL, {"moe_router_force_load_balancing": True}, "--moe-router-force-load-balanc"),
         (MIXTRAL, {"moe_router_topk_scaling_factor": 2.5}, "--moe-router-topk-scaling-factor"),
         (MIXTRAL, {"moe_router_pre_softmax": True}, "--moe-router-pre-softmax without --qk-la"),
         (MIXTRAL, {"moe_layer_freq": "2"}, "--moe-layer-freq with dense layers"),
@@ -364,7 +365,7 @@ def test_all_flags_without_a_counterpart_are_named_at_once():
         ),
         ({"hidden_size": None}, "config.json lacks 'hidden_size'"),
         ({"model_type": "olmoe"}, "'olmoe' has no .*q_norm and k_norm normalise all heads"),
-        ({"model_type": "deepseek_v3"}, "'deepseek_v3' has no .*multi-head latent attention"),
+        ({"model_type": "deepseek_v2"}, "'deepseek_v2' has no .*; DeepSeek-V3 is read"),
         ({"model_type": "mixtral", "num_experts_per_tok": 2}, "lacks 'num_local_experts'"),
     ],
 )
@@ -472,3 +473,11 @@ def test_older_qwen2_moe_with_windows_is_refused():
     del described["layer_types"]
     with pytest.raises(ValueError, match="use_sliding_window without layer_types"):
         imported(described, theirs)
+
+
+@pytest.mark.parametrize("model, epsilon", [(LLAMA, 1e-6), (MIXTRAL, 1e-5)])
+def test_an_epsilon_that_config_json_leaves_out_is_the_familys(model, epsilon):
+    _, held = build(model)
+    config, theirs = exported(model, held)
+    del config["rms_norm_eps"]
+    assert from_huggingface(config, theirs)[0]["norm_epsilon"] == epsilon

@@ -1,5 +1,7 @@
 """Where slots go: the plans of dispatch against what they mean, slot by slot."""
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,13 +22,17 @@ def choices(draw) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     return experts, keep, count
 
 
-@given(choices(), st.sampled_from([AllToAll, AllGather]))
-def test_rows_lie_in_the_order_of_experts_and_come_back(case, dispatcher):
+@given(
+    choices(),
+    st.sampled_from([AllToAll, AllGather]),
+    st.sampled_from(["torch", "grouped-mm", "triton"]),
+)
+def test_rows_lie_in_the_order_of_experts_and_come_back(case, dispatcher, backend):
     experts, keep, count = case
     tokens, k = experts.shape
     x = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(tokens, k, dtype=torch.float64, requires_grad=True)
-    dispatch = dispatcher(DENSE, count)
+    dispatch = dispatcher(DENSE, count, backend)
     plan = dispatch.plan(experts, keep)
     rows, of_rows = dispatch.rows(x, weights, plan)
     taken = torch.ones_like(experts, dtype=torch.bool) if keep is None else keep
@@ -37,14 +43,18 @@ def test_rows_lie_in_the_order_of_experts_and_come_back(case, dispatcher):
         for choice in range(k)
         if experts[token, choice] == expert and taken[token, choice]
     ]
-    assert plan.counts == tuple(
-        sum(int(experts[slot]) == expert for slot in slots) for expert in range(count)
-    )
+    numbers = [sum(int(experts[slot]) == expert for slot in slots) for expert in range(count)]
+    assert plan.counts.experts == count
+    # on the host, on the device, or where the products need them
+    waits = backend != "triton" or keep is not None or dispatcher is AllGather
+    assert plan.counts.numbers == (tuple(numbers) if waits else None)
+    ends = None if plan.counts.ends is None else plan.counts.ends.tolist()
+    assert ends == (None if backend == "torch" else list(itertools.accumulate(numbers)))
     assert torch.equal(rows, torch.stack([x[t] for t, _ in slots]) if slots else x[:0])
     assert of_rows.tolist() == [weights[slot].item() for slot in slots]
     # an expert multiplies by its number + 1
     factor = torch.repeat_interleave(
-        torch.arange(1.0, count + 1, dtype=torch.float64), torch.tensor(plan.counts)
+        torch.arange(1.0, count + 1, dtype=torch.float64), torch.tensor(numbers)
     )
     y = dispatch.combine(rows * (of_rows * factor).unsqueeze(1), plan)
     expected = x * (weights * (experts + 1) * taken).sum(1, keepdim=True)

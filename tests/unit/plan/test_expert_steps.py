@@ -93,6 +93,19 @@ def test_what_is_recomputed_of_experts(what):
     assert again.flops - kept.flops == pytest.approx(reckoned)
 
 
+@pytest.mark.parametrize("backend, products, gradients", [("triton", 2, 2), ("torch", 16, 16)])
+def test_launches_of_grouped_products(backend, products, gradients):
+    """A rank's 8 experts have two products each in a pass, or two launches in all."""
+    flags = "--expert-model-parallel-size 4 --grouped-gemm-backend "
+    found, grouped = (
+        step(flags + name).operations.layer(1, KEPT) for name in (backend, "grouped-mm")
+    )
+    assert found.forward.launches - grouped.forward.launches == products - 2
+    assert found.backward_input.launches - grouped.backward_input.launches == products - 2
+    # torch's grouped product leaves weight gradients to the loop
+    assert found.backward_weight.launches - grouped.backward_weight.launches == gradients - 16
+
+
 def test_recomputed_experts_are_sent_again():
     """Their activation is not."""
     operations = step("--expert-model-parallel-size 4 ").operations

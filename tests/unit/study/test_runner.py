@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from megatron.tools.study import main
 
-from megatron.study import raw
+from megatron.config.errors import UserError
+from megatron.study import raw, runner
 from megatron.study.description import read_study
 from megatron.study.launch import Ending, LocalLauncher, _processes, error_line, status_of
 from megatron.study.runner import run_of, turns
@@ -161,3 +162,51 @@ def test_a_run_that_does_not_end_is_ended(tmp_path):
     wait_for(lambda: len(list(_processes(run.metrics))) == 2)
     ending = wait_for(started.poll)
     assert ending[:2] == (128 + signal.SIGKILL, "TIMEOUT") and not list(_processes(run.metrics))
+
+
+PLAN = """import json, sys
+if sys.argv[1] == "measure":
+    open(sys.argv[-1], "x").write("measured")
+else:
+    hardware = sys.argv[sys.argv.index("--hardware") + 1]
+    print(json.dumps({"step_s": 0.5, "read": open(hardware).read()}))
+"""
+
+
+def test_hardware_is_measured_once(tmp_path, monkeypatch):
+    """And commands of raw rows name no folder of this machine."""
+    tool = tmp_path / "plan.py"
+    tool.write_text(PLAN)
+    monkeypatch.setattr(runner, "_plan_tool", lambda: [sys.executable, str(tool)])
+    file, folder = tmp_path / "study.yaml", tmp_path / "study"
+    file.write_text(STUDY + "hardware: measure\n")
+    plan = read_study(file)
+    folder.mkdir()
+    for _ in range(2):  # the second time everything is there
+        runner._predictions(plan, folder, raw.read(folder), lambda line: None)
+    predictions = raw.read(folder).predictions
+    assert len(predictions) == 3
+    for line in predictions.values():
+        assert line["prediction"] == {"step_s": 0.5, "read": "measured"}
+        assert line["command"][0] == "python" and line["command"][2] == "step"
+    assert runner._told([sys.executable, f"{runner.CHECKOUT}/tools/plan.py", "step"]) == [
+        "python",
+        "tools/plan.py",
+        "step",
+    ]
+
+
+def test_a_machine_that_cannot_be_measured_is_told(tmp_path, monkeypatch):
+    code = "import sys; sys.exit('no processors are left')"
+    monkeypatch.setattr(runner, "_plan_tool", lambda: [sys.executable, "-c", code])
+    file = tmp_path / "study.yaml"
+    file.write_text(STUDY + "hardware: measure\n")
+    with pytest.raises(UserError, match="hardware: measure: no processors are left"):
+        runner._predictions(read_study(file), tmp_path, raw.read(tmp_path), print)
+
+
+def test_only_this_machine_is_measured(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_text(STUDY + "hardware: measure\nlauncher: sbatch\n")
+    with pytest.raises(UserError, match="run tools/plan.py measure --out FILE on a node"):
+        read_study(file)

@@ -1,0 +1,260 @@
+"""Products of experts: rows that lie in the order of their experts, each group of them times the
+matrix of its expert, in one launch for all experts.
+
+    y[r] = x[r] W[e(r)]^T         forward: x [N, i], W [E, o, i], y [N, o]
+    dx[r] = dy[r] W[e(r)]         the gradient of the rows: dy [N, o]
+    dW[e] (+)= sum over r of e of dy[r]^T x[r]      added to, or written over, [E, o, i]
+
+ends [E] in int32: the end of each expert's rows; expert e has those from ends[e - 1] on. An expert
+without a row adds nothing, and its gradient is cleared where it is written over. Sums are in fp32,
+over the inner dimension in its order; y and dx are rounded once, dW is added in the precision of
+its buffer. Nothing is atomic, so that equal inputs give equal bits.
+
+The numbers of rows stay on the device: a program finds its expert among ends. A tile belongs to one
+expert, whose last tile may be partly empty, so that there are at most N / M + E tiles of rows; those
+programs for which no tile is left end at once.
+
+Source of the scheme: grouped products of MegaBlocks (Gale et al. 2022). Roofline, bf16: the FLOPs of
+all products, 2 N i o each; with few rows an expert the bytes of its matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from megatron.kernels.configurations import Row, find
+from megatron.kernels.elements import store_rounded
+from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from torch import Tensor
+
+GROUP = 8  # tiles of rows whose programs follow each other, so that they find W in the cache
+
+
+def grouped_gemm_reference(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tensor:
+    """The definition: y of x [N, i] and weight [E, o, i], or where it is not `turned` the gradient
+    of rows, of x [N, o].
+    """
+    matrices = weight.mT if turned else weight
+    parts = x.tensor_split(ends.tolist()[:-1])
+    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+
+
+def grouped_weight_grad_reference(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    """The definition: dW [E, o, i] of dy [N, o] and x [N, i]."""
+    inner = ends.tolist()[:-1]
+    parts = zip(dy.tensor_split(inner), x.tensor_split(inner), strict=True)
+    return torch.stack([of_y.t() @ of_x for of_y, of_x in parts])
+
+
+@jit
+def tile_of_rows(ends, experts, tile, EXPERTS: tl.constexpr, M: tl.constexpr):
+    """(expert, first row, end of the expert's rows) of a tile of rows; `experts` or more for one
+    that no expert has. EXPERTS: the next power of 2.
+    """
+    each = tl.arange(0, EXPERTS)
+    end = tl.load(ends + each, mask=each < experts, other=0)
+    start = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
+    tiles = (tl.maximum(end - start, 0) + M - 1) // M
+    after = tl.cumsum(tiles, 0)
+    expert = tl.sum((after <= tile).to(tl.int32), 0)
+    own = each == expert
+    row = tl.sum(tl.where(own, start + (tile - after + tiles) * M, 0), 0)
+    return expert, row, tl.sum(tl.where(own, end, 0), 0)
+
+
+@jit
+def rows_kernel(
+    x,
+    weight,
+    y,
+    ends,
+    experts,
+    width,
+    inner,
+    tiles,
+    TURNED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """A tile [M, N] of y [rows, width] = x [rows, inner] times each row's matrix, which in memory
+    is [width, inner] where it is TURNED, else [inner, width].
+    """
+    program, across = tl.program_id(0), tl.cdiv(width, N)
+    first = program // (GROUP * across) * GROUP
+    height = tl.minimum(tiles - first, GROUP)
+    place = program % (GROUP * across)
+    expert, row, end = tile_of_rows(ends, experts, first + place % height, EXPERTS, M)
+    if expert < experts:
+        rows = row + tl.arange(0, M)
+        columns = place // height * N + tl.arange(0, N)
+        k = tl.arange(0, K)
+        at_x = x + rows.to(tl.int64)[:, None] * inner + k[None, :]
+        matrix = weight + expert.to(tl.int64) * width * inner
+        if TURNED:
+            at_w = matrix + columns.to(tl.int64)[None, :] * inner + k[:, None]
+        else:
+            at_w = matrix + k.to(tl.int64)[:, None] * width + columns[None, :]
+        total = tl.zeros([M, N], tl.float32)
+        for start in tl.range(0, inner, K):
+            there = k < inner - start
+            a = tl.load(at_x, mask=(rows < end)[:, None] & there[None, :], other=0.0)
+            b = tl.load(at_w, mask=there[:, None] & (columns < width)[None, :], other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee")
+            at_x += K
+            at_w += K if TURNED else K * width
+        out = y + rows.to(tl.int64)[:, None] * width + columns[None, :]
+        store_rounded(out, total, (rows < end)[:, None] & (columns < width)[None, :])
+
+
+@jit
+def weight_kernel(
+    dy,
+    x,
+    grad,
+    ends,
+    width,
+    inner,
+    OVERWRITE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """A tile [M, N] of one expert's grad [width, inner], the sum over its rows of dy [rows, width]
+    times x [rows, inner], K rows at a time.
+    """
+    across = tl.cdiv(inner, N)
+    tiles = tl.cdiv(width, M) * across
+    expert, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    end = tl.load(ends + expert)
+    start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    above = place // across * M + tl.arange(0, M)
+    beside = place % across * N + tl.arange(0, N)
+    total = tl.zeros([M, N], tl.float32)
+    for row in tl.range(start, end, K):
+        rows = (row + tl.arange(0, K)).to(tl.int64)
+        known = rows < end
+        a = tl.load(
+            dy + rows[None, :] * width + above[:, None],
+            mask=known[None, :] & (above < width)[:, None],
+            other=0.0,
+        )
+        b = tl.load(
+            x + rows[:, None] * inner + beside[None, :],
+            mask=known[:, None] & (beside < inner)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(a, b, total, input_precision="ieee")
+    out = grad + (expert.to(tl.int64) * width + above)[:, None] * inner + beside[None, :]
+    inside = (above < width)[:, None] & (beside < inner)[None, :]
+    if not OVERWRITE:
+        total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    store_rounded(out, total, inside)
+
+
+def configuration(what: str, itemsize: int, arch: int = HOPPER) -> Row:
+    """The tiles of "rows" or "weight" for operands of so many bytes."""
+    return find(f"grouped_gemm {what}", arch, bytes=itemsize)
+
+
+def _check(x: Tensor, weight: Tensor, ends: Tensor) -> None:
+    assert x.dtype != torch.float64, "float64: the definition serves it"
+    assert ends.dtype == torch.int32 and ends.shape == weight.shape[:1]
+    assert x.is_contiguous() and weight.is_contiguous()
+
+
+@operator("grouped_gemm")
+def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tensor:
+    """y [N, o] of x [N, i] and weight [E, o, i], `turned`; or dx [N, i] of x = dy [N, o]."""
+    _check(x, weight, ends)
+    experts, width, inner = weight.shape if turned else (weight.shape[i] for i in (0, 2, 1))
+    assert x.shape[1] == inner, (x.shape, weight.shape, turned)
+    y = x.new_empty((x.shape[0], width))
+    if y.numel() == 0:
+        return y
+    numbers = configuration("rows", x.element_size(), capability(x.device))
+    sizes = {name: numbers.numbers[name] for name in ("M", "N", "K")}
+    tiles = triton.cdiv(x.shape[0], sizes["M"]) + min(experts, x.shape[0]) - 1
+    rows_kernel[(tiles * triton.cdiv(width, sizes["N"]),)](
+        x,
+        weight,
+        y,
+        ends,
+        experts,
+        width,
+        inner,
+        tiles,
+        TURNED=turned,
+        EXPERTS=triton.next_power_of_2(experts),
+        GROUP=GROUP,
+        **sizes,
+        **numbers.launch(),
+    )
+    return y
+
+
+@grouped_gemm.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1 if turned else 2]))
+
+
+@operator("grouped_weight_grad_", mutates_args=("grad",))
+def grouped_weight_grad_(
+    grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, overwrite: bool
+) -> None:
+    """grad [E, o, i] += dW of dy [N, o] and x [N, i], or = where it is to `overwrite`."""
+    _check(x, grad, ends)
+    experts, width, inner = grad.shape
+    assert dy.is_contiguous() and dy.shape == (x.shape[0], width) and x.shape[1] == inner
+    numbers = configuration("weight", x.element_size(), capability(x.device))
+    sizes = {name: numbers.numbers[name] for name in ("M", "N", "K")}
+    tiles = triton.cdiv(width, sizes["M"]) * triton.cdiv(inner, sizes["N"])
+    weight_kernel[(experts * tiles,)](
+        dy, x, grad, ends, width, inner, OVERWRITE=overwrite, **sizes, **numbers.launch()
+    )
+
+
+@grouped_weight_grad_.register_fake
+def _(grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, overwrite: bool) -> None:
+    return None
+
+
+def aot(arch: int = HOPPER) -> Iterator[Compiled]:
+    """Experts of Qwen3-30B on 8 ranks and of Mixtral on 8, in bf16, and in fp32 the former."""
+    for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
+        operand, narrow = f"*{dtype}", itemsize == 2
+        common = {"ends": "*i32", "width": "i32", "inner": "i32"}
+        row = configuration("rows", itemsize, arch)
+        sizes = {name: row.numbers[name] for name in ("M", "N", "K")}
+        given = {"x": operand, "weight": operand, "y": operand, **common}
+        given |= {"experts": "i32", "tiles": "i32"}
+        for name, turned in (("forward", True), ("input_grad", False)):
+            for experts in (16, 1) if narrow else (16,):
+                yield Compiled(
+                    f"grouped_{name}_{experts}_{dtype}",
+                    rows_kernel,
+                    given,
+                    {"TURNED": turned, "EXPERTS": experts, "GROUP": GROUP, **sizes},
+                    ("x", "weight", "y", "ends", "width", "inner"),
+                    row.numbers["num_warps"],
+                    row.numbers["num_stages"],
+                    matmul=narrow,
+                    row=row,
+                )
+        row = configuration("weight", itemsize, arch)
+        sizes = {name: row.numbers[name] for name in ("M", "N", "K")}
+        for name, overwrite in (("added", False), ("written", True)):
+            yield Compiled(
+                f"grouped_weight_grad_{name}_{dtype}",
+                weight_kernel,
+                {"dy": operand, "x": operand, "grad": "*fp32", **common},
+                {"OVERWRITE": overwrite, **sizes},
+                ("dy", "x", "grad", "ends", "width", "inner"),
+                row.numbers["num_warps"],
+                row.numbers["num_stages"],
+                matmul=narrow,
+                row=row,
+            )

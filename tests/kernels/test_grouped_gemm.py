@@ -1,0 +1,195 @@
+"""Products of experts in one launch, against the definition in float64: rows, gradients of rows and
+of weights, experts without rows, tiles that are partly empty; what the layer and the dispatch table
+make of it.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from checks import assert_as_good, canaries
+from megatron.kernels import dispatch
+from megatron.kernels import grouped_gemm as module
+from megatron.kernels.configurations import Row
+from megatron.kernels.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_reference,
+    grouped_weight_grad_,
+    grouped_weight_grad_reference,
+)
+from torch import nn
+
+from megatron.config.groups import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
+from megatron.layers.experts import RowCounts, add_expert_weight_grads, expert_products
+from megatron.model.kernels import choose_kernels, expert_product_flops
+
+BACKENDS = ["torch", "grouped-mm", "triton"]
+# rows of each expert, outputs, inputs
+SHAPES = [
+    ((5, 0, 70, 1), 72, 48),
+    ((0, 0, 33), 16, 136),
+    ((64,), 64, 64),
+    ((3, 130, 0, 7, 20), 24, 40),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles an expert, several experts a tile's worth of rows, in few elements."""
+    sizes = {"M": 16, "N": 32, "K": 16, "num_warps": 4, "num_stages": 2}
+    monkeypatch.setattr(
+        module, "find", lambda operator, arch, **key: Row(operator, arch, key, sizes)
+    )
+    monkeypatch.setattr(module, "GROUP", 2)
+
+
+def draw(counts, o, i, dtype, device):
+    generator = torch.Generator().manual_seed(sum(counts) + o)
+    rows = sum(counts)
+    x, dy, weight = (
+        torch.randn(*shape, generator=generator).to(device, dtype)
+        for shape in ((rows, i), (rows, o), (len(counts), o, i))
+    )
+    ends = torch.tensor(counts, device=device).cumsum(0, dtype=torch.int32)
+    return x, dy, weight, ends
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("counts, o, i", SHAPES)
+def test_rows(device, counts, o, i, dtype, turned):
+    x, dy, weight, ends = draw(counts, o, i, dtype, device)
+    rows = x if turned else dy
+    with canaries():
+        found = grouped_gemm(rows, weight, ends, turned)
+    exact = grouped_gemm_reference(rows.double(), weight.double(), ends, turned)
+    assert_as_good(found, exact, grouped_gemm_reference(rows, weight, ends, turned))
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("counts, o, i", SHAPES)
+def test_weight_gradients(device, counts, o, i, dtype, overwrite):
+    x, dy, weight, ends = draw(counts, o, i, dtype, device)
+    before = torch.randn(weight.shape, device=device)
+    grad = torch.full_like(before, torch.nan) if overwrite else before.clone()
+    grouped_weight_grad_(grad, dy, x, ends, overwrite)
+    exact = grouped_weight_grad_reference(dy.double(), x.double(), ends)
+    torchs = grouped_weight_grad_reference(dy.float(), x.float(), ends)
+    start = torch.zeros_like(before) if overwrite else before
+    # operands are exact in fp32, products and sums are in fp32
+    assert_as_good(grad, exact + start.double(), torchs + start)
+    for expert, count in enumerate(counts):
+        if not count:
+            assert torch.equal(grad[expert], start[expert])
+
+
+def test_equal_inputs_give_equal_bits(device):
+    x, dy, weight, ends = draw((5, 0, 70, 1), 72, 48, torch.float32, device)
+    grads = [torch.empty_like(weight) for _ in range(2)]
+    for grad in grads:
+        grouped_weight_grad_(grad, dy, x, ends, True)
+    assert torch.equal(*grads)
+    assert torch.equal(*(grouped_gemm(x, weight, ends, True) for _ in range(2)))
+
+
+def test_no_rows(device):
+    x, dy, weight, ends = draw((0, 0), 8, 16, torch.float32, device)
+    assert grouped_gemm(x, weight, ends, True).shape == (0, 8)
+    grad = torch.ones_like(weight)
+    grouped_weight_grad_(grad, dy, x, ends, True)
+    assert not grad.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("counts, o, i", SHAPES)
+def test_every_backend_is_the_loop(device, counts, o, i, backend):
+    """Of the layer: products and the gradient in main_grad, from counts on the host or device."""
+    x, dy, weight, ends = draw(counts, o, i, torch.float32, device)
+    rows = RowCounts.of(backend, torch.tensor(counts, device=device), counts)
+    assert (rows.ends is None) == (backend == "torch")
+    flat = weight.flatten(0, 1)
+    for given, turned in ((x, True), (dy, False)):
+        found = expert_products(given, flat, rows, backend, turned=turned)
+        exact = grouped_gemm_reference(given.double(), weight.double(), ends, turned)
+        torchs = grouped_gemm_reference(given, weight, ends, turned)
+        assert_as_good(found, exact, torchs)
+    parameter = nn.Parameter(flat)
+    exact = grouped_weight_grad_reference(dy.double(), x.double(), ends)
+    for overwrite in (True, False):
+        parameter.overwrite_main_grad = overwrite
+        if overwrite:
+            parameter.main_grad = torch.full_like(flat, torch.nan)
+        add_expert_weight_grads(dy, x, parameter, rows, backend)
+        exact = exact if overwrite else 2 * exact
+        torch.testing.assert_close(
+            parameter.main_grad.view(weight.shape), exact.float(), rtol=1e-5, atol=1e-5
+        )
+        assert parameter.overwrite_main_grad is False
+
+
+def mixture(**changes):
+    model = ModelConfig(
+        hidden_size=64,
+        activation="swiglu",
+        num_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return Config(
+        model=dataclasses.replace(model, **changes),
+        data=DataConfig(seq_length=128),
+        training=TrainingConfig(micro_batch_size=2),
+        precision=PrecisionConfig(bf16=True),
+    )
+
+
+def chosen(config, device="cpu"):
+    return choose_kernels(config, torch.device(device))[1]["grouped-gemm"]
+
+
+def test_what_auto_takes(monkeypatch):
+    # 256 tokens x 2 choices / 8 experts, 64 -> 2 x 32
+    assert expert_product_flops(mixture()) == 2 * 64 * 64 * 64
+    monkeypatch.setattr(dispatch.lang, "interpreted", lambda: False)
+    assert chosen(mixture()).implementation == "grouped-mm"
+    large = mixture(hidden_size=8192, moe_ffn_hidden_size=28672)
+    assert chosen(large).implementation == "torch"
+    assert chosen(mixture(), "cuda").implementation == "triton"
+    assert chosen(large, "cuda").implementation == "torch"
+    # rows of 36 bytes
+    odd = chosen(mixture(moe_ffn_hidden_size=18))
+    assert odd.implementation == "torch"
+    dense = dataclasses.replace(mixture(), model=ModelConfig())
+    assert "grouped-gemm" not in choose_kernels(dense, torch.device("cpu"))[1]
+
+
+def test_what_is_refused():
+    with pytest.raises(dispatch.UserError, match="an expert's width 18 is not a multiple of 16 by"):
+        chosen(mixture(moe_ffn_hidden_size=18, grouped_gemm_backend="grouped-mm"))
+    double = dataclasses.replace(
+        mixture(grouped_gemm_backend="triton"), precision=PrecisionConfig(fp64=True)
+    )
+    with pytest.raises(dispatch.UserError, match="--grouped-gemm-backend triton: float64; drop"):
+        chosen(double)
+    assert chosen(dataclasses.replace(double, model=mixture().model)).implementation == "torch"
+
+
+def test_tiles_of_rows_cover_each_row_once(device):
+    """Every tile's expert and rows, by the definition."""
+    counts = (5, 0, 33, 16, 1)
+    ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32, device=device)
+    x = torch.arange(1.0, sum(counts) + 1, device=device).unsqueeze(1)
+    weight = torch.tensor([1.0, 10.0, 100.0, 1000.0, 1e4], device=device).view(5, 1, 1)
+    found = grouped_gemm(x, weight, ends, True)
+    factors = weight.flatten().repeat_interleave(torch.tensor(counts, device=device))
+    assert torch.equal(found.flatten(), x.flatten() * factors)
