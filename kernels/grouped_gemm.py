@@ -11,11 +11,11 @@ over the inner dimension in its order; y and dx are rounded once, dW is added in
 its buffer. Nothing is atomic, so that equal inputs give equal bits.
 
 The numbers of rows stay on the device: a program finds its expert among ends. A tile belongs to one
-expert, whose last tile may be partly empty, so that there are at most N / M + E tiles of rows; those
-programs for which no tile is left end at once.
+expert, whose last tile may be partly empty, so that there are at most N / M + E tiles of rows;
+those programs for which no tile is left end at once.
 
-Source of the scheme: grouped products of MegaBlocks (Gale et al. 2022). Roofline, bf16: the FLOPs of
-all products, 2 N i o each; with few rows an expert the bytes of its matrix.
+Source of the scheme: grouped products of MegaBlocks (Gale et al. 2022). Roofline, bf16: the FLOPs
+of all products, 2 N i o each; with few rows an expert the bytes of its matrix.
 """
 
 from __future__ import annotations
@@ -158,6 +158,12 @@ def weight_kernel(
 def configuration(what: str, itemsize: int, arch: int = HOPPER) -> Row:
     """The tiles of "rows" or "weight" for operands of so many bytes."""
     return find(f"grouped_gemm {what}", arch, bytes=itemsize)
+
+
+def unfit(itemsize: int, arch: int) -> str | None:
+    """Why a GPU cannot run the kernels for operands of so many bytes; None where it can."""
+    reasons = (configuration(what, itemsize, arch).unfit(arch) for what in ("rows", "weight"))
+    return next((reason for reason in reasons if reason), None)
 
 
 def _check(x: Tensor, weight: Tensor, ends: Tensor) -> None:

@@ -18,7 +18,7 @@ from megatron.config.input_files import JsonObject
 # model types of experts that have no counterpart, and what stands in the way
 NO_COUNTERPART = {
     "olmoe": "q_norm and k_norm normalise all heads together, --qk-layernorm each head",
-    "deepseek_v2": "its router has neither sigmoid scores nor a correction bias; DeepSeek-V3 is read",
+    "deepseek_v2": "no sigmoid scores, no correction bias of its router; DeepSeek-V3 is read",
 }
 
 

@@ -247,14 +247,15 @@ class AllToAll:
 
     def __init__(self, grid: TensorParallel, count: int, backend: str):
         self.grid, self.count, self.backend = grid, count, backend
-        self.stays = grid.experts.size == grid.axis.size == 1
+        # all experts are here, and their products need no numbers on the host
+        self.stays_uncounted = grid.experts.size == grid.axis.size == 1 and backend == TRITON
 
     @torch.no_grad()
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
         """Where slots [T, k] go whose experts these are; `keep`: those that go anywhere."""
         ep, etp = self.grid.experts, self.grid.axis
         chosen, slots = slots_by_expert(experts, keep, self.count)
-        if self.stays and keep is None and self.backend == TRITON:
+        if keep is None and self.stays_uncounted:
             return DispatchPlan(slots, None, None, None, None, RowCounts.of(TRITON, chosen))
         coming = all_gather(all_to_all(chosen.view(ep.size, -1), ep).flatten(), etp)
         numbers = torch.cat([chosen, coming]).tolist()  # the host waits here
@@ -263,22 +264,23 @@ class AllToAll:
         if keep is not None:
             slots = _first(slots, sum(mine), keep)
         sources = _sums(theirs, here)  # rows from each rank of ep, of each rank of etp
-        own = sources[etp.rank * ep.size : (etp.rank + 1) * ep.size]
-        order = place = None
-        if len(sources) > 1:
-            order = transposed_order(coming.view(-1, here), sum(theirs))
-            place = inverse_of(order)
+        own = sources[etp.rank * ep.size :][: ep.size]
+        coming = coming.view(-1, here)
+        order = transposed_order(coming, sum(theirs)) if len(sources) > 1 else None
         return DispatchPlan(
             slots,
             RowExchange(ep, _sums(mine, here), own) if ep.size > 1 else None,
             self._spread(sum(own), _sums(sources, ep.size)),
             order,
-            place,
-            RowCounts.of(
-                self.backend,
-                coming.view(-1, here).sum(0),
-                (sum(theirs[expert::here]) for expert in range(here)),
-            ),
+            None if order is None else inverse_of(order),
+            self._counts(coming, theirs),
+        )
+
+    def _counts(self, coming: Tensor, numbers: list[int]) -> RowCounts:
+        """Of the rows that come, [sources, experts here], and the same on the host."""
+        here = coming.shape[1]
+        return RowCounts.of(
+            self.backend, coming, (sum(numbers[expert::here]) for expert in range(here))
         )
 
     def _spread(self, own: int, of_ranks: list[int]) -> RowExchange | None:

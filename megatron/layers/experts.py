@@ -47,9 +47,14 @@ class RowCounts(NamedTuple):
 
     @classmethod
     def of(cls, backend: str, counts: Tensor, numbers: Iterable[int] | None = None) -> RowCounts:
-        """What products by `backend` need of counts [E]; `numbers`: the same, on the host."""
-        ends = None if backend == LOOP else counts.cumsum(0, dtype=torch.int32)
-        return cls(len(counts), None if numbers is None else tuple(numbers), ends)
+        """What products by `backend` need of counts [E], or [sources, E] of rows that are put in
+        order; `numbers`: how many each expert has, on the host.
+        """
+        ends = None
+        if backend != LOOP:
+            total = counts.sum(0) if counts.dim() == 2 else counts
+            ends = total.cumsum(0, dtype=torch.int32)
+        return cls(counts.shape[-1], None if numbers is None else tuple(numbers), ends)
 
 
 LOOP, TORCH_GROUPED, TRITON = "torch", "grouped-mm", "triton"  # of --grouped-gemm-backend

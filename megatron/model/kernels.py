@@ -14,7 +14,7 @@ import torch
 from megatron.config.derive import GATED, attention_ranks, expert_ranks
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.kernels import attention_gluon, lang, self_check
+from megatron.kernels import attention_gluon, grouped_gemm, lang, self_check
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_backward import why_not_atomic
 from megatron.kernels.attention_launch import Options, table_key
@@ -202,8 +202,12 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
         }
     if config.precision.fp64:
         unable["grad-norm"] = {"apex": "it adds up in fp32"}
-    if config.model.num_experts is not None and (reason := _unable_grouped(config, dtype)):
-        unable["grouped-gemm"] = {"grouped-mm": reason}
+    if config.model.num_experts is not None:
+        reasons = {
+            "grouped-mm": _unable_grouped(config, dtype),
+            "triton": None if dtype.itemsize == 8 else grouped_gemm.unfit(dtype.itemsize, arch),
+        }
+        unable["grouped-gemm"] = {name: reason for name, reason in reasons.items() if reason}
     return unable
 
 

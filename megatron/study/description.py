@@ -173,6 +173,18 @@ KEYS = (
 ).split()
 
 
+def _hardware(asked: Any, launcher: str) -> str | None:
+    """What predictions are made of."""
+    if not isinstance(asked, str | None):
+        raise UserError(f"hardware: {asked!r}: give a name or a file, as tools/plan.py takes it")
+    if asked == MEASURE and launcher != "local":
+        raise UserError(
+            f"hardware: {MEASURE}: measures the machine of `launcher: local`; run tools/plan.py "
+            "measure --out FILE on a node, and give that file"
+        )
+    return asked
+
+
 def _study(content: dict[str, Any]) -> StudyPlan:
     unknown = [key for key in content if key not in KEYS]
     if unknown:
@@ -184,14 +196,6 @@ def _study(content: dict[str, Any]) -> StudyPlan:
     warmup = _number(content, "warmup", 5, 0, whole=True)
     if warmup >= iterations:
         raise UserError(f"warmup: {warmup}: must be below iterations, which is {iterations}")
-    hardware = content.get("hardware")
-    if not isinstance(hardware, str | None):
-        raise UserError(f"hardware: {hardware!r}: give a name or a file, as tools/plan.py takes it")
-    if hardware == MEASURE and launcher != "local":
-        raise UserError(
-            f"hardware: {MEASURE}: measures the machine of `launcher: local`; run tools/plan.py "
-            "measure --out FILE on a node, and give that file"
-        )
     environment = _map(content.get("environment", {}), "environment")
     rows = tuple(_rows(content, launcher, [iterations, environment]))
     if all(row.refusal for row in rows):
@@ -204,7 +208,7 @@ def _study(content: dict[str, Any]) -> StudyPlan:
         warmup=warmup,
         launcher=launcher,
         timeout=_number(content, "timeout", 30, 0.05, whole=False),
-        hardware=hardware,
+        hardware=_hardware(content.get("hardware"), launcher),
         environment={key: _word(value) for key, value in environment.items()},
         sbatch=_words(content, "sbatch"),
         ranks_per_node=_number(content, "ranks-per-node", 8, 1, whole=True),

@@ -184,6 +184,12 @@ def test_what_is_refused():
     assert chosen(dataclasses.replace(double, model=mixture().model)).implementation == "torch"
 
 
+def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
+    monkeypatch.undo()  # the rows as they are shipped
+    assert module.unfit(2, 90) is None and module.unfit(2, 80) is None
+    assert "KiB of shared memory for a block of threads" in str(module.unfit(2, 120))
+
+
 def test_tiles_of_rows_cover_each_row_once(device):
     """Every tile's expert and rows, by the definition."""
     counts = (5, 0, 33, 16, 1)

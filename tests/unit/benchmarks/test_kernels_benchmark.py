@@ -42,7 +42,8 @@ def test_every_case_runs(tmp_path, monkeypatch, capsys):
             (case, role) for case in cases for role in ("kernel", "rival")
         }
     assert found["limits"].keys() == {"FLOP", "byte"} and found["torch"] == torch.__version__
-    assert (tmp_path / "kernels.md").read_text().count("\n| memory |") == len(found["rows"]) - 2
+    table = (tmp_path / "kernels.md").read_text()
+    assert table.count("\n| memory |") + table.count("\n| experts |") == len(found["rows"]) - 2
 
 
 def test_faults_are_rows():
