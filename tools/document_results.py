@@ -339,6 +339,53 @@ def fp8_curves() -> str:
     )
 
 
+@figure("experts.curves")
+def expert_curves() -> str:
+    """The dense model and the mixtures, a row each; loads are means over seeds."""
+    from megatron.benchmarks.expert_curves import KINDS, LAST, end_loads, final_losses, less
+
+    document = result("expert_curves")
+    rows = []
+    for kind in KINDS:
+        runs = [run for run in document["runs"] if run["kind"] == kind]
+        ends = [found for run in runs if (found := end_loads(run))]
+        loads = [f"{statistics.mean(each):.2f}" for each in zip(*ends)] or [""] * 2
+        sizes, apart = document["sizes"][kind], less(runs, kind, dense_losses())
+        rows.append(
+            (
+                f"8 experts, {kind}" if ends else kind,
+                f"{sizes['parameters'] / 1e6:.2f}M",
+                f"{sizes['active_parameters'] / 1e6:.2f}M",
+                f"{sizes['flops_per_token'] / 1e6:.2f}",
+                ", ".join(f"{loss:.3f}" for loss in final_losses(runs, kind).values()),
+                ", ".join(f"{each:+.3f}" for each in apart) if ends else "",
+                *loads,
+                f"{statistics.mean(run['cpu_seconds'] for run in runs) / 60:.1f}",
+            )
+        )
+    return table(
+        "model, and what balances it | parameters | active | MFLOPs a token | validation loss | "
+        f"less dense, same seed | busiest expert, last {LAST} steps | idlest | CPU minutes",
+        rows,
+    )
+
+
+def dense_losses() -> dict[int, float]:
+    """Of each seed the validation loss of the dense model of expert_curves.json, which is ours of
+    convergence.json.
+    """
+    runs = result("convergence")["runs"]
+    return {
+        run["seed"]: run["validation_loss"] for run in runs if run["who"] == "ours, Llama shape"
+    }
+
+
+FIGURES["experts.dense-seeds"] = lambda: (
+    f"{statistics.stdev(dense_losses().values()):.3f} ({len(dense_losses())} seeds)"
+)
+FIGURES["experts.unigram"] = lambda: f"{result('expert_curves')['unigram_loss']:.2f}"
+
+
 # ---- pipelines -----------------------------------------------------------------------------------
 
 

@@ -96,6 +96,7 @@ MODULES = {
     "qk_norm": qk_norm,
     "rotary": rotary,
 }
+OF_SHARED = ("attention", "grouped_gemm")  # operators that ask whether a GPU has as much memory
 UNTUNED = "attention gluon"  # few layouts, which benchmarks/kernels.py measures
 LEAST_GAIN = 0.01
 ROUNDS = {"first": 5, "last": 25}
@@ -332,7 +333,7 @@ def taken(table: list[Row], lines: list[dict[str, Any]]) -> list[Row]:
             or (line["numbers"] == line["frozen"] and place not in rows)
         ):
             continue
-        shared = line["shared"] if line["operator"].startswith("attention ") else 0
+        shared = line["shared"] if line["operator"].split()[0] in OF_SHARED else 0
         measured = {name: line[name] for name in ("ms", "gpu", "torch", "triton", "date")}
         rows[place] = Row(
             line["operator"],

@@ -69,7 +69,8 @@ class ExpertsConfig:
     moe_router_enable_expert_bias: bool = model_flag(False, needs=EXPERTS)
     """Balance experts without a loss (Wang et al. 2024): a bias that is added to the scores when
     experts are chosen, not when they are weighed, and that grows after each step for experts with
-    fewer tokens than the mean.
+    fewer tokens than the mean. Needs scores of a fixed range: --moe-router-score-function sigmoid
+    or sqrtsoftplus.
     """
     moe_router_bias_update_rate: float = flag(
         1e-3, bound=NOT_NEGATIVE, needs=(EXPERTS, EXPERT_BIAS), change=STEPS

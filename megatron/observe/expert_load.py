@@ -1,5 +1,5 @@
-"""How evenly tokens go to the experts of a mixture: metrics of a step, and a warning for an expert
-that has none.
+"""How evenly tokens go to the experts of a mixture: metrics of a step, and a warning of experts
+that have none.
 
 Called from training/loop.py at each log line.
 """
@@ -7,7 +7,7 @@ Called from training/loop.py at each log line.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 logger = logging.getLogger(__name__)
 SUFFIX = ".expert-tokens"  # of the names of counts: layers.3.expert-tokens
@@ -40,23 +40,55 @@ def load_metrics(counts: Mapping[str, list[float]], by_layer: bool) -> dict[str,
 
 
 class StarvingExperts:
-    """Warns once of each expert that had no token of a whole batch."""
+    """Warns of experts that had no token of a whole batch: a line for all layers, and only where an
+    expert is among them that was in no line before.
+    """
 
     def __init__(self) -> None:
         self.known: set[tuple[str, int]] = set()
 
     def look(self, counts: Mapping[str, list[float]], iteration: int) -> None:
         """At the counts of `load_metrics`, of the step of an iteration."""
-        for name, (*tokens, _) in counts.items():
-            layer = name.removesuffix(SUFFIX)
-            empty = [expert for expert, number in enumerate(tokens) if not number]
-            new = [expert for expert in empty if (layer, expert) not in self.known]
-            if not new or not sum(tokens):
-                continue
-            self.known.update((layer, expert) for expert in new)
-            logger.warning(
-                f"iteration {iteration}: no token went to {len(empty)} of the {len(tokens)} "
-                f"experts of {layer} ({', '.join(map(str, empty[:8]))}"
-                f"{', ...' if len(empty) > 8 else ''}); balance them with --moe-aux-loss-coeff "
-                "0.01 or --moe-router-enable-expert-bias"
-            )
+        layers = {
+            name.removesuffix(SUFFIX): tokens
+            for name, (*tokens, _) in counts.items()
+            if name.endswith(SUFFIX) and any(tokens)
+        }
+        empty = {
+            layer: [expert for expert, number in enumerate(tokens) if not number]
+            for layer, tokens in layers.items()
+        }
+        found = {(layer, expert) for layer, experts in empty.items() for expert in experts}
+        if found <= self.known:
+            return
+        self.known |= found
+        starved = {layer: experts for layer, experts in empty.items() if experts}
+        logger.warning(
+            f"iteration {iteration}: no token went to {len(found)} of the "
+            f"{sum(map(len, layers.values()))} experts of all layers; {_where(starved, layers)}; "
+            f"{_busiest(layers)}; balance them with --moe-aux-loss-coeff 0.01 or "
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+        )
+
+
+def _where(starved: Mapping[str, list[int]], layers: Mapping[str, list[float]]) -> str:
+    """Which layers have experts without a token, and the experts of the layer with most of them."""
+    worst = max(starved, key=lambda layer: len(starved[layer]))
+    return (
+        f"they are in {len(starved)} of {len(layers)} layers with experts ({_some(starved)}), most "
+        f"in {worst}: {len(starved[worst])} of {len(layers[worst])} ({_some(starved[worst])})"
+    )
+
+
+def _busiest(layers: Mapping[str, list[float]]) -> str:
+    """The expert with most tokens, as a multiple of its layer's mean."""
+    loads = {layer: max(tokens) * len(tokens) / sum(tokens) for layer, tokens in layers.items()}
+    worst = max(loads, key=lambda layer: loads[layer])
+    expert = layers[worst].index(max(layers[worst]))
+    return f"the busiest is {expert} of {worst}, with {loads[worst]:.1f} times the mean"
+
+
+def _some(names: Iterable[object], most: int = 8) -> str:
+    """The first of them."""
+    texts = [str(name) for name in names]
+    return ", ".join(texts[:most]) + (", ..." if len(texts) > most else "")

@@ -1,0 +1,171 @@
+"""The benchmark of a dense model beside mixtures of experts: all train the same run at equal active
+FLOPs, the arithmetic of its table, and the picture.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from megatron.benchmarks import convergence
+from megatron.benchmarks import expert_curves as tool
+
+from megatron.config.arguments import parse_arguments
+
+ROOT = Path(__file__).resolve().parents[3]
+MIXTURES = [kind for kind in tool.KINDS if kind != tool.DENSE]
+FILES = Path("d"), Path("t")
+
+
+def config_of(kind: str):
+    return parse_arguments(tool.flags_of(kind, convergence.WORK, *FILES)).config
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_every_kind_trains_the_same_run(kind):
+    ours, dense = config_of(kind), config_of(tool.DENSE)
+    assert ours.training == dense.training and ours.optimizer == dense.optimizer
+    assert ours.data == dense.data
+    assert ours.model.num_experts == 8 and ours.model.moe_router_topk == 2
+
+
+@pytest.fixture
+def sizes(tmp_path: Path) -> dict[str, dict[str, float]]:
+    """Of all kinds; the files must be there, and are not read."""
+    for name in ("d.idx", "d.bin", "t"):
+        (tmp_path / name).touch()
+    files = tmp_path / "d", tmp_path / "t"
+    return {kind: tool.sizes(kind, convergence.WORK, *files) for kind in tool.KINDS}
+
+
+def test_what_balances_the_experts():
+    models = {kind: config_of(kind).model for kind in MIXTURES}
+    coefficients = {kind: model.moe_aux_loss_coeff for kind, model in models.items()}
+    assert coefficients == {"auxiliary loss": (0.01,), "bias": (0.0,), "nothing": (0.0,)}
+    biased = [kind for kind, model in models.items() if model.moe_router_enable_expert_bias]
+    assert biased == ["bias"]
+
+
+def test_the_active_flops_are_those_of_the_dense_model_and_the_router(sizes):
+    work, dense, mixture = convergence.WORK, sizes[tool.DENSE], sizes["bias"]
+    router = work.layers * work.hidden * tool.EXPERTS
+    assert (
+        dense["active_parameters"] == dense["parameters"] == mixture["active_parameters"] - router
+    )
+    # forward 2 for each element of a matrix, backward twice as many
+    assert mixture["flops_per_token"] - dense["flops_per_token"] == 6 * router
+    mlp = 3 * work.hidden * work.ffn * work.layers  # gate, up and down
+    more = mixture["parameters"] - mixture["active_parameters"]
+    assert more == mlp * (tool.EXPERTS // tool.TOPK - 1)
+
+
+def test_the_loss_of_frequencies():
+    tokens, labels = np.array([0, 0, 1]), np.array([[0, 2]])
+    # of 6 counts with one more for each of three tokens: 3, 2 and 1
+    expected = -(math.log(3 / 6) + math.log(1 / 6)) / 2
+    assert tool.cross_entropy(tokens, labels, 3) == pytest.approx(expected)
+
+
+def test_losses_and_loads_are_taken_from_the_metrics():
+    rows = [
+        {
+            "iteration": 10,
+            "lm loss": 6.1234567,
+            "expert-load-max": 9.0,
+            "expert-load-max/layers.10": 2.0,
+            "expert-load-max/layers.9": 3.00049,
+            "expert-load-min/layers.10": 0.25,
+            "expert-load-min/layers.9": 0.5,
+        },
+        {"iteration": 20, "lm loss": 5.0, "lm loss validation": 5.5, "lm loss test": 1.0},
+    ]
+    assert tool.kept(rows) == {
+        "training": [[10, 6.12346], [20, 5.0]],
+        "validation": [[20, 5.5]],
+        "loads": [[10, [3.0, 2.0], [0.5, 0.25]]],  # layers in the order of their numbers
+    }
+
+
+def run(kind: str, seed: int, loss: float, most: float = 0.0) -> dict:
+    """A made-up run of 200 steps whose busiest layer has `most`, one more after step 100."""
+    loads = [[step, [1.0, most + (step > 100)], [0.5, 0.75]] for step in range(10, 201, 10)]
+    return {
+        "kind": kind,
+        "seed": seed,
+        "validation": [[100, loss + 1], [200, loss]],
+        "loads": loads if kind != tool.DENSE else [],
+    }
+
+
+def test_seeds_are_compared_with_the_dense_run_of_the_same_seed():
+    runs = [run(tool.DENSE, 1, 4.0), run("bias", 2, 4.25, 2), run("bias", 3, 4.0, 2)]
+    assert tool.final_losses(runs, tool.DENSE) == {1: 4.0}
+    assert tool.less(runs, "bias", {1: 4.0, 2: 4.5}) == [-0.25]
+    assert tool.less(runs, "nothing", {1: 4.0}) == []
+
+
+def test_loads_of_the_end_are_those_of_its_last_steps():
+    assert tool.end_loads(run("bias", 1, 4.0, most=2)) == (3, 0.5)
+    assert tool.end_loads(run(tool.DENSE, 1, 4.0)) is None
+
+
+def test_what_is_missing_is_run_seed_by_seed():
+    wanted = tool.missing([run("bias", 1, 4.0)], 2)
+    first = [(kind, 1) for kind in tool.KINDS if kind != "bias"]
+    assert wanted == first + [(kind, 2) for kind in tool.KINDS]
+
+
+def points(picture: str) -> list[list[tuple[float, float]]]:
+    """Of every curve, in pixels."""
+    root = ElementTree.fromstring(picture)
+    lines = [node.get("points") for node in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    return [[tuple(map(float, pair.split(","))) for pair in line.split()] for line in lines]
+
+
+def test_the_picture_draws_every_loss_and_the_busiest_expert():
+    runs = [run(tool.DENSE, 1, 4.0), run("bias", 1, 3.4, most=3)]
+    dense, losses, loads = points(tool.draw({"runs": runs, "steps": 200, "step_tokens": 2048}))
+    assert len(dense) == len(losses) == 2 and len(loads) == 20
+    assert dense[0][1] == tool.TOP and losses[1][1] == tool.TOP + tool.HEIGHT  # most, least
+    assert dense[1][0] == loads[-1][0] == tool.WIDTH - tool.RIGHT
+    second = tool.TOP + tool.HEIGHT + tool.GAP
+    assert loads[-1][1] == second  # 4 times the mean: all tokens went to it
+    assert loads[0][1] == pytest.approx(second + tool.HEIGHT / 3, abs=0.1)
+
+
+def test_the_recorded_picture_is_that_of_the_recorded_runs():
+    file = ROOT / "docs/results/expert_curves.json"
+    document = json.loads(file.read_text())
+    assert file.stat().st_size < 200 * 1024
+    assert tool.draw(document) == (ROOT / "docs/images/expert_curves.svg").read_text()
+    for kind in tool.KINDS:
+        runs = [run for run in document["runs"] if run["kind"] == kind]
+        assert runs and [run["seed"] for run in runs] == [*range(1, len(runs) + 1)]
+        for each in runs:
+            assert len(each["validation"]) == tool.EVALUATIONS
+            assert each["validation"][-1][1] < document["unigram_loss"]
+            steps = document["steps"] // tool.LOGGED if kind != tool.DENSE else 0
+            assert len(each["loads"]) == steps
+    text = (ROOT / "docs/experts.md").read_text()
+    assert re.search(r"!\[.*\]\(images/expert_curves\.svg\)", text)
+
+
+def test_the_recorded_sizes_are_those_of_the_program(sizes):
+    document = json.loads((ROOT / "docs/results/expert_curves.json").read_text())
+    assert document["sizes"] == sizes
+
+
+def test_the_dense_runs_are_those_of_the_benchmark_of_convergence():
+    """With which the documents compare seeds that this file lacks."""
+    ours = json.loads((ROOT / "docs/results/expert_curves.json").read_text())["runs"]
+    theirs = json.loads((ROOT / "docs/results/convergence.json").read_text())["runs"]
+    losses = {
+        run["seed"]: run["validation_loss"] for run in theirs if run["who"] == "ours, Llama shape"
+    }
+    found = tool.final_losses(ours, tool.DENSE)
+    assert found == {seed: pytest.approx(losses[seed], abs=1e-5) for seed in found}
