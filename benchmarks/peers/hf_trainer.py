@@ -1,8 +1,9 @@
 """Hugging Face Trainer on transformers' Llama, or with experts on its Mixtral. Run by
 benchmarks/training.py. No shims: settings only.
 
-Mixtral's experts are torch's `grouped_mm`, which transformers takes by itself. What the model does
-otherwise, a loop over experts ("eager"), is slower on a CPU (docs/performance.md).
+Mixtral's experts are torch's `grouped_mm` in fp32, and its own loop over them ("eager") in bf16: the
+faster one of these two each time. autocast leaves `grouped_mm` in fp32, and makes the loop's
+products bf16.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def build(work: Work) -> PreTrainedModel:
     if not work.experts:
         return LlamaForCausalLM(LlamaConfig(**shape))
     config = MixtralConfig(**shape, num_local_experts=work.experts, num_experts_per_tok=work.topk)
-    return MixtralForCausalLM(config)
+    model = MixtralForCausalLM(config)
+    model.set_experts_implementation("eager" if work.precision == "bf16" else "grouped_mm")
+    return model
 
 
 @torch.no_grad()
