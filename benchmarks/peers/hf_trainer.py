@@ -1,8 +1,8 @@
 """Hugging Face Trainer on transformers' Llama, or with experts on its Mixtral. Run by
 benchmarks/training.py. No shims: settings only.
 
-Mixtral's experts are torch's `grouped_mm` in fp32, and its own loop over them ("eager") in bf16: the
-faster one of these two each time. autocast leaves `grouped_mm` in fp32, and makes the loop's
+Mixtral's experts are torch's `grouped_mm` in fp32, and its own loop over them ("eager") in bf16:
+the faster one of these two each time. autocast leaves `grouped_mm` in fp32, and makes the loop's
 products bf16.
 """
 
