@@ -243,6 +243,20 @@ FIGURES["training.two-processes"] = lambda: table(STEPS, steps("training_cpu_two
 FIGURES["training.pipeline"] = lambda: table(STEPS, steps("training_cpu_pipeline"))
 
 
+@figure("training.experts")
+def training_experts() -> str:
+    """As `steps`, with the precision, which the rows of other tables share."""
+    rows = zip(result("training_experts")["rows"], steps("training_experts"), strict=True)
+    return table(STEPS, [(row["setting"], *cells[1:]) for row, cells in rows])
+
+
+@figure("training.experts.apart")
+def training_experts_apart() -> str:
+    """The largest relative difference of a peer's last fp32 loss from ours."""
+    rows = [row for row in result("training_experts")["rows"] if row["setting"].startswith("fp32")]
+    return f"{max(abs(row['their_loss'] / row['our_loss'] - 1) for row in rows):.0e}"
+
+
 @figure("convergence")
 def convergence() -> str:
     from megatron.benchmarks.convergence import SEEDS
