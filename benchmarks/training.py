@@ -1,22 +1,23 @@
 """CPU training throughput against other trainers, as ratios of interleaved runs: in one process
 against Hugging Face Trainer, litgpt and a plain PyTorch loop; in two processes over Gloo against
-torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core.
+torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core. Mixtures
+of experts are measured against Hugging Face Trainer and megatron-core.
 
     python benchmarks/training.py --setup DIR    # once: the peers' environments, pinned
     python benchmarks/training.py --peers DIR --settings fp32 --out docs/results/training_cpu.json
 
 Every run is a whole job (torchrun, where it has several processes) that trains the same
-8.9M-parameter Llama-style GPT from the same weights on the same tokens (peers: benchmarks/peers/)
-and is timed from the end of its last warm-up step to the end of its last step; ours is
-`pretrain_gpt.py` itself, timed by the stamps of its console lines. A round runs ours and each peer
-once, in turning order. A ratio is our tokens per second by the peer's in the same round; it passes
-by ratio_rule.py. The table ends with the mean loss of the last steps of both sides: equal work
-gives equal losses (Hugging Face Trainer and litgpt draw weights of their own, and the Trainer
-shuffles). A pair counts when other processes used less than --quiet cores during both of its runs;
-the JSON keeps every run, counted or not. On a machine that never is quiet, --cpu-time compares
-tokens per CPU second on one thread instead: less than the whole truth, but steady. torch.compile is
-off everywhere, AdamW is torch's fused kernel, gradients are clipped to 1, master weights and
-moments are fp32, and gradients are summed over ranks in fp32 (DeepSpeed with bf16: in bf16).
+8.9M-parameter Llama-style GPT (of 18.5M with experts) from the same weights on the same tokens
+(peers: benchmarks/peers/) and is timed from the end of its last warm-up step to the end of its last
+step; ours is `pretrain_gpt.py` itself, timed by the stamps of its console lines. A round runs ours
+and each peer once, in turning order. A ratio is our tokens per second by the peer's in the same
+round; it passes by ratio_rule.py. The table ends with the mean loss of the last steps of both
+sides: equal work gives equal losses (litgpt alone draws weights of its own). A pair counts when
+other processes used less than --quiet cores during both of its runs; the JSON keeps every run,
+counted or not. On a machine that never is quiet, --cpu-time compares tokens per CPU second on one
+thread instead: less than the whole truth, but steady. torch.compile is off everywhere, AdamW is
+torch's fused kernel, gradients are clipped to 1, master weights and moments are fp32, and gradients
+are summed over ranks in fp32 (DeepSpeed with bf16: in bf16).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -67,26 +68,34 @@ class Peer:
     takes: Callable[[Work], bool]
 
 
+def only_dense_data_parallel(work: Work) -> bool:
+    return work.processes == work.data_parallel > 1 and not work.experts
+
+
 PEERS = {
-    "plain loop": Peer("plain_loop.py", None, lambda work: work.processes == 1),
+    "plain loop": Peer(
+        "plain_loop.py", None, lambda work: work.processes == 1 and not work.experts
+    ),
     # no dropout in these places
     "Hugging Face Trainer": Peer(
         "hf_trainer.py", "hf", lambda work: work.processes == 1 and work.dropout == 0
     ),
     # likewise
     "litgpt": Peer(
-        "litgpt_pretrain.py", "litgpt", lambda work: work.processes == 1 and work.dropout == 0
+        "litgpt_pretrain.py",
+        "litgpt",
+        lambda work: work.processes == 1 and work.dropout == 0 and not work.experts,
     ),
-    "torch DDP": Peer("plain_loop.py", None, lambda work: work.processes == work.data_parallel > 1),
-    "DeepSpeed ZeRO-0": Peer(
-        "deepspeed_zero0.py", "deepspeed", lambda work: work.processes == work.data_parallel > 1
-    ),
+    "torch DDP": Peer("plain_loop.py", None, only_dense_data_parallel),
+    "DeepSpeed ZeRO-0": Peer("deepspeed_zero0.py", "deepspeed", only_dense_data_parallel),
     "DeepSpeed pipeline": Peer(
         "deepspeed_pipeline.py",
         "deepspeed",
         lambda work: work.processes == work.pipeline_parallel > 1,
     ),
-    "megatron-core": Peer("megatron_core.py", "megatron-core", lambda work: work.processes > 1),
+    "megatron-core": Peer(
+        "megatron_core.py", "megatron-core", lambda work: work.processes > 1 or work.experts > 0
+    ),
 }
 DP2 = Work(data_parallel=2, micro_batch=2, steps=20, warmup=5)
 TP2 = Work(tensor_parallel=2, micro_batch=4, steps=20, warmup=5)
@@ -94,6 +103,9 @@ TP2 = Work(tensor_parallel=2, micro_batch=4, steps=20, warmup=5)
 PP2 = Work(
     pipeline_parallel=2, first_stage_layers=4, micro_batch=1, accumulation=8, steps=10, warmup=5
 )
+# two of these experts multiply as much as one MLP of the work without experts
+EXPERTS = {"experts": 8, "topk": 2, "expert_ffn": 344}
+EP2 = {**EXPERTS, "expert_parallel": 2}
 SETTINGS = {
     "fp32": Work(),
     "bf16": Work(precision="bf16"),
@@ -109,16 +121,21 @@ SETTINGS = {
     "bf16, dp2": replace(DP2, micro_batch=4, precision="bf16"),
     "bf16, tp2": replace(TP2, micro_batch=8, precision="bf16"),
     "bf16, tp2 sp": replace(TP2, micro_batch=8, sequence_parallel=1, precision="bf16"),
+    "fp32, 8 experts top-2": Work(**EXPERTS),
+    "bf16, 8 experts top-2": Work(**EXPERTS, precision="bf16"),
+    "fp32, 8 experts top-2, ep2": replace(DP2, **EP2),
+    "bf16, 8 experts top-2, ep2": replace(DP2, **EP2, micro_batch=4, precision="bf16"),
 }
 GOAL = 1.0
 STAMP = re.compile(r" \[([^]]+)\] iteration +(\d+)/")
 
 
-def setup(folder: Path) -> None:
-    """Make the peers' virtual environments."""
+def setup(folder: Path, names: Sequence[str]) -> None:
+    """Make the peers' virtual environments of these names."""
     # DeepSpeed builds no CUDA kernels
     environ = {**os.environ, "DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
-    for name, packages in ENVIRONMENTS.items():
+    for name in names:
+        packages = ENVIRONMENTS[name]
         print(f"{folder / name}: {TORCH} {' '.join(packages)}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder / name)], check=True)
         pip = [
@@ -163,10 +180,14 @@ def our_flags(work: Work) -> list[str]:
         if work.pipeline_parallel > 1
         else []
     )
+    experts = f"""--num-experts {work.experts} --moe-router-topk {work.topk}
+        --moe-ffn-hidden-size {work.expert_ffn}
+        --expert-model-parallel-size {work.expert_parallel}""".split()
     grouped = f"--group-query-attention --num-query-groups {work.query_groups}".split()
     return [
         *flags.split(),
         *grouped * (work.query_groups > 0),
+        *experts * (work.experts > 0),
         *serial,
         *stages,
         *["--sequence-parallel"] * work.sequence_parallel,
@@ -463,6 +484,13 @@ def main() -> None:
         "--setup", type=Path, metavar="DIR", help="make the peers' environments in DIR"
     )
     parser.add_argument(
+        "--environments",
+        nargs="+",
+        choices=ENVIRONMENTS,
+        default=list(ENVIRONMENTS),
+        help="those that --setup makes",
+    )
+    parser.add_argument(
         "--peers",
         type=lambda path: Path(path).resolve(),
         metavar="DIR",
@@ -486,7 +514,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON of every run")
     args = parser.parse_args()
     if args.setup:
-        setup(args.setup)
+        setup(args.setup, args.environments)
     if not args.peers:
         return
     if args.cpu_time:

@@ -24,7 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 @dataclass(frozen=True)
 class Work:
     """One measurement: a Llama-style GPT (rotary, RMSNorm, SwiGLU, untied head, no biases), its
-    layout and its steps.
+    layout and its steps. With experts every layer has them in the place of its MLP: the softmax of
+    the chosen logits weighs them, all tokens are taken, and no loss balances them.
     """
 
     layers: int = 6
@@ -32,11 +33,15 @@ class Work:
     heads: int = 8
     query_groups: int = 0  # key and value heads; 0: as many as heads
     ffn: int = 688
+    experts: int = 0  # of each layer; 0: MLPs
+    topk: int = 2  # experts of a token
+    expert_ffn: int = 0
     seq: int = 256
     vocab: int = 8192
     micro_batch: int = 4  # of each data-parallel rank
     accumulation: int = 1
     data_parallel: int = 1
+    expert_parallel: int = 1  # a part of the data-parallel ranks
     tensor_parallel: int = 1
     sequence_parallel: int = 0  # 0 or 1
     pipeline_parallel: int = 1  # 1 or 2
@@ -157,14 +162,20 @@ def rank_samples(tokens: Tensor, step: int, work: Work, rank: int) -> tuple[Tens
 
 
 class StepClock:
-    """Notes the time after each optimizer step of this process, whichever trainer takes it."""
+    """Notes the time after each optimizer step of this process, whichever trainer takes it. A step
+    may be that of several optimizers.
+    """
 
-    def __init__(self):
+    def __init__(self, optimizers: int = 1):
+        self.optimizers, self.ticks = optimizers, 0
         self.stamps: list[tuple[float, float]] = []  # elapsed, CPU seconds of this process
         self.rates: list[float] = []  # the learning rate of each step
         register_optimizer_step_post_hook(self.tick)
 
     def tick(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.ticks += 1
+        if self.ticks % self.optimizers:
+            return
         self.stamps.append((time.perf_counter(), time.process_time()))
         self.rates.append(optimizer.param_groups[0]["lr"])
 

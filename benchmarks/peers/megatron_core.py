@@ -6,10 +6,14 @@ of torch; its torch.compile fusions are off as on every side. Shims, for megatro
 (cpu_shims): the current device is the CPU, "cuda" in tensor factories means it, and CPU tensor
 types are called CUDA's; forking CUDA's random state does nothing; Gloo has no coalescing of
 collectives, so one after the other is sent, in order; torch's AdamW is the fused one (asked for by
-megatron-core in apex alone). With sequence parallelism torch's RMSNorm carries the mark by which
-its gradient is summed, which megatron-core's wrapper refuses to set. Pipelines need no shim:
-outputs are freed when sent, as in Megatron-LM, and there is no CUDA stream to wait for after a
-batch of messages (batch_p2p_sync); both are settings.
+megatron-core in apex alone). With experts: CUDA streams and events have nothing to wait for; a name
+that the router looks for is defined with TransformerEngine alone; numbers of rows, which Megatron
+hands to collectives as arrays if they come from a GPU, are arrays here too. Experts are
+SequentialMLP, since GroupedMLP needs a package of CUDA kernels and TEGroupedMLP TransformerEngine,
+and rows are sent by the alltoall dispatcher. With sequence parallelism torch's RMSNorm carries the
+mark by which its gradient is summed, which megatron-core's wrapper refuses to set. Pipelines need
+no shim: outputs are freed when sent, as in Megatron-LM, and there is no CUDA stream to wait for
+after a batch of messages (batch_p2p_sync); both are settings.
 """
 
 from __future__ import annotations
@@ -29,6 +33,19 @@ def on_cpu(factory):
     return lambda *args, **settings: factory(
         *args, **settings | ({"device": "cpu"} if settings.get("device") == "cuda" else {})
     )
+
+
+class Stream:
+    """What stands for a CUDA stream, and for an event of one: there is nothing to wait for."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def record_event(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
 
 
 class InOrder:
@@ -70,6 +87,9 @@ def cpu_shims() -> None:
         else original(self).replace("torch.", "torch.cuda.")
     )
     dist._coalescing_manager = send_in_order
+    stream = Stream()
+    torch.cuda.Stream = torch.cuda.current_stream = lambda: stream
+    torch.cuda.stream = lambda _: nullcontext()
     torch.optim.AdamW = partial(torch.optim.AdamW, fused=True)
 
 
@@ -88,9 +108,19 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *_: nullcontext()
+moe_utils.te_general_gemm = None  # which it asks for, and names with TransformerEngine alone
+
+
+def on_host(counts: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Numbers of rows as the dispatcher's copies from a GPU come: arrays where it asks for them."""
+    return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
+
+
+token_dispatcher.maybe_move_tensor_to_cpu = on_host
 
 
 class MarkedNorm(torch.nn.RMSNorm):
@@ -103,6 +133,21 @@ class MarkedNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
+def experts(work: Work) -> dict[str, object]:
+    """Settings of TransformerConfig; the router's softmax is that of the chosen logits."""
+    if not work.experts:
+        return {}
+    return {
+        "num_moe_experts": work.experts,
+        "moe_router_topk": work.topk,
+        "moe_ffn_hidden_size": work.expert_ffn,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": work.expert_parallel,
+    }
+
+
 def build(work: Work) -> GPTModel:
     """The bare model of this rank."""
     bf16, pipeline = work.precision == "bf16", work.pipeline_parallel > 1
@@ -112,6 +157,7 @@ def build(work: Work) -> GPTModel:
         num_attention_heads=work.heads,
         num_query_groups=work.key_heads,
         ffn_hidden_size=work.ffn,
+        **experts(work),
         normalization="RMSNorm",
         layernorm_epsilon=1e-5,
         gated_linear_unit=True,
@@ -135,7 +181,7 @@ def build(work: Work) -> GPTModel:
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
     )
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(work.experts or None, normalization="RMSNorm")
     if work.sequence_parallel:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
         layer = TransformerBlockSubmodules(layer_specs=[layer] * work.layers, layer_norm=MarkedNorm)
@@ -160,6 +206,11 @@ def load(model: GPTModel, start: Mapping[str, np.ndarray], work: Work, rank: int
     def part(name: str, dim: int) -> torch.Tensor:
         return tensor_of(start, name).chunk(work.tensor_parallel, dim)[rank]
 
+    def load_mlp(mlp: torch.nn.Module, name: str) -> None:
+        gate_up = (part(f"{name}.gate.weight", 0), part(f"{name}.up.weight", 0))
+        mlp.linear_fc1.weight.copy_(torch.cat(gate_up))
+        mlp.linear_fc2.weight.copy_(part(f"{name}.down.weight", 1))
+
     if model.pre_process:
         model.embedding.word_embeddings.weight.copy_(part("embedding.word.weight", 0))
     if model.post_process:
@@ -173,10 +224,14 @@ def load(model: GPTModel, start: Mapping[str, np.ndarray], work: Work, rank: int
         ]
         layer.self_attention.linear_qkv.weight.copy_(torch.cat(heads, 1).flatten(0, 1))
         layer.self_attention.linear_proj.weight.copy_(part(f"{attention}.proj.weight", 1))
-        layer.mlp.linear_fc1.weight.copy_(
-            torch.cat((part(f"{mlp}.gate.weight", 0), part(f"{mlp}.up.weight", 0)))
-        )
-        layer.mlp.linear_fc2.weight.copy_(part(f"{mlp}.down.weight", 1))
+        if not work.experts:
+            load_mlp(layer.mlp, mlp)
+            continue
+        layer.mlp.router.weight.copy_(part(f"{mlp}.router.weight", 0))
+        for expert, module in zip(
+            layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True
+        ):
+            load_mlp(module, f"{mlp}.experts.{expert}")
 
 
 def forward_step(batches: Iterator[torch.Tensor], model):
@@ -195,11 +250,15 @@ class Training:
 
     def __init__(self, work: Work, start: Mapping[str, np.ndarray]):
         self.work, self.tokens = work, tensor_of(start, "tokens")
-        parallel_state.initialize_model_parallel(work.tensor_parallel, work.pipeline_parallel)
+        parallel_state.initialize_model_parallel(
+            work.tensor_parallel,
+            work.pipeline_parallel,
+            expert_model_parallel_size=work.expert_parallel,
+        )
         self.data_rank = parallel_state.get_data_parallel_rank()
         bare = build(work)
         load(bare, start, work, parallel_state.get_tensor_model_parallel_rank())
-        self.parameters = count_parameters(bare)
+        self.parameters = count_parameters(bare, work)
         config, bf16 = bare.config, work.precision == "bf16"
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
         self.model = DistributedDataParallel(
@@ -242,11 +301,12 @@ class Training:
         return sum(part["lm loss"].item() for part in parts) / work.accumulation
 
 
-def count_parameters(model: GPTModel) -> int:
+def count_parameters(model: GPTModel, work: Work) -> int:
     """Of the whole model."""
     parameters = torch.tensor(
         sum(
-            p.numel()
+            # False: an expert, of which other ranks hold others
+            p.numel() * (1 if getattr(p, "allreduce", True) else work.expert_parallel)
             for p in model.parameters()
             if tensor_parallel.param_is_not_tensor_parallel_duplicate(p)
         )
@@ -258,8 +318,13 @@ def count_parameters(model: GPTModel) -> int:
 def main() -> None:
     work, start = parse_work()
     torch.set_num_threads(work.threads)
-    dist.init_process_group("gloo")
-    training, clock = Training(work, start), StepClock()
+    if work.processes > 1:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    training = Training(work, start)
+    # experts that other ranks do not hold have an optimizer of their own
+    clock = StepClock(len(training.optimizer.chained_optimizers))
     losses = [training.step(step) for step in range(work.steps)]
     report(work, clock, losses, training.parameters, {"megatron-core": megatron.core.__version__})
 

@@ -5,11 +5,13 @@ our losses.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +101,16 @@ def test_our_command_line_asks_for_the_same_work(name):
         and distributed.sequence_parallel == bool(work.sequence_parallel)
     )
     assert distributed.pipeline_model_parallel_size == work.pipeline_parallel
+    experts = (model.num_experts or 0, distributed.expert_model_parallel_size)
+    assert experts == (work.experts, work.expert_parallel)
+    if work.experts:
+        assert (model.moe_router_topk, model.moe_ffn_hidden_size) == (work.topk, work.expert_ffn)
+        # as Mixtral: the chosen logits' softmax, all tokens, no losses
+        assert (model.moe_router_score_function, model.moe_router_pre_softmax) == ("softmax", False)
+        assert model.moe_expert_capacity_factor is None and model.moe_token_dispatcher_type == (
+            "alltoall"
+        )
+        assert not any(model.moe_aux_loss_coeff) and model.moe_z_loss_coeff == 0
     if work.pipeline_parallel > 1:
         assert (distributed.pipeline_schedule, distributed.decoder_first_pipeline_num_layers) == (
             work.schedule,
@@ -128,6 +140,29 @@ def test_several_processes_are_launched_by_torchrun_and_only_peers_that_can_take
         "DeepSpeed pipeline",
         "megatron-core",
     ]
+
+
+def test_experts_are_the_work_of_peers_that_have_them():
+    def takers(name: str) -> list[str]:
+        return [peer for peer in tool.PEERS if tool.PEERS[peer].takes(tool.SETTINGS[name])]
+
+    assert takers("fp32, 8 experts top-2") == ["Hugging Face Trainer", "megatron-core"]
+    assert takers("fp32, 8 experts top-2, ep2") == ["megatron-core"]
+    assert "megatron-core" not in takers("fp32")
+    work = tool.SETTINGS["fp32, 8 experts top-2"]
+    assert work.topk * work.expert_ffn == work.ffn  # a token is multiplied as often as without
+
+
+def test_only_the_chosen_environments_are_made(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(tool.subprocess, "run", lambda command, **_: calls.append(command))
+    words = ["training.py", "--setup", str(tmp_path), "--environments", "megatron-core"]
+    monkeypatch.setattr(sys, "argv", words)
+    tool.main()
+    assert calls[0][-1] == str(tmp_path / "megatron-core") and len(calls) == 3
+    # torch by its pin goes before what would bring another
+    assert all(tool.TORCH in command for command in calls[1:])
+    assert "megatron-core==0.16.1" not in calls[1] and "megatron-core==0.16.1" in calls[2]
 
 
 def test_a_peer_reads_back_the_work_and_the_start_it_is_given(monkeypatch, tmp_path):
@@ -174,6 +209,45 @@ def test_the_plain_loop_computes_our_losses(tmp_path):
     assert tool.last_loss({"who": "ours", **ours}, TINY) == pytest.approx(
         tool.last_loss({"who": "plain loop", **peer}, TINY), abs=bound
     )
+
+
+def test_mixtral_with_our_weights_computes_our_losses(monkeypatch, tmp_path):
+    """One step a console line, so that a later one shows the gradients as well."""
+    pytest.importorskip("transformers")
+    work = replace(TINY, experts=4, topk=2, expert_ffn=24, steps=3, warmup=1, lr_warmup=0)
+    tool.write_start(tmp_path / "start", work, tool.our_flags(work))
+    ours = tool.run("ours", work, tmp_path, tmp_path / "start")["losses"]
+    monkeypatch.setattr(sys, "argv", ["peer", str(tmp_path / "start"), *work.arguments()])
+    _, start = parse_work()
+    # scripts of their own environments call it so
+    monkeypatch.setitem(sys.modules, "common", common)
+    peer, loop = (
+        importlib.import_module(f"megatron.benchmarks.peers.{name}")
+        for name in ("hf_trainer", "plain_loop")
+    )
+    model = peer.build(work)
+    peer.load(model, start, work)
+    losses = peer.Losses(model, work)
+    optimizer = torch.optim.AdamW(loop.groups(model), betas=(0.9, 0.95), eps=1e-8)
+    tokens, items = tensor_of(start, "tokens"), work.micro_batch * work.seq
+    for step in range(work.steps):
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = work.learning_rate(step)
+        samples = peer.Tokens(rank_samples(tokens, step, work, 0)[0])
+        batch = torch.utils.data.default_collate([samples[i] for i in range(work.micro_batch)])
+        model(**batch, num_items_in_batch=items).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    # the bound of the plain loop's losses
+    assert losses.of_steps() == pytest.approx(ours, abs=5e-6)
+
+
+def test_a_step_of_two_optimizers_is_one_step():
+    clock = StepClock(optimizers=2)
+    for _ in range(3):
+        for rate in (0.1, 0.2):
+            clock.tick(types.SimpleNamespace(param_groups=[{"lr": rate}]))
+    assert len(clock.stamps) == 3 and clock.rates == [0.2] * 3
 
 
 @pytest.mark.parametrize(
