@@ -128,6 +128,13 @@ class AttentionBytes:
         """Elements a token of the output projection's input."""
         return self.widths[0]
 
+    @property
+    def copied_output(self) -> int:
+        """Bytes of the output projection's input where the core does not keep it, so that it is
+        gone when the core is differentiated.
+        """
+        return 0
+
     def deferred(self) -> int:
         """Inputs and output gradients of the linear layers that a split backward pass leaves,
         without those of the hidden states' width.

@@ -62,6 +62,12 @@ class LatentBytes(AttentionBytes):
         """Whether values are followed by zeros, of which the output is freed by a copy."""
         return self.values > self.outputs
 
+    @property
+    def copied_output(self) -> int:
+        if not (self.is_filled or self.is_plain or self.is_widened):
+            return 0
+        return self.seq * self.samples * self.compute * self.outputs
+
     def inputs(self, recomputed: frozenset[str] = frozenset()) -> list[tuple[int, int]]:
         """(elements, bytes) of the storages that are kept in front of the attention core, without
         the layer's input: inputs of the latents' norms and of the up-projections.
@@ -208,4 +214,4 @@ class LatentBytes(AttentionBytes):
         return front + max(latent + self._making(), in_core) - self.saved()
 
     def behind_core(self) -> int:
-        return self.gradients() if self.is_plain else 0
+        return self.gradients() - self.copied_output if self.is_plain else 0

@@ -365,8 +365,10 @@ def _backward(
     if pieces == 1:
         again = in_attention + attention.behind_core() - mlp - hidden
         backward = max(in_piece, again, outside)
-        # fc2's input stays, and dropout's gradient beside that of its output
-        split = backward + shape.activated
+        # fc2's input stays, and dropout's gradient beside that of its output; behind the MLP all
+        # that its products read, and the output projection's
+        left = hidden + mlp + attention.copied_output
+        split = max(backward + shape.activated, outside + left)
     else:
         backward = max(hidden + in_piece, outside)  # beside the gradient of the MLP's input
         split = outside + hidden + mlp  # what all pieces leave stays
@@ -392,7 +394,7 @@ def _in_core(shape: Shape) -> int:
     if attention.blocks:
         return attention.blocks_backward()
     if attention.is_plain:
-        return attention.gradients()
+        return attention.gradients() - attention.copied_output
     (q, k), cp = attention.widths, attention.cp
     if attention.is_repeated:
         k = q
@@ -403,7 +405,7 @@ def _in_core(shape: Shape) -> int:
     if attention.is_ours:  # two numbers of each query, and where the order is free a sum
         sums = 2 * shape.wide * shape.model.num_attention_heads
         sums += 0 if shape.model.deterministic_mode else shape.wide * q
-    return shape.tokens * (element * (2 * q + 2 * k) + sums)
+    return shape.tokens * (element * (2 * q + 2 * k) + sums) - attention.copied_output
 
 
 def _forward(shape: Shape, index: int, dropped: DroppedBytes) -> int:
