@@ -233,7 +233,7 @@ class StepModel:
         linears, experts = self.operations.linears(False), self.operations.of_experts
         if not has_experts or experts is None:
             return RankParameters(_elements(linears.values()) + 2 * self.operations.hidden)
-        attention = _elements(linears[name] for name in ("qkv", "proj"))
+        attention = _elements(each for name, each in linears.items() if not name.startswith("fc"))
         beside = _elements((experts.router(), *experts.shared_expert()))
         each = _elements(experts.experts()) / experts.here
         dense = attention + beside + 2 * self.operations.hidden
