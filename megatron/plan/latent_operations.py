@@ -1,9 +1,9 @@
-"""What latent attention computes, moves and sends on one rank in front of the attention core, in the
-place of one projection and its rotary embedding.
+"""What latent attention computes, moves and sends on one rank in front of the attention core, in
+the place of one projection and its rotary embedding.
 
 Symbols: T tokens of a micro-batch on the tensor-parallel ranks together, T' on this rank outside of
-attention, n heads of this rank, c content, r position and v value channels of a head, q = n (c + r),
-l and m widths of the latents of queries and of keys and values. Called from plan/operations.py.
+attention, n heads of this rank, c content, r position and v value channels of a head, q = n (c +
+r), l and m widths of the latents of queries and of keys and values. Called from plan/operations.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from megatron.model.arithmetic import local_shape
 from megatron.plan.state import precisions
 from megatron.plan.work import Exchange, Product, Work
 
-# Kernels of a forward and a backward pass beside those of a layer whose queries, keys and values are
-# one projection, without weight gradients, and those of --recompute-modules mla_up_proj: counted as
+# Kernels of a forward and a backward pass beside those of a layer whose queries, keys and values
+# are one projection, without weight gradients, and those of --recompute-modules mla_up_proj: counted as
 # docs/results/launches.json is, with norms of the latents and values that are filled up.
 FORWARD_LAUNCHES = 26
 BACKWARD_LAUNCHES = 30
