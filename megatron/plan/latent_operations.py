@@ -14,8 +14,8 @@ from megatron.plan.state import precisions
 from megatron.plan.work import Exchange, Product, Work
 
 # Kernels of a forward and a backward pass beside those of a layer whose queries, keys and values
-# are one projection, without weight gradients, and those of --recompute-modules mla_up_proj: counted as
-# docs/results/launches.json is, with norms of the latents and values that are filled up.
+# are one projection, without weight gradients, and those of --recompute-modules mla_up_proj:
+# counted as docs/results/launches.json is, with norms of latents and values that are filled up.
 FORWARD_LAUNCHES = 26
 BACKWARD_LAUNCHES = 30
 AGAIN_LAUNCHES = 25

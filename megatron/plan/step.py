@@ -174,6 +174,8 @@ class StepModel:
         distributed = self.config.distributed
         if self.config.model.num_experts is not None:
             return "experts"
+        if self.config.model.multi_latent_attention:
+            return "latent attention"
         if distributed.pipeline_model_parallel_size > 1:
             return "pipeline"
         if distributed.tensor_model_parallel_size > 1:

@@ -183,6 +183,11 @@ def test_the_tool_plans_latent_attention(what):
     assert "fits" in text and (what == "memory" or "tokens/s/GPU" in text)
 
 
+def test_no_interval_of_other_models_is_claimed(h100):
+    """None was measured of latent attention, with experts or without."""
+    assert {step().kind, step(NARROW + EXPERTS).kind}.isdisjoint(h100.errors)
+
+
 def test_the_published_run_is_predicted_as_the_documents_say():
     (row,) = (row for row in read_rows(RESULTS / "expert_rows.csv") if row["kv_lora"])
     recorded = json.loads((RESULTS / "plan_experts.json").read_text())["rows"][-1]
