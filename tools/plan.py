@@ -62,7 +62,6 @@ from megatron.plan.rows import is_kept_out, read_rows
 from megatron.plan.search import Search, explain
 from megatron.plan.step_table import estimate, explain_report, search_report, step_report
 from megatron.plan.table import memory_report
-from megatron.plan.unplanned import check_planned  # noqa: E402
 from megatron.plan.validate import (
     FITTED,
     KEPT,
@@ -187,7 +186,6 @@ def plan(what: str, own: Own) -> list[str]:
         own.numbers["--bandwidth"],
         own.numbers["--host-bandwidth"],
     )
-    check_planned(config)
     memory = MemoryPlan(config, vocab_size, world_size)
     check_host_memory(memory, config.distributed.host_memory, min(world_size, NODE_RANKS))
     report = memory_report(
@@ -212,7 +210,6 @@ def time_lines(what: str, own: Own) -> list[str]:
     price = own.numbers["--gpu-hour-price"]
     if config.distributed.device_memory is not None:
         hardware = dataclasses.replace(hardware, memory_gib=config.distributed.device_memory)
-    check_planned(config)
     if what == "search":
         search = Search(config, vocab_size, world_size, hardware)
         return search_report(search.run(), hardware)

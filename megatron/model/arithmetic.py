@@ -156,14 +156,17 @@ def unit_flops(model: ModelConfig, seq: int, vocab: int) -> list[int]:
     return [0, *layers, 2 * model.hidden_size * vocab]
 
 
+def core_flops(model: ModelConfig, seq: int) -> int:
+    """Floating-point operations a token of the causal half of attention, forward: (q + v) seq."""
+    return (head_widths(model)[0] + model.value_channels * model.num_attention_heads) * seq
+
+
 def _layer_flops(model: ModelConfig, index: int, seq: int) -> int:
-    q, _ = head_widths(model)
     products = [spec for spec in layer_parameters(model, index).values() if spec.product]
     experts = elements(spec for spec in products if spec.group == "expert")
     matrices = elements(spec for spec in products if spec.group != "expert")
-    values = model.value_channels * model.num_attention_heads
     router = model.hidden_size * (model.num_experts or 0) if experts else 0
-    return 2 * (matrices + router + _of_chosen(model, experts)) + (q + values) * seq
+    return 2 * (matrices + router + _of_chosen(model, experts)) + core_flops(model, seq)
 
 
 def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:

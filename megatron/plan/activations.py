@@ -18,10 +18,11 @@ from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config
 from megatron.kernels.attention_masks import table_bytes
-from megatron.layers.attention import AttentionBytes
+from megatron.layers.attention_bytes import AttentionBytes
 from megatron.layers.dropout import drawing_bytes, saved_mask
 from megatron.layers.embedding import embedding_grad_scratch
 from megatron.layers.fp8 import Scratch, scratch
+from megatron.layers.latent_bytes import LatentBytes
 from megatron.layers.linear import weight_grad_scratch
 from megatron.layers.linear_cross_entropy import chunk_tokens
 from megatron.layers.loss import widened_bytes
@@ -113,16 +114,19 @@ class Shape:
         self.vocab = padded_vocab // tp
         self.shares_inputs = config.training.distribute_saved_activations
         self.narrow_grads = config.optimizer.main_grads_dtype == "bf16"
-        sizes = self.seq, self.samples, self.compute, self.wide
-        self.attention = AttentionBytes(
-            self.model,
-            *sizes,
-            device,
-            config.data.reset_attention_mask,
-            cp,
-            *attention_ranks(config.distributed),
-        )
+        self.attention = self._attention()
         self.inner, self.activated = self._mlp()
+
+    def _attention(self) -> AttentionBytes:
+        """What attention keeps and takes."""
+        distributed, sizes = self.config.distributed, (self.compute, self.wide, self.device)
+        given = (
+            *(self.model, self.seq, self.samples, *sizes, self.config.data.reset_attention_mask),
+            *(distributed.context_parallel_size, *attention_ranks(distributed)),
+        )
+        if not self.model.multi_latent_attention:
+            return AttentionBytes(*given)
+        return LatentBytes(*given, sharing=self.tokens // self.own)
 
     def _mlp(self) -> tuple[int, int]:
         """Bytes of fc1's output, and of fc2's input."""
@@ -278,7 +282,7 @@ def _layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     # output
     pieces = shape.pieces
     in_mlp = max(mlp, hidden) if pieces == 1 else hidden + (mlp + hidden) // pieces
-    in_attention = max(hidden + attention.saved(), 2 * hidden + _sharing_forward(shape))
+    in_attention = max(hidden + attention.unkept(), 2 * hidden + _sharing_forward(shape))
     forward = max(in_attention, 2 * hidden + in_mlp) + shape.dropout()
     return replace(
         own,
@@ -324,9 +328,8 @@ def _kept_layer(shape: Shape, index: int, modules: frozenset[str]) -> UnitBytes:
     in_mlp = dropped.mlp // shape.pieces + (dropped.norm if "mlp" in modules else 0)
     backward, split = _backward(shape, index, dropped, modules, in_mlp)
     forming, scratch = _forming(shape, index, gathered, dropped, in_mlp)
-    q, k = attention.widths
     # inputs and output gradients of the linear layers
-    deferred = 4 * hidden + shape.tokens * shape.compute * (q + 2 * k + q) + mlp
+    deferred = 4 * hidden + attention.deferred() + mlp
     return UnitBytes(
         whole - dropped.total,
         0,
@@ -360,9 +363,12 @@ def _backward(
     in_piece = max(inner, (gathered + shape.activated) // pieces) + in_mlp
     outside = _outside_mlp(shape, index, dropped, "qkv" in modules) - (mlp - dropped.mlp)
     if pieces == 1:
-        backward = max(in_piece, in_attention + attention.gradients() - mlp - hidden, outside)
-        # fc2's input stays, and dropout's gradient beside that of its output
-        split = backward + shape.activated
+        again = in_attention + attention.behind_core() - mlp - hidden
+        backward = max(in_piece, again, outside)
+        # fc2's input stays, and dropout's gradient beside that of its output; behind the MLP all
+        # that its products read, and the output projection's
+        left = hidden + mlp + attention.copied_output
+        split = max(backward + shape.activated, outside + left)
     else:
         backward = max(hidden + in_piece, outside)  # beside the gradient of the MLP's input
         split = outside + hidden + mlp  # what all pieces leave stays
@@ -388,7 +394,7 @@ def _in_core(shape: Shape) -> int:
     if attention.blocks:
         return attention.blocks_backward()
     if attention.is_plain:
-        return attention.gradients()
+        return attention.gradients() - attention.copied_output
     (q, k), cp = attention.widths, attention.cp
     if attention.is_repeated:
         k = q
@@ -399,7 +405,7 @@ def _in_core(shape: Shape) -> int:
     if attention.is_ours:  # two numbers of each query, and where the order is free a sum
         sums = 2 * shape.wide * shape.model.num_attention_heads
         sums += 0 if shape.model.deterministic_mode else shape.wide * q
-    return shape.tokens * (element * (2 * q + 2 * k) + sums)
+    return shape.tokens * (element * (2 * q + 2 * k) + sums) - attention.copied_output
 
 
 def _forward(shape: Shape, index: int, dropped: DroppedBytes) -> int:
@@ -420,6 +426,7 @@ def _forward(shape: Shape, index: int, dropped: DroppedBytes) -> int:
     return shape.dropout() + max(
         in_mlp,
         hidden + dropped.norm + dropped.attention - kept_of_mlp,
+        shape.attention.making() + dropped.attention - kept_of_mlp - hidden,
         2 * hidden + shared + dropped.total - shape.layer() - _final_norm(shape, index)
         if shared
         else 0,
@@ -472,17 +479,17 @@ def _received(shape: Shape) -> int:
 
 
 def _forming_of_attention(shape: Shape, index: int, dropped: DroppedBytes) -> list[tuple[int, int]]:
-    """`_forming` of attention's two weights, when the MLP's tensors are gone."""
-    q, k = shape.attention.widths
-    h = shape.model.hidden_size
-    element = shape.tokens * shape.compute
+    """`_forming` of attention's weights, when the MLP's tensors are gone."""
+    attention, h = shape.attention, shape.model.hidden_size
     gathered = shape.whole if shape.sequence_parallel else 0
     gone = _behind_mlp(shape, index, dropped) + shape.inner + shape.activated - dropped.mlp
-    saved = shape.attention.saved() - dropped.attention
-    qkv = 2 * gathered + shape.hidden + _received(shape) + element * (q + 2 * k)
+    saved = attention.saved() - dropped.attention
+    outputs = shape.tokens * shape.compute * attention.outputs
+    proj = gathered + outputs - gone + dropped.attention
+    beside = 2 * gathered + shape.hidden + _received(shape) + dropped.norm - gone - saved
     return [
-        (gathered + element * q - gone + dropped.attention, shape.weight_scratch(q, h)),
-        (qkv + dropped.norm - gone - saved, shape.weight_scratch(h, q + 2 * k)),
+        (proj, shape.weight_scratch(attention.outputs, h)),
+        *((beside + most, shape.weight_scratch(*sizes)) for most, sizes in attention.forming()),
     ]
 
 
@@ -562,7 +569,7 @@ def _inputs_of_modules(
     norm = [hidden, *([(numbers, numbers * shape.wide)] * (1 if together else 2))]
     return {
         "attn_norm": norm,
-        "qkv_linear": [hidden],
+        "qkv_linear": [hidden, *shape.attention.inputs(recomputed)],
         "core_attn": attention,
         "attn_proj": [(output // compute, output)],
         "mlp_norm": norm,

@@ -16,7 +16,9 @@ from megatron.config.groups import Config
 from megatron.layers.mlp import always_rebuilt
 from megatron.model.arithmetic import head_widths, local_shape, padded_vocab_size
 from megatron.model.recompute import LayerRecompute
+from megatron.plan import latent_operations
 from megatron.plan.expert_operations import ExpertOperations
+from megatron.plan.latent_operations import LatentOperations
 from megatron.plan.state import precisions
 from megatron.plan.work import Core, Exchange, Product, UnitWork, Work
 
@@ -53,6 +55,11 @@ class Operations:
             if config.model.num_experts is None
             else ExpertOperations(config, self.tokens, self.share)
         )
+        self.of_latent = (
+            LatentOperations(config, self.tokens, self.share)
+            if config.model.multi_latent_attention
+            else None
+        )
 
     @cached_property
     def hidden_bytes(self) -> float:
@@ -75,10 +82,15 @@ class Operations:
             wide = min(whole_n, whole_k) >= self.config.precision.fp8_min_width
             return Product(tokens, n, k, fp8=fp8 and wide)
 
-        q, k = self.q, self.k
+        q, k, out = self.q, self.k, self.model.num_attention_heads * self.model.value_channels
+        front = (
+            {"qkv": linear(q + 2 * k, hidden, (q + 2 * k) * self.tp, hidden)}
+            if self.of_latent is None
+            else self.of_latent.linears()
+        )
         return {
-            "qkv": linear(q + 2 * k, hidden, (q + 2 * k) * self.tp, hidden),
-            "proj": linear(hidden, q, hidden, q * self.tp),
+            **front,
+            "proj": linear(hidden, out, hidden, out * self.tp),
             "fc1": linear(self.inner, hidden, self.inner * self.tp, hidden),
             "fc2": linear(hidden, self.ffn, hidden, self.ffn * self.tp),
         }
@@ -100,12 +112,23 @@ class Operations:
             return Work(cores=(Core(flops, length, heads, head_dim, backward),))
         each = heads * self.micro_batch
         pairs = self.tokens * self.seq
-        square = Product(self.tokens / self.micro_batch, self.seq, head_dim, each)
+        keys, values = (
+            Product(self.tokens / self.micro_batch, self.seq, width, each)
+            for width in (head_dim, self._value_channels())
+        )
         dropout = 5 if self.config.model.attention_dropout else 0
         touched = heads * pairs * ((16 if backward else 10) + dropout)
         return Work(
-            (square,) * (4 if backward else 2), streams=(touched,), launches=16 if backward else 8
+            (keys, values) * (2 if backward else 1),
+            streams=(touched,),
+            launches=16 if backward else 8,
         )
+
+    def _value_channels(self) -> int:
+        """Channels of a head's values that the core reads."""
+        if self.of_latent is None:
+            return self.model.kv_channels
+        return self.of_latent.values // self.model.num_attention_heads
 
     def _hidden(self, backward: bool) -> float:
         """Bytes of two norms and two residual sums, with dropout."""
@@ -114,12 +137,16 @@ class Operations:
         return self.share * self.hidden * self.size.compute * tensors
 
     def _streams(self, backward: bool, experts: bool) -> tuple[float, ...]:
-        """Bytes of rotary embedding and, in a layer with an MLP, activation."""
+        """Bytes of rotary embedding, or of all that latent attention makes heads of, and, in a
+        layer with an MLP, activation.
+        """
         size = self.size.compute
         turned = self.config.model.position_embedding_type in ("rope", "yarn")
-        rotary = 2 * self.tokens * (self.q + self.k) * size * turned
+        heads: tuple[float, ...] = (2 * self.tokens * (self.q + self.k) * size * turned,)
+        if self.of_latent is not None:
+            heads = self.of_latent.streams(backward=backward)
         parts = self.inner + self.ffn + (self.inner if backward else 0)
-        return (rotary,) if experts else (rotary, self.tokens * parts * size)
+        return heads if experts else (*heads, self.tokens * parts * size)
 
     def _tp(self, backward: bool, experts: bool) -> tuple[Exchange, ...]:
         """What tensor parallelism sends for a layer: all-reduces, or with sequence parallelism
@@ -139,9 +166,17 @@ class Operations:
                 Exchange("reduce-scatter", "tp", size, beside),
             )
             again = Exchange("all-gather", "tp", size, "products")
+            if self.of_latent is not None:
+                pairs -= 1  # of attention its output alone is as wide as the hidden states
+                out = pair[:1] if backward else pair[1:]
+                latents = self.of_latent.exchanges(backward=backward)
+                return latents + out + pair * pairs + ((again,) * pairs if backward else ())
             return pair * pairs + ((again,) * pairs if backward else ())
         beside = "products" if overlapped and backward else ""
-        return (Exchange("all-reduce", "tp", size, beside),) * pairs
+        whole = Exchange("all-reduce", "tp", size, beside)
+        if self.of_latent is not None and backward:
+            return self.of_latent.exchanges(backward=True) + (whole,) * (pairs - 1)
+        return (whole,) * pairs
 
     def _cp(self, backward: bool) -> tuple[Exchange, ...]:
         """What context parallelism sends for a layer; `docs/parallelism.md` has the formulas."""
@@ -163,6 +198,13 @@ class Operations:
                 found.append(Exchange("reduce-scatter", "cp", 2 * keys * self.cp))
         return tuple(found)
 
+    def _more(self, *, backward: bool) -> int:
+        """Kernels that latent attention launches beside those of other attention."""
+        if self.of_latent is None:
+            return 0
+        either = latent_operations.FORWARD_LAUNCHES, latent_operations.BACKWARD_LAUNCHES
+        return either[backward]
+
     def layer(self, index: int, choice: LayerRecompute) -> UnitWork:
         """The passes of one transformer layer, with what its backward pass computes again."""
         experts = self.of_experts if self.has_experts(index) else None
@@ -176,7 +218,7 @@ class Operations:
             products,
             streams=self._streams(False, experts is not None) + quantised,
             exchanges=(sent := self._tp(False, experts is not None) + self._cp(False)),
-            launches=FORWARD_LAUNCHES + CALL_LAUNCHES * len(sent),
+            launches=FORWARD_LAUNCHES + self._more(backward=False) + CALL_LAUNCHES * len(sent),
             hidden=self._hidden(False),
         ) + self._core(False)
         back, weight = self._layer_backward(products, experts is not None)
@@ -206,7 +248,7 @@ class Operations:
             inputs,
             streams=self._streams(True, experts) + again,
             exchanges=(sent := self._tp(True, experts) + self._cp(True)),
-            launches=BACKWARD_LAUNCHES - 4 + CALL_LAUNCHES * len(sent),
+            launches=BACKWARD_LAUNCHES - 4 + self._more(backward=True) + CALL_LAUNCHES * len(sent),
             hidden=self._hidden(True),
         ) + self._core(True)
         # each weight gradient is added to a buffer: read and written
@@ -228,7 +270,9 @@ class Operations:
         again = Work()
         if "core_attn" in modules:
             again += self._core(False)
-        if "qkv" in modules:
+        if self.of_latent is not None:
+            again += _calling(self.of_latent.again(modules))
+        elif "qkv" in modules:
             again += Work((linears["qkv"],), launches=1)
         if experts is not None:
             again += _calling(experts.again(modules))

@@ -32,7 +32,6 @@ from megatron.plan.advice import Machine
 from megatron.plan.engine import Ledger
 from megatron.plan.memory import PlannedSteps
 from megatron.plan.stages import flops_again
-from megatron.plan.unplanned import check_planned
 
 OPTIONS = (
     NONE,
@@ -110,7 +109,6 @@ def choose_layers(
     budget = config.training.memory_budget
     if config.training.recompute is None or budget is None:
         return config, []
-    check_planned(config)
     steps = PlannedSteps(config, vocab_size, world_size, device)
     chosen: dict[int, str] = {}
     lines = []

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.errors import UserError
+from megatron.config.recompute import MODULES
 
 Row = dict[str, str]
 
@@ -150,7 +151,8 @@ def row_flags(row: Row) -> tuple[list[str], int]:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(virtual)]
     if stages > 1 and number(row, "layers") % stages:
         flags += ["--pipeline-model-parallel-layout", "auto"]
-    return flags + _head_flags(row) + _expert_flags(row) + _kind_flags(row, replicas * cp), world
+    flags += _head_flags(row) + _latent_flags(row) + _expert_flags(row)
+    return flags + _kind_flags(row, replicas * cp), world
 
 
 EXPERTS = {
@@ -163,15 +165,37 @@ EXPERTS = {
 }
 
 
+LATENT = {
+    "q_lora": "--q-lora-rank",
+    "kv_lora": "--kv-lora-rank",
+    "qk_head": "--qk-head-dim",
+    "qk_pos": "--qk-pos-emb-head-dim",
+    "v_head": "--v-head-dim",
+}
+
+
+def _sizes(row: Row, columns: dict[str, str]) -> list[str]:
+    """The flags of these columns, where they say something."""
+    named = ((flag, column) for column, flag in columns.items() if (row.get(column) or "").strip())
+    return [word for flag, column in named for word in (flag, str(int(number(row, column))))]
+
+
 def _expert_flags(row: Row) -> list[str]:
     """Of experts; they are balanced in published runs."""
     if not (row.get("experts") or "").strip():
         return []
-    flags = ["--moe-router-force-load-balancing"]
-    for column, flag in EXPERTS.items():
-        if (row.get(column) or "").strip():
-            flags += [flag, str(int(number(row, column)))]
+    flags = ["--moe-router-force-load-balancing", *_sizes(row, EXPERTS)]
+    dense, layers = int(number(row, "dense_layers", 0)), int(number(row, "layers"))
+    if dense:  # the first ones
+        flags += ["--moe-layer-freq", f"[0]*{dense}+[1]*{layers - dense}"]
     return flags
+
+
+def _latent_flags(row: Row) -> list[str]:
+    """Of latent attention, with norms of what is narrow."""
+    if not (row.get("kv_lora") or "").strip():
+        return []
+    return ["--multi-latent-attention", "--qk-layernorm", *_sizes(row, LATENT)]
 
 
 def _head_flags(row: Row) -> list[str]:
@@ -209,7 +233,7 @@ def _kind_flags(row: Row, replicas: float) -> list[str]:
         flags += ["--recompute-granularity", "full"]
     elif "selective" in recompute:
         flags += ["--recompute-granularity", "selective"]
-        modules = [word for word in recompute.split() if word in ("layernorm", "moe_act", "moe")]
+        modules = [word for word in recompute.split() if word in MODULES]
         flags += ["--recompute-modules", *modules] if modules else []
     flags += source_of(row).flags
     if "attention not fused" in note:

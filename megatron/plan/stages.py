@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.groups import Config, ModelConfig
+from megatron.layers.latent_attention import parameters_of_attention
 from megatron.layers.mlp import always_rebuilt, saved_widths
-from megatron.model.arithmetic import head_widths, padded_vocab_size, unit_flops
+from megatron.model.arithmetic import core_flops, elements, padded_vocab_size, unit_flops
 from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.schedule import Kind, Schedule
@@ -52,7 +53,7 @@ def stage_costs(config: Config, stages: Sequence[Stage], padded_vocab: int) -> C
     """
     model = config.model
     flops = unit_flops(model, config.data.seq_length, padded_vocab)
-    core = 2 * head_widths(model)[0] * config.data.seq_length
+    core = core_flops(model, config.data.seq_length)
     forward = [sum(flops[i] for i in stage.units) for stage in stages]
     layers = [sum(flops[i + 1] for i in stage.layers) for stage in stages]
     weight = [own - core * len(stage.layers) for own, stage in zip(layers, stages, strict=True)]
@@ -73,18 +74,29 @@ def flops_again(model: ModelConfig, seq: int, choice: LayerRecompute, index: int
     """FLOPs per token of what the backward pass of the `index`-th layer computes again: forward
     passes of its matrix products, and the causal half of attention.
     """
-    q, k = head_widths(model)
     rebuilt = always_rebuilt(model)
     products = {
-        "qkv": 2 * model.hidden_size * (q + 2 * k),
-        "core_attn": 2 * q * seq,
+        **_attention_again(model),
+        "core_attn": core_flops(model, seq),
         "mlp": 2 * model.hidden_size * saved_widths(model)[0],
     }
     if model.expert_layers()[index]:
         products |= _experts_again(model)
     modules = rebuilt if choice.whole else choice.modules | rebuilt
+    if "qkv" in modules:
+        modules = modules - {"mla_up_proj"}  # which is a part of it
     again = sum(flops for module, flops in products.items() if module in modules)
     return again + (unit_flops(model, seq, 0)[index + 1] if choice.whole else 0)
+
+
+def _attention_again(model: ModelConfig) -> dict[str, int]:
+    """All projections in front of the attention core, and the up-projections among them."""
+    parameters = parameters_of_attention(model, "attention")
+    products = {name: spec for name, spec in parameters.items() if spec.product}
+    del products["proj.weight"]
+    up = [spec for name, spec in products.items() if "down" not in name]
+    found = {"qkv": 2 * elements(products.values())}
+    return found | ({"mla_up_proj": 2 * elements(up)} if model.multi_latent_attention else {})
 
 
 def _experts_again(model: ModelConfig) -> dict[str, int]:

@@ -174,6 +174,8 @@ class StepModel:
         distributed = self.config.distributed
         if self.config.model.num_experts is not None:
             return "experts"
+        if self.config.model.multi_latent_attention:
+            return "latent attention"
         if distributed.pipeline_model_parallel_size > 1:
             return "pipeline"
         if distributed.tensor_model_parallel_size > 1:
@@ -233,7 +235,7 @@ class StepModel:
         linears, experts = self.operations.linears(False), self.operations.of_experts
         if not has_experts or experts is None:
             return RankParameters(_elements(linears.values()) + 2 * self.operations.hidden)
-        attention = _elements(linears[name] for name in ("qkv", "proj"))
+        attention = _elements(each for name, each in linears.items() if not name.startswith("fc"))
         beside = _elements((experts.router(), *experts.shared_expert()))
         each = _elements(experts.experts()) / experts.here
         dense = attention + beside + 2 * self.operations.hidden

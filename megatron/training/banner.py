@@ -30,7 +30,6 @@ from megatron.plan.stages import stage_lines
 from megatron.plan.step_table import Estimate, estimate, step_lines
 from megatron.plan.table import banner_lines
 from megatron.plan.tuning import tuning_lines
-from megatron.plan.unplanned import unplanned
 from megatron.plan.verdict import (
     DEVICE_MEMORY,
     NODE_RANKS,
@@ -75,26 +74,23 @@ def describe(
     peak = config.logging.peak_tflops or peak_tflops(
         device_name(device), compute_dtype(config.precision)
     )
-    if reason := unplanned(config):
-        planned = Description({"memory": [reason]}, None, None)
-    else:
-        machine = _machine(device, world_size, peak)
-        hardware = _hardware(config, device, planned_for)
-        plan = MemoryPlan(config, prepared.tokenizer.vocab_size, world_size, target.type)
-        planned = _planned(plan, _verdict(plan, device, target, node), machine, hardware)
+    machine = _machine(device, world_size, peak)
+    hardware = _hardware(config, device, planned_for)
+    plan = MemoryPlan(config, prepared.tokenizer.vocab_size, world_size, target.type)
+    planned = _planned(plan, _verdict(plan, device, target, node), machine, hardware)
     sections = {
-        "verdict": planned.sections.get("verdict", []),
+        "verdict": planned.sections["verdict"],
         "versions": _version_lines(),
         "device": [_device_line(device, peak)],
         "layout": [describe_layout(layout_of(config, world_size))],
         "model": _model_lines(prepared),
         "precision": [_precision_line(config)],
         "batch": _batch_lines(prepared, world_size),
-        "pipeline": planned.sections.get("pipeline", []),
+        "pipeline": planned.sections["pipeline"],
         "kernels": _kernel_lines(config, target),
         "memory": planned.sections["memory"],
-        "time": planned.sections.get("time", []),
-        "advice": planned.sections.get("advice", []),
+        "time": planned.sections["time"],
+        "advice": planned.sections["advice"],
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
         "paths": [_paths_line(prepared)],
         "changed": prepared.changed,

@@ -26,7 +26,6 @@ from megatron.optimizer.blocks import Block
 from megatron.optimizer.state import InMemory
 from megatron.parallel.layer_passes import Graph
 from megatron.plan.memory import MemoryPlan
-from megatron.plan.unplanned import check_planned
 from megatron.plan.verdict import RESERVE, memory_verdict
 from megatron.training.profile import profile_folder, write_snapshot
 
@@ -67,7 +66,6 @@ def _explain(
     traceback.clear_frames(error.__traceback__)  # what they hold is room for the plan
     gc.collect()
     try:
-        check_planned(config)
         plan = MemoryPlan(config, vocab_size, groups.world.size, device.type)
         planned = _plan_lines(plan, groups.pp.rank, memory)
     except Exception as fault:

@@ -13,7 +13,8 @@ from megatron.kernels.attention_masks import attention_mask
 from test_attention import assert_near
 
 from megatron.config.groups import ModelConfig
-from megatron.layers.attention import AttentionBytes, SelfAttention, mask_of
+from megatron.layers.attention import SelfAttention, mask_of
+from megatron.layers.attention_bytes import AttentionBytes
 from megatron.layers.rotary import RotaryTables
 
 S, B = 40, 2

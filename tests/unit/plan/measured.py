@@ -67,6 +67,20 @@ EXPERTS = (
     "--moe-aux-loss-coeff 1e-2"
 )
 EP2 = "--expert-model-parallel-size 2"
+LATENT = (
+    "--num-layers 3 --hidden-size 96 --num-attention-heads 4 --ffn-hidden-size 256 "
+    f"--seq-length 256 --micro-batch-size 2 {LLAMA} --multi-latent-attention --qk-layernorm "
+    "--q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 24 --qk-pos-emb-head-dim 8 --v-head-dim 24"
+)
+# whose worst moment is attention's
+LATENT_WIDE = (
+    f"{LATENT} --qk-head-dim 64 --qk-pos-emb-head-dim 16 --v-head-dim 48 --ffn-hidden-size 64 "
+    "--fused-linear-cross-entropy"
+)
+LATENT_EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 96 --moe-router-force-load-balancing "
+    "--moe-shared-expert-intermediate-size 96 --moe-layer-freq [0,1,1]"
+)
 SHARED_EXPERT = "--moe-shared-expert-intermediate-size 128 --moe-layer-freq [0,1,1]"
 KERNELS = " ".join(
     f"--{operator}-backend triton"
@@ -117,6 +131,58 @@ CASES: dict[str, tuple[int, int, str]] = {
         2,
         2,
         f"{EXPERTS} {TP2} --sequence-parallel {EP2} --expert-tensor-parallel-size 1",
+    ),
+    "latent attention": (1, 2, LATENT),
+    "latent attention, bf16": (1, 2, f"{LATENT} --bf16"),
+    "latent attention, recompute": (1, 2, f"{LATENT} {FULL}"),
+    "latent attention, recompute mla_up_proj": (1, 2, f"{LATENT} {SELECTIVE} mla_up_proj"),
+    "latent attention, plain, queries of the token": (
+        1,
+        2,
+        f"{LATENT} --attention-backend plain".replace("--q-lora-rank 48 ", ""),
+    ),
+    "latent attention, tp2 sp": (2, 2, f"{LATENT} {TP2} --sequence-parallel"),
+    "latent attention, pp2": (2, 4, f"{LATENT} {PP2} --num-layers 4"),
+    "latent attention, pp2, zero-bubble": (
+        2,
+        4,
+        f"{LATENT} {PP2} --num-layers 4 --pipeline-schedule zero-bubble",
+    ),
+    "latent attention, stage 2, dp2": (2, 2, f"{LATENT} --zero-stage 2"),
+    "latent attention, cp2": (2, 2, f"{LATENT} {CP2}"),
+    "latent attention, cp2, heads exchanged": (2, 2, f"{LATENT} {CP2} --cp-comm-type a2a"),
+    "latent attention, cp2, ring, bf16": (2, 2, f"{LATENT} {CP2} {RING} --bf16"),
+    "latent attention, experts, ep2": (2, 2, f"{LATENT} {LATENT_EXPERTS} {EP2}"),
+    "latent attention, experts, ep2, tp2 sp, recompute mla_up_proj and moe_act": (
+        2,
+        2,
+        f"{LATENT} {LATENT_EXPERTS} {EP2} {TP2} --sequence-parallel "
+        f"--expert-tensor-parallel-size 1 {SELECTIVE} mla_up_proj moe_act",
+    ),
+    "latent attention, on the host": (1, 2, f"{LATENT} {OFFLOAD}"),
+    "wide latent attention": (1, 2, LATENT_WIDE),
+    "wide latent attention, recompute": (1, 2, f"{LATENT_WIDE} {FULL}"),
+    "wide latent attention, bf16, recompute": (1, 2, f"{LATENT_WIDE} --bf16 {FULL}"),
+    "wide latent attention, recompute mla_up_proj": (
+        1,
+        2,
+        f"{LATENT_WIDE} {SELECTIVE} mla_up_proj",
+    ),
+    "wide latent attention, plain": (1, 2, f"{LATENT_WIDE} --attention-backend plain"),
+    "wide latent attention, tp2 sp, recompute": (
+        2,
+        2,
+        f"{LATENT_WIDE} {TP2} --sequence-parallel {FULL}",
+    ),
+    "wide latent attention, pp2, zero-bubble": (
+        2,
+        4,
+        f"{LATENT_WIDE} {PP2} --num-layers 4 --pipeline-schedule zero-bubble",
+    ),
+    "wide latent attention, cp2, heads exchanged, recompute, stage 3": (
+        2,
+        2,
+        f"{LATENT_WIDE} {CP2} --cp-comm-type a2a {FULL} --zero-stage 3",
     ),
     "pp2": (2, 4, f"{SMALL} {PP2}"),
     "pp2, llama, interleaved": (

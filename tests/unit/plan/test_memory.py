@@ -37,6 +37,20 @@ FUSED = {"attention_dropout": 0.0}
 DRY = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 ROPE = {"position_embedding_type": "rope"}
+LATENT = {
+    **DRY,
+    **ROPE,
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+}
 KERNELS = {
     f"{operator}_backend": "triton"
     for operator in ("attention", "norm", "rotary", "activation", "dropout", "cross_entropy")
@@ -269,6 +283,8 @@ def test_activations_with_one_of_our_kernels(kernel):
         {**ROPE, "qk_layernorm": True},
         {**DRY, **ROPE, "group_query_attention": True, "num_query_groups": 1},
         {**DRY, "num_attention_heads": 2, "window_size": 8},
+        LATENT,
+        {**LATENT, "q_lora_rank": None, "attn_logit_softcapping": 5.0},
         {**DRY, "num_attention_heads": 8, **GROUPED, "untie_embeddings_and_output_weights": True},
         *([] if torch.cuda.is_available() else [{**ROPE, **GROUPED, **KERNELS}]),
     ],

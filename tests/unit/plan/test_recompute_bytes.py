@@ -13,6 +13,7 @@ from test_memory import (
     DRY,
     GROUPED,
     KERNELS,
+    LATENT,
     LOSS,
     ROPE,
     SEQ,
@@ -71,6 +72,23 @@ MODELS: dict[str, dict] = {
     "squared relu": {**DRY, "activation": "squared-relu"},
     "geglu": {"activation": "geglu", "normalization": "RMSNorm"},
 }
+LATENTS: dict[str, dict] = {
+    "all": LATENT,
+    "queries of the token": {**LATENT, "q_lora_rank": None},
+    "without norms": {**LATENT, "qk_layernorm": False},
+    "values as wide as keys": {**LATENT, "v_head_dim": 24},
+    "plain": {**LATENT, "attention_backend": "plain"},
+    "dropout": {**LATENT, "attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "window, soft cap": {**LATENT, "window_size": 8, "attn_logit_softcapping": 5.0},
+}
+UP = "mla_up_proj"
+OF_LATENTS = [
+    (),
+    *((each,) for each in ("qkv", "core_attn", UP)),
+    (UP, "core_attn"),
+    ("layernorm", UP, "mlp_act"),
+    ("layernorm", "qkv", "core_attn", "mlp"),
+]
 OURS: dict[str, dict] = {
     "gpt": KERNELS,
     "llama": {**LLAMA, **KERNELS},
@@ -148,6 +166,26 @@ def check(choices: list[tuple[str, ...]], precision: PrecisionConfig, device: st
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_kept(name):
     check(SOME, FP32, "cuda", MODELS[name])
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_what_is_kept_of_latent_attention(name):
+    check(OF_LATENTS, FP32, "cuda", LATENTS[name])
+    check(OF_LATENTS, BF16, "cpu", LATENTS[name])
+
+
+@interpreted
+def test_what_is_kept_of_latent_attention_with_our_kernels():
+    ours = {kind: "triton" for kind in KERNELS if kind != "rotary_backend"}
+    check(OF_LATENTS, FP32, "cuda", {**LATENT, **ours})
+
+
+def test_a_latent_that_lives_on_would_be_found(monkeypatch):
+    """The whole down-projection is kept where its part is normalised."""
+    config = with_modules((), FP32, **LATENT)
+    assert kept_storages(config) == planned(config)
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x)
+    assert kept_storages(config) > planned(config)
 
 
 @pytest.mark.campaign

@@ -17,6 +17,7 @@ from test_memory import (
     DRY,
     GROUPED,
     KERNELS,
+    LATENT,
     LOSS,
     ROPE,
     SEQ,
@@ -181,6 +182,8 @@ def kept_of_stages(config: Config) -> list[tuple[int, int]]:
         (DRY, {"pipeline_model_parallel_layout": "E|tttt|L"}),
         (LLAMA, {"decoder_last_pipeline_num_layers": 2}),
         ({**DRY, "qk_layernorm": True}, {"pipeline_model_parallel_layout": "E|tttt|L"}),
+        (LATENT, {}),
+        ({**LATENT, "q_lora_rank": None, "qk_layernorm": False}, {}),
         *(
             []
             if torch.cuda.is_available()

@@ -1,0 +1,195 @@
+"""The time of a step with latent attention: what its layers compute and send, by arithmetic of its
+own, and what the tool makes of a model like DeepSeek-V3.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.validate import resolve
+from megatron.model.arithmetic import unit_flops
+from megatron.model.recompute import KEPT, WHOLE, choice_of
+from megatron.plan.hardware import Hardware, load_hardware
+from megatron.plan.memory import MemoryPlan
+from megatron.plan.rows import read_rows
+from megatron.plan.search import Search, layouts
+from megatron.plan.stages import flops_again
+from megatron.plan.step import StepModel
+from megatron.plan.validate import predict_row
+from tools.plan import run
+
+HIDDEN, HEADS, FFN, TOKENS = 2048, 16, 5632, 4096
+QUERIES, LATENT, CONTENT, POSITION, VALUE = 768, 512, 128, 64, 96
+KEY = CONTENT + POSITION
+MODEL = (
+    f"--num-layers 4 --hidden-size {HIDDEN} --num-attention-heads {HEADS} --swiglu "
+    f"--ffn-hidden-size {FFN} --normalization RMSNorm --position-embedding-type rope "
+    f"--disable-bias-linear --seq-length {TOKENS} --attention-dropout 0 --hidden-dropout 0 --bf16 "
+    "--mock-data --tokenizer-type NullTokenizer --train-iters 10 --lr 1e-4 --vocab-size 31999 "
+    "--micro-batch-size 1 --global-batch-size 64 --multi-latent-attention --qk-layernorm "
+    f"--kv-lora-rank {LATENT} --qk-head-dim {CONTENT} --qk-pos-emb-head-dim {POSITION} "
+    f"--v-head-dim {VALUE} "
+)
+NARROW = f"--q-lora-rank {QUERIES} "
+EXPERTS = (
+    "--num-experts 32 --moe-ffn-hidden-size 768 --moe-router-topk 4 --moe-layer-freq [0,1,1,1] "
+)
+TP2 = "--tensor-model-parallel-size 2 "
+SP = TP2 + "--sequence-parallel "
+VOCABULARY = 32000
+RESULTS = Path(__file__).resolve().parents[3] / "docs/results"
+# a token's products in front of the attention core, with queries of a vector of their own
+UP = QUERIES * HEADS * KEY + LATENT * HEADS * (CONTENT + VALUE)
+DOWN = HIDDEN * (QUERIES + LATENT + POSITION)
+
+
+def step(flags: str = NARROW, world: int = 8) -> StepModel:
+    """The steps of a run."""
+    config = parse_arguments((MODEL + flags).split()).config
+    return StepModel(resolve(config, world, VOCABULARY).config, VOCABULARY, world)
+
+
+@pytest.fixture(scope="module")
+def h100() -> Hardware:
+    return load_hardware("h100")
+
+
+@pytest.mark.parametrize("flags", [NARROW, "", NARROW + EXPERTS])
+def test_products_are_those_of_the_model(flags):
+    """The attention core computes as many channels of values as of keys."""
+    model = step(flags)
+    filled = 2 * HEADS * (KEY - VALUE) * TOKENS / 2
+    counted = [flops + filled for flops in unit_flops(model.config.model, TOKENS, 0)[1:]]
+    for index in (0, 1):
+        layer = model.operations.layer(index, KEPT)
+        assert layer.forward.flops == pytest.approx(counted[index] * TOKENS)
+        core = sum(each.flops for each in layer.forward.cores)
+        assert core == 2 * 2 * HEADS * KEY * TOKENS / 2 * TOKENS
+        back = layer.backward_input.flops + layer.backward_weight.flops
+        assert back == pytest.approx(2 * counted[index] * TOKENS + core / 2)
+        whole = model.operations.layer(index, WHOLE).backward_input
+        assert whole.flops == pytest.approx(layer.backward_input.flops + layer.forward.flops)
+
+
+def test_products_of_a_layer_by_hand():
+    layer = step().operations.layer(0, KEPT).forward
+    own = sum(each.flops for each in layer.products) / 2 / TOKENS
+    assert own == DOWN + UP + HEADS * VALUE * HIDDEN + 3 * HIDDEN * FFN
+
+
+def test_scores_in_memory_have_both_widths():
+    """Where the whole square of scores is computed, values are as wide as they are."""
+    fused = step().operations.layer(0, KEPT).forward
+    plain = step(NARROW + "--attention-backend plain ").operations.layer(0, KEPT)
+    core = 2 * HEADS * (KEY + VALUE) * TOKENS * TOKENS
+    linear = sum(each.flops for each in fused.products)
+    assert plain.forward.flops == pytest.approx(linear + core)
+    assert plain.backward_input.flops == pytest.approx(linear + 2 * core)
+
+
+@pytest.mark.parametrize("what, products", [("mla_up_proj", UP), ("qkv", UP + DOWN)])
+def test_what_is_recomputed_of_latent_attention(what, products):
+    """By the operations, and by the FLOPs that the pipeline's banner reckons with."""
+    model = step()
+    kept, again = (
+        model.operations.layer(1, choice).backward_input for choice in (KEPT, choice_of(what))
+    )
+    assert again.flops - kept.flops == pytest.approx(2 * products * TOKENS)
+    assert flops_again(model.config.model, TOKENS, choice_of(what), 1) == 2 * products
+    assert sum(again.streams) > sum(kept.streams) and again.launches > kept.launches
+
+
+def test_bytes_between_tensor_parallel_ranks():
+    """Of latents in the place of hidden states: gathered and reduced in parts, or whole sums."""
+
+    def sizes(flags: str, which: str) -> list[tuple[str, float]]:
+        work = getattr(step(NARROW + flags).operations.layer(0, KEPT), which)
+        return sorted((each.operation, each.size / TOKENS / 2) for each in work.exchanges)
+
+    latents = [QUERIES, LATENT, POSITION]
+    gathers = [("all-gather", width) for width in latents]
+    wide = [("all-gather", HIDDEN), ("reduce-scatter", HIDDEN)]
+    assert sizes(SP, "forward") == sorted([*gathers, *wide, wide[1]])
+    scattered = [("reduce-scatter", width) for width in latents]
+    mlp = [*wide, wide[0]]  # whose input is gathered once more
+    assert sizes(SP, "backward_input") == sorted([*scattered, *gathers[:2], wide[0], *mlp])
+    assert sizes(TP2, "forward") == [("all-reduce", HIDDEN)] * 2
+    sums = [("all-reduce", width) for width in (*latents, HIDDEN)]
+    assert sizes(TP2, "backward_input") == sorted(sums)
+
+
+def test_down_projections_are_computed_by_each_rank():
+    """Of all tokens without sequence parallelism."""
+    one, whole, shared = (step(NARROW + flags).operations.layer(0, KEPT) for flags in ("", TP2, SP))
+    down = 2 * DOWN * TOKENS
+    assert whole.forward.flops == pytest.approx((one.forward.flops - down) / 2 + down)
+    assert shared.forward.flops == pytest.approx(one.forward.flops / 2)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        NARROW,
+        NARROW + SP + "--pipeline-model-parallel-size 2 ",
+        NARROW + EXPERTS + "--expert-model-parallel-size 4 --zero-stage 2 ",
+        NARROW + "--context-parallel-size 2 --cp-comm-type a2a --zero-stage 3 ",
+    ],
+)
+def test_parts_of_a_step_with_latent_attention_are_all_of_it(flags, h100):
+    time = step(flags).time(h100)
+    assert sum(time.spent.values()) == pytest.approx(time.seconds)
+    assert all(value >= 0 for value in time.spent.values())
+
+
+def test_parameters_of_a_step_with_latents_are_those_of_the_plan_of_memory():
+    flags = EXPERTS + "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 "
+    model = step(NARROW + flags + "--zero-stage 1 ", 16)
+    ranks = MemoryPlan(model.config, VOCABULARY, 16).ranks
+    for held, rank in zip(model.rank_parameters, ranks, strict=True):
+        for kind, planned in (("dense", held.dense), ("expert", held.experts)):
+            own = [block.size for block in rank.blocks if block.plan.group == kind]
+            assert planned == pytest.approx(sum(own), rel=1e-3) and planned > 0
+
+
+def test_flags_of_a_search_with_latents_are_the_run(h100):
+    """What is to be pasted gives the layout that was timed, and its bound is below its plan."""
+    config = parse_arguments((MODEL + NARROW).split()).config
+    search = Search(config, VOCABULARY, 4, h100)
+    changes = list(layouts(resolve(config, 4, VOCABULARY).config, VOCABULARY, 4, 8))
+    tried = 0
+    for change in changes[:: len(changes) // 8]:
+        each = search.candidate(change)
+        if each is None:
+            continue
+        bound, least = each.seconds, search.least_gib(each)
+        search.simulate(each)
+        search.plan(each)
+        assert bound <= each.seconds * (1 + 1e-9) and least <= each.peak_gib, each.flags
+        pasted = step(NARROW + " ".join(each.flags.split()) + " ", 4)
+        assert pasted.time(h100).seconds == pytest.approx(each.seconds), each.flags
+        tried += 1
+    assert tried > 3
+
+
+@pytest.mark.parametrize("what", ["memory", "step", "explain"])
+def test_the_tool_plans_latent_attention(what):
+    hardware = [] if what == "memory" else ["--hardware", "h100"]
+    flags = [*(MODEL + NARROW + EXPERTS).split(), "--expert-model-parallel-size", "8"]
+    text = "\n".join(run(what, [*flags, "--world-size", "8", *hardware]))
+    assert "fits" in text and (what == "memory" or "tokens/s/GPU" in text)
+
+
+def test_no_interval_of_other_models_is_claimed(h100):
+    """None was measured of latent attention, with experts or without."""
+    assert {step().kind, step(NARROW + EXPERTS).kind}.isdisjoint(h100.errors)
+
+
+def test_the_published_run_is_predicted_as_the_documents_say():
+    (row,) = (row for row in read_rows(RESULTS / "expert_rows.csv") if row["kv_lora"])
+    recorded = json.loads((RESULTS / "plan_experts.json").read_text())["rows"][-1]
+    assert row["model"] == "DeepSeek-V3-671B"
+    assert predict_row(row).step_s == pytest.approx(recorded["step_s"])
