@@ -4,6 +4,7 @@ with.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from megatron.config.derive import RunView
@@ -28,12 +29,14 @@ def experts(run: RunView) -> Faults:
 
 
 def _nothing_to_recompute(run: RunView) -> Faults:
-    for word, dense in (("moe", "mlp"), ("moe_act", "mlp_act")):
-        if word in (run.recompute_modules or ()):
-            yield (
-                f"{run.show('recompute_modules')}: {word} is a part of experts, and no layer has "
-                f"any; give {dense}"
-            )
+    for field in ("recompute_modules", "recompute_layers"):
+        parts = [part for word in getattr(run, field) or () for part in re.split(r"[+*]", word)]
+        for word, dense in (("moe", "mlp"), ("moe_act", "mlp_act")):
+            if word in parts:
+                yield (
+                    f"{run.show(field)}: {word} is a part of experts, and no layer has any; give "
+                    f"{dense}"
+                )
 
 
 def _pattern(run: RunView) -> Faults:
@@ -159,7 +162,6 @@ def _obstacles(run: RunView) -> Faults:
         "--cuda-graphs": run.cuda_graphs,
         run.show("fp8_format"): run.fp8_format is not None,
         run.show("tiled_mlp"): run.tiled_mlp > 1,
-        f"{run.show('recompute')}, which has no costs of theirs": run.recompute is not None,
     }
     for obstacle, is_there in obstacles.items():
         if is_there:

@@ -30,7 +30,7 @@ from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
 from megatron.layers.linear import DEFERRED, linear_weight_grad
-from megatron.layers.mlp import activate_by
+from megatron.layers.mlp import activate_by, weighed_gated_gradients
 from megatron.layers.recompute import Rebuilder
 from megatron.layers.spec import ParameterSpec, Shard, TensorSpec, normal
 from megatron.layers.tensor_parallel import TensorParallel
@@ -187,25 +187,33 @@ class _ExpertLinear(torch.autograd.Function):
 
 
 class _WeighedActivation(torch.autograd.Function):
-    """activation(x [N, f or 2f]) times a weight for each row [N], -> [N, f]. Saves these two."""
+    """activation(x [N, f or 2f]) times a weight for each row [N], -> [N, f]. Saves these two.
+    `gated`: its name where it is torch's of a gate.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, activation: Callable[[Tensor], Tensor]
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        activation: Callable[[Tensor], Tensor],
+        gated: str | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weights)
-        ctx.activation = activation
+        ctx.activation, ctx.gated = activation, gated
         return (activation(x) * weights.unsqueeze(1)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weights = ctx.saved_tensors
+        if ctx.gated is not None:
+            return *weighed_gated_gradients(dy, x, weights, ctx.gated), None, None
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = ctx.activation(leaf)
         dweights = (dy * y.detach()).sum(1, dtype=weights.dtype)
         (dx,) = torch.autograd.grad(y, leaf, (dy * weights.unsqueeze(1)).to(x.dtype))
-        return dx, dweights, None
+        return dx, dweights, None, None
 
 
 class Experts(nn.Module):
@@ -221,6 +229,8 @@ class Experts(nn.Module):
         self.fc2 = parameters["fc2"].parameter(grid)
         self.backend = config.grouped_gemm_backend
         self.rebuilder = rebuilder
+        by_torch = config.activation_backend == "torch" and config.activation in GATED
+        self.gated = config.activation if by_torch else None
         self.activation = partial(
             activate_by, config.activation_backend, activation=config.activation
         )
@@ -231,4 +241,4 @@ class Experts(nn.Module):
         return _ExpertLinear.apply(inner, self.fc2, counts, self.backend)
 
     def _weighed(self, fused: Tensor, weights: Tensor) -> Tensor:
-        return _WeighedActivation.apply(fused, weights, self.activation)
+        return _WeighedActivation.apply(fused, weights, self.activation, self.gated)

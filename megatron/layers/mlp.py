@@ -62,6 +62,23 @@ class _Gated(torch.autograd.Function):
         return dfused, None
 
 
+def weighed_gated_gradients(
+    dy: Tensor, fused: Tensor, weights: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """(dfused [N, 2f], dweights [N]) of act(gate) * up * weight for each row, with dy [N, f]: what
+    autograd makes of `_Gated` and the product, with the activation computed once.
+    """
+    gate, up = fused.chunk(2, dim=-1)
+    value, gradient = _GATES[activation]
+    dfused = torch.empty_like(fused)
+    dgate, dup = dfused.chunk(2, dim=-1)
+    dweights = torch.mul(value(gate, out=dup), up).mul_(dy).sum(1, dtype=weights.dtype)
+    weighed = (dy * weights.unsqueeze(1)).to(fused.dtype)
+    gradient(torch.mul(weighed, up, out=dgate), gate, grad_input=dgate)
+    dup.mul_(weighed)
+    return dfused, dweights
+
+
 class _TritonActivation(torch.autograd.Function):
     """The activation of x + bias by kernels/activation.py; saves x alone."""
 

@@ -26,11 +26,12 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.recompute import FULL, NONE, words_of
 from megatron.layers.mlp import always_rebuilt
-from megatron.model.recompute import choice_of
+from megatron.model.recompute import KEPT, LayerRecompute, choice_of
 from megatron.plan.activations import Shape, UnitBytes, layer_bytes, unit_bytes
 from megatron.plan.advice import Machine
 from megatron.plan.engine import Ledger
 from megatron.plan.memory import PlannedSteps
+from megatron.plan.operations import Operations
 from megatron.plan.stages import flops_again
 
 OPTIONS = (
@@ -44,6 +45,7 @@ OPTIONS = (
     "layernorm+mlp+qkv+core_attn",
     FULL,
 )
+OF_EXPERTS = {"mlp_act": "moe_act", "mlp": "moe"}
 MEMORY_BANDWIDTH = 3.35e12  # bytes/s, of an H100 by its data sheet
 MOST_CANDIDATES = 20_000
 FIELDS = [
@@ -117,17 +119,28 @@ def choose_layers(
         if not choice.layers:  # embedding or head alone
             continue
         chosen |= choice.layers
-        step = 3 * seconds_again(steps.shape, FULL) * len(choice.layers)
+        step = 3 * sum(seconds_again(steps.shape, FULL, layer) for layer in choice.layers)
         lines.append(choice.line(rank, budget, choice.seconds / step))
     words = words_of([chosen[layer] for layer in sorted(chosen)])
     return config.with_fields("training", recompute_layers=words), lines
 
 
-def seconds_again(shape: Shape, what: str) -> float:
-    """Of what a layer's backward pass computes again of one micro-batch: its FLOPs, and what passes
-    between the device and its memory.
+def words_of_layer(shape: Shape, layer: int, what: str) -> str:
+    """An option in the words of a layer: experts have modules of their own in the place of the
+    MLP's.
     """
-    machine, choice, tokens = Machine(), choice_of(what), shape.tokens
+    if what in (NONE, FULL) or not shape.config.model.expert_layers()[layer]:
+        return what
+    return "+".join(OF_EXPERTS.get(part, part) for part in what.split("+"))
+
+
+def seconds_again(shape: Shape, what: str, layer: int = 0) -> float:
+    """Of what a layer's backward pass computes again of one micro-batch: its FLOPs, and what passes
+    between the device and its memory; with experts also between ranks.
+    """
+    machine, choice, tokens = Machine(), choice_of(words_of_layer(shape, layer, what)), shape.tokens
+    if shape.config.model.expert_layers()[layer]:
+        return _seconds_with_experts(shape, choice, layer)
     q, k = shape.attention.widths
     heads = tokens * shape.compute * (q + 2 * k)
     moved = {
@@ -145,13 +158,35 @@ def seconds_again(shape: Shape, what: str) -> float:
     return flops / (machine.peak_tflops * 1e12 * machine.mfu) + size / MEMORY_BANDWIDTH
 
 
+def _seconds_with_experts(shape: Shape, choice: LayerRecompute, layer: int) -> float:
+    """By the difference between a backward pass with and without it, as plan/step.py counts."""
+    machine, operations = Machine(), Operations(shape.config, shape.padded_vocab)
+    seconds = []
+    for each in (KEPT, choice):
+        work = operations.layer(layer, each).backward_input
+        moved = sum(work.streams) + work.hidden
+        sent = sum(exchange.size for exchange in work.exchanges)
+        seconds.append(
+            work.flops / (machine.peak_tflops * 1e12 * machine.mfu)
+            + moved / MEMORY_BANDWIDTH
+            + sent / (machine.bandwidth * 1e9)
+        )
+    return seconds[1] - seconds[0]
+
+
 def worthwhile(shape: Shape) -> list[str]:
     """The options, those that keep the least first, without such as keep no less than a cheaper
-    one.
+    one. Where layers have experts, they are judged by one of these.
     """
-    saved = {what: layer_bytes(shape, 1, choice_of(what)).saved for what in OPTIONS}
+    experts = shape.config.model.expert_layers()
+    layer = experts.index(True) if any(experts) else 1
+    saved = {
+        what: layer_bytes(shape, layer, choice_of(words_of_layer(shape, layer, what))).saved
+        for what in OPTIONS
+    }
+    seconds = {what: seconds_again(shape, what, layer) for what in OPTIONS}
     found: list[str] = []
-    for what in sorted(OPTIONS, key=lambda what: (seconds_again(shape, what), saved[what])):
+    for what in sorted(OPTIONS, key=lambda what: (seconds[what], saved[what])):
         if not found or saved[what] < saved[found[-1]]:
             found.append(what)
     return found[::-1]
@@ -195,7 +230,10 @@ def choose_for_rank(steps: PlannedSteps, rank: int, budget: int) -> RankChoice:
     numbers = [layer for stage in stages for layer in stage.layers]
     chosen = candidates([len(stage.layers) for stage in stages], len(options))
     needed = needed_bytes(steps, rank, options, chosen)
-    seconds = np.array([seconds_again(shape, what) for what in options])[chosen].sum(1)
+    seconds = np.zeros(len(chosen))
+    for column, layer in enumerate(numbers):
+        of_layer = np.array([seconds_again(shape, what, layer) for what in options])
+        seconds += of_layer[chosen[:, column]]
     costs = np.round(seconds * 1e12)  # sums in any order are equal
     order = np.lexsort((needed, costs))
     fitting = order[needed[order] <= budget]
@@ -206,25 +244,21 @@ def choose_for_rank(steps: PlannedSteps, rank: int, budget: int) -> RankChoice:
             "more, or use more ranks, a higher --zero-stage or a smaller --micro-batch-size"
         )
     best = fitting[0]
+
+    def words(row: int) -> list[str]:
+        given = zip(numbers, chosen[row], strict=True)
+        return [words_of_layer(shape, layer, options[index]) for layer, index in given]
+
+    cheaper = np.flatnonzero(costs < costs[best])
+    least = cheaper[np.argmin(needed[cheaper])] if len(cheaper) else None
     kept = np.flatnonzero((chosen == options.index(NONE)).all(1))[0]
     return RankChoice(
-        dict(zip(numbers, [options[index] for index in chosen[best]], strict=True)),
+        dict(zip(numbers, words(best), strict=True)),
         int(needed[best]),
         float(seconds[best]),
         int(needed[kept]),
-        _cheaper(options, chosen, needed, costs < costs[best]),
+        None if least is None else (", ".join(words_of(words(least))), int(needed[least])),
     )
-
-
-def _cheaper(
-    options: Sequence[str], chosen: np.ndarray, needed: np.ndarray, among: np.ndarray
-) -> tuple[str, int] | None:
-    """Of these candidates the one that needs the least, in words, and its bytes."""
-    rows = np.flatnonzero(among)
-    if not len(rows):
-        return None
-    row = rows[np.argmin(needed[rows])]
-    return ", ".join(words_of([options[index] for index in chosen[row]])), int(needed[row])
 
 
 def needed_bytes(
@@ -248,7 +282,7 @@ def needed_bytes(
 
 def _flat(shape: Shape, layer: int, what: str) -> UnitBytes:
     """A layer's bytes; the rebuilt graph of a whole layer is part of its backward pass."""
-    unit = layer_bytes(shape, layer, choice_of(what))
+    unit = layer_bytes(shape, layer, choice_of(words_of_layer(shape, layer, what)))
     graph = unit.rebuilt
     if graph is None:
         return unit

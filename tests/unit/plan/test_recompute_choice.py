@@ -24,6 +24,7 @@ from megatron.plan.recompute import (
     choose_layers,
     needed_bytes,
     seconds_again,
+    words_of_layer,
     worthwhile,
 )
 from megatron.plan.table import banner_lines, memory_report
@@ -35,6 +36,7 @@ COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1}
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
 --untie-embeddings-and-output-weights"""
 PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 256 --moe-shared-expert-intermediate-size 128"
 CASES = {  # ranks, layers, flags
     "one rank": (1, 3, LLAMA),
     "gpt": (1, 3, "--hidden-dropout 0.1"),
@@ -47,6 +49,8 @@ CASES = {  # ranks, layers, flags
     ),
     "zero 3": (4, 3, f"{LLAMA} --zero-stage 3"),
     "tp2 sp": (2, 3, f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "experts": (2, 3, f"{LLAMA} {EXPERTS} --expert-model-parallel-size 2"),
+    "experts, pp2": (4, 4, f"{LLAMA} {PP2} {EXPERTS} --moe-layer-freq [0,1,1,1]"),
 }
 
 
@@ -71,6 +75,14 @@ def layers_of(steps: PlannedSteps, rank: int) -> list[int]:
     return [layer for stage in steps.stages_of(rank) for layer in stage.layers]
 
 
+def named(steps: PlannedSteps, layers: list[int], options: list[str], row) -> dict[int, str]:
+    """A candidate in the words of --recompute-layers."""
+    return {
+        layer: words_of_layer(steps.shape, layer, options[index])
+        for layer, index in zip(layers, row, strict=True)
+    }
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_bytes_of_all_candidates_are_those_of_the_plan(name):
     steps = steps_of(name)
@@ -81,13 +93,11 @@ def test_the_bytes_of_all_candidates_are_those_of_the_plan(name):
         chosen = candidates([len(stage.layers) for stage in steps.stages_of(rank)], len(options))
         needed = needed_bytes(steps, rank, options, chosen)
         for row in range(0, len(chosen), max(1, len(chosen) // 6)):
-            words = {
-                layer: options[index] for layer, index in zip(layers, chosen[row], strict=True)
-            }
+            words = named(steps, layers, options, chosen[row])
             assert needed[row] == total(name, rank, words), words
 
 
-@pytest.mark.parametrize("name", ["one rank", "pp2", "pp2, two stages a rank", "zero 3"])
+@pytest.mark.parametrize("name", ["one rank", "pp2", "pp2, two stages a rank", "zero 3", "experts"])
 def test_no_cheaper_choice_fits(name):
     """Against every choice of every layer, in any order, each planned by itself."""
     steps = steps_of(name)
@@ -96,9 +106,13 @@ def test_no_cheaper_choice_fits(name):
     rows = np.array(list(itertools.product(range(len(options)), repeat=len(layers))))
     needed = needed_bytes(steps, rank, options, rows)
     for row in (0, len(rows) // 2, len(rows) - 1):  # rows are what the plan says
-        words = {layer: options[index] for layer, index in zip(layers, rows[row], strict=True)}
+        words = named(steps, layers, options, rows[row])
         assert needed[row] == total(name, rank, words)
-    seconds = np.array([seconds_again(steps.shape, what) for what in options])[rows].sum(1)
+    of_layers = (
+        np.array([seconds_again(steps.shape, what, layer) for what in options])[rows[:, column]]
+        for column, layer in enumerate(layers)
+    )
+    seconds = np.sum(list(of_layers), axis=0)
     for share in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0):
         budget = math.ceil(needed.min() + share * (needed.max() - needed.min()))
         found = choose_for_rank(steps, rank, budget)
@@ -125,6 +139,28 @@ def test_saved_bytes_would_be_the_wrong_objective(monkeypatch):
     monkeypatch.setattr(recompute, "needed_bytes", of_what_is_saved)
     wrong = choose_for_rank(steps, 0, budget)
     assert total(name, 0, wrong.layers) > budget
+
+
+def test_words_of_experts():
+    """Modules of experts in their layers alone."""
+    shape = steps_of("experts, pp2").shape
+    assert words_of_layer(shape, 0, "layernorm+mlp+qkv") == "layernorm+mlp+qkv"
+    assert words_of_layer(shape, 1, "layernorm+mlp+qkv") == "layernorm+moe+qkv"
+    assert [words_of_layer(shape, 1, what) for what in ("full", "mlp_act")] == ["full", "moe_act"]
+    # the way to the experts is gone again, the activation is not
+    seconds = [seconds_again(shape, what, 1) for what in ("mlp_act", "mlp", "full")]
+    assert 0 < seconds[0] < seconds[1] < seconds[2]
+
+
+def test_experts_are_chosen_for_in_a_run():
+    world, layers, _ = CASES["experts"]
+    plain = max(rank.total for rank in rank_memories(configure("experts"), VOCAB, world)) / 2**30
+    budget = f"{0.85 * plain:.6f}"
+    config = configure("experts", "--recompute", "auto", "--memory-budget", budget)
+    chosen, _ = choose_layers(config, VOCAB, world, "cuda")
+    words = layer_words(chosen.training.recompute_layers)
+    assert len(words) == layers and not {"mlp", "mlp_act"} & set("+".join(words).split("+"))
+    assert all(rank.total <= 0.85 * plain * 2**30 for rank in rank_memories(chosen, VOCAB, world))
 
 
 def test_candidates():
@@ -193,6 +229,7 @@ def test_nothing_fits():
         ("--recompute-layers full*2", "says what becomes of 2 layers, and there are 3"),
         ("--recompute-layers all*3", "--recompute-layers: 'all*3': 'all' is none of none, full"),
         ("--recompute-layers mlp*0 full*3", "'mlp*0': behind * stands the number of layers"),
+        ("--recompute-layers layernorm+moe*3", "moe is a part of experts, and no layer has any"),
         ("--recompute-layers full+mlp*3", "'full' is none of none"),
         (
             "--recompute-layers mlp*3 --torch-compile",
