@@ -19,7 +19,7 @@ rank, h hidden, f width of an expert on this rank. Called from layers/moe.py, on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,12 @@ def expert_parameters(config: ModelConfig, name: str) -> dict[str, ParameterSpec
     """fc1 [f or 2f, h] of each expert, of a gated activation [gate; up], and fc2 [h, f], each kind
     one behind the other.
     """
+    fc1, fc2 = _expert_specs(config, name)
+    return {"fc1": fc1, "fc2": fc2}
+
+
+@lru_cache(maxsize=32)  # a search asks for those of hundreds of experts thousands of times
+def _expert_specs(config: ModelConfig, name: str) -> tuple[ParameterSpec, ParameterSpec]:
     h, f, count = config.hidden_size, config.moe_ffn_hidden_size, config.num_experts
     assert count is not None and f is not None
     parts = ("gate", "up") if config.activation in GATED else ("up",)
@@ -81,10 +87,7 @@ def expert_parameters(config: ModelConfig, name: str) -> dict[str, ParameterSpec
 
     fc1 = (matrix(expert, part, (f, h), 0) for expert in range(count) for part in parts)
     fc2 = (matrix(expert, "down", (h, f), 1) for expert in range(count))
-    return {
-        "fc1": ParameterSpec(tuple(fc1), product=True),
-        "fc2": ParameterSpec(tuple(fc2), product=True),
-    }
+    return ParameterSpec(tuple(fc1), product=True), ParameterSpec(tuple(fc2), product=True)
 
 
 def _of_experts(counts: RowCounts) -> Iterator[tuple[int, slice]]:
