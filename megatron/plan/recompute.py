@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations_with_replacement
 from math import comb, prod
 from typing import Any
@@ -230,35 +231,48 @@ def choose_for_rank(steps: PlannedSteps, rank: int, budget: int) -> RankChoice:
     numbers = [layer for stage in stages for layer in stage.layers]
     chosen = candidates([len(stage.layers) for stage in stages], len(options))
     needed = needed_bytes(steps, rank, options, chosen)
-    seconds = np.zeros(len(chosen))
-    for column, layer in enumerate(numbers):
-        of_layer = np.array([seconds_again(shape, what, layer) for what in options])
-        seconds += of_layer[chosen[:, column]]
+    seconds = _seconds_of(shape, numbers, options, chosen)
     costs = np.round(seconds * 1e12)  # sums in any order are equal
     order = np.lexsort((needed, costs))
     fitting = order[needed[order] <= budget]
     if not len(fitting):
-        raise UserError(
-            f"--memory-budget {_gib(budget)}: pipeline rank {rank} needs "
-            f"{_gib(int(needed.min()))} GiB even with the recomputation that needs the least; give "
-            "more, or use more ranks, a higher --zero-stage or a smaller --micro-batch-size"
-        )
+        raise _nothing_fits(rank, budget, int(needed.min()))
     best = fitting[0]
-
-    def words(row: int) -> list[str]:
-        given = zip(numbers, chosen[row], strict=True)
-        return [words_of_layer(shape, layer, options[index]) for layer, index in given]
-
-    cheaper = np.flatnonzero(costs < costs[best])
-    least = cheaper[np.argmin(needed[cheaper])] if len(cheaper) else None
     kept = np.flatnonzero((chosen == options.index(NONE)).all(1))[0]
-    return RankChoice(
-        dict(zip(numbers, words(best), strict=True)),
-        int(needed[best]),
-        float(seconds[best]),
-        int(needed[kept]),
-        None if least is None else (", ".join(words_of(words(least))), int(needed[least])),
+    words = partial(_words, shape, numbers, options)
+    cheaper = None
+    if len(among := np.flatnonzero(costs < costs[best])):
+        least = among[np.argmin(needed[among])]
+        cheaper = ", ".join(words_of(words(chosen[least]))), int(needed[least])
+    layers = dict(zip(numbers, words(chosen[best]), strict=True))
+    return RankChoice(layers, int(needed[best]), float(seconds[best]), int(needed[kept]), cheaper)
+
+
+def _nothing_fits(rank: int, budget: int, least: int) -> UserError:
+    return UserError(
+        f"--memory-budget {_gib(budget)}: pipeline rank {rank} needs {_gib(least)} GiB even with "
+        "the recomputation that needs the least; give more, or use more ranks, a higher "
+        "--zero-stage or a smaller --micro-batch-size"
     )
+
+
+def _seconds_of(
+    shape: Shape, numbers: Sequence[int], options: Sequence[str], chosen: np.ndarray
+) -> np.ndarray:
+    """What each candidate adds to a micro-batch [candidates], of layers with these numbers."""
+    seconds = np.zeros(len(chosen))
+    for column, layer in enumerate(numbers):
+        of_layer = np.array([seconds_again(shape, what, layer) for what in options])
+        seconds += of_layer[chosen[:, column]]
+    return seconds
+
+
+def _words(
+    shape: Shape, numbers: Sequence[int], options: Sequence[str], row: np.ndarray
+) -> list[str]:
+    """A candidate in the words of each layer."""
+    given = zip(numbers, row, strict=True)
+    return [words_of_layer(shape, layer, options[index]) for layer, index in given]
 
 
 def needed_bytes(
