@@ -15,7 +15,7 @@ others are gone. Time: FLOPs at what training reaches, and bytes through the dev
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations_with_replacement
 from math import comb, prod
@@ -240,10 +240,7 @@ def choose_for_rank(steps: PlannedSteps, rank: int, budget: int) -> RankChoice:
     best = fitting[0]
     kept = np.flatnonzero((chosen == options.index(NONE)).all(1))[0]
     words = partial(_words, shape, numbers, options)
-    cheaper = None
-    if len(among := np.flatnonzero(costs < costs[best])):
-        least = among[np.argmin(needed[among])]
-        cheaper = ", ".join(words_of(words(chosen[least]))), int(needed[least])
+    cheaper = _least_of(np.flatnonzero(costs < costs[best]), chosen, needed, words)
     layers = dict(zip(numbers, words(chosen[best]), strict=True))
     return RankChoice(layers, int(needed[best]), float(seconds[best]), int(needed[kept]), cheaper)
 
@@ -254,6 +251,19 @@ def _nothing_fits(rank: int, budget: int, least: int) -> UserError:
         "the recomputation that needs the least; give more, or use more ranks, a higher "
         "--zero-stage or a smaller --micro-batch-size"
     )
+
+
+def _least_of(
+    rows: np.ndarray,
+    chosen: np.ndarray,
+    needed: np.ndarray,
+    words: Callable[[np.ndarray], list[str]],
+) -> tuple[str, int] | None:
+    """Of these candidates the one that needs the least, in words, and its bytes."""
+    if not len(rows):
+        return None
+    row = rows[np.argmin(needed[rows])]
+    return ", ".join(words_of(words(chosen[row]))), int(needed[row])
 
 
 def _seconds_of(
