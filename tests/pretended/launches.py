@@ -17,7 +17,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -310,11 +310,40 @@ def optimizer_calls(arch: int) -> Calls:
                 yield name, partial(quantise, 70, 150, dtype, scaling, transposed), quick
 
 
+def multiply(counts: Sequence[int], outputs: int, inputs: int, dtype: Any, grad: Any) -> None:
+    """Products of experts with so many rows each, and all gradients."""
+    import torch
+    from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
+
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    x, dy = (torch.zeros(sum(counts), width, dtype=dtype) for width in (inputs, outputs))
+    weight = torch.zeros(len(counts), outputs, inputs, dtype=dtype)
+    grouped_gemm(x, weight, ends, True)
+    grouped_gemm(dy, weight, ends, False)
+    main_grad = torch.zeros(weight.shape, dtype=grad)
+    for overwrite in (True, False):
+        grouped_weight_grad_(main_grad, dy, x, ends, overwrite)
+
+
+def expert_calls(arch: int) -> Calls:
+    """Grouped products: few experts, many, and one; sizes that tiles do not divide."""
+    import torch
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dtype in (bf16, torch.float16, fp32):
+        for counts in ((5, 0, 170), (64,), (3,) * 128):
+            for outputs, inputs in ((136, 72), (1536, 2048)):
+                name = f"experts {len(counts)}, {outputs} x {inputs}, {dtype}"
+                quick = dtype == bf16 and len(counts) == 3 and outputs == 136
+                yield name, partial(multiply, counts, outputs, inputs, dtype, fp32), quick
+
+
 GROUPS: dict[str, Callable[[int], Calls]] = {
     "attention": attention_calls,
     "gluon": gluon_calls,
     "norm": norm_calls,
     "rows": row_calls,
+    "experts": expert_calls,
     "optimizer": optimizer_calls,
 }
 
