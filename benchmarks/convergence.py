@@ -333,6 +333,20 @@ def same_start(prefix: Path, tokenizer: Path, places: dict) -> dict[str, float]:
     return found
 
 
+def curves_parser(text: str) -> argparse.ArgumentParser:
+    """The command line that all programs have whose runs train on the quickstart's tokens; `text`:
+    what --help says first.
+    """
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    quickstart = ROOT / "quickstart"
+    parser.add_argument("--data", type=Path, default=quickstart / "shakespeare_text_document")
+    parser.add_argument("--tokenizer-model", type=Path, default=quickstart / "tokenizer.model")
+    parser.add_argument("--out", type=Path, required=True, help="JSON; runs in it are kept")
+    return parser
+
+
 def turns(seeds: int) -> list[tuple[str, int]]:
     """Every side and seed, in the order of the runs: the sides that are held to the criterion take
     turns, a different one first with each seed; then come the others.
@@ -372,19 +386,13 @@ def measure(args: argparse.Namespace, document: dict) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    quickstart = ROOT / "quickstart"
+    parser = curves_parser(str(__doc__))
     parser.add_argument(
         "--peers", type=Path, required=True, help="what training.py --setup made (litgpt)"
     )
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
-    parser.add_argument("--data", type=Path, default=quickstart / "shakespeare_text_document")
-    parser.add_argument("--tokenizer-model", type=Path, default=quickstart / "tokenizer.model")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=WORK.steps, help="fewer only to try it out")
-    parser.add_argument("--out", type=Path, required=True, help="JSON; runs in it are kept")
     args = parser.parse_args()
     check_nanogpt(args.nanogpt)
     document = {

@@ -298,18 +298,12 @@ def measure(document: dict, args: argparse.Namespace, work: TrainedWork) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    quickstart = ROOT / "quickstart"
-    parser.add_argument("--data", type=Path, default=quickstart / "shakespeare_text_document")
-    parser.add_argument("--tokenizer-model", type=Path, default=quickstart / "tokenizer.model")
+    parser = convergence.curves_parser(str(__doc__))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument(
         "--steps", type=int, default=convergence.WORK.steps, help="fewer only to try it out"
     )
     parser.add_argument("--together", type=int, default=2, help="runs side by side, a core each")
-    parser.add_argument("--out", type=Path, required=True, help="JSON; runs in it are kept")
     parser.add_argument("--picture", type=Path, help="SVG")
     args = parser.parse_args()
     work = convergence.shortened(args.steps)

@@ -14,7 +14,6 @@ losses of every step are kept. Runs that the file holds are kept.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -71,13 +70,7 @@ def last_mean(run: dict) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    quickstart = ROOT / "quickstart"
-    parser.add_argument("--data", type=Path, default=quickstart / "shakespeare_text_document")
-    parser.add_argument("--tokenizer-model", type=Path, default=quickstart / "tokenizer.model")
-    parser.add_argument("--out", type=Path, required=True, help="JSON; runs in it are kept")
+    parser = convergence.curves_parser(str(__doc__))
     args = parser.parse_args()
     document = {
         "started": datetime.now().isoformat(timespec="seconds"),

@@ -14,7 +14,6 @@ Runs that the file holds are kept, so that with a whole one only the picture is 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -170,15 +169,9 @@ def draw(document: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    quickstart = ROOT / "quickstart"
-    parser.add_argument("--data", type=Path, default=quickstart / "shakespeare_text_document")
-    parser.add_argument("--tokenizer-model", type=Path, default=quickstart / "tokenizer.model")
+    parser = convergence.curves_parser(str(__doc__))
     steps = convergence.WORK.steps
     parser.add_argument("--steps", type=int, default=steps, help="fewer only to try it out")
-    parser.add_argument("--out", type=Path, required=True, help="JSON; runs in it are kept")
     parser.add_argument("--picture", type=Path, help="SVG")
     args = parser.parse_args()
     document = {

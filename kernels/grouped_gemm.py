@@ -160,6 +160,11 @@ def configuration(what: str, itemsize: int, arch: int = HOPPER) -> Row:
     return find(f"grouped_gemm {what}", arch, bytes=itemsize)
 
 
+def _sizes(row: Row) -> dict[str, int]:
+    """The constants of a kernel that are its tile."""
+    return {name: row.numbers[name] for name in ("M", "N", "K")}
+
+
 def unfit(itemsize: int, arch: int) -> str | None:
     """Why a GPU cannot run the kernels for operands of so many bytes; None where it can."""
     reasons = (configuration(what, itemsize, arch).unfit(arch) for what in ("rows", "weight"))
@@ -181,8 +186,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tenso
     y = x.new_empty((x.shape[0], width))
     if y.numel() == 0:
         return y
-    numbers = configuration("rows", x.element_size(), capability(x.device))
-    sizes = {name: numbers.numbers[name] for name in ("M", "N", "K")}
+    row = configuration("rows", x.element_size(), capability(x.device))
+    sizes = _sizes(row)
     tiles = triton.cdiv(x.shape[0], sizes["M"]) + min(experts, x.shape[0]) - 1
     rows_kernel[(tiles * triton.cdiv(width, sizes["N"]),)](
         x,
@@ -197,7 +202,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor, turned: bool) -> Tenso
         EXPERTS=triton.next_power_of_2(experts),
         GROUP=GROUP,
         **sizes,
-        **numbers.launch(),
+        **row.launch(),
     )
     return y
 
@@ -215,11 +220,11 @@ def grouped_weight_grad_(
     _check(x, grad, ends)
     experts, width, inner = grad.shape
     assert dy.is_contiguous() and dy.shape == (x.shape[0], width) and x.shape[1] == inner
-    numbers = configuration("weight", x.element_size(), capability(x.device))
-    sizes = {name: numbers.numbers[name] for name in ("M", "N", "K")}
+    row = configuration("weight", x.element_size(), capability(x.device))
+    sizes = _sizes(row)
     tiles = triton.cdiv(width, sizes["M"]) * triton.cdiv(inner, sizes["N"])
     weight_kernel[(experts * tiles,)](
-        dy, x, grad, ends, width, inner, OVERWRITE=overwrite, **sizes, **numbers.launch()
+        dy, x, grad, ends, width, inner, OVERWRITE=overwrite, **sizes, **row.launch()
     )
 
 
@@ -234,7 +239,7 @@ def aot(arch: int = HOPPER) -> Iterator[Compiled]:
         operand, narrow = f"*{dtype}", itemsize == 2
         common = {"ends": "*i32", "width": "i32", "inner": "i32"}
         row = configuration("rows", itemsize, arch)
-        sizes = {name: row.numbers[name] for name in ("M", "N", "K")}
+        sizes = _sizes(row)
         given = {"x": operand, "weight": operand, "y": operand, **common}
         given |= {"experts": "i32", "tiles": "i32"}
         for name, turned in (("forward", True), ("input_grad", False)):
@@ -251,7 +256,7 @@ def aot(arch: int = HOPPER) -> Iterator[Compiled]:
                     row=row,
                 )
         row = configuration("weight", itemsize, arch)
-        sizes = {name: row.numbers[name] for name in ("M", "N", "K")}
+        sizes = _sizes(row)
         for name, overwrite in (("added", False), ("written", True)):
             yield Compiled(
                 f"grouped_weight_grad_{name}_{dtype}",

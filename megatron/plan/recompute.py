@@ -270,10 +270,14 @@ def _seconds_of(
     shape: Shape, numbers: Sequence[int], options: Sequence[str], chosen: np.ndarray
 ) -> np.ndarray:
     """What each candidate adds to a micro-batch [candidates], of layers with these numbers."""
+    has_experts = shape.config.model.expert_layers()
+    of_kind: dict[bool, np.ndarray] = {}
     seconds = np.zeros(len(chosen))
     for column, layer in enumerate(numbers):
-        of_layer = np.array([seconds_again(shape, what, layer) for what in options])
-        seconds += of_layer[chosen[:, column]]
+        kind = has_experts[layer]
+        if kind not in of_kind:
+            of_kind[kind] = np.array([seconds_again(shape, what, layer) for what in options])
+        seconds += of_kind[kind][chosen[:, column]]
     return seconds
 
 
