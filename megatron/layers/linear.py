@@ -60,11 +60,16 @@ from megatron.layers.tensor_parallel import DENSE, TensorParallel
 
 
 def linear_weight_grad(
-    dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool = False, by_apex: bool = False
+    dy: Tensor,
+    x: Tensor,
+    main_grad: Tensor,
+    overwrite: bool = False,
+    by_apex: bool = False,
+    rows_vary: bool = False,
 ) -> None:
     """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i]:
     one product that adds up in main_grad itself, but for bf16 and fp16 on a CPU, where factors are
-    widened in pieces of at most SCRATCH_BYTES.
+    widened in pieces of at most SCRATCH_BYTES. `rows_vary`: s b differs from call to call.
     """
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
     if by_apex and main_grad.dtype == torch.float32 and dy.dtype != torch.float32:
@@ -80,7 +85,8 @@ def linear_weight_grad(
         return
     # no bf16 x bf16 -> fp32 product here
     step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))
-    with _products_of(dy.dtype):
+    # bf16 instructions are reached by code that is generated for each shape
+    with contextlib.nullcontext() if rows_vary else _products_of(dy.dtype):
         for token in range(0, x.shape[0], step):
             piece = slice(token, token + step)
             main_grad.addmm_(

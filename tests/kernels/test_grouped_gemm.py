@@ -109,10 +109,11 @@ def test_no_rows(device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("counts, o, i", SHAPES)
-def test_every_backend_is_the_loop(device, counts, o, i, backend):
+def test_every_backend_is_the_loop(device, counts, o, i, dtype, backend):
     """Of the layer: products and the gradient in main_grad, from counts on the host or device."""
-    x, dy, weight, ends = draw(counts, o, i, torch.float32, device)
+    x, dy, weight, ends = draw(counts, o, i, dtype, device)
     rows = RowCounts.of(backend, torch.tensor(counts, device=device), counts)
     assert (rows.ends is None) == (backend == "torch")
     flat = weight.flatten(0, 1)
@@ -126,7 +127,7 @@ def test_every_backend_is_the_loop(device, counts, o, i, backend):
     for overwrite in (True, False):
         parameter.overwrite_main_grad = overwrite
         if overwrite:
-            parameter.main_grad = torch.full_like(flat, torch.nan)
+            parameter.main_grad = torch.full_like(flat, torch.nan, dtype=torch.float32)
         add_expert_weight_grads(dy, x, parameter, rows, backend)
         exact = exact if overwrite else 2 * exact
         torch.testing.assert_close(
