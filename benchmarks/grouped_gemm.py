@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/grouped_gemm.py --out docs/results/grouped_gemm.json
 
 A turn is a forward and a backward pass of the layer's own `Experts` (swiglu, weight gradients into
-main_grad) over rows of balanced experts, on one thread. The two backends take turns; a pair is one
-turn of each, its ratio the loop's seconds by those of the grouped product. Above 1 the grouped
-product is faster: what `auto` of --grouped-gemm-backend takes on a CPU (SMALL_PRODUCT of
+main_grad) on one thread, over rows of which each has drawn its expert: as in a run, numbers differ
+from turn to turn. The two backends take turns with the same numbers; a pair is five turns of each,
+its ratio the loop's seconds by those of the grouped product. Above 1 the grouped product is faster: what `auto` of --grouped-gemm-backend takes on a CPU (SMALL_PRODUCT of
 megatron/model/kernels.py) follows from where that is.
 """
 
@@ -79,7 +79,7 @@ class Turns:
         self.rows = torch.randn(count, shape.hidden, generator=generator).to(dtype)
         self.dy = torch.randn(count, shape.hidden, generator=generator).to(dtype)
         self.weights = torch.rand(count, generator=generator)
-        self.counts = torch.full((shape.experts,), shape.rows)
+        self.shape, self.generator = shape, generator
         self.layers = {}
         for backend in (LOOP, TORCH_GROUPED):
             layer = Experts(config, "experts", DENSE, Rebuilder()).to_empty(device="cpu")
@@ -92,10 +92,15 @@ class Turns:
                 weight.main_grad = torch.zeros(weight.shape)
             self.layers[backend] = layer
 
-    def turn(self, backend: str) -> tuple[float, torch.Tensor]:
+    def drawn(self) -> torch.Tensor:
+        """How many rows each expert has."""
+        experts = torch.randint(self.shape.experts, self.weights.shape, generator=self.generator)
+        return experts.bincount(minlength=self.shape.experts)
+
+    def turn(self, backend: str, numbers: torch.Tensor) -> tuple[float, torch.Tensor]:
         """(seconds, the gradient of the rows)."""
         layer = self.layers[backend]
-        counts = RowCounts.of(backend, self.counts, self.counts.tolist())
+        counts = RowCounts.of(backend, numbers, numbers.tolist())
         rows = self.rows.detach().requires_grad_()
         begin = time.perf_counter()
         layer(rows, self.weights, counts).backward(self.dy)
@@ -107,14 +112,18 @@ class Turns:
 def measured(shape: Shape, name: str, rounds: int) -> dict[str, Any]:
     """A row of the result."""
     turns = Turns(shape, DTYPES[name])
-    (_, loop), (_, grouped) = turns.turn(LOOP), turns.turn(TORCH_GROUPED)
+    numbers = turns.drawn()
+    (_, loop), (_, grouped) = (turns.turn(each, numbers) for each in (LOOP, TORCH_GROUPED))
     torch.testing.assert_close(grouped, loop, rtol=2e-2 if name == "bf16" else 1e-4, atol=1e-2)
     pairs = []
     for _ in range(rounds):
-        found = {}
-        for backend in (LOOP, TORCH_GROUPED):
-            found[backend] = sum(turns.turn(backend)[0] for _ in range(5)) / 5
-        pairs.append(found)
+        drawn = [turns.drawn() for _ in range(5)]
+        pairs.append(
+            {
+                backend: sum(turns.turn(backend, numbers)[0] for numbers in drawn) / 5
+                for backend in (LOOP, TORCH_GROUPED)
+            }
+        )
     judged = ratio_rule.verdict([pair[LOOP] / pair[TORCH_GROUPED] for pair in pairs], 1.0)
     return {
         **shape._asdict(),

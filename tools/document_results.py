@@ -220,11 +220,13 @@ def training_one_process() -> str:
     return table("precision | peer | ours, tokens/s | peer | ratio (95%) | goal | ", rows)
 
 
-def steps(name: str) -> list[tuple[object, ...]]:
-    """Speeds, milliseconds of a step and ratio of each comparison of several processes."""
+def steps(name: str, default: str = "fp32, ") -> list[tuple[object, ...]]:
+    """Speeds, milliseconds of a step and ratio of each comparison. `default` begins a setting that
+    is shown without it.
+    """
     return [
         (
-            row["setting"].removeprefix("fp32, "),
+            row["setting"].removeprefix(default),
             row["peer"],
             f"{row['ours']:.0f}",
             f"{row['theirs']:.0f}",
@@ -239,6 +241,18 @@ def steps(name: str) -> list[tuple[object, ...]]:
 
 
 STEPS = "layout | peer | ours, tokens/s | peer | our step, ms | peer's | ratio (95%) | goal | "
+EXPERTS = f"setting | {STEPS.removeprefix('layout | ')}"
+FIGURES["training.experts"] = lambda: table(EXPERTS, steps("training_experts", ""))
+
+
+@figure("training.experts.apart")
+def training_experts_apart() -> str:
+    """The largest relative difference of losses in fp32."""
+    rows = [row for row in result("training_experts")["rows"] if row["setting"].startswith("fp32")]
+    apart = max(abs(row["their_loss"] / row["our_loss"] - 1) for row in rows)
+    return f"{apart:.0e}"
+
+
 FIGURES["training.two-processes"] = lambda: table(STEPS, steps("training_cpu_two_processes"))
 FIGURES["training.pipeline"] = lambda: table(STEPS, steps("training_cpu_pipeline"))
 

@@ -21,8 +21,8 @@ def test_rows(tmp_path, monkeypatch):
 def test_a_backend_that_computes_something_else_is_found(monkeypatch):
     real = tool.Turns.turn
 
-    def wrong(self, backend):
-        seconds, gradient = real(self, backend)
+    def wrong(self, backend, numbers):
+        seconds, gradient = real(self, backend, numbers)
         return seconds, gradient * (1.1 if backend == tool.TORCH_GROUPED else 1)
 
     monkeypatch.setattr(tool.Turns, "turn", wrong)
