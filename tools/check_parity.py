@@ -55,6 +55,7 @@ SWITCHES = {
     "offload": "--optimizer-cpu-offload",
     "param-offload": "--param-cpu-offload",
     "gathered-tokens": "--moe-token-dispatcher-type allgather",
+    "paired": "--overlap-moe-expert-parallel-comm",
     **{name: f"--pipeline-schedule {name}" for name in BUILDERS},
 }
 SIZES = {

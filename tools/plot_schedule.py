@@ -19,6 +19,7 @@ import json
 import math
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,23 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.schedules import SCHEDULES  # noqa: E402
 from megatron.parallel.drawing import Panel, draw, figures  # noqa: E402
 from megatron.parallel.schedule import BUILDERS, Kind, build_schedule
 from megatron.parallel.simulate import Costs, simulate  # noqa: E402
-from megatron.parallel.timeline import Timeline  # noqa: E402
+from megatron.parallel.timeline import Timeline, in_pairs  # noqa: E402
 
 
 def measured_costs(line: Timeline, message: float, latency: float) -> Costs:
-    """The median of each stage's computations; a whole backward pass counts as input gradient."""
+    """The median of each stage's computations that ran alone; a whole backward pass counts as input
+    gradient.
+    """
     found: dict[tuple[Kind, int], list[float]] = {}
     for row in line.rows:
-        for kind, stage, _, begin, end in row:
-            found.setdefault(
-                (Kind.BACKWARD_INPUT if kind is Kind.BACKWARD else kind, stage), []
-            ).append(end - begin)
+        for (kind, stage, _, begin, end), is_paired in zip(row, in_pairs(row)):
+            if not is_paired:
+                part = Kind.BACKWARD_INPUT if kind is Kind.BACKWARD else kind
+                found.setdefault((part, stage), []).append(end - begin)
     stages = range(len(line.placement))
     kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     return Costs(
@@ -154,12 +158,26 @@ def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
     virtual = {"interleaved": arguments.virtual, "zero-bubble-v": 2}.get(name, 1)
     if measured:
         virtual = len(measured.placement) // len(measured.rows)
-    schedule = build_schedule(name, given["ranks"], virtual, given["micro-batches"])
+    pairs = measured.pairs if measured else arguments.pairs
+    if pairs and not SCHEDULES[name].pairs:
+        able = " or ".join(name for name, rule in SCHEDULES.items() if rule.pairs)
+        raise UserError(f"--pairs: {name} has none; give --schedule {able}")
+    schedule = build_schedule(name, given["ranks"], virtual, given["micro-batches"], pairs)
     costs = Costs.even(
         schedule, *arguments.costs or (), message=arguments.message, latency=arguments.latency
     )
     if measured and not arguments.costs:
         costs = measured_costs(measured, arguments.message, arguments.latency)
+    if arguments.exchanged:
+        forward, backward = (
+            (time * schedule.ranks / schedule.stages,) * schedule.stages
+            for time in arguments.exchanged
+        )
+        costs = replace(costs, exchanged_forward=forward, exchanged_backward=backward)
+        for stage in range(schedule.stages):
+            whole = costs.of(Kind.FORWARD, stage), costs.of(Kind.BACKWARD, stage)
+            if forward[stage] > whole[0] or backward[stage] > whole[1]:
+                raise UserError("--exchanged: is a part of the passes' costs; give less than these")
     if measured and schedule.placement != measured.placement:
         raise UserError(
             f"{arguments.measured}: stages lie on ranks {measured.placement}, in {name} on "
@@ -169,6 +187,7 @@ def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
         f"{name}, {schedule.ranks} ranks"
         + (f" x {virtual} stages" if virtual > 1 else "")
         + f", {schedule.micro_batches} micro-batches"
+        + ", in pairs" * pairs
     )
     panels = [(f"{'simulated: ' if measured else ''}{size}", simulate(schedule, costs))]
     return panels + (
@@ -194,6 +213,17 @@ def parser() -> argparse.ArgumentParser:
         type=_costs,
         metavar="F,I,W",
         help="of forward pass, input gradient, weight gradient; a backward pass costs I + W",
+    )
+    flags.add_argument(
+        "--pairs",
+        action="store_true",
+        help="each backward pass beside a forward pass (--overlap-moe-expert-parallel-comm)",
+    )
+    flags.add_argument(
+        "--exchanged",
+        type=_exchanged,
+        metavar="F,B",
+        help="of a forward and of a backward pass, what the other pass of a pair hides",
     )
     flags.add_argument(
         "--message",
@@ -225,13 +255,26 @@ def _count(text: str) -> int:
 
 
 def _costs(text: str) -> tuple[float, ...]:
-    try:
-        costs = tuple(map(float, text.split(",")))
-    except ValueError:
-        costs = ()
-    if len(costs) != 3 or not all(0 <= cost < math.inf for cost in costs) or not any(costs):
+    costs = _numbers(text)
+    if len(costs) != 3 or not any(costs):
         raise argparse.ArgumentTypeError(f"{text!r} is not three costs like 1,1,1")
     return costs
+
+
+def _exchanged(text: str) -> tuple[float, ...]:
+    times = _numbers(text)
+    if len(times) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two times like 0.3,0.6")
+    return times
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Finite ones from 0 up, with commas between; none where one is not."""
+    try:
+        numbers = tuple(map(float, text.split(",")))
+    except ValueError:
+        return ()
+    return numbers if all(0 <= number < math.inf for number in numbers) else ()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -48,6 +48,7 @@ from megatron.model.stages import Stage  # noqa: E402
 from megatron.optimizer.blocks import build_blocks  # noqa: E402
 from megatron.parallel.layer_passes import LayerPasses, Passes  # noqa: E402
 from megatron.parallel.pipeline import (
+    Computation,
     Pipeline,
     Recording,
     StepSums,
@@ -162,15 +163,21 @@ class Job:
         micro = self.micro_batch(self.tokens(0))  # alive until the end, as in a step
         held = deque([micro] * len(layers))
         x = None if stage == 0 else torch.zeros(self.pipeline.shape)
-        y, held = self.pipeline.compute(Action(Kind.FORWARD, stage, 0), x, held)
+        y, held = self.computed(Kind.FORWARD, stage, x, held)
         dy = loss_gradient(y, 1.0) if last else torch.ones_like(y)
         del x, y
         found.append(moment())
-        _, held = self.pipeline.compute(Action(Kind.BACKWARD_INPUT, stage, 0), dy, held)
+        _, held = self.computed(Kind.BACKWARD_INPUT, stage, dy, held)
         del _
         found.append(moment())  # what is left may hold dy
-        self.pipeline.compute(Action(Kind.BACKWARD_WEIGHT, stage, 0), None, held)
+        self.computed(Kind.BACKWARD_WEIGHT, stage, None, held)
         return [*found, moment()]
+
+    def computed(self, kind: Kind, stage: int, x: Tensor | None, held: deque[Any]) -> Any:
+        """(the result of a computation, what it leaves)."""
+        work = Computation(Action(kind, stage, 0), x, held)
+        self.pipeline.compute([work])
+        return work.x, work.left
 
     def step(self, schedule: Schedule, scale: float = 1.0) -> StepSums:
         """One run of a schedule."""
@@ -214,10 +221,9 @@ class Watched:
         self.compute, self.live, self.peak = pipeline.compute, live, 0
         pipeline.compute = self.watched
 
-    def watched(self, *args: Any) -> Any:
-        result = self.compute(*args)
+    def watched(self, works: Any) -> None:
+        self.compute(works)
         self.peak = max(self.peak, self.live.now)
-        return result
 
 
 def memory(

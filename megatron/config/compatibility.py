@@ -432,9 +432,9 @@ NOTES = (
         otherwise="not supported; drop it (docs/flags.md lists what routers and experts take)",
     ),
     not_done(
-        "--moe-shared-expert-overlap --overlap-moe-expert-parallel-comm "
-        "--overlap-dispatch-backward-with-experts-wgrad",
-        "tokens on their way to experts wait for nothing beside them",
+        "--moe-shared-expert-overlap --overlap-dispatch-backward-with-experts-wgrad",
+        "a layer's own products do not run beside its tokens on their way to experts; those of "
+        "another micro-batch do with --overlap-moe-expert-parallel-comm",
     ),
     note(
         "--fp4-* --reuse-grad-buf-for-mxfp8-param-ag",

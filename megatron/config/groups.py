@@ -34,6 +34,7 @@ from megatron.config.metadata import (
     DECOUPLED,
     DYNAMIC_SCALE,
     EVALUATED,
+    EXPERT_PARALLEL,
     EXPERTS,
     FIRST_LAST,
     FP8,
@@ -887,6 +888,11 @@ class DistributedConfig:
     )
     """Ranks over which each expert's matrices are divided (ETP). Default:
     tensor-model-parallel-size.
+    """
+    overlap_moe_expert_parallel_comm: bool = flag(False, needs=EXPERT_PARALLEL)
+    """Run the backward pass of each micro-batch beside the forward pass of a later one, layer by
+    layer, so that tokens of the one travel to experts and back while the other computes. Each
+    pipeline rank holds the activations of more micro-batches.
     """
     cp_comm_type: Literal["allgather", "a2a", "p2p", "a2a+p2p"] = flag(
         "allgather", megatron="default p2p there", needs=CONTEXT_PARALLEL, change=ROUNDING

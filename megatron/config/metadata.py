@@ -102,6 +102,11 @@ BF16 = Need("--bf16", fault=True)
 FP8 = Need("--fp8-format e4m3 or hybrid", lambda run: run.fp8_format is not None)
 FP8_FAULT = Need(FP8.text, FP8.holds, fault=True)
 EXPERTS = Need("--num-experts N", fault=True)
+EXPERT_PARALLEL = Need(
+    "--expert-model-parallel-size of 2 or more",
+    lambda run: run.expert_model_parallel_size > 1,
+    fault=True,
+)
 LATENT = Need("--multi-latent-attention", fault=True)
 SHARED_EXPERT = Need("--moe-shared-expert-intermediate-size N", fault=True)
 EXPERT_BIAS = Need("--moe-router-enable-expert-bias", fault=True)

@@ -27,12 +27,13 @@ class StageRule:
     # what is alive grows with the micro-batches of a step, or needs a multiple of the ranks: a plan
     # runs all of them
     grows: bool = False
+    pairs: bool = False  # a backward pass can run beside a forward pass of a later micro-batch
 
 
 SCHEDULES = {
     "gpipe": StageRule(grows=True),
-    "1f1b": StageRule(),
-    "interleaved": StageRule(virtual=None, grows=True),
+    "1f1b": StageRule(pairs=True),
+    "interleaved": StageRule(virtual=None, grows=True, pairs=True),
     "zero-bubble": StageRule(),
     "zero-bubble-v": StageRule(virtual=2, place=down_and_up),
 }

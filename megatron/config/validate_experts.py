@@ -11,6 +11,7 @@ from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.experts import expert_pattern
 from megatron.config.metadata import flag_name
+from megatron.config.schedules import SCHEDULES
 
 Faults = Iterator[str]
 
@@ -26,6 +27,34 @@ def experts(run: RunView) -> Faults:
     yield from _losses(run)
     yield from _ranks(run)
     yield from _obstacles(run)
+    if run.overlap_moe_expert_parallel_comm:
+        yield from _pairs(run)
+
+
+def _pairs(run: RunView) -> Faults:
+    """What passes in pairs ask for."""
+    flag = "--overlap-moe-expert-parallel-comm"
+    if run.moe_token_dispatcher_type != "alltoall":
+        yield (
+            f"{flag}: hides what --moe-token-dispatcher-type alltoall sends; give that, or drop "
+            "the flag"
+        )
+    schedule = run.pipeline_schedule
+    if schedule in SCHEDULES and not SCHEDULES[schedule].pairs:
+        able = " or ".join(name for name, rule in SCHEDULES.items() if rule.pairs)
+        yield f"{flag}: {run.show('pipeline_schedule')} has no pairs of passes; give {able}"
+    if run.activation_offload:
+        yield (
+            f"{flag}: --activation-offload copies beside one pass at a time; drop one, or "
+            "recompute instead"
+        )
+    if run.has("micro_batch_size", "global_batch_size") and run.dp:
+        unit = run.micro_batch_size * run.dp
+        if run.global_batch_size // unit == 1:
+            yield (
+                f"{flag}: {run.show('global_batch_size')} is one micro-batch a step, which has no "
+                f"other to run beside; give {2 * unit} or more, or drop the flag"
+            )
 
 
 def _nothing_to_recompute(run: RunView) -> Faults:

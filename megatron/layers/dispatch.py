@@ -19,6 +19,7 @@ from layers/moe.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,8 +31,10 @@ from megatron.distributed.collectives import (
     all_to_all,
     all_to_all_rows,
     reduce_scatter,
+    start_all_to_all_rows,
 )
 from megatron.distributed.groups import Axis
+from megatron.distributed.turns import give_way
 from megatron.layers.experts import TRITON, RowCounts
 from megatron.layers.router import count_of
 from megatron.layers.tensor_parallel import TensorParallel
@@ -176,23 +179,33 @@ class _Permute(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks of their experts, or `back`; each is the other's adjoint."""
+    """Tensors with a row for each slot, to the ranks of the slots' experts, or `back`; each is the
+    other's adjoint.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: RowExchange, back: bool) -> Tensor:
+    def forward(
+        ctx: Any, exchange: RowExchange, back: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.back = exchange, back
-        return _exchanged(rows, exchange, back)
+        return _exchanged(tensors, exchange, back)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _exchanged(dy, ctx.exchange, not ctx.back), None, None
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        sent = [dy for dy, is_needed in zip(dys, needed) if is_needed]
+        found = iter(_exchanged(sent, ctx.exchange, not ctx.back))
+        return None, None, *(next(found) if is_needed else None for is_needed in needed)
 
 
-def _exchanged(rows: Tensor, exchange: RowExchange, back: bool) -> Tensor:
+def _exchanged(tensors: Sequence[Tensor], exchange: RowExchange, back: bool) -> tuple[Tensor, ...]:
+    """What comes for these; all are on their way while another pass may run."""
     there, here = exchange.send, exchange.receive
     if back:
         there, here = here, there
-    return all_to_all_rows(rows, there, here, exchange.axis)
+    coming = [start_all_to_all_rows(rows, there, here, exchange.axis) for rows in tensors]
+    give_way()
+    return tuple(rows.wait() for rows in coming)
 
 
 class _Spread(torch.autograd.Function):
@@ -293,11 +306,12 @@ class AllToAll:
         [N].
         """
         rows, of_rows = _TakeSlots.apply(x, plan.slots), _TakeWeights.apply(weights, plan.slots)
-        return self._sent(rows, plan), self._sent(of_rows, plan)
-
-    def _sent(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         if plan.exchange is not None:
-            rows = _Exchange.apply(rows, plan.exchange, False)
+            rows, of_rows = _Exchange.apply(plan.exchange, False, rows, of_rows)
+        return self._ordered(rows, plan), self._ordered(of_rows, plan)
+
+    def _ordered(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        """What has come from ranks with other experts, in the order of the experts here."""
         if plan.spread is not None:
             rows = _Spread.apply(rows, plan.spread, False)
         return rows if plan.order is None else _Permute.apply(rows, plan.order, plan.place)
@@ -309,7 +323,7 @@ class AllToAll:
         if plan.spread is not None:
             rows = _Spread.apply(rows, plan.spread, True)
         if plan.exchange is not None:
-            rows = _Exchange.apply(rows, plan.exchange, True)
+            (rows,) = _Exchange.apply(plan.exchange, True, rows)
         return _CombineSlots.apply(rows, plan.slots)
 
 

@@ -179,6 +179,7 @@ class ExpertBytes(NamedTuple):
     shared_activated: int
     beside: int  # scores, weights and integers
     exchange: int  # beside what is kept, while rows go to experts or come back
+    differentiating: int  # while the activation with the rows' weights is differentiated
 
     @classmethod
     def of(
@@ -191,11 +192,14 @@ class ExpertBytes(NamedTuple):
         f = config.moe_ffn_hidden_size
         assert count is not None and f is not None
         choices, rows = own * k, own * k * etp
-        gated = 2 if config.activation in GATED else 1
+        is_gated = config.activation in GATED
+        gated = 2 if is_gated else 1
         width = config.moe_shared_expert_intermediate_size or 0
         scores = wide * own * count * (2 if loss_names(config) else 1)
         integers = 8 * (2 * choices + (2 * rows if etp * ep > 1 else 0) + choices)
         hidden = config.hidden_size * compute
+        # the activation's value, and its weighed gradient: one behind the other in one precision
+        once = is_gated and config.activation_backend == "torch" and compute == wide
         return cls(
             rows=rows * hidden,
             inner=rows * gated * f * compute,
@@ -205,6 +209,7 @@ class ExpertBytes(NamedTuple):
             beside=scores + integers + wide * (rows + choices),
             # what is sent and what comes, and a token's sum
             exchange=(2 if etp * ep > 1 else 1) * rows * hidden + own * config.hidden_size * wide,
+            differentiating=(1 if once else 2) * rows * f * compute,
         )
 
 

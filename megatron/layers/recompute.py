@@ -178,6 +178,7 @@ class Rebuilder:
         if not (self.modules or self.parked is not None) or not torch.is_grad_enabled():
             yield
             return
+        assert self.results is None, "two forward passes of a layer at a time"
         self.results = {}
         try:
             with saved_tensors_hooks(self._pack, unpack):

@@ -226,14 +226,16 @@ def _by_part(
 
 def _layers_of_thread(named: list[Event], events: list[Event], thread: object) -> list[Layer]:
     """What the thread that trains does, the most telling first: a collective within the optimizer
-    is communication, what else the optimizer computes is the optimizer.
+    is communication, what else the optimizer computes is the optimizer. The forward passes of pairs
+    have a thread of their own, which runs when the other one waits.
     """
-    own = [event for event in named if event["tid"] == thread]
+    threads = {event["tid"] for event in named if event["name"].startswith("forward ")} | {thread}
+    own = [event for event in named if event["tid"] in threads]
     sections = _by_part(own, lambda event: event["name"] if event["name"] in SECTIONS else None)
     operators = (
         _interval(event)
         for event in events
-        if event.get("cat") == "cpu_op" and event["tid"] == thread
+        if event.get("cat") == "cpu_op" and event["tid"] in threads
     )
     collectives = _by_part(own, lambda event: _part_of_collective(event["name"]))
     return [*collectives.items(), *sections.items(), (COMPUTE, operators)]

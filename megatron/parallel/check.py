@@ -103,12 +103,12 @@ class _Rendezvous:
         return number < self._posted.get((source_of(message, self._placement), rank), 0)
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """(rank, action) of all ranks in an order in which they can happen, each rank's in the order of
-    its list.
+def walk(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...]]]:
+    """(rank, action or pair) of all ranks in an order in which they can happen, each rank's in the
+    order of its list.
 
-    Sends are rendezvous (above). A computation waits for the message that it needs, and for nothing
-    else. Raises ScheduleError when all that are left wait: deadlock.
+    Sends are rendezvous (above). A computation, or a pair, waits for the messages that it needs,
+    and for nothing else. Raises ScheduleError when all that are left wait: deadlock.
     """
     placement, lists = schedule.placement, schedule.actions
     at = [0] * len(lists)
@@ -118,13 +118,12 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         rank = able.popleft()
         listed[rank] = False
         while at[rank] < len(lists[rank]):
-            action = lists[rank][at[rank]]
-            channel, message = channel_of(action, placement)
+            unit = schedule.unit(rank, at[rank])
+            channel, message = channel_of(unit[0], placement)
             if channel is None:
-                needed = needs(action, placement)
-                if needed is not None and not messages.arrived(needed, rank):
+                if _awaited(unit, rank, placement, messages) is not None:
                     break
-            elif action.kind in SENDS:
+            elif unit[0].kind in SENDS:
                 messages.send(channel, message)
                 receiver = channel[1]
                 if not listed[receiver]:
@@ -132,10 +131,21 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                     listed[receiver] = True
             else:
                 messages.receive(channel)
-            at[rank] += 1
-            yield rank, action
+            at[rank] += len(unit)
+            yield rank, unit
     if any(index < len(actions) for index, actions in zip(at, lists)):
-        raise ScheduleError(_deadlock(schedule, at))
+        raise ScheduleError(_deadlock(schedule, at, messages))
+
+
+def _awaited(
+    unit: tuple[Action, ...], rank: int, placement: tuple[int, ...], messages: _Rendezvous
+) -> tuple[Action, Message] | None:
+    """A computation of a rank that lacks its message, and this."""
+    for action in unit:
+        needed = needs(action, placement)
+        if needed is not None and not messages.arrived(needed, rank):
+            return action, needed
+    return None
 
 
 def channel_of(
@@ -350,14 +360,18 @@ def _same_order(
         )
 
 
-def _deadlock(schedule: Schedule, at: list[int]) -> str:
+def _deadlock(schedule: Schedule, at: list[int], messages: _Rendezvous) -> str:
     """Who waits for whom: a circle, or a chain that ends at a rank that has nothing left to do."""
     waits: dict[int, str] = {}
     rank = next(rank for rank, index in enumerate(at) if index < len(schedule.actions[rank]))
     while rank not in waits and at[rank] < len(schedule.actions[rank]):
-        action = schedule.actions[rank][at[rank]]
-        source = source_of(needs(action, schedule.placement), schedule.placement)
-        waits[rank] = f"rank {rank}, action {at[rank]} ({describe(action)}) waits for rank {source}"
+        unit = schedule.unit(rank, at[rank])
+        awaited = _awaited(unit, rank, schedule.placement, messages)
+        assert awaited is not None
+        action, message = awaited
+        index = at[rank] + unit.index(action)
+        source = source_of(message, schedule.placement)
+        waits[rank] = f"rank {rank}, action {index} ({describe(action)}) waits for rank {source}"
         rank = source
     if rank in waits:
         chain = list(waits.values())[list(waits).index(rank) :]
@@ -367,17 +381,17 @@ def _deadlock(schedule: Schedule, at: list[int]) -> str:
 
 
 def _bounds(schedule: Schedule) -> Bounds:
-    peaks = [_peaks(actions, schedule) for actions in schedule.actions]
+    peaks = [_peaks(rank, schedule) for rank in range(schedule.ranks)]
     in_flight, saved, deferred, received = zip(*peaks)
     return Bounds(in_flight, saved, deferred, received, all(map(_ascending, schedule.actions)))
 
 
-def _peaks(actions: tuple[Action, ...], schedule: Schedule) -> tuple[int, int, int, int]:
+def _peaks(rank: int, schedule: Schedule) -> tuple[int, int, int, int]:
     """`in_flight`, `saved`, `deferred`, `received` of a rank."""
-    training = any(action.kind in PARTS for action in actions)
+    training = any(action.kind in PARTS for action in schedule.actions[rank])
     saved = deferred = received = 0
     peaks = [0, 0, 0, 0]
-    for action in actions:
+    for action in schedule.in_memory(rank):
         kind = action.kind
         if kind is Kind.RECEIVE_FORWARD or kind is Kind.RECEIVE_BACKWARD:
             received += 1

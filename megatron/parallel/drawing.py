@@ -10,7 +10,7 @@ import statistics
 
 from megatron.parallel.schedule import Action, Kind, Schedule
 from megatron.parallel.simulate import peak_activations
-from megatron.parallel.timeline import Timeline
+from megatron.parallel.timeline import Timeline, in_pairs
 
 WIDTH, LEFT, RIGHT, ROW, GAP = 1000, 58, 12, 20, 4  # pixels
 MOST_NUMBERS = 700  # spans of a picture in which micro-batches are numbered
@@ -36,6 +36,7 @@ def schedule_of(line: Timeline) -> Schedule:
         line.placement,
         line.micro_batches,
         tuple(tuple(Action(*span[:3]) for span in row) for row in line.rows),
+        line.pairs,
     )
 
 
@@ -113,13 +114,29 @@ def _colours(line: Timeline) -> dict[tuple[Kind, int], str]:
     }
 
 
-def _box(x: float, y: float, length: float) -> str:
+def _box(x: float, y: float, length: float, height: int) -> str:
     """A part of a path."""
-    return f"M{_number(x)} {y}h{_number(length)}v{ROW}h-{_number(length)}z"
+    return f"M{_number(x)} {y}h{_number(length)}v{height}h-{_number(length)}z"
+
+
+def _height(kind: Kind, is_paired: bool) -> tuple[int, int]:
+    """(from the top of the row, height) of a box: those of a pair share the row."""
+    if not is_paired:
+        return 0, ROW
+    return (ROW // 2 if kind is Kind.FORWARD else 0), ROW // 2
+
+
+def _text(micro: int, x: float, base: float, length: float) -> list[str]:
+    """The number of a micro-batch in its box, where there is room."""
+    if length < 5.6 * len(str(micro)) + 1:
+        return []
+    return [f'<text x="{_number(x + length / 2)}" y="{base}">{micro}</text>']
 
 
 def _rows(line: Timeline, top: float, scale: float, numbered: bool) -> list[str]:
-    """One row a rank: boxes of one colour are one path; a number is the micro-batch."""
+    """One row a rank: boxes of one colour are one path; a number is the micro-batch. Of a pair the
+    backward pass is drawn above the forward pass.
+    """
     width = _number((line.end - line.begin) * scale)
     boxes: dict[str, list[str]] = {}
     texts, rows = [], []
@@ -128,11 +145,12 @@ def _rows(line: Timeline, top: float, scale: float, numbered: bool) -> list[str]
         y = top + rank * (ROW + GAP)
         rows.append(f'<text x="{LEFT - 6}" y="{y + 14}" text-anchor="end">rank {rank}</text>')
         rows.append(f'<rect x="{LEFT}" y="{y}" width="{width}" height="{ROW}" fill="#e8eaed"/>')
-        for kind, stage, micro, begin, end in row:
-            x, length = LEFT + (begin - line.begin) * scale, (end - begin) * scale
-            boxes.setdefault(colours[kind, stage], []).append(_box(x, y, length))
-            if numbered and length >= 5.6 * len(str(micro)) + 1:
-                texts.append(f'<text x="{_number(x + length / 2)}" y="{y + 14}">{micro}</text>')
+        for span, is_paired in zip(row, in_pairs(row)):
+            down, height = _height(span.kind, is_paired)
+            x, length = LEFT + (span.begin - line.begin) * scale, (span.end - span.begin) * scale
+            boxes.setdefault(colours[span[:2]], []).append(_box(x, y + down, length, height))
+            if numbered:
+                texts += _text(span.micro, x, y + down + height // 2 + 4, length)
     rows += [
         f'<path fill="{colour}" stroke="#fff" stroke-width=".6" d="{"".join(paths)}"/>'
         for colour, paths in boxes.items()

@@ -16,7 +16,7 @@ hidden.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.distributed.collectives import all_gather
 from megatron.distributed.groups import ALONE, Axis
+from megatron.distributed.turns import Turns
 from megatron.layers.linear import LaterGrad, add_weight_grads, deferring_weight_grads
 from megatron.layers.recompute import Parked
 from megatron.model.block import Layer, MicroBatch, WithScalars
@@ -81,6 +82,11 @@ class Passes:
         order.
         """
 
+    def together(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
+        """A backward pass of one layer and a forward pass of one, on another micro-batch."""
+        forward()
+        backward()
+
     def handed_on(self, x: Tensor | None) -> Tensor | None:
         """The result of a stage's last layer as something that may live as long as it is read."""
         return x
@@ -96,6 +102,7 @@ class LayerPasses(Passes):
         self.scalars: dict[str, Tensor] = {}  # by name, of all forward passes since `begin`
         self.objectives: set[str] = set()
         self.scale = 0.0
+        self.turns: Turns | None = None
         # of the layers that have been differentiated
         self.parameters: dict[Layer, list[nn.Parameter]] = {}
 
@@ -105,6 +112,13 @@ class LayerPasses(Passes):
         """
         self.scale, self.objectives = scale, objectives
         self.scalars = {}
+
+    def together(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
+        """Each runs while the exchanges of the other one travel."""
+        if self.turns is None:
+            self.turns = Turns()
+        # what a backward pass sends first needs little before it
+        self.turns.together(backward, forward)
 
     def forward(
         self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False

@@ -2,7 +2,8 @@
 
 A computation waits for its input alone; sends are started and forgotten until the schedule itself
 proves that they have arrived. Each computation walks the layers of its stage: weights are acquired,
-the pass is made, weights are released. A schedule knows nothing of how weights are sharded, and a
+the pass is made, weights are released. Of a pair, two computations go through their layers side by
+side, the backward pass first. A schedule knows nothing of how weights are sharded, and a
 layer nothing of either. s sequence, b batch, h hidden. Called from training/passes.py and, on
 tensors without memory, from plan/engine.py.
 """
@@ -12,8 +13,10 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,7 +39,7 @@ from megatron.parallel.schedule import (
     Schedule,
     acknowledgements,
 )
-from megatron.parallel.timeline import Span, Timeline
+from megatron.parallel.timeline import Span, Timeline, in_pairs
 
 UNRECEIVED = 2  # outputs that a rank in evaluation runs ahead of a neighbour
 
@@ -88,21 +91,24 @@ class Recording:
         """A computation begins now."""
         return self.now(), PEERS.waited
 
-    def add(self, action: Action, begun: tuple[Any, float]) -> None:
-        """The computation that began then has just ended."""
-        begin, waited = begun
-        self.marks.append((action, begin, self.now()))
-        self.waited.append(PEERS.waited - waited)
+    def add(self, unit: tuple[Action, ...], begun: tuple[Any, float]) -> None:
+        """The computation, or the pair, that began then has just ended."""
+        (begin, waited), end = begun, self.now()
+        for action in unit:
+            self.marks.append((action, begin, end))
+            self.waited.append(PEERS.waited - waited)
 
     def own_seconds(self) -> tuple[float, float]:
         """What this rank computed in forward passes and in backward passes, without what it waited
         for others meanwhile. On a GPU waits within a pass, for collectives of its layers, are not
-        told apart.
+        told apart. The time of a pair counts half for each.
         """
         sums = [0.0, 0.0]
-        for span, waited in zip(self.spans(), self.waited):
+        spans = self.spans()
+        for span, waited, is_paired in zip(spans, self.waited, in_pairs(spans)):
             lost = 0.0 if self.device.type == "cuda" else waited
-            sums[span.kind is not Kind.FORWARD] += span.end - span.begin - lost
+            own = span.end - span.begin - lost
+            sums[span.kind is not Kind.FORWARD] += own / 2 if is_paired else own
         return sums[0], sums[1]
 
     def spans(self) -> tuple[Span, ...]:
@@ -119,6 +125,19 @@ class Recording:
             Span(action.kind, action.stage, action.micro, seconds(begin), seconds(end))
             for action, begin, end in self.marks
         )
+
+
+class Computation:
+    """A computation of a stage that goes through its layers.
+
+    `x`: activations [s, b, h] in a forward pass, their gradients in a backward pass; at the end the
+    result. `held` is what the computation before has left of each layer, in their order; it is
+    consumed. `left`: what the next one of this stage and micro-batch needs.
+    """
+
+    def __init__(self, action: Action, x: Tensor | None, held: deque[Any]):
+        self.action, self.x, self.held = action, x, held
+        self.left: deque[Any] = deque()
 
 
 class _Known(NamedTuple):
@@ -167,11 +186,13 @@ class Pipeline:
 
     def know(self, schedule: Schedule) -> _Known:
         """What a schedule means for this rank."""
-        actions = [action for action in schedule.actions[self.rank] if action.kind in COMPUTATIONS]
-        passes = [
-            (*call, micro) for kind, stage, micro in actions for call in self.calls[kind, stage]
-        ]
-        last_use = {action.micro: action for action in actions}
+        passes = []
+        last_use: dict[int, Action] = {}
+        for unit in schedule.units(self.rank):
+            if unit[0].kind in COMPUTATIONS:
+                for calls in self.steps(unit):
+                    passes += [(*call, action.micro) for action, call in calls]
+                last_use |= {action.micro: action for action in unit}
         return _Known(
             schedule,
             acknowledgements(schedule, self.rank),
@@ -180,33 +201,44 @@ class Pipeline:
             frozenset(last_use.values()),
         )
 
-    def compute(
-        self, action: Action, x: Tensor | None, held: deque[Any]
-    ) -> tuple[Tensor | None, deque[Any]]:
-        """One computation of a stage, layer by layer: (its result, what the next one of this stage
-        and micro-batch needs of each layer).
-
-        `x` and the result: activations [s, b, h] in a forward pass, their gradients in a backward
-        pass. `held` is what the computation before has left, in the order of the layers; it is
-        consumed.
+    def steps(self, unit: tuple[Action, ...]) -> Iterator[list[tuple[Action, Call]]]:
+        """The passes of layers of a computation, one after the other; of a pair, two at a time
+        until one of its computations is over.
         """
-        left: deque[Any] = deque()
+        for calls in zip_longest(*(self.calls[action.kind, action.stage] for action in unit)):
+            yield [(action, call) for action, call in zip(unit, calls) if call is not None]
+
+    def compute(self, works: Sequence[Computation]) -> None:
+        """One computation of a stage, layer by layer, or a pair."""
+        by_action = {work.action: work for work in works}
+        for calls in self.steps(tuple(by_action)):
+            passes = [partial(self._pass, by_action[action], *call) for action, call in calls]
+            for action, call in calls:
+                self.weights.acquire(*call, action.micro)
+            if len(passes) == 1:
+                passes[0]()
+            else:
+                self.passes.together(*passes)
+            for action, call in calls:
+                self.weights.release(*call, action.micro)
+        for work in works:
+            work.x = self.passes.handed_on(work.x)
+
+    def _pass(self, work: Computation, layer: Layer, kind: Kind) -> None:
+        """One pass of a layer."""
         kept: Any
-        for layer, kind in self.calls[action.kind, action.stage]:
-            with named(WORDS[kind], self.names[layer], "micro-batch", action.micro):
-                self.weights.acquire(layer, kind, action.micro)
-                if kind is Kind.FORWARD:
-                    x, kept = self.passes.forward(layer, x, held.pop())
-                    left.append(kept)
-                elif kind is Kind.REBUILD:
-                    at = self.places[layer]
-                    held[at], held[at + 1] = self.passes.rebuild(layer, held[at], held[at + 1])
-                else:
-                    x, kept = self.passes.backward(kind, layer, x, held.pop())
-                    if kind is Kind.BACKWARD_INPUT:
-                        left.appendleft(kept)
-                self.weights.release(layer, kind, action.micro)
-        return self.passes.handed_on(x), left
+        held = work.held
+        with named(WORDS[kind], self.names[layer], "micro-batch", work.action.micro):
+            if kind is Kind.FORWARD:
+                work.x, kept = self.passes.forward(layer, work.x, held.pop())
+                work.left.append(kept)
+            elif kind is Kind.REBUILD:
+                at = self.places[layer]
+                held[at], held[at + 1] = self.passes.rebuild(layer, held[at], held[at + 1])
+            else:
+                work.x, kept = self.passes.backward(kind, layer, work.x, held.pop())
+                if kind is Kind.BACKWARD_INPUT:
+                    work.left.appendleft(kept)
 
     def timeline(self, schedule: Schedule, recording: Recording) -> Timeline:
         """What all ranks of this pipeline recorded of one step; the collective call of all of them.
@@ -239,22 +271,24 @@ class Pipeline:
         self.passes.begin(scale, self.objectives)
         self.passes.expect(known.passes)
         step = _Step(self, known, micro_batch, scale)
-        for action in step.actions:
-            if action.kind in COMPUTATIONS:
-                x, held = step.take(action)
+        for unit in schedule.units(self.rank):
+            kind = unit[0].kind
+            if kind in COMPUTATIONS:
+                works = [step.take(action) for action in unit]
                 begun = None if recording is None else recording.begin()
-                with named(WORDS[action.kind], "stage", action.stage, "micro-batch", action.micro):
-                    y, left = self.compute(action, x, held)
-                step.give(action, y, left)
-                del x, y, held, left  # or they would live as long as the next computation
+                with named(*_words(unit)):
+                    self.compute(works)
+                for work in works:
+                    step.give(work)
+                del works, work  # or they would live as long as the next computation
                 if recording is not None:
-                    recording.add(action, begun)
-                if action in known.last_uses:
+                    recording.add(unit, begun)
+                for action in known.last_uses.intersection(unit):
                     step.leave(action.micro)
-            elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-                step.send(action)
+            elif kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                step.send(unit[0])
             else:
-                step.receive(action)
+                step.receive(unit[0])
         step.finish()
         return StepSums(step.sums, self.passes.scalars)
 
@@ -271,10 +305,7 @@ class _Step:
     ):
         self.pipeline, self.make, self.scale = pipeline, micro_batch, scale
         self.placement, self.rank = pipeline.placement, pipeline.rank
-        self.actions, self.acknowledgements = (
-            known.schedule.actions[self.rank],
-            known.acknowledgements,
-        )
+        self.acknowledgements = known.acknowledgements
         self.micro_batches: dict[int, MicroBatch] = {}
         self.inbox: dict[Message, Receiving | Tensor] = {}
         self.outbox: dict[Message, Tensor] = {}
@@ -284,35 +315,38 @@ class _Step:
         self.held: dict[tuple[int, int], deque[Any]] = {}
         self.sums: dict[int, Tensor] = {}
 
-    def take(self, action: Action) -> tuple[Tensor | None, deque[Any]]:
-        """What a computation reads: hidden states or their gradient [s, b, h], and what each layer
-        needs beside.
+    def take(self, action: Action) -> Computation:
+        """A computation with what it reads: hidden states or their gradient [s, b, h], and what
+        each layer needs beside.
         """
         kind, stage, micro = action
         if kind is Kind.FORWARD:
             if micro not in self.micro_batches:
                 self.micro_batches[micro] = self.pipeline.passes.place(self.make(micro))
             x = self._received(Message(kind, stage, micro), action) if stage > 0 else None
-            return x, deque([self.micro_batches[micro]] * len(self.pipeline.layers[stage]))
+            micros = [self.micro_batches[micro]] * len(self.pipeline.layers[stage])
+            return Computation(action, x, deque(micros))
         held = self.held.pop((stage, micro))
         if kind is Kind.BACKWARD_WEIGHT:
-            return None, held
-        if stage + 1 == len(self.placement):
-            return loss_gradient(self.sums[micro], self.scale), held
-        return self._received(Message(Kind.BACKWARD, stage, micro), action), held
+            dy = None
+        elif stage + 1 == len(self.placement):
+            dy = loss_gradient(self.sums[micro], self.scale)
+        else:
+            dy = self._received(Message(Kind.BACKWARD, stage, micro), action)
+        return Computation(action, dy, held)
 
     def leave(self, micro: int) -> None:
         """A micro-batch has had its last computation on this rank."""
         if micro in self.micro_batches:
             self.pipeline.passes.leave(self.micro_batches.pop(micro))
 
-    def give(self, action: Action, y: Tensor | None, left: deque[Any]) -> None:
+    def give(self, work: Computation) -> None:
         """Keep what a computation has left for the next one of its stage and micro-batch, and hand
         its result to the computation that reads it: here, or behind the send that follows.
         """
-        kind, stage, micro = action
+        (kind, stage, micro), y = work.action, work.x
         if kind is Kind.BACKWARD_INPUT or kind is Kind.FORWARD and torch.is_grad_enabled():
-            self.held[stage, micro] = left
+            self.held[stage, micro] = work.left
         if kind is Kind.FORWARD and stage + 1 == len(self.placement):
             self.sums[micro] = y
             return
@@ -431,6 +465,14 @@ def loss_gradient(sums: Tensor, scale: float) -> Tensor:
     dy = torch.zeros_like(sums)
     dy[0].fill_(scale)  # a tensor of numbers would be copied from the host, which waits for the GPU
     return dy
+
+
+def _words(unit: tuple[Action, ...]) -> list[object]:
+    """The name of a computation, or of a pair."""
+    words: list[object] = []
+    for kind, stage, micro in unit:
+        words += [*["beside"] * bool(words), WORDS[kind], "stage", stage, "micro-batch", micro]
+    return words
 
 
 def _what(message: Message) -> str:

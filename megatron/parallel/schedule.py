@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from megatron.config.schedules import SCHEDULES, place
@@ -64,12 +65,15 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in one step."""
+    """What every rank does in one step. With `pairs` a backward pass and a forward pass that comes
+    directly behind it run at the same time.
+    """
 
     name: str
     placement: tuple[int, ...]  # stage -> rank
     micro_batches: int
     actions: tuple[tuple[Action, ...], ...]  # by rank
+    pairs: bool = False
 
     @property
     def ranks(self) -> int:
@@ -78,6 +82,28 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    def unit(self, rank: int, index: int) -> tuple[Action, ...]:
+        """What a rank begins at a place of its list: one action, or a pair."""
+        actions = self.actions[rank]
+        kinds = tuple(action.kind for action in actions[index : index + 2])
+        size = 2 if self.pairs and kinds == (Kind.BACKWARD, Kind.FORWARD) else 1
+        return actions[index : index + size]
+
+    def units(self, rank: int) -> Iterator[tuple[Action, ...]]:
+        """What a rank does, one after the other: actions and pairs."""
+        index = 0
+        while index < len(self.actions[rank]):
+            unit = self.unit(rank, index)
+            yield unit
+            index += len(unit)
+
+    def in_memory(self, rank: int) -> Iterator[Action]:
+        """A rank's actions in an order in which as much is kept at a time as in the step: of a
+        pair, the forward pass keeps what it makes before the backward pass has freed anything.
+        """
+        for unit in self.units(rank):
+            yield from reversed(unit)
 
 
 def needs(action: Action, placement: Sequence[int]) -> Message | None:
@@ -154,24 +180,26 @@ def send_of(computation: Action) -> Action:
     return Action(kind, computation.stage, computation.micro)
 
 
+Units = Sequence[tuple[Action, ...]]  # computations of a rank: what runs at a time
+
+
 def _messages_made(
-    orders: Sequence[Sequence[Action]], placement: Sequence[int]
+    orders: Sequence[Units], placement: Sequence[int]
 ) -> dict[tuple[int, int], list[Message]]:
     """Messages by (sender, receiver), in the order in which they are made."""
     made: dict[tuple[int, int], list[Message]] = {}
     for rank, order in enumerate(orders):
-        for action in order:
+        for action in chain.from_iterable(order):
             if (message := makes(action, placement)) is not None:
                 made.setdefault((rank, placement[message.stage]), []).append(message)
     return made
 
 
-def _receives(
-    orders: Sequence[Sequence[Action]], placement: Sequence[int]
-) -> list[dict[int, list[Action]]]:
-    """For each rank the receives to post before a computation, by the index of that one."""
+def _receives(orders: Sequence[Units], placement: Sequence[int]) -> list[dict[int, list[Action]]]:
+    """For each rank the receives to post before a unit, by the index of that one."""
     used = [
-        {needs(action, placement): index for index, action in enumerate(order)} for order in orders
+        {needs(action, placement): index for index, unit in enumerate(order) for action in unit}
+        for order in orders
     ]
     posts: list[dict[int, list[Action]]] = [{} for _ in orders]
     for (_, receiver), messages in _messages_made(orders, placement).items():
@@ -187,22 +215,23 @@ def _receives(
 
 
 def communicate(
-    orders: Sequence[Sequence[Action]], placement: Sequence[int]
+    orders: Sequence[Sequence[Action]], placement: Sequence[int], pairs: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
-    """Add sends and receives to each rank's computations.
+    """Add sends and receives to each rank's computations, of which some are `pairs`.
 
     A send follows its computation. A receive is posted one computation before the one that waits
     for it, so that it travels beside that one; earlier where the sender sends it before what is
     needed sooner: messages from one rank to another are received in the order in which they leave.
     """
+    bare = Schedule("", tuple(placement), 0, tuple(map(tuple, orders)), pairs)
+    units = [list(bare.units(rank)) for rank in range(len(orders))]
     lists = []
-    for order, posted in zip(orders, _receives(orders, placement)):
+    for order, posted in zip(units, _receives(units, placement)):
         actions: list[Action] = []
-        for index, action in enumerate(order):
+        for index, unit in enumerate(order):
             actions += posted.get(index, ())
-            actions.append(action)
-            if makes(action, placement) is not None:
-                actions.append(send_of(action))
+            actions += unit
+            actions += [send_of(each) for each in unit if makes(each, placement) is not None]
         lists.append(tuple(actions))
     return tuple(lists)
 
@@ -231,12 +260,21 @@ def _gpipe(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
     ]
 
 
-def _one_forward_one_backward(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
-    """Rank r holds at most ranks - r micro-batches (PipeDream-flush, Narayanan et al. 2021)."""
-    return [
-        _order("F" * (ranks - rank - 1) + "FB" * micro_batches, micro_batches, rank)
-        for rank in range(ranks)
-    ]
+def _one_forward_one_backward(
+    ranks: int, virtual: int, micro_batches: int, pairs: bool = False
+) -> list[list[Action]]:
+    """Rank r holds at most ranks - r micro-batches (PipeDream-flush, Narayanan et al. 2021).
+
+    With `pairs` at most 2 (ranks - r): a pair ends when both of its passes have, so that each rank
+    runs two forward passes ahead of the next rank instead of one.
+    """
+    orders = []
+    for rank in range(ranks):
+        ahead = ranks - rank - 1
+        letters = "F" * (2 * ahead + 1) + "BF" * micro_batches if pairs else "F" * ahead
+        letters += "" if pairs else "FB" * micro_batches
+        orders.append(_order(letters, micro_batches, rank))
+    return orders
 
 
 def _even_groups(micro_batches: int, count: int) -> list[range]:
@@ -250,28 +288,32 @@ def _even_groups(micro_batches: int, count: int) -> list[range]:
     return groups
 
 
-def _interleaved(ranks: int, virtual: int, micro_batches: int) -> list[list[Action]]:
+def _interleaved(
+    ranks: int, virtual: int, micro_batches: int, pairs: bool = False
+) -> list[list[Action]]:
     """Rank r runs its virtual stages in turn, for one group of micro-batches after the other
     (Narayanan et al. 2021).
 
     Groups are as even as can be and hold at least `ranks` micro-batches (a smaller one could wait
     for itself); the larger ones come first, since they say how far forward passes run ahead. Rank r
-    holds at most 2 (ranks - r - 1) + (virtual - 1) x group + 1 pairs of stage and micro-batch.
+    holds at most 2 (ranks - r - 1) + (virtual - 1) x group + 1 stages' micro-batches, with `pairs`
+    one more.
     """
     groups = _even_groups(micro_batches, max(micro_batches // ranks, 1))
-    turns = [turn * ranks for turn in range(virtual)]  # by the first stage of each
-    forward = [(first, micro) for group in groups for first in turns for micro in group]
-    backward = [(first, micro) for group in groups for first in reversed(turns) for micro in group]
+    stages = [turn * ranks for turn in range(virtual)]  # the first of each turn
+    forward = [(first, micro) for group in groups for first in stages for micro in group]
+    backward = [(first, micro) for group in groups for first in reversed(stages) for micro in group]
     orders = []
     for rank in range(ranks):
         forwards = [Action(Kind.FORWARD, first + rank, micro) for first, micro in forward]
         backwards = [Action(Kind.BACKWARD, first + rank, micro) for first, micro in backward]
-        ahead = min(2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0]), len(forwards))
-        pairs = zip(forwards[ahead:], backwards)
+        ahead = 2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0]) + pairs
+        ahead = min(ahead, len(forwards))
+        turns = zip(backwards, forwards[ahead:]) if pairs else zip(forwards[ahead:], backwards)
         orders.append(
             [
                 *forwards[:ahead],
-                *(action for pair in pairs for action in pair),
+                *(action for turn in turns for action in turn),
                 *backwards[len(backwards) - ahead :],
             ]
         )
@@ -309,7 +351,7 @@ def _zero_bubble_v(ranks: int, virtual: int, micro_batches: int) -> list[list[Ac
     return orders
 
 
-BUILDERS = {
+BUILDERS: dict[str, Callable[..., list[list[Action]]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
     "interleaved": _interleaved,
@@ -319,19 +361,19 @@ BUILDERS = {
 
 
 @functools.lru_cache(maxsize=64)
-def build_schedule(name: str, ranks: int, virtual: int, micro_batches: int) -> Schedule:
+def build_schedule(
+    name: str, ranks: int, virtual: int, micro_batches: int, pairs: bool = False
+) -> Schedule:
     """The schedule of one training step. Each stage accumulates its gradients in the order of the
-    micro-batches, in every schedule.
+    micro-batches, in every schedule. `pairs`: of a backward pass and the forward pass of a later
+    micro-batch, where the schedule can have them (`SCHEDULES`).
     """
-    placement = place(name, ranks, virtual)
+    rule, placement = SCHEDULES[name], place(name, ranks, virtual)
     assert ranks >= 1 and micro_batches >= 1, f"{ranks} ranks, {micro_batches} micro-batches"
-    assert SCHEDULES[name].virtual in (None, virtual), f"{name} with {virtual} stages a rank"
-    return Schedule(
-        name,
-        placement,
-        micro_batches,
-        communicate(BUILDERS[name](ranks, virtual, micro_batches), placement),
-    )
+    assert rule.virtual in (None, virtual), f"{name} with {virtual} stages a rank"
+    assert rule.pairs or not pairs, f"{name} in pairs"
+    orders = BUILDERS[name](ranks, virtual, micro_batches, *[True] * pairs)
+    return Schedule(name, placement, micro_batches, communicate(orders, placement, pairs), pairs)
 
 
 @functools.lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from megatron.parallel.check import SENDS, channel_of, walk
-from megatron.parallel.schedule import Kind, Message, Schedule, needs
+from megatron.parallel.schedule import Action, Kind, Message, Schedule, needs
 from megatron.parallel.timeline import Span, Timeline
 
 
@@ -24,6 +24,11 @@ class Costs:
     # that a message fills its link, from one rank to another: bytes / bandwidth
     message: float = 0.0
     latency: float = 0.0  # from then to its arrival
+    # of a forward and of a backward pass, in exchanges with other ranks that travel beside the
+    # other pass of a pair, by stage; none
+    exchanged_forward: tuple[float, ...] = ()
+    exchanged_backward: tuple[float, ...] = ()
+    slowdown: float = 0.0  # what an exchange takes of it from what is computed beside it
 
     @staticmethod
     def even(
@@ -55,6 +60,21 @@ class Costs:
             else self.backward_weight[stage]
         )
 
+    def of_unit(self, unit: tuple[Action, ...]) -> float:
+        """What a computation takes, or a pair: its exchanges are hidden by what the other pass
+        computes.
+        """
+        total = sum(self.of(action.kind, action.stage) for action in unit)
+        if len(unit) == 1 or not self.exchanged_forward:
+            return total
+        backward, forward = unit
+        ahead = self.exchanged_forward[forward.stage]
+        back = self.exchanged_backward[backward.stage]
+        hidden = min(ahead, self.of(*backward[:2]) - back) + min(
+            back, self.of(*forward[:2]) - ahead
+        )
+        return total - hidden * (1 - self.slowdown)
+
 
 @dataclass
 class _Link:
@@ -85,20 +105,20 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     clock = [0.0] * schedule.ranks
     links: defaultdict[tuple[int, int], _Link] = defaultdict(_Link)
     sent: dict[Message, tuple[_Link, int]] = {}
-    for rank, action in walk(schedule):
-        kind, stage, micro = action
-        channel, message = channel_of(action, placement)
+    for rank, unit in walk(schedule):
+        channel, message = channel_of(unit[0], placement)
         if channel is None:
-            needed = needs(action, placement)
-            if needed is not None:
-                link, number = sent.pop(needed)
-                clock[rank] = max(clock[rank], link.arrival(number, costs))
+            for action in unit:
+                needed = needs(action, placement)
+                if needed is not None:
+                    link, number = sent.pop(needed)
+                    clock[rank] = max(clock[rank], link.arrival(number, costs))
             begin = clock[rank]
-            clock[rank] = begin + costs.of(kind, stage)
-            rows[rank].append(Span(kind, stage, micro, begin, clock[rank]))
+            clock[rank] = begin + costs.of_unit(unit)
+            rows[rank] += [Span(*action, begin, clock[rank]) for action in unit]
             continue
         link = links[channel]
-        if kind in SENDS:
+        if unit[0].kind in SENDS:
             sent[message] = link, len(link.sent)
             link.sent.append(clock[rank])
         else:
@@ -123,9 +143,9 @@ def peak_activations(
         Kind.BACKWARD_WEIGHT: -deferred,
     }
     peaks = []
-    for actions in schedule.actions:
+    for rank in range(schedule.ranks):
         now = peak = 0.0
-        for kind, stage, _ in actions:
+        for kind, stage, _ in schedule.in_memory(rank):
             if kind in kept:
                 now += kept[kind] * held[stage]
                 peak = max(peak, now)

@@ -6,7 +6,9 @@ Made by parallel/simulate.py and parallel/pipeline.py; drawn by tools/plot_sched
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron.config.errors import UserError
@@ -43,9 +45,18 @@ class Timeline:
         """When the last computation of any rank ends."""
         return max((row[-1].end for row in self.rows if row), default=0.0)
 
+    @property
+    def pairs(self) -> bool:
+        """Whether passes ran in pairs, each from the begin to the end of both."""
+        return any(any(in_pairs(row)) for row in self.rows)
+
     def busy(self, rank: int) -> float:
         """Time in which the rank computes."""
-        return sum(span.end - span.begin for span in self.rows[rank])
+        row = self.rows[rank]
+        return sum(
+            (span.end - span.begin) / (2 if is_paired else 1)
+            for span, is_paired in zip(row, in_pairs(row))
+        )
 
     def idle(self, rank: int) -> float:
         """Time of the whole step, from any rank's first to any rank's last computation, in which
@@ -115,6 +126,21 @@ class Timeline:
         return timeline
 
 
+def is_pair(span: Span, after: Span) -> bool:
+    """Whether two spans of a rank, one behind the other, are of passes that ran side by side."""
+    kinds = span.kind is Kind.BACKWARD and after.kind is Kind.FORWARD
+    return kinds and span.begin < span.end and span[3:] == after[3:]
+
+
+def in_pairs(row: Sequence[Span]) -> list[bool]:
+    """Of each span of a rank, in their order, whether it is one of a pair."""
+    found = [False] * len(row)
+    for index, both in enumerate(pairwise(row)):
+        if is_pair(*both):
+            found[index] = found[index + 1] = True
+    return found
+
+
 def _span(kind: str, stage: int, micro: int, begin: float, end: float) -> Span:
     return Span(Kind(kind), int(stage), int(micro), float(begin), float(end))
 
@@ -132,6 +158,7 @@ def _problem(timeline: Timeline) -> str | None:
                 or not 0 <= span.micro < timeline.micro_batches
             ):
                 return f"rank {rank} has {span}"
-            if not span.begin <= span.end or after is not None and not span.end <= after.begin:
+            ends = after is None or span.end <= after.begin or is_pair(span, after)
+            if not span.begin <= span.end or not ends:
                 return f"rank {rank}: {span} does not end before {after or 'its end'}"
     return None

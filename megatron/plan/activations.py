@@ -72,6 +72,10 @@ class UnitBytes:
     rebuilt: UnitBytes | None = None
     keeps_input: bool = True  # itself, or else a share of it or nothing
     leaving: LeavingBytes | None = None  # where tensors go to the host
+    # of a layer with experts on other ranks: what it holds more than `saved` while tokens go there
+    # or their gradients come back, and while outputs come back
+    dispatched: int = 0
+    combined: int = 0
 
 
 @dataclass(frozen=True)
@@ -246,18 +250,20 @@ def layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     if not shape.config.model.expert_layers()[index]:
         return _layer_bytes(shape, index, choice)
     of_experts = shape.with_experts
-    found = _with_exchange(_layer_bytes(of_experts, index, choice), of_experts.experts)
+    beside = of_experts.experts, of_experts.dropped(choice.modules)
+    found = _with_exchange(_layer_bytes(of_experts, index, choice), *beside)
     if found.rebuilt is not None:
-        found = replace(found, rebuilt=_with_exchange(found.rebuilt, of_experts.experts))
+        found = replace(found, rebuilt=_with_exchange(found.rebuilt, *beside))
     return found
 
 
-def _with_exchange(layer: UnitBytes, experts: ExpertBytes) -> UnitBytes:
+def _with_exchange(layer: UnitBytes, experts: ExpertBytes, dropped: DroppedBytes) -> UnitBytes:
     """What rows on their way to experts and back take, and what a split backward pass leaves of
     them.
     """
-    # the activation is differentiated beside its value and its weighed gradient
-    back = max(experts.exchange, 2 * experts.activated)
+    in_experts = experts.rows + experts.inner + experts.activated
+    in_experts += experts.shared_inner + experts.shared_activated - dropped.mlp
+    back = max(experts.exchange, experts.differentiating)
     return replace(
         layer,
         deferred=layer.deferred + 2 * experts.rows,
@@ -265,6 +271,8 @@ def _with_exchange(layer: UnitBytes, experts: ExpertBytes) -> UnitBytes:
         backward=layer.backward + back,
         split=layer.split + back,
         forming=layer.forming + experts.exchange,
+        dispatched=2 * experts.rows - in_experts,
+        combined=experts.exchange,
     )
 
 

@@ -9,8 +9,9 @@ it: when things live is written down nowhere but in the engine itself.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -218,6 +219,8 @@ class PlannedPasses(Passes):
     route: Route = field(default_factory=lambda: Route(()))
     at: int = -1  # the pass that runs
     pool: HostPool[int] = field(default_factory=lambda: HostPool(int))
+    beside: UnitBytes | None = None  # the layer whose forward pass runs beside a backward pass
+    is_paired: bool = False
     coming: dict[Key, Kept] = field(default_factory=dict)  # what is on its way back
     going: Kept | None = None  # what the pass before has sent to the host
 
@@ -226,6 +229,16 @@ class PlannedPasses(Passes):
 
     def expect(self, passes: Sequence[Pass]) -> None:
         self.route, self.at = Route(passes), -1
+
+    def together(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
+        """Two passes, as LayerPasses.together: each is at its worst moment while the tokens of the
+        other one travel.
+        """
+        self.is_paired = True
+        forward()
+        self.is_paired = False
+        backward()
+        self.beside = None
 
     def _begin(self) -> Kept:
         """Before a pass, as OffloadingPasses._begin; what it reads has come."""
@@ -274,7 +287,10 @@ class PlannedPasses(Passes):
         self._begin()
         unit = self.units[layer]
         kept = self._kept(unit, x, "activations")
-        self.ledger.look(unit.forward)
+        if self.is_paired:
+            self.beside = unit
+        else:
+            self.ledger.look(unit.forward)
         y = torch.empty(2, device=META) if unit.head else self._hidden("activations")
         self._end(self._send(layer, kept) if self.route.leaves[self.at] else None)
         return y, kept
@@ -312,6 +328,8 @@ class PlannedPasses(Passes):
         graph = self._kept(unit, x, "temporaries")
         saved.let_go()
         self.ledger.look(unit.forward)
+        if self.beside is not None:
+            self.ledger.look(unit.combined + self.beside.forward)
         return graph
 
     def backward(
@@ -332,12 +350,13 @@ class PlannedPasses(Passes):
             return None, None
         self.ledger.moment = f"backward pass of {name}"
         left = None
+        waiting = self._beside(unit)
         if kind is Kind.BACKWARD_INPUT:
             self.ledger.look(unit.split)
             left = Kept(None, Held(self.ledger, "activations", unit.deferred))
         else:
-            self.ledger.look(unit.backward)
-            self.ledger.look(unit.forming, unit.scratch)
+            self.ledger.look(unit.backward + waiting)
+            self.ledger.look(unit.forming + waiting, unit.scratch)
         dx = None
         saved.let_go()
         if saved.has_input:
@@ -345,6 +364,16 @@ class PlannedPasses(Passes):
         self.ledger.look()
         self._end()
         return dx, left
+
+    def _beside(self, unit: UnitBytes) -> int:
+        """What the forward pass beside a backward pass holds more than it keeps, while its tokens
+        travel. Looks at its worst moment, while those of the backward pass do.
+        """
+        if self.beside is None or self.beside.rebuilt is not None:
+            return 0
+        self.ledger.look(unit.dispatched + self.beside.forward)
+        output = math.prod(self.shape) * self.dtype.itemsize  # which is not there yet
+        return self.beside.dispatched - output
 
     @staticmethod
     def _come(saved: Kept, arrived: Kept) -> None:

@@ -215,6 +215,7 @@ def schedule_of(config: Config, world_size: int, *, steady: bool = False) -> Sch
         distributed.pipeline_model_parallel_size,
         distributed.num_virtual_stages_per_pipeline_rank,
         micro_batches,
+        distributed.overlap_moe_expert_parallel_comm,
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.errors import UserError
-from megatron.config.groups import Config, ModelConfig
+from megatron.config.groups import Config
 from megatron.config.stages import AUTO
 from megatron.config.validate import resolve
 from megatron.model.stages import Stage
@@ -41,6 +41,7 @@ FLAGS = {
     "expert_model_parallel_size": "--expert-model-parallel-size",
     "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
     "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "zero_stage": "--zero-stage",
     "zero_shard_size": "--zero-shard-size",
     "micro_batch_size": "--micro-batch-size",
@@ -178,7 +179,7 @@ def layouts(config: Config, vocab_size: int, world_size: int, node_size: int) ->
                 cuts,
                 _context(cp, tp, node_size),
                 _zero(dp * cp, tp, pp, node_size),
-                _experts(model, tp, tp * cp * dp),
+                _experts(config, tp, tp * cp * dp, count),
             ):
                 yield {
                     **_tensor(tp),
@@ -219,10 +220,13 @@ def _context(cp: int, tp: int, node_size: int) -> list[Change]:
     return found
 
 
-def _experts(model: ModelConfig, tp: int, ranks: int) -> list[Change]:
+def _experts(config: Config, tp: int, ranks: int, micro_batches: int) -> list[Change]:
     """How the `ranks` of a pipeline stage hold experts: whole ones, or their matrices shared as
-    others are; and gathered tokens where these are less to send.
+    others are; and gathered tokens where these are less to send. Passes in pairs, where they can
+    be, if the run has asked for them.
     """
+    model = config.model
+    pairs = config.distributed.overlap_moe_expert_parallel_comm and micro_batches > 1
     count = model.num_experts
     if count is None:
         return [{}]
@@ -237,6 +241,9 @@ def _experts(model: ModelConfig, tp: int, ranks: int) -> list[Change]:
                     ("distributed", "expert_model_parallel_size"): ep,
                     ("distributed", "expert_tensor_parallel_size"): etp if tp > 1 else None,
                     ("model", "moe_token_dispatcher_type"): dispatcher,
+                    ("distributed", "overlap_moe_expert_parallel_comm"): (
+                        pairs and ep > 1 and dispatcher == "alltoall"
+                    ),
                 }
             )
     return found
@@ -423,6 +430,7 @@ def _expert_changes(config: Config) -> list[Change]:
         {("distributed", "expert_model_parallel_size"): ep // 2},
         {("distributed", "expert_tensor_parallel_size"): 1},
         {("model", "moe_token_dispatcher_type"): "allgather"},
+        {("distributed", "overlap_moe_expert_parallel_comm"): True},
         {("training", "recompute_granularity"): "selective", **_MOE},
     ]
 

@@ -129,8 +129,8 @@ def in_flight(schedule: Schedule) -> list[int]:
     """
     now = [0] * schedule.stages
     most = [0] * schedule.stages
-    for actions in schedule.actions:
-        for kind, stage, _ in actions:
+    for rank in range(schedule.ranks):
+        for kind, stage, _ in schedule.in_memory(rank):
             if kind is Kind.FORWARD:
                 now[stage] += 1
                 most[stage] = max(most[stage], now[stage])

@@ -159,6 +159,7 @@ class StepModel:
             distributed.pipeline_model_parallel_size,
             distributed.num_virtual_stages_per_pipeline_rank,
             micro_batches,
+            distributed.overlap_moe_expert_parallel_comm,
         )
 
     @property
@@ -288,14 +289,7 @@ class StepModel:
         """What a step takes on this device."""
         pricing = self.pricing(hardware)
         stages = [_stage_seconds(pricing, units) for units in self.units]
-        pipeline = self._pipeline_seconds(stages, pricing)
-        count = self.config.distributed.pipeline_model_parallel_size
-        spent: dict[str, float] = {}
-        for passes in stages:
-            for seconds in passes:
-                for name, value in _named(seconds):
-                    spent[name] = spent.get(name, 0.0) + value * self.micro_batches / count
-        spent["pipeline bubble"] = max(0.0, pipeline - sum(spent.values()))
+        spent = self._spent_in_passes(stages, pricing)
         data = max(self._reduction(pricing, *each) for each in self.by_rank(stages))
         spent["data parallel"] = spent.get("data parallel", 0.0) + data
         spent["optimizer"] = self._optimizer(hardware, pricing.factor)
@@ -313,12 +307,34 @@ class StepModel:
             flops_per_iteration(config.model, batch, seq, self.vocab_size),
         )
 
-    def _pipeline_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
-        """Of all passes. A rank that waits for another leaves it its core, where they share one."""
+    def _spent_in_passes(
+        self, stages: Sequence[StageSeconds], pricing: Pricing
+    ) -> dict[str, float]:
+        """What all passes of a step take, by the names that a user reads."""
+        pipeline = self._pipeline_seconds(stages, pricing)
+        distributed = self.config.distributed
+        each = self.micro_batches / distributed.pipeline_model_parallel_size
+        spent: dict[str, float] = {}
+        for passes in stages:
+            for seconds in passes:
+                for name, value in _named(seconds):
+                    spent[name] = spent.get(name, 0.0) + value * each
+        if distributed.overlap_moe_expert_parallel_comm:
+            exposed = self._pipeline_seconds(stages, pricing, hides=False)
+            spent["expert parallel"] -= exposed - pipeline
+        spent["pipeline bubble"] = max(0.0, pipeline - sum(spent.values()))
+        return spent
+
+    def _pipeline_seconds(
+        self, stages: Sequence[StageSeconds], pricing: Pricing, hides: bool = True
+    ) -> float:
+        """Of all passes. A rank that waits for another leaves it its core, where they share one.
+        `hides`: pairs hide exchanges of experts.
+        """
         if pricing.factor > 1:
             pricing = pricing.alone()
             stages = [_stage_seconds(pricing, units) for units in self.units]
-        return self.passes_seconds(stages, pricing)
+        return self.passes_seconds(stages, pricing, hides)
 
     @cached_property
     def rank_parameters(self) -> list[RankParameters]:
@@ -344,31 +360,52 @@ class StepModel:
             ranks.append((forward, backward, parameters))
         return ranks
 
-    def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
-        """Seconds of all passes of a step."""
+    def passes_seconds(
+        self, stages: Sequence[StageSeconds], pricing: Pricing, hides: bool = True
+    ) -> float:
+        """Seconds of all passes of a step. `hides`: pairs hide exchanges of experts."""
         forward, inputs, weights = ([each[i].total for each in stages] for i in range(3))
         distributed = self.config.distributed
         ranks = distributed.pipeline_model_parallel_size
-        if ranks == 1:
+        exchanged = self._exchanged(stages) if hides and pricing.hides else ((), ())
+        if ranks == 1 and not exchanged[0]:
             return self.micro_batches * (sum(forward) + sum(inputs) + sum(weights))
         size = self.operations.hidden_bytes
         if distributed.sequence_parallel:
             size /= self.operations.tp
         message = pricing.exchange(Exchange("message", "pp", size))
-        costs = Costs(tuple(forward), tuple(inputs), tuple(weights), 0.0, message)
+        passes = tuple(forward), tuple(inputs), tuple(weights)
+        return self._simulated(
+            Costs(*passes, 0.0, message, *exchanged, pricing.hardware.slowdown), ranks
+        )
 
-        def simulated(micro_batches: int) -> float:
-            schedule = self.schedule(micro_batches)
-            return (line := simulate(schedule, costs)).end - line.begin
+    def _simulated(self, costs: Costs, ranks: int) -> float:
+        """Seconds of the time line of all passes, whose steady part repeats itself."""
+
+        def seconds(micro_batches: int) -> float:
+            line = simulate(self.schedule(micro_batches), costs)
+            return line.end - line.begin
 
         count = self.micro_batches
         if count <= SIMULATED * ranks:
-            return simulated(count)
-        # the steady part repeats itself
+            return seconds(count)
         rest = count % ranks
         fewer, more = (ranks * times + rest for times in (SIMULATED // 2, SIMULATED - 1))
-        first, second = simulated(fewer), simulated(more)
+        first, second = seconds(fewer), seconds(more)
         return second + (second - first) / (more - fewer) * (count - more)
+
+    def _exchanged(
+        self, stages: Sequence[StageSeconds]
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds of a forward and of a backward pass of each stage in exchanges of experts that
+        run in pairs; none where they do not.
+        """
+        if not self.config.distributed.overlap_moe_expert_parallel_comm:
+            return (), ()
+        forward, backward = (
+            tuple((each[i].exposed or {}).get("ep", 0.0) for each in stages) for i in (0, 1)
+        )
+        return forward, backward
 
     def _reduction(
         self, pricing: Pricing, forward: float, backward: float, parameters: RankParameters
@@ -436,15 +473,21 @@ class FastestStep(StepModel):
     between the first pass that reaches it and the last one that leaves it.
     """
 
-    def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+    def passes_seconds(
+        self, stages: Sequence[StageSeconds], pricing: Pricing, hides: bool = True
+    ) -> float:
         placement = self.schedule(1).placement
         around, found = 0.0, 0.0
         ranks = self.by_rank(stages)
+        hidden = [0.0] * len(ranks)  # at most
+        for rank, *exchanged in zip(placement, *self._exchanged(stages)) if hides else ():
+            hidden[rank] += sum(exchanged)
         seen = set()
         for stage, rank in zip(stages, placement, strict=True):
             if rank not in seen:
                 seen.add(rank)
-                found = max(found, around + self.micro_batches * sum(ranks[rank][:2]))
+                each = sum(ranks[rank][:2]) - hidden[rank]
+                found = max(found, around + self.micro_batches * each)
             around += stage[0].total + stage[1].total
         return found
 

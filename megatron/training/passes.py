@@ -46,6 +46,7 @@ def schedule_of(run: Run, micro_batches: int, *, training: bool) -> Schedule:
         ranks,
         distributed.num_virtual_stages_per_pipeline_rank,
         micro_batches,
+        distributed.overlap_moe_expert_parallel_comm,
     )
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.groups import Config
@@ -31,6 +32,8 @@ class StepProfiler:
 
     def __init__(self, config: Config, rank: int, device: torch.device):
         self.config, self.rank, self.device = config.logging, rank, device
+        # the forward passes of pairs have a thread of their own
+        self.all_threads = config.distributed.overlap_moe_expert_parallel_comm
         folder = profile_folder(config)
         assert folder is not None
         self.folder = folder
@@ -66,6 +69,7 @@ class StepProfiler:
             activities=[ProfilerActivity.CPU, *on_gpu],
             record_shapes=self.config.pytorch_profiler_collect_shapes,
             with_stack=self.config.pytorch_profiler_collect_callstack,
+            experimental_config=_ExperimentalConfig(profile_all_threads=self.all_threads),
         )
         self.profiler.prepare_trace()
 

@@ -118,6 +118,11 @@ FEATURES = {
         "--moe-router-load-balancing-type global_aux_loss seq_aux_loss --moe-aux-loss-coeff 5e-2 "
         "1e-2 --moe-input-jitter-eps 0.1"
     ),
+    # the layer in the middle is paired with itself
+    "moe-odd": Feature(
+        f"{LLAMA} {EXPERTS} {BY_SAMPLE} --num-layers 3 --recompute-granularity selective "
+        "--recompute-modules moe moe_act core_attn layernorm"
+    ),
     # what is defined by micro-batches; dense layers between those with experts
     "moe-capacity": Feature(
         f"{LLAMA} {EXPERTS} --moe-aux-loss-coeff 3e-2 --moe-router-pre-softmax --moe-layer-freq 2 "
@@ -353,6 +358,8 @@ class Row:
         if words.pp > 1:
             own += ["--num-layers", str(self.layers), "--train-iters", str(PIPELINE_STEPS)]
             micro_batch = 2 if words.tp > 1 == words.dp else 1
+        if layout and "paired" in self.layout.split():
+            micro_batch = 1  # several pairs
         micro_batch = feature.micro_batch or micro_batch
         if layout:
             own += feature.beside.split()

@@ -12,6 +12,10 @@ BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 6
 --disable-bias-linear --num-experts 8""".split()
 
 
+PAIRS = "--overlap-moe-expert-parallel-comm"
+EP2 = "--expert-model-parallel-size 2"
+
+
 def faults(words: str, ranks: int = 1) -> list[str]:
     """Those of BASE with more flags."""
     return cross_field_faults(parse_arguments([*BASE, *words.split()]).config, ranks, 127)
@@ -67,6 +71,23 @@ def faults(words: str, ranks: int = 1) -> list[str]:
         ),
         ("--add-bias-linear", 1, "give --disable-bias-linear"),
         ("--torch-compile", 1, "experts do not combine with --torch-compile; drop one"),
+        (PAIRS, 2, "acts only with --expert-model-parallel-size of 2 or more"),
+        (
+            f"{PAIRS} {EP2} --moe-token-dispatcher-type allgather",
+            2,
+            "hides what --moe-token-dispatcher-type alltoall sends",
+        ),
+        (
+            f"{PAIRS} {EP2} --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+            4,
+            "zero-bubble has no pairs of passes; give 1f1b or interleaved",
+        ),
+        (f"{PAIRS} {EP2} --activation-offload", 2, "drop one, or recompute instead"),
+        (
+            f"{PAIRS} {EP2} --micro-batch-size 1 --global-batch-size 2",
+            2,
+            "--global-batch-size 2 is one micro-batch a step",
+        ),
         ("--cuda-graphs", 1, "experts do not combine with --cuda-graphs; drop one"),
         ("--tiled-mlp 2", 1, "experts do not combine with --tiled-mlp 2; drop one"),
         ("--moe-shared-expert-gate", 1, "acts only with --moe-shared-expert-intermediate-size N"),

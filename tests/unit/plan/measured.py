@@ -67,6 +67,7 @@ EXPERTS = (
     "--moe-aux-loss-coeff 1e-2"
 )
 EP2 = "--expert-model-parallel-size 2"
+PAIRS = "--overlap-moe-expert-parallel-comm"
 LATENT = (
     "--num-layers 3 --hidden-size 96 --num-attention-heads 4 --ffn-hidden-size 256 "
     f"--seq-length 256 --micro-batch-size 2 {LLAMA} --multi-latent-attention --qk-layernorm "
@@ -123,6 +124,18 @@ CASES: dict[str, tuple[int, int, str]] = {
     "experts, ep2, stage 2": (4, 2, f"{EXPERTS} {EP2} --zero-stage 2"),
     "experts, ep2, stage 3, bf16": (4, 2, f"{EXPERTS} {EP2} --zero-stage 3 --bf16"),
     "experts, ep2, recompute": (2, 2, f"{EXPERTS} {EP2} {FULL}"),
+    "experts, ep2, in pairs": (2, 4, f"{EXPERTS} {EP2} {PAIRS}"),
+    "experts, ep2, stage 3, bf16, in pairs": (
+        2,
+        4,
+        f"{EXPERTS} {EP2} --zero-stage 3 --bf16 {PAIRS}",
+    ),
+    "experts, ep2, recompute, in pairs": (2, 4, f"{EXPERTS} {EP2} {FULL} {PAIRS}"),
+    "experts, ep2, two pipeline ranks, in pairs": (
+        4,
+        4,
+        f"{EXPERTS} {EP2} {PP2} {PAIRS} --num-layers 4",
+    ),
     "experts, ep2, recompute moe": (2, 2, f"{EXPERTS} {EP2} {SELECTIVE} moe"),
     "experts, recompute moe_act": (1, 2, f"{EXPERTS} {SELECTIVE} moe_act"),
     "experts, shared, ep2": (2, 2, f"{EXPERTS} {SHARED_EXPERT} {EP2}"),

@@ -22,7 +22,7 @@ from megatron.plan.memory import MemoryPlan
 from megatron.plan.rows import read_rows
 from megatron.plan.search import RECOMPUTE_EXPERTS, Search, layouts
 from megatron.plan.stages import flops_again
-from megatron.plan.step import StepModel, group_shapes
+from megatron.plan.step import StepModel, _stage_seconds, group_shapes
 from megatron.plan.step_table import estimate
 from megatron.plan.tuning import tuning_lines
 from megatron.plan.validate import predict_row
@@ -320,7 +320,66 @@ def test_advice_about_experts(h100):
     assert "--moe-token-dispatcher-type alltoall makes it" in text
     assert "nothing balances" not in text and "spans nodes" not in text
     forced = "--moe-router-force-load-balancing --zero-stage 1 "
-    assert "experts" not in advice(forced + "--expert-model-parallel-size 4 ", 8, h100)
+    assert "spans nodes" not in advice(forced + "--expert-model-parallel-size 4 ", 8, h100)
+    wide = balanced + "--expert-model-parallel-size 16 "
+    assert "--overlap-moe-expert-parallel-comm makes it" in advice(wide, 16, h100)
+    assert "while tokens travel" not in advice(wide + PAIRS, 16, h100)
+
+
+PAIRS = "--overlap-moe-expert-parallel-comm "
+WIDE = "--expert-model-parallel-size 16 --zero-stage 1 "
+
+
+@pytest.mark.parametrize("pipeline", ["", "--pipeline-model-parallel-size 2 "])
+def test_pairs_hide_what_is_sent_to_experts(h100, pipeline):
+    """All but the first forward and the last backward passes, at the price of what is slowed."""
+    alone, paired = (step(WIDE + pipeline + flags, 32) for flags in ("", PAIRS))
+    before, after = alone.time(h100), paired.time(h100)
+    assert after.seconds < before.seconds
+    sent, left = (each.spent["expert parallel"] for each in (before, after))
+    assert h100.slowdown * sent < left < 0.75 * sent
+    for name in ("matrix products", "attention", "memory-bound kernels"):
+        assert after.spent[name] == pytest.approx(before.spent[name])
+    assert min(after.spent.values()) >= 0
+
+
+def test_a_single_pair_by_hand(h100):
+    """Two micro-batches: one forward pass, a pair, one backward pass."""
+    flags = WIDE + "--global-batch-size 64 " + PAIRS
+    model = step(flags, 32)
+    assert model.micro_batches == 2
+    pricing = model.pricing(h100)
+    stages = [_stage_seconds(pricing, units) for units in model.units]
+    ((forward, inputs, weights),) = stages
+    ahead, back = forward.exposed["ep"], inputs.exposed["ep"]
+    alone = forward.total + inputs.total + weights.total
+    computed = forward.total - ahead, alone - forward.total - back
+    hidden = min(ahead, computed[1]) + min(back, computed[0])
+    expected = 2 * alone - hidden * (1 - h100.slowdown)
+    assert model.passes_seconds(stages, pricing) == pytest.approx(expected)
+
+
+def test_a_search_keeps_pairs_where_they_can_be(h100):
+    config = resolve(asked(PAIRS + "--expert-model-parallel-size 2 "), 4, VOCABULARY).config
+    changes = list(layouts(config, VOCABULARY, 4, 8))
+    name = "overlap_moe_expert_parallel_comm"
+    assert values(changes, name) == {True, False}
+    search = Search(asked(PAIRS), VOCABULARY, 4, h100)
+    for change in changes[:: len(changes) // 12]:
+        each = search.candidate(change)
+        ep = change["distributed", "expert_model_parallel_size"]
+        if each is None:
+            continue
+        is_paired = each.config.distributed.overlap_moe_expert_parallel_comm
+        assert (
+            is_paired
+            or ep == 1
+            or change["model", "moe_token_dispatcher_type"] == "allgather"
+            or (step(each.flags, 4).micro_batches == 1)
+        )
+        bound = each.seconds
+        search.simulate(each)
+        assert bound <= each.seconds * (1 + 1e-9)
 
 
 def test_gradients_of_experts_need_more_tokens_to_hide():

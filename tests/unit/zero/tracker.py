@@ -19,6 +19,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,10 +31,11 @@ import torch.distributed as dist
 from megatron.kernels.lang import CALLED
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
+from megatron.distributed.turns import Turns
 
 KINDS = (
     "parameters",
@@ -122,6 +124,25 @@ def _origin() -> tuple[str, str]:
     return "activations", ""
 
 
+def in_both_threads(mode: TorchDispatchMode) -> AbstractContextManager[Any]:
+    """Meanwhile the second of two computations that take turns is under a mode of the first, which
+    torch keeps by thread.
+    """
+    real = Turns._second
+
+    def second(self: Turns, work: Callable[[], Any]) -> Any:
+        def under_the_mode() -> Any:
+            _push_mode(mode)
+            try:
+                return work()
+            finally:
+                _pop_mode()
+
+        return real(self, under_the_mode)
+
+    return mock.patch.object(Turns, "_second", second)
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts while it is open; what lives when it is made is `before`. Each `mark` ends a span and
     begins the next.
@@ -151,6 +172,7 @@ class LiveBytes(TorchDispatchMode):
         self.stack.enter_context(
             mock.patch.object(dist.Work, "wait", self._sampling(dist.Work.wait, lambda *_, **__: 0))
         )
+        self.stack.enter_context(in_both_threads(self))
         super().__enter__()
         self.sample()
         return self

@@ -1,0 +1,118 @@
+"""--overlap-moe-expert-parallel-comm: the bits of the run without it, and tokens that travel while
+the other pass of a pair computes.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from parity.layouts import Row
+from parity.worker import Outcome, run_case
+
+from megatron.distributed.turns import Turns
+from megatron.layers import dispatch, experts
+
+FLAG = "--overlap-moe-expert-parallel-comm"
+
+
+def run_without(flags: tuple[str, ...], patches: tuple[str, ...]) -> Outcome:
+    return run_case(tuple(flag for flag in flags if flag != FLAG), patches)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("dp2 ep2 paired", "moe-odd"),
+        Row("dp4 ep2 paired zero3", "moe-bias", "bf16"),
+        Row("tp2 sp etp1 ep2 paired", "moe-recompute"),
+        Row("pp2 1f1b dp2 ep2 paired zero2", "moe-act", "fp32"),
+        Row("pp2 interleaved v2 dp2 ep2 paired", "moe-bias", "fp32"),
+    ],
+    ids=str,
+)
+def test_the_bits_of_the_run_without(gloo_world, row):
+    world, flags = gloo_world(row.world), row.flags(layout=True)
+    assert FLAG in flags
+    for found, expected in zip(
+        world.run(run_case, flags, row.patches), world.run(run_without, flags, row.patches)
+    ):
+        assert found.steps == expected.steps and found.evaluations == expected.evaluations
+        for pieces, others in (
+            (found.gradients, expected.gradients),
+            (found.weights, expected.weights),
+        ):
+            assert [piece.name for piece in pieces] == [piece.name for piece in others]
+            for piece, other in zip(pieces, others):
+                assert torch.equal(piece.values, other.values), piece.name
+
+
+class Journal:
+    """What each pass of a pair does: exchanges that leave and that are awaited, and products."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, int]] = []  # what, of which pass of a pair, number
+        self.count = 0
+
+    def note(self, what: str, number: int) -> None:
+        turns = Turns.current
+        self.events.append((what, -1 if turns is None else turns.running, number))
+
+    def start(self, real):
+        def start(*args):
+            self.count += 1
+            number, handle = self.count, real(*args)
+            self.note("leaves", number)
+            wait = handle.wait
+
+            def awaited():
+                self.note("awaited", number)
+                return wait()
+
+            handle.wait = awaited
+            return handle
+
+        return start
+
+    def product(self, real):
+        def product(*args, **kwargs):
+            self.note("product", 0)
+            return real(*args, **kwargs)
+
+        return product
+
+
+def run_with_journal(flags: tuple[str, ...]) -> list[tuple[str, int, int]]:
+    journal = Journal()
+    start, product = dispatch.start_all_to_all_rows, experts.expert_products
+    with (
+        mock.patch.object(dispatch, "start_all_to_all_rows", journal.start(start)),
+        mock.patch.object(experts, "expert_products", journal.product(product)),
+    ):
+        run_case(flags)
+    return journal.events
+
+
+def test_tokens_travel_beside_the_products_of_the_other_pass(gloo_world):
+    """In each pair of layers the backward pass sends two tensors out, the forward pass three: of
+    the four journeys the two next to experts' products of the other pass have these beside them,
+    the two others what is left of its layer.
+    """
+    row = Row("dp2 ep2 paired", "moe")
+    for events in gloo_world(2).run(run_with_journal, row.flags(layout=True)):
+        leaves = {number: at for at, (what, _, number) in enumerate(events) if what == "leaves"}
+        beside = {"products": 0, "other": 0, "none": 0}
+        for at, (what, own, number) in enumerate(events):
+            if what != "awaited" or own < 0:
+                continue
+            between = [event for event in events[leaves[number] + 1 : at] if event[1] != own]
+            if any(what == "product" for what, *_ in between):
+                beside["products"] += 1
+            else:
+                beside["other" if between else "none"] += 1
+        # steps, pairs of layers that both have experts, pairs of micro-batches in each step: 4
+        # micro-batches on each rank
+        pairs = 8 * 2 * 3
+        assert sum(beside.values()) == 6 * pairs
+        assert beside["products"] >= 3 * pairs and beside["none"] == 0, beside

@@ -1,0 +1,150 @@
+"""Schedules in which a backward pass runs beside the forward pass of a later micro-batch: right by
+the checker, within their bounds, without more idle time than those without; their time lines and
+pictures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.config.errors import UserError
+from megatron.config.schedules import SCHEDULES
+from megatron.parallel.check import ScheduleError, check
+from megatron.parallel.drawing import ROW, draw, schedule_of
+from megatron.parallel.schedule import Action, Kind, build_schedule
+from megatron.parallel.simulate import Costs, peak_activations, simulate
+from megatron.parallel.timeline import Span, Timeline
+
+SIZES = [
+    (name, ranks, virtual, m)
+    for name, stages in (("1f1b", (1,)), ("interleaved", (1, 2, 3)))
+    for ranks in (1, 2, 3, 4, 5, 8)
+    for virtual in stages
+    for m in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 20)
+]
+
+
+def ahead(name: str, ranks: int, virtual: int, m: int, rank: int) -> int:
+    """Forward passes of a rank before its first pair."""
+    more = 0 if name == "1f1b" else (virtual - 1) * -(-m // max(m // ranks, 1))
+    return min(virtual * m, 2 * (ranks - rank - 1) + 1 + more)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_all_sizes_are_right_and_bounded(name):
+    for _, ranks, virtual, m in (size for size in SIZES if size[0] == name):
+        schedule = build_schedule(name, ranks, virtual, m, True)
+        bounds = check(schedule)
+        assert bounds.ascending, (ranks, virtual, m)
+        for rank in range(ranks):
+            before = ahead(name, ranks, virtual, m, rank)
+            units = [
+                unit
+                for unit in schedule.units(rank)
+                if unit[0].kind in (Kind.FORWARD, Kind.BACKWARD)
+            ]
+            sizes = [len(unit) for unit in units]
+            pairs = virtual * m - before
+            assert sizes == [1] * before + [2] * pairs + [1] * before, (ranks, virtual, m)
+            # within a pair both activations are alive
+            assert bounds.in_flight[rank] == min(before + 1, virtual * m)
+            assert all(
+                forward.stage != backward.stage or forward.micro > backward.micro
+                for backward, forward in (unit for unit in units if len(unit) == 2)
+            )
+
+
+@pytest.mark.parametrize("name", [name for name, rule in SCHEDULES.items() if not rule.pairs])
+def test_schedules_without_pairs(name):
+    virtual = SCHEDULES[name].virtual
+    with pytest.raises(AssertionError, match="in pairs"):
+        build_schedule(name, 2, virtual, 4, True)
+
+
+@pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_pairs_leave_no_rank_idle_between(name, virtual, ranks):
+    """A rank that has begun its pairs waits for nobody: a pair takes as long as its two passes, and
+    messages between neighbours have been made two pairs before.
+    """
+    m = 4 * ranks
+    schedule = build_schedule(name, ranks, virtual, m, True)
+    line = simulate(schedule, Costs.even(schedule))
+    for rank, row in enumerate(line.rows):
+        paired = [row[i : i + 2] for i in range(len(row) - 1) if row[i][3:] == row[i + 1][3:]]
+        assert len(paired) == virtual * m - ahead(name, ranks, virtual, m, rank)
+        for (_, before), (after, _) in zip(paired, paired[1:]):
+            assert after.begin == pytest.approx(before.end)
+        assert line.busy(rank) == pytest.approx(3.0 * m)
+
+
+def test_exchanges_are_hidden_by_the_other_pass():
+    """One rank, forward pass 3 with 1 of exchanges, backward pass 6 with 2: a pair takes what both
+    compute; with exchanges longer than the other computes, what is left of them.
+    """
+    schedule = build_schedule("1f1b", 1, 1, 5, True)
+    costs = Costs((3.0,), (4.0,), (2.0,), exchanged_forward=(1.0,), exchanged_backward=(2.0,))
+    assert simulate(schedule, costs).end == 3 + 4 * (9 - 3) + 6
+    slowed = dataclasses.replace(costs, slowdown=0.5)
+    assert simulate(schedule, slowed).end == 3 + 4 * (9 - 1.5) + 6
+    # 2.5 of 3 are sent, and 5 of 6: 0.5 and 1 are computed
+    sent = dataclasses.replace(costs, exchanged_forward=(2.5,), exchanged_backward=(5.0,))
+    assert simulate(schedule, sent).end == 3 + 4 * (9 - 1.5) + 6
+    plain = build_schedule("1f1b", 1, 1, 5)
+    assert simulate(plain, costs).end == 5 * 9
+
+
+def test_a_pair_waits_for_both_messages():
+    """Rank 1 of two, whose pair needs the second activations, which rank 0 makes at 7."""
+    schedule = build_schedule("1f1b", 2, 1, 3, True)
+    costs = Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), latency=5.0)
+    row = simulate(schedule, costs).rows[1]
+    assert row[0] == Span(Kind.FORWARD, 1, 0, 6.0, 7.0)
+    assert row[1] == Span(Kind.BACKWARD, 1, 0, 7.0, 10.0)
+    assert row[2] == Span(Kind.FORWARD, 1, 1, 7.0, 10.0)
+
+
+def test_a_pair_that_waits_for_itself_is_found():
+    """One forward pass less before the first pair: the ranks' pairs wait for each other."""
+    schedule = build_schedule("1f1b", 2, 1, 4, True)
+    first = list(schedule.actions[0])
+    # rank 0's first backward pass comes beside its second forward pass, which rank 1's pair needs
+    computations = [action for action in first if action.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    assert [a.kind.value for a in computations[:3]] == ["F", "F", "F"]
+    backward = Action(Kind.BACKWARD, 0, 0)
+    sent = first.index(backward)
+    first.remove(backward)
+    posted = Action(Kind.RECEIVE_BACKWARD, 0, 0)
+    first.remove(posted)
+    at = first.index(Action(Kind.FORWARD, 0, 1))
+    first[at:at] = [posted, backward]
+    assert sent > at
+    broken = dataclasses.replace(schedule, actions=(tuple(first), schedule.actions[1]))
+    with pytest.raises(ScheduleError, match="deadlock: rank 0, action .* waits for rank 1"):
+        check(broken)
+
+
+def test_the_time_line_of_pairs():
+    schedule = build_schedule("interleaved", 2, 2, 4, True)
+    line = simulate(schedule, Costs.even(schedule))
+    assert line.pairs and Timeline.from_json(line.to_json()) == line
+    assert schedule_of(line).pairs
+    assert peak_activations(schedule_of(line)) == peak_activations(schedule)
+    plain = simulate(build_schedule("1f1b", 2, 1, 4), Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2))
+    assert not plain.pairs
+    row = line.rows[0]
+    index = next(i for i in range(len(row)) if row[i][3:] == row[i + 1][3:])
+    shifted = row[index]._replace(end=row[index].end + 0.5)
+    wrong = dataclasses.replace(
+        line, rows=((*row[:index], shifted, *row[index + 1 :]), line.rows[1])
+    )
+    with pytest.raises(UserError, match="does not end before"):
+        Timeline.from_json(wrong.to_json())
+
+
+def test_a_pair_shares_its_row_of_the_picture():
+    schedule = build_schedule("1f1b", 1, 1, 3, True)
+    picture = draw([("pairs", simulate(schedule, Costs.even(schedule)))], "")
+    assert picture.count(f"v{ROW // 2}h") == 4 and picture.count(f"v{ROW}h") == 2
