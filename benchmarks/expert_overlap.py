@@ -41,8 +41,8 @@ from megatron.benchmarks.training import (
 )
 
 FLAG = "--overlap-moe-expert-parallel-comm"
-WORK = replace(DP2, **EP2, accumulation=4, micro_batch=2, steps=8, warmup=2, threads=1)
-RATES = ("unlimited", "800mbit", "200mbit")
+WORK = replace(DP2, **EP2, accumulation=4, micro_batch=2, steps=6, warmup=2, threads=1)
+RATES = ("unlimited", "500mbit")
 
 
 def limit(rate: str) -> None:

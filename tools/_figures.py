@@ -53,6 +53,24 @@ def verdict(row: Any) -> str:
     return "reached" if row["passed"] else "**lost**"
 
 
+@figure("experts.overlap")
+def experts_overlap() -> str:
+    """Steps with and without --overlap-moe-expert-parallel-comm, over several links."""
+    return table(
+        "link | a step without, ms | with, ms | ratio (95%) | pairs",
+        (
+            (
+                row["rate"],
+                f"{row['plain_ms']:.0f}",
+                f"{row['paired_ms']:.0f}",
+                ratio(row),
+                row["pairs"],
+            )
+            for row in result("expert_overlap")["rows"]
+        ),
+    )
+
+
 @figure("grouped_gemm.table")
 def grouped_gemm_table() -> str:
     """A loop of experts' products against torch's grouped product, on a CPU."""

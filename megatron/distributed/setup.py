@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend
 
 from megatron.config.groups import DistributedConfig
 from megatron.distributed.groups import Groups, Layout, build_groups, one_process
@@ -290,8 +291,9 @@ def set_determinism(
     device: torch.device, wanted: bool, environment: MutableMapping[str, str] = os.environ
 ) -> None:
     """Hold torch's CUDA kernels to equal bits for equal inputs, or let them be. Without it the
-    fused attention's backward pass adds atomically; with it an operation that has no deterministic
-    form raises. To be called before the GPU's first product of matrices. Raises LaunchError.
+    fused attention is cuDNN's where that can compute it, and its backward pass adds atomically;
+    with it an operation that has no deterministic form raises. To be called before the GPU's first
+    product of matrices. Raises LaunchError.
     """
     if device.type != "cuda":
         return
@@ -306,6 +308,11 @@ def set_determinism(
     torch.use_deterministic_algorithms(wanted)
     # every buffer is written before it is read
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if not wanted:
+        # by itself torch takes cuDNN's attention last (never run on a GPU)
+        first = int(SDPBackend.CUDNN_ATTENTION)
+        others = [each for each in torch._C._get_sdp_priority_order() if each != first]
+        torch._C._set_sdp_priority_order([first, *others])
 
 
 def share_cores(launch: Launch, environment: Environment = os.environ) -> None:

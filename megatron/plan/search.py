@@ -106,6 +106,7 @@ RECOMPUTE_EXPERTS: tuple[Change, ...] = (
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 FOUND = 5  # layouts that are shown
 PLANNED = 60  # layouts that are planned to the byte at most
+NEAR = 2  # times the device's memory that a layout may need to be shown as one that does not fit
 _MOE: Change = {("training", "recompute_modules"): ("layernorm", "moe_act")}
 USUAL = {("context_parallel_size", 1), ("moe_token_dispatcher_type", "alltoall")}
 SHORT = 8192  # tokens of a sequence below which context parallelism is not tried
@@ -380,8 +381,11 @@ class Search:
         return found
 
     def rejected(self, each: Candidate, queue: list[Candidate], found: SearchResult) -> None:
-        """Of one that does not fit: it is shown where none has fitted yet, and tried again."""
-        if len(found.larger) < FOUND and not found.best:
+        """Of one that does not fit: it is shown where none has fitted yet and a larger device might
+        hold it, and tried again.
+        """
+        is_near = each.peak_gib <= NEAR * self.hardware.memory_gib
+        if is_near and len(found.larger) < FOUND and not found.best:
             self.simulate(each)
             found.larger.append(each)
         if each.level + 1 < len(self.rungs):
@@ -401,7 +405,7 @@ def most_kept(steps: PlannedSteps) -> int:
     places = {number for number, rank in enumerate(steps.schedule.placement) if rank == 0}
     each = {number: _kept_bytes(steps, number) for number in places}
     now = most = 0
-    for kind, stage, _ in steps.schedule.actions[0]:
+    for kind, stage, _ in steps.schedule.in_memory(0):
         if kind is Kind.FORWARD:
             now += each[stage]
             most = max(most, now)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from megatron.config.groups import DistributedConfig
 from megatron.distributed import setup
@@ -225,7 +226,9 @@ class TestDeterminism:
     @pytest.fixture(autouse=True)
     def restored(self):
         fills = torch.utils.deterministic.fill_uninitialized_memory
+        order = torch._C._get_sdp_priority_order()
         yield
+        torch._C._set_sdp_priority_order(order)
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = fills
 
@@ -240,8 +243,13 @@ class TestDeterminism:
             not torch.is_deterministic_algorithms_warn_only_enabled()
             and not torch.utils.deterministic.fill_uninitialized_memory
         )
+        order = torch._C._get_sdp_priority_order()
         set_determinism(self.GPU, False, environment)
         assert not torch.are_deterministic_algorithms_enabled()
+        # attention: cuDNN's first, and the others as they were
+        first, *others = torch._C._get_sdp_priority_order()
+        assert first == int(SDPBackend.CUDNN_ATTENTION) != order[0]
+        assert others == [each for each in order if each != first]
 
     def test_a_cpu_is_left_alone(self):
         environment: dict[str, str] = {}

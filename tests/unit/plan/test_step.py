@@ -23,7 +23,7 @@ from megatron.plan.hardware import (
     names,
     write_hardware,
 )
-from megatron.plan.search import RECOMPUTE, Search, explain, layouts
+from megatron.plan.search import NEAR, RECOMPUTE, Search, explain, layouts
 from megatron.plan.step import SIMULATED, StepModel, group_shapes
 from megatron.plan.step_table import budget_line, explain_report, search_report
 from tools.plan import run
@@ -187,6 +187,7 @@ def test_a_search_ranks_what_fits(h100):
     best = [each.seconds for each in found.best]
     assert best == sorted(best) and all(each.fits == "fits" for each in found.best)
     assert found.larger and all(each.seconds <= best[0] for each in found.larger)
+    assert all(14.0 < each.peak_gib <= NEAR * 14.0 for each in found.larger)
     report = search_report(found, small)
     assert any("slower" in line for line in report) and "--micro-batch-size" in report[1]
 
