@@ -310,7 +310,7 @@ def set_determinism(
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if not wanted:
         # by itself torch takes cuDNN's attention last (never run on a GPU)
-        first = int(SDPBackend.CUDNN_ATTENTION)
+        first = int(SDPBackend.CUDNN_ATTENTION)  # type: ignore[call-overload]
         others = [each for each in torch._C._get_sdp_priority_order() if each != first]
         torch._C._set_sdp_priority_order([first, *others])
 

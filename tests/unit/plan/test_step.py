@@ -187,7 +187,7 @@ def test_a_search_ranks_what_fits(h100):
     best = [each.seconds for each in found.best]
     assert best == sorted(best) and all(each.fits == "fits" for each in found.best)
     assert found.larger and all(each.seconds <= best[0] for each in found.larger)
-    assert all(14.0 < each.peak_gib <= NEAR * 14.0 for each in found.larger)
+    assert all(each.peak_gib <= NEAR * 14.0 for each in found.larger)
     report = search_report(found, small)
     assert any("slower" in line for line in report) and "--micro-batch-size" in report[1]
 
