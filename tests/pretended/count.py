@@ -125,8 +125,8 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
         finally:
             launches.part = ""
 
-    def on_compute(pipeline: Any, action: Any, *rest: Any) -> Any:
-        return compute[action.kind](pipeline, action, *rest)
+    def on_compute(pipeline: Any, works: Any) -> Any:
+        return compute[works[0].action.kind](pipeline, works)
 
     def run_kernel(kernel: Any, *args: Any, **kwargs: Any) -> None:
         launches.add()
