@@ -39,8 +39,8 @@ def main() -> int:
         if pending is not None:
             turns.note(interval.last.loss)
 
-    def on_compute(pipeline, action, x, held):
-        return compute[action.kind](pipeline, action, x, held)
+    def on_compute(pipeline, works):
+        return compute[works[0].action.kind](pipeline, works)
 
     update = turns.timed("optimizer", loop.update)
     named = {"forward_backward": on_step, "finish_step": on_finish_step, "update": update}

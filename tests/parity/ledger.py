@@ -69,7 +69,7 @@ def _who() -> tuple[str, str]:
         if Path(frame.f_code.co_filename).name in ("collectives.py", "p2p.py"):
             kind = KINDS.get(name.split(".")[0], kind)
         elif kind is not None:
-            return kind, name
+            return kind, name.removesuffix(".<locals>.<listcomp>")
     raise AssertionError(
         "torch.distributed was not called through distributed/collectives.py or distributed/p2p.py"
     )
