@@ -365,11 +365,11 @@ MUTANTS = (
     Mutant(
         "no embedding gradient in the split backward",
         PIPELINE,
-        "                    x, kept = self.passes.backward(kind, layer, x, held.pop())\n",
-        "                    lost = action.kind is Kind.BACKWARD_INPUT and not "
+        "                work.x, kept = self.passes.backward(kind, layer, work.x, held.pop())\n",
+        "                lost = work.action.kind is Kind.BACKWARD_INPUT and not "
         "layer.reads_weight_backward\n"
-        "                    x, kept = (held.pop(), None) if lost else self.passes.backward(kind, "
-        "layer, x, held.pop())\n",
+        "                work.x, kept = (held.pop(), None) if lost else self.passes.backward("
+        "kind, layer, work.x, held.pop())\n",
         ("fp64-m5-pp2-zero-bubble",),
     ),
     Mutant(
