@@ -32,6 +32,7 @@ from megatron.benchmarks.loopback import own_loopback
 from megatron.benchmarks.training import (
     DP2,
     EP2,
+    Rule,
     command_of,
     failed,
     machine,
@@ -42,6 +43,7 @@ from megatron.benchmarks.training import (
 
 FLAG = "--overlap-moe-expert-parallel-comm"
 WORK = replace(DP2, **EP2, accumulation=4, micro_batch=2, steps=6, warmup=2, threads=1)
+PLAIN = "without"  # the side that a ratio divides by
 RATES = ("unlimited", "500mbit")
 
 
@@ -75,17 +77,12 @@ def run(rate: str, overlaps: bool) -> dict:
 def summary(runs: list[dict], quiet: float) -> list[dict]:
     """A row for each rate; its pairs are the rounds in which both runs had the machine."""
     found = []
+    sides = [
+        {**each, "setting": each["rate"], "who": "ours" if each["overlaps"] else PLAIN}
+        for each in runs
+    ]
     for rate in dict.fromkeys(each["rate"] for each in runs):
-        fine = {
-            (each["round"], each["overlaps"]): each["step_ms"]
-            for each in runs
-            if each["rate"] == rate and each["others_cores"] < quiet
-        }
-        pairs = [
-            (fine[index, True], fine[index, False])
-            for index, overlaps in fine
-            if overlaps and (index, False) in fine
-        ]
+        pairs = Rule(ratio_rule.PAIRS, quiet, "step_ms").counted(sides, rate, PLAIN)
         if pairs:
             paired, plain = (statistics.median(side) for side in zip(*pairs))
             judged = ratio_rule.verdict([a / b for a, b in pairs], 1.0, upper_limit=True)

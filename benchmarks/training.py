@@ -338,7 +338,7 @@ class Rule:
 
     pairs: int
     quiet: float  # cores that others may use on average during a counted run
-    speed: str  # tokens_per_second or tokens_per_cpu_second
+    speed: str  # the figure of a run: tokens_per_second or tokens_per_cpu_second
 
     def counted(self, runs: list[dict], setting: str, peer: str) -> list[tuple[float, float]]:
         """(our speed, the peer's) in every round in which both runs had the machine to

@@ -27,7 +27,7 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
-from megatron.config.schedules import SCHEDULES  # noqa: E402
+from megatron.config.schedules import IN_PAIRS  # noqa: E402
 from megatron.parallel.drawing import Panel, draw, figures  # noqa: E402
 from megatron.parallel.schedule import BUILDERS, Kind, build_schedule
 from megatron.parallel.simulate import Costs, simulate  # noqa: E402
@@ -126,6 +126,20 @@ def chrome_trace(panels: list[Panel]) -> str:
     return json.dumps({"traceEvents": events})
 
 
+def with_exchanges(costs: Costs, of_rank: tuple[float, ...], ranks: int) -> Costs:
+    """The costs, of which so much is exchanged in a forward and in a backward pass of all stages of
+    a rank. Raises UserError where that is more than the whole.
+    """
+    stages = len(costs.forward)
+    forward, backward = (time * ranks / stages for time in of_rank)
+    for stage in range(stages):
+        if forward > costs.of(Kind.FORWARD, stage) or backward > costs.of(Kind.BACKWARD, stage):
+            raise UserError("--exchanged: is a part of the passes' costs; give less than these")
+    return replace(
+        costs, exchanged_forward=(forward,) * stages, exchanged_backward=(backward,) * stages
+    )
+
+
 def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
     """What to draw, and the unit of its times. Raises UserError."""
     given = {
@@ -159,9 +173,8 @@ def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
     if measured:
         virtual = len(measured.placement) // len(measured.rows)
     pairs = measured.pairs if measured else arguments.pairs
-    if pairs and not SCHEDULES[name].pairs:
-        able = " or ".join(name for name, rule in SCHEDULES.items() if rule.pairs)
-        raise UserError(f"--pairs: {name} has none; give --schedule {able}")
+    if pairs and name not in IN_PAIRS:
+        raise UserError(f"--pairs: {name} has none; give --schedule {' or '.join(IN_PAIRS)}")
     schedule = build_schedule(name, given["ranks"], virtual, given["micro-batches"], pairs)
     costs = Costs.even(
         schedule, *arguments.costs or (), message=arguments.message, latency=arguments.latency
@@ -169,15 +182,7 @@ def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
     if measured and not arguments.costs:
         costs = measured_costs(measured, arguments.message, arguments.latency)
     if arguments.exchanged:
-        forward, backward = (
-            (time * schedule.ranks / schedule.stages,) * schedule.stages
-            for time in arguments.exchanged
-        )
-        costs = replace(costs, exchanged_forward=forward, exchanged_backward=backward)
-        for stage in range(schedule.stages):
-            whole = costs.of(Kind.FORWARD, stage), costs.of(Kind.BACKWARD, stage)
-            if forward[stage] > whole[0] or backward[stage] > whole[1]:
-                raise UserError("--exchanged: is a part of the passes' costs; give less than these")
+        costs = with_exchanges(costs, arguments.exchanged, schedule.ranks)
     if measured and schedule.placement != measured.placement:
         raise UserError(
             f"{arguments.measured}: stages lie on ranks {measured.placement}, in {name} on "

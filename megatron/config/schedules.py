@@ -38,6 +38,8 @@ SCHEDULES = {
     "zero-bubble-v": StageRule(virtual=2, place=down_and_up),
 }
 
+IN_PAIRS = tuple(name for name, rule in SCHEDULES.items() if rule.pairs)
+
 
 STEADY = 4  # micro-batches for each pipeline rank after which a step repeats itself
 

@@ -11,7 +11,7 @@ from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.experts import expert_pattern
 from megatron.config.metadata import flag_name
-from megatron.config.schedules import SCHEDULES
+from megatron.config.schedules import IN_PAIRS, SCHEDULES
 
 Faults = Iterator[str]
 
@@ -39,10 +39,11 @@ def _pairs(run: RunView) -> Faults:
             f"{flag}: hides what --moe-token-dispatcher-type alltoall sends; give that, or drop "
             "the flag"
         )
-    schedule = run.pipeline_schedule
-    if schedule in SCHEDULES and not SCHEDULES[schedule].pairs:
-        able = " or ".join(name for name, rule in SCHEDULES.items() if rule.pairs)
-        yield f"{flag}: {run.show('pipeline_schedule')} has no pairs of passes; give {able}"
+    if run.pipeline_schedule in SCHEDULES and run.pipeline_schedule not in IN_PAIRS:
+        yield (
+            f"{flag}: {run.show('pipeline_schedule')} has no pairs of passes; give "
+            f"{' or '.join(IN_PAIRS)}"
+        )
     if run.activation_offload:
         yield (
             f"{flag}: --activation-offload copies beside one pass at a time; drop one, or "

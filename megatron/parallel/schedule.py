@@ -86,9 +86,11 @@ class Schedule:
     def unit(self, rank: int, index: int) -> tuple[Action, ...]:
         """What a rank begins at a place of its list: one action, or a pair."""
         actions = self.actions[rank]
-        kinds = tuple(action.kind for action in actions[index : index + 2])
-        size = 2 if self.pairs and kinds == (Kind.BACKWARD, Kind.FORWARD) else 1
-        return actions[index : index + size]
+        if self.pairs:
+            both = actions[index : index + 2]
+            if [action.kind for action in both] == [Kind.BACKWARD, Kind.FORWARD]:
+                return both
+        return (actions[index],)
 
     def units(self, rank: int) -> Iterator[tuple[Action, ...]]:
         """What a rank does, one after the other: actions and pairs."""
@@ -271,8 +273,10 @@ def _one_forward_one_backward(
     orders = []
     for rank in range(ranks):
         ahead = ranks - rank - 1
-        letters = "F" * (2 * ahead + 1) + "BF" * micro_batches if pairs else "F" * ahead
-        letters += "" if pairs else "FB" * micro_batches
+        if pairs:
+            letters = "F" * (2 * ahead + 1) + "BF" * micro_batches
+        else:
+            letters = "F" * ahead + "FB" * micro_batches
         orders.append(_order(letters, micro_batches, rank))
     return orders
 

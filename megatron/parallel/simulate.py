@@ -64,10 +64,12 @@ class Costs:
         """What a computation takes, or a pair: its exchanges are hidden by what the other pass
         computes.
         """
-        total = sum(self.of(action.kind, action.stage) for action in unit)
-        if len(unit) == 1 or not self.exchanged_forward:
-            return total
+        if len(unit) == 1:
+            return self.of(unit[0].kind, unit[0].stage)
         backward, forward = unit
+        total = self.of(*backward[:2]) + self.of(*forward[:2])
+        if not self.exchanged_forward:
+            return total
         ahead = self.exchanged_forward[forward.stage]
         back = self.exchanged_backward[backward.stage]
         hidden = min(ahead, self.of(*backward[:2]) - back) + min(
