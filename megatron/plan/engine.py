@@ -369,9 +369,11 @@ class PlannedPasses(Passes):
         """What the forward pass beside a backward pass holds more than it keeps, while its tokens
         travel. Looks at its worst moment, while those of the backward pass do.
         """
-        if self.beside is None or self.beside.rebuilt is not None:
+        if self.beside is None:
             return 0
         self.ledger.look(unit.dispatched + self.beside.forward)
+        if self.beside.rebuilt is not None:  # it is over by then
+            return 0
         output = math.prod(self.shape) * self.dtype.itemsize  # which is not there yet
         return self.beside.dispatched - output
 
