@@ -35,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -59,12 +60,6 @@ from megatron.observe.tracking import read_metrics
 
 NANOGPT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
 WORK = TrainedWork()
-SHAPES = {
-    "Llama": """--position-embedding-type rope --normalization RMSNorm --swiglu
-        --disable-bias-linear""",
-    "GPT-2": """--position-embedding-type learned_absolute --normalization LayerNorm
-        --activation gelu""",
-}
 SEEDS = 5
 EVALUATED = 28  # batches, as in the quickstart
 TOLERANCE = 0.02  # of the quickstart's expected loss
@@ -105,7 +100,7 @@ def shortened(steps: int) -> TrainedWork:
 def our_flags(work: TrainedWork, shape: str, data: Path, tokenizer: Path) -> list[str]:
     """`pretrain_gpt.py`'s flags for a run."""
     flags = f"""--num-layers {work.layers} --hidden-size {work.hidden}
-        --num-attention-heads {work.heads} --seq-length {work.seq} {SHAPES[shape]}
+        --num-attention-heads {work.heads} --seq-length {work.seq} {training.SHAPES[shape]}
         --init-method-std {work.initial_std} --hidden-dropout 0 --attention-dropout 0
         --micro-batch-size {work.micro_batch} --global-batch-size {work.step_samples}
         --train-iters {work.steps} --lr {work.lr} --min-lr {work.min_lr} --lr-decay-style cosine
@@ -347,15 +342,15 @@ def curves_parser(text: str) -> argparse.ArgumentParser:
     return parser
 
 
-def turns(seeds: int) -> list[tuple[str, int]]:
-    """Every side and seed, in the order of the runs: the sides that are held to the criterion take
-    turns, a different one first with each seed; then come the others.
+def turns(seeds: int, sides: Collection[str] = tuple(SIDES)) -> list[tuple[str, int]]:
+    """Each of these sides and seeds, in the order of the runs: the sides that are held to the
+    criterion take turns, a different one first with each seed; then come the others.
     """
-    names = [who for who, side in SIDES.items() if side.held]
-    others = [who for who, side in SIDES.items() if not side.held]
+    names = [who for who, side in SIDES.items() if side.held and who in sides]
+    others = [who for who, side in SIDES.items() if not side.held and who in sides]
     order = []
     for seed in range(1, seeds + 1):
-        first = seed % len(names)
+        first = seed % max(1, len(names))
         order += [(who, seed) for who in names[first:] + names[:first]]
     return order + [(who, seed) for seed in range(1, seeds + 1) for who in others]
 
@@ -370,7 +365,7 @@ def measure(args: argparse.Namespace, document: dict) -> None:
         base = shortened(args.steps)
         flags = our_flags(base, "Llama", prefix, tokenizer)
         document["tokens"] = write_tokens(Path(folder), flags)
-        for who, seed in turns(args.seeds):
+        for who, seed in turns(args.seeds, args.sides):
             if not any(r["who"] == who and r["seed"] == seed for r in document["runs"]):
                 work = replace(base, seed=seed, each_once=SIDES[who].each_once)
                 flags = our_flags(work, SIDES[who].shape, prefix, tokenizer)
@@ -392,6 +387,9 @@ def main() -> None:
     )
     parser.add_argument("--nanogpt", type=Path, required=True, help="a clone of nanoGPT")
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=list(SIDES), help="that run; default: all"
+    )
     parser.add_argument("--steps", type=int, default=WORK.steps, help="fewer only to try it out")
     args = parser.parse_args()
     check_nanogpt(args.nanogpt)

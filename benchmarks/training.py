@@ -7,9 +7,10 @@ of experts are measured against Hugging Face Trainer and megatron-core.
     python benchmarks/training.py --peers DIR --settings fp32 --out docs/results/training_cpu.json
 
 Every run is a whole job (torchrun, where it has several processes) that trains the same
-8.9M-parameter Llama-style GPT (of 18.5M with experts) from the same weights on the same tokens
-(peers: benchmarks/peers/) and is timed from the end of its last warm-up step to the end of its last
-step; ours is `pretrain_gpt.py` itself, timed by the stamps of its console lines. A round runs ours
+8.9M-parameter Llama-style GPT (18.5M with experts, 9.0M in the shape of GPT-2) from the same
+weights on the same tokens (peers: benchmarks/peers/) and is timed from the end of its last warm-up
+step to the end of its last step; ours is `pretrain_gpt.py` itself, timed by the stamps of its
+console lines. A round runs ours
 and each peer once, in turning order. A ratio is our tokens per second by the peer's in the same
 round; it passes by ratio_rule.py. The table ends with the mean loss of the last steps of both
 sides: equal work gives equal losses (litgpt alone draws weights of its own). A pair counts when
@@ -68,6 +69,11 @@ class Peer:
     takes: Callable[[Work], bool]
 
 
+def in_one_process_without_dropout(work: Work) -> bool:
+    """What trainers do that have no dropout in our places; theirs are Llama's models."""
+    return work.processes == 1 and work.dropout == 0 and work.shape == "Llama"
+
+
 def only_dense_data_parallel(work: Work) -> bool:
     return work.processes == work.data_parallel > 1 and not work.experts
 
@@ -76,15 +82,11 @@ PEERS = {
     "plain loop": Peer(
         "plain_loop.py", None, lambda work: work.processes == 1 and not work.experts
     ),
-    # no dropout in these places
-    "Hugging Face Trainer": Peer(
-        "hf_trainer.py", "hf", lambda work: work.processes == 1 and work.dropout == 0
-    ),
-    # likewise
+    "Hugging Face Trainer": Peer("hf_trainer.py", "hf", in_one_process_without_dropout),
     "litgpt": Peer(
         "litgpt_pretrain.py",
         "litgpt",
-        lambda work: work.processes == 1 and work.dropout == 0 and not work.experts,
+        lambda work: in_one_process_without_dropout(work) and not work.experts,
     ),
     "torch DDP": Peer("plain_loop.py", None, only_dense_data_parallel),
     "DeepSpeed ZeRO-0": Peer("deepspeed_zero0.py", "deepspeed", only_dense_data_parallel),
@@ -106,6 +108,7 @@ PP2 = Work(
 # two of these experts multiply as much as one MLP of the work without experts
 EXPERTS = {"experts": 8, "topk": 2, "expert_ffn": 344}
 EP2 = {**EXPERTS, "expert_parallel": 2}
+GPT2 = {"shape": "GPT-2", "ffn": 1024}
 SETTINGS = {
     "fp32": Work(),
     "bf16": Work(precision="bf16"),
@@ -113,6 +116,8 @@ SETTINGS = {
     "bf16, 4 micro-batches": Work(accumulation=4, steps=15, warmup=5, precision="bf16"),
     "fp32, dropout 0.1": Work(dropout=0.1),
     "bf16, dropout 0.1": Work(dropout=0.1, precision="bf16"),
+    "fp32, GPT-2 shape": Work(**GPT2),
+    "bf16, GPT-2 shape": Work(**GPT2, precision="bf16"),
     "fp32, dp2": DP2,
     "fp32, tp2": TP2,
     "fp32, tp2 sp": replace(TP2, sequence_parallel=1),
@@ -125,6 +130,12 @@ SETTINGS = {
     "bf16, 8 experts top-2": Work(**EXPERTS, precision="bf16"),
     "fp32, 8 experts top-2, ep2": replace(DP2, **EP2),
     "bf16, 8 experts top-2, ep2": replace(DP2, **EP2, micro_batch=4, precision="bf16"),
+}
+SHAPES = {
+    "Llama": "--position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear",
+    "GPT-2": "--position-embedding-type learned_absolute --normalization LayerNorm "
+    "--activation gelu",
 }
 GOAL = 1.0
 STAMP = re.compile(r" \[([^]]+)\] iteration +(\d+)/")
@@ -154,14 +165,11 @@ def setup(folder: Path, names: Sequence[str]) -> None:
 
 
 def our_flags(work: Work) -> list[str]:
-    """`pretrain_gpt.py`'s flags for the same work: rotary, RMSNorm, SwiGLU, untied head, no biases;
-    one console line every `warmup` steps.
-    """
+    """`pretrain_gpt.py`'s flags for the same work; one console line every `warmup` steps."""
     assert work.steps % work.warmup == 0
     flags = f"""--num-layers {work.layers} --hidden-size {work.hidden}
     --ffn-hidden-size {work.ffn} --num-attention-heads {work.heads}
-        --seq-length {work.seq} --position-embedding-type rope --normalization RMSNorm --swiglu
-        --disable-bias-linear
+        --seq-length {work.seq} {SHAPES[work.shape]}
         --untie-embeddings-and-output-weights --hidden-dropout {work.dropout}
         --attention-dropout 0 --mock-data
         --tokenizer-type NullTokenizer --vocab-size {work.vocab - 1}

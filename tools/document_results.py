@@ -253,6 +253,7 @@ def training_experts_apart() -> str:
     return f"{apart:.0e}"
 
 
+FIGURES["training.more"] = lambda: table(EXPERTS, steps("training_cpu_more", ""))
 FIGURES["training.two-processes"] = lambda: table(STEPS, steps("training_cpu_two_processes"))
 FIGURES["training.pipeline"] = lambda: table(STEPS, steps("training_cpu_pipeline"))
 

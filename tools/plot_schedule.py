@@ -29,7 +29,7 @@ if not __package__:  # run as a file of a checkout
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.schedules import IN_PAIRS  # noqa: E402
 from megatron.parallel.drawing import Panel, draw, figures  # noqa: E402
-from megatron.parallel.schedule import BUILDERS, Kind, build_schedule
+from megatron.parallel.schedule import BUILDERS, Kind, Schedule, build_schedule
 from megatron.parallel.simulate import Costs, simulate  # noqa: E402
 from megatron.parallel.timeline import Timeline, in_pairs  # noqa: E402
 
@@ -140,64 +140,79 @@ def with_exchanges(costs: Costs, of_rank: tuple[float, ...], ranks: int) -> Cost
     )
 
 
+def measured_timeline(path: str) -> Timeline:
+    """A time line that --pipeline-timeline kept. Raises UserError for an unknown schedule."""
+    line = Timeline.from_json(Path(path).read_text())
+    if line.schedule not in BUILDERS:
+        raise UserError(f"{path}: schedule {line.schedule} is not one of {', '.join(BUILDERS)}")
+    return line
+
+
+def schedule_of(arguments: argparse.Namespace) -> Schedule:
+    """The schedule that the flags name. Raises UserError."""
+    needed = {
+        "--schedule": arguments.schedule,
+        "--ranks": arguments.ranks,
+        "--micro-batches": arguments.micro_batches,
+    }
+    if missing := [flag for flag, value in needed.items() if value is None]:
+        raise UserError(f"needs {', '.join(missing)}, or --measured FILE")
+    name = arguments.schedule
+    if arguments.pairs and name not in IN_PAIRS:
+        raise UserError(f"--pairs: {name} has none; give --schedule {' or '.join(IN_PAIRS)}")
+    virtual = {"interleaved": arguments.virtual, "zero-bubble-v": 2}.get(name, 1)
+    return build_schedule(name, arguments.ranks, virtual, arguments.micro_batches, arguments.pairs)
+
+
+def measured_schedule(arguments: argparse.Namespace, line: Timeline) -> Schedule:
+    """The schedule of a measured step. Raises UserError where a flag says something else."""
+    found = {
+        "--schedule": (arguments.schedule, line.schedule),
+        "--ranks": (arguments.ranks, len(line.rows)),
+        "--micro-batches": (arguments.micro_batches, line.micro_batches),
+    }
+    for flag, (given, kept) in found.items():
+        if given not in (None, kept):
+            raise UserError(f"{flag} {given}: {arguments.measured} has {kept}; leave the flag out")
+    if arguments.pairs and not line.pairs:
+        raise UserError(f"--pairs: {arguments.measured} has none; leave the flag out")
+    virtual = len(line.placement) // len(line.rows)
+    schedule = build_schedule(
+        line.schedule, len(line.rows), virtual, line.micro_batches, line.pairs
+    )
+    if schedule.placement != line.placement:
+        raise UserError(
+            f"{arguments.measured}: stages lie on ranks {line.placement}, in {line.schedule} on "
+            f"{schedule.placement}"
+        )
+    return schedule
+
+
 def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
     """What to draw, and the unit of its times. Raises UserError."""
-    given = {
-        "schedule": arguments.schedule,
-        "ranks": arguments.ranks,
-        "micro-batches": arguments.micro_batches,
-    }
-    measured = None
-    if arguments.measured:
-        measured = Timeline.from_json(Path(arguments.measured).read_text())
-        found = {
-            "schedule": measured.schedule,
-            "ranks": len(measured.rows),
-            "micro-batches": measured.micro_batches,
-        }
-        if measured.schedule not in BUILDERS:
-            raise UserError(
-                f"{arguments.measured}: schedule {measured.schedule} is not one of "
-                f"{', '.join(BUILDERS)}"
-            )
-        for flag, value in given.items():
-            if value not in (None, found[flag]):
-                raise UserError(
-                    f"--{flag} {value}: {arguments.measured} has {found[flag]}; leave the flag out"
-                )
-        given = found
-    if missing := [f"--{flag}" for flag, value in given.items() if value is None]:
-        raise UserError(f"needs {', '.join(missing)}, or --measured FILE")
-    name = given["schedule"]
-    virtual = {"interleaved": arguments.virtual, "zero-bubble-v": 2}.get(name, 1)
-    if measured:
-        virtual = len(measured.placement) // len(measured.rows)
-    pairs = measured.pairs if measured else arguments.pairs
-    if pairs and name not in IN_PAIRS:
-        raise UserError(f"--pairs: {name} has none; give --schedule {' or '.join(IN_PAIRS)}")
-    schedule = build_schedule(name, given["ranks"], virtual, given["micro-batches"], pairs)
+    measured = measured_timeline(arguments.measured) if arguments.measured else None
+    schedule = measured_schedule(arguments, measured) if measured else schedule_of(arguments)
     costs = Costs.even(
         schedule, *arguments.costs or (), message=arguments.message, latency=arguments.latency
     )
     if measured and not arguments.costs:
         costs = measured_costs(measured, arguments.message, arguments.latency)
+    pairs = measured.pairs if measured else arguments.pairs
     if arguments.exchanged:
+        if not pairs:
+            raise UserError("--exchanged: only passes in pairs hide it; give --pairs, too")
         costs = with_exchanges(costs, arguments.exchanged, schedule.ranks)
-    if measured and schedule.placement != measured.placement:
-        raise UserError(
-            f"{arguments.measured}: stages lie on ranks {measured.placement}, in {name} on "
-            f"{schedule.placement}"
-        )
+    virtual = schedule.stages // schedule.ranks
     size = (
-        f"{name}, {schedule.ranks} ranks"
+        f"{schedule.name}, {schedule.ranks} ranks"
         + (f" x {virtual} stages" if virtual > 1 else "")
         + f", {schedule.micro_batches} micro-batches"
         + ", in pairs" * pairs
     )
-    panels = [(f"{'simulated: ' if measured else ''}{size}", simulate(schedule, costs))]
-    return panels + (
-        [(f"measured: {size}", measured)] if measured else []
-    ), "s" if measured else "time"
+    simulated = simulate(schedule, costs)
+    if measured is None:
+        return [(size, simulated)], "time"
+    return [(f"simulated: {size}", simulated), (f"measured: {size}", measured)], "s"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -288,6 +303,11 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.table:
             if not arguments.ranks or not arguments.micro_batches:
                 raise UserError("--table needs --ranks and --micro-batches")
+            if arguments.pairs or arguments.exchanged or arguments.measured:
+                raise UserError(
+                    "--table: simulates every schedule without pairs; leave out --pairs, "
+                    "--exchanged and --measured"
+                )
             costs = arguments.costs or (1.0, 1.0, 1.0)
             lines = all_schedules(
                 arguments.ranks,

@@ -23,11 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 @dataclass(frozen=True)
 class Work:
-    """One measurement: a Llama-style GPT (rotary, RMSNorm, SwiGLU, untied head, no biases), its
-    layout and its steps. With experts every layer has them in the place of its MLP: the softmax of
-    the chosen logits weighs them, all tokens are taken, and no loss balances them.
+    """One measurement: a GPT with an untied head, its layout and its steps. In the Llama shape it
+    has rotary positions, RMSNorm, SwiGLU and no biases, in the GPT-2 shape learned positions,
+    LayerNorm, GELU and biases. With experts every layer has them in the place of its MLP: the
+    softmax of the chosen logits weighs them, all tokens are taken, and no loss balances them.
     """
 
+    shape: str = "Llama"  # or GPT-2
     layers: int = 6
     hidden: int = 256
     heads: int = 8

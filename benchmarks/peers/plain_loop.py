@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import StepClock, Work, parse_work, rank_samples, report, tensor_of
+from plain_gpt2 import GPT2
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -114,7 +115,11 @@ def main() -> None:
     torch.set_num_threads(work.threads)
     torch.manual_seed(1234)
     bf16, rank = work.precision == "bf16", 0
-    model = GPT(work, torch.bfloat16 if bf16 else torch.float32)
+    model = (
+        GPT2(work)
+        if work.shape == "GPT-2"
+        else GPT(work, torch.bfloat16 if bf16 else torch.float32)
+    )
     model.load(start)
     parameters, tokens = sum(p.numel() for p in model.parameters()), tensor_of(start, "tokens")
     if work.processes > 1:

@@ -27,8 +27,8 @@ from megatron.plan.rows import (
     is_kept_out,
     measured_step,
     network,
+    program_of,
     read_rows,
-    source_of,
 )
 from megatron.plan.step import StepModel
 from megatron.plan.validate import percentile, row_config
@@ -222,10 +222,7 @@ def row_sample(row: Row) -> Sample | None:
     if (bandwidth := network(row)) is not None:
         own["network_gbps"] = bandwidth
     config, vocab_size, world_size = row_config(row)
-    source = source_of(row)
-    model = SteadyStep(
-        config, vocab_size, world_size, generation=source.generation, launches=source.launches
-    )
+    model = SteadyStep(config, vocab_size, world_size, program_of(row))
     return Sample(model, seconds, row["source"], own)
 
 

@@ -19,6 +19,7 @@ from megatron.model.recompute import LayerRecompute
 from megatron.plan import latent_operations
 from megatron.plan.expert_operations import ExpertOperations
 from megatron.plan.latent_operations import LatentOperations
+from megatron.plan.program import OURS, Program
 from megatron.plan.state import precisions
 from megatron.plan.work import Core, Exchange, Product, UnitWork, Work
 
@@ -27,14 +28,19 @@ from megatron.plan.work import Core, Exchange, Product, UnitWork, Work
 FORWARD_LAUNCHES = 12
 BACKWARD_LAUNCHES = 23
 CALL_LAUNCHES = 5  # a collective takes the host as long as so many kernels
+# Bytes that torch's operators read and write for a bf16 logit: widened, its log-probability, the
+# largest one for the accuracy; zeros for the gradient, the gradient before and after the softmax,
+# narrowed.
+WHOLE_FORWARD = (2 + 4) + (4 + 4) + 4
+WHOLE_BACKWARD = 4 + (4 + 4 + 4) + (4 + 2)
 
 
 class Operations:
-    """The passes of the units of a run. `vocab_size`: entries of the tokenizer."""
+    """The passes of the units of a run of `program`. `vocab_size`: entries of the tokenizer."""
 
-    def __init__(self, config: Config, vocab_size: int):
+    def __init__(self, config: Config, vocab_size: int, program: Program = OURS):
         distributed = config.distributed
-        self.config = config
+        self.config, self.program = config, program
         self.tp = distributed.tensor_model_parallel_size
         self.cp = distributed.context_parallel_size
         self.micro_batch = config.training.micro_batch_size
@@ -311,9 +317,26 @@ class Operations:
             exchanges += (Exchange(operation, "tp", self.hidden_bytes),)
         forward = Work((product,), (), (2 * logits * size,), exchanges, launches=10)
         back = Work((product, product), (), (3 * logits * size,), exchanges[3:], launches=8)
+        if self.program.whole_logits:
+            forward, back = self._whole_logits(forward, back)
         if self.config.model.fused_linear_cross_entropy:
             back += Work((product,))
         return UnitWork(forward, back)
+
+    def _whole_logits(self, forward: Work, back: Work) -> tuple[Work, Work]:
+        """The head's passes where every tensor-parallel rank computes the loss of all logits, which
+        it gathers and copies into their order.
+        """
+        logits = self.tokens * self.vocab * self.tp
+        gathered = logits * self.size.compute
+        exchanges, copied = forward.exchanges[3:], 0.0
+        if self.tp > 1:
+            exchanges += (Exchange("all-gather", "tp", gathered),)
+            copied = 2 * gathered
+        forward = dataclasses.replace(
+            forward, streams=(copied, WHOLE_FORWARD * logits), exchanges=exchanges
+        )
+        return forward, dataclasses.replace(back, streams=(WHOLE_BACKWARD * logits,))
 
 
 def _calling(work: Work) -> Work:

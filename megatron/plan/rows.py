@@ -8,46 +8,54 @@ what its source says of all of its rows (SOURCES), else from the default beside 
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.config.errors import UserError
 from megatron.config.recompute import MODULES
+from megatron.plan.program import OURS, Program
 
 Row = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Publisher:
-    """What a source says of all of its runs: flags, the generation of FlashAttention, and how much
-    of the host a kernel takes beside ours.
+    """What a source says of all of its runs: the flags of this program that stand for them, and in
+    what the program that ran them differs.
     """
 
     flags: tuple[str, ...] = ()
-    generation: int | None = None
-    launches: float = 1.0
+    program: Program = OURS
     gpu: str = "H100-80-SXM"  # where a row names none
+    # whether the largest number of parameters of a stage is the smallest that there can be
+    balanced_stages: bool = False
 
 
+FLASH_3 = Program(generation=3)
 # by the beginning of a row's `source`; the longest that fits counts
 SOURCES = {
     # TransformerEngine with cuDNN's attention; tensor-parallel collectives beside products
-    "NVIDIA/": Publisher(("--grad-reduce-in-bf16", "--cp-comm-type", "p2p"), generation=3),
-    "NVIDIA-NeMo/": Publisher(("--grad-reduce-in-bf16",), generation=3),
-    "megatron-lm": Publisher(("--grad-reduce-in-bf16",), generation=3),
+    "NVIDIA/": Publisher(("--grad-reduce-in-bf16", "--cp-comm-type", "p2p"), FLASH_3),
+    "NVIDIA-NeMo/": Publisher(("--grad-reduce-in-bf16",), FLASH_3),
+    "megatron-lm": Publisher(("--grad-reduce-in-bf16",), FLASH_3),
     # Megatron-DeepSpeed of 2022: nothing overlaps; kernels that are not fused, and the state of
     # random generators that is saved around each recomputed layer
     "VIA-Research/vTrain": Publisher(
-        ("--no-overlap-grad-reduce", "--no-tp-comm-overlap", "--grad-reduce-in-bf16"), launches=4.0
+        ("--no-overlap-grad-reduce", "--no-tp-comm-overlap", "--grad-reduce-in-bf16"),
+        Program(launches=4.0),
     ),
-    # layers of Megatron-LM of 2023; gradients in 16 bits
+    # Gradients in 16 bits. The rest is what the code of github.com/Aleph-Alpha/scaling shows.
     "Aleph-Alpha/": Publisher(
-        ("--no-tp-comm-overlap", "--main-grads-dtype", "bf16"), gpu="A100-80-SXM"
+        ("--no-tp-comm-overlap", "--main-grads-dtype", "bf16"),
+        Program(whole_logits=True, gathered_inputs=True, activated_gate=True),
+        gpu="A100-80-SXM",
+        balanced_stages=True,
     ),
     # FSDP reduces in the compute precision; attention of the first generation, in Triton
-    "mosaicml/": Publisher(("--grad-reduce-in-bf16",), generation=1),
+    "mosaicml/": Publisher(("--grad-reduce-in-bf16",), Program(generation=1)),
 }
 GPUS = {
     "H100-80-SXM": "h100",
@@ -122,6 +130,13 @@ def source_of(row: Row) -> Publisher:
     return SOURCES[max(matches, key=len)] if matches else Publisher()
 
 
+def program_of(row: Row) -> Program:
+    """The program that ran a row, with the kernels that the row names."""
+    program = source_of(row).program
+    unfused = "unfused RMSNorm" in (row.get("kernels") or "")
+    return replace(program, normed=True) if unfused else program
+
+
 def row_flags(row: Row) -> tuple[list[str], int]:
     """(flags, ranks) of a row."""
     sizes = {
@@ -149,10 +164,40 @@ def row_flags(row: Row) -> tuple[list[str], int]:
     stages = int(number(row, "pp")) * virtual
     if virtual > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(virtual)]
-    if stages > 1 and number(row, "layers") % stages:
+    if stages > 1 and source_of(row).balanced_stages:
+        flags += ["--pipeline-model-parallel-layout", _balanced_stages(row, stages)]
+    elif stages > 1 and number(row, "layers") % stages:
         flags += ["--pipeline-model-parallel-layout", "auto"]
     flags += _head_flags(row) + _latent_flags(row) + _expert_flags(row)
     return flags + _kind_flags(row, replicas * cp), world
+
+
+def _balanced_stages(row: Row, stages: int) -> str:
+    """`Ett|ttt|tL`: each stage takes parts until its parameters reach the least bound with which
+    there are no more stages than these.
+    """
+    hidden, groups = number(row, "hidden"), number(row, "kv_heads") / number(row, "heads")
+    matrix = number(row, "vocab") * hidden
+    layer = hidden * ((2 + 2 * groups) * hidden + 3 * number(row, "ffn") + 2)
+    parts = [("E", matrix), *[("t", layer)] * int(number(row, "layers")), ("L", matrix)]
+
+    def filled(bound: float) -> list[str]:
+        found, size = [""], 0.0
+        for letter, parameters in parts:
+            if found[-1] and size + parameters > bound:
+                found.append("")
+                size = 0.0
+            found[-1] += letter
+            size += parameters
+        return found
+
+    sizes = [parameters for _, parameters in parts]
+    bounds = {
+        sum(sizes[first:end])
+        for first, end in itertools.combinations(range(len(sizes) + 1), 2)
+        if sum(sizes[first:end]) >= max(sizes)
+    }
+    return "|".join(next(each for bound in sorted(bounds) if len(each := filled(bound)) <= stages))
 
 
 EXPERTS = {

@@ -21,6 +21,7 @@ from megatron.plan.activations import Shape, leaving_bytes
 from megatron.plan.hardware import Hardware, Pricing, Seconds
 from megatron.plan.memory import stage_expert_parameters, stage_parameters
 from megatron.plan.operations import Operations
+from megatron.plan.program import OURS, Program
 from megatron.plan.state import expert_shard_size, precisions, shard_size
 from megatron.plan.work import Exchange, Product, UnitWork, Work
 
@@ -119,10 +120,8 @@ class StepTime:
 
 
 class StepModel:
-    """The steps of a resolved configuration. What does not depend on the device is found once.
-
-    Another program's runs differ in the `generation` of FlashAttention, and in how much of the host
-    a kernel takes, in parts of ours.
+    """The steps of a resolved configuration, as `program` runs them. What does not depend on the
+    device is found once.
     """
 
     def __init__(
@@ -130,13 +129,11 @@ class StepModel:
         config: Config,
         vocab_size: int,
         world_size: int,
-        *,
-        generation: int | None = None,
-        launches: float = 1.0,
+        program: Program = OURS,
     ):
         self.config, self.vocab_size, self.world_size = config, vocab_size, world_size
         distributed, training = config.distributed, config.training
-        self.operations = Operations(config, vocab_size)
+        self.operations = Operations(config, vocab_size, program)
         padded = padded_vocab_size(vocab_size, config.model, distributed.tensor_model_parallel_size)
         self.stages = pipeline_stages(config, padded)
         ranks = data_parallel_size(config, world_size)
@@ -147,9 +144,9 @@ class StepModel:
         self.expert_shard = expert_shard_size(config, world_size)
         self.replicas = replica_count(config, world_size)
         self.size = precisions(config)
-        self.launches = launches
+        self.launches = program.launches
         self._layers: dict[LayerKind, UnitWork] = {}
-        self.generation = generation or GENERATIONS.get(config.model.attention_backend, 2)
+        self.generation = program.generation or GENERATIONS.get(config.model.attention_backend, 2)
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Of so many micro-batches."""

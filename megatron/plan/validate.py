@@ -17,7 +17,7 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.plan.hardware import Hardware, load_hardware
-from megatron.plan.memory import MemoryPlan
+from megatron.plan.program_memory import peak_of
 from megatron.plan.rows import (
     Row,
     fits_of,
@@ -25,8 +25,8 @@ from megatron.plan.rows import (
     measured_step,
     network,
     number,
+    program_of,
     row_flags,
-    source_of,
 )
 from megatron.plan.step import StepModel
 from megatron.plan.verdict import judge
@@ -97,10 +97,7 @@ def row_config(row: Row) -> tuple[Config, int, int]:
 def row_model(row: Row) -> StepModel:
     """The steps of a row."""
     config, vocabulary, world = row_config(row)
-    source = source_of(row)
-    return StepModel(
-        config, vocabulary, world, generation=source.generation, launches=source.launches
-    )
+    return StepModel(config, vocabulary, world, program_of(row))
 
 
 def row_hardware(row: Row, given: dict[str, Hardware] | None = None) -> Hardware:
@@ -147,8 +144,7 @@ def _predict(row: Row, given: dict[str, Hardware] | None) -> Prediction:
     model = row_model(row)
     hardware = row_hardware(row, given)
     time = model.time(hardware)
-    memory = MemoryPlan(model.config, model.vocab_size, model.world_size)
-    peak = memory.fullest.total / 2**30
+    peak = peak_of(program_of(row), model.config, model.vocab_size, model.world_size) / 2**30
     return Prediction(
         row,
         step_s=time.seconds,

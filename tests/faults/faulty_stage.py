@@ -7,8 +7,10 @@ The ranks are forked off this process when it has imported everything. VICTIM is
 FAULT (kill, stop or raise) comes in its second training step before the computation WHERE (`F 1 2`:
 kind, stage, micro-batch), when the others have long done all they can without it. WHERE may name a
 second computation, after a comma: a rank that comes to it pauses there until the fault is a while
-past. When all others have ended, FOLDER/ends.json holds a list by rank: exit code (negative: a
-signal), seconds from the fault to the end, what it wrote to stderr.
+past. `exchange 5` instead is in the midst of a pair of passes: in front of the fifth exchange of
+rows with experts that passes in pairs start. When all others have ended, FOLDER/ends.json holds a
+list by rank: exit code (negative: a signal), seconds from the fault to the end, what it wrote to
+stderr.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 import pretrain_gpt
+from megatron.distributed.turns import Turns
+from megatron.layers import dispatch
 from megatron.parallel import pipeline
 from megatron.training import pretrain  # noqa: F401  # likewise
 
@@ -38,6 +42,15 @@ WHERE, _, PAUSE = sys.argv[5].partition(", ")
 # seconds: all messages on their way arrive, all connections of a dead process are closed
 A_WHILE = 1.0
 PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
+
+
+def meet_fault() -> None:
+    """What happens to the victim."""
+    time.sleep(0 if PAUSE else A_WHILE)
+    (FOLDER / "fault").write_text(repr(time.monotonic()))
+    if FAULT == "raise":
+        raise ZeroDivisionError("something of the user's own went wrong")
+    os.kill(os.getpid(), signal.SIGKILL if FAULT == "kill" else signal.SIGSTOP)
 
 
 def rank_process(rank: int, port: int) -> None:
@@ -66,14 +79,18 @@ def rank_process(rank: int, port: int) -> None:
                 time.sleep(0.01)
             time.sleep(A_WHILE)
         if rank == VICTIM and met[-1] == WHERE and met.count(WHERE) == 2:
-            time.sleep(0 if PAUSE else A_WHILE)
-            (FOLDER / "fault").write_text(repr(time.monotonic()))
-            if FAULT == "raise":
-                raise ZeroDivisionError("something of the user's own went wrong")
-            os.kill(os.getpid(), signal.SIGKILL if FAULT == "kill" else signal.SIGSTOP)
+            meet_fault()
         return real_take(step, action)
 
+    def exchange(*given):
+        if Turns.current is not None:
+            met.append("exchange")
+            if rank == VICTIM and WHERE == f"exchange {met.count('exchange')}":
+                meet_fault()
+        return real_exchange(*given)
+
     real_take, pipeline._Step.take = pipeline._Step.take, take
+    real_exchange, dispatch.start_all_to_all_rows = dispatch.start_all_to_all_rows, exchange
     try:
         code = pretrain_gpt.main(sys.argv[6:])
     except BaseException:

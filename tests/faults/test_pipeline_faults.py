@@ -142,6 +142,26 @@ def test_a_stage_raises(run):
     assert first.after < LONG and middle.after < LONG
 
 
+PAIRS = f"""--pipeline-model-parallel-size 1 --global-batch-size 12 --num-experts {2 * RANKS}
+--moe-ffn-hidden-size 16 --expert-model-parallel-size {RANKS} --disable-bias-linear
+--overlap-moe-expert-parallel-comm""".split()
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise"])
+@pytest.mark.parametrize("where", ["exchange 5", "exchange 8"])
+def test_a_rank_ends_within_a_pair_of_passes(run, fault, where):
+    """In the midst of two passes that take turns, of which one is in a thread of its own."""
+    ends = run(fault, 1, where, *PAIRS, *PATIENT)
+    first, victim, last = ends
+    if fault == "kill":
+        assert victim.code == -signal.SIGKILL
+    else:
+        assert victim.code == 1 and "ZeroDivisionError: something of the" in victim.said
+    for end in (first, last):
+        assert end.code == 1 and end.after < LONG, end.errors
+        assert "PeerError" in end.said, end.errors
+
+
 def test_a_stage_hangs_when_the_others_have_done_their_part(run):
     """The first stage, in its last computation: the last one waits for the gradient of the tied
     matrix, the one between for the step's sum, unless its last gradient has not been taken.

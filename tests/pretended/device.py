@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.distributed.turns import Turns
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("megatron", "kernels"))
@@ -69,6 +71,7 @@ class Log:
         self.operations: Counter[str] = Counter()  # by phase
         self.queued = 0
         self.pinned: set[StorageWeakRef] = set()
+        self.number = 0  # that each of several numbers is which the host reads at once
 
     def wait(self, what: str, behind: int = 0) -> None:
         """The host waits here."""
@@ -302,6 +305,24 @@ def is_view(function: Any) -> bool:
     )
 
 
+def in_both_threads(modes: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Meanwhile the second of two passes that take turns is under these modes, which torch keeps by
+    thread.
+    """
+    real = Turns._second
+
+    def second(self: Turns, work: Callable[[], Any]) -> Any:
+        def under_the_modes() -> Any:
+            with contextlib.ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                return work()
+
+        return real(self, under_the_modes)
+
+    return mock.patch.object(Turns, "_second", second)
+
+
 @contextlib.contextmanager
 def pretended_device(capability: tuple[int, int] = (9, 0)) -> Iterator[Log]:
     """A CUDA device, in a process that has called libraries.load_device_guard."""
@@ -313,12 +334,13 @@ def pretended_device(capability: tuple[int, int] = (9, 0)) -> Iterator[Log]:
         if x.device.type != "cuda":
             return of_elements(x)
         log.wait("numbers read")
-        return _zeros_like(x).tolist()
+        return (_zeros_like(x) + log.number).tolist()
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda(log, capability)))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", tolist))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(Watch(log))
-        stack.enter_context(Host(log))
+        modes = FakeTensorMode(allow_non_fake_inputs=True), Watch(log), Host(log)
+        for mode in modes:
+            stack.enter_context(mode)
+        stack.enter_context(in_both_threads(modes))
         yield log

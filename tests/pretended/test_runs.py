@@ -45,6 +45,7 @@ OFTEN = (
     "fp8, blocks",
     "experts",
     "experts, loop",
+    "experts, pairs",
     "context parallel, ring, documents",
     "short",
 )  # in every run of the tests

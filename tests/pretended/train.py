@@ -144,6 +144,13 @@ CASES = {
     "experts, ranks": Case(
         f"{LLAMA_BF16} {EXPERTS} --expert-model-parallel-size 2", ranks=2, copies=2, experts=2
     ),
+    "experts, pairs": Case(
+        f"{LLAMA_BF16} {EXPERTS} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm",
+        ranks=2,
+        copies=2,
+        micro_batches=3,
+        experts=2,
+    ),
     "any order": Case(f"{BF16} --no-deterministic-mode"),
     "save": Case(f"{LLAMA_BF16} --save-interval 4", saves=True),
     "zero 0": Case(BF16, ranks=4, copies=4),
@@ -304,6 +311,25 @@ def kernels_as_they_are() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def even_rows(log: Log) -> Iterator[None]:
+    """All experts have as many rows: as many have to be sent as there are."""
+    from megatron.layers.dispatch import AllToAll
+
+    plan = AllToAll.plan
+
+    def even(self: AllToAll, experts: torch.Tensor, keep: torch.Tensor | None) -> Any:
+        assert experts.numel() % self.count == 0
+        log.number = experts.numel() // self.count
+        try:
+            return plan(self, experts, keep)
+        finally:
+            log.number = 0
+
+    with mock.patch.object(AllToAll, "plan", even):
+        yield
+
+
 # ---- ranks that are not there
 
 
@@ -360,6 +386,7 @@ def run(case_and_fault: str) -> dict[str, Any]:
         stack.enter_context(phases(log))
         stack.enter_context(fake_parameters())
         stack.enter_context(kernels_as_they_are())
+        stack.enter_context(even_rows(log))
         stack.enter_context(with_fault(fault))
         code, error = None, ""
         try:

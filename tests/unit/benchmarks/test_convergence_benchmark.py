@@ -74,7 +74,7 @@ def test_the_llama_shape_is_the_quickstarts(corpus):
 def test_both_shapes_have_what_the_peers_count(corpus):
     """litgpt's and nanoGPT's own counts of the benchmark's models."""
     found = {}
-    for shape in tool.SHAPES:
+    for shape in tool.training.SHAPES:
         flags = tool.our_flags(tool.WORK, shape, *corpus)
         model = resolve(parse_arguments(flags).config, 1, 2048).config.model
         found[shape] = parameter_count(model, 2048)["total"]
@@ -279,6 +279,11 @@ def test_every_side_and_seed_runs_once_the_held_ones_first():
     assert held == sorted(held, reverse=True) and not all(held)
     firsts = [next(who for who, seed in order if seed == wanted) for wanted in range(1, 5)]
     assert len(set(firsts)) == 4
+    assert tool.turns(2, ["nanoGPT"]) == [("nanoGPT", 1), ("nanoGPT", 2)]
+    assert {who for who, _ in tool.turns(2, ["litgpt", "ours, Llama shape"])} == {
+        "litgpt",
+        "ours, Llama shape",
+    }
 
 
 def test_another_commit_or_a_changed_file_of_nanogpt_is_refused(tmp_path, monkeypatch):

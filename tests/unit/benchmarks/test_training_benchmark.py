@@ -77,12 +77,16 @@ def test_our_command_line_asks_for_the_same_work(name):
         work.hidden,
         work.ffn,
     )
-    assert (model.num_attention_heads, model.position_embedding_type, model.add_bias_linear) == (
-        work.heads,
-        "rope",
-        False,
-    )
-    assert (model.normalization, model.activation) == ("RMSNorm", "swiglu")
+    assert model.num_attention_heads == work.heads
+    assert (
+        model.position_embedding_type,
+        model.add_bias_linear,
+        model.normalization,
+        model.activation,
+    ) == {
+        "Llama": ("rope", False, "RMSNorm", "swiglu"),
+        "GPT-2": ("learned_absolute", True, "LayerNorm", "gelu"),
+    }[work.shape]
     assert model.untie_embeddings_and_output_weights and (
         model.hidden_dropout,
         model.attention_dropout,
@@ -192,15 +196,21 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
     )
 
 
-def test_the_plain_loop_computes_our_losses(tmp_path):
-    tool.write_start(tmp_path / "start", TINY, tool.our_flags(TINY))
+@pytest.mark.parametrize(
+    "shape, layer, ends",
+    [
+        ("Llama", 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32, 32),
+        # biases, positions, and norms with a bias each
+        ("GPT-2", 4 * 32 * 32 + 4 * 32 + 2 * 32 * 48 + 48 + 32 + 4 * 32, 16 * 32 + 2 * 32),
+    ],
+)
+def test_the_plain_loop_computes_our_losses(tmp_path, shape, layer, ends):
+    work = replace(TINY, shape=shape)
+    tool.write_start(tmp_path / "start", work, tool.our_flags(work))
     ours, peer = (
-        tool.run(who, TINY, tmp_path, tmp_path / "start") for who in ("ours", "plain loop")
+        tool.run(who, work, tmp_path, tmp_path / "start") for who in ("ours", "plain loop")
     )
-    assert (
-        peer["parameters"] == 2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
-        and len(peer["losses"]) == 6
-    )
+    assert peer["parameters"] == 2 * 64 * 32 + 2 * layer + ends and len(peer["losses"]) == 6
     # our console line is the mean of two steps
     pairs = [sum(peer["losses"][i : i + 2]) / 2 for i in (0, 2, 4)]
     # the console's 7 digits, 5e-7, and a dozen roundings of a loss near 4 in fp32, 2.4e-7 each
@@ -219,8 +229,10 @@ def test_mixtral_with_our_weights_computes_our_losses(monkeypatch, tmp_path):
     ours = tool.run("ours", work, tmp_path, tmp_path / "start")["losses"]
     monkeypatch.setattr(sys, "argv", ["peer", str(tmp_path / "start"), *work.arguments()])
     _, start = parse_work()
-    # scripts of their own environments call it so
+    # scripts of their own environments call them so
     monkeypatch.setitem(sys.modules, "common", common)
+    gpt2 = importlib.import_module("megatron.benchmarks.peers.plain_gpt2")
+    monkeypatch.setitem(sys.modules, "plain_gpt2", gpt2)
     peer, loop = (
         importlib.import_module(f"megatron.benchmarks.peers.{name}")
         for name in ("hf_trainer", "plain_loop")

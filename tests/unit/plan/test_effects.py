@@ -11,6 +11,7 @@ import pytest
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.plan.hardware import load_hardware
+from megatron.plan.program import Program
 from megatron.plan.step import StepModel
 
 LLAMA = (
@@ -53,7 +54,7 @@ def seconds(
         config, data=dataclasses.replace(config.data, tokenizer_type="NullTokenizer")
     )
     config = resolve(config, world, 128256).config
-    step = StepModel(config, 128256, world, generation=generation)
+    step = StepModel(config, 128256, world, Program(generation=generation))
     return step.time(load_hardware("h100")).seconds
 
 

@@ -259,6 +259,15 @@ def test_png_is_written_with_cairosvg_and_refused_without(tmp_path, capsys, monk
             "--ranks 3: TIMELINE has 2; leave the flag out",
         ),
         (["--measured", "TIMELINE", "--schedule", "gpipe"], "--schedule gpipe: TIMELINE has 1f1b"),
+        (["--measured", "TIMELINE", "--pairs"], "--pairs: TIMELINE has none; leave the flag out"),
+        (
+            [*"--schedule 1f1b --ranks 2 --micro-batches 2 --exchanged 0.1,0.1".split()],
+            "--exchanged: only passes in pairs hide it; give --pairs, too",
+        ),
+        (
+            [*"--table --ranks 2 --micro-batches 2 --pairs".split()],
+            "--table: simulates every schedule without pairs; leave out --pairs",
+        ),
         (
             ["--schedule", "1f1b", "--ranks", "2", "--micro-batches", "2", "--out", "a.pdf"],
             "--out a.pdf: must end in .svg or .png",
