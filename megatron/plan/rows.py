@@ -173,31 +173,36 @@ def row_flags(row: Row) -> tuple[list[str], int]:
 
 
 def _balanced_stages(row: Row, stages: int) -> str:
-    """`Ett|ttt|tL`: each stage takes parts until its parameters reach the least bound with which
-    there are no more stages than these.
-    """
-    hidden, groups = number(row, "hidden"), number(row, "kv_heads") / number(row, "heads")
+    """`Ett|ttt|tL`: so many stages, of which the largest number of parameters is the least."""
+    hidden, heads = number(row, "hidden"), number(row, "heads")
     matrix = number(row, "vocab") * hidden
-    layer = hidden * ((2 + 2 * groups) * hidden + 3 * number(row, "ffn") + 2)
+    projections = (2 + 2 * number(row, "kv_heads", heads) / heads) * hidden
+    matrices = 3 if (row.get("mlp") or _mlp_of(row)) == "swiglu" else 2
+    layer = hidden * (projections + matrices * number(row, "ffn") + 2)
     parts = [("E", matrix), *[("t", layer)] * int(number(row, "layers")), ("L", matrix)]
-
-    def filled(bound: float) -> list[str]:
-        found, size = [""], 0.0
-        for letter, parameters in parts:
-            if found[-1] and size + parameters > bound:
-                found.append("")
-                size = 0.0
-            found[-1] += letter
-            size += parameters
-        return found
-
-    sizes = [parameters for _, parameters in parts]
+    sizes = [size for _, size in parts]
     bounds = {
         sum(sizes[first:end])
         for first, end in itertools.combinations(range(len(sizes) + 1), 2)
         if sum(sizes[first:end]) >= max(sizes)
     }
-    return "|".join(next(each for bound in sorted(bounds) if len(each := filled(bound)) <= stages))
+    cuts = (_cut(parts, bound, stages) for bound in sorted(bounds))
+    return "|".join(next(cut for cut in cuts if len(cut) <= stages))
+
+
+def _cut(parts: list[tuple[str, float]], bound: float, stages: int) -> list[str]:
+    """Stages that take (letter, size) of parts until these reach the bound. Parts at the end are
+    left for stages that have none yet; there may be more stages than asked for.
+    """
+    found, filled = [""], 0.0
+    for index, (letter, size) in enumerate(parts):
+        left = len(parts) - index
+        if found[-1] and (filled + size > bound or left == stages - len(found)):
+            found.append("")
+            filled = 0.0
+        found[-1] += letter
+        filled += size
+    return found
 
 
 EXPERTS = {
