@@ -197,9 +197,8 @@ def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
     )
     if measured and not arguments.costs:
         costs = measured_costs(measured, arguments.message, arguments.latency)
-    pairs = measured.pairs if measured else arguments.pairs
     if arguments.exchanged:
-        if not pairs:
+        if not schedule.pairs:
             raise UserError("--exchanged: only passes in pairs hide it; give --pairs, too")
         costs = with_exchanges(costs, arguments.exchanged, schedule.ranks)
     virtual = schedule.stages // schedule.ranks
@@ -207,7 +206,7 @@ def panels_of(arguments: argparse.Namespace) -> tuple[list[Panel], str]:
         f"{schedule.name}, {schedule.ranks} ranks"
         + (f" x {virtual} stages" if virtual > 1 else "")
         + f", {schedule.micro_batches} micro-batches"
-        + ", in pairs" * pairs
+        + ", in pairs" * schedule.pairs
     )
     simulated = simulate(schedule, costs)
     if measured is None:

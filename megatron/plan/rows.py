@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron.config.errors import UserError
 from megatron.config.recompute import MODULES
+from megatron.model.stages import balance
 from megatron.plan.program import OURS, Program
 
 Row = dict[str, str]
@@ -174,35 +175,16 @@ def row_flags(row: Row) -> tuple[list[str], int]:
 
 def _balanced_stages(row: Row, stages: int) -> str:
     """`Ett|ttt|tL`: so many stages, of which the largest number of parameters is the least."""
-    hidden, heads = number(row, "hidden"), number(row, "heads")
-    matrix = number(row, "vocab") * hidden
-    projections = (2 + 2 * number(row, "kv_heads", heads) / heads) * hidden
+    hidden, heads = int(number(row, "hidden")), int(number(row, "heads"))
+    groups, layers = int(number(row, "kv_heads", heads)), int(number(row, "layers"))
+    matrix = int(number(row, "vocab")) * hidden
+    attention = 2 * hidden * hidden * (heads + groups) // heads
     matrices = 3 if (row.get("mlp") or _mlp_of(row)) == "swiglu" else 2
-    layer = hidden * (projections + matrices * number(row, "ffn") + 2)
-    parts = [("E", matrix), *[("t", layer)] * int(number(row, "layers")), ("L", matrix)]
-    sizes = [size for _, size in parts]
-    bounds = {
-        sum(sizes[first:end])
-        for first, end in itertools.combinations(range(len(sizes) + 1), 2)
-        if sum(sizes[first:end]) >= max(sizes)
-    }
-    cuts = (_cut(parts, bound, stages) for bound in sorted(bounds))
-    return "|".join(next(cut for cut in cuts if len(cut) <= stages))
-
-
-def _cut(parts: list[tuple[str, float]], bound: float, stages: int) -> list[str]:
-    """Stages that take (letter, size) of parts until these reach the bound. Parts at the end are
-    left for stages that have none yet; there may be more stages than asked for.
-    """
-    found, filled = [""], 0.0
-    for index, (letter, size) in enumerate(parts):
-        left = len(parts) - index
-        if found[-1] and (filled + size > bound or left == stages - len(found)):
-            found.append("")
-            filled = 0.0
-        found[-1] += letter
-        filled += size
-    return found
+    layer = attention + hidden * (matrices * int(number(row, "ffn")) + 2)
+    parameters = [matrix, *[layer] * layers, matrix]
+    letters = iter("E" + "t" * layers + "L")
+    sizes = balance(parameters, parameters, stages)
+    return "|".join("".join(itertools.islice(letters, size)) for size in sizes)
 
 
 EXPERTS = {

@@ -169,7 +169,7 @@ def test_a_row_is_planned_as_the_program_that_ran_it():
     assert layout.startswith("E") and layout.endswith("L")
     halves, _ = row_flags(row | {"pp": "2"})
     assert "E" + "t" * 20 + "|" + "t" * 20 + "L" in halves
-    # a bound of six layers is reached by 14 stages: two more take what is left
+    # by its bound of six layers alone, 14 stages would do
     row |= {"layers": "80", "hidden": "8192", "heads": "64", "kv_heads": "64", "ffn": "22016"}
     flags, _ = row_flags(row | {"pp": "16"})
     stages = flags[flags.index("--pipeline-model-parallel-layout") + 1].split("|")
