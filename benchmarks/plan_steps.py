@@ -2,10 +2,11 @@
 
     python benchmarks/plan_steps.py --out docs/results/plan_steps.json
 
-Short trainings of several layouts run one after another, some rounds of them. Each round begins
-with `tools/plan.py measure`, so that predictions are of the machine as it is in that round;
-`--hardware FILE` takes one measurement for all. A layout's step is the median of its iterations,
-its error the median of its rounds' errors. None of the layouts is one that `measure` fits to.
+Short trainings of several layouts run one after another, some rounds of them. Before each group of
+runs (a size and a micro-batch), `tools/plan.py measure` takes the constants of the machine as it is
+then: a shared machine drifts by a tenth in a quarter of an hour. `--hardware FILE` takes one
+measurement for all. A layout's step is the median of its iterations, its error the median of its
+rounds' errors. None of the layouts is one that `measure` fits to.
 
 `others` of a row is how many cores other programs kept busy beside it: above some hundredths the
 machine was not quiet, and steps of more processes than free cores are slower than any plan says.
@@ -14,6 +15,7 @@ machine was not quiet, and steps of more processes than free cores are slower th
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -50,14 +52,18 @@ MODELS = {"small": (256, 4, 128), "large": (384, 4, 128)}  # channels, layers, t
 MICRO_BATCHES = (1, 4)
 
 
-def cases() -> dict[str, ShortRun]:
-    """The runs by their name."""
-    found = {}
+def groups() -> list[dict[str, ShortRun]]:
+    """The runs by their name, those of a size and a micro-batch together."""
+    found = []
     for size, (hidden, layers, seq) in MODELS.items():
         for micro in MICRO_BATCHES:
-            for layout, (ranks, flags) in LAYOUTS.items():
-                name = f"{size}, micro-batch {micro}, {layout}"
-                found[name] = ShortRun(hidden, layers, seq, ranks, flags, micro, 16)
+            runs = {
+                f"{size}, micro-batch {micro}, {layout}": ShortRun(
+                    hidden, layers, seq, ranks, flags, micro, 16
+                )
+                for layout, (ranks, flags) in LAYOUTS.items()
+            }
+            found.append(runs)
     return found
 
 
@@ -80,13 +86,16 @@ def timed(run: ShortRun, environment: dict[str, str]) -> tuple[Sample, float]:
     return sample, max(0.0, after - before - own_after + own_before) / seconds
 
 
-def one_round(names: list[str], hardware: Hardware) -> dict[str, dict[str, Any]]:
-    """Measured and predicted seconds of each case."""
+def measured_and_predicted(
+    runs: dict[str, ShortRun], hardware: Hardware
+) -> dict[str, dict[str, Any]]:
+    """Seconds of each run, both ways."""
     found = {}
-    for name in names:
-        sample, others = timed(cases()[name], dict(os.environ))
+    for name, run in runs.items():
+        sample, others = timed(run, dict(os.environ))
         time_ = sample.model.time(hardware)
         found[name] = {
+            "ranks": run.ranks,
             "measured_s": sample.seconds,
             "predicted_s": time_.seconds,
             "others": others,
@@ -113,7 +122,7 @@ def summary(rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "case": name,
-                "ranks": cases()[name].ranks,
+                "ranks": each[0]["ranks"],
                 "measured_s": middle("measured_s"),
                 "predicted_s": middle("predicted_s"),
                 "error": statistics.median(errors),
@@ -142,16 +151,22 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="for the measured constants")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     options = parser.parse_args(words)
-    names = [name for name in cases() if any(part in name for part in options.only)]
-    rounds = []
-    for number in range(options.rounds):
+    rounds: list[dict[str, dict[str, Any]]] = []
+    for number, (place, runs) in itertools.product(range(options.rounds), enumerate(groups())):
+        if place == 0:
+            rounds.append({})
+        chosen = {
+            name: run for name, run in runs.items() if any(part in name for part in options.only)
+        }
+        if not chosen:
+            continue
         if options.hardware:
             hardware = load_hardware(options.hardware)
         else:
             hardware, sources = measure_machine(dict(os.environ))
             if options.keep:
-                write_hardware(options.keep / f"machine_{number}.json", hardware, sources)
-        rounds.append(one_round(names, hardware))
+                write_hardware(options.keep / f"machine_{number}_{place}.json", hardware, sources)
+        rounds[-1] |= measured_and_predicted(chosen, hardware)
     rows = summary(rounds)
     header = {
         "processor": processor(),

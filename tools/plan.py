@@ -47,6 +47,7 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 from megatron.config.arguments import parse_arguments
+from megatron.config.derive import derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
@@ -153,15 +154,19 @@ def without_files(config: Config) -> Config:
     return dataclasses.replace(config, data=data)
 
 
-def asked(argv: list[str]) -> tuple[Config, int, int]:
-    """(configuration as parsed, entries of the vocabulary, ranks). Raises UserError."""
+def asked(argv: list[str], *, is_layout_given: bool = True) -> tuple[Config, int, int]:
+    """(configuration as parsed, entries of the vocabulary, ranks). A layout that is yet to be found
+    is not checked. Raises UserError.
+    """
     parsed = parse_arguments([*argv, "--dry-run"])
     world_size = parsed.config.distributed.world_size
     if world_size is None:
         raise ArgumentErrors(["--world-size is missing: how many ranks the run is planned for"])
     config = without_files(parsed.config)
-    vocab_size = build_tokenizer(resolve(config, world_size, None).config.data).vocab_size
-    return config, vocab_size, world_size
+    if is_layout_given:
+        resolve(config, world_size, None)
+    derived, _ = derive(config, world_size, None)
+    return config, build_tokenizer(derived.data).vocab_size, world_size
 
 
 def plan(what: str, own: Own) -> list[str]:
@@ -206,7 +211,7 @@ def hardware_of(own: Own) -> Hardware:
 def time_lines(what: str, own: Own) -> list[str]:
     """What `step`, `search` and `explain` print."""
     hardware = hardware_of(own)
-    config, vocab_size, world_size = asked(own.rest)
+    config, vocab_size, world_size = asked(own.rest, is_layout_given=what != "search")
     price = own.numbers["--gpu-hour-price"]
     if config.distributed.device_memory is not None:
         hardware = dataclasses.replace(hardware, memory_gib=config.distributed.device_memory)

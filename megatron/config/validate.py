@@ -713,7 +713,11 @@ def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) 
     it can run.
     """
     config, _ = derive(config, world_size, vocab_size)
-    run = RunView(config, world_size, vocab_size)
+    return _faults(RunView(config, world_size, vocab_size))
+
+
+def _faults(run: RunView) -> list[str]:
+    """Each once; `run` has its derived values."""
     return list(dict.fromkeys(fault for rule in RULES for fault in rule(run)))
 
 
@@ -723,8 +727,9 @@ def resolve(config: Config, world_size: int, vocab_size: int | None) -> Resolved
     `vocab_size` is the tokenizer's real vocabulary, None while it is unknown. Raises one
     `ArgumentErrors` with all faults.
     """
-    faults = cross_field_faults(config, world_size, vocab_size)
+    config, notes = derive(config, world_size, vocab_size)
+    run = RunView(config, world_size, vocab_size)
+    faults = _faults(run)
     if faults:
         raise ArgumentErrors(faults)
-    config, notes = derive(config, world_size, vocab_size)
-    return Resolved(config, [*notes, *_remarks(RunView(config, world_size, vocab_size))])
+    return Resolved(config, [*notes, *_remarks(run)])

@@ -69,17 +69,18 @@ def expert_parameters(config: ModelConfig, name: str) -> dict[str, ParameterSpec
     return {"fc1": fc1, "fc2": fc2}
 
 
-@lru_cache(maxsize=32)  # a search asks for those of hundreds of experts thousands of times
+@lru_cache  # a search asks for those of hundreds of experts thousands of times
 def _expert_specs(config: ModelConfig, name: str) -> tuple[ParameterSpec, ParameterSpec]:
     h, f, count = config.hidden_size, config.moe_ffn_hidden_size, config.num_experts
     assert count is not None and f is not None
     parts = ("gate", "up") if config.activation in GATED else ("up",)
+    inner, output = normal(config), normal(config, residual_output=True)
 
     def matrix(expert: int, part: str, shape: tuple[int, int], shard: int) -> TensorSpec:
         return TensorSpec(
             f"{name}.{expert}.{part}.weight",
             shape,
-            normal(config, residual_output=part == "down"),
+            output if part == "down" else inner,
             "matrix",
             shard=Shard(shard),
             group="expert",

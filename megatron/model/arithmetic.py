@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 from megatron.config.derive import ExpertRanks
@@ -124,6 +125,7 @@ def local_shape(model: ModelConfig, tp: int, etp: int = 1) -> ModelConfig:
     )
 
 
+@lru_cache  # a search for a layout asks thousands of times, and experts may be hundreds
 def unit_parameters(
     model: ModelConfig,
     padded_vocab: int,
@@ -131,7 +133,7 @@ def unit_parameters(
     experts: ExpertRanks = ExpertRanks(),
     *,
     copied: bool = False,
-) -> list[int]:
+) -> tuple[int, ...]:
     """Parameters of each unit (embedding, layers, head) on each of `tp` ranks. The first layer has
     the position table, the last the final norm; a tied head has none, or a copy of the embedding's
     matrix where it is on another rank (`copied`).
@@ -142,10 +144,12 @@ def unit_parameters(
         for index in distinct_layers(model)
     }
     layers = [kinds[like_layer(model, index)] for index in range(model.num_layers)]
-    return [matrix, *layers, matrix if copied or model.untie_embeddings_and_output_weights else 0]
+    has_head = copied or model.untie_embeddings_and_output_weights
+    return (matrix, *layers, matrix if has_head else 0)
 
 
-def unit_flops(model: ModelConfig, seq: int, vocab: int) -> list[int]:
+@lru_cache
+def unit_flops(model: ModelConfig, seq: int, vocab: int) -> tuple[int, ...]:
     """Floating-point operations of each unit's forward pass per token: 2 for each element of a
     linear layer's weight, of a router's and of those of the experts that a token goes through, and
     (q + v) seq for the causal half of attention, where v is the width of all heads' values; 2 h V
@@ -153,7 +157,14 @@ def unit_flops(model: ModelConfig, seq: int, vocab: int) -> list[int]:
     """
     kinds = {index: _layer_flops(model, index, seq) for index in distinct_layers(model)}
     layers = [kinds[like_layer(model, index)] for index in range(model.num_layers)]
-    return [0, *layers, 2 * model.hidden_size * vocab]
+    return (0, *layers, 2 * model.hidden_size * vocab)
+
+
+@lru_cache
+def expert_elements(model: ModelConfig, index: int, experts: ExpertRanks) -> int:
+    """Elements of the experts of a layer on one of the ranks that divide them."""
+    layer = layer_parameters(model, index).values()
+    return elements((spec for spec in layer if spec.group == "expert"), 1, experts)
 
 
 def core_flops(model: ModelConfig, seq: int) -> int:

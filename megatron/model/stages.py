@@ -51,9 +51,7 @@ def pipeline_stages(config: Config, padded_vocab: int) -> tuple[Stage, ...]:
         distributed.pipeline_model_parallel_size * distributed.num_virtual_stages_per_pipeline_rank
     )
     flops = unit_flops(model, config.data.seq_length, padded_vocab)
-    sizes = _balance_once(
-        tuple(flops), tuple(unit_parameters(model, padded_vocab, copied=True)), count
-    )
+    sizes = _balance_once(flops, unit_parameters(model, padded_vocab, copied=True), count)
     return _stages([size - (k == 0) - (k == count - 1) for k, size in enumerate(sizes)])
 
 

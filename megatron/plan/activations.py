@@ -9,6 +9,7 @@ width, q and k widths of queries and keys, V vocabulary, all of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -30,6 +31,7 @@ from megatron.layers.mlp import always_rebuilt, bias_sum_bytes, saved_widths
 from megatron.layers.moe import ExpertBytes
 from megatron.layers.norm import saved_statistics, temporary_bytes
 from megatron.model.arithmetic import local_shape
+from megatron.model.block import like_layer
 from megatron.model.kernels import choose_kernels
 from megatron.model.offload import kept_inputs, stage_offload
 from megatron.model.recompute import LayerRecompute, stage_recompute
@@ -629,18 +631,22 @@ def head_bytes(shape: Shape) -> UnitBytes:
 
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
     """The units of a stage in the order of the forward pass."""
-    choices = stage_recompute(shape.config.training, stage.layers)
-    going = stage_offload(shape.config.training, shape.model, stage.layers)
-    layers = [
-        replace(
-            layer_bytes(shape, index, choice),
-            leaving=leaving_bytes(shape, index, choice, modules),
-        )
-        for index, choice, modules in zip(stage.layers, choices, going)
-    ]
+    config = shape.config
+    choices = stage_recompute(config.training, stage.layers)
+    going = stage_offload(config.training, shape.model, stage.layers)
+    kinds: dict[tuple[Hashable, ...], UnitBytes] = {}
+
+    def layer(index: int, choice: LayerRecompute, modules: frozenset[str]) -> UnitBytes:
+        in_fp8 = layer_in_fp8(config.precision, index, config.model.num_layers)
+        kind = (like_layer(config.model, index), in_fp8, choice, modules)
+        if kind not in kinds:
+            leaving = leaving_bytes(shape, index, choice, modules)
+            kinds[kind] = replace(layer_bytes(shape, index, choice), leaving=leaving)
+        return kinds[kind]
+
     return [
         *([embedding_bytes(shape)] if stage.embedding else []),
-        *layers,
+        *map(layer, stage.layers, choices, going),
         *([head_bytes(shape)] if stage.head else []),
     ]
 

@@ -183,11 +183,13 @@ class Pricing:
         sharing = groups["node"][0] / hardware.cores if hardware.cores else 0.0
         self.factor = max(1.0, sharing)
         self.hides = sharing < 1
+        self._priced: dict[int, tuple[Work, Seconds]] = {}  # by identity
 
     def alone(self) -> Pricing:
         """Of a rank whose core no other rank wants just then."""
         found = copy.copy(self)
         found.factor = 1.0
+        found._priced = {}
         return found
 
     def exchange(self, each: Exchange, times: int = 1) -> float:
@@ -203,7 +205,12 @@ class Pricing:
         return times * (waiting + self.factor * (part - waiting))
 
     def seconds(self, work: Work) -> Seconds:
-        """Of one pass."""
+        """Of one pass. Many layers do the same work, which is priced once."""
+        if id(work) not in self._priced:
+            self._priced[id(work)] = work, self._seconds(work)
+        return self._priced[id(work)][1]
+
+    def _seconds(self, work: Work) -> Seconds:
         hardware = self.hardware
         factor = self.factor
         products = factor * sum(map(hardware.product_seconds, work.products))

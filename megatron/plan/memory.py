@@ -22,11 +22,10 @@ from megatron.distributed.groups import (
     layout_of,
 )
 from megatron.model.arithmetic import (
-    elements,
+    expert_elements,
     padded_vocab_size,
     unit_parameters,
 )
-from megatron.model.block import layer_parameters
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.optimizer.blocks import Block, build_run_blocks
@@ -239,6 +238,5 @@ def stage_expert_parameters(config: Config, stages: tuple[Stage, ...]) -> list[i
     with_experts = [index for index, has in enumerate(model.expert_layers()) if has]
     if not with_experts:
         return [0] * len(stages)
-    layer = layer_parameters(model, with_experts[0]).values()
-    each = elements((spec for spec in layer if spec.group == "expert"), 1, expert_ranks(config))
+    each = expert_elements(model, with_experts[0], expert_ranks(config))
     return [each * sum(index in stage.layers for index in with_experts) for stage in stages]

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.config.derive import derive
+from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.stages import AUTO
-from megatron.config.validate import resolve
+from megatron.config.validate import cross_field_faults, resolve
 from megatron.model.stages import Stage
 from megatron.parallel.schedule import Kind
 from megatron.plan.activations import unit_bytes
@@ -155,8 +156,11 @@ class SearchResult:
 
 def changed(config: Config, change: Change) -> Config:
     """The configuration with these values."""
+    groups: dict[str, dict[str, Any]] = {}
     for (group, name), value in change.items():
-        config = config.with_fields(group, **{name: value})
+        groups.setdefault(group, {})[name] = value
+    for group, values in groups.items():
+        config = config.with_fields(group, **values)
     return config
 
 
@@ -356,11 +360,28 @@ class Search:
         kept = most_kept(steps)
         return (held + kept) / 2**30
 
+    def candidates(self) -> list[Candidate]:
+        """Every layout that the program accepts. Raises ArgumentErrors where there is none."""
+        asked = self.config, self.world_size, self.vocab_size
+        # the layout that the flags have by default need not divide the batch
+        config, _ = derive(*asked)
+        sizes = (config.model.num_layers, config.model.num_attention_heads, config.data.seq_length)
+        if None in (*sizes, config.training.global_batch_size):
+            raise ArgumentErrors(cross_field_faults(*asked))
+        changes = layouts(config, self.vocab_size, self.world_size, self.hardware.node_size)
+        found = [each for change in changes if (each := self.candidate(change)) is not None]
+        if not found:
+            batch = config.training.global_batch_size
+            none = (
+                f"--world-size {self.world_size}: no layout can run --global-batch-size {batch}; "
+                "choose a batch that a power of two divides, or correct what follows"
+            )
+            raise ArgumentErrors([none, *cross_field_faults(*asked)])
+        return found
+
     def run(self) -> SearchResult:
         """The fastest that fit."""
-        resolved = resolve(self.config, self.world_size, self.vocab_size).config
-        changes = layouts(resolved, self.vocab_size, self.world_size, self.hardware.node_size)
-        queue = [each for change in changes if (each := self.candidate(change)) is not None]
+        queue = self.candidates()
         heapq.heapify(queue)
         found = SearchResult([], [], 0, 0)
         while queue and len(found.best) < FOUND and self.planned < PLANNED:

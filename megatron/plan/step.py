@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from megatron.config.derive import attention_ranks, data_parallel_size, expert_ranks, replica_count
@@ -211,9 +211,8 @@ class StepModel:
         choices = stage_recompute(training, stage.layers)
         going = stage_offload(training, self.config.model, stage.layers)
         for index, choice, modules in zip(stage.layers, choices, going, strict=True):
-            alike = dataclasses.replace(choice, first=False, last=False)
             fp8, experts = operations.is_fp8(index), operations.has_experts(index)
-            yield index, LayerKind(fp8, experts, alike, modules)
+            yield index, LayerKind(fp8, experts, _within_its_group(choice), modules)
 
     def _with_host_copies(self, layer: UnitWork, index: int, kind: LayerKind) -> UnitWork:
         """With what goes to the host in a forward pass and comes back in a backward pass, beside
@@ -487,6 +486,12 @@ class FastestStep(StepModel):
                 found = max(found, around + self.micro_batches * each)
             around += stage[0].total + stage[1].total
         return found
+
+
+@lru_cache
+def _within_its_group(choice: LayerRecompute) -> LayerRecompute:
+    """What is computed again, wherever in a group the layer is."""
+    return dataclasses.replace(choice, first=False, last=False)
 
 
 def _elements(products: Iterable[Product]) -> float:

@@ -200,6 +200,17 @@ def test_flags_of_a_search_are_the_run(h100):
     assert time.seconds == pytest.approx(best.seconds)
 
 
+def test_a_search_needs_no_layout_that_divides_the_batch():
+    """64 samples a step of 128 GPUs: with the sizes that the flags have by default, no layout."""
+    flags = MODEL.replace("--micro-batch-size 1 ", "") + "--world-size 128"
+    lines = run("search", [*flags.split()])
+    assert "--micro-batch-size" in lines[1]
+    with pytest.raises(UserError, match="128: no layout can run --global-batch-size 65"):
+        run("search", [*flags.replace("size 64", "size 65").split()])
+    with pytest.raises(UserError, match="--num-layers is required"):
+        run("search", [*flags.replace("--num-layers 8 ", "").split()])
+
+
 def test_a_search_turns_to_recomputation_where_nothing_else_fits(h100):
     tight = dataclasses.replace(h100, memory_gib=8.0)
     found = Search(asked("--train-iters 10 "), VOCABULARY, 1, tight).run()
