@@ -32,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -347,13 +348,16 @@ def section(document: Row) -> str:
     """What --table writes: where, when and with what the figures were taken, and the tables."""
     about = document["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    return (
+    made_by = textwrap.fill(
         f"{document['started'][:10]}, {about['cores']} cores ({about['cpu']}), Python "
         f"{about['python']}, {versions}; {document['rounds']} rounds; disk: "
-        f"{document['disk']}. Every run in `{document['out']}`.\n\n    python "
-        f"benchmarks/checkpoint.py {' '.join(document['command'])}\n\n"
-        f"{tables(document)}"
+        f"{document['disk']}. Every run in `{document['out']}`.",
+        100,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    command = f"    python benchmarks/checkpoint.py {' '.join(document['command'])}"
+    return f"{made_by}\n\n{command}\n\n{tables(document)}"
 
 
 def put_section(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:

@@ -108,11 +108,9 @@ class SteadyStep(StepModel):
 
     simulated: float | None = None
 
-    def passes_seconds(
-        self, stages: Sequence[tuple[Seconds, ...]], pricing: Pricing, hides: bool = True
-    ) -> float:
-        if not hides:
-            return super().passes_seconds(stages, pricing, hides)
+    def passes_seconds(self, stages: Sequence[tuple[Seconds, ...]], pricing: Pricing) -> float:
+        if not pricing.pairs:
+            return super().passes_seconds(stages, pricing)
         slowest = max(forward + backward for forward, backward, _ in self.by_rank(stages))
         if self.simulated is None:
             self.simulated = super().passes_seconds(stages, pricing) / slowest

@@ -183,7 +183,14 @@ class Pricing:
         sharing = groups["node"][0] / hardware.cores if hardware.cores else 0.0
         self.factor = max(1.0, sharing)
         self.hides = sharing < 1
+        self.pairs = True  # passes in pairs hide exchanges of experts
         self._priced: dict[int, tuple[Work, Seconds]] = {}  # by identity
+
+    def unpaired(self) -> Pricing:
+        """Of the same passes, each on its own."""
+        found = copy.copy(self)
+        found.pairs = False
+        return found
 
     def alone(self) -> Pricing:
         """Of a rank whose core no other rank wants just then."""

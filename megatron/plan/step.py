@@ -316,21 +316,17 @@ class StepModel:
                 for name, value in _named(seconds):
                     spent[name] = spent.get(name, 0.0) + value * each
         if distributed.overlap_moe_expert_parallel_comm:
-            exposed = self._pipeline_seconds(stages, pricing, hides=False)
+            exposed = self._pipeline_seconds(stages, pricing.unpaired())
             spent["expert parallel"] -= exposed - pipeline
         spent["pipeline bubble"] = max(0.0, pipeline - sum(spent.values()))
         return spent
 
-    def _pipeline_seconds(
-        self, stages: Sequence[StageSeconds], pricing: Pricing, hides: bool = True
-    ) -> float:
-        """Of all passes. A rank that waits for another leaves it its core, where they share one.
-        `hides`: pairs hide exchanges of experts.
-        """
+    def _pipeline_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+        """Of all passes. A rank that waits for another leaves it its core, where they share one."""
         if pricing.factor > 1:
             pricing = pricing.alone()
             stages = [_stage_seconds(pricing, units) for units in self.units]
-        return self.passes_seconds(stages, pricing, hides)
+        return self.passes_seconds(stages, pricing)
 
     @cached_property
     def rank_parameters(self) -> list[RankParameters]:
@@ -356,14 +352,12 @@ class StepModel:
             ranks.append((forward, backward, parameters))
         return ranks
 
-    def passes_seconds(
-        self, stages: Sequence[StageSeconds], pricing: Pricing, hides: bool = True
-    ) -> float:
-        """Seconds of all passes of a step. `hides`: pairs hide exchanges of experts."""
+    def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+        """Seconds of all passes of a step."""
         forward, inputs, weights = ([each[i].total for each in stages] for i in range(3))
         distributed = self.config.distributed
         ranks = distributed.pipeline_model_parallel_size
-        exchanged = self._exchanged(stages) if hides and pricing.hides else ((), ())
+        exchanged = self._exchanged(stages) if pricing.pairs and pricing.hides else ((), ())
         if ranks == 1 and not exchanged[0]:
             return self.micro_batches * (sum(forward) + sum(inputs) + sum(weights))
         size = self.operations.hidden_bytes
@@ -469,14 +463,12 @@ class FastestStep(StepModel):
     between the first pass that reaches it and the last one that leaves it.
     """
 
-    def passes_seconds(
-        self, stages: Sequence[StageSeconds], pricing: Pricing, hides: bool = True
-    ) -> float:
+    def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
         placement = self.schedule(1).placement
         around, found = 0.0, 0.0
         ranks = self.by_rank(stages)
         hidden = [0.0] * len(ranks)  # at most
-        for rank, *exchanged in zip(placement, *self._exchanged(stages)) if hides else ():
+        for rank, *exchanged in zip(placement, *self._exchanged(stages)) if pricing.pairs else ():
             hidden[rank] += sum(exchanged)
         seen = set()
         for stage, rank in zip(stages, placement, strict=True):
