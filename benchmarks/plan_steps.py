@@ -15,7 +15,6 @@ machine was not quiet, and steps of more processes than free cores are slower th
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -109,6 +108,29 @@ def measured_and_predicted(
     return found
 
 
+def one_round(number: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """All runs that --only names, each group behind its measurement of the machine."""
+    found: dict[str, dict[str, Any]] = {}
+    for place, runs in enumerate(groups()):
+        chosen = {
+            name: run for name, run in runs.items() if any(part in name for part in options.only)
+        }
+        if chosen:
+            hardware = constants(f"machine_{number}_{place}.json", options)
+            found |= measured_and_predicted(chosen, hardware)
+    return found
+
+
+def constants(file_name: str, options: argparse.Namespace) -> Hardware:
+    """Those of --hardware, or of the machine as it is now, which --keep takes under this name."""
+    if options.hardware:
+        return load_hardware(options.hardware)
+    hardware, sources = measure_machine(dict(os.environ))
+    if options.keep:
+        write_hardware(options.keep / file_name, hardware, sources)
+    return hardware
+
+
 def summary(rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """A row for each case: medians of its rounds."""
     rows = []
@@ -151,22 +173,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="for the measured constants")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     options = parser.parse_args(words)
-    rounds: list[dict[str, dict[str, Any]]] = []
-    for number, (place, runs) in itertools.product(range(options.rounds), enumerate(groups())):
-        if place == 0:
-            rounds.append({})
-        chosen = {
-            name: run for name, run in runs.items() if any(part in name for part in options.only)
-        }
-        if not chosen:
-            continue
-        if options.hardware:
-            hardware = load_hardware(options.hardware)
-        else:
-            hardware, sources = measure_machine(dict(os.environ))
-            if options.keep:
-                write_hardware(options.keep / f"machine_{number}_{place}.json", hardware, sources)
-        rounds[-1] |= measured_and_predicted(chosen, hardware)
+    rounds = [one_round(number, options) for number in range(options.rounds)]
     rows = summary(rounds)
     header = {
         "processor": processor(),

@@ -484,7 +484,7 @@ def machine() -> dict:
     }
 
 
-def main() -> None:
+def parser_of_flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -520,11 +520,19 @@ def main() -> None:
         help="one thread, CPU seconds instead of elapsed ones, every pair counts",
     )
     parser.add_argument("--out", type=Path, help="JSON of every run")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser_of_flags().parse_args()
     if args.setup:
         setup(args.setup, args.environments)
-    if not args.peers:
-        return
+    if args.peers:
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Run all pairs, keep every run in --out, and print the table."""
     if args.cpu_time:
         threads, rule = 1, Rule(args.pairs, math.inf, "tokens_per_cpu_second")
     else:
