@@ -164,8 +164,9 @@ def asked(argv: list[str], *, is_layout_given: bool = True) -> tuple[Config, int
         raise ArgumentErrors(["--world-size is missing: how many ranks the run is planned for"])
     config = without_files(parsed.config)
     if is_layout_given:
-        resolve(config, world_size, None)
-    derived, _ = derive(config, world_size, None)
+        derived = resolve(config, world_size, None).config
+    else:
+        derived, _ = derive(config, world_size, None)
     return config, build_tokenizer(derived.data).vocab_size, world_size
 
 
