@@ -253,10 +253,20 @@ def _optimizer(run: RunView) -> Faults:
         ):
             yield f"{run.show(field)}: contradicts --fp64; drop one"
     if run.has("num_layers"):
-        try:
-            frozen_units(run.config)
-        except UserError as error:
-            yield f"{run.show('freeze')}: {error}"
+        yield from _freeze(run)
+
+
+def _freeze(run: RunView) -> Faults:
+    try:
+        frozen = frozen_units(run.config)
+    except UserError as error:
+        yield f"{run.show('freeze')}: {error}"
+        return
+    if run.decoupled_lr is not None and not run.skip_train and frozen >= {"embedding", "head"}:
+        yield (
+            f"{run.show('decoupled_lr')}: is the learning rate of the embedding and the head, "
+            f"which {run.show('freeze')} freezes; drop one"
+        )
 
 
 def _sources(run: RunView) -> Faults:

@@ -1,20 +1,20 @@
 """How tokens come to the ranks of their experts, and back.
 
-A slot is one choice of a token: T tokens have T k of them. Slots are sorted by expert, so that what
-goes to one rank lies together, and what comes is put in the order of the experts here.
+An assignment is one choice of a token: T tokens have T k assignments. They are sorted by expert, so
+that what goes to one rank lies together, and what comes is put in the order of the experts here.
 
-    alltoall     each slot's row goes to the rank of its expert, and its output comes back: a rank
-                 sends T k h (ep - 1) / ep elements each way (balanced).
+    alltoall     each assignment's row goes to the rank of its expert, and its output comes back: a
+                 rank sends T k h (ep - 1) / ep elements each way (balanced).
     allgather    every rank has the rows of all, takes those of its experts, and the sum of all
                  ranks' outputs is scattered: T h (ep - 1) elements each way. Less where ep < k.
 
 Ranks that share the matrices of an expert (etp) first have each other's rows, and at the end the
 sum of their parts. Rows never meet in an addition whose order is not fixed: a token's outputs are
-gathered and added up choice by choice, and so are the gradients of its row. Which slot goes where
-is a plan of integers, made once: a recomputation is given the same plan. The host waits once, for
-the numbers of rows; not at all where every slot stays on this rank and the experts' products read
-the numbers on the device. T tokens of this rank, h hidden, N rows of this rank's experts. Called
-from layers/moe.py.
+gathered and added up choice by choice, and so are the gradients of its row. Which assignment goes
+where is a plan of integers, made once: a recomputation is given the same plan. The host waits once,
+for the numbers of rows; not at all where every assignment stays on this rank and the experts'
+products read the numbers on the device. T tokens of this rank, h hidden, N rows of this rank's
+experts. Called from layers/moe.py.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from megatron.layers.router import count_of
 from megatron.layers.tensor_parallel import TensorParallel
 
 
-class Slots(NamedTuple):
-    """Which rows are taken of tokens with k slots each."""
+class Assignments(NamedTuple):
+    """Which rows are taken of tokens with k assignments each."""
 
-    order: Tensor  # [n] slots, in the order of the rows
-    place: Tensor  # [T, k] the row of each slot; 0 where it has none
+    order: Tensor  # [n] assignments, in the order of the rows
+    place: Tensor  # [T, k] the row of each assignment; 0 where it has none
     taken: Tensor | None  # [T, k] whether it has one; None: all have
 
 
@@ -58,9 +58,9 @@ class RowExchange:
 
 
 class DispatchPlan(NamedTuple):
-    """Which slot goes where."""
+    """Which assignment goes where."""
 
-    slots: Slots
+    assignments: Assignments
     exchange: RowExchange | None  # with ranks that hold other experts
     spread: RowExchange | None  # with ranks that hold other parts of the same experts
     order: Tensor | None  # [N] of the rows that came, in the order of the experts here
@@ -68,19 +68,23 @@ class DispatchPlan(NamedTuple):
     counts: RowCounts
 
 
-def slots_by_expert(experts: Tensor, keep: Tensor | None, count: int) -> tuple[Tensor, Slots]:
-    """(how many slots each of `count` experts has, the slots [T, k] in their order). Those that are
-    not kept come last.
+def assignments_by_expert(
+    experts: Tensor, keep: Tensor | None, count: int
+) -> tuple[Tensor, Assignments]:
+    """(how many assignments each of `count` experts has, the assignments [T, k] in their order).
+    Those that are not kept come last.
     """
     flat = experts.flatten() if keep is None else torch.where(keep, experts, count).flatten()
     order = flat.argsort(stable=True)
     place = inverse_of(order).view(experts.shape)
-    return count_of(flat, count + 1)[:count], Slots(order, place, keep)
+    return count_of(flat, count + 1)[:count], Assignments(order, place, keep)
 
 
-def _first(slots: Slots, count: int, taken: Tensor) -> Slots:
-    """The slots that are taken, which are the first ones in the order of the rows."""
-    return slots._replace(order=slots.order[:count], place=slots.place.masked_fill(~taken, 0))
+def _first(assignments: Assignments, count: int, taken: Tensor) -> Assignments:
+    """The assignments that are taken, which are the first ones in the order of the rows."""
+    return assignments._replace(
+        order=assignments.order[:count], place=assignments.place.masked_fill(~taken, 0)
+    )
 
 
 def _sums(numbers: list[int], size: int) -> list[int]:
@@ -103,63 +107,65 @@ def transposed_order(counts: Tensor, total: int) -> Tensor:
     return index + shift.repeat_interleave(ordered, output_size=total)
 
 
-class _TakeSlots(torch.autograd.Function):
-    """x [T, ...] -> the rows [n, ...] of slots. Backward: a token's rows, added up choice by
+class _TakeRows(torch.autograd.Function):
+    """x [T, ...] -> the rows [n, ...] of assignments. Backward: a token's rows, added up choice by
     choice.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
-        ctx.slots = slots
-        return x.index_select(0, slots.order // slots.place.shape[1])
+    def forward(ctx: Any, x: Tensor, assignments: Assignments) -> Tensor:
+        ctx.assignments = assignments
+        return x.index_select(0, assignments.order // assignments.place.shape[1])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _add_up(dy, ctx.slots), None
+        return _add_up(dy, ctx.assignments), None
 
 
-class _CombineSlots(torch.autograd.Function):
-    """Rows [n, ...] of slots -> [T, ...], a token's rows added up choice by choice."""
+class _CombineRows(torch.autograd.Function):
+    """Rows [n, ...] of assignments -> [T, ...], a token's rows added up choice by choice."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slots: Slots) -> Tensor:
-        ctx.slots = slots
-        return _add_up(rows, slots)
+    def forward(ctx: Any, rows: Tensor, assignments: Assignments) -> Tensor:
+        ctx.assignments = assignments
+        return _add_up(rows, assignments)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        slots = ctx.slots
-        return dy.index_select(0, slots.order // slots.place.shape[1]), None
+        assignments = ctx.assignments
+        return dy.index_select(0, assignments.order // assignments.place.shape[1]), None
 
 
 class _TakeWeights(torch.autograd.Function):
-    """The weights [T, k] of slots -> [n] of the rows."""
+    """The weights [T, k] of assignments -> [n] of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, slots: Slots) -> Tensor:
-        ctx.slots = slots
-        return weights.flatten().index_select(0, slots.order)
+    def forward(ctx: Any, weights: Tensor, assignments: Assignments) -> Tensor:
+        ctx.assignments = assignments
+        return weights.flatten().index_select(0, assignments.order)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        slots = ctx.slots
+        assignments = ctx.assignments
         if len(dy) == 0:
-            return dy.new_zeros(slots.place.shape), None
-        found = dy[slots.place]
-        return found if slots.taken is None else found.masked_fill(~slots.taken, 0), None
+            return dy.new_zeros(assignments.place.shape), None
+        found = dy[assignments.place]
+        if assignments.taken is not None:
+            found = found.masked_fill(~assignments.taken, 0)
+        return found, None
 
 
-def _add_up(rows: Tensor, slots: Slots) -> Tensor:
-    """The rows [n, ...] of each token's slots -> their sum [T, ...], in fp32 or wider."""
-    tokens, k = slots.place.shape
+def _add_up(rows: Tensor, assignments: Assignments) -> Tensor:
+    """The rows [n, ...] of each token's assignments -> their sum [T, ...], in fp32 or wider."""
+    tokens, k = assignments.place.shape
     if len(rows) == 0:
         return rows.new_zeros((tokens, *rows.shape[1:]))
     wide = torch.promote_types(rows.dtype, torch.float32)
     total: Tensor | None = None
     for choice in range(k):
-        part = rows.index_select(0, slots.place[:, choice])
-        if slots.taken is not None:
-            part.masked_fill_(~slots.taken[:, choice].view(-1, *[1] * (rows.dim() - 1)), 0)
+        part = rows.index_select(0, assignments.place[:, choice])
+        if assignments.taken is not None:
+            part.masked_fill_(~assignments.taken[:, choice].view(-1, *[1] * (rows.dim() - 1)), 0)
         total = part.to(wide) if total is None else total.add_(part)
     assert total is not None
     return total.to(rows.dtype)
@@ -179,7 +185,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Tensors with a row for each slot, to the ranks of the slots' experts, or `back`; each is the
+    """Tensors with a row for each assignment, to the ranks of its expert, or `back`; each is the
     other's adjoint.
     """
 
@@ -265,23 +271,23 @@ class AllToAll:
 
     @torch.no_grad()
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
-        """Where slots [T, k] go whose experts these are; `keep`: those that go anywhere."""
+        """Where assignments [T, k] go whose experts these are; `keep`: those that go anywhere."""
         ep, etp = self.grid.experts, self.grid.axis
-        chosen, slots = slots_by_expert(experts, keep, self.count)
+        chosen, assignments = assignments_by_expert(experts, keep, self.count)
         if keep is None and self.stays_uncounted:
-            return DispatchPlan(slots, None, None, None, None, RowCounts.of(TRITON, chosen))
+            return DispatchPlan(assignments, None, None, None, None, RowCounts.of(TRITON, chosen))
         coming = all_gather(all_to_all(chosen.view(ep.size, -1), ep).flatten(), etp)
         numbers = torch.cat([chosen, coming]).tolist()  # the host waits here
         mine, theirs = numbers[: self.count], numbers[self.count :]
         here = self.count // ep.size
         if keep is not None:
-            slots = _first(slots, sum(mine), keep)
+            assignments = _first(assignments, sum(mine), keep)
         sources = _sums(theirs, here)  # rows from each rank of ep, of each rank of etp
         own = sources[etp.rank * ep.size :][: ep.size]
         coming = coming.view(-1, here)
         order = transposed_order(coming, sum(theirs)) if len(sources) > 1 else None
         return DispatchPlan(
-            slots,
+            assignments,
             RowExchange(ep, _sums(mine, here), own) if ep.size > 1 else None,
             self._spread(sum(own), _sums(sources, ep.size)),
             order,
@@ -302,10 +308,11 @@ class AllToAll:
         return RowExchange(etp, [own] * etp.size, of_ranks) if etp.size > 1 else None
 
     def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
-        """x [T, h] and the weights of its slots [T, k] -> those of the experts here, [N, h] and
-        [N].
+        """x [T, h] and the weights of its assignments [T, k] -> those of the experts here, [N, h]
+        and [N].
         """
-        rows, of_rows = _TakeSlots.apply(x, plan.slots), _TakeWeights.apply(weights, plan.slots)
+        rows = _TakeRows.apply(x, plan.assignments)
+        of_rows = _TakeWeights.apply(weights, plan.assignments)
         if plan.exchange is not None:
             rows, of_rows = _Exchange.apply(plan.exchange, False, rows, of_rows)
         return self._ordered(rows, plan), self._ordered(of_rows, plan)
@@ -324,7 +331,7 @@ class AllToAll:
             rows = _Spread.apply(rows, plan.spread, True)
         if plan.exchange is not None:
             (rows,) = _Exchange.apply(plan.exchange, True, rows)
-        return _CombineSlots.apply(rows, plan.slots)
+        return _CombineRows.apply(rows, plan.assignments)
 
 
 class AllGather:
@@ -342,19 +349,19 @@ class AllGather:
             own = all_gather(own, axis)
         own = own - self.grid.experts.rank * here
         taken = (own >= 0) & (own < here)
-        counts, slots = slots_by_expert(own, taken, here)
+        counts, assignments = assignments_by_expert(own, taken, here)
         numbers = counts.tolist()  # the host waits here
-        slots = _first(slots, sum(numbers), taken)
+        assignments = _first(assignments, sum(numbers), taken)
         rows = RowCounts.of(self.backend, counts, numbers)
-        return DispatchPlan(slots, None, None, None, None, rows)
+        return DispatchPlan(assignments, None, None, None, None, rows)
 
     def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
         for axis in self.axes:
             x, weights = (_Gather.apply(each, axis, False) for each in (x, weights))
-        return _TakeSlots.apply(x, plan.slots), _TakeWeights.apply(weights, plan.slots)
+        return _TakeRows.apply(x, plan.assignments), _TakeWeights.apply(weights, plan.assignments)
 
     def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
-        y = _CombineSlots.apply(rows, plan.slots)
+        y = _CombineRows.apply(rows, plan.assignments)
         for axis in reversed(self.axes):
             y = _Gather.apply(y, axis, True)
         return y

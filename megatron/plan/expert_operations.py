@@ -92,9 +92,9 @@ class ExpertOperations:
             return (*self._gathered(row), *list(self._gathered(self.k * beside))[::2])
         found = []
         if self.ep > 1:
-            slots = self.own * self.k
-            found += [Exchange("all-to-all", "ep", slots * row)] * 2
-            found.append(Exchange("all-to-all", "ep", slots * self.size.wide))
+            assignments = self.own * self.k
+            found += [Exchange("all-to-all", "ep", assignments * row)] * 2
+            found.append(Exchange("all-to-all", "ep", assignments * self.size.wide))
             if is_plan:
                 found.append(Exchange("all-to-all", "ep", self.count * NUMBER))
         if self.etp > 1:

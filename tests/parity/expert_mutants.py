@@ -111,9 +111,9 @@ def weights_in_the_order_of_tokens() -> Patch:
     """Weights that are not sorted as the rows are."""
     taken = dispatch._TakeWeights
 
-    def forward(ctx, weights, slots):
-        ctx.slots = slots
-        return weights.flatten()[: len(slots.order)].clone()
+    def forward(ctx, weights, assignments):
+        ctx.assignments = assignments
+        return weights.flatten()[: len(assignments.order)].clone()
 
     return mock.patch.object(taken, "forward", staticmethod(forward))
 

@@ -201,6 +201,11 @@ def test_a_complete_configuration_has_no_faults():
             "--decoupled-min-lr 0.002: greater than --decoupled-lr 0.001",
         ),
         (
+            "--decoupled-lr 1e-3 --freeze embedding",
+            "--decoupled-lr 0.001: is the learning rate of the embedding and the head, which "
+            "--freeze embedding freezes; drop one",
+        ),
+        (
             "--min-lr 1e-4 --decoupled-lr 1e-5",
             "--min-lr 0.0001: greater than --decoupled-lr 1e-05; give --decoupled-min-lr",
         ),
@@ -661,6 +666,7 @@ def test_required_alternatives():
         "--lr-decay-iters 100 --lr-warmup-iters 10 --lr-warmup-init 1e-6",
         "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
         "--optimizer sgd --sgd-momentum 0",
+        "--decoupled-lr 1e-3 --freeze head --untie-embeddings-and-output-weights",
         "--clip-grad 0",
         "--bf16 --main-grads-dtype bf16 --grad-reduce-in-bf16",
         "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",

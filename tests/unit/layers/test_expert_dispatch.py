@@ -1,4 +1,4 @@
-"""Where slots go: the plans of dispatch against what they mean, slot by slot."""
+"""Where assignments go: the plans of dispatch against what they mean, assignment by assignment."""
 
 import itertools
 
@@ -36,22 +36,25 @@ def test_rows_lie_in_the_order_of_experts_and_come_back(case, dispatcher, backen
     plan = dispatch.plan(experts, keep)
     rows, of_rows = dispatch.rows(x, weights, plan)
     taken = torch.ones_like(experts, dtype=torch.bool) if keep is None else keep
-    slots = [
+    assignments = [
         (token, choice)
         for expert in range(count)
         for token in range(tokens)
         for choice in range(k)
         if experts[token, choice] == expert and taken[token, choice]
     ]
-    numbers = [sum(int(experts[slot]) == expert for slot in slots) for expert in range(count)]
+    numbers = [
+        sum(int(experts[assignment]) == expert for assignment in assignments)
+        for expert in range(count)
+    ]
     assert plan.counts.experts == count
     # on the host, on the device, or where the products need them
     waits = backend != "triton" or keep is not None or dispatcher is AllGather
     assert plan.counts.numbers == (tuple(numbers) if waits else None)
     ends = None if plan.counts.ends is None else plan.counts.ends.tolist()
     assert ends == (None if backend == "torch" else list(itertools.accumulate(numbers)))
-    assert torch.equal(rows, torch.stack([x[t] for t, _ in slots]) if slots else x[:0])
-    assert of_rows.tolist() == [weights[slot].item() for slot in slots]
+    assert torch.equal(rows, torch.stack([x[t] for t, _ in assignments]) if assignments else x[:0])
+    assert of_rows.tolist() == [weights[assignment].item() for assignment in assignments]
     # an expert multiplies by its number + 1
     factor = torch.repeat_interleave(
         torch.arange(1.0, count + 1, dtype=torch.float64), torch.tensor(numbers)
