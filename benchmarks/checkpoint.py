@@ -185,6 +185,17 @@ def turn(group: Group, folder: Path) -> Row:
     }
 
 
+def memory_turn(group: Group, folder: Path, before: list[int]) -> Row:
+    """A turn, with the bytes that a rank has more than at the start: at most during the turn, and
+    already before it.
+    """
+    held_before = held(group)
+    with Sampled(group) as sampled:
+        run = turn(group, folder)
+    most, kept = (max(map(int.__sub__, now, before)) for now in (sampled.most, held_before))
+    return run | {"memory": most, "kept": kept}
+
+
 def measure(
     args: argparse.Namespace, ranks: int, places: dict[str, Path]
 ) -> Iterator[tuple[str, str, Row]]:
@@ -200,13 +211,7 @@ def measure(
                 yield place, "first", turn(group, folder / "first")
         for place, folder in places.items():
             for group in groups:
-                kept = held(group)
-                with Sampled(group) as sampled:
-                    run = turn(group, folder / "memory")
-                extra, kept = (
-                    max(map(int.__sub__, now, before[group.system])) for now in (sampled.most, kept)
-                )
-                yield place, "memory", run | {"memory": extra, "kept": kept}
+                yield place, "memory", memory_turn(group, folder / "memory", before[group.system])
         for index in range(args.rounds):
             for place, folder in places.items():
                 wait_until_quiet(args.quiet, args.patience)
@@ -291,6 +296,10 @@ def verdicts(settings: dict[str, Row]) -> list[Row]:
 
 def tables(document: Row) -> str:
     """Markdown: what each system took, then the goals."""
+    return "\n".join([*table_of_systems(document), "", *table_of_goals(document)])
+
+
+def table_of_systems(document: Row) -> list[str]:
     lines = [
         (
             "| setting | system | total, s | by raw | stall, s | first stall, s | memory, MiB | "
@@ -320,8 +329,11 @@ def tables(document: Row) -> str:
                 f"| {name} | {system} | {total:.3f} | {by_raw} | {stall:.3f} | "
                 f"{first['stall']:.3f} | {sizes} | {spread} |"
             )
-    lines += [
-        "",
+    return lines
+
+
+def table_of_goals(document: Row) -> list[str]:
+    lines = [
         "| setting | ratio | measured (95% interval) | asked | pairs | |",
         "|---|---|---|---|---|---|",
     ]
@@ -341,7 +353,7 @@ def tables(document: Row) -> str:
             f"| {row['setting']} | {row['what']} | {ratio} | {sign} {row['goal']:g} | "
             f"{row['pairs']} | {word} |"
         )
-    return "\n".join(lines)
+    return lines
 
 
 def section(document: Row) -> str:
@@ -392,7 +404,7 @@ def disk_kind(path: str) -> str:
     ).stdout.strip()
 
 
-def main(argv: list[str]) -> None:
+def read_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -432,22 +444,18 @@ def main(argv: list[str]) -> None:
         type=Path,
         help=f"Markdown file that the tables are written to, between {BEGIN} and {END}",
     )
-    args = parser.parse_args(argv)
-    if args.setup:
-        setup(args.setup)
-    if not args.peers:
-        return
-    if any(each == DEEPSPEED for each in args.systems) and not (args.peers / "deepspeed").is_dir():
-        parser.error(
-            f"--peers {args.peers}: no environment deepspeed there; make it with --setup "
-            f"{args.peers}"
-        )
+    return parser.parse_args(argv)
+
+
+def measured(argv: list[str], args: argparse.Namespace) -> Row:
+    """The document of --out, which is also written there after each number of processes: an
+    interrupted measurement keeps what it has.
+    """
     places = prepared(args)
-    # no folder of this machine
-    command = ["DIR" if word.startswith("/") else word for word in argv]
     document: Row = {
         "started": datetime.now().isoformat(timespec="seconds"),
-        "command": command,
+        # no folder of this machine
+        "command": ["DIR" if word.startswith("/") else word for word in argv],
         "machine": machine(),
         "versions": versions(args.peers),
         "rounds": args.rounds,
@@ -469,13 +477,27 @@ def main(argv: list[str]) -> None:
                     flush=True,
                 )
             document["rows"] = verdicts(document["settings"])
-            # after each number of processes: an interrupted measurement keeps what it has
             if args.out:
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(document, indent=1) + "\n")
     finally:
         for folder in places.values():
             shutil.rmtree(folder)
+    return document
+
+
+def main(argv: list[str]) -> None:
+    args = read_arguments(argv)
+    if args.setup:
+        setup(args.setup)
+    if not args.peers:
+        return
+    if DEEPSPEED in args.systems and not (args.peers / "deepspeed").is_dir():
+        raise SystemExit(
+            f"error: --peers {args.peers}: no environment deepspeed there; make it with --setup "
+            f"{args.peers}"
+        )
+    document = measured(argv, args)
     print("\n" + tables(document), flush=True)
     if args.table:
         put_section(args.table, section(document))
