@@ -368,15 +368,19 @@ class Search:
         sizes = (config.model.num_layers, config.model.num_attention_heads, config.data.seq_length)
         if None in (*sizes, config.training.global_batch_size):
             raise ArgumentErrors(cross_field_faults(*asked))
-        changes = layouts(config, self.vocab_size, self.world_size, self.hardware.node_size)
-        found = [each for change in changes if (each := self.candidate(change)) is not None]
-        if not found:
-            batch = config.training.global_batch_size
-            none = (
-                f"--world-size {self.world_size}: no layout can run --global-batch-size {batch}; "
-                "choose a batch that a power of two divides, or correct what follows"
+        changes = [*layouts(config, self.vocab_size, self.world_size, self.hardware.node_size)]
+        if not changes:
+            raise ArgumentErrors(
+                [
+                    f"--world-size {self.world_size}: no layout can run --global-batch-size "
+                    f"{config.training.global_batch_size} with --num-attention-heads "
+                    f"{config.model.num_attention_heads}; choose numbers that powers of two divide"
+                ]
             )
-            raise ArgumentErrors([none, *cross_field_faults(*asked)])
+        found = [each for change in changes if (each := self.candidate(change)) is not None]
+        if not found:  # what is wrong with one of them is wrong with all
+            tried = changed(self.config, changes[0] | self.rungs[0])
+            raise ArgumentErrors(cross_field_faults(tried, self.world_size, self.vocab_size))
         return found
 
     def run(self) -> SearchResult:

@@ -209,6 +209,9 @@ def test_a_search_needs_no_layout_that_divides_the_batch():
         run("search", [*flags.replace("size 64", "size 65").split()])
     with pytest.raises(UserError, match="--num-layers is required"):
         run("search", [*flags.replace("--num-layers 8 ", "").split()])
+    with pytest.raises(UserError, match="--num-attention-heads 7") as raised:
+        run("search", [*flags.replace("128", "8").split(), "--num-attention-heads", "7"])
+    assert "batch" not in str(raised.value)
 
 
 def test_a_search_turns_to_recomputation_where_nothing_else_fits(h100):
