@@ -131,7 +131,7 @@ def tensors_off(
     for name, b in expected.items():
         counterpart = name.replace(*zero) if zero and name.endswith(zero[0]) else name
         scale, gate = expected[counterpart].norm(), FP64_GATE
-        if counterpart != name and part == "weights":
+        if counterpart != name and counterpart in gradients:  # a frozen layer has none
             steps = len(one.steps) * LR / ADAM_EPS
             gate = max(
                 gate, steps * ZERO_GRADIENT_NOISE * (gradients[counterpart].norm() / scale).item()

@@ -27,14 +27,14 @@ from megatron.optimizer.update import UpdateRule
 from megatron.study.equal_work import UNIT_ROUNDOFF
 from megatron.training import pretrain
 
-STEPS = 10
+STEPS = 6
 STAGES = "zero1", "zero2", "zero3"
 SMALL = (*BASE, "--train-iters", str(STEPS))
 
 
 @pytest.fixture
 def train(gloo_world):
-    """train(layout, flags, patches): every rank's outcome of ten steps."""
+    """train(layout, flags, patches): every rank's outcome of STEPS steps."""
 
     def run(layout: str, flags: str = "", patches: tuple[str, ...] = ()) -> list[Outcome]:
         words = Row(layout, "gpt").words
