@@ -77,9 +77,8 @@ FIGURES["mutants.found"] = lambda: (
     f"{sum(bool(row['caught by']) for row in result('parity_mutants').values())}"
 )
 FIGURES["random.cases"] = lambda: f"{result('random_rows')['cases']}"
-FIGURES["random.equal"] = lambda: (
-    f"{result('random_rows')['cases'] - len(result('random_rows')['off'])}"
-)
+FIGURES["random.resumed"] = lambda: f"{result('random_rows')['resumed in another layout']}"
+FIGURES["random.off"] = lambda: f"{len(result('random_rows')['off'])}"
 FIGURES["oracle_mutants"] = lambda: f"{result('oracle_mutants')['mutants']}"
 FIGURES["oracle_mutants.found"] = lambda: f"{result('oracle_mutants')['found']}"
 FIGURES["plan.ranks"] = lambda: f"{len(plan_rows())}"

@@ -19,6 +19,7 @@ from megatron.layers.spec import Box, Holder
 
 BoxTensor = tuple[Box, Tensor]  # a box, and the local tensor that holds it
 Pairs = list[BoxTensor]
+Kind = tuple[str | None, str]  # of the boxes that the same ranks hold
 
 
 def not_empty(pairs: Iterable[BoxTensor]) -> Pairs:
@@ -33,18 +34,19 @@ def own_part(
     part, or all when it is the first of them.
 
     `holder` is None for a box that only others may write; it must be the same for all boxes with
-    the same `replicated`.
+    the same `replicated` and `group`, and all its ranks hold the same of them: under ZeRO ranks
+    with the same state of a router have different slices of weights.
     """
     held = [(box, tensor, place) for box, tensor in pairs if (place := holder(box)) is not None]
     if not balanced:
         return [(box, tensor) for box, tensor, place in held if place.rank == 0]
-    totals: Counter[str | None] = Counter()
+    totals: Counter[Kind] = Counter()
     for box, tensor, _ in held:
-        totals[box.replicated] += _bytes(box, tensor)
-    passed: Counter[str | None] = Counter()
+        totals[box.replicated, box.group] += _bytes(box, tensor)
+    passed: Counter[Kind] = Counter()
     found = []
     for box, tensor, place in held:
-        kind = box.replicated
+        kind = box.replicated, box.group
         size = _bytes(box, tensor)
         begin = passed[kind]  # of this box in the bytes of its kind
         passed[kind] += size

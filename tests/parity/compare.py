@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from parity.layouts import Row, wire_bound
-from parity.worker import Outcome, Piece, reference
+from parity.worker import Outcome, Piece, Step, reference
 from torch import Tensor
 
 from megatron.study.equal_work import FP64_GATE, UNIT_ROUNDOFF, narrow_bound
@@ -70,32 +70,39 @@ def ranks_agree(outcomes: list[Outcome]) -> list[str]:
 
 
 def fp64(
-    one: Outcome, outcomes: list[Outcome], *, zero: tuple[str, str] | None = None
+    one: Outcome,
+    outcomes: list[Outcome],
+    *,
+    zero: tuple[str, str] | None = None,
+    before: int = 0,
 ) -> list[str]:
     """Losses, norms, evaluations, gradients of step 1 and final parameters to 1e-10.
 
     `zero`: ending of tensors that are 0 in exact arithmetic, and of the tensors against whose norm
-    they are held instead.
+    they are held instead. `before`: steps after which the ranks have resumed the run, and of which
+    they know nothing.
     """
     faults = ranks_agree(outcomes)
-    faults += tensors_off(one, outcomes, "gradients", zero)
+    steps, metrics = one.steps[before:], one.metrics[before:]
+    if not before:
+        faults += tensors_off(one, outcomes, "gradients", zero)
     for field in ("loss", "grad_norm"):
-        for index, (a, b) in enumerate(zip(one.steps, outcomes[0].steps, strict=True)):
+        for number, (a, b) in enumerate(zip(steps, outcomes[0].steps, strict=True), before + 1):
             if not math.isclose(getattr(a, field), getattr(b, field), rel_tol=FP64_GATE):
                 faults.append(
-                    f"step {index + 1}: {field} {getattr(b, field)!r}, in one process "
+                    f"step {number}: {field} {getattr(b, field)!r}, in one process "
                     f"{getattr(a, field)!r}"
                 )
                 break
     faults += [
         f"skipped steps: {b}, in one process {a}"
-        for a, b in [(pattern(one), pattern(outcomes[0]))]
+        for a, b in [(pattern(steps), pattern(outcomes[0].steps))]
         if a != b
     ]
     for a, b in zip(one.evaluations, outcomes[0].evaluations, strict=True):
         if not math.isclose(a, b, rel_tol=FP64_GATE):
             faults.append(f"evaluation {b!r}, in one process {a!r}")
-    for a, b in zip(one.metrics, outcomes[0].metrics, strict=True):
+    for a, b in zip(metrics, outcomes[0].metrics, strict=True):
         off = [
             name
             for name in a.keys() | b.keys()
@@ -143,9 +150,9 @@ def tensors_off(
     return faults
 
 
-def pattern(outcome: Outcome) -> list[tuple[bool, float, int]]:
+def pattern(steps: list[Step]) -> list[tuple[bool, float, int]]:
     """Which steps were skipped, at which loss scale and batch size."""
-    return [(step.skipped, step.loss_scale, step.batch_size) for step in outcome.steps]
+    return [(step.skipped, step.loss_scale, step.batch_size) for step in steps]
 
 
 def _vector(outcome: Outcome, field: str) -> Tensor:
@@ -208,8 +215,9 @@ def narrow(
     less than one case in a thousand. No floor is needed but for tensors whose error is 0.
     """
     faults = ranks_agree(outcomes)
-    if pattern(one) != pattern(outcomes[0]):
-        faults.append(f"skipped steps: {pattern(outcomes[0])}, in one process {pattern(one)}")
+    expected, found = pattern(one.steps), pattern(outcomes[0].steps)
+    if found != expected:
+        faults.append(f"skipped steps: {found}, in one process {expected}")
         return faults
     taken = torch.tensor([not step.skipped for step in one.steps])
     for field in ("loss", "grad_norm"):

@@ -100,7 +100,7 @@ FEATURES = {
         zero=KEY_BIAS,
         beside="--fused-linear-cross-entropy",
     ),
-    "ramp-up": Feature("--rampup-batch-size 4 4 16", most_dp=4, zero=KEY_BIAS),
+    "ramp-up": Feature("--rampup-batch-size 4 4 8", most_dp=4, zero=KEY_BIAS),
     "recompute": Feature(
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu",
         zero=KEY_BIAS,

@@ -3,7 +3,8 @@ features do together, which no table of pairs shows.
 
     python tests/parity/random_rows.py [--cases N] [--seed S] [--out FILE.json]
 
-Case `S` is a function of S alone. Exit code 1 when a run is off; its command line is printed.
+Some runs save after their second step and resume in another layout. Case `S` is a function of S
+alone. Exit code 1 when a run is off; its command line is printed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from datetime import date
@@ -23,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from distributed.pool import RankError, Worlds  # noqa: E402
 from parity import compare  # noqa: E402
 from parity.layouts import KEY_BIAS, KEY_NORM_BIAS  # noqa: E402
-from parity.worker import one_thread, run_case  # noqa: E402
+from parity.worker import Outcome, one_thread, run_case  # noqa: E402
 
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
@@ -32,9 +34,10 @@ from megatron.parallel.schedule import BUILDERS  # noqa: E402
 
 VOCABULARY = 50  # the pieces of the NullTokenizer and one more
 BASE = """--hidden-size 32 --num-attention-heads 8 --seq-length 16 --train-iters 3 --mock-data
---tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --lr-warmup-iters 1 --log-interval 1
---eval-iters 1 --log-params-norm --fp64"""
+--tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --min-lr 5e-3 --lr-warmup-iters 1
+--log-interval 1 --eval-iters 1 --log-params-norm --fp64"""
 AXES = ("tp", "cp", "pp", "dp", "dp")  # dp twice: ZeRO shards over it
+SAVED = 2  # steps before a run saves and resumes elsewhere
 SIZES = {
     "tp": "--tensor-model-parallel-size",
     "cp": "--context-parallel-size",
@@ -44,24 +47,36 @@ RECOMPUTED = ("core_attn", "qkv", "layernorm", "mlp_act", "mlp", "moe_act", "moe
 
 
 @dataclass(frozen=True)
-class Case:
-    """Flags of the run, and what the run in the layout has beside them."""
+class Layout:
+    """What a run has beside the flags that its numbers depend on."""
 
-    seed: int
     ranks: int
     flags: tuple[str, ...]
-    layout: tuple[str, ...]
+
+    @property
+    def patches(self) -> tuple[str, ...]:
+        """Those of worker.py."""
+        return ("recorded",) if "--cuda-graphs" in self.flags else ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and its layout. Of two layouts the run saves in the first and resumes in the other."""
+
+    seed: int
+    flags: tuple[str, ...]
     patches: tuple[str, ...]
+    layouts: tuple[Layout, ...]
     zero: tuple[str, str] | None  # as `layouts.Feature.zero`
 
     @property
     def line(self) -> str:
-        """Both command lines, to try again."""
-        patches = f" under {', '.join(self.patches)}" if self.patches else ""
-        return (
-            f"case {self.seed}: {' '.join(self.flags)} -- in the layout ({self.ranks} ranks): "
-            f"{' '.join(self.layout)}{patches}"
+        """The command lines, to try again."""
+        layouts = "; then on ".join(
+            f"{layout.ranks} ranks: {' '.join(layout.flags)}" for layout in self.layouts
         )
+        patches = f" under {', '.join(self.patches)}" if self.patches else ""
+        return f"case {self.seed}: {' '.join(self.flags)}{patches} -- on {layouts}"
 
 
 class Draw:
@@ -77,60 +92,67 @@ class Draw:
         return self.random.random() < share
 
     def case(self) -> Case:
-        """The first draw that the program accepts in the layout and in one process."""
+        """The first draw that the program accepts in its layouts and in one process."""
         while True:
-            case = self.drawn()
+            sizes = self.sizes()
+            pipeline = self.pipeline(sizes["pp"])
+            flags = self.run(sizes, stages_of(sizes["pp"], pipeline))
+            layouts = [self.layout(flags, sizes, pipeline)]
+            if self.often(0.3):
+                sizes = self.sizes()
+                layouts.append(self.layout(flags, sizes, self.pipeline(sizes["pp"])))
             try:
-                resolved(case.flags, 1)
-                resolved(case.flags + case.layout, case.ranks)
-                return case
+                resolved(flags, 1)
+                for layout in layouts:
+                    resolved(flags + layout.flags, layout.ranks)
             except UserError:
                 self.refused += 1
+                continue
+            patches = ("uneven",) if self.often(0.2) else ()
+            return Case(self.seed, flags, patches, tuple(layouts), zero_gradients(flags))
 
-    def drawn(self) -> Case:
-        """A case, which may be refused."""
-        sizes = {"tp": 1, "cp": 1, "pp": 1, "dp": 1}
+    def sizes(self) -> dict[str, int]:
+        """Of the axes, of 2 to 8 ranks."""
+        sizes = dict.fromkeys(AXES, 1)
         for _ in range(self.random.choice((1, 2, 2, 3))):
             sizes[self.random.choice(AXES)] *= 2
-        ranks = sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"]
+        return sizes
+
+    def run(self, sizes: dict[str, int], stages: int) -> tuple[str, ...]:
+        """What the numbers depend on, with a batch and layers for such a layout."""
         micro, count = self.random.choice((1, 1, 2)), self.random.choice((1, 2, 3, 4, 8))
         batch = micro * count * sizes["dp"]
+        layers = stages * self.random.choice((1, 1, 2)) if stages > 1 else 2
         has_experts, is_latent = self.often(0.4), self.often(0.15)
-        rotates = is_latent or self.often(0.6)
-        capped = not is_latent and self.often(0.15)
         flags = [*BASE.split(), "--micro-batch-size", f"{micro}", "--global-batch-size", f"{batch}"]
-        flags += self.model(rotates, capped)
+        flags += ["--num-layers", f"{layers}", *self.model(is_latent)]
         # experts have no biases
         flags += ["--disable-bias-linear"] if has_experts or self.often(0.5) else []
         flags += self.latent() if is_latent else self.attention()
         flags += self.experts() if has_experts else []
-        flags += self.training(batch, micro * sizes["dp"])
-        stages, pipeline = self.pipeline(sizes["pp"])
-        flags += ["--num-layers", f"{stages * self.random.choice((1, 1, 2)) if stages > 1 else 2}"]
-        layout = [word for axis in SIZES for word in (SIZES[axis], f"{sizes[axis]}")]
-        layout += pipeline + self.sharding(sizes)
+        return *flags, *self.training(batch, micro * sizes["dp"])
+
+    def layout(self, flags: tuple[str, ...], sizes: dict[str, int], pipeline: list[str]) -> Layout:
+        """Of a run with such flags."""
+        has_experts = "--num-experts" in flags
+        found = [word for axis in SIZES for word in (SIZES[axis], f"{sizes[axis]}")]
+        found += pipeline + self.sharding(sizes)
         if has_experts:
-            layout += self.ranks_of_experts(sizes["tp"] * sizes["cp"] * sizes["dp"])
-        layout += self.memory(has_experts, is_latent)
-        zero = None
-        if not rotates and not capped:
-            zero = KEY_NORM_BIAS if "--qk-layernorm" in flags else KEY_BIAS
-        patches = ("uneven",) if self.often(0.2) else ()
-        patches += ("recorded",) if "--cuda-graphs" in layout else ()
-        return Case(self.seed, ranks, tuple(flags), tuple(layout), patches, zero)
+            found += self.ranks_of_experts(sizes["tp"] * sizes["cp"] * sizes["dp"])
+        found += self.memory(has_experts, "--multi-latent-attention" in flags)
+        return Layout(sizes["tp"] * sizes["cp"] * sizes["pp"] * sizes["dp"], tuple(found))
 
     # ---- the run
 
-    def model(self, rotates: bool, capped: bool) -> list[str]:
+    def model(self, is_latent: bool) -> list[str]:
         """Positions, norms, activations, ends and losses."""
         found = ["--activation", self.random.choice(("gelu", "swiglu", "geglu", "squared-relu"))]
         found += ["--normalization", self.random.choice(("LayerNorm", "RMSNorm"))]
-        if rotates:
+        if is_latent or self.often(0.6):
             found += ["--position-embedding-type", "rope"]
             found += ["--rotary-base", self.random.choice(("100", "10000"))]
         found += ["--untie-embeddings-and-output-weights"] if self.often(0.5) else []
         found += ["--make-vocab-size-divisible-by", self.random.choice(("1", "64"))]
-        found += ["--attn-logit-softcapping", "3"] if capped else []
         found += ["--final-logit-softcapping", "2"] if self.often(0.15) else []
         found += ["--z-loss-coeff", "1e-2"] if self.often(0.2) else []
         found += ["--window-size", "6"] if self.often(0.2) else []
@@ -141,8 +163,9 @@ class Draw:
         return found
 
     def attention(self) -> list[str]:
-        """Heads and their norms."""
+        """Heads, their norms and their scores."""
         found = ["--qk-layernorm"] if self.often(0.25) else []
+        found += ["--attn-logit-softcapping", "3"] if self.often(0.15) else []
         if self.often(0.4):
             groups = self.random.choice(("1", "2", "4"))
             found += ["--group-query-attention", "--num-query-groups", groups]
@@ -191,16 +214,13 @@ class Draw:
 
     # ---- the layout, which changes no number
 
-    def pipeline(self, ranks: int) -> tuple[int, list[str]]:
-        """(stages, flags) of so many pipeline ranks."""
+    def pipeline(self, ranks: int) -> list[str]:
+        """The schedule of so many pipeline ranks."""
         if ranks == 1:
-            return 1, []
+            return []
         schedule = self.random.choice(sorted(BUILDERS))
-        stages = ranks * (2 if schedule in ("interleaved", "zero-bubble-v") else 1)
-        found = ["--pipeline-schedule", schedule]
-        if schedule == "interleaved":
-            found += ["--num-virtual-stages-per-pipeline-rank", "2"]
-        return stages, found
+        virtual = "--num-virtual-stages-per-pipeline-rank", "2"
+        return ["--pipeline-schedule", schedule, *(virtual if schedule == "interleaved" else ())]
 
     def sharding(self, sizes: dict[str, int]) -> list[str]:
         """Of sequences, optimizer, gradients and weights."""
@@ -261,6 +281,18 @@ class Draw:
         return found
 
 
+def stages_of(ranks: int, pipeline: list[str]) -> int:
+    """Stages of so many pipeline ranks with a schedule."""
+    return ranks * (2 if {"interleaved", "zero-bubble-v"} & set(pipeline) else 1)
+
+
+def zero_gradients(flags: tuple[str, ...]) -> tuple[str, str] | None:
+    """Tensors whose exact gradient is 0, as `layouts.Feature.zero`."""
+    if {"--position-embedding-type", "--attn-logit-softcapping"} & set(flags):
+        return None
+    return KEY_NORM_BIAS if "--qk-layernorm" in flags else KEY_BIAS
+
+
 def resolved(flags: tuple[str, ...], ranks: int) -> None:
     """Raises UserError for what the program refuses."""
     resolve(parse_arguments(list(flags)).config, ranks, VOCABULARY)
@@ -268,14 +300,29 @@ def resolved(flags: tuple[str, ...], ranks: int) -> None:
 
 def faults(case: Case, worlds: Worlds) -> list[str]:
     """What is not the same as in one process."""
-    one_only = tuple(name for name in case.patches if name != "recorded")
-    with one_thread():
-        one = run_case(case.flags, one_only)
     try:
-        ranks = worlds(case.ranks).run(run_case, case.flags + case.layout, case.patches)
+        with one_thread():
+            one = run_case(case.flags, case.patches)
+    except Exception as error:
+        return [f"in one process: {type(error).__name__}: {error}"]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = run_in(case, worlds, folder)
     except RankError as error:
         return [str(error)]
-    return compare.fp64(one, ranks, zero=case.zero)
+    before = SAVED if len(case.layouts) > 1 else 0
+    return compare.fp64(one, ranks, zero=case.zero, before=before)
+
+
+def run_in(case: Case, worlds: Worlds, folder: str) -> list[Outcome]:
+    """The outcome on each rank of the last layout."""
+    *first, last = case.layouts
+    for layout in first:
+        flags = *case.flags, *layout.flags, "--save", folder, "--exit-interval", f"{SAVED}"
+        worlds(layout.ranks).run(run_case, flags, case.patches + layout.patches)
+    load = ("--load", folder) if first else ()
+    flags = *case.flags, *last.flags, *load
+    return worlds(last.ranks).run(run_case, flags, case.patches + last.patches)
 
 
 def main() -> int:
@@ -286,11 +333,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="that of the first case")
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
-    worlds, begun, off, refused = Worlds(), time.monotonic(), {}, 0
+    worlds, begun, off, refused, resumed = Worlds(), time.monotonic(), {}, 0, 0
     for number in range(arguments.cases):
         draw = Draw(arguments.seed + number)
         case = draw.case()
         refused += draw.refused
+        resumed += len(case.layouts) > 1
         found = faults(case, worlds)
         if found:
             off[case.seed] = {"case": case.line, "faults": found}
@@ -303,6 +351,7 @@ def main() -> int:
             "date": f"{date.today()}",
             "seed": arguments.seed,
             "cases": arguments.cases,
+            "resumed in another layout": resumed,
             "refused draws": refused,
             "minutes": minutes,
             "off": off,

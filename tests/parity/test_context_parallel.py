@@ -6,33 +6,36 @@ import pytest
 from parity.compare import faults_of
 from parity.layouts import Row
 from parity.worker import run_case
+from selection import one_in
 
+# half of the layouts with one, the other half with the other, on every run
+GATHERED_OR_EXCHANGED = [
+    Row(f"{layout} {kind}", feature)
+    for kind in ("allgather", "a2a")
+    for layout, feature in (
+        ("cp2", "dropout"),
+        ("cp4", "gpt"),
+        ("cp2", "documents"),
+        ("cp2", "documents-rope"),
+        ("cp4", "gqa2-qknorm"),
+        ("cp2", "mqa-qknorm-bias"),
+        ("cp2", "caps-zloss"),
+        ("cp2", "recompute"),
+        ("cp2 tp2 sp", "llama"),
+        ("cp2 tp2", "documents-rope"),
+        ("cp2 dp2 zero1", "dropout"),
+        ("cp2 dp2 zero2", "gpt"),
+        ("cp2 zero3", "llama"),
+        ("cp2 dp2 zero3", "documents"),
+        ("cp2 dp2 shard2 zero3", "gqa4-qkvbias"),
+        ("cp2 pp2 1f1b", "documents-rope"),
+        ("cp2 pp2 zero-bubble tp2 sp", "llama"),
+        ("cp2 pp2 zero-bubble-v dp2 zero2", "dropout"),
+        ("cp4 pp2 interleaved v2", "gqa4-qkvbias"),
+    )
+]
 ROWS = (
-    *(
-        Row(f"{layout} {kind}", feature)
-        for kind in ("allgather", "a2a")
-        for layout, feature in (
-            ("cp2", "dropout"),
-            ("cp4", "gpt"),
-            ("cp2", "documents"),
-            ("cp2", "documents-rope"),
-            ("cp4", "gqa2-qknorm"),
-            ("cp2", "mqa-qknorm-bias"),
-            ("cp2", "caps-zloss"),
-            ("cp2", "recompute"),
-            ("cp2 tp2 sp", "llama"),
-            ("cp2 tp2", "documents-rope"),
-            ("cp2 dp2 zero1", "dropout"),
-            ("cp2 dp2 zero2", "gpt"),
-            ("cp2 zero3", "llama"),
-            ("cp2 dp2 zero3", "documents"),
-            ("cp2 dp2 shard2 zero3", "gqa4-qkvbias"),
-            ("cp2 pp2 1f1b", "documents-rope"),
-            ("cp2 pp2 zero-bubble tp2 sp", "llama"),
-            ("cp2 pp2 zero-bubble-v dp2 zero2", "dropout"),
-            ("cp4 pp2 interleaved v2", "gqa4-qkvbias"),
-        )
-    ),
+    *one_in(2, [(row,) for row in GATHERED_OR_EXCHANGED], list(map(str, GATHERED_OR_EXCHANGED))),
     *(
         Row(layout, feature)
         for layout, feature in (
@@ -101,7 +104,9 @@ MUTANTS = (
 )
 
 
-@pytest.mark.parametrize("row, mutant", MUTANTS, ids=str)
+@pytest.mark.parametrize(
+    "row, mutant", one_in(3, MUTANTS, [f"{row}-{mutant}" for row, mutant in MUTANTS])
+)
 def test_what_others_got_wrong_is_found(gloo_world, row, mutant):
     outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), (mutant,))
     assert faults_of(row, outcomes)

@@ -3,20 +3,23 @@ random_rows.py.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from parity.random_rows import Case, Draw, faults
+from parity.random_rows import Case, Draw, Layout, faults
 
 
-def in_some_layout(flag: str) -> Case:
-    """The first case whose layout has a flag."""
-    return next(
-        case
-        for seed in range(1000)
-        if flag in (case := Draw(seed).case()).layout and case.ranks > 1
-    )
+def first(wanted: Callable[[Case], bool]) -> Case:
+    """The first case that has something."""
+    return next(case for seed in range(1000) if wanted(case := Draw(seed).case()))
+
+
+def with_flags(case: Case, *flags: str) -> Case:
+    """More flags in the last layout."""
+    *before, last = case.layouts
+    return replace(case, layouts=(*before, replace(last, flags=(*last.flags, *flags))))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -27,14 +30,23 @@ def test_a_random_layout_is_the_same_run(gloo_world, seed):
 
 def test_another_run_is_noticed(gloo_world):
     """Negative control: in the layout other dropout, weights and samples."""
-    case = Draw(0).case()
-    assert faults(replace(case, layout=(*case.layout, "--seed", "7")), gloo_world)
+    case = first(lambda case: len(case.layouts) == 1)
+    assert faults(with_flags(case, "--seed", "7"), gloo_world)
 
 
 def test_what_a_layout_gets_wrong_is_noticed(gloo_world):
     """Negative control: a mutant of the ring."""
-    case = in_some_layout("p2p")
-    assert faults(replace(case, patches=(*case.patches, "lost_hop_of_gradients")), gloo_world)
+    case = first(lambda case: "p2p" in case.layouts[-1].flags)
+    mutated = replace(case, patches=(*case.patches, "lost_hop_of_gradients"))
+    one_process = replace(mutated, layouts=(Layout(1, ()),))
+    assert faults(mutated, gloo_world) and not faults(one_process, gloo_world)
+
+
+def test_a_resume_without_the_optimizers_state_is_noticed(gloo_world):
+    """Negative control of runs that resume elsewhere."""
+    case = first(lambda case: len(case.layouts) == 2 and "sgd" not in case.flags)
+    assert not faults(case, gloo_world), case.line
+    assert faults(with_flags(case, "--no-load-optim"), gloo_world)
 
 
 def test_a_case_is_a_function_of_its_seed():
@@ -46,9 +58,10 @@ def test_every_pair_of_layout_flags_is_drawn():
     pairs: Counter[tuple[str, str]] = Counter()
     seen: Counter[str] = Counter()
     for seed in range(1000):
-        layout = sorted(word for word in Draw(seed).case().layout if word.startswith("--"))
-        pairs.update(combinations(layout, 2))
-        seen.update(layout)
+        for layout in Draw(seed).case().layouts:
+            flags = sorted(word for word in layout.flags if word.startswith("--"))
+            pairs.update(combinations(flags, 2))
+            seen.update(flags)
     assert min(seen.values()) >= 10, seen.most_common()[-5:]
     absent = [pair for pair in combinations(sorted(seen), 2) if pair not in pairs]
     assert len(absent) <= 0.1 * len(pairs), absent

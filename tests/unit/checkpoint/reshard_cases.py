@@ -108,6 +108,7 @@ EXPERT_LAYOUTS = {
     "dp4ep2zero3": (4, f"{EP} 2 {ZERO} 3"),
     "tp2spep2": (2, f"{TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size 1"),
     "tp2spdp2ep2": (4, f"{TP} 2 --sequence-parallel {EP} 2"),
+    "tp2spdp2zero2": (4, f"{TP} 2 --sequence-parallel {ZERO} 2"),
     "pp2dp2ep2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {EP} 2 {ZERO} 2"),
 }
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS

@@ -48,6 +48,13 @@ def test_a_run_goes_on_on_other_ranks(table, tmp_path, row):
     assert faults(table.measure(row, tmp_path)) == []
 
 
+def test_what_all_ranks_hold_is_written_once_beside_their_slices(on, tmp_path):
+    """Of four ranks that hold what routers keep, each has another slice of the weights."""
+    on("tp2spdp2zero2", start, flags("moe-fp64", "tp2spdp2zero2", *saving(tmp_path)))
+    words = flags("moe-fp64", "tp2spep2", "--load", tmp_path, "--ckpt-step", 3)
+    assert not any(on("tp2spep2", load_and_compare, words, saved(tmp_path)))
+
+
 def test_what_routers_keep_is_in_checkpoints(table):
     """Each layer has its bias and its shares, which training has changed."""
     with Checkpoint(saved(table("moe-fp64", "dp4ep4"))) as checkpoint:
