@@ -67,7 +67,18 @@ class Case:
     flags: tuple[str, ...]
     patches: tuple[str, ...]
     layouts: tuple[Layout, ...]
-    zero: tuple[str, str] | None  # as `layouts.Feature.zero`
+
+    @property
+    def zero(self) -> tuple[str, str] | None:
+        """Tensors whose exact gradient is 0, as `layouts.Feature.zero`."""
+        if {"--position-embedding-type", "--attn-logit-softcapping"} & set(self.flags):
+            return None
+        return KEY_NORM_BIAS if "--qk-layernorm" in self.flags else KEY_BIAS
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it changes its layout on the way."""
+        return len(self.layouts) > 1
 
     @property
     def line(self) -> str:
@@ -109,7 +120,7 @@ class Draw:
                 self.refused += 1
                 continue
             patches = ("uneven",) if self.often(0.2) else ()
-            return Case(self.seed, flags, patches, tuple(layouts), zero_gradients(flags))
+            return Case(self.seed, flags, patches, tuple(layouts))
 
     def sizes(self) -> dict[str, int]:
         """Of the axes, of 2 to 8 ranks."""
@@ -286,13 +297,6 @@ def stages_of(ranks: int, pipeline: list[str]) -> int:
     return ranks * (2 if {"interleaved", "zero-bubble-v"} & set(pipeline) else 1)
 
 
-def zero_gradients(flags: tuple[str, ...]) -> tuple[str, str] | None:
-    """Tensors whose exact gradient is 0, as `layouts.Feature.zero`."""
-    if {"--position-embedding-type", "--attn-logit-softcapping"} & set(flags):
-        return None
-    return KEY_NORM_BIAS if "--qk-layernorm" in flags else KEY_BIAS
-
-
 def resolved(flags: tuple[str, ...], ranks: int) -> None:
     """Raises UserError for what the program refuses."""
     resolve(parse_arguments(list(flags)).config, ranks, VOCABULARY)
@@ -310,8 +314,7 @@ def faults(case: Case, worlds: Worlds) -> list[str]:
             ranks = run_in(case, worlds, folder)
     except RankError as error:
         return [str(error)]
-    before = SAVED if len(case.layouts) > 1 else 0
-    return compare.fp64(one, ranks, zero=case.zero, before=before)
+    return compare.fp64(one, ranks, zero=case.zero, before=SAVED if case.is_resumed else 0)
 
 
 def run_in(case: Case, worlds: Worlds, folder: str) -> list[Outcome]:
@@ -338,7 +341,7 @@ def main() -> int:
         draw = Draw(arguments.seed + number)
         case = draw.case()
         refused += draw.refused
-        resumed += len(case.layouts) > 1
+        resumed += case.is_resumed
         found = faults(case, worlds)
         if found:
             off[case.seed] = {"case": case.line, "faults": found}

@@ -30,7 +30,7 @@ def test_a_random_layout_is_the_same_run(gloo_world, seed):
 
 def test_another_run_is_noticed(gloo_world):
     """Negative control: in the layout other dropout, weights and samples."""
-    case = first(lambda case: len(case.layouts) == 1)
+    case = first(lambda case: not case.is_resumed)
     assert faults(with_flags(case, "--seed", "7"), gloo_world)
 
 
@@ -44,7 +44,7 @@ def test_what_a_layout_gets_wrong_is_noticed(gloo_world):
 
 def test_a_resume_without_the_optimizers_state_is_noticed(gloo_world):
     """Negative control of runs that resume elsewhere."""
-    case = first(lambda case: len(case.layouts) == 2 and "sgd" not in case.flags)
+    case = first(lambda case: case.is_resumed and "sgd" not in case.flags)
     assert not faults(case, gloo_world), case.line
     assert faults(with_flags(case, "--no-load-optim"), gloo_world)
 
