@@ -78,6 +78,15 @@ FIGURES["mutants.found"] = lambda: (
 )
 FIGURES["random.cases"] = lambda: f"{result('random_rows')['cases']}"
 FIGURES["random.resumed"] = lambda: f"{result('random_rows')['resumed in another layout']}"
+FIGURES["random_memory.dense"] = lambda: f"{result('random_memory')['dense']['cases']}"
+FIGURES["random_memory.within"] = lambda: f"{result('random_memory')['dense']['within 3%']}"
+FIGURES["random_memory.experts"] = lambda: f"{result('random_memory')['experts']['cases']}"
+FIGURES["random_memory.close"] = lambda: f"{result('random_memory')['experts']['within 3%']}"
+for bound in ("lowest", "highest"):
+    FIGURES[f"random_memory.{bound}"] = lambda bound=bound: (
+        f"{100 * (result('random_memory')['experts'][bound] - 1):+.0f}"
+    )
+FIGURES["random.narrow"] = lambda: f"{result('random_rows')['in bf16']}"
 FIGURES["random.off"] = lambda: f"{len(result('random_rows')['off'])}"
 FIGURES["oracle_mutants"] = lambda: f"{result('oracle_mutants')['mutants']}"
 FIGURES["oracle_mutants.found"] = lambda: f"{result('oracle_mutants')['found']}"

@@ -198,7 +198,8 @@ def _obstacles(run: RunView) -> Faults:
             rest = "" if "(" in obstacle else "; drop one"
             yield f"--num-experts: experts do not combine with {obstacle}{rest}"
     if run.activation_offload and run.offload_modules:
-        shown = [word for word in run.offload_modules if word.startswith("mlp")]
+        inside = "mlp_fc1", "mlp_act", "mlp_fc2"
+        shown = [word for word in run.offload_modules if word in inside]
         if shown:
             yield (
                 f"{flag_name('offload_modules')} {' '.join(shown)}: experts' activations are not "

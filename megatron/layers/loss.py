@@ -25,15 +25,17 @@ def _chunks(logits: Tensor):
 
 def widened_bytes(
     model: ModelConfig, tokens: int, width: int, compute: int, wide: int, device: str
-) -> int:
-    """Bytes of what `Columns` makes of `width` logits of each of these tokens, in whichever pass
-    takes more: none by our kernel.
+) -> tuple[int, int]:
+    """Bytes of what `Columns` makes of `width` logits of each of these tokens in the forward and
+    in the backward pass: none by our kernel.
     """
     if model.cross_entropy_backend == "triton":
-        return 0
+        return 0, 0
     rows = min(tokens, max(1, LOSS_CHUNK_BYTES[device] // (4 * width)))
-    chunks = 4 if model.final_logit_softcapping is not None else 2 if compute != wide else 1
-    return chunks * rows * width * wide
+    chunk = rows * width * wide
+    if model.final_logit_softcapping is not None:
+        return 2 * chunk, 2 * chunk
+    return (2 * chunk, chunk) if compute != wide else (chunk, 0)
 
 
 def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:
@@ -73,6 +75,7 @@ class Columns:
             top[rows] = z.amax(-1)
             target[rows] = z.gather(-1, index[rows, None]).squeeze(-1)
             exponentials[rows] = (z - top[rows, None]).exp_().sum(-1)
+            del z  # before the next one is made
         if self.count == 0:  # this rank holds nothing but padding
             top.fill_(torch.finfo(parts.dtype).min), exponentials.zero_(), target.zero_()
         if here is not None:
@@ -115,8 +118,9 @@ class Columns:
                 -dloss[rows, None] if here is None else -(dloss * here)[rows, None],
             )
             if self.softcap is not None:
-                dz.mul_(1 - (z / self.softcap).square_())
+                dz.mul_(z.div_(self.softcap).square_().neg_().add_(1))
             part.copy_(dz)
+            del z, dz  # before the next ones are made
         logits[:, self.count :] = 0
 
     def _find(self, labels: Tensor) -> tuple[Tensor | None, Tensor]:

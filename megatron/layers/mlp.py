@@ -62,6 +62,20 @@ class _Gated(torch.autograd.Function):
         return dfused, None
 
 
+class _SquaredReLU(torch.autograd.Function):
+    """max(x, 0)^2; saves its input alone, and takes one tensor in either pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.relu(x).square_()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (x,) = ctx.saved_tensors
+        return F.relu(x).mul_(dy).mul_(2)
+
+
 def weighed_gated_gradients(
     dy: Tensor, fused: Tensor, weights: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
@@ -137,7 +151,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)) * up
     if activation == "squared-relu":
-        return F.relu(x).square()
+        return F.relu(x).square() if torch.compiler.is_compiling() else _SquaredReLU.apply(x)
     return F.gelu(x, approximate="tanh" if activation == "gelu-tanh" else "none")
 
 

@@ -188,29 +188,44 @@ class ExpertBytes(NamedTuple):
         """`config`: the model as this rank computes it; `own` tokens of this rank, `tokens` those
         of its tensor-parallel ranks together; `compute` and `wide` bytes an element.
         """
-        k, count = config.moe_router_topk, config.num_experts
-        f = config.moe_ffn_hidden_size
+        count, f = config.num_experts, config.moe_ffn_hidden_size
         assert count is not None and f is not None
-        choices, rows = own * k, own * k * etp
+        choices = own * config.moe_router_topk
+        rows = choices * etp
         is_gated = config.activation in GATED
         gated = 2 if is_gated else 1
         width = config.moe_shared_expert_intermediate_size or 0
         scores = wide * own * count * (2 if loss_names(config) else 1)
-        integers = 8 * (2 * choices + (2 * rows if etp * ep > 1 else 0) + choices)
-        hidden = config.hidden_size * compute
         # the activation's value, and its weighed gradient: one behind the other in one precision
         once = is_gated and config.activation_backend == "torch" and compute == wide
+        exchange, integers = _exchange_bytes(config, own, compute, wide, rows, etp * ep)
         return cls(
-            rows=rows * hidden,
+            rows=rows * config.hidden_size * compute,
             inner=rows * gated * f * compute,
             activated=rows * f * compute,
             shared_inner=tokens * gated * width * compute,
             shared_activated=tokens * width * compute,
             beside=scores + integers + wide * (rows + choices),
-            # what is sent and what comes, and a token's sum
-            exchange=(2 if etp * ep > 1 else 1) * rows * hidden + own * config.hidden_size * wide,
+            exchange=exchange,
             differentiating=(1 if once else 2) * rows * f * compute,
         )
+
+
+def _exchange_bytes(
+    config: ModelConfig, own: int, compute: int, wide: int, rows: int, sharing: int
+) -> tuple[int, int]:
+    """Bytes beside what is kept while rows go to experts or come back, and of the integers that
+    say which; `sharing` ranks hold all experts, and `rows` come to this one.
+    """
+    choices, h = own * config.moe_router_topk, config.hidden_size
+    if sharing > 1 and config.moe_token_dispatcher_type == "allgather":
+        # of all tokens the sums so far, and what is added to them, widened
+        added = wide + compute + (wide if compute != wide else 0)
+        exchange = rows * h * compute + sharing * own * h * added
+        return exchange, 8 * (choices + rows) + 9 * sharing * choices
+    # what is sent and what comes, and a token's sum
+    exchange = (2 if sharing > 1 else 1) * rows * h * compute + own * h * wide
+    return exchange, 8 * (3 * choices + (2 * rows if sharing > 1 else 0))
 
 
 def sums_beside(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:

@@ -56,7 +56,7 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
         )
         for operator in operators
     }
-    _check_ring(config, device, choices["attention"])
+    _check_ring(config, device, choices["attention"], unable["attention"])
     fields = {
         _field(operator): choice.implementation
         for operator, choice in choices.items()
@@ -113,16 +113,21 @@ def _check_fp8(config: Config, device: torch.device) -> None:
         raise UserError(f"{asked}: {fault}; drop it")
 
 
-def _check_ring(config: Config, device: torch.device, chosen: Choice) -> None:
-    """Raises UserError where a GPU's ranks make a ring and attention gives no log-sum-exp."""
+def _check_ring(
+    config: Config, device: torch.device, chosen: Choice, unable: dict[str, str]
+) -> None:
+    """Raises UserError where a GPU's ranks make a ring and attention gives no log-sum-exp.
+    `unable`: implementations of attention that cannot do it, and why.
+    """
     _, ring = attention_ranks(config.distributed)
     if ring == 1 or device.type != "cuda" or chosen.implementation in (*OURS, "plain"):
         return
     because = f" ({chosen.because})" if chosen.because else ""
+    remedy = "" if "triton" in unable else "--attention-backend triton, or "
     raise UserError(
         f"--cp-comm-type {config.distributed.cp_comm_type}: on a GPU the ring needs attention by "
         f"our kernels, and this run takes {chosen.implementation}{because}; give "
-        "--attention-backend triton, or --cp-comm-type allgather or a2a"
+        f"{remedy}--cp-comm-type allgather or a2a"
     )
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 
 import torch
 
-from megatron.config.derive import attention_ranks, expert_ranks
+from megatron.config.derive import GATED, attention_ranks, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config
 from megatron.kernels.attention_masks import table_bytes
@@ -217,6 +217,15 @@ class Shape:
             tokens or self.tokens, inputs, outputs, self.compute, grad, self.device
         )
 
+    def mlp_scratch(self) -> tuple[int, int]:
+        """The same of the MLP: of fc2's and of fc1's weight."""
+        model, tokens = self.model, self.tokens // self.pieces
+        h = model.hidden_size
+        return (
+            self.weight_scratch(model.ffn_hidden_size, h, tokens),
+            self.weight_scratch(h, saved_widths(model)[0], tokens),
+        )
+
 
 class ExpertShape(Shape):
     """The same of a layer with experts that have as many tokens each. Not exact: temporaries of the
@@ -234,6 +243,21 @@ class ExpertShape(Shape):
 
     def layer(self) -> int:
         return super().layer() + self.experts.rows + self.experts.beside
+
+    def mlp_scratch(self) -> tuple[int, int]:
+        """Of one expert after another, or of the shared expert."""
+        model, ranks = self.model, expert_ranks(self.config)
+        rows = self.own * model.moe_router_topk * ranks.etp
+        held = (model.num_experts or 1) // ranks.ep
+        widths = {model.moe_ffn_hidden_size or 0: max(1, rows // held)}
+        if model.moe_shared_expert_intermediate_size:
+            widths[model.moe_shared_expert_intermediate_size] = self.tokens
+        gated = 2 if model.activation in GATED else 1
+        h = model.hidden_size
+        return (
+            max(self.weight_scratch(width, h, tokens) for width, tokens in widths.items()),
+            max(self.weight_scratch(h, gated * width, tokens) for width, tokens in widths.items()),
+        )
 
     def dropped(self, modules: frozenset[str]) -> DroppedBytes:
         own, whole = self.experts, "mlp" in modules
@@ -449,21 +473,17 @@ def _forming(
     """Bytes while weight gradients are formed, and those in which they are; `gathered`: of hidden
     states of the whole sequence under sequence parallelism; `in_mlp`: of what has been made again.
     """
-    model, pieces, hidden = shape.model, shape.pieces, shape.hidden
-    columns = saved_widths(shape.model)[0]
-    f = model.ffn_hidden_size
-    h = model.hidden_size
-    tokens = shape.tokens // pieces
+    pieces, hidden = shape.pieces, shape.hidden
     # of fc2's weight; and of fc1's, when fc2's input is gone
-    fc2 = (gathered + shape.activated) // pieces + in_mlp, shape.weight_scratch(f, h, tokens)
     again = dropped.mlp // pieces + dropped.norm
-    fc1 = (
-        (2 * gathered + hidden - shape.activated) // pieces + again,
-        shape.weight_scratch(h, columns, tokens),
-    )
+    fc2 = (gathered + shape.activated) // pieces + in_mlp
+    fc1 = (2 * gathered + hidden - shape.activated) // pieces + again
     # beside the gradient of the MLP's input; else attention's may be the worst
     beside = hidden if pieces > 1 else 0
-    found = [(most + beside, scratch) for most, scratch in (fc2, fc1)]
+    found = [
+        (most + beside, scratch)
+        for most, scratch in zip((fc2, fc1), shape.mlp_scratch(), strict=True)
+    ]
     found += _forming_of_attention(shape, index, dropped)
     return max(found, key=sum)
 
@@ -552,6 +572,8 @@ def leaving_bytes(
         goes = size // shape.compute >= smallest
         return LeavingBytes((size,) if goes else (), goes and not shape.shares_inputs, False)
     kept = _inputs_of_modules(shape, choice.modules | always_rebuilt(model))
+    if shape.config.model.expert_layers()[index]:
+        kept |= _inputs_in_experts(shape)
     going = {
         module: [size for elements, size in kept[module] if size and elements >= smallest]
         for module in kept
@@ -589,6 +611,16 @@ def _inputs_of_modules(
     }
 
 
+def _inputs_in_experts(shape: Shape) -> dict[str, list[tuple[int, int]]]:
+    """The same of a layer's experts, of which the shared one alone lets anything go."""
+    own, compute = shape.with_experts.experts, shape.compute
+    return {
+        "mlp_fc1": [],
+        "mlp_act": [(own.shared_inner // compute, own.shared_inner)],
+        "mlp_fc2": [(own.shared_activated // compute, own.shared_activated)],
+    }
+
+
 def embedding_bytes(shape: Shape) -> UnitBytes:
     """The word embedding: ids alone are kept."""
     parallel = shape.config.distributed.tensor_model_parallel_size > 1
@@ -616,14 +648,16 @@ def head_bytes(shape: Shape) -> UnitBytes:
     )
     logits = tokens * shape.vocab * shape.compute
     gathered, own = (shape.whole, shape.hidden) if shape.sequence_parallel else (0, 0)
-    loss = widened_bytes(shape.model, tokens, shape.vocab, shape.compute, shape.wide, shape.device)
+    sizes = tokens, shape.vocab, shape.compute, shape.wide
+    loss, gradient = widened_bytes(shape.model, *sizes, shape.device)
     scratch = shape.weight_scratch(h, shape.vocab, tokens)
     kept = 0 if fused else logits
     forward = gathered + logits + loss if fused else max(gathered, loss)
-    backward = forming = shape.whole + gathered + own
+    forming = shape.whole + gathered + own
+    backward = max(gradient, forming + _received(shape))
     if fused:
         forming = shape.whole + gathered + logits
-        backward = max(forming + loss, backward)
+        backward = max(forming + gradient, backward)
     return UnitBytes(
         shape.hidden, kept, 0, forward, backward, backward, forming, 0, scratch, head=True
     )

@@ -14,11 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megatron.config.derive import derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.stages import AUTO
 from megatron.config.validate import cross_field_faults, resolve
+from megatron.model.kernels import choose_kernels
 from megatron.model.stages import Stage
 from megatron.parallel.schedule import Kind
 from megatron.plan.activations import unit_bytes
@@ -309,18 +312,25 @@ class Search:
         self.planned = 0
 
     def candidate(self, change: Change, level: int = 0) -> Candidate | None:
-        """A layout with its time; None where the program refuses it."""
+        """A layout with its time; None where the program refuses it, or no kernel computes it."""
         try:
-            asked = changed(self.config, change | self.rungs[level])
-            config = resolve(asked, self.world_size, self.vocab_size).config
+            return self.timed(change | self.rungs[level], level)
         except UserError:
             return None
+
+    def timed(self, change: Change, level: int) -> Candidate | None:
+        """A layout with its time; None where it is that of another change. Raises UserError where
+        the program refuses it, or no kernel computes it.
+        """
+        asked = changed(self.config, change)
+        config = resolve(asked, self.world_size, self.vocab_size).config
+        choose_kernels(config, torch.device("cuda"))
         model = FastestStep(config, self.vocab_size, self.world_size)
         if config.distributed.pipeline_model_parallel_layout == AUTO and is_even(model.stages):
             return None  # tried already
         time = model.time(self.hardware)
         self.count += 1
-        return Candidate(time.seconds, self.count, change | self.rungs[level], config, time, level)
+        return Candidate(time.seconds, self.count, change, config, time, level)
 
     def simulate(self, found: Candidate) -> None:
         """Its whole time, of which it has a bound so far."""
@@ -379,8 +389,7 @@ class Search:
             )
         found = [each for change in changes if (each := self.candidate(change)) is not None]
         if not found:  # what is wrong with one of them is wrong with all
-            tried = changed(self.config, changes[0] | self.rungs[0])
-            raise ArgumentErrors(cross_field_faults(tried, self.world_size, self.vocab_size))
+            self.timed(changes[0] | self.rungs[0], 0)
         return found
 
     def run(self) -> SearchResult:
@@ -497,9 +506,6 @@ def explain(search: Search, config: Config) -> list[Candidate]:
         if each is None or each.config == config:
             continue
         search.simulate(each)
-        try:
-            search.plan(each)
-        except UserError:  # no kernel can do it
-            continue
+        search.plan(each)
         found.append(each)
     return sorted(found)

@@ -1,10 +1,11 @@
-"""Runs with random flags in random layouts against one process, in float64: what three and more
-features do together, which no table of pairs shows.
+"""Runs with random flags in random layouts against one process: what three and more features do
+together, which no table of pairs shows.
 
     python tests/parity/random_rows.py [--cases N] [--seed S] [--out FILE.json]
 
-Some runs save after their second step and resume in another layout. Case `S` is a function of S
-alone. Exit code 1 when a run is off; its command line is printed.
+Most runs compute in float64. Some of them save after their second step and resume in another
+layout. Dense runs may compute in bf16, and are held against one process in bf16 and in float64.
+Case `S` is a function of S alone. Exit code 1 when a run is off; its command line is printed.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from distributed.pool import RankError, Worlds  # noqa: E402
 from parity import compare  # noqa: E402
-from parity.layouts import KEY_BIAS, KEY_NORM_BIAS  # noqa: E402
+from parity.layouts import KEY_BIAS, KEY_NORM_BIAS, PRECISIONS  # noqa: E402
 from parity.worker import Outcome, one_thread, run_case  # noqa: E402
 
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
 from megatron.parallel.schedule import BUILDERS  # noqa: E402
+from megatron.study.equal_work import UNIT_ROUNDOFF, narrow_bound  # noqa: E402
 
+NARROW = "--train-iters 8"  # the gate of bf16 holds over 7 or more steps
 VOCABULARY = 50  # the pieces of the NullTokenizer and one more
 BASE = """--hidden-size 32 --num-attention-heads 8 --seq-length 16 --train-iters 3 --mock-data
 --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --min-lr 5e-3 --lr-warmup-iters 1
---log-interval 1 --eval-iters 1 --log-params-norm --fp64"""
+--log-interval 1 --eval-iters 1 --log-params-norm"""
 AXES = ("tp", "cp", "pp", "dp", "dp")  # dp twice: ZeRO shards over it
+SAVING = "", "--async-save", "--ckpt-parallel-write owner"  # each of a third of the runs
 SAVED = 2  # steps before a run saves and resumes elsewhere
 SIZES = {
     "tp": "--tensor-model-parallel-size",
@@ -56,7 +60,8 @@ class Layout:
     @property
     def patches(self) -> tuple[str, ...]:
         """Those of worker.py."""
-        return ("recorded",) if "--cuda-graphs" in self.flags else ()
+        found = {"--cuda-graphs": "recorded", "--torch-compile": "traced"}
+        return tuple(patch for flag, patch in found.items() if flag in self.flags)
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,19 @@ class Case:
     @property
     def zero(self) -> tuple[str, str] | None:
         """Tensors whose exact gradient is 0, as `layouts.Feature.zero`."""
-        if {"--position-embedding-type", "--attn-logit-softcapping"} & set(self.flags):
+        if {"rope", "yarn", "--attn-logit-softcapping"} & set(self.flags):
             return None
         return KEY_NORM_BIAS if "--qk-layernorm" in self.flags else KEY_BIAS
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """The flags of the same run in float64."""
+        return tuple("--fp64" if flag == "--bf16" else flag for flag in self.flags)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it computes in bf16."""
+        return "--bf16" in self.flags
 
     @property
     def is_resumed(self) -> bool:
@@ -109,7 +124,7 @@ class Draw:
             pipeline = self.pipeline(sizes["pp"])
             flags = self.run(sizes, stages_of(sizes["pp"], pipeline))
             layouts = [self.layout(flags, sizes, pipeline)]
-            if self.often(0.3):
+            if self.often(0.3) and "--bf16" not in flags:
                 sizes = self.sizes()
                 layouts.append(self.layout(flags, sizes, self.pipeline(sizes["pp"])))
             try:
@@ -135,13 +150,19 @@ class Draw:
         batch = micro * count * sizes["dp"]
         layers = stages * self.random.choice((1, 1, 2)) if stages > 1 else 2
         has_experts, is_latent = self.often(0.4), self.often(0.15)
+        # in narrow formats a token may turn to another expert
+        is_narrow = not has_experts and self.often(0.3)
         flags = [*BASE.split(), "--micro-batch-size", f"{micro}", "--global-batch-size", f"{batch}"]
         flags += ["--num-layers", f"{layers}", *self.model(is_latent)]
         # experts have no biases
-        flags += ["--disable-bias-linear"] if has_experts or self.often(0.5) else []
-        flags += self.latent() if is_latent else self.attention()
+        has_biases = not has_experts and self.often(0.5)
+        flags += [] if has_biases else ["--disable-bias-linear"]
+        flags += self.latent() if is_latent else self.attention(has_biases)
         flags += self.experts() if has_experts else []
-        return *flags, *self.training(batch, micro * sizes["dp"])
+        flags += self.schedule(batch, micro * sizes["dp"])
+        if is_narrow:
+            return *flags, *PRECISIONS["bf16"].split(), *NARROW.split()
+        return *flags, *self.optimizer(), "--fp64"
 
     def layout(self, flags: tuple[str, ...], sizes: dict[str, int], pipeline: list[str]) -> Layout:
         """Of a run with such flags."""
@@ -159,9 +180,7 @@ class Draw:
         """Positions, norms, activations, ends and losses."""
         found = ["--activation", self.random.choice(("gelu", "swiglu", "geglu", "squared-relu"))]
         found += ["--normalization", self.random.choice(("LayerNorm", "RMSNorm"))]
-        if is_latent or self.often(0.6):
-            found += ["--position-embedding-type", "rope"]
-            found += ["--rotary-base", self.random.choice(("100", "10000"))]
+        found += self.positions(is_latent)
         found += ["--untie-embeddings-and-output-weights"] if self.often(0.5) else []
         found += ["--make-vocab-size-divisible-by", self.random.choice(("1", "64"))]
         found += ["--final-logit-softcapping", "2"] if self.often(0.15) else []
@@ -173,9 +192,27 @@ class Draw:
             found += [f"--{kind}-dropout", self.random.choice(("0", "0.1"))]
         return found
 
-    def attention(self) -> list[str]:
+    def positions(self, is_latent: bool) -> list[str]:
+        """Learned, rotary or none."""
+        kinds = ("rope", "rope", "yarn", *(() if is_latent else ("learned_absolute", "none")))
+        kind = self.random.choice(kinds)
+        found = ["--position-embedding-type", kind]
+        if kind not in ("rope", "yarn"):
+            return found
+        found += ["--rotary-base", self.random.choice(("100", "10000"))]
+        scaled = "--rope-scaling-factor", "4", "--rope-original-max-position-embeddings", "8"
+        if kind == "yarn":
+            return [*found, *scaled]
+        found += ["--rotary-percent", "0.5"] * (not is_latent and self.often(0.2))
+        if self.often(0.2):
+            return [*found, "--use-rope-scaling", *scaled]
+        return found + ["--rotary-seq-len-interpolation-factor", "2"] * self.often(0.2)
+
+    def attention(self, has_biases: bool) -> list[str]:
         """Heads, their norms and their scores."""
         found = ["--qk-layernorm"] if self.often(0.25) else []
+        found += ["--kv-channels", self.random.choice(("2", "6"))] * self.often(0.2)
+        found += ["--add-qkv-bias"] * (not has_biases and self.often(0.3))
         found += ["--attn-logit-softcapping", "3"] if self.often(0.15) else []
         if self.often(0.4):
             groups = self.random.choice(("1", "2", "4"))
@@ -203,25 +240,39 @@ class Draw:
         found += ["--moe-router-load-balancing-type", balance]
         found += ["--moe-aux-loss-coeff", "3e-2"] if balance != "none" else []
         found += ["--moe-z-loss-coeff", "1e-2"] if self.often(0.3) else []
+        found += ["--moe-router-topk", choose(("1", "3"))] * self.often(0.4)
+        found += ["--moe-router-topk-scaling-factor", "2.5"] * self.often(0.2)
+        if self.often(0.2):
+            found += ["--moe-router-num-groups", "4", "--moe-router-group-topk", "2"]
         found += ["--moe-layer-freq", "2"] if self.often(0.2) else []
         found += ["--moe-input-jitter-eps", "0.1"] if self.often(0.15) else []
-        found += ["--moe-expert-capacity-factor", "0.8"] if self.often(0.15) else []
+        if self.often(0.2):
+            found += ["--moe-expert-capacity-factor", "0.8"]
+            found += ["--moe-token-drop-policy", choose(("probs", "position"))]
         if self.often(0.3):
             found += ["--moe-shared-expert-intermediate-size", "16"]
             found += ["--moe-shared-expert-gate"] if self.often(0.5) else []
         return found
 
-    def training(self, batch: int, least: int) -> list[str]:
-        """The optimizer and its schedule; a ramp-up from half the batch after two steps of it."""
-        found = ["--optimizer", "sgd"] if self.often(0.2) else ["--adam-beta2", "0.95"]
-        found += ["--clip-grad", self.random.choice(("0", "0.1", "1.0"))]
-        found += ["--weight-decay", self.random.choice(("0", "0.1"))]
+    def schedule(self, batch: int, least: int) -> list[str]:
+        """What changes with the steps; a ramp-up from half the batch after two steps of it."""
+        styles = "constant", "linear", "cosine", "inverse-square-root"
+        found = ["--lr-decay-style", self.random.choice(styles)]
         found += ["--decoupled-lr", "3e-2"] if self.often(0.2) else []
         found += ["--freeze", self.random.choice(("embedding", "layers.0"))] * self.often(0.1)
         if self.often(0.15) and batch // 2 % least == 0:
             half = f"{batch // 2}"
             found += ["--rampup-batch-size", half, half, f"{batch}"]
         return found
+
+    def optimizer(self) -> list[str]:
+        """The optimizer."""
+        found = ["--optimizer", "sgd"] if self.often(0.2) else ["--adam-beta2", "0.95"]
+        found += ["--clip-grad", self.random.choice(("0", "0.1", "1.0"))]
+        if self.often(0.2):
+            found += ["--start-weight-decay", "0.1", "--end-weight-decay", "0.3"]
+            return [*found, "--weight-decay-incr-style", "linear"]
+        return [*found, "--weight-decay", self.random.choice(("0", "0.1"))]
 
     # ---- the layout, which changes no number
 
@@ -230,8 +281,11 @@ class Draw:
         if ranks == 1:
             return []
         schedule = self.random.choice(sorted(BUILDERS))
-        virtual = "--num-virtual-stages-per-pipeline-rank", "2"
-        return ["--pipeline-schedule", schedule, *(virtual if schedule == "interleaved" else ())]
+        found = ["--pipeline-schedule", schedule]
+        if schedule == "interleaved":
+            found += ["--num-virtual-stages-per-pipeline-rank", "2"]
+        uneven = "--pipeline-model-parallel-layout auto", "--decoder-first-pipeline-num-layers 1"
+        return found + self.random.choice(uneven).split() * self.often(0.4)
 
     def sharding(self, sizes: dict[str, int]) -> list[str]:
         """Of sequences, optimizer, gradients and weights."""
@@ -273,7 +327,7 @@ class Draw:
         """What is computed again, in pieces or elsewhere; or graphs, which combine with none."""
         if not has_experts and self.often(0.15):
             return ["--cuda-graphs"]
-        found = []
+        found = ["--torch-compile"] * (not has_experts and self.often(0.2))
         kind = self.random.choice(("", "", "full", "selective"))
         fitting = [
             name
@@ -282,10 +336,16 @@ class Draw:
         ]
         if kind == "full":
             found += ["--recompute-granularity", "full"]
+            found += ["--distribute-saved-activations"] * self.often(0.2)
+            if self.often(0.3):
+                found += ["--recompute-method", self.random.choice(("uniform", "block"))]
+                found += ["--recompute-num-layers", self.random.choice(("1", "2"))]
         elif kind == "selective":
             modules = self.random.sample(fitting, self.random.choice((1, 2, 3)))
             found += ["--recompute-granularity", "selective", "--recompute-modules", *modules]
-        found += ["--activation-offload", "--min-offloaded-tensor-size", "64"] * self.often(0.15)
+        if self.often(0.15):
+            found += ["--activation-offload", "--min-offloaded-tensor-size", "64"]
+            found += ["--activation-offload-fraction", "0.5"] * self.often(0.5)
         found += ["--fused-linear-cross-entropy"] * self.often(0.2)
         if not has_experts:
             found += ["--tiled-mlp", "2"] * self.often(0.15)
@@ -307,6 +367,7 @@ def faults(case: Case, worlds: Worlds) -> list[str]:
     try:
         with one_thread():
             one = run_case(case.flags, case.patches)
+            exact = run_case(case.exact, case.patches) if case.is_narrow else one
     except Exception as error:
         return [f"in one process: {type(error).__name__}: {error}"]
     try:
@@ -314,6 +375,10 @@ def faults(case: Case, worlds: Worlds) -> list[str]:
             ranks = run_in(case, worlds, folder)
     except RankError as error:
         return [str(error)]
+    if case.is_narrow:
+        layers = int(case.flags[case.flags.index("--num-layers") + 1])
+        bound = narrow_bound("bf16", layers)
+        return compare.narrow(exact, one, ranks, bound=bound, roundoff=UNIT_ROUNDOFF["bf16"])
     return compare.fp64(one, ranks, zero=case.zero, before=SAVED if case.is_resumed else 0)
 
 
@@ -321,7 +386,9 @@ def run_in(case: Case, worlds: Worlds, folder: str) -> list[Outcome]:
     """The outcome on each rank of the last layout."""
     *first, last = case.layouts
     for layout in first:
-        flags = *case.flags, *layout.flags, "--save", folder, "--exit-interval", f"{SAVED}"
+        saving = SAVING[case.seed % len(SAVING)].split()
+        flags = *case.flags, *layout.flags, *saving, "--save", folder
+        flags = *flags, "--exit-interval", f"{SAVED}"
         worlds(layout.ranks).run(run_case, flags, case.patches + layout.patches)
     load = ("--load", folder) if first else ()
     flags = *case.flags, *last.flags, *load
@@ -336,12 +403,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="that of the first case")
     parser.add_argument("--out", help="write the results to this JSON file")
     arguments = parser.parse_args()
-    worlds, begun, off, refused, resumed = Worlds(), time.monotonic(), {}, 0, 0
+    worlds, begun, off = Worlds(), time.monotonic(), {}
+    refused = resumed = narrow = 0
     for number in range(arguments.cases):
         draw = Draw(arguments.seed + number)
         case = draw.case()
         refused += draw.refused
         resumed += case.is_resumed
+        narrow += case.is_narrow
         found = faults(case, worlds)
         if found:
             off[case.seed] = {"case": case.line, "faults": found}
@@ -355,6 +424,7 @@ def main() -> int:
             "seed": arguments.seed,
             "cases": arguments.cases,
             "resumed in another layout": resumed,
+            "in bf16": narrow,
             "refused draws": refused,
             "minutes": minutes,
             "off": off,

@@ -42,6 +42,13 @@ def test_what_a_layout_gets_wrong_is_noticed(gloo_world):
     assert faults(mutated, gloo_world) and not faults(one_process, gloo_world)
 
 
+def test_another_narrow_run_is_noticed(gloo_world):
+    """Negative control of runs in bf16: a learning rate a little lower."""
+    case = first(lambda case: case.is_narrow and not case.layouts[0].patches)
+    assert not faults(case, gloo_world), case.line
+    assert faults(with_flags(case, "--lr", "0.07"), gloo_world)
+
+
 def test_a_resume_without_the_optimizers_state_is_noticed(gloo_world):
     """Negative control of runs that resume elsewhere."""
     case = first(lambda case: case.is_resumed and "sgd" not in case.flags)

@@ -145,6 +145,12 @@ CASES: dict[str, tuple[int, int, str]] = {
         2,
         f"{EXPERTS} {TP2} --sequence-parallel {EP2} --expert-tensor-parallel-size 1",
     ),
+    "experts, ep2, on the host": (2, 2, f"{EXPERTS} {EP2} {OFFLOAD}"),
+    "experts, ep2, bf16, all tokens gathered": (
+        2,
+        2,
+        f"{EXPERTS} {EP2} --bf16 --moe-token-dispatcher-type allgather",
+    ),
     "latent attention": (1, 2, LATENT),
     "latent attention, bf16": (1, 2, f"{LATENT} --bf16"),
     "latent attention, recompute": (1, 2, f"{LATENT} {FULL}"),
@@ -225,6 +231,12 @@ CASES: dict[str, tuple[int, int, str]] = {
         ),
     ),
     "pp2, gpipe, head in chunks": (2, 4, f"{SMALL} {WIDE_HEAD} {PP2} --pipeline-schedule gpipe"),
+    "pp2, bf16, soft cap": (2, 4, f"{SMALL} {PP2} --bf16 --final-logit-softcapping 30"),
+    "stage 3, dp2, squared relu, recompute": (
+        2,
+        2,
+        f"{SMALL} --activation squared-relu {FULL} --zero-stage 3",
+    ),
     "tp2": (2, 2, f"{SMALL} {TP2}"),
     "tp2 sp, llama": (2, 2, f"{LARGER} {LLAMA} {TP2} --sequence-parallel"),
     "stage 2, tp2 sp dp2": (4, 2, f"{SMALL} {TP2} --sequence-parallel --zero-stage 2"),
@@ -567,10 +579,15 @@ def command(name: str) -> tuple[str, ...]:
 
 
 def compare(name: str, worlds: Worlds) -> list[dict]:
+    """`compare_flags` of a case."""
+    rows = compare_flags(command(name), CASES[name][0], worlds)
+    return [{"case": name, **row} for row in rows]
+
+
+def compare_flags(flags: tuple[str, ...], ranks: int, worlds: Worlds) -> list[dict]:
     """Of each pipeline rank: the bytes at the worst moment of a run's second step, as measured and
     as planned.
     """
-    ranks, flags = CASES[name][0], command(name)
     config = resolve(parse_arguments(list(flags)).config, ranks, VOCAB + 1).config
     with mock.patch.dict(HEAD_CHUNK_BYTES, cpu=HEAD_CHUNK):
         planned = rank_memories(config, VOCAB + 1, ranks, "cpu")
@@ -583,7 +600,6 @@ def compare(name: str, worlds: Worlds) -> list[dict]:
             if kind not in ("total", "before") and size
         }
         row = {
-            "case": name,
             "pipeline_rank": pipeline_rank,
             "measured": sum(found.values()),
             "measured_kinds": found,

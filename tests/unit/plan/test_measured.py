@@ -16,11 +16,15 @@ IN_CI = [
     "stage 2, dp2, recompute",
     "stage 3, dp2",
     "pp2",
+    "pp2, bf16, soft cap",
+    "stage 3, dp2, squared relu, recompute",
+    "experts, ep2, on the host",
+    "experts, ep2, bf16, all tokens gathered",
     "tp2 sp, llama",
     "tp2 sp, head in chunks, soft cap",
     "pp2, zero-bubble, our kernels, head in chunks",
     "stage 3, dp2, fp32, kept gathered, weights on the host",
-]  # all of two ranks
+]  # of two ranks at most
 
 
 @pytest.mark.parametrize("name", IN_CI)

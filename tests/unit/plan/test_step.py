@@ -275,6 +275,21 @@ def test_explain_changes_one_flag(h100):
     assert without and without[0].seconds < base
 
 
+def test_explain_leaves_out_what_no_kernel_computes(h100):
+    """FlashAttention-4 takes no window, and copies to the host ask what attention keeps."""
+    flags = "--window-size 1024 --activation-offload "
+    tried = explain(
+        Search(asked(flags), VOCABULARY, 8, h100), resolve(asked(flags), 8, VOCABULARY).config
+    )
+    assert tried and all(("model", "attention_backend") not in each.change for each in tried)
+
+
+def test_a_search_says_which_kernel_is_missing_where_no_layout_has_it(h100):
+    search = Search(asked("--window-size 1024 --attention-backend fa4 "), VOCABULARY, 8, h100)
+    with pytest.raises(UserError, match="--attention-backend fa4: cannot compute --window-size"):
+        search.run()
+
+
 def test_the_tool_prints_a_step_as_text_and_as_json():
     flags = [*MODEL.split(), "--world-size", "8", "--hardware", "h100"]
     text = run("step", [*flags, "--gpu-hour-price", "2"])
