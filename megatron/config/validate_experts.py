@@ -84,7 +84,13 @@ def _router(run: RunView) -> Faults:
             f"{run.show('moe_router_topk')}: there are {run.num_experts} experts; give "
             f"{run.num_experts} or fewer"
         )
-    if run.moe_router_enable_expert_bias and run.moe_router_score_function == "softmax":
+    is_softmax = run.moe_router_score_function == "softmax"
+    if run.moe_router_topk == 1 and is_softmax and not run.moe_router_pre_softmax:
+        yield (
+            f"{run.show('moe_router_topk')}: the softmax of one chosen logit is 1 whatever it is, "
+            "so that the router would learn nothing from the loss; give --moe-router-pre-softmax"
+        )
+    if run.moe_router_enable_expert_bias and is_softmax:
         yield (
             "--moe-router-enable-expert-bias: a bias means something beside scores of a fixed "
             "range; give --moe-router-score-function sigmoid"

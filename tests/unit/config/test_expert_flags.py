@@ -25,6 +25,12 @@ def faults(words: str, ranks: int = 1) -> list[str]:
     "words, ranks, fault",
     [
         ("--moe-router-topk 9", 1, "--moe-router-topk 9: there are 8 experts; give 8 or fewer"),
+        ("--moe-router-topk 1", 1, "--moe-router-topk 1: the softmax of one chosen logit is 1"),
+        (
+            "--activation-offload --offload-modules mlp_norm mlp_act",
+            1,
+            "--offload-modules mlp_act: experts' activations are not offloaded",
+        ),
         ("--moe-layer-freq 0", 1, "--moe-layer-freq '0': give 1 or more"),
         ("--moe-layer-freq [1]*3", 1, "'[1]*3' has 3 entries, and --num-layers is 4"),
         ("--moe-layer-freq [0]*4", 1, "no layer has experts; drop --num-experts"),

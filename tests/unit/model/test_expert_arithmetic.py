@@ -23,7 +23,7 @@ MODELS = {
     "dense first": "--swiglu --moe-layer-freq [0,1,1,1]",
     "shared": "--swiglu --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
     "bias": "--swiglu --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-    "ungated": "--moe-router-topk 1",
+    "ungated": "--moe-router-topk 1 --moe-router-pre-softmax",
 }
 
 
