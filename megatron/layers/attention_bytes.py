@@ -114,9 +114,9 @@ class AttentionBytes:
         if self.blocks:
             heads = 0 if "qkv" in recomputed else self._heads_for_blocks()
             return tokens * (heads + self._blocks_per_token())
-        shared = self._shared_per_token() if self.cp > 1 else 0
         if "qkv" in recomputed:
-            return tokens * (self._core_per_token() + max(0, shared)) + self._mask()
+            return tokens * (self._core_per_token() + self._exchanged_per_token()) + self._mask()
+        shared = self._shared_per_token() if self.cp > 1 else 0
         return tokens * (self._saved_per_token() + shared) + self._mask()
 
     def inputs(self, recomputed: frozenset[str] = frozenset()) -> list[tuple[int, int]]:
@@ -220,6 +220,19 @@ class AttentionBytes:
             return self.compute * (q + 2 * repeated - k)
         own = 3 * k if self.rotates else 2 * k + self._gathered - q
         return self.compute * (2 * repeated - own)
+
+    def _exchanged_per_token(self) -> int:
+        """What the core reads of other context-parallel ranks and is kept, whatever is made again
+        of this rank's projection; where heads are exchanged the output too, before it goes back.
+        """
+        if self.cp == 1:
+            return 0
+        if self.is_plain or self.is_widened:
+            return max(0, self._shared_per_token())
+        (q, k), repeated = self.widths, self.repeated
+        if self.gathers:
+            return self.compute * 2 * k * self.cp
+        return self.compute * (2 * q + (0 if self.is_repeated else 2 * repeated))
 
     @property
     def repeated(self) -> int:

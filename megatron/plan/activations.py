@@ -405,7 +405,9 @@ def _backward(
         split = max(backward + shape.activated, outside + left)
     else:
         backward = max(hidden + in_piece, outside)  # beside the gradient of the MLP's input
-        split = outside + hidden + mlp  # what all pieces leave stays
+        # what pieces leave stays, in the last one also fc2's input
+        left = (mlp * (pieces - 1) + shape.activated) // pieces
+        split = max(outside + hidden + mlp, hidden + in_piece + left)
     return backward, split + (hidden if model.hidden_dropout > 0 else 0)
 
 

@@ -420,6 +420,21 @@ CASES: dict[str, tuple[int, int, str]] = {
     ),
     "cp2": (2, 2, f"{SMALL} {CP2}"),
     "cp2, heads exchanged": (2, 2, f"{SMALL} {CP2} --cp-comm-type a2a"),
+    "cp2, heads exchanged, recompute qkv": (
+        2,
+        2,
+        f"{SMALL} {CP2} --cp-comm-type a2a {SELECTIVE} qkv --position-embedding-type rope",
+    ),
+    "cp2, our kernels, gathered keys, recompute qkv": (
+        2,
+        2,
+        f"{SMALL} {CP2} {KERNELS} {SELECTIVE} qkv --position-embedding-type rope",
+    ),
+    "cp2, our kernels, heads exchanged, norms of queries, recompute qkv": (
+        2,
+        2,
+        f"{SMALL} {CP2} {KERNELS} --cp-comm-type a2a {SELECTIVE} qkv --qk-layernorm",
+    ),
     "cp2, llama, bf16": (2, 2, f"{LARGER} {LLAMA} {CP2} --bf16"),
     "cp2, llama, grouped, heads exchanged": (
         2,
@@ -527,6 +542,12 @@ CASES: dict[str, tuple[int, int, str]] = {
         2,
         4,
         f"{SMALL} {PP2} --pipeline-schedule zero-bubble --hidden-dropout 0.1 {TILED}",
+    ),
+    "pp2, zero-bubble-v, llama, dropout, MLP in two pieces": (
+        2,
+        4,
+        f"{SMALL} {LLAMA} {PP2} --pipeline-schedule zero-bubble-v --hidden-dropout 0.1 "
+        "--tiled-mlp 2 --fused-linear-cross-entropy",
     ),
     "one rank, our kernels, llama, bf16, norms rebuilt, MLP in pieces": (
         1,
