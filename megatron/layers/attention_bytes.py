@@ -228,7 +228,7 @@ class AttentionBytes:
         if self.cp == 1:
             return 0
         if self.is_plain or self.is_widened:
-            return max(0, self._shared_per_token())
+            return self._shared_per_token()
         (q, k), repeated = self.widths, self.repeated
         if self.gathers:
             return self.compute * 2 * k * self.cp

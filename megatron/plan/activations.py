@@ -15,7 +15,7 @@ from functools import cached_property
 
 import torch
 
-from megatron.config.derive import GATED, attention_ranks, expert_ranks
+from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config
 from megatron.kernels.attention_masks import table_bytes
@@ -219,12 +219,22 @@ class Shape:
 
     def mlp_scratch(self) -> tuple[int, int]:
         """The same of the MLP: of fc2's and of fc1's weight."""
-        model, tokens = self.model, self.tokens // self.pieces
-        h = model.hidden_size
-        return (
-            self.weight_scratch(model.ffn_hidden_size, h, tokens),
-            self.weight_scratch(h, saved_widths(model)[0], tokens),
-        )
+        return self._mlp_scratch(self.model.ffn_hidden_size, self.tokens // self.pieces)
+
+    def _mlp_scratch(self, width: int, tokens: int) -> tuple[int, int]:
+        """Of an MLP of such a width, of so many tokens at a time."""
+        columns, _ = saved_widths(replace(self.model, ffn_hidden_size=width))
+        h = self.model.hidden_size
+        return self.weight_scratch(width, h, tokens), self.weight_scratch(h, columns, tokens)
+
+    def mlp_inputs(self) -> dict[str, list[tuple[int, int]]]:
+        """(elements, bytes) of the storages that the MLP's modules keep and let go to the host."""
+        compute = self.compute
+        return {
+            "mlp_fc1": [(self.hidden // compute, self.hidden)],
+            "mlp_act": [(self.inner // compute, self.inner)],
+            "mlp_fc2": [(self.activated // compute, self.activated)],
+        }
 
 
 class ExpertShape(Shape):
@@ -246,18 +256,24 @@ class ExpertShape(Shape):
 
     def mlp_scratch(self) -> tuple[int, int]:
         """Of one expert after another, or of the shared expert."""
-        model, ranks = self.model, expert_ranks(self.config)
-        rows = self.own * model.moe_router_topk * ranks.etp
-        held = (model.num_experts or 1) // ranks.ep
-        widths = {model.moe_ffn_hidden_size or 0: max(1, rows // held)}
+        model = self.model
+        assert model.num_experts is not None and model.moe_ffn_hidden_size is not None
+        rows = self.experts.rows // (model.hidden_size * self.compute)
+        held = model.num_experts // expert_ranks(self.config).ep
+        fc2, fc1 = self._mlp_scratch(model.moe_ffn_hidden_size, max(1, rows // held))
         if model.moe_shared_expert_intermediate_size:
-            widths[model.moe_shared_expert_intermediate_size] = self.tokens
-        gated = 2 if model.activation in GATED else 1
-        h = model.hidden_size
-        return (
-            max(self.weight_scratch(width, h, tokens) for width, tokens in widths.items()),
-            max(self.weight_scratch(h, gated * width, tokens) for width, tokens in widths.items()),
-        )
+            shared = self._mlp_scratch(model.moe_shared_expert_intermediate_size, self.tokens)
+            return max(fc2, shared[0]), max(fc1, shared[1])
+        return fc2, fc1
+
+    def mlp_inputs(self) -> dict[str, list[tuple[int, int]]]:
+        """Of experts the shared one alone lets anything go."""
+        own, compute = self.experts, self.compute
+        return {
+            "mlp_fc1": [],
+            "mlp_act": [(own.shared_inner // compute, own.shared_inner)],
+            "mlp_fc2": [(own.shared_activated // compute, own.shared_activated)],
+        }
 
     def dropped(self, modules: frozenset[str]) -> DroppedBytes:
         own, whole = self.experts, "mlp" in modules
@@ -573,9 +589,8 @@ def leaving_bytes(
         size = shape.hidden // tp if shape.shares_inputs else shape.hidden
         goes = size // shape.compute >= smallest
         return LeavingBytes((size,) if goes else (), goes and not shape.shares_inputs, False)
-    kept = _inputs_of_modules(shape, choice.modules | always_rebuilt(model))
-    if shape.config.model.expert_layers()[index]:
-        kept |= _inputs_in_experts(shape)
+    of_layer = shape.with_experts if shape.config.model.expert_layers()[index] else shape
+    kept = _inputs_of_modules(of_layer, choice.modules | always_rebuilt(model))
     going = {
         module: [size for elements, size in kept[module] if size and elements >= smallest]
         for module in kept
@@ -607,19 +622,7 @@ def _inputs_of_modules(
         "core_attn": attention,
         "attn_proj": [(output // compute, output)],
         "mlp_norm": norm,
-        "mlp_fc1": [hidden],
-        "mlp_act": [(shape.inner // compute, shape.inner)],
-        "mlp_fc2": [(shape.activated // compute, shape.activated)],
-    }
-
-
-def _inputs_in_experts(shape: Shape) -> dict[str, list[tuple[int, int]]]:
-    """The same of a layer's experts, of which the shared one alone lets anything go."""
-    own, compute = shape.with_experts.experts, shape.compute
-    return {
-        "mlp_fc1": [],
-        "mlp_act": [(own.shared_inner // compute, own.shared_inner)],
-        "mlp_fc2": [(own.shared_activated // compute, own.shared_activated)],
+        **shape.mlp_inputs(),
     }
 
 

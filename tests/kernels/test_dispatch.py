@@ -176,6 +176,13 @@ def test_a_ring_on_a_gpu_needs_our_attention(kind, backend):
     assert choose_kernels(shared(kind, "auto"), CPU)[0].model.attention_backend == "auto"
 
 
+def test_a_ring_is_not_told_to_take_a_kernel_that_cannot_compute_it():
+    config = shared("p2p", "auto")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, kv_channels=12))
+    with pytest.raises(ValueError, match="multiple of 8.*; give --cp-comm-type allgather or a2a$"):
+        choose_kernels(config, GPU)
+
+
 @pytest.mark.parametrize(
     ("kind", "model", "is_able"),
     [

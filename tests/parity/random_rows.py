@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -395,14 +396,28 @@ def run_in(case: Case, worlds: Worlds, folder: str) -> list[Outcome]:
     return worlds(last.ranks).run(run_case, flags, case.patches + last.patches)
 
 
-def main() -> int:
+def resized(flags: tuple[str, ...], sizes: Mapping[str, int]) -> list[str]:
+    """The same flags with other values of some."""
+    found = list(flags)
+    for at, flag in enumerate(flags):
+        if flag in sizes:
+            found[at + 1] = f"{sizes[flag]}"
+    return found
+
+
+def which_cases(description: str | None) -> argparse.Namespace:
+    """What the command line asks for: `cases`, the first one's `seed`, and `out`."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="that of the first case")
     parser.add_argument("--out", help="write the results to this JSON file")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = which_cases(__doc__)
     worlds, begun, off = Worlds(), time.monotonic(), {}
     refused = resumed = narrow = 0
     for number in range(arguments.cases):

@@ -10,7 +10,6 @@ misses a run without experts, whose exchange it knows less well.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -22,7 +21,7 @@ from statistics import median
 from measured import VOCAB, compare_flags  # isort: skip
 
 from distributed.pool import Worlds
-from parity.random_rows import Draw, Layout
+from parity.random_rows import Draw, Layout, resized, which_cases
 
 TOLERANCE = 0.03
 SIZES = {
@@ -55,17 +54,14 @@ WITHOUT = {
 
 
 def larger(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """The same flags with the sizes of SIZES."""
-    found, words = [], iter(flags)
+    """The same flags with the sizes of SIZES, and without what is not measured."""
+    found, words = [], iter(resized(flags, SIZES))
     for word in words:
         if word in WITHOUT:
             for _ in range(WITHOUT[word]):
                 next(words)
             continue
         found.append(word)
-        if word in SIZES:
-            next(words)
-            found.append(f"{SIZES[word]}")
     if "--num-experts" in found:
         found.append("--moe-router-force-load-balancing")
     return tuple(found)
@@ -79,18 +75,11 @@ def drawn(seed: int) -> tuple[tuple[str, ...], Layout] | None:
     layout = case.layouts[-1]
     if layout.patches:
         return None
-    flags = larger((*case.flags, *layout.flags))
-    return flags, layout
+    return larger((*case.flags, *layout.flags)), layout
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="that of the first case")
-    parser.add_argument("--out", help="write the results to this JSON file")
-    arguments = parser.parse_args()
+    arguments = which_cases(__doc__)
     worlds, begun = Worlds(), time.monotonic()
     ratios: dict[str, dict[int, float]] = {"dense": {}, "experts": {}}
     for seed in range(arguments.seed, arguments.seed + arguments.cases):

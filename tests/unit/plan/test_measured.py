@@ -24,7 +24,7 @@ IN_CI = [
     "tp2 sp, head in chunks, soft cap",
     "pp2, zero-bubble, our kernels, head in chunks",
     "stage 3, dp2, fp32, kept gathered, weights on the host",
-]  # of two ranks at most
+]  # all of two ranks
 
 
 @pytest.mark.parametrize("name", IN_CI)

@@ -8,7 +8,7 @@ import json
 import re
 
 import pytest
-from parity.random_rows import Draw
+from parity.random_rows import Draw, resized
 
 from megatron.plan.hardware import names
 from tools.plan import run
@@ -35,11 +35,7 @@ DEVICES = names()
 
 def large(flags: tuple[str, ...]) -> list[str]:
     """The same flags with the sizes of a large model, in bf16."""
-    found = ["--bf16" if flag == "--fp64" else flag for flag in flags]
-    for at, flag in enumerate(found):
-        if flag in SIZES:
-            found[at + 1] = f"{SIZES[flag]}"
-    return found
+    return ["--bf16" if flag == "--fp64" else flag for flag in resized(flags, SIZES)]
 
 
 def drawn(seed: int) -> tuple[list[str], list[str]]:
