@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import JsonObject
+from megatron.config.metadata import is_rotary
 from megatron.interop.huggingface import (
     GATED_ACTIVATIONS,
     GATED_NAMES,
@@ -23,6 +24,7 @@ from megatron.interop.huggingface import (
     our_rotary,
     their_rotary,
 )
+from megatron.interop.unread_fields import refuse_unread_fields
 
 KIND = "deepseek_v3"
 EPSILON = 1e-6  # of the latents' norms
@@ -71,6 +73,10 @@ def _layer_rules(model: ModelConfig, theirs: str, ours: str, experts: bool) -> l
 # ---- ours -> theirs ------------------------------------------------------------------------------
 
 
+@refuse_unread_fields(
+    "Hugging Face's DeepSeek-V3 models",
+    implied=("multi_latent_attention", "kv_channels", "num_query_groups"),
+)
 def to_deepseek(model: ModelConfig, vocab_size: int) -> tuple[JsonObject, list[Rule]]:
     """As `to_huggingface`, of a model with latent attention."""
     faults = [flag for flag, holds in _faults(model).items() if holds]
@@ -141,6 +147,7 @@ def _faults(model: ModelConfig) -> dict[str, bool]:
         "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
         "--final-logit-softcapping": model.final_logit_softcapping is not None,
         "--window-size": model.window_size is not None,
+        f"--position-embedding-type {model.position_embedding_type}": not is_rotary(model),
         "--normalization LayerNorm": model.normalization != "RMSNorm",
         f"--norm-epsilon other than {EPSILON}": model.norm_epsilon != EPSILON,
         "latent attention without --qk-layernorm": not model.qk_layernorm,

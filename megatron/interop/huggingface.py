@@ -27,6 +27,7 @@ from megatron.interop.huggingface_experts import (
     their_experts,
 )
 from megatron.interop.huggingface_rules import ExpertNames, Rule, is_fused, rules
+from megatron.interop.unread_fields import refuse_unread_fields
 
 _GPT2_ACTIVATIONS = {
     "gelu_new": "gelu-tanh",
@@ -137,6 +138,10 @@ def _rotary_faults(model: ModelConfig, kind: str) -> dict[str, bool]:
 # ---- ours -> theirs ------------------------------------------------------------------------------
 
 
+@refuse_unread_fields(
+    "Hugging Face's GPT-2, Llama, Mistral, Mixtral and Qwen models",
+    implied=("group_query_attention",),
+)
 def to_huggingface(
     model: ModelConfig, vocab_size: int, *, fused: bool = False
 ) -> tuple[JsonObject, list[Rule]]:

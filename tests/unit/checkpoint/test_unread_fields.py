@@ -1,0 +1,103 @@
+"""No exporter drops a setting of the model: each field is written, refused by flag, or acts in
+training only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from parity.latent_fields import LATENT, ROUTED, YARN
+from test_huggingface import CASES, LLAMA, VOCAB
+
+from megatron.config.arguments import options_by_field
+from megatron.config.derive import RunView
+from megatron.config.errors import UserError
+from megatron.config.groups import Config, ModelConfig
+from megatron.config.metadata import KERNEL, ROUNDING, model_flag
+from megatron.interop.families import to_huggingface
+from megatron.interop.unread_fields import TRAINING_ONLY
+
+MODELS = {name: dataclasses.replace(base, **changes) for name, (base, changes, _) in CASES.items()}
+MODELS["deepseek dense"] = dataclasses.replace(LLAMA, **LATENT)
+MODELS["deepseek"] = dataclasses.replace(
+    LLAMA, q_lora_rank=20, moe_layer_freq="[0]*1+[1]*2", **LATENT, **YARN, **ROUTED
+)
+# Follow from other fields in a resolved model.
+IMPLIED = ("group_query_attention", "num_query_groups", "kv_channels")
+
+
+def has_no_effect(model: ModelConfig, field: str) -> bool:
+    """Whether no value of the field changes this model."""
+    return (field == "add_qkv_bias" and model.add_bias_linear) or (
+        field == "ffn_hidden_size" and all(model.expert_layers())
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LargerConfig(ModelConfig):
+    """The model's group with one more field of each kind."""
+
+    embedding_scale: float = model_flag(1.0)
+    parallel_residual: bool = model_flag(False)
+    logit_scale: float | None = model_flag(None)
+
+
+def enlarged(model: ModelConfig, **values) -> LargerConfig:
+    return LargerConfig(**{**dataclasses.asdict(model), **values})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_new_field_is_refused_until_it_is_mapped(name):
+    model = MODELS[name]
+    assert to_huggingface(enlarged(model), VOCAB) == to_huggingface(model, VOCAB)
+    new = {"embedding_scale": 8.0, "parallel_residual": True, "logit_scale": 0.5}
+    with pytest.raises(UserError) as error:
+        to_huggingface(enlarged(model, **new), VOCAB)
+    text = str(error.value)
+    assert text.endswith(
+        "cannot express: --embedding-scale 8.0; --parallel-residual; --logit-scale 0.5"
+    )
+
+
+def other_values(name: str, value) -> list:
+    """Values that a field could have instead."""
+    option = options_by_field()["model", name]
+    if option.choices:
+        return [choice for choice in option.choices if choice != value]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, str):
+        return ["3"]
+    return [3.0 if option.kind is float else 2] if value is None else [value * 2]
+
+
+def changed_models(model: ModelConfig):
+    """The model with one field changed, for every field and value that acts."""
+    for field in dataclasses.fields(model):
+        exempt = field.name in (*TRAINING_ONLY, *IMPLIED) or has_no_effect(model, field.name)
+        kernel = field.metadata.get("change") in (KERNEL, ROUNDING)
+        for value in (
+            [] if exempt or kernel else other_values(field.name, getattr(model, field.name))
+        ):
+            changed = dataclasses.replace(model, **{field.name: value})
+            run = RunView(Config(model=changed), 1, None)
+            if all(need.is_met(run) for need in field.metadata.get("needs", ())):
+                yield field.name, changed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_field_changes_the_export_or_is_refused(name):
+    model = MODELS[name]
+    written = to_huggingface(model, VOCAB)
+    dropped = []
+    count = 0
+    for field, changed in changed_models(model):
+        count += 1
+        try:
+            same = to_huggingface(changed, VOCAB) == written
+        except UserError:
+            continue
+        dropped += [(field, getattr(changed, field))] if same else []
+    assert not dropped
+    assert count > 20
