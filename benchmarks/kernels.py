@@ -14,7 +14,7 @@ Parts (--parts), in this order until --minutes are used up; the rest is listed a
 limits     a product of 8192 x 8192 matrices in bf16, and a copy of 1 GiB: what fractions below are
 of
 attention  heads of 64 and 128, causal and full, 16384 tokens in sequences of 1024 to 16384, 2048
-channels: ours (and with atomic sums of dq), torch's flash
+channels, and a layer of Llama 3 8B (32 query heads on 8 key heads in the fused projection): ours (and with atomic sums of dq), torch's flash
            kernel held to equal bits (what --deterministic-mode takes) and not, its cuDNN kernel,
            flex_attention. FLOPs as everybody counts them: 4 b n s^2 d forward, half of it when
            causal, 2.5 times that backward
@@ -26,7 +26,9 @@ weights, AdamW and the gradient's norm: bytes that must be moved, by time
 Where a result is cheap to know, ours is compared with fp32 before it is timed; an error above the
 bound is a row of its own, a fault. `predicted` was written before anything was measured. Times are
 medians over events around single calls, after three calls to warm up, with a buffer of twice the L2
-cache overwritten in between; the implementations of a case take turns.
+cache overwritten in between; the device sleeps while the host enqueues a call, so host time is not
+counted. The implementations of a case take turns. Results are written after every case, so that an
+interrupted run keeps what it measured.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +66,9 @@ from megatron.benchmarks.peers.one_call import OneCall
 from megatron.kernels import lang
 
 WARM_UP, REPETITIONS = 3, 20
+HEADER = (
+    "| part | case | implementation | ms | rate | of the limit | |\n|---|---|---|---|---|---|---|"
+)
 
 
 @dataclass
@@ -90,7 +96,14 @@ class Bench:
     # relative error in the Frobenius norm, against fp32
     BOUND = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
-    def __init__(self, device: torch.device, tiny: bool, deadline: float):
+    def __init__(
+        self,
+        device: torch.device,
+        tiny: bool,
+        deadline: float,
+        after_case: Callable[[Bench], None] = lambda bench: None,
+    ):
+        self.after_case = after_case
         self.device, self.tiny, self.deadline, self.rows = device, tiny, deadline, []
         # the interpreter's bf16 is wrong
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -140,6 +153,7 @@ class Bench:
             elif row.fault is None:
                 row.milliseconds = statistics.median(row.all)
             print(self.line(row), flush=True)
+        self.after_case(self)
 
     @contextlib.contextmanager
     def checking(self, case: str, implementation: str, operator: str = "") -> Iterator[None]:
@@ -206,6 +220,25 @@ def describe(device: torch.device) -> dict[str, object]:
     sys.exit("Triton is not installed: pip install triton==3.6.0")
 
 
+def write_results(out: Path, about: dict[str, object], finished: bool, bench: Bench) -> None:
+    """Write kernels.json and kernels.md, each replaced by one rename. `finished`: no case is left
+    to measure.
+    """
+    found = {
+        **about,
+        "tiny": bench.tiny,
+        "finished": finished,
+        "limits": bench.limits,
+        "rows": [asdict(row) for row in bench.rows],
+    }
+    described = ", ".join(f"{name} {value}" for name, value in about.items())
+    table = "\n".join([described, "", HEADER, *map(bench.line, bench.rows)])
+    for name, text in (("kernels.json", json.dumps(found, indent=1)), ("kernels.md", table)):
+        partial_file = out / f"{name}.partial"
+        partial_file.write_text(text + "\n")
+        partial_file.replace(out / name)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -218,40 +251,16 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.tiny:
         parser.error("no GPU is here: --tiny tries the tool on a CPU")
-    bench = Bench(device, arguments.tiny, time.monotonic() + 60 * arguments.minutes)
-    about = describe(device)
-    print(
-        "| part | case | implementation | ms | rate | of the limit | |\n"
-        "|---|---|---|---|---|---|---|"
-    )
+    about, out = describe(device), arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * arguments.minutes
+    bench = Bench(device, arguments.tiny, deadline, partial(write_results, out, about, False))
+    print(HEADER)
     for name in arguments.parts:
         PARTS[name](bench)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "kernels.json").write_text(
-        json.dumps(
-            {
-                **about,
-                "tiny": arguments.tiny,
-                "limits": bench.limits,
-                "rows": [asdict(row) for row in bench.rows],
-            },
-            indent=1,
-        )
-        + "\n"
-    )
-    table = [
-        "| part | case | implementation | ms | rate | of the limit | |",
-        "|---|---|---|---|---|---|---|",
-        *(bench.line(row) for row in bench.rows),
-    ]
-    (arguments.out / "kernels.md").write_text(
-        "\n".join([", ".join(f"{name} {value}" for name, value in about.items()), "", *table])
-        + "\n"
-    )
+    write_results(out, about, True, bench)
     faults = [row for row in bench.rows if row.fault and row.implementation.startswith("ours")]
-    print(
-        f"{len(bench.rows)} rows, {len(faults)} of ours without a time; results in {arguments.out}"
-    )
+    print(f"{len(bench.rows)} rows, {len(faults)} of ours without a time; results in {out}")
     return 1 if faults else 0
 
 

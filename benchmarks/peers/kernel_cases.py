@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,117 +115,137 @@ def limits(bench: Any) -> None:
         bench.limits[row.unit] = bench.rate(row)
 
 
-def attention(bench: Any) -> None:
-    """16384 tokens and 2048 channels, however they are cut."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+class AttentionShape(NamedTuple):
+    """Causal or full self-attention of [s, b] tokens. `fused`: operands lie in the projection
+    [s, b, g, n / g + 2, d], as the model has them.
+    """
 
+    s: int
+    b: int
+    n: int  # query heads
+    g: int  # key heads
+    d: int
+    causal: bool
+    fused: bool = False
+
+    def __str__(self) -> str:
+        kind = "causal" if self.causal else "full"
+        fused = f", {self.n}/{self.g} heads, fused" if self.fused else ""
+        return f"d {self.d}, {kind}, {self.s}{fused}"
+
+
+def attention_shapes(tiny: bool) -> list[AttentionShape]:
+    """16384 tokens and 2048 channels of separate operands, and a layer of Llama 3 8B."""
     tokens, channels, lengths = (
-        (256, 128, (128,)) if bench.tiny else (16384, 2048, (16384, 8192, 4096, 2048, 1024))
+        (256, 128, (128,)) if tiny else (16384, 2048, (16384, 8192, 4096, 2048, 1024))
     )
+    shapes = [
+        AttentionShape(s, tokens // s, channels // d, channels // d, d, causal)
+        for d in (64, 128)
+        for causal in (True, False)
+        for s in lengths
+    ]
+    llama = (32, 1, 4, 2) if tiny else (8192, 1, 32, 8)
+    return [*shapes, AttentionShape(*llama, 128, True, fused=True)]
+
+
+def attention(bench: Any) -> None:
+    """Every shape forward and backward, ours against torch's backends."""
     gluon = None
     with bench.checking("attention forward", "ours in Gluon"):
         gluon = _gluon(bench.device)
-    for d in (64, 128):
-        for causal in (True, False):
-            for length in lengths:
-                b, n = tokens // length, channels // d
-                q, k, v, dout = (
-                    torch.randn(length, b, n, d, device=bench.device, dtype=bench.dtype)
-                    for _ in range(4)
+    for shape in attention_shapes(bench.tiny):
+        attention_case(bench, shape, gluon)
+
+
+def attention_case(
+    bench: Any, shape: AttentionShape, gluon: Callable[[int, int], dict[str, Any]] | None
+) -> None:
+    """Times one shape. torch gets q, k and v, which are views of the fused projection."""
+    s, b, n, g, d, causal, fused = shape
+    mask, random = AttentionMask(causal=causal), partial(torch.randn, device=bench.device)
+    dout = random(s, b, n, d, dtype=bench.dtype)
+    if fused:
+        ours = (random(s, b, g, n // g + 2, d, dtype=bench.dtype),)
+        q, k, v = by_key_head(ours)
+        q = q.flatten(2, 3)
+    else:
+        ours = q, k, v = tuple(random(s, b, n, d, dtype=bench.dtype) for _ in range(3))
+    systems = _attention_systems(bench.device, shape, mask)
+    flops = 4.0 * b * n * s**2 * d / (2 if causal else 1)
+    expected = _attention_expected(q, k, v, causal)
+    forwards, backwards = {}, {}
+    for name, call in systems.items():
+        operands = ours if name.startswith("ours") else (q, k, v)
+        inputs = [x.detach().requires_grad_() for x in operands]
+        with bench.checking(f"attention forward {shape}", name, "attention"):
+            out = call(*inputs)
+            bench.check(out, expected)
+            held = _held if name == DETERMINISTIC else lambda call: call
+            backwards[name] = held(
+                lambda out=out, inputs=inputs: torch.autograd.grad(
+                    out, inputs, dout, retain_graph=True
                 )
-                mask = AttentionMask(causal=causal)
+            )
+            if "atomic" not in name:
+                forwards[name] = held(partial(call, *operands))
+    choice = {"operator": "attention", "rival": DETERMINISTIC}
+    in_gluon = {
+        name: partial(
+            attention_gluon.forward, *by_key_head(ours), mask, Options(d**-0.5), configuration
+        )
+        for name, configuration in (gluon(d, s) if gluon else {}).items()
+    }
+    for direction, calls, work, expect, expect_gluon in (
+        ("forward", (forwards, in_gluon), flops, EXPECTED[d, True], EXPECTED_GLUON),
+        (
+            "backward",
+            (backwards, {"ours in Gluon": _gluon_backward(ours, dout, mask)} if gluon else {}),
+            2.5 * flops,
+            EXPECTED[d, False],
+            EXPECTED_GLUON_BACKWARD,
+        ),
+    ):
+        case = ("attention", f"{direction}, {shape}")
+        bench.measure(*case, calls[0], work, "FLOP", 1e3 * work / expect, **choice)
+        if calls[1]:
+            predicted = 1e3 * work / expect_gluon[d, causal]
+            bench.measure(*case, calls[1], work, "FLOP", predicted)
 
-                def ours(q, k, v, *, deterministic: bool = True, mask=mask, d=d) -> Tensor:
-                    return flash_attention(
-                        q, k, v, scale=d**-0.5, mask=mask, deterministic=deterministic
-                    )[0]
 
-                def torchs(backend: SDPBackend, causal: bool = causal) -> Callable[..., Tensor]:
-                    def call(q, k, v) -> Tensor:
-                        with sdpa_kernel(backend):
-                            return F.scaled_dot_product_attention(
-                                *(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=causal
-                            ).permute(2, 0, 1, 3)
+def _attention_systems(
+    device: torch.device, shape: AttentionShape, mask: AttentionMask
+) -> dict[str, Callable[..., Tensor]]:
+    """Implementations by name: functions of ours' operands, or of q, k and v [s, b, heads, d]."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-                    return call
+    scale = shape.d**-0.5
 
-                systems = {
-                    "ours": ours,
-                    "ours, atomic dq": lambda q, k, v, ours=ours: ours(
-                        q, k, v, deterministic=False
-                    ),
-                }
-                if bench.device.type == "cuda":
-                    systems |= {
-                        DETERMINISTIC: torchs(SDPBackend.FLASH_ATTENTION),
-                        "torch flash": torchs(SDPBackend.FLASH_ATTENTION),
-                        "torch cuDNN": torchs(SDPBackend.CUDNN_ATTENTION),
-                    }
-                    if length in (8192, 2048):
-                        systems["flex_attention"] = _flex(causal, length, bench.device)
-                else:
-                    systems[DETERMINISTIC] = torchs(SDPBackend.MATH)
-                flops = 4.0 * b * n * length**2 * d / (2 if causal else 1)
-                case = f"d {d}, {'causal' if causal else 'full'}, {length}"
-                expected = _attention_expected(q, k, v, causal) if length == min(lengths) else None
-                forwards, backwards = {}, {}
-                for name, call in systems.items():
-                    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-                    with bench.checking(f"attention forward {case}", name, "attention"):
-                        out = call(*inputs)
-                        if expected is not None:
-                            bench.check(out, expected)
-                        held = _held if name == DETERMINISTIC else lambda call: call
-                        backwards[name] = held(
-                            lambda out=out, inputs=inputs, dout=dout: torch.autograd.grad(
-                                out, inputs, dout, retain_graph=True
-                            )
-                        )
-                        if "atomic" not in name:
-                            forwards[name] = held(lambda call=call, plain=(q, k, v): call(*plain))
-                choice = {"operator": "attention", "rival": DETERMINISTIC}
-                bench.measure(
-                    "attention",
-                    f"forward, {case}",
-                    forwards,
-                    flops,
-                    "FLOP",
-                    1e3 * flops / EXPECTED[d, True],
-                    **choice,
-                )
-                if gluon is not None:
-                    bench.measure(
-                        "attention",
-                        f"forward, {case}",
-                        {
-                            name: lambda layout=layout, plain=(q, k, v): attention_gluon.forward(
-                                *by_key_head(plain), mask, Options(d**-0.5), layout
-                            )
-                            for name, layout in gluon(d, length).items()
-                        },
-                        flops,
-                        "FLOP",
-                        1e3 * flops / EXPECTED_GLUON[d, causal],
-                    )
-                bench.measure(
-                    "attention",
-                    f"backward, {case}",
-                    backwards,
-                    2.5 * flops,
-                    "FLOP",
-                    2.5e3 * flops / EXPECTED[d, False],
-                    **choice,
-                )
-                if gluon is not None:
-                    bench.measure(
-                        "attention",
-                        f"backward, {case}",
-                        {"ours in Gluon": _gluon_backward((q, k, v), dout, mask)},
-                        2.5 * flops,
-                        "FLOP",
-                        2.5e3 * flops / EXPECTED_GLUON_BACKWARD[d, causal],
-                    )
-                del forwards, backwards
+    def ours(*qkv: Tensor, deterministic: bool = True) -> Tensor:
+        return flash_attention(*qkv, scale=scale, mask=mask, deterministic=deterministic)[0]
+
+    def torchs(backend: SDPBackend) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(
+                    *(x.permute(1, 2, 0, 3) for x in (q, k, v)),
+                    is_causal=shape.causal,
+                    enable_gqa=shape.n != shape.g,
+                ).permute(2, 0, 1, 3)
+
+        return call
+
+    systems = {"ours": ours, "ours, atomic dq": partial(ours, deterministic=False)}
+    if device.type != "cuda":
+        return systems | {DETERMINISTIC: torchs(SDPBackend.MATH)}
+    systems |= {
+        DETERMINISTIC: torchs(SDPBackend.FLASH_ATTENTION),
+        "torch flash": torchs(SDPBackend.FLASH_ATTENTION),
+        "torch cuDNN": torchs(SDPBackend.CUDNN_ATTENTION),
+    }
+    if shape.s in (8192, 2048):
+        systems["flex_attention"] = _flex(shape, device)
+    return systems
 
 
 def _held(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -277,7 +297,7 @@ def _gluon(device: torch.device) -> Callable[[int, int], dict[str, Any]] | None:
 
 
 def _gluon_backward(
-    qkv: tuple[Tensor, Tensor, Tensor], dout: Tensor, mask: AttentionMask
+    qkv: tuple[Tensor, ...], dout: Tensor, mask: AttentionMask
 ) -> Callable[[], Any]:
     """The backward pass in Gluon of what its forward pass has made."""
     options = Options(dout.shape[-1] ** -0.5)
@@ -285,21 +305,26 @@ def _gluon_backward(
     return lambda: attention_gluon_backward.backward(dout, None, out, lse, qkv, mask, options)
 
 
-def _flex(causal: bool, length: int, device: torch.device) -> Callable[..., Tensor]:
+def _flex(shape: AttentionShape, device: torch.device) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    sizes = (None, None, shape.s, shape.s)
     block = (
-        create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
-        if causal
+        create_block_mask(lambda b, h, i, j: i >= j, *sizes, device=device)
+        if shape.causal
         else None
     )
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(
-        *(x.permute(1, 2, 0, 3) for x in (q, k, v)), block_mask=block
+        *(x.permute(1, 2, 0, 3) for x in (q, k, v)),
+        block_mask=block,
+        enable_gqa=shape.n != shape.g,
     ).permute(2, 0, 1, 3)
 
 
 def _attention_expected(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """In fp32, with a key head for each query head: torch then needs no matrix of scores."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     wide = (x.permute(1, 2, 0, 3).float() for x in (q, k, v))
     return F.scaled_dot_product_attention(*wide, is_causal=causal).permute(2, 0, 1, 3)
 

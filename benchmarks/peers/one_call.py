@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 FLUSH_BYTES = 256 << 20  # twice and more of any L2 cache
+SLEEP_CYCLES = (2_000_000, 20_000_000)  # of the device's clock: about 1 ms and 10 ms
 
 
 class OneCall:
@@ -20,14 +21,25 @@ class OneCall:
         self.flush = torch.empty(1024 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def milliseconds(self, call: Callable[[], object]) -> float:
-        self.flush.zero_()
+        """Time of the call's kernels on a GPU, of the whole call on a CPU. A call that waits for
+        the device contains that wait and the host's work after it.
+        """
         if self.device.type != "cuda":
+            self.flush.zero_()
             begun = time.perf_counter()
             call()
             return 1e3 * (time.perf_counter() - begun)
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        stop.record()
+        # An idle device reaches the first event at once and then waits for the host's launches. It
+        # sleeps until all of them are queued; where it woke before (many launches, a compilation,
+        # or a call that waits for it), it sleeps longer the second time.
+        for cycles in SLEEP_CYCLES:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.flush.zero_()
+            torch.cuda._sleep(cycles)
+            start.record()
+            call()
+            stop.record()
+            if not start.query():
+                break
         stop.synchronize()
         return start.elapsed_time(stop)

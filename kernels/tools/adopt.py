@@ -9,7 +9,8 @@ the measured architecture, all cases together:
   its 95% interval by bootstrap (benchmarks/ratio_rule.py).
 - The kernel wins where the whole interval lies above 1 and no case is lost by more than 5% beyond
   its own noise.
-- A case without a time, or a wrong result, leaves the operator as it was: why is printed.
+- A case without a time, or a wrong result, leaves the operator as it was: why is printed. So does a
+  measurement that was interrupted among the operator's cases; those before it are judged.
 
 What was adopted before stays for operators and architectures that the new file has not measured.
 Results of --tiny or of a CPU are refused.
@@ -65,26 +66,34 @@ def adopted(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     for row in results["rows"]:
         if row["operator"] and row["role"]:
             found[row["operator"]][row["case"]][row["role"]] = row
+    # cases of an operator follow each other, so that an interruption affects the last one alone
+    interrupted = None if results["finished"] or not found else next(reversed(found))
     rows, left = [], []
     for operator, cases in found.items():
-        if lacking := lacks(cases):
+        if operator == interrupted:
+            left.append(f"{operator}: the measurement was interrupted, cases may be missing")
+        elif lacking := lacks(cases):
             left.append(f"{operator}: {lacking}")
-            continue
-        measured = list(cases.values())
-        times = [[roles[role]["all"] for roles in measured] for role in ("kernel", "rival")]
-        rows.append(
-            {
-                "operator": operator,
-                "implementation": "triton",
-                "architecture": results["architecture"],
-                "rival": measured[0]["rival"]["implementation"],
-                **judge(*times),
-                "cases": len(measured),
-                "gpu": results["device"],
-                **{name: results[name] for name in ("torch", "triton", "date")},
-            }
-        )
+        else:
+            rows.append(_judged(operator, list(cases.values()), results))
     return rows, left
+
+
+def _judged(
+    operator: str, cases: list[dict[str, dict[str, Any]]], results: dict[str, Any]
+) -> dict[str, Any]:
+    """The row of measured.json for an operator whose cases all have times."""
+    times = [[roles[role]["all"] for roles in cases] for role in ("kernel", "rival")]
+    return {
+        "operator": operator,
+        "implementation": "triton",
+        "architecture": results["architecture"],
+        "rival": cases[0]["rival"]["implementation"],
+        **judge(*times),
+        "cases": len(cases),
+        "gpu": results["device"],
+        **{name: results[name] for name in ("torch", "triton", "date")},
+    }
 
 
 def lacks(cases: dict[str, dict[str, dict[str, Any]]]) -> str:

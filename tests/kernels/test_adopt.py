@@ -58,6 +58,7 @@ def results(*rows: dict, **changes: object) -> dict:
         "triton": "3.6.0",
         "date": "2000-01-01",
         "tiny": False,
+        "finished": True,
         "rows": list(rows),
         **changes,
     }
@@ -161,6 +162,15 @@ def test_what_was_not_measured_whole_stays_as_it_was(adopt, capsys, broken):
         and after["adam"]["date"] == "2000-02-02"
     )
     assert "norm: " in capsys.readouterr().out
+
+
+def test_an_interrupted_measurement_is_judged_but_for_its_last_operator(adopt, capsys):
+    measured = [*pair("norm", "forward", 1.0, 1.3), *pair("adam", "step", 1.0, 1.1)]
+    code, rows = adopt(results(*measured, finished=False))
+    assert code == 0 and rows.keys() == {"norm"}
+    assert "adam: the measurement was interrupted" in capsys.readouterr().out
+    assert adopt(results(finished=False)) == (0, rows)
+    assert adopt(results(*measured))[1].keys() == {"norm", "adam"}
 
 
 @pytest.mark.parametrize(

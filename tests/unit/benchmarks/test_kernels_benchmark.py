@@ -4,10 +4,13 @@ fault, rows that were not run say so.
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.benchmarks import kernels as tool
+from megatron.benchmarks.peers import one_call
+from megatron.benchmarks.peers.kernel_cases import attention_case, attention_shapes
 from megatron.kernels.dispatch import OPERATORS
 
 
@@ -42,6 +45,7 @@ def test_every_case_runs(tmp_path, monkeypatch, capsys):
             (case, role) for case in cases for role in ("kernel", "rival")
         }
     assert found["limits"].keys() == {"FLOP", "byte"} and found["torch"] == torch.__version__
+    assert found["finished"]
     table = (tmp_path / "kernels.md").read_text()
     assert table.count("\n| memory |") + table.count("\n| experts |") == len(found["rows"]) - 2
 
@@ -73,3 +77,79 @@ def test_what_is_out_of_time_says_so():
     assert bench.rows[0].fault == "not run: out of time" and "out of time" in bench.line(
         bench.rows[0]
     )
+
+
+def test_attention_of_the_fused_projection_is_a_case():
+    (shape,) = [each for each in attention_shapes(tiny=True) if each.fused]
+    (full_size,) = [each for each in attention_shapes(tiny=False) if each.fused]
+    assert full_size[:5] == (8192, 1, 32, 8, 128)
+    bench = tool.Bench(torch.device("cpu"), True, deadline=float("inf"))
+    attention_case(bench, shape, None)
+    assert [(row.role, row.fault) for row in bench.rows] == [
+        ("kernel", None),  # forward
+        ("rival", None),
+        ("kernel", None),  # backward
+        ("", None),
+        ("rival", None),
+    ]
+
+
+def test_an_interrupted_run_keeps_what_it_measured(tmp_path, monkeypatch):
+    def interrupted(bench):
+        bench.measure("part", "first", {"ours": lambda: None}, 1.0, "byte")
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(tool.PARTS, "limits", interrupted)
+    command = ["tool", "--out", str(tmp_path), "--tiny", "--parts", "limits"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(KeyboardInterrupt):
+        tool.main()
+    found = json.loads((tmp_path / "kernels.json").read_text())
+    assert [row["case"] for row in found["rows"]] == ["first"] and not found["finished"]
+    assert {file.name for file in tmp_path.iterdir()} == {"kernels.json", "kernels.md"}
+
+
+class Timeline:
+    """A device that works off a queue, and the host that fills it: seconds of either."""
+
+    def __init__(self):
+        self.host = self.device = 0.0
+
+    def launch(self, kernel: float) -> float:
+        """The second at which the kernel ends."""
+        self.host += 10e-6
+        self.device = max(self.device, self.host) + kernel
+        return self.device
+
+    def synchronize(self) -> None:
+        self.host = max(self.host, self.device)
+
+    def event(self, enable_timing: bool) -> SimpleNamespace:
+        event = SimpleNamespace(at=0.0, synchronize=self.synchronize)
+        event.record = lambda: setattr(event, "at", self.launch(0.0))
+        event.query = lambda: event.at <= self.host
+        event.elapsed_time = lambda stop: 1e3 * (stop.at - event.at)
+        return event
+
+
+@pytest.mark.parametrize("launches, host, waits", [(1, 90e-6, 0), (40, 90e-6, 0), (2, 90e-6, 1)])
+def test_host_time_is_not_counted_as_kernel_time(monkeypatch, launches, host, waits):
+    """A call of `launches` kernels of 50 us, before each of which the host works; after the first
+    of them it may wait for the device.
+    """
+    line = Timeline()
+    monkeypatch.setattr(torch.cuda, "Event", line.event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: line.launch(cycles / 1.8e9))
+    once = one_call.OneCall(torch.device("cpu"), tiny=True)
+    once.device = torch.device("cuda")
+
+    def call():
+        for index in range(launches):
+            line.host += host
+            line.launch(50e-6)
+            if index < waits:
+                line.synchronize()
+
+    # behind the wait each launch costs the host's time as well
+    expected = 50e-6 * launches + (host + 2 * 10e-6) * waits
+    assert once.milliseconds(call) == pytest.approx(1e3 * expected, abs=0.011)
