@@ -16,8 +16,9 @@ of
 attention  heads of 64 and 128, causal and full, 16384 tokens in sequences of 1024 to 16384, 2048
 channels, and a layer of Llama 3 8B (32 query heads on 8 key heads in the fused projection): ours
            (and with atomic sums of dq), torch's flash kernel held to equal bits (what
-           --deterministic-mode takes) and not, its cuDNN kernel, flex_attention. FLOPs as everybody counts them: 4 b n s^2 d forward, half of it when
-           causal, 2.5 times that backward
+           --deterministic-mode takes) and not, its cuDNN kernel, flex_attention. FLOPs as
+           everybody counts them: 4 b n s^2 d forward, half of it when causal, 2.5 times that
+           backward
 experts    products of experts, forward and of both gradients: ours, torch's in a loop, its grouped
            product
 memory     norms, rotary embedding, activations, 8-bit floats, dropout, cross-entropy, initial
