@@ -104,7 +104,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     turning = x if width == x.shape[-1] else x[..., :width]
     first, second = turning.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
-    y = (turning * cos).addcmul_(swapped, sin, value=direction).to(x.dtype)
+    # Out of place, and converted only to another dtype: torch.compile in 2.11 loses the gradient
+    # of an output that is the same tensor as an intermediate result (pytorch issue 180642).
+    y = torch.addcmul(turning * cos, swapped, sin, value=direction)
+    y = y if y.dtype == x.dtype else y.to(x.dtype)
     return y if turning is x else torch.cat((y, x[..., width:]), dim=-1)
 
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from aliases import NEVER_TRACED, aliased_outputs
+
 # Package -> what it may import of the others; `config` and the package itself go without saying.
 # Lower packages know nothing of upper ones.
 BASE = {"kernels", "distributed"}
@@ -67,6 +69,7 @@ def breaches(root: Path) -> list[str]:
         found += [f"{name}:{line}: {problem}" for line, problem in _statements(tree, name)]
         if name.startswith(("megatron/", "kernels/")):
             found += [f"{name}:{line}: {problem}" for line, problem in _large(tree, name)]
+            found += [f"{name}:{line}: {problem}" for line, problem in _aliased(tree)]
         for node in ast.walk(tree) if _in_library(name) else ():
             if isinstance(node, ast.ClassDef):
                 first = classes.setdefault(node.name, f"{name}:{node.lineno}")
@@ -221,6 +224,18 @@ def _large(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
             yield (
                 node.lineno,
                 f"{node.name} has {size} syntax nodes; the most is {LARGEST_FUNCTION}: split it",
+            )
+
+
+def _aliased(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Outputs of traced autograd.Functions whose gradient torch.compile may lose."""
+    for function, (line, what) in aliased_outputs(tree):
+        if function not in NEVER_TRACED:
+            yield (
+                line,
+                f"{function}.forward may return an input or an intermediate result itself: {what}; "
+                "torch.compile in 2.11 loses its gradient: compute it out of place, convert it "
+                "only to another dtype",
             )
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from aliases import NEVER_TRACED, aliased_outputs
 from rules import LONGEST_FILE, MAY_IMPORT, RECORDED, breaches
 from selection import LONG_FILES
 
@@ -143,6 +144,76 @@ def test_each_breach_is_found(tree: Path, file: str, text: str, expected: str):
     assert (
         len(found) == 1 and expected in found[0] and found[0].startswith(file.rsplit("/", 1)[0])
     ), found
+
+
+# autograd.Function whose forward returns `{}`; `old_rotation` is how rotary embedding once was
+FUNCTION = """
+import torch
+
+def old_rotation(x, cos, sin, direction):
+    width = cos.shape[-1]
+    turning = x if width == x.shape[-1] else x[..., :width]
+    first, second = turning.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
+    y = (turning * cos).addcmul_(swapped, sin, value=direction).to(x.dtype)
+    return y if turning is x else torch.cat((y, x[..., width:]), dim=-1)
+
+def converted(y, x):
+    return y.to(x.dtype)
+
+def converted_to_another(y, x):
+    turned = y * 2
+    return turned if turned.dtype == x.dtype else turned.to(x.dtype)
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, sin):
+        y = torch.mul(x, sin)
+        z = x + y
+        z += 1
+        saved = (y * 2).add_(1)
+        w = x - y
+        wide = w.to(torch.float32)
+        ctx.save_for_backward(saved.to(x.dtype), wide)
+        return {}
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.mul_(2).to(dy.dtype), None
+"""
+
+
+@pytest.mark.parametrize(
+    "output, where",
+    [
+        ("old_rotation(x, x, sin, 1)", "y = (turning"),
+        ("x, old_rotation(x, x, sin, 1)[0]", "return x, old"),
+        ("(y, z)", "z += 1"),
+        ("w", "wide = "),
+        ("y.add_(1)", "return y.add_"),
+        ("y.contiguous()", "return y.contiguous"),
+        ("converted(y, x)", "return y.to"),
+        ("y if sin is None else sin", "return y if"),
+        ("torch.mul(y, y, out=z)", "return torch.mul"),
+        ("converted_to_another(y, x)", ""),
+        ("y, x.view_as(x), y.view(-1).clone(), z * 2, saved + wide", ""),
+    ],
+)
+def test_an_output_that_is_an_intermediate_result_is_found(tree: Path, output: str, where: str):
+    text = FUNCTION.replace("{}", output)
+    (tree / "megatron/layers/bad.py").write_text(text)
+    lines = text.splitlines()
+    found = {lines[int(each.split(":")[1]) - 1].strip() for each in breaches(tree)}
+    assert len(found) == bool(where) and all(line.startswith(where) for line in found), found
+
+
+def test_functions_that_are_never_traced_need_their_exemption():
+    found = {
+        name
+        for file in (ROOT / "megatron").rglob("*.py")
+        for name, _ in aliased_outputs(ast.parse(file.read_text()))
+    }
+    assert found == set(NEVER_TRACED)
 
 
 def test_modules_say_where_they_are_called_from():

@@ -8,6 +8,7 @@ from checks import error
 from unit.layers.made import norm as norm_layer
 
 from megatron.config.groups import ModelConfig
+from megatron.model import compile
 from megatron.model.block import LayerBlock
 from megatron.model.compile import compile_layers
 from megatron.model.gpt import GPTModel
@@ -120,6 +121,21 @@ def test_a_compiled_layer_calls_the_kernels_as_they_are(name, device):
         for compiled in (False, True)
     )
     assert all(torch.equal(eager[key], compiled[key]) for key in eager)
+
+
+@pytest.mark.parametrize("name", ["llama", "qk norm, half rotation, biases", "layer norm of heads"])
+def test_a_compiled_layer_has_the_eager_gradients(monkeypatch, name, device):
+    """In fp32, where a conversion to fp32 returns its argument. Operators are traced and
+    differentiated, and no code is generated.
+    """
+    monkeypatch.setattr(compile, "BACKEND", "aot_eager_decomp_partition")
+    eager, compiled = (
+        run(MODELS[name], 1, torch.float32, device, "torch", compiled=compiled)
+        for compiled in (False, True)
+    )
+    for key in eager:
+        # 100 roundings of 2^-24 in a row, all in one direction
+        assert (eager[key] - compiled[key]).norm() <= 6e-6 * eager[key].norm(), key
 
 
 def test_evaluation_drops_nothing(device):
