@@ -9,6 +9,7 @@ import time
 
 from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
+from megatron.distributed.launchers import given_rank, rough_launch
 from megatron.training.early import early_signals
 
 PATIENCE = 8.0  # seconds that rank 0 has to say what is wrong, and its launcher to end the others
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         if parsed.print_config:
             print(dump_config(parsed.config))
             return 0
-        with early_signals(speaks=first_rank()):
+        with early_signals(speaks=given_rank(os.environ) == 0):
             # torch is imported only when something runs
             from megatron.training.pretrain import pretrain
 
@@ -36,18 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         tell(error)
         return 2
     except Exception as error:
-        from megatron.distributed.setup import rough_launch
-
         if not hasattr(error, "__notes__"):  # else pretrain has noted rank, layout and iteration
             error.add_note(f"[raised on rank {rough_launch().rank}]")
         raise
-
-
-def first_rank() -> bool:
-    """Whether this is rank 0 of a job, as far as torchrun or srun says; without torch, which takes
-    seconds to import.
-    """
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def tell(error: UserError) -> None:
@@ -56,8 +48,6 @@ def tell(error: UserError) -> None:
 
     torchrun and `srun --kill-on-bad-exit` end the other ranks as soon as the first one has failed.
     """
-    from megatron.distributed.setup import rough_launch
-
     launch = rough_launch()
     rank = launch.rank
     if rank > 0:

@@ -51,6 +51,7 @@ from megatron.config.groups import Config
 from megatron.config.validate import blend_prefixes, resolve
 from megatron.data.tokenizer import build_tokenizer
 from megatron.distributed.groups import describe_layout, group_options, layout_of
+from megatron.distributed.launchers import Launch, rank_hosts, rough_launch
 from megatron.distributed.peers import run_for
 from megatron.distributed.preflight.judge import (
     CLOCK,
@@ -65,14 +66,7 @@ from megatron.distributed.preflight.judge import (
 )
 from megatron.distributed.preflight.meeting import Findings, Leader, Meeting, Member, Patience
 from megatron.distributed.preflight.probes import Needs, Probe
-from megatron.distributed.rendezvous import Launch
-from megatron.distributed.setup import (
-    choose_device,
-    make_groups,
-    rank_hosts,
-    read_launch,
-    rough_launch,
-)
+from megatron.distributed.setup import choose_device, make_groups, read_launch
 from megatron.plan.checkpoint import shard_bytes
 
 NAMED, NOT_IN_ORDER = 3, 2  # exit codes

@@ -1,13 +1,13 @@
-"""Turn JSON lines into token files: `<prefix>_<key>_document.{bin,idx}` in Megatron's format, and a
-.json file beside them that records the tokenizer.
+"""Turn text into token files: `<prefix>_<key>_document.{bin,idx}` in Megatron's format, and a .json
+file next to them that records the tokenizer.
 
-    python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --tokenizer-type
-    SentencePieceTokenizer \
-        --tokenizer-model spm.model --append-eod --workers 8
+    python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --workers 8 \
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model --append-eod
 
 Each line is an object; the text under each of --json-keys becomes a document (a list of texts: a
-document of several sequences). Files ending in .gz or .zst are decompressed on the way. Lines are
-cut into chunks that worker processes encode; memory is bounded by a few chunks a worker. Nothing
+document of several sequences). The input may also be a JSON array of objects or a parquet file
+(needs pyarrow). Files compressed with gzip, zstd, bzip2 or xz are recognised by their content.
+Worker processes encode chunks of the input; memory is bounded by a few chunks per worker. Nothing
 appears under the final names before everything is written.
 """
 
@@ -16,20 +16,17 @@ from __future__ import annotations
 import argparse
 import functools
 import glob
-import gzip
 import json
 import multiprocessing
 import os
 import re
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import numpy as np
 
@@ -41,6 +38,7 @@ from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import DataConfig  # noqa: E402
 from megatron.config.input_files import is_text, path_fault  # noqa: E402
 from megatron.data.indexed_dataset import DataError, IndexedDatasetWriter, best_dtype  # noqa: E402
+from megatron.data.text_files import TextChunk, chunks_of, refuse_record  # noqa: E402
 from megatron.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
 
 LARGEST_CHUNK = 4 << 20  # bytes of text that one task encodes
@@ -48,19 +46,6 @@ SMALLEST_CHUNK = 1 << 16
 SURROGATE = re.compile("[\ud800-\udfff]")
 POLICIES = "--invalid-text replace (by U+FFFD) or --invalid-text skip"
 ENDINGS = ("bin", "idx", "json")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Whole lines of one file: the bytes [begin, end) of a plain file, or `text` where the file is
-    compressed.
-    """
-
-    path: str
-    begin: int  # position in the decompressed file
-    end: int
-    cost: int  # bytes of the file on disk, for the progress line
-    text: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -82,97 +67,7 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
     return build_tokenizer(config)
 
 
-def plain_chunks(path: str, size: int) -> Iterator[Chunk]:
-    """Cut a plain file at line ends, without reading it."""
-    with open(path, "rb") as file:
-        total, begin = os.fstat(file.fileno()).st_size, 0
-        while begin < total:
-            file.seek(min(begin + size, total))
-            file.readline()
-            end = file.tell()
-            yield Chunk(path, begin, end, end - begin)
-            begin = end
-
-
-def gzip_pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Decompressed pieces of a .gz file. Raises DataError for a damaged or cut one."""
-    try:
-        with gzip.open(file) as stream:
-            while piece := stream.read(1 << 20):
-                yield piece
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(
-            f"{file.name}, byte {file.tell()}: cannot be decompressed ({error}): download or "
-            "compress it again"
-        ) from None
-
-
-def zstd_pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Decompressed pieces of a .zst file of any number of frames. Raises DataError for a damaged or
-    cut one.
-    """
-    try:
-        import zstandard
-    except ImportError as error:
-        raise DataError(
-            f"{file.name}: needs the package zstandard ({error}): pip install zstandard"
-        ) from None
-    frame, rest = None, b""
-    try:
-        while piece := rest or file.read(1 << 17):
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(piece)
-            rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    except zstandard.ZstdError as error:
-        raise DataError(
-            f"{file.name}, byte {file.tell()}: cannot be decompressed ({error}): download or "
-            "compress it again"
-        ) from None
-    if frame:
-        raise DataError(
-            f"{file.name}, byte {file.tell()}: the file is cut off: download or compress it again"
-        )
-
-
-def text_pieces(file: BinaryIO) -> Iterator[bytes]:
-    """The text of a plain or compressed file, piece by piece."""
-    if file.name.endswith(".gz"):
-        return gzip_pieces(file)
-    return (
-        zstd_pieces(file)
-        if file.name.endswith(".zst")
-        else iter(functools.partial(file.read, 1 << 20), b"")
-    )
-
-
-def compressed_chunks(path: str, size: int) -> Iterator[Chunk]:
-    """Cut the text of a compressed file at line ends."""
-    held, begin, counted = bytearray(), 0, 0
-    with open(path, "rb") as file:
-        for piece in text_pieces(file):
-            held += piece
-            cut = held.rfind(b"\n") + 1 if len(held) >= size else 0
-            if cut:
-                yield Chunk(path, begin, begin + cut, file.tell() - counted, bytes(held[:cut]))
-                begin, counted = begin + cut, file.tell()
-                del held[:cut]
-        if held:
-            yield Chunk(path, begin, begin + len(held), file.tell() - counted, bytes(held))
-
-
-def refuse_line(chunk: Chunk, line: int, what: str) -> DataError:
-    """The error for the line-th line of a chunk, with its number in the file (counted only now)."""
-    left, before = chunk.begin, 0
-    with open(chunk.path, "rb") as file:
-        for piece in text_pieces(file):
-            before += piece[:left].count(b"\n")
-            left -= min(left, len(piece))
-            if not left:
-                break
-    return DataError(f"{chunk.path}, line {before + line + 1}: {what}")
-
-
-def read_records(chunk: Chunk, policy: str = "error") -> list[tuple[int, dict]]:
+def read_records(chunk: TextChunk, policy: str = "error") -> list[tuple[int, dict]]:
     """(line within the chunk, object) of every line that is not blank; `policy` as in
     settle_invalid_texts.
     """
@@ -188,11 +83,13 @@ def read_records(chunk: Chunk, policy: str = "error") -> list[tuple[int, dict]]:
     except UnicodeDecodeError as error:
         if policy == "error":
             problem = f"not UTF-8 ({error.reason}): convert the file, or give {POLICIES}"
-            raise refuse_line(chunk, raw[: error.start].count(b"\n"), problem) from None
+            raise refuse_record(chunk, raw[: error.start].count(b"\n"), problem) from None
         # What is not UTF-8 becomes lone surrogates, as they come in JSON's own escapes.
         lines = raw.decode(errors="surrogateescape").split("\n")
     for number, line in enumerate(lines):
         line = line.strip()
+        if line.startswith("\ufeff"):  # of the file, or of one that was appended to it
+            line = line.lstrip("\ufeff").lstrip()
         if not line:
             continue
         try:
@@ -200,19 +97,22 @@ def read_records(chunk: Chunk, policy: str = "error") -> list[tuple[int, dict]]:
             if end < len(line):
                 raise UserError(f"something follows the object at character {end}")
         except RecursionError:
-            raise refuse_line(
+            raise refuse_record(
                 chunk, number, "nested too deep for the parser: repair or remove the line"
             ) from None
         except (ValueError, StopIteration) as error:
-            raise refuse_line(
-                chunk, number, f"not JSON ({error}): repair or remove the line"
+            raise refuse_record(
+                chunk,
+                number,
+                f"not JSON ({error}): write each object on one line (jq -c . does), or repair or "
+                "remove the line",
             ) from None
         records.append((number, record))
     return records
 
 
 def settle_invalid_texts(
-    chunk: Chunk,
+    chunk: TextChunk,
     records: list[tuple[int, dict]],
     columns: list[tuple[list[str], np.ndarray]],
     policy: str,
@@ -237,7 +137,7 @@ def settle_invalid_texts(
             "a text holds half of a surrogate pair, which is no character: repair it, or "
             f"give {POLICIES}"
         )
-        raise refuse_line(chunk, records[min(bad)][0], problem)
+        raise refuse_record(chunk, records[min(bad)][0], problem)
     if policy == "replace":
         return (
             records,
@@ -260,7 +160,7 @@ def settle_invalid_texts(
 
 
 def texts_of(
-    chunk: Chunk, records: list[tuple[int, dict]], key: str
+    chunk: TextChunk, records: list[tuple[int, dict]], key: str
 ) -> tuple[list[str], np.ndarray]:
     """Every text under a key, and the document each belongs to. Raises DataError naming the line
     that has none.
@@ -273,7 +173,7 @@ def texts_of(
     for document, value in enumerate(values):
         parts = value if isinstance(value, list) else [value]
         if not all(isinstance(part, str) for part in parts):
-            raise refuse_line(
+            raise refuse_record(
                 chunk,
                 records[document][0],
                 f"no text under the key {key!r}: name the right one with --json-keys",
@@ -284,7 +184,7 @@ def texts_of(
 
 
 def encode_chunk(
-    chunk: Chunk, config: DataConfig, keys: tuple[str, ...], append_eod: bool, policy: str
+    chunk: TextChunk, config: DataConfig, keys: tuple[str, ...], append_eod: bool, policy: str
 ) -> list[Encoded]:
     """All documents of a chunk, one result per key. Raises DataError naming file and line."""
     tokenizer, records = tokenizer_of(config), read_records(chunk, policy)
@@ -307,14 +207,14 @@ def encode_chunk(
     return results
 
 
-def refuse_text(tokenizer: Tokenizer, chunk: Chunk, line: int, text: str) -> None:
+def refuse_text(tokenizer: Tokenizer, chunk: TextChunk, line: int, text: str) -> None:
     """Raise the error for a text that cannot be encoded; return if it can."""
     try:
         ids, _ = tokenizer.encode_many([text])
     except UserError as error:
-        raise refuse_line(chunk, line, str(error)) from None
+        raise refuse_record(chunk, line, str(error)) from None
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
-        raise refuse_line(
+        raise refuse_record(
             chunk,
             line,
             (
@@ -354,8 +254,8 @@ def pack(
 
 
 def encode_all(
-    chunks: Iterator[Chunk], workers: int, *rest: object
-) -> Iterator[tuple[Chunk, list[Encoded]]]:
+    chunks: Iterator[TextChunk], workers: int, *rest: object
+) -> Iterator[tuple[TextChunk, list[Encoded]]]:
     """encode_chunk over all chunks, in order, at most three tasks a worker in flight."""
     if workers == 1:
         yield from ((chunk, encode_chunk(chunk, *rest)) for chunk in chunks)
@@ -402,7 +302,7 @@ class Progress:
         megabytes, took = self.text / 1e6, max(time.monotonic() - self.begun, 1e-9)
         return f"{self.documents:,} documents, {megabytes:,.1f} MB, {megabytes / took:.1f} MB/s"
 
-    def add(self, chunk: Chunk, documents: int) -> None:
+    def add(self, chunk: TextChunk, documents: int) -> None:
         self.cost, self.text, self.documents = (
             self.cost + chunk.cost,
             self.text + chunk.end - chunk.begin,
@@ -472,13 +372,7 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
     tokenizer, files = tokenizer_of(config), input_files(arguments.input)
     total = sum(os.path.getsize(path) for path in files)
     size = min(max(total // (32 * arguments.workers), SMALLEST_CHUNK), LARGEST_CHUNK)
-    chunks = (
-        chunk
-        for path in files
-        for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(
-            path, size
-        )
-    )
+    chunks = (chunk for path in files for chunk in chunks_of(path, size, keys))
     progress = Progress(total, arguments.log_interval)
     writers = [
         IndexedDatasetWriter(prefix, best_dtype(tokenizer.vocab_size)) for prefix in prefixes
@@ -564,7 +458,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON-lines files or patterns; .gz and .zst are decompressed",
+        help="files or patterns: JSON lines or a JSON array, also compressed; parquet",
     )
     flags.add_argument(
         "--json-keys",

@@ -1,7 +1,7 @@
 """Train a SentencePiece tokenizer on the JSON lines that preprocess_data.py will encode.
 
-    python tools/train_tokenizer.py --input books.jsonl --vocab-size 32000 --output-prefix
-    data/books
+    python tools/train_tokenizer.py --input books.jsonl --vocab-size 32000 \
+        --output-prefix data/books
 
 Writes <output-prefix>.model for `--tokenizer-type SentencePieceTokenizer --tokenizer-model
 <output-prefix>.model`. The tokenizer is lossless: no normalisation, spaces and line ends kept,
@@ -22,15 +22,13 @@ if not __package__:  # run as a file of a checkout
 
 from megatron.tools.preprocess_data import (  # noqa: E402
     LARGEST_CHUNK,
-    compressed_chunks,
     input_files,
-    plain_chunks,
     read_records,
-    refuse_line,
 )
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.input_files import is_text, path_fault  # noqa: E402
+from megatron.data.text_files import chunks_of, refuse_record  # noqa: E402
 
 LOUD = 50 << 20  # bytes of input from which SentencePiece reports its own progress
 
@@ -40,9 +38,7 @@ def lines(files: list[str], key: str) -> Iterator[str]:
     UserError for a record without the key.
     """
     for path in files:
-        for chunk in (compressed_chunks if path.endswith((".gz", ".zst")) else plain_chunks)(
-            path, LARGEST_CHUNK
-        ):
+        for chunk in chunks_of(path, LARGEST_CHUNK, [key]):
             for number, record in read_records(chunk):
                 if not isinstance(record, dict) or not isinstance(record.get(key), str):
                     raise UserError(
@@ -53,7 +49,7 @@ def lines(files: list[str], key: str) -> Iterator[str]:
                     problem = (
                         "a text holds half of a surrogate pair, which is no character: repair it"
                     )
-                    raise refuse_line(chunk, number, problem)
+                    raise refuse_record(chunk, number, problem)
                 yield from filter(None, record[key].split("\n"))
 
 
@@ -98,7 +94,7 @@ def main() -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON-lines files or patterns, also .gz and .zst",
+        help="files or patterns: JSON lines or a JSON array, also compressed; parquet",
     )
     flags.add_argument("--json-key", default="text", help="key of the text (default: text)")
     flags.add_argument(

@@ -24,10 +24,11 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from megatron.config.errors import UserError, some
+from megatron.config.errors import some
 from megatron.config.groups import Config
 from megatron.config.input_files import JsonObject
 from megatron.config.metadata import flag_name
+from megatron.distributed.launchers import Launch, LaunchError
 from megatron.distributed.peers import run_for
 
 LONGEST_PAUSE = 0.5  # seconds between two looks at the store
@@ -36,31 +37,6 @@ FAREWELL = 5.0  # seconds that a rank which has read an error gives the others t
 LATE = 2.0
 FINE = "in order"
 MOST_DIFFERENCES = 5  # named in one message
-
-
-class LaunchError(UserError):
-    """The processes of a job were started wrongly, or could not find each other."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher says about this process. `address` and `port` are where the ranks meet;
-    None for one process.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    launcher: str = "one process"
-    address: str | None = None
-    port: int | None = None
-    job: str = ""
-    """Tells apart the jobs (and attempts of a job) that meet at the same address and port by
-    mistake.
-    """
-    agent_store: bool = False
-    """torchrun's agent hosts the store."""
 
 
 @dataclass(frozen=True)

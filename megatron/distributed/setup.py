@@ -1,5 +1,5 @@
-"""The one place that knows launchers and chooses the device: torchrun, plain srun and a single
-process all start the same way.
+"""Chooses the device and connects the ranks; torchrun, srun, mpirun and a single process all start
+the same way.
 
     launch = read_launch()
     device, backend = choose_device(launch, config.distributed)
@@ -13,10 +13,11 @@ process all start the same way.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
-import re
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,27 +28,16 @@ from torch.nn.attention import SDPBackend
 
 from megatron.config.groups import DistributedConfig
 from megatron.distributed.groups import Groups, Layout, build_groups, one_process
+from megatron.distributed.launchers import Environment, Launch, LaunchError, launch_of, number
 from megatron.distributed.peers import PEERS
-from megatron.distributed.rendezvous import FAREWELL, Launch, LaunchError, meet
+from megatron.distributed.rendezvous import FAREWELL, meet
+
+logger = logging.getLogger(__name__)
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in glibc's malloc.h
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SRUN = (
-    "SLURM_PROCID",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_STEP_NODELIST",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-)
 # what torch asks for, from cuBLAS's notes on reproducibility
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_REPEATABLE = (":4096:8", ":16:8")
-# below the ports that Linux gives to outgoing connections, so that ours is rarely taken
-SRUN_PORTS = range(20000, 30000)
-
 # axes whose collectives a layer's computation waits for
 URGENT = frozenset(("tp", "cp", "cp_heads", "cp_ring", "shard", "shard_gather", "ep", "etp"))
 # A message of a pipeline has a layer's time to arrive, and takes multiprocessors from that layer. A
@@ -55,198 +45,23 @@ URGENT = frozenset(("tp", "cp", "cp_heads", "cp_ring", "shard", "shard_gather", 
 # (NCCL_P2P_PER_CHANNEL_NET_BW): four fill 400 Gb/s.
 MESSAGE_CTAS = 4
 
-Environment = Mapping[str, str]
-
 
 def read_launch(environment: Environment = os.environ) -> Launch:
     """This process as its launcher numbered it. Raises LaunchError for variables that are missing
     or contradict each other.
+
+    Where no variable gives the ranks of this host (DeepSpeed's launcher and many wrappers set
+    none), they are as many as it shows GPUs; without a GPU all ranks are taken to be here.
     """
     if dist.is_initialized():
         rank = dist.get_rank()
         world = dist.get_world_size()
         return Launch(rank, world, rank, world, "torch.distributed")
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        return _checked(
-            _torchrun_launch(environment), "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
-        )
-    if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
-        return _checked(
-            _srun_launch(environment),
-            "SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE",
-        )
-    return Launch()
-
-
-def rough_launch() -> Launch:
-    """`read_launch`, or for the text of an error what can be known: a rank that its launcher's
-    variables do not give counts as 0.
-    """
-    try:
-        return read_launch()
-    except LaunchError:
-        rank, local = (
-            next(
-                (int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()),
-                0,
-            )
-            for names in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID"))
-        )
-        return Launch(rank=rank, local_rank=local)
-
-
-def slurm_job() -> str:
-    """Slurm's number of this job, which a requeue keeps; empty outside of Slurm."""
-    return os.environ.get("SLURM_JOB_ID", "")
-
-
-def _torchrun_launch(environment: Environment) -> Launch:
-    """Of torchrun's variables, whoever has set them."""
-    alone = environment.get("WORLD_SIZE") == "1"
-    missing = [name for name in (TORCHRUN[:2] if alone else TORCHRUN) if not environment.get(name)]
-    if missing:
-        given = ", ".join(
-            f"{name}={environment[name]}" for name in TORCHRUN if environment.get(name)
-        )
-        raise LaunchError(
-            f"the environment has {given}, but not {', '.join(missing)}: start with torchrun "
-            "or srun, which set them all, set them "
-            "yourself, or unset RANK and WORLD_SIZE to start a single process"
-        )
-    return Launch(
-        rank=_number(environment, "RANK"),
-        world_size=_number(environment, "WORLD_SIZE"),
-        local_rank=_number(environment, "LOCAL_RANK", 0),
-        local_size=_number(environment, "LOCAL_WORLD_SIZE", 1),
-        launcher="torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment",
-        address=environment.get("MASTER_ADDR"),
-        port=_port(environment),
-        job=environment.get("TORCHELASTIC_RUN_ID", "environment"),
-        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-
-
-def _srun_launch(environment: Environment) -> Launch:
-    """Of the variables that srun sets for each task of a step."""
-    missing = [name for name in SRUN if not environment.get(name)]
-    if missing:
-        raise LaunchError(
-            f"srun's variables are incomplete: {', '.join(missing)} not set; start with "
-            "srun, without an --export that drops variables, or with torchrun"
-        )
-    tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
-    node = _number(environment, "SLURM_NODEID")
-    if node >= len(tasks):
-        raise LaunchError(
-            f"SLURM_NODEID={node}, but "
-            f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']} is of "
-            f"{len(tasks)} nodes; start with srun, which sets both"
-        )
-    job, step, restart = (
-        _number(environment, name, 0)
-        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    )
-    derived = SRUN_PORTS[(job + 1009 * step + 2003 * restart) % len(SRUN_PORTS)]
-    return Launch(
-        rank=_number(environment, "SLURM_PROCID"),
-        world_size=_number(environment, "SLURM_STEP_NUM_TASKS"),
-        local_rank=_number(environment, "SLURM_LOCALID"),
-        local_size=tasks[node],
-        launcher="srun",
-        address=environment.get("MASTER_ADDR")
-        or expand_hosts(environment["SLURM_STEP_NODELIST"])[0],
-        port=_port(environment) or derived,
-        job=f"srun/{job}.{step}.{restart}",
-    )
-
-
-def rank_hosts(launch: Launch, environment: Environment = os.environ) -> list[str]:
-    """The host of each rank, as srun places them in blocks; empty where another launcher did.
-    Raises LaunchError.
-    """
-    if launch.launcher != "srun":
-        return []
-    hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
-    tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
-    return [host for host, count in zip(hosts, tasks) for _ in range(count)]
-
-
-def _checked(launch: Launch, names: str) -> Launch:
-    values = f"{launch.rank}, {launch.world_size}, {launch.local_rank}, {launch.local_size}"
-    faults = [
-        (launch.rank >= launch.world_size, "a rank must be below the number of ranks"),
-        (
-            launch.local_rank >= launch.local_size,
-            "a local rank must be below the number of ranks of its host",
-        ),
-        (launch.local_size > launch.world_size, "a host cannot have more ranks than the job"),
-    ]
-    for wrong, why in faults:
-        if wrong:
-            raise LaunchError(
-                f"{names} are {values}: {why}; start with torchrun or srun, or set them right"
-            )
-    return launch
-
-
-def _number(environment: Environment, name: str, default: int | None = None) -> int:
-    text = environment.get(name) or default
-    if not re.fullmatch(r"\d+", str(text)):
-        raise LaunchError(
-            f"{name}={text}: expected a whole number from 0 on; start with torchrun or srun, "
-            "which set it, or set it right"
-        )
-    return int(text)
-
-
-def _port(environment: Environment) -> int | None:
-    if not environment.get("MASTER_PORT"):
-        return None
-    port = _number(environment, "MASTER_PORT")
-    if not 1 <= port <= 65535:
-        raise LaunchError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
-    return port
-
-
-def expand_counts(text: str) -> list[int]:
-    """Slurm's counts for each node: `2(x3),1` is [2, 2, 2, 1]. Raises LaunchError."""
-    counts: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
-        if match is None:
-            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text}: expected counts such as 2(x3),1")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Slurm's host lists: `gpu[08-10,12],login1` is gpu08 gpu09 gpu10 gpu12 login1; several
-    brackets in a name multiply. Raises LaunchError.
-    """
-    name = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
-    if not re.fullmatch(f"{name}(?:,{name})*", text):
-        raise LaunchError(
-            f"SLURM_STEP_NODELIST={text}: expected host names such as gpu[01-04],login1; set "
-            "MASTER_ADDR to rank 0's host"
-        )
-    hosts: list[str] = []
-    for item in re.findall(name, text):
-        found = [""]
-        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
-            ends = (
-                [plain]
-                if plain
-                else [number for part in ranges.split(",") for number in _expand_range(part)]
-            )
-            found = [host + end for host in found for end in ends]
-        hosts += found
-    return hosts
-
-
-def _expand_range(part: str) -> list[str]:
-    """`08-10` is 08 09 10."""
-    first, _, last = part.partition("-")
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    launch = launch_of(environment)
+    if launch.local_size:
+        return launch
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else launch.world_size
+    return replace(launch, local_size=max(launch.local_rank + 1, min(launch.world_size, gpus)))
 
 
 def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.device, str]:
@@ -265,11 +80,11 @@ def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.devi
             f"rank {launch.rank}: --distributed-backend nccl needs a GPU, and torch finds "
             "none here; start where there is one, or give --distributed-backend gloo"
         )
-    # --gpus-per-task shows each task its own
+    # --gpus-per-task and wrappers that set CUDA_VISIBLE_DEVICES show each process its own GPU
     if (
         backend == "nccl"
         and launch.local_size > gpus
-        and not (gpus == 1 and launch.launcher == "srun")
+        and not (gpus == 1 and launch.launcher != "torchrun")
     ):
         raise LaunchError(
             f"rank {launch.rank}: {launch.local_size} ranks were started on this host, which "
@@ -281,10 +96,21 @@ def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.devi
         device = torch.device("cuda", launch.local_rank % gpus)
         torch.cuda.set_device(device)
         return device, backend
-    if launch.launcher in ("torchrun", "environment", "srun"):
+    if launch.launcher != "torch.distributed":
         share_cores(launch)
     keep_freed_memory()
     return torch.device("cpu"), backend
+
+
+def warn_of_idle_gpus(launch: Launch, device: torch.device) -> None:
+    """Warn where this host shows more GPUs than ranks were started on it."""
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if launch.local_size < gpus:
+        logger.warning(
+            f"uses {launch.local_size} of the {gpus} GPUs that this host shows: one rank uses one "
+            f"GPU; start {gpus} ranks on each host (torchrun --nproc-per-node={gpus}, srun "
+            f"--ntasks-per-node={gpus}), or set CUDA_VISIBLE_DEVICES to the GPUs to be used"
+        )
 
 
 def set_determinism(
@@ -324,7 +150,7 @@ def share_cores(launch: Launch, environment: Environment = os.environ) -> None:
         "OMP_NUM_THREADS" in environment and not _torchrun_set_threads(launch, environment)
     ):
         return
-    mine = _number(environment, "SLURM_CPUS_PER_TASK", 0) if launch.launcher == "srun" else 0
+    mine = number(environment, "SLURM_CPUS_PER_TASK", 0) if launch.launcher == "srun" else 0
     torch.set_num_threads(max(1, mine or len(os.sched_getaffinity(0)) // launch.local_size))
 
 

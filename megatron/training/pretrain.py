@@ -24,6 +24,7 @@ from megatron.config.groups import Config
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
 from megatron.distributed.groups import ALONE, Groups, group_options, layout_of
+from megatron.distributed.launchers import slurm_job
 from megatron.distributed.logs import job_log
 from megatron.distributed.peers import PEERS
 from megatron.distributed.rank_errors import raise_on_all_ranks
@@ -35,7 +36,7 @@ from megatron.distributed.setup import (
     read_launch,
     set_determinism,
     share_cores,
-    slurm_job,
+    warn_of_idle_gpus,
 )
 from megatron.kernels import fa4
 from megatron.model.arithmetic import (
@@ -133,6 +134,7 @@ def pretrain(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(job_log())
+        warn_of_idle_gpus(launch, device)
         run, checkpoint = build(config, notes, world_size, device, stack, not_done)
         stack.callback(run.exits.close)
         if run.checkpoints is not None:

@@ -4,8 +4,10 @@ memory, atomic output, errors by file and line.
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from megatron.tools import preprocess_data as tool
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, DataConfig, EvaluationConfig
+from megatron.data import text_files
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
@@ -409,18 +412,141 @@ def test_bytes_that_are_not_utf8(tmp_path):
         run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x")
 
 
-@pytest.mark.parametrize("kind", ["gz", "zst"])
-def test_cut_and_foreign_compressed_files(tmp_path, kind):
+def zstd(raw: bytes) -> bytes:
     import zstandard
 
+    return zstandard.ZstdCompressor().compress(raw)
+
+
+PACK = {"gz": gzip.compress, "zst": zstd, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize("kind", PACK)
+def test_cut_and_foreign_compressed_files(tmp_path, kind):
     body = lines(tmp_path / "a.jsonl", integers(2000)).read_bytes()
-    whole = gzip.compress(body) if kind == "gz" else zstandard.ZstdCompressor().compress(body)
+    whole = PACK[kind](body)
     path = tmp_path / f"b.jsonl.{kind}"
     for damaged in (whole[: len(whole) // 2], whole[:-3], b"no archive at all"):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"b\.jsonl\.{kind}, byte \d+: "):
             run("--input", path, "--output-prefix", tmp_path / "x")
     assert not list(tmp_path.glob("x*"))
+
+
+def bytes_of(tmp_path: Path, *flags: object) -> tuple[bytes, bytes]:
+    run("--output-prefix", tmp_path / "x", *flags)
+    return raw(tmp_path / "x_text_document")
+
+
+RECORDS = [{"text": text, "id": number} for number, text in enumerate(integers(400, largest=900))]
+JSON_LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+BOM = b"\xef\xbb\xbf"
+SHAPES = {
+    "lines": JSON_LINES,
+    "byte order mark": BOM + JSON_LINES,
+    "byte order marks of parts": b"".join(
+        BOM + JSON_LINES[a:b] for a, b in ((0, JSON_LINES.index(b"\n") + 1), (0, 0))
+    )
+    + BOM
+    + JSON_LINES[JSON_LINES.index(b"\n") + 1 :],
+    "array over many lines": json.dumps(RECORDS, indent=1).encode(),
+    "array on one line": b"\n" + json.dumps(RECORDS, separators=(",", ":")).encode() + b"\n\n",
+    "array with a mark": BOM + json.dumps(RECORDS, indent="\t").replace("\n", "\r\n").encode(),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("packed", ["", *PACK])
+def test_every_shape_of_input_gives_the_same_bytes(tmp_path, monkeypatch, shape, packed):
+    """Under a name that says nothing of the content, in chunks and pieces much smaller than it."""
+    monkeypatch.setattr(tool, "SMALLEST_CHUNK", 700)
+    monkeypatch.setattr(text_files, "PIECE", 300)
+    (tmp_path / "plain").write_bytes(JSON_LINES)
+    expected = bytes_of(tmp_path, "--input", tmp_path / "plain")
+    path = tmp_path / "INPUT.TXT"
+    path.write_bytes(PACK[packed](SHAPES[shape]) if packed else SHAPES[shape])
+    assert bytes_of(tmp_path, "--input", path) == expected
+
+
+def test_text_of_any_kind_comes_through_an_array(tmp_path, monkeypatch):
+    """Escapes, line ends in strings, brackets, numbers cut between two pieces."""
+    monkeypatch.setattr(text_files, "PIECE", 1)
+    texts = ["a\n[b]\r\u2028", 'q"{}\\', "\N{SNOWMAN}\u00e9\U0001f600", ""]
+    elements = [{"text": text, "n": -12.5e3, "x": [None, {}]} for text in texts]
+    for ascii_only in (False, True):
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps([*elements, 123], ensure_ascii=ascii_only, indent=2))
+        (chunk,) = text_files.chunks_of(str(path), 1 << 20, ["text"])
+        assert [record for _, record in tool.read_records(chunk)] == [*elements, 123]
+    path.write_text(" [ ] ")
+    assert not list(text_files.chunks_of(str(path), 100, ["text"]))
+
+
+def test_a_window_of_two_gigabytes(tmp_path):
+    import zstandard
+
+    parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)
+    frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path = tmp_path / "a.jsonl.zst"
+    # published dumps may begin with a skippable frame
+    path.write_bytes(
+        b"\x50\x2a\x4d\x18\x02\0\0\0ab" + frame.compress(b'{"text": "1 2 3"}\n') + frame.flush()
+    )
+    (sidecar,) = run("--input", path, "--output-prefix", tmp_path / "x")
+    assert sidecar["tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b'[{"text": "1"}, {"text": }]', r"record 2: not JSON \(Expecting value\)"),
+        (b'[{"text": "1"} {"text": "2"}]', r"record 2: not a JSON array \(found '{', expected ','"),
+        (b'[{"text": "1"}, {"text"', r"record 2: not JSON"),
+        (b'[{"text": "1"},', r"record 2: not a JSON array \(found the end of the file"),
+        (b'[{"text": "1"}, 7]', r"record 2: no text under the key 'text'"),
+        (b'[{"text": "1"}, {"text": "x"}]', r"record 2: NullTokenizer takes"),
+        (b'[{"text": "1"}, {"text": "\\ud800"}]', r"record 2: a text holds half of a surrogate"),
+        (b'[{"text": "1"}, {"text": "\xff"}]', r"record 2: not UTF-8|record 1: not UTF-8"),
+        (b'{\n "text": "1"\n}\n', r"line 1: not JSON .*write each object on one line \(jq -c"),
+        ('{"text": "1"}\n'.encode("utf-16"), r"is UTF-16: convert it to UTF-8"),
+        ('{"text": "1"}\n'.encode("utf-32"), r"is UTF-32: convert it to UTF-8"),
+        (b"PK\x03\x04" + bytes(40), r"is a zip archive: unpack it"),
+        (b"\x04\x22\x4d\x18" + bytes(40), r"is compressed with lz4"),
+        (gzip.compress(b"PK\x03\x04" + bytes(40)), r"is a zip archive: unpack it"),
+    ],
+)
+def test_input_of_another_kind_is_named(tmp_path, content, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"a\.jsonl,? ({message})"):
+        run("--input", path, "--output-prefix", tmp_path / "x")
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_parquet_without_pyarrow_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"PAR1" + bytes(40))
+    with pytest.raises(UserError, match=r"a\.jsonl: is a parquet file .* pip install pyarrow, or"):
+        run("--input", path, "--output-prefix", tmp_path / "x")
+
+
+def test_parquet(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table.from_pylist
+    (tmp_path / "plain").write_bytes(JSON_LINES)
+    expected = bytes_of(tmp_path, "--input", tmp_path / "plain")
+    path = tmp_path / "a"
+    parquet.write_table(table(RECORDS), path, row_group_size=70)
+    assert bytes_of(tmp_path, "--input", path, "--workers", 2) == expected
+    with pytest.raises(UserError, match="has no column 'body', but 'text', 'id': name the right"):
+        run("--input", path, "--output-prefix", tmp_path / "y", "--json-keys", "body")
+    parquet.write_table(table([*RECORDS, {"text": None}]), path)
+    with pytest.raises(UserError, match="record 401: no text under the key 'text'"):
+        run("--input", path, "--output-prefix", tmp_path / "y")
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(UserError, match="cannot be read as parquet"):
+        run("--input", path, "--output-prefix", tmp_path / "y")
 
 
 def test_command_line(tmp_path):

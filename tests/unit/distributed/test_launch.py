@@ -11,16 +11,21 @@ from torch.nn.attention import SDPBackend
 
 from megatron.config.groups import DistributedConfig
 from megatron.distributed import setup
-from megatron.distributed.rendezvous import Launch, LaunchError
+from megatron.distributed.launchers import (
+    Launch,
+    LaunchError,
+    expand_counts,
+    expand_hosts,
+    given_rank,
+)
 from megatron.distributed.setup import (
     choose_device,
     connect,
     disconnect,
-    expand_counts,
-    expand_hosts,
     read_launch,
     set_determinism,
     share_cores,
+    warn_of_idle_gpus,
 )
 
 TORCHRUN = {
@@ -31,6 +36,7 @@ TORCHRUN = {
     "MASTER_ADDR": "n0",
     "MASTER_PORT": "29400",
 }
+PARTS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 SRUN = {
     "SLURM_PROCID": "5",
     "SLURM_STEP_NUM_TASKS": "7",
@@ -79,6 +85,116 @@ def test_srun():
     assert (given.address, given.port) == ("10.0.0.1", 4000)
 
 
+# rank 5 of 8, second of the 4 of its host, as each launcher numbers it; the last: no local size
+MPI = {
+    "mpirun (Open MPI)": ["OMPI_COMM_WORLD_" + part for part in PARTS],
+    "mpirun (MVAPICH)": ["MV2_COMM_WORLD_" + part for part in PARTS],
+    "jsrun": ["JSM_NAMESPACE_" + part for part in PARTS],
+    "mpiexec (PALS)": ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"],
+    "mpiexec (Hydra)": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+    "a PMI launcher": ["PMI_" + part for part in PARTS],
+    "a PMIx launcher": ["PMIX_" + part for part in PARTS],
+    "flux run": ["FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"],
+}
+MEET = {"MASTER_ADDR": "n0", "MASTER_PORT": "4000"}
+
+
+def of_mpi(launcher: str, *values: int) -> dict[str, str]:
+    return dict(zip(MPI[launcher], map(str, values or (5, 8, 1, 4))))
+
+
+@pytest.mark.parametrize("launcher", MPI)
+class TestMPI:
+    """mpirun and its relatives: a process that sees a size above 1 joins or refuses."""
+
+    def test_it_joins(self, launcher):
+        found = read_launch({**of_mpi(launcher), **MEET})
+        # without a count of its host's ranks, and without a GPU: all ranks are taken to be here
+        local_size = 8 if launcher == "flux run" else 4
+        assert found == Launch(
+            5, 8, 1, local_size, launcher, "n0", 4000, f"{launcher}/", found.agent_store
+        )
+        assert given_rank(of_mpi(launcher)) == 5
+
+    def test_without_an_address_it_joins_on_one_host_and_is_refused_on_several(self, launcher):
+        with pytest.raises(LaunchError, match=r"as one of 8, .*export MASTER_ADDR"):
+            read_launch(of_mpi(launcher))
+        if launcher != "flux run":
+            found = read_launch(of_mpi(launcher, 1, 2, 1, 2))
+            assert (found.rank, found.address, found.port) == (1, "localhost", 29500)
+
+    def test_one_process_is_alone(self, launcher):
+        assert read_launch(of_mpi(launcher, 0, 1, 0, 1)).world_size == 1
+
+    def test_a_rank_without_a_size_is_refused(self, launcher):
+        environment = without(of_mpi(launcher), MPI[launcher][1])
+        with pytest.raises(LaunchError, match="no variable gives the number of processes"):
+            read_launch({**environment, **MEET})
+
+    def test_a_rank_without_its_number_on_the_host_is_refused(self, launcher):
+        environment = without(of_mpi(launcher), "PMI_LOCAL_RANK", *MPI[launcher][2:])
+        with pytest.raises(LaunchError, match="number on its host.* set LOCAL_RANK"):
+            read_launch({**environment, **MEET})
+        found = read_launch({**environment, **MEET, "LOCAL_RANK": "1"})
+        assert (found.rank, found.world_size, found.local_rank) == (5, 8, 1)
+
+    def test_its_daemon_was_started_by_srun(self, launcher):
+        """What srun said of the daemon is not of the ranks; bare PMI variables are srun's own."""
+        environment = {**SRUN, **of_mpi(launcher), **MEET}
+        by_srun = launcher.startswith("a PMI")
+        assert read_launch(environment).launcher == ("srun" if by_srun else launcher)
+
+    def test_a_wrapper_that_sets_rank_and_local_rank(self, launcher):
+        named = {"RANK": "5", "LOCAL_RANK": "1", "MASTER_ADDR": "n7", "MASTER_PORT": "4001"}
+        found = read_launch({**of_mpi(launcher), **MEET, **named})
+        assert (found.rank, found.world_size, found.local_rank) == (5, 8, 1)
+        assert (found.launcher, found.address, found.port) == ("environment", "n7", 4001)
+
+
+WRAPPED = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", **MEET}
+
+
+@pytest.mark.parametrize(
+    "environment, local_size",
+    [
+        (WRAPPED, 7),  # deepspeed's launcher: nothing says how many are here
+        ({**SRUN, **WRAPPED}, 3),
+        ({**SRUN, **without(WRAPPED, "WORLD_SIZE")}, 3),
+        ({**SRUN, **without(WRAPPED, "LOCAL_RANK")}, 3),
+        ({**without(SRUN, "SLURM_STEP_ID", "SLURM_NODEID"), **WRAPPED}, 7),
+        ({**SRUN, **WRAPPED, "SLURM_PROCID": "0"}, 7),  # one task a node starts many processes
+    ],
+)
+def test_rank_without_local_world_size(environment, local_size):
+    found = read_launch(environment)
+    assert found == Launch(5, 7, 1, local_size, "environment", "n0", 4000, "environment")
+
+
+def test_ranks_of_a_host_that_no_variable_gives_are_its_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpus, local_size in ((4, 4), (1, 2), (16, 7)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=gpus: count)
+        assert read_launch(WRAPPED).local_size == local_size
+
+
+def test_a_world_size_that_the_batch_script_exports(monkeypatch):
+    """srun's ranks with it; another number of tasks is a mistake that would train alone."""
+    assert read_launch({**SRUN, "WORLD_SIZE": "7"}) == read_launch(SRUN)
+    for environment, started in (
+        (SRUN, "srun started 7 processes"),
+        (of_mpi("mpiexec (Hydra)", 0, 1, 0, 1), "mpiexec (Hydra) started 1 process:"),
+    ):
+        with pytest.raises(LaunchError) as raised:
+            read_launch({**environment, "WORLD_SIZE": "8"})
+        assert f"WORLD_SIZE=8, but {started}" in str(raised.value)
+
+
+def test_a_task_of_srun_whose_variables_were_dropped_does_not_train_alone():
+    for environment in ({"SLURM_PROCID": "3"}, {"SLURM_STEP_NUM_TASKS": "2"}):
+        with pytest.raises(LaunchError, match="srun's variables are incomplete"):
+            read_launch(environment)
+
+
 def test_steps_and_attempts_of_a_job_have_ports_of_their_own():
     places = [
         read_launch({**SRUN, "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restart)})
@@ -97,10 +213,13 @@ def test_steps_and_attempts_of_a_job_have_ports_of_their_own():
             ["has RANK=1, but not WORLD_SIZE, LOCAL_RANK", "unset RANK and WORLD_SIZE"],
         ),
         ({"WORLD_SIZE": "2"}, ["has WORLD_SIZE=2, but not RANK, LOCAL_RANK"]),
-        (without(TORCHRUN, "MASTER_PORT"), ["but not MASTER_PORT: start with torchrun or srun"]),
+        (
+            without(TORCHRUN, "MASTER_PORT"),
+            ["but not MASTER_PORT: start with torchrun, srun or mpirun"],
+        ),
         (
             without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-            ["but not LOCAL_RANK, LOCAL_WORLD_SIZE"],
+            ["but not LOCAL_RANK: start"],
         ),
         ({**TORCHRUN, "RANK": "8"}, ["are 8, 8, 1, 4: a rank must be below the number of ranks"]),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, ["are 5, 8, 4, 4: a local rank must be below"]),
@@ -192,9 +311,10 @@ class TestDevice:
             Launch(3, 4, 3, 4, "torchrun"), DistributedConfig(distributed_backend="gloo")
         ) == (torch.device("cuda:1"), "gloo")
 
-    def test_srun_shows_each_task_its_own_gpu(self, gpus):
+    @pytest.mark.parametrize("launcher", ["srun", "environment", "mpirun (Open MPI)"])
+    def test_each_process_is_shown_its_own_gpu(self, gpus, launcher):
         gpus(1)
-        assert choose_device(Launch(3, 4, 3, 4, "srun"), DistributedConfig()) == (
+        assert choose_device(Launch(3, 4, 3, 4, launcher), DistributedConfig()) == (
             torch.device("cuda:0"),
             "nccl",
         )
@@ -208,6 +328,15 @@ class TestDevice:
             f"rank 7: 4 ranks were started on this host, which shows {count} GPU"
         )
         assert "--distributed-backend gloo" in str(raised.value)
+
+    def test_idle_gpus_are_named(self, gpus, caplog):
+        gpus(8)
+        for local_size in (1, 8):
+            launch = Launch(1, 8, 0, local_size, "srun")
+            warn_of_idle_gpus(launch, torch.device("cuda:0"))
+        warn_of_idle_gpus(Launch(), torch.device("cpu"))
+        (record,) = caplog.records
+        assert "uses 1 of the 8 GPUs" in record.message and "--ntasks-per-node=8" in record.message
 
     def test_nccl_without_a_gpu(self, gpus):
         gpus(0)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megatron.config.errors import UserError
+from megatron.distributed.launchers import rank_hosts
 from megatron.distributed.preflight.judge import (
     Limits,
     judge,
@@ -18,7 +19,6 @@ from megatron.distributed.preflight.links import ROUNDS, Speed, pairings, partne
 from megatron.distributed.preflight.meeting import Findings
 from megatron.distributed.preflight.probes import MISSING, Facts, Needs, code_digest, write_speed
 from megatron.distributed.rendezvous import Launch
-from megatron.distributed.setup import rank_hosts
 from tools import preflight
 
 NEEDS = Needs(("data.bin",), ("tracker",), ("/cache",), "/run", 1e9, "settings", ())

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from megatron.distributed.setup import SRUN_PORTS
+from megatron.distributed.launchers import SRUN_PORTS
 
 ROOT = Path(__file__).resolve().parents[3]
 RANK = str(Path(__file__).with_name("rank_process.py"))
@@ -37,7 +37,7 @@ def environment(**values: object) -> dict[str, str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in LAUNCHER and not name.startswith(("SLURM_", "TORCHELASTIC_"))
+        if name not in LAUNCHER and not name.startswith(("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI"))
     }
     return {
         **inherited,
@@ -203,6 +203,30 @@ def test_srun_starts_too_and_a_collective_that_hangs_ends_in_time(srun):
         and shown[0]["timeouts"] == [6.0, 6.0]
     )
     assert 5 < shown[1]["waited"] < 200 and shown[1]["threads"] == max(1, CORES // 2)
+
+
+def test_mpirun_starts_too():
+    """Its variables alone, as for two ranks of one host."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, RANK, "work", "2"]
+    values = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
+    tasks = [
+        subprocess.Popen(
+            command,
+            env=environment(
+                MASTER_PORT=port,
+                **{f"OMPI_COMM_WORLD_{name}": k for name, k in zip(values, (rank, rank, 2, 2))},
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    shown = lines("".join(task.communicate(timeout=300)[0] for task in tasks))
+    assert [shown[rank]["sum"] for rank in (0, 1)] == [3.0, 3.0]
+    assert shown[0]["launcher"] == "mpirun (Open MPI)"
 
 
 def errors(tasks: list[subprocess.Popen[str]]) -> list[str]:

@@ -1,0 +1,428 @@
+"""Launchers: torchrun, srun, mpirun and its relatives, by the environment variables that they set.
+Imports no torch: which rank this is must be known before it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.config.errors import UserError
+
+Environment = Mapping[str, str]
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SRUN = (
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_STEP_NODELIST",
+)
+# below the ports that Linux gives to outgoing connections, so that ours is rarely taken
+SRUN_PORTS = range(20000, 30000)
+MPI_PORT = 29500  # where mpirun's ranks meet without MASTER_PORT; torch's default, too
+
+
+class LaunchError(UserError):
+    """The processes of a job were started wrongly, or could not find each other."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process as its launcher numbered it. `address` and `port` are where the ranks meet;
+    None for one process.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    """Ranks on this host; 0 where no variable gives it."""
+    launcher: str = "one process"
+    address: str | None = None
+    port: int | None = None
+    job: str = ""
+    """Tells apart the jobs (and attempts of a job) that meet at the same address and port by
+    mistake.
+    """
+    agent_store: bool = False
+    """torchrun's agent hosts the store."""
+
+
+@dataclass(frozen=True)
+class LauncherVariables:
+    """The variables of one launcher. `mark`: one that it sets and no other launcher does; rank,
+    size, local rank and local size: the first of these that is set counts.
+    """
+
+    name: str
+    mark: str
+    rank: str
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+
+
+def _open_mpi(name: str, prefix: str) -> LauncherVariables:
+    """Of a launcher whose variables are PREFIX_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE."""
+    rank, *others = (f"{prefix}_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    size, local_rank, local_size = ((each,) for each in others)
+    return LauncherVariables(name, rank, rank, size, local_rank, local_size)
+
+
+HYDRA_LOCAL = ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)
+# In the order in which they are asked. srun comes after the launchers that may themselves have
+# started their daemons with it, whose variables their ranks inherit; and before the bare PMI
+# variables, which srun sets as well.
+BEFORE_SRUN = (
+    _open_mpi("mpirun (Open MPI)", "OMPI_COMM_WORLD"),
+    _open_mpi("mpirun (MVAPICH)", "MV2_COMM_WORLD"),
+    _open_mpi("mpirun (MVAPICH)", "MVP_COMM_WORLD"),
+    _open_mpi("jsrun", "JSM_NAMESPACE"),
+    LauncherVariables(
+        "flux run",
+        "FLUX_TASK_RANK",
+        "FLUX_TASK_RANK",
+        ("FLUX_JOB_SIZE",),
+        ("FLUX_TASK_LOCAL_ID",),
+        (),
+    ),
+    LauncherVariables(
+        "mpiexec (PALS)",
+        "PALS_RANKID",
+        "PALS_RANKID",
+        ("PALS_SIZE", "PMI_SIZE"),
+        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    ),
+    LauncherVariables(
+        "mpiexec (Hydra)", "MPI_LOCALRANKID", "PMI_RANK", ("PMI_SIZE",), *HYDRA_LOCAL
+    ),
+)
+PMI = LauncherVariables(
+    "a PMI launcher",
+    "PMI_RANK",
+    "PMI_RANK",
+    ("PMI_SIZE",),
+    ("PMI_LOCAL_RANK",),
+    ("PMI_LOCAL_SIZE",),
+)
+PMIX = LauncherVariables(
+    "a PMIx launcher",
+    "PMIX_RANK",
+    "PMIX_RANK",
+    ("PMIX_SIZE",),
+    ("PMIX_LOCAL_RANK",),
+    ("PMIX_LOCAL_SIZE",),
+)
+AFTER_SRUN = (PMI, PMIX)
+
+
+def launch_of(environment: Environment) -> Launch:
+    """The launch that these variables describe. Raises LaunchError for variables that are missing
+    or contradict each other, and for one of several processes that cannot join the others.
+    """
+    if environment.get("RANK"):
+        names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
+        return _checked(_explicit_launch(environment), names)
+    launch = _launchers_launch(environment)
+    if environment.get("WORLD_SIZE"):
+        if launch == Launch():
+            raise _incomplete(environment)
+        size = number(environment, "WORLD_SIZE")
+        if size != launch.world_size:
+            raise LaunchError(
+                f"WORLD_SIZE={size}, but {launch.launcher} started {launch.world_size} "
+                f"process{'es' * (launch.world_size != 1)}: start as many as WORLD_SIZE, or unset "
+                "WORLD_SIZE"
+            )
+    return launch
+
+
+def given_rank(environment: Environment) -> int:
+    """The rank as far as the variables give it, without judging them; else 0."""
+    return _first_number(environment, "rank", "RANK", "SLURM_PROCID")
+
+
+def rough_launch(environment: Environment = os.environ) -> Launch:
+    """`launch_of`, or for the text of an error what can be known: a rank that its launcher's
+    variables do not give counts as 0.
+    """
+    try:
+        return launch_of(environment)
+    except LaunchError:
+        local = _first_number(environment, "local_rank", "LOCAL_RANK", "SLURM_LOCALID")
+        return Launch(rank=given_rank(environment), local_rank=local)
+
+
+def _first_number(environment: Environment, field: str, generic: str, slurm: str) -> int:
+    names = [generic]
+    for launchers, last in ((BEFORE_SRUN, slurm), (AFTER_SRUN, None)):
+        for launcher in launchers:
+            found = getattr(launcher, field)
+            names += [found] if isinstance(found, str) else found
+        names += [last] if last else []
+    values = (environment.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdecimal()), 0)
+
+
+def _explicit_launch(environment: Environment) -> Launch:
+    """Of RANK and the variables that go with it, set by torchrun, DeepSpeed's launcher or a
+    wrapper. Where some are missing, those of a launcher that gives the same rank fill in.
+    """
+    rank = number(environment, "RANK")
+    below = _same_rank(environment, rank)
+    if environment.get("WORLD_SIZE"):
+        size = number(environment, "WORLD_SIZE")
+    elif below is not None:
+        size = below.world_size
+    else:
+        raise _incomplete(environment)
+    if size == 1:
+        return Launch(rank, 1, 0, 1, _torchrun_or_environment(environment))
+    below = below if below is not None and below.world_size == size else None
+    known = {
+        "LOCAL_RANK": below is not None,
+        "MASTER_ADDR": below is not None and below.address is not None,
+        "MASTER_PORT": below is not None and below.port is not None,
+    }
+    if any(not known[name] and not environment.get(name) for name in known):
+        raise _incomplete(environment)
+    below = below or Launch(local_size=0)
+    return Launch(
+        rank=rank,
+        world_size=size,
+        local_rank=number(environment, "LOCAL_RANK", below.local_rank),
+        local_size=number(environment, "LOCAL_WORLD_SIZE", below.local_size),
+        launcher=_torchrun_or_environment(environment),
+        address=environment.get("MASTER_ADDR") or below.address,
+        port=_port(environment) or below.port,
+        job=environment.get("TORCHELASTIC_RUN_ID", "environment"),
+        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _torchrun_or_environment(environment: Environment) -> str:
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "environment"
+
+
+def _same_rank(environment: Environment, rank: int) -> Launch | None:
+    """The launch that a launcher's own variables describe, where it numbered this process so."""
+    try:
+        launch = _launchers_launch(environment)
+    except LaunchError:
+        return None
+    return launch if launch.rank == rank and launch != Launch() else None
+
+
+def _incomplete(environment: Environment) -> LaunchError:
+    given = [f"{name}={environment[name]}" for name in RANK_VARIABLES if environment.get(name)]
+    missing = [name for name in RANK_VARIABLES if not environment.get(name)]
+    return LaunchError(
+        f"the environment has {', '.join(given)}, but not {', '.join(missing)}: start with "
+        "torchrun, srun or mpirun, which set what they need, set them yourself, or unset RANK and "
+        "WORLD_SIZE to start a single process"
+    )
+
+
+def _launchers_launch(environment: Environment) -> Launch:
+    """Of the variables that launchers set themselves: the first launcher that started several
+    processes, else a single process.
+    """
+    found: list[Launch] = []
+    for launcher in (*BEFORE_SRUN, None, *AFTER_SRUN):
+        if launcher is None:
+            launch = _srun_launch(environment) if _by_srun(environment) else None
+        elif launcher.mark in environment and not (found and launcher is PMIX):
+            launch = _mpi_launch(launcher, environment)
+        else:
+            launch = None
+        if launch is not None and launch.world_size > 1:
+            return launch
+        found += [launch] if launch is not None else []
+    return found[0] if found else Launch()
+
+
+def _by_srun(environment: Environment) -> bool:
+    """Whether srun started this process: a batch script's own shell is task 0 of no step."""
+    rank, size = (environment.get(name, "") for name in SRUN[:2])
+    return bool(rank and size) or rank not in ("", "0") or size not in ("", "1")
+
+
+def _mpi_launch(launcher: LauncherVariables, environment: Environment) -> Launch:
+    """Of the variables of mpirun and its relatives. Raises LaunchError."""
+
+    def refused(problem: str) -> LaunchError:
+        rank = environment.get(launcher.rank, "")
+        return LaunchError(
+            f"{launcher.name} started this process ({launcher.rank}={rank}){problem}"
+        )
+
+    rank, size = _first(environment, launcher.rank), _first(environment, *launcher.size)
+    if rank is None or size is None:
+        raise refused(
+            ", but no variable gives the number of processes: it would train alone; set "
+            f"{', '.join(RANK_VARIABLES)} of each process, or start with torchrun or srun"
+        )
+    if size == 1:
+        return Launch(rank, 1, 0, 1, launcher.name)
+    local_rank = _first(environment, *launcher.local_rank, "LOCAL_RANK")
+    local_size = _first(environment, *launcher.local_size, "LOCAL_WORLD_SIZE")
+    if local_rank is None:
+        raise refused(
+            f" as one of {size}, and no variable gives its number on its host, by which it takes "
+            "a GPU: set LOCAL_RANK of each process"
+        )
+    address = environment.get("MASTER_ADDR") or ("localhost" if local_size == size else None)
+    if address is None:
+        raise refused(
+            f" as one of {size}, and MASTER_ADDR is not set: export MASTER_ADDR, the host of rank "
+            "0, and MASTER_PORT, a free port there; for example "
+            'export MASTER_ADDR=$(head -n 1 "$PBS_NODEFILE") MASTER_PORT=29500'
+        )
+    job = f"{launcher.name}/{environment.get('PBS_JOBID') or slurm_job(environment)}"
+    port = _port(environment) or MPI_PORT
+    launch = Launch(rank, size, local_rank, local_size or 0, launcher.name, address, port, job)
+    names = (launcher.rank, launcher.size[0], launcher.local_rank[0], *launcher.local_size[:1])
+    return _checked(launch, ", ".join(names))
+
+
+def _first(environment: Environment, *names: str) -> int | None:
+    """The number of the first of these variables that is set."""
+    name = next((name for name in names if environment.get(name)), None)
+    return None if name is None else number(environment, name)
+
+
+def _srun_launch(environment: Environment) -> Launch:
+    """Of the variables that srun sets for each task of a step."""
+    missing = [name for name in SRUN if not environment.get(name)]
+    if missing:
+        raise LaunchError(
+            f"srun's variables are incomplete: {', '.join(missing)} not set; start with "
+            "srun, without an --export that drops variables, or with torchrun"
+        )
+    tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
+    node = number(environment, "SLURM_NODEID")
+    if node >= len(tasks):
+        raise LaunchError(
+            f"SLURM_NODEID={node}, but "
+            f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']} is of "
+            f"{len(tasks)} nodes; start with srun, which sets both"
+        )
+    job, step, restart = (
+        number(environment, name, 0)
+        for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    )
+    derived = SRUN_PORTS[(job + 1009 * step + 2003 * restart) % len(SRUN_PORTS)]
+    launch = Launch(
+        rank=number(environment, "SLURM_PROCID"),
+        world_size=number(environment, "SLURM_STEP_NUM_TASKS"),
+        local_rank=number(environment, "SLURM_LOCALID"),
+        local_size=tasks[node],
+        launcher="srun",
+        address=environment.get("MASTER_ADDR")
+        or expand_hosts(environment["SLURM_STEP_NODELIST"])[0],
+        port=_port(environment) or derived,
+        job=f"srun/{job}.{step}.{restart}",
+    )
+    return _checked(
+        launch, "SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE"
+    )
+
+
+def slurm_job(environment: Environment = os.environ) -> str:
+    """Slurm's number of this job, which a requeue keeps; empty outside of Slurm."""
+    return environment.get("SLURM_JOB_ID", "")
+
+
+def rank_hosts(launch: Launch, environment: Environment = os.environ) -> list[str]:
+    """The host of each rank, as srun places them in blocks; empty where another launcher did.
+    Raises LaunchError.
+    """
+    if launch.launcher != "srun":
+        return []
+    hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
+    tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
+    return [host for host, count in zip(hosts, tasks) for _ in range(count)]
+
+
+def _checked(launch: Launch, names: str) -> Launch:
+    values = f"{launch.rank}, {launch.world_size}, {launch.local_rank}, {launch.local_size}"
+    faults = [
+        (launch.rank >= launch.world_size, "a rank must be below the number of ranks"),
+        (
+            0 < launch.local_size <= launch.local_rank,
+            "a local rank must be below the number of ranks of its host",
+        ),
+        (launch.local_size > launch.world_size, "a host cannot have more ranks than the job"),
+    ]
+    for wrong, why in faults:
+        if wrong:
+            raise LaunchError(
+                f"{names} are {values}: {why}; start with torchrun or srun, or set them right"
+            )
+    return launch
+
+
+def number(environment: Environment, name: str, default: int | None = None) -> int:
+    """The whole number of a variable. Raises LaunchError."""
+    text = environment.get(name) or default
+    if not re.fullmatch(r"\d+", str(text)):
+        raise LaunchError(
+            f"{name}={text}: expected a whole number from 0 on; start with torchrun or srun, "
+            "which set it, or set it right"
+        )
+    return int(text)
+
+
+def _port(environment: Environment) -> int | None:
+    if not environment.get("MASTER_PORT"):
+        return None
+    port = number(environment, "MASTER_PORT")
+    if not 1 <= port <= 65535:
+        raise LaunchError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
+    return port
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's counts for each node: `2(x3),1` is [2, 2, 2, 1]. Raises LaunchError."""
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE={text}: expected counts such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Slurm's host lists: `gpu[08-10,12],login1` is gpu08 gpu09 gpu10 gpu12 login1; several
+    brackets in a name multiply. Raises LaunchError.
+    """
+    name = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+    if not re.fullmatch(f"{name}(?:,{name})*", text):
+        raise LaunchError(
+            f"SLURM_STEP_NODELIST={text}: expected host names such as gpu[01-04],login1; set "
+            "MASTER_ADDR to rank 0's host"
+        )
+    hosts: list[str] = []
+    for item in re.findall(name, text):
+        found = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", item):
+            ends = (
+                [plain]
+                if plain
+                else [number for part in ranges.split(",") for number in _expand_range(part)]
+            )
+            found = [host + end for host in found for end in ends]
+        hosts += found
+    return hosts
+
+
+def _expand_range(part: str) -> list[str]:
+    """`08-10` is 08 09 10."""
+    first, _, last = part.partition("-")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
