@@ -68,8 +68,9 @@ def linear_weight_grad(
     rows_vary: bool = False,
 ) -> None:
     """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i]:
-    one product that adds up in main_grad itself, but for bf16 and fp16 on a CPU, where factors are
-    widened in pieces of at most SCRATCH_BYTES. `rows_vary`: s b differs from call to call.
+    one GEMM that accumulates in main_grad itself, except on a CPU, where bf16 gradients are rounded
+    once before they are added, and fp16 factors are widened, in temporaries of at most
+    SCRATCH_BYTES. `rows_vary`: s b differs from call to call, and bf16 factors are widened too.
     """
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
     if by_apex and main_grad.dtype == torch.float32 and dy.dtype != torch.float32:
@@ -83,17 +84,37 @@ def linear_weight_grad(
         # reads bf16 or fp16, adds into fp32
         torch.addmm(main_grad, dy.t(), x, main_grad.dtype, beta=beta, out=main_grad)
         return
-    # no bf16 x bf16 -> fp32 product here
+    if dy.dtype == torch.bfloat16 and not rows_vary:
+        _add_rounded(dy, x, main_grad, overwrite)
+        return
+    # No CPU GEMM reads fp16 and adds into fp32. One of bf16 with a new number of rows generates
+    # code first, which takes longer than the GEMM.
     step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))
-    # bf16 instructions are reached by code that is generated for each shape
-    with contextlib.nullcontext() if rows_vary else _products_of(dy.dtype):
-        for token in range(0, x.shape[0], step):
-            piece = slice(token, token + step)
-            main_grad.addmm_(
-                dy[piece].t().to(main_grad.dtype),
-                x[piece].to(main_grad.dtype),
-                beta=0 if overwrite and token == 0 else 1,
-            )
+    for token in range(0, x.shape[0], step):
+        piece = slice(token, token + step)
+        main_grad.addmm_(
+            dy[piece].t().to(main_grad.dtype),
+            x[piece].to(main_grad.dtype),
+            beta=0 if overwrite and token == 0 else 1,
+        )
+
+
+def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> None:
+    """main_grad [o, i] += dy^T x by bf16 GEMMs that accumulate in fp32 and round their result once
+    (relative error 2^-9), some outputs at a time.
+    """
+    rows = _rows_at_once(x.shape[1], dy.element_size(), main_grad.element_size())
+    for grad, part in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
+        wgrad = part.t() @ x
+        if overwrite:
+            grad.copy_(wgrad)
+        else:
+            grad.add_(wgrad)
+
+
+def _rows_at_once(inputs: int, compute: int, grad: int) -> int:
+    """Rows of a weight gradient whose bf16 GEMM, and its copy in fp32, fit into SCRATCH_BYTES."""
+    return max(1, SCRATCH_BYTES // (inputs * (compute + grad)))
 
 
 # rows and columns that one block of threads of a large product computes on Hopper, at most
@@ -103,34 +124,17 @@ DEFERRED = "deferred_grads"
 
 
 def weight_grad_scratch(
-    tokens: int, inputs: int, outputs: int, compute: int, grad: int, device: str
+    tokens: int, inputs: int, outputs: int, compute: int, grad: int, device: str, rounded: bool
 ) -> int:
     """Bytes of `linear_weight_grad`'s temporaries, for elements of `compute` and `grad` bytes: none
-    where the GEMM itself adds.
+    where the GEMM itself adds. `rounded`: by bf16 GEMMs, where a CPU has no other.
     """
     if compute == grad or device == "cuda":
         return 0
-    return (
-        min(tokens, max(1, SCRATCH_BYTES // (grad * max(inputs, outputs))))
-        * grad
-        * (inputs + outputs)
-    )
-
-
-@contextlib.contextmanager
-def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """fp32 products on a CPU whose factors are exact in bf16: its bf16 instructions, which add up
-    in fp32, lose nothing and take half the time.
-    """
-    settings = torch.backends.mkldnn.matmul
-    if dtype != torch.bfloat16:
-        yield
-        return
-    before, settings.fp32_precision = settings.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
+    if rounded:
+        return min(outputs, _rows_at_once(inputs, compute, grad)) * inputs * (compute + grad)
+    widened = min(tokens, max(1, SCRATCH_BYTES // (grad * max(inputs, outputs))))
+    return widened * grad * (inputs + outputs)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

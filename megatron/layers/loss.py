@@ -25,17 +25,16 @@ def _chunks(logits: Tensor):
 
 def widened_bytes(
     model: ModelConfig, tokens: int, width: int, compute: int, wide: int, device: str
-) -> tuple[int, int]:
-    """Bytes of what `Columns` makes of `width` logits of each of these tokens in the forward and
-    in the backward pass: none by our kernel.
+) -> int:
+    """Temporary bytes of `Columns` for `width` logits of each of these tokens in a forward or a
+    backward pass: a chunk of probabilities, and the logits that they are made of where those are
+    widened or soft-capped. None with our kernel.
     """
     if model.cross_entropy_backend == "triton":
-        return 0, 0
+        return 0
     rows = min(tokens, max(1, LOSS_CHUNK_BYTES[device] // (4 * width)))
     chunk = rows * width * wide
-    if model.final_logit_softcapping is not None:
-        return 2 * chunk, 2 * chunk
-    return (2 * chunk, chunk) if compute != wide else (chunk, 0)
+    return chunk if compute == wide and model.final_logit_softcapping is None else 2 * chunk
 
 
 def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:
@@ -58,8 +57,9 @@ class Columns:
     backend: str
 
     def reduce(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """[3, n]: the maximum, the sum of exponentials after it is taken off, and the logit of the
-        label where it is here, else 0.
+        """[3, n]: a maximum, the sum of exponentials after it is subtracted, and the logit of the
+        label where it is here, else 0. With torch the maximum is the log-sum-exp of this rank's
+        columns, and the sum is 1: log_softmax is one pass over a chunk in cache.
         """
         if self.backend == "triton":
             return cross_entropy_parts(logits, labels, self.count, self.softcap)
@@ -70,11 +70,13 @@ class Columns:
         )
         top, exponentials, target = parts
         here, index = self._find(labels)
+        exponentials.fill_(1)
         for rows in _chunks(logits) if self.count else ():
             z = _wide_logits(logits[rows, : self.count], self.softcap)
-            top[rows] = z.amax(-1)
-            target[rows] = z.gather(-1, index[rows, None]).squeeze(-1)
-            exponentials[rows] = (z - top[rows, None]).exp_().sum(-1)
+            at_label = z.gather(-1, index[rows, None])
+            log_probability = torch.log_softmax(z, -1).gather(-1, index[rows, None])
+            top[rows] = (at_label - log_probability).squeeze(-1)
+            target[rows] = at_label.squeeze(-1)
             del z  # before the next one is made
         if self.count == 0:  # this rank holds nothing but padding
             top.fill_(torch.finfo(parts.dtype).min), exponentials.zero_(), target.zero_()
@@ -104,19 +106,15 @@ class Columns:
             cross_entropy_backward_(logits, labels, lse, dloss, dlse, self.count, self.softcap)
             return
         here, index = self._find(labels)
+        of_all = dloss + dlse
+        of_label = -dloss if here is None else -(dloss * here)
         for rows in _chunks(logits) if self.count else ():
             part = logits[rows, : self.count]
             z = _wide_logits(part, self.softcap)
-            dz = (
-                (z.sub_(lse[rows, None]) if self.softcap is None else z - lse[rows, None])
-                .exp_()
-                .mul_((dloss + dlse)[rows, None])
-            )
-            dz.scatter_add_(
-                -1,
-                index[rows, None],
-                -dloss[rows, None] if here is None else -(dloss * here)[rows, None],
-            )
+            # one rank's softmax is exp(z - lse) in one pass
+            dz = torch.softmax(z, -1) if self.tp.size == 1 else (z - lse[rows, None]).exp_()
+            dz.mul_(of_all[rows, None])
+            dz.scatter_add_(-1, index[rows, None], of_label[rows, None])
             if self.softcap is not None:
                 dz.mul_(z.div_(self.softcap).square_().neg_().add_(1))
             part.copy_(dz)

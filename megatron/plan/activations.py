@@ -208,24 +208,30 @@ class Shape:
         """Bytes in which random words are drawn."""
         return drawing_bytes(self.own * self.model.hidden_size, self.device) if self.mask else 0
 
-    def weight_scratch(self, inputs: int, outputs: int, tokens: int | None = None) -> int:
-        """Bytes in which the gradient of a weight of so many inputs and outputs is formed, of all
-        tokens or of so many at a time.
+    def weight_scratch(
+        self, inputs: int, outputs: int, tokens: int | None = None, rows_vary: bool = False
+    ) -> int:
+        """Temporary bytes of the gradient of a weight [outputs, inputs], over all tokens or over
+        `tokens` at a time.
         """
         grad = self.compute if self.narrow_grads else self.wide
+        rounded = self.config.precision.bf16 and not rows_vary
         return weight_grad_scratch(
-            tokens or self.tokens, inputs, outputs, self.compute, grad, self.device
+            tokens or self.tokens, inputs, outputs, self.compute, grad, self.device, rounded
         )
 
     def mlp_scratch(self) -> tuple[int, int]:
         """The same of the MLP: of fc2's and of fc1's weight."""
         return self._mlp_scratch(self.model.ffn_hidden_size, self.tokens // self.pieces)
 
-    def _mlp_scratch(self, width: int, tokens: int) -> tuple[int, int]:
-        """Of an MLP of such a width, of so many tokens at a time."""
+    def _mlp_scratch(self, width: int, tokens: int, rows_vary: bool = False) -> tuple[int, int]:
+        """Of an MLP of this width, over `tokens` at a time."""
         columns, _ = saved_widths(replace(self.model, ffn_hidden_size=width))
         h = self.model.hidden_size
-        return self.weight_scratch(width, h, tokens), self.weight_scratch(h, columns, tokens)
+        return (
+            self.weight_scratch(width, h, tokens, rows_vary),
+            self.weight_scratch(h, columns, tokens, rows_vary),
+        )
 
     def mlp_inputs(self) -> dict[str, list[tuple[int, int]]]:
         """(elements, bytes) of the storages that the MLP's modules keep and let go to the host."""
@@ -260,7 +266,7 @@ class ExpertShape(Shape):
         assert model.num_experts is not None and model.moe_ffn_hidden_size is not None
         rows = self.experts.rows // (model.hidden_size * self.compute)
         held = model.num_experts // expert_ranks(self.config).ep
-        fc2, fc1 = self._mlp_scratch(model.moe_ffn_hidden_size, max(1, rows // held))
+        fc2, fc1 = self._mlp_scratch(model.moe_ffn_hidden_size, max(1, rows // held), True)
         if model.moe_shared_expert_intermediate_size:
             shared = self._mlp_scratch(model.moe_shared_expert_intermediate_size, self.tokens)
             return max(fc2, shared[0]), max(fc1, shared[1])
@@ -654,15 +660,15 @@ def head_bytes(shape: Shape) -> UnitBytes:
     logits = tokens * shape.vocab * shape.compute
     gathered, own = (shape.whole, shape.hidden) if shape.sequence_parallel else (0, 0)
     sizes = tokens, shape.vocab, shape.compute, shape.wide
-    loss, gradient = widened_bytes(shape.model, *sizes, shape.device)
+    widened = widened_bytes(shape.model, *sizes, shape.device)
     scratch = shape.weight_scratch(h, shape.vocab, tokens)
     kept = 0 if fused else logits
-    forward = gathered + logits + loss if fused else max(gathered, loss)
+    forward = gathered + logits + widened if fused else max(gathered, widened)
     forming = shape.whole + gathered + own
-    backward = max(gradient, forming + _received(shape))
+    backward = max(widened, forming + _received(shape))
     if fused:
         forming = shape.whole + gathered + logits
-        backward = max(forming + gradient, backward)
+        backward = max(forming + widened, backward)
     return UnitBytes(
         shape.hidden, kept, 0, forward, backward, backward, forming, 0, scratch, head=True
     )

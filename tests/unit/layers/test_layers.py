@@ -104,8 +104,9 @@ def test_weight_gradients_make_no_dense_temporary(dtype, monkeypatch):
         linear_weight_grad(dy, x, grad)
     assert largest.bytes <= 1 << 14 < grad.nbytes
     expected = dy.flatten(0, 1).double().T @ x.flatten(0, 1).double()
-    # bf16 factors too: their product is formed and added in fp32
-    assert (grad - expected).norm() / expected.norm() < 1e-6
+    # a bf16 GEMM rounds its result once, to 8 bits
+    bound = 1e-6 + (2**-9 if dtype == torch.bfloat16 else 0)
+    assert (grad - expected).norm() / expected.norm() < bound
     layer = materialise(linear(256, 512, False), dtype)
     with deferring_weight_grads(layer) as left:
         layer(x.clone().requires_grad_()).backward(dy)
