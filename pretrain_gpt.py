@@ -8,6 +8,7 @@ import sys
 import time
 
 from megatron.config.arguments import dump_config, parse_arguments
+from megatron.config.derive import POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.distributed.launchers import given_rank, rough_launch
 from megatron.training.early import early_signals
@@ -24,7 +25,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         parsed = parse_arguments(sys.argv[1:] if argv is None else argv)
         if parsed.print_config:
-            print(dump_config(parsed.config))
+            # The values of positions, so that the file keeps its meaning if a default changes.
+            print(dump_config(derive(parsed.config, 1, None, POSITIONS)[0]))
             return 0
         with early_signals(speaks=given_rank(os.environ) == 0):
             # torch is imported only when something runs

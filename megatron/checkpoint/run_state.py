@@ -57,6 +57,10 @@ def require(state: JsonObject, names: Iterable[str]) -> None:
         raise InputError(f"its state lacks {', '.join(missing)}")
 
 
+# Defaults before YaRN took Megatron-LM's. Earlier versions wrote them for every model.
+_FORMER_ROPE = {"rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 8192}
+
+
 def config_of(state: JsonObject) -> Config:
     """The configuration in a checkpoint's state; fields that are younger or older than this
     program's are left out.
@@ -70,6 +74,13 @@ def config_of(state: JsonObject) -> Config:
         }
         for group, fields in Config().to_dict().items()
     }
+    model = kept["model"]
+    scaled = model.get("position_embedding_type") == "yarn" or model.get("use_rope_scaling")
+    for name, former in _FORMER_ROPE.items():
+        if scaled:
+            model.setdefault(name, former)
+        elif model.get(name) == former:
+            model[name] = None
     return Config.from_dict(kept)
 
 

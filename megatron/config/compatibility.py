@@ -626,7 +626,6 @@ ONLY = (
         "only Megatron's memory-mapped .bin/.idx files are read; preprocess again",
     ),
     only("--dataloader-type", "single", "data order is always computed from the seed"),
-    only("--rope-type", "rope", "use --position-embedding-type yarn"),
     only("--softmax-type", "vanilla", "attention sinks are not supported"),
     only("--exit-signal", "SIGTERM SIGUSR1", "SIGTERM and SIGUSR1 save and exit"),
     only(

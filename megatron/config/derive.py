@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from megatron.config.groups import Config, DistributedConfig
+from megatron.config.latent import yarn_scale
 from megatron.config.metadata import flag, flag_name
 from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, virtual_stages
@@ -159,6 +160,75 @@ def _derive_model(run: RunView) -> Derivation:
         yield "max_position_embeddings", run.seq_length, "seq-length"
 
 
+# Values of the factor and the original length that configuration files of earlier versions hold
+# for every model, scaled or not.
+_FORMER_DEFAULTS = (8.0, 8192)
+_YARN = (
+    "rope_scaling_factor",
+    "rope_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+
+
+def _derive_position_type(run: RunView) -> Derivation:
+    """Latent attention takes YaRN unless --rope-type rope, as in Megatron-LM. YaRN that changes
+    nothing stays rope. Afterwards position_embedding_type alone holds the answer.
+    """
+    kind = run.position_embedding_type
+    if not run.multi_latent_attention or kind == "learned_absolute":
+        return
+    given = {field: getattr(run, field) for field in _YARN}
+    changed = {field for field, value in given.items() if value != DEFAULTS[field]}
+    if tuple(given.values())[:2] == _FORMER_DEFAULTS:
+        changed -= set(_YARN[:2])
+    if run.rope_type == "rope" and (kind == "yarn" or rescales_scores(run)):
+        return  # a fault
+    if run.rope_type == "rope":
+        wanted = "rope"
+        for field in () if run.use_rope_scaling else sorted(changed):
+            yield field, DEFAULTS[field], "--rope-type rope rescales no frequencies"
+    elif kind == "yarn" or run.rope_type == "yarn" or (changed and not run.use_rope_scaling):
+        wanted = "yarn"
+    else:
+        wanted = "rope"
+    yield "rope_type", None, ""
+    if wanted != kind:
+        reason = (
+            "latent attention takes YaRN unless --rope-type rope, as in Megatron-LM"
+            if wanted == "yarn"
+            else "latent attention has rotary positions, as in Megatron-LM"
+        )
+        yield "position_embedding_type", wanted, reason
+
+
+def rescales_scores(run: RunView) -> bool:
+    """Whether Megatron-LM's latent attention multiplies scores by a factor of YaRN's, which it does
+    with --rope-type rope too.
+    """
+    factor = run.rope_scaling_factor
+    return factor is not None and yarn_scale(factor, run.mscale_all_dim) != 1
+
+
+def _derive_rope_scaling(run: RunView) -> Derivation:
+    """Megatron-LM's defaults of rescaled frequencies."""
+    model = run.config.model
+    yarn = run.position_embedding_type == "yarn"
+    fields = {
+        "rope_scaling_factor": model.rope_factor,
+        "rope_original_max_position_embeddings": model.rope_original_length,
+    }
+    for (field, value), former in zip(fields.items(), _FORMER_DEFAULTS, strict=True):
+        given = getattr(run, field)
+        if yarn or run.use_rope_scaling:
+            if given is None:
+                yield field, value, "YaRN's default in Megatron-LM" if yarn else ""
+        elif given == former:
+            yield field, None, ""
+
+
 def _derive_experts(run: RunView) -> Derivation:
     if run.num_experts == 1:
         yield "num_experts", None, "one expert is the MLP itself"
@@ -282,7 +352,9 @@ def _why_virtual(run: RunView) -> str:
     return "one stage on each pipeline rank"
 
 
+POSITIONS = (_derive_position_type, _derive_rope_scaling)
 DERIVED = (
+    *POSITIONS,
     _derive_model,
     _derive_experts,
     _derive_data,
@@ -293,12 +365,17 @@ DERIVED = (
 )
 
 
-def derive(config: Config, world: int, vocabulary: int | None) -> tuple[Config, list[str]]:
+def derive(
+    config: Config,
+    world: int,
+    vocabulary: int | None,
+    derivations: tuple[Callable[[RunView], Derivation], ...] = DERIVED,
+) -> tuple[Config, list[str]]:
     """The configuration with every derived value filled in, and a note for each that has a reason:
     field = value: reason.
     """
     notes = []
-    for derivation in DERIVED:
+    for derivation in derivations:
         for field, value, reason in derivation(RunView(config, world, vocabulary)):
             config = config.with_fields(GROUP_OF[field], **{field: value})
             notes += [f"{field.replace('_', '-')} = {value}: {reason}"] if reason else []

@@ -131,7 +131,9 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = model_flag(
         "learned_absolute"
     )
-    """How positions enter the model; yarn is rope with YaRN's rescaled frequencies."""
+    """How positions enter the model; yarn is rope with YaRN's rescaled frequencies. For
+    --multi-latent-attention see --rope-type.
+    """
     rotary_base: float = model_flag(10000.0, bound=POSITIVE, needs=ROTARY)
     """Base of the rotary frequencies."""
     rotary_percent: float = model_flag(1.0, bound=SHARE, needs=ROTARY)
@@ -140,23 +142,28 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Divide rotary positions by this factor (linear scaling)."""
     use_rope_scaling: bool = model_flag(False, needs=ROPE)
     """Rescale the rotary frequencies as Llama 3.x does."""
-    rope_scaling_factor: float = model_flag(
-        8.0,
+    rope_scaling_factor: float | None = model_flag(
+        None,
         "--rotary-scaling-factor",
-        megatron="--rotary-scaling-factor is a flag of its own there, default 1",
+        megatron="two flags: --rope-scaling-factor is for --use-rope-scaling, "
+        "--rotary-scaling-factor for YaRN",
         bound=POSITIVE,
         needs=(SCALED_ROPE, ROTARY),
     )
-    """Factor of --use-rope-scaling and of YaRN."""
-    rope_original_max_position_embeddings: int = model_flag(
-        8192,
+    """Factor of --use-rope-scaling and of YaRN. Default: 8 for --use-rope-scaling, 1 for YaRN,
+    which then changes nothing.
+    """
+    rope_original_max_position_embeddings: int | None = model_flag(
+        None,
         "--yarn-original-max-position-embeddings",
         "--original-max-position-embeddings",
-        megatron="one flag for Llama-3 scaling (fixed to 8192 there) and YaRN",
+        megatron="fixed to 8192 for --use-rope-scaling, and to 4096 for YaRN of latent attention",
         bound=POSITIVE,
         needs=(SCALED_ROPE, ROTARY),
     )
-    """Sequence length that the unscaled rotary frequencies were trained for."""
+    """Sequence length that the unscaled rotary frequencies were trained for. Default: 8192 for
+    --use-rope-scaling, 4096 for YaRN.
+    """
     rope_low_freq_factor: float = model_flag(
         1.0, megatron="fixed to 1 there", bound=POSITIVE, needs=(LLAMA_ROPE, ROTARY)
     )
@@ -282,6 +289,20 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     tensors. The sequence that a rank holds over the hidden size, rounded up, makes a piece as large
     as a few tensors of a layer's width; more pieces make products too small for a GPU.
     """
+
+    @property
+    def rope_factor(self) -> float:
+        """--rope-scaling-factor, or Megatron-LM's default if it is not set."""
+        if self.rope_scaling_factor is not None:
+            return self.rope_scaling_factor
+        return 1.0 if self.position_embedding_type == "yarn" else 8.0
+
+    @property
+    def rope_original_length(self) -> int:
+        """--rope-original-max-position-embeddings, or Megatron-LM's default if it is not set."""
+        if self.rope_original_max_position_embeddings is not None:
+            return self.rope_original_max_position_embeddings
+        return 4096 if self.position_embedding_type == "yarn" else 8192
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
-from megatron.config.metadata import LATENT, NOT_NEGATIVE, POSITIVE, YARN, model_flag
+from megatron.config.metadata import (
+    LATENT,
+    LATENT_ROPE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    YARN,
+    model_flag,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,10 @@ class LatentConfig:
     """
     v_head_dim: int = model_flag(128, bound=POSITIVE, needs=LATENT)
     """Channels of a head's values."""
+    rope_type: Literal["rope", "yarn"] | None = model_flag(None, needs=LATENT_ROPE)
+    """Rotary positions of latent attention: plain, or YaRN, which is the default as in Megatron-LM,
+    also with --position-embedding-type rope or none.
+    """
     mscale: float = model_flag(1.0, bound=NOT_NEGATIVE, needs=(LATENT, YARN))
     """YaRN: the rotary table is multiplied by m(mscale) / m(mscale-all-dim), where m(x) is
     0.1 x ln(--rope-scaling-factor) + 1.
@@ -62,7 +74,7 @@ class LatentConfig:
         is_yarn = self.position_embedding_type == "yarn"  # type: ignore[attr-defined]
         if not (self.multi_latent_attention and is_yarn):
             return scale
-        factor: float = self.rope_scaling_factor  # type: ignore[attr-defined]
+        factor: float = self.rope_factor  # type: ignore[attr-defined]
         return scale * yarn_scale(factor, self.mscale_all_dim) ** 2
 
 

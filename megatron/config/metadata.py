@@ -108,6 +108,7 @@ EXPERT_PARALLEL = Need(
     fault=True,
 )
 LATENT = Need("--multi-latent-attention", fault=True)
+LATENT_ROPE = Need("--multi-latent-attention")
 SHARED_EXPERT = Need("--moe-shared-expert-intermediate-size N", fault=True)
 EXPERT_BIAS = Need("--moe-router-enable-expert-bias", fault=True)
 EXPERT_CAPACITY = Need("--moe-expert-capacity-factor N", fault=True)

@@ -250,8 +250,8 @@ def _their_scaling(model: ModelConfig) -> JsonObject:
     if model.rotary_seq_len_interpolation_factor is not None:
         return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
     stretch = {
-        "factor": model.rope_scaling_factor,
-        "original_max_position_embeddings": model.rope_original_max_position_embeddings,
+        "factor": model.rope_factor,
+        "original_max_position_embeddings": model.rope_original_length,
     }
     if model.use_rope_scaling:
         return stretch | {

@@ -23,7 +23,7 @@ Rotary = tuple[Tensor, Tensor]
 
 def _kept_by_parts(config: ModelConfig, frequency: Tensor) -> Tensor:
     """Llama 3: the share of each pair's frequency [r / 2] that is not divided by the factor."""
-    original = config.rope_original_max_position_embeddings
+    original = config.rope_original_length
     rotations = original * frequency / (2 * math.pi)  # full turns over the original length
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     return ((rotations - low) / (high - low)).clamp(0, 1)
@@ -31,7 +31,7 @@ def _kept_by_parts(config: ModelConfig, frequency: Tensor) -> Tensor:
 
 def _kept_by_yarn(config: ModelConfig, rotating: int) -> Tensor:
     """YaRN: the share of each pair's frequency [r / 2] that is not divided by the factor."""
-    original = config.rope_original_max_position_embeddings
+    original = config.rope_original_length
 
     def pair_with(rotations: float) -> float:
         return (
@@ -59,7 +59,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     frequency = config.rotary_base ** -(channel / rotating)
     if config.rotary_seq_len_interpolation_factor:
         frequency = frequency / config.rotary_seq_len_interpolation_factor
-    factor = config.rope_scaling_factor
+    factor = config.rope_factor
     if config.use_rope_scaling:
         frequency = _interpolated(frequency, _kept_by_parts(config, frequency), factor)
     if config.position_embedding_type == "yarn":

@@ -17,7 +17,7 @@ from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, require
 from megatron.config.arguments import options_by_field
-from megatron.config.derive import GROUP_OF, METADATA
+from megatron.config.derive import GROUP_OF, METADATA, POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.config.input_files import InputError
@@ -341,6 +341,8 @@ def take_checkpoint_args(config: Config) -> Config:
         theirs = config_of(_manifest_of(options)["state"])
     except InputError as error:
         raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
+    # Checkpoints hold the type of positions that follows from the flags.
+    config, _ = derive(config, 1, None, POSITIONS[:1])
     faults, default = [], Config()
     for name in (field for field, change in _CHANGES.items() if change.taken):
         group = GROUP_OF[name]
