@@ -1,8 +1,8 @@
 """For all tests: an end to tests that hang, the time each folder takes, the `gpu` marker, Gloo
 worlds, and reproducible property tests.
 
-A folder is tests/<name>, or tests/unit/<name>. The summary reports the minutes that each used, and
-the tests above SLOW_SECONDS; no test fails for them, because a busy machine makes every test slow.
+A folder is tests/<name>, or tests/unit/<name>. The summary reports the minutes and the CPU time, descendants
+included, that each used, and the tests above SLOW_SECONDS; no test fails for them, because a busy machine makes every test slow.
 A test that runs for HANG_MINUTES has hung: it fails there and then.
 """
 
@@ -17,7 +17,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from selection import LONG_FILES
+from cpu_time import cpu_seconds
+from selection import LONG_FILES, mark_tables
 
 if torch.cuda.is_available():
     # for --deterministic-mode; torch looks once, at the first product of any test
@@ -47,7 +48,22 @@ class Clock:
 
     def __init__(self) -> None:
         self.used: dict[str, float] = defaultdict(float)  # by folder
+        self.cpu: dict[str, float] = defaultdict(float)  # by test
+        self.before = 0.0  # CPU seconds at the last report
         self.slow: dict[str, float] = defaultdict(float)  # by test
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item):
+        self.before = cpu_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item):
+        """Add the CPU time since the last report, also of fixtures and of descendants."""
+        report = yield
+        now = cpu_seconds()
+        report.cpu_seconds, self.before = max(0.0, now - self.before), now
+        return report
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item):
@@ -73,12 +89,20 @@ class Clock:
         """Also of tests that ran in another process of pytest-xdist."""
         self.used[folder_of(TESTS.parent / report.nodeid.split("::")[0])] += report.duration
         self.slow[report.nodeid] += report.duration
+        self.cpu[report.nodeid] += report.cpu_seconds
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        load = os.getloadavg()[2]
-        terminalreporter.section(f"minutes by folder; load of the last 15 minutes: {load:.1f}")
+        load, cpu = os.getloadavg()[2], defaultdict(float)
+        for name, seconds in self.cpu.items():
+            cpu[folder_of(TESTS.parent / name.split("::")[0])] += seconds
+        terminalreporter.section(
+            f"CPU minutes and minutes by folder; load of the last 15 minutes: {load:.1f}"
+        )
         for folder, seconds in sorted(self.used.items()):
-            terminalreporter.line(f"{seconds / 60:6.2f}  tests/{folder}")
+            terminalreporter.line(f"{cpu[folder] / 60:6.2f} {seconds / 60:6.2f}  tests/{folder}")
+        terminalreporter.line(
+            f"{sum(cpu.values()) / 60:6.2f} {sum(self.used.values()) / 60:6.2f}  together"
+        )
         for name, seconds in sorted(self.slow.items(), key=lambda test: -test[1]):
             if seconds > SLOW_SECONDS:
                 terminalreporter.line(f"{seconds:6.0f} s, above {SLOW_SECONDS}: {name}")
@@ -122,7 +146,9 @@ def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
     return sorted(items, key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_tables(items)
     if config.getoption("shard"):
         items[:] = shard_of(items, config.getoption("shard"))
     if hasattr(config, "workerinput"):  # a process of pytest-xdist

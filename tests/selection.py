@@ -1,11 +1,31 @@
-"""Which part of a long table every run of the tests shows, and which files it begins with."""
+"""Which tests the default command runs.
+
+Three sizes of a run: the default (minutes), `-m "not campaign"` (everything but the campaigns;
+`bash scripts/test.sh full`) and `-m campaign` (hours). Tests that only the second one runs are
+marked `full`: by hand, or by code where they are rows of a table.
+
+A table is a parametrized test that is marked `table`, with these arguments, or that runs on several
+processes (`gloo_world`), with `each_axis`:
+- traits: gives what a row shows, of its parameters; by default `pairs`;
+- always: ids of rows that the default command runs as well.
+
+Its default rows show every trait that any of its rows shows: with `pairs` every pair of values of
+two parameters or, in the tables of parity, of a feature or precision and an axis of the layout.
+What a new feature or layout needs is therefore chosen without being listed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from itertools import combinations, product
 from typing import Any
 
 import pytest
+
+Traits = frozenset[Hashable]
 
 
 def one_in(every: int, cases: Sequence[tuple], names: Sequence[str] | None = None) -> list[Any]:
@@ -20,6 +40,121 @@ def one_in(every: int, cases: Sequence[tuple], names: Sequence[str] | None = Non
         )
         for index, case in enumerate(cases)
     ]
+
+
+def cover(
+    traits: Sequence[Set[Hashable]], costs: Sequence[float], always: Iterable[int] = ()
+) -> set[int]:
+    """Indices of cases that together have all traits, `always` among them. Greedy: the next case is
+    the one with the most missing traits for its cost, the first of equals.
+    """
+    chosen = set(always)
+    missing = set().union(*traits).difference(*(traits[index] for index in chosen))
+    while missing:
+        best = max(range(len(traits)), key=lambda i: (len(traits[i] & missing) / costs[i], -i))
+        chosen.add(best)
+        missing -= traits[best]
+    return chosen
+
+
+AXES = frozenset("tp sp cp dp pp ep etp zero a2a p2p allgather offload".split())
+SCHEDULES = "gpipe|1f1b|interleaved|zero-bubble-v|zero-bubble|zbv|zb"
+WORD = re.compile(
+    rf"({SCHEDULES}|a2a\d*\+p2p|[tcdep]p\d+|etp\d+|sp|zero\d|shard\d|v\d|one|serial|mapping|auto|kept|"
+    r"paired|a2a|p2p|allgather|offload|param-offload)"
+)
+FINE = re.compile(rf"zero\d|{SCHEDULES}")
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a layout, "tp2 sp" or "tp2sp"; none of other text."""
+    if not re.fullmatch(rf"({WORD.pattern}[ -]?)+", text):
+        return []
+    return [found[0] for found in WORD.finditer(text)]
+
+
+def axes(layout: str) -> set[str]:
+    """The axes of a layout: `tp` and `sp` of "tp2 sp serial"."""
+    return {re.sub(r"\d+(\+p2p)?$", "", word) for word in layout.split()} & AXES
+
+
+def traits_of_row(layout: str, *features: str) -> Traits:
+    """Of a row of the table of parity: each feature (and precision) with each axis and with each
+    other, each pair of schedule and ZeRO stage, and the other words of the layout.
+    """
+    words = layout.split()
+    fine = [word for word in words if FINE.fullmatch(word)]
+    others = [word for word in words if not re.search(r"\d", word)]
+    return frozenset(
+        [
+            *others,
+            *product(features, axes(layout)),
+            *combinations(features, 2),
+            *combinations(sorted(fine), 2),
+        ]
+    )
+
+
+def each_value(parameters: dict[str, Any]) -> Traits:
+    """The values, for parameters that do not act on each other; of a layout its axes."""
+    found: set[Hashable] = set()
+    for name, value in parameters.items():
+        shown = axes_of(value) or {repr(value)}
+        found |= {(name, text) for text in shown}
+    return frozenset(found)
+
+
+def each_axis(parameters: dict[str, Any]) -> Traits:
+    """The axes of layouts alone: other parameters have whatever value comes with them."""
+    return frozenset(
+        (name, axis) for name, value in parameters.items() for axis in ["", *axes_of(value)]
+    )
+
+
+def axes_of(value: Any) -> set[str]:
+    """The axes of a layout; of a dataclass those of its numbers, where all above 2 are alike."""
+    if isinstance(value, str):
+        return {re.sub(r"\d+(\+p2p)?$", "", word) for word in words_of(value)}
+    own = vars(value).items() if dataclasses.is_dataclass(value) else ()
+    return {f"{name} {min(each, 3)}" for name, each in own if isinstance(each, int)}
+
+
+def pairs(parameters: dict[str, Any]) -> Traits:
+    """The pairs of values that a row of a table shows; of one parameter alone, its values."""
+    for value in parameters.values():
+        if hasattr(value, "layout"):
+            return traits_of_row(value.layout, value.feature, value.precision)
+    given = {name: repr(value) for name, value in parameters.items()}
+    if "layout" in given:
+        del given["layout"]
+        return traits_of_row(parameters["layout"], *given.values())
+    return frozenset([*given.items(), *combinations(given.items(), 2)])
+
+
+def cost_of(parameters: dict[str, Any]) -> float:
+    """1, and 1 for each rank of a row of the table of parity."""
+    return 1.0 + max((getattr(value, "world", 0) for value in parameters.values()), default=0)
+
+
+def mark_tables(items: Iterable[pytest.Item]) -> None:
+    """Mark as `full` what no default row of a table is."""
+    tables: dict[tuple[str, Callable], list[Any]] = defaultdict(list)
+    for item in items:
+        given = hasattr(item, "callspec") and not item.get_closest_marker("campaign")
+        given = given and not item.get_closest_marker("gpu")
+        if given and (item.get_closest_marker("table") or "gloo_world" in item.fixturenames):
+            tables[item.nodeid.split("[")[0], item.function].append(item)
+    for rows in tables.values():
+        given = [row.callspec.params for row in rows]
+        marked = rows[0].get_closest_marker("table")
+        options = marked.kwargs if marked else {"traits": each_axis}
+        traits = list(map(options.get("traits", pairs), given))
+        named = set(options.get("always", ()))
+        always = [i for i, row in enumerate(rows) if row.callspec.id in named]
+        chosen = cover(traits, list(map(cost_of, given)), always)
+        for index, row in enumerate(rows):
+            if index not in chosen:
+                row.add_marker("full")
 
 
 # Files that take minutes, longest first: the processes of a whole run share files, and a long one

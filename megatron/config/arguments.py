@@ -21,6 +21,7 @@ import re
 import types
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.config import compatibility, groups
@@ -219,12 +220,18 @@ def suggestions(flag: str) -> list[str]:
     return near or _nearest(word, _known_flags())
 
 
+@functools.cache
+def _classes(path: str) -> dict[str, Any]:
+    """The syntax trees of a file's classes. A file is parsed once: every start pays for it."""
+    tree = ast.parse(Path(path).read_text())
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def _field_help(group: type) -> dict[str, str]:
     """The string literal under each field of a dataclass and of its bases, from their source."""
     if not dataclasses.is_dataclass(group):
         return {}
-    parsed: Any = ast.parse(inspect.getsource(group)).body[0]
-    body: list[Any] = parsed.body
+    body: list[Any] = _classes(inspect.getfile(group))[group.__name__].body
     found: dict[str, str] = {}
     for base in group.__bases__:
         found |= _field_help(base)

@@ -462,7 +462,8 @@ def loss_gradient(sums: Tensor, scale: float) -> Tensor:
     """dy of a head's output [objective sum, reported loss sum], for the gradient of scale x
     objective.
     """
-    dy = torch.zeros_like(sums)
+    # not zeros_like: on meta tensors, which the memory plan runs with, it imports sympy (2 s)
+    dy = sums.new_zeros(sums.shape)
     dy[0].fill_(scale)  # a tensor of numbers would be copied from the host, which waits for the GPU
     return dy
 

@@ -97,6 +97,7 @@ def test_a_stage_is_killed(run):
     assert first.after < LONG and last.after < LONG
 
 
+@pytest.mark.full
 def test_a_stage_is_gone_before_it_is_sent_something(run):
     """The first stage computes while its neighbour dies, and finds out when it turns to it: not by
     a wait.
@@ -128,6 +129,7 @@ def test_a_stage_hangs(run):
     assert all(TIMEOUT - 1 < each < LONG for each in seconds)
 
 
+@pytest.mark.full
 def test_a_stage_raises(run):
     """The neighbour names it; the one behind names the neighbour, or is told of the end when it
     waits itself.
@@ -147,6 +149,7 @@ PAIRS = f"""--pipeline-model-parallel-size 1 --global-batch-size 12 --num-expert
 --overlap-moe-expert-parallel-comm""".split()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["kill", "raise"])
 @pytest.mark.parametrize("where", ["exchange 5", "exchange 8"])
 def test_a_rank_ends_within_a_pair_of_passes(run, fault, where):
@@ -162,6 +165,7 @@ def test_a_rank_ends_within_a_pair_of_passes(run, fault, where):
         assert "PeerError" in end.said, end.errors
 
 
+@pytest.mark.full
 def test_a_stage_hangs_when_the_others_have_done_their_part(run):
     """The first stage, in its last computation: the last one waits for the gradient of the tied
     matrix, the one between for the step's sum, unless its last gradient has not been taken.

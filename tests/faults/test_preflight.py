@@ -121,6 +121,7 @@ def nodes(network: Network, tmp_path: Path) -> Iterator[Nodes]:
         made.close()
 
 
+@pytest.mark.full
 def test_nodes_in_order_are_not_named(nodes, tmp_path):
     """The negative control of all the others."""
     for node in range(NODES):
@@ -174,6 +175,7 @@ def reader_of(fifo: Path, process: subprocess.Popen[bytes]) -> int:
             time.sleep(0.02)
 
 
+@pytest.mark.full
 def test_a_stopped_rank_and_a_file_that_does_not_come_back(nodes, tmp_path):
     """On two nodes reading the data does not end, as on a dead file server (here: a FIFO), and one
     of the two is stopped there. No rank waits for longer than the timeout.

@@ -80,7 +80,10 @@ def run(folder: Path, ranks: int, victim: int, where: str, flags: list[str]) -> 
     return said
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case == "dp2" else pytest.mark.full) for case in CASES],
+)
 def test_the_others_name_it(tmp_path, case):
     ranks, victim, where, flags, waits = CASES[case]
     said = run(tmp_path, ranks, victim, where, flags)
@@ -102,6 +105,7 @@ def test_the_others_name_it(tmp_path, case):
         assert re.fullmatch(silent, found[3]), said[rank]  # and no other
 
 
+@pytest.mark.full
 def test_the_rank_that_holds_the_store(tmp_path):
     said = run(tmp_path, 2, 0, "F 0 1", [])
     assert re.search(

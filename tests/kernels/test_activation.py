@@ -5,6 +5,8 @@ import torch
 from checks import assert_as_good, canaries
 from megatron.kernels import activation as ops
 
+pytestmark = pytest.mark.table
+
 FORMS = [(kind, bias) for kind in ops.KINDS for bias in (False, True)]
 
 

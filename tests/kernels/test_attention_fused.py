@@ -10,12 +10,15 @@ from checks import Allocations, canaries
 from megatron.kernels import attention, lang
 from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_masks import attention_mask
+from selection import each_value
 from test_attention import assert_near
 
 from megatron.config.groups import ModelConfig
 from megatron.layers.attention import SelfAttention, mask_of
 from megatron.layers.attention_bytes import AttentionBytes
 from megatron.layers.rotary import RotaryTables
+
+pytestmark = pytest.mark.table(traits=each_value)
 
 S, B = 40, 2
 FORMS = [(2, 1), (2, 2), (3, 4), (1, 4)]  # key heads, query heads each

@@ -18,6 +18,8 @@ from megatron.kernels.fp8 import (
     quantise_reference,
 )
 
+pytestmark = pytest.mark.table
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 

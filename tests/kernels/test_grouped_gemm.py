@@ -30,6 +30,8 @@ from megatron.config.groups import (
 from megatron.layers.experts import RowCounts, add_expert_weight_grads, expert_products
 from megatron.model.kernels import choose_kernels, expert_product_flops
 
+pytestmark = pytest.mark.table
+
 BACKENDS = ["torch", "grouped-mm", "triton"]
 # rows of each expert, outputs, inputs
 SHAPES = [

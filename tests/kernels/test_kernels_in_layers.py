@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from checks import error
+from selection import each_value
 from unit.layers.made import norm as norm_layer
 
 from megatron.config.groups import ModelConfig
@@ -12,6 +13,8 @@ from megatron.model import compile
 from megatron.model.block import LayerBlock
 from megatron.model.compile import compile_layers
 from megatron.model.gpt import GPTModel
+
+pytestmark = pytest.mark.table(traits=each_value)
 
 S, B = 4, 2
 PLAIN = ModelConfig(

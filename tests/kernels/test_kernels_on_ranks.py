@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from checks import Allocations
 from megatron.kernels import attention
+from selection import each_axis
 from unit.by_hand import (
     FULL_RECOMPUTE,
     NO_RECOMPUTE,
@@ -32,6 +33,8 @@ from megatron.optimizer.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
 from megatron.training.passes import share_positions
+
+pytestmark = pytest.mark.table(traits=each_axis)
 
 S, B, VOCAB = 8, 2, 30
 TYPES = {  # of context parallelism, and its groups

@@ -28,6 +28,7 @@ def gate(tmp_path):
     return run
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_every_kernel_compiles_as_the_manifest_says(gate):
     done = gate("--quick")
@@ -38,6 +39,7 @@ def test_every_kernel_compiles_as_the_manifest_says(gate):
     assert re.search(said, done.stdout, re.MULTILINE)
 
 
+@pytest.mark.full
 def test_bad_configurations_are_found(gate):
     done = gate("--rows", str(Path(__file__).with_name("bad_kernels.py")))
     assert done.returncode == 1, done.stderr

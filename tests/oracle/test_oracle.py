@@ -11,11 +11,20 @@ import numpy as np
 import pytest
 from oracle.cases import CASES, FACTORS, MIXED, NAMED, mixed_rows, pairs_of
 from oracle.compare import differences, expected, narrow_bound
+from oracle.mutants import all_mutants
 from oracle.philox import philox
 
 HERE = Path(__file__).parent
 
 
+def flags_of(parameters) -> frozenset[str]:
+    """The flags of a case, with their values."""
+    case = parameters["case"]
+    text = " ".join([case.flags, case.first, *case.then, case.layout, case.narrow or ""])
+    return frozenset(each.strip() for each in text.split("--"))
+
+
+@pytest.mark.table(traits=flags_of, always=[mutant.where for mutant in all_mutants()])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_program_is_the_oracle(case, gloo_world):
     assert differences(case, gloo_world) == []

@@ -37,6 +37,7 @@ def test_two_layouts_are_noise(tmp_path, capsys):
     assert not (tmp_path / "untouched").exists()
 
 
+@pytest.mark.full
 def test_a_mutant_is_a_bug(tmp_path):
     mutant = next(mutant for mutant in MUTANTS if "input gradients" in mutant.name)
     broken_copy(mutant, tmp_path)

@@ -73,6 +73,7 @@ ROWS = (
 )
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_the_layout_is_the_same_run(gloo_world, row):
     outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches)

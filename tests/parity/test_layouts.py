@@ -5,9 +5,11 @@ process.
 import pytest
 from parity.compare import faults_of
 from parity.layouts import NARROW_FEATURES, ci_rows, full_table, traits
+from parity.mutants import MUTANTS
 from parity.worker import run_case
 
 
+@pytest.mark.table(always=[name for mutant in MUTANTS for name in mutant.rows])
 @pytest.mark.parametrize("row", ci_rows(), ids=str)
 def test_the_layout_is_the_same_run(gloo_world, row):
     assert not faults_of(

@@ -9,9 +9,10 @@ from fragments import replaced
 from parity.mutants import MUTANTS, ROOT, Mutant, broken_copy, caught_by, mutated
 from selection import one_in
 
-EVERY = 6  # one mutant in six is put in on every run, some of each kind; the others are a campaign
+EVERY = 6  # one mutant in six is put in by `full`, some of each kind; the others are a campaign
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mutant", one_in(EVERY, [(mutant,) for mutant in MUTANTS], [mutant.name for mutant in MUTANTS])
 )
@@ -23,6 +24,11 @@ def test_the_mutant_is_caught(mutant):
 def test_every_mutant_can_be_put_in(mutant):
     healthy, broken = (ROOT / mutant.file).read_text(), mutated(mutant)
     assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(healthy))
+
+
+def test_a_mutant_is_caught_by_default():
+    """One; the rows that catch the others are all among the default rows of the table."""
+    assert caught_by(next(mutant for mutant in MUTANTS if "input gradients" in mutant.name))
 
 
 def test_healthy_code_is_not_caught():

@@ -34,6 +34,7 @@ def test_another_run_is_noticed(gloo_world):
     assert faults(with_flags(case, "--seed", "7"), gloo_world)
 
 
+@pytest.mark.full
 def test_what_a_layout_gets_wrong_is_noticed(gloo_world):
     """Negative control: a mutant of the ring."""
     case = first(lambda case: "p2p" in case.layouts[-1].flags)
@@ -42,6 +43,7 @@ def test_what_a_layout_gets_wrong_is_noticed(gloo_world):
     assert faults(mutated, gloo_world) and not faults(one_process, gloo_world)
 
 
+@pytest.mark.full
 def test_another_narrow_run_is_noticed(gloo_world):
     """Negative control of runs in bf16: a learning rate a little lower."""
     case = first(lambda case: case.is_narrow and not case.layouts[0].patches)

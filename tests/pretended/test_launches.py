@@ -43,7 +43,7 @@ def faults(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("FAULT")]
 
 
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.full)])
 def test_every_kernel_is_launched(tmp_path, arch):
     """Once at least; which kernels there are the list of compiled ones says."""
     found, lines = launch(tmp_path, "--arch", str(arch), "--quick")

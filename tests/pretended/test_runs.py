@@ -48,7 +48,8 @@ OFTEN = (
     "experts, pairs",
     "context parallel, ring, documents",
     "short",
-)  # in every run of the tests
+)  # the others are a campaign
+DEFAULT = ("fp16", "zero 3", "experts, pairs", "context parallel, ring, documents")
 WAITS = ("item", "pageable", "number", "not pinned", "mask", "synchronize", "backward")
 SHARE = 0.7  # of an iteration's operations: the forward and backward passes have more
 
@@ -67,9 +68,11 @@ def train(folder: Path, names: list[str]) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def often(tmp_path_factory) -> dict[str, dict]:
-    """OFTEN and every fault, by one process."""
-    names = [*OFTEN, *(f"short+{fault}" for fault in FAULTS)]
+def often(tmp_path_factory, request) -> dict[str, dict]:
+    """Those of OFTEN and of the faults that are tested, by one process."""
+    tested = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
+    names = [name for name in OFTEN if name in tested]
+    names += [f"short+{fault}" for fault in FAULTS if fault in {*tested, "devices"}]
     return train(tmp_path_factory.mktemp("pretended"), names)
 
 
@@ -126,7 +129,10 @@ def faults(case: Case, result: dict) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("name", OFTEN)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.full) for name in OFTEN],
+)
 def test_a_run_waits_for_nothing_else(often, name):
     assert faults(CASES[name], often[name]) == []
 
@@ -140,7 +146,13 @@ def test_every_other_run_waits_for_nothing_else(tmp_path, name):
     assert bool(saved) == CASES[name].saves
 
 
-@pytest.mark.parametrize("fault", WAITS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[] if fault in ("item", "mask") else pytest.mark.full)
+        for fault in WAITS
+    ],
+)
 def test_a_wait_in_a_step_is_found(often, fault):
     """One that is put behind each layer."""
     result = often[f"short+{fault}"]

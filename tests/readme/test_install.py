@@ -121,6 +121,7 @@ def test_wheel(venv: Path, clone: Path, tmp_path: Path):
     run([command["mgpt-report"], "run"], tmp_path)
 
 
+@pytest.mark.full
 def test_editable(venv: Path, clone: Path, tmp_path: Path):
     """An editable installation finds the checkout, and says that megatron-core cannot be
     imported.

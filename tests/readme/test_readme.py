@@ -57,11 +57,18 @@ def test_the_readmes_commands_run(quickstart: str, clone: Path, environment: dic
     """They are the quickstart and the test command, which is this run."""
     assert commands(README) == ["bash scripts/quickstart.sh", TEST_COMMAND]
     quickstart_did_its_work(quickstart, clone)
+
+
+@pytest.mark.full
+def test_a_second_quickstart_only_reports(
+    quickstart: str, clone: Path, environment: dict[str, str]
+):
     again = run(commands(README)[0], clone, environment)
     assert re.search(r"validation loss.*expected.*got", again)
     assert "consumed samples" not in again, "a second run must not train again"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_tutorials_commands_run(quickstart: str, clone: Path, environment: dict[str, str]):
     """In their order, after the quickstart; installing is test_install.py's."""

@@ -119,6 +119,7 @@ def test_no_flag_of_the_preset_is_idle():
     assert idle == AS_BY_DEFAULT
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_small_corpus_is_tokenised_and_trained_by_the_pages_commands(
     clone: Path, environment: dict[str, str]

@@ -6,7 +6,7 @@ import pytest
 from cluster import wait_for
 from jobs import Job, program
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 BAD, GOOD, OTHER = "n0", "n1", "n3"  # n2 is excluded by the job itself
 
 

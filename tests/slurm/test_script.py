@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from jobs import ROOT, program
+from selection import each_value
 
 COMMANDS = {  # on a node n0; srun carries out what it is given, once, unless that would train
     "scontrol": """case "$1 $2" in
@@ -286,6 +287,7 @@ DEFAULTS = {
 }
 
 
+@pytest.mark.table(traits=each_value)
 @pytest.mark.parametrize("way", ["srun", "torchrun"])
 @pytest.mark.parametrize(
     ("driver", "given", "changed"),

@@ -79,6 +79,7 @@ def check_same_run(found: Path, expected: Path, capsys: pytest.CaptureFixture) -
         )
 
 
+@pytest.mark.full
 def test_time_limit_and_killed_rank_under_torchrun(cluster, hung, undisturbed, tmp_path, capsys):
     """Left to itself torchrun would die of SIGUSR1, and end with 1 whatever the ranks ended
     with.
@@ -113,6 +114,7 @@ def test_time_limit_and_killed_rank_under_torchrun(cluster, hung, undisturbed, t
     check_same_run(job.save, undisturbed, capsys)
 
 
+@pytest.mark.full
 def test_time_limit_without_a_save_before_it(hung):
     job, requeued = hung
     requeued.result()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from cluster import Cluster, wait_for
 
 from megatron.study import raw
@@ -28,6 +29,7 @@ rows: [{world-size: 2}]
 """
 
 
+@pytest.mark.full
 def test_a_job_goes_on_without_its_runner_and_is_submitted_once(cluster: Cluster, tmp_path):
     file, folder = tmp_path / "study.yaml", tmp_path / "study"
     file.write_text(STUDY)

@@ -13,6 +13,8 @@ from megatron.benchmarks.peers import one_call
 from megatron.benchmarks.peers.kernel_cases import attention_case, attention_shapes
 from megatron.kernels.dispatch import OPERATORS
 
+pytestmark = pytest.mark.full
+
 
 def test_every_case_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(

@@ -16,6 +16,8 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import parameter_count
 
+pytestmark = pytest.mark.full
+
 ALL = tool.cases(["stages", "users", "offload", "params", "more"])
 
 

@@ -132,6 +132,7 @@ def test_torchrun_starts_connects_and_leaves_quietly():
     ], ended.stderr
 
 
+@pytest.mark.full
 def test_a_restart_by_torchrun_meets_again():
     """Rank 1 ends after the first rendezvous; the second one happens in the same store."""
     ended = torchrun(2, "restart", "--max-restarts=1", OMP_NUM_THREADS=1)
@@ -179,6 +180,7 @@ def test_under_our_torchrun_a_mistake_is_its_message_and_nothing_else(flags, mes
     ), ended.stderr
 
 
+@pytest.mark.full
 def test_a_fault_of_the_program_keeps_its_traceback_rank_and_code():
     """On one rank of two: an exception that is no message to the user, whatever its class."""
     ended = torchrun(2, "bug")
@@ -238,6 +240,7 @@ def errors(tasks: list[subprocess.Popen[str]]) -> list[str]:
     return [message for (message,) in said]
 
 
+@pytest.mark.full
 def test_a_rank_that_never_arrives_is_named_by_the_others(srun):
     said = errors(srun([0, 2], 3, "work", 0.05))
     assert said[0] == said[1] and said[0].startswith(
@@ -252,6 +255,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_rank_zero_dies_while_the_others_wait(srun):
     tasks = srun([0, 1], 3, "work", 1)
 

@@ -25,6 +25,8 @@ from megatron.observe.tracking import read_metrics
 from pretrain_gpt import main
 from tools import report
 
+pytestmark = pytest.mark.full
+
 RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
 --micro-batch-size 2 --global-batch-size 2 --train-iters 120 --mock-data
 --tokenizer-type NullTokenizer --vocab-size 49 --lr-decay-style cosine --lr-warmup-iters 10

@@ -127,6 +127,7 @@ def run(folder: Path, *flags: object) -> tuple[list[str], dict[str, list[float]]
     return lines, annotations(folder, 0) if there else None
 
 
+@pytest.mark.full
 def test_steps_that_are_not_recorded_make_no_range(tmp_path):
     with no_range_is_made():
         assert run(tmp_path / "off", "--train-iters", 2)[1] is None
@@ -137,6 +138,7 @@ def test_steps_that_are_not_recorded_make_no_range(tmp_path):
         run(tmp_path / "on", "--profile", "--profile-step-start", 1, "--profile-step-end", 2)
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_between_the_steps_records_what_it_makes(tmp_path):
     chosen = "--profile", "--profile-step-start", 1, "--profile-step-end", 4
     saved = *chosen, "--save-interval", 2, "--exit-interval", 2
@@ -156,6 +158,7 @@ def test_a_run_that_goes_on_between_the_steps_records_what_it_makes(tmp_path):
     assert not profiler._is_profiler_enabled
 
 
+@pytest.mark.full
 def test_shapes_and_lines_of_python_are_recorded_where_they_are_asked_for(tmp_path):
     wanted = "--pytorch-profiler-collect-shapes", "--pytorch-profiler-collect-callstack"
     chosen = "--profile", "--profile-step-start", 0, "--profile-step-end", 1, "--train-iters", 1
@@ -252,6 +255,7 @@ def test_what_is_known_of_live_tensors(tmp_path):
     }
 
 
+@pytest.mark.full
 def test_an_error_is_not_hidden_by_what_is_said_of_it(tmp_path):
     config = resolve(parse_arguments(TINY).config, 1, 31).config
     with (
