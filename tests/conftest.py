@@ -1,8 +1,9 @@
 """For all tests: an end to tests that hang, the time each folder takes, the `gpu` marker, Gloo
 worlds, and reproducible property tests.
 
-A folder is tests/<name>, or tests/unit/<name>. The summary reports the minutes and the CPU time, descendants
-included, that each used, and the tests above SLOW_SECONDS; no test fails for them, because a busy machine makes every test slow.
+A folder is tests/<name>, or tests/unit/<name>. The summary reports the minutes and the CPU time,
+descendants included, that each used, and the tests above SLOW_SECONDS; no test fails for them,
+because a busy machine makes every test slow.
 A test that runs for HANG_MINUTES has hung: it fails there and then.
 """
 

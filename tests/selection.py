@@ -60,8 +60,8 @@ def cover(
 AXES = frozenset("tp sp cp dp pp ep etp zero a2a p2p allgather offload".split())
 SCHEDULES = "gpipe|1f1b|interleaved|zero-bubble-v|zero-bubble|zbv|zb"
 WORD = re.compile(
-    rf"({SCHEDULES}|a2a\d*\+p2p|[tcdep]p\d+|etp\d+|sp|zero\d|shard\d|v\d|one|serial|mapping|auto|kept|"
-    r"paired|a2a|p2p|allgather|offload|param-offload)"
+    rf"({SCHEDULES}|a2a\d*\+p2p|[tcdep]p\d+|etp\d+|sp|zero\d|shard\d|v\d|one|serial|mapping|"
+    r"auto|kept|paired|a2a|p2p|allgather|offload|param-offload)"
 )
 FINE = re.compile(rf"zero\d|{SCHEDULES}")
 
