@@ -62,9 +62,9 @@ class Encoded:
 
 
 @functools.cache
-def tokenizer_of(config: DataConfig) -> Tokenizer:
+def tokenizer_of(config: DataConfig, include_special_tokens: bool) -> Tokenizer:
     """The tokenizer, built once in each process."""
-    return build_tokenizer(config)
+    return build_tokenizer(config, include_special_tokens)
 
 
 def read_records(chunk: TextChunk, policy: str = "error") -> list[tuple[int, dict]]:
@@ -184,10 +184,16 @@ def texts_of(
 
 
 def encode_chunk(
-    chunk: TextChunk, config: DataConfig, keys: tuple[str, ...], append_eod: bool, policy: str
+    chunk: TextChunk,
+    config: DataConfig,
+    include_special_tokens: bool,
+    keys: tuple[str, ...],
+    append_eod: bool,
+    policy: str,
 ) -> list[Encoded]:
     """All documents of a chunk, one result per key. Raises DataError naming file and line."""
-    tokenizer, records = tokenizer_of(config), read_records(chunk, policy)
+    tokenizer = tokenizer_of(config, include_special_tokens)
+    records = read_records(chunk, policy)
     columns = [texts_of(chunk, records, key) for key in keys]
     records, columns, invalid = settle_invalid_texts(chunk, records, columns, policy)
     results = []
@@ -369,7 +375,8 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
     config = DataConfig(**{name: getattr(arguments, name) for name in names})
     keys, policy = tuple(arguments.json_keys), arguments.invalid_text
     prefixes = output_prefixes(arguments.output_prefix, keys)
-    tokenizer, files = tokenizer_of(config), input_files(arguments.input)
+    special = arguments.tokenizer_hf_include_special_tokens
+    tokenizer, files = tokenizer_of(config, special), input_files(arguments.input)
     total = sum(os.path.getsize(path) for path in files)
     size = min(max(total // (32 * arguments.workers), SMALLEST_CHUNK), LARGEST_CHUNK)
     chunks = (chunk for path in files for chunk in chunks_of(path, size, keys))
@@ -380,7 +387,7 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
     facts = [{"text_bytes": 0, "max_id": -1, "eod_count": 0, "invalid_texts": 0} for _ in keys]
     try:
         for chunk, results in encode_all(
-            chunks, arguments.workers, config, keys, arguments.append_eod, policy
+            chunks, arguments.workers, config, special, keys, arguments.append_eod, policy
         ):
             for writer, fact, result in zip(writers, facts, results):
                 writer.add(result.tokens, result.lengths, result.sequences)
@@ -408,6 +415,7 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
                 {
                     "tokenizer": made,
                     "append_eod": arguments.append_eod,
+                    "include_special_tokens": special,
                     "invalid_text": policy,
                     "scan": scan,
                     **fact,
@@ -491,6 +499,20 @@ def parser() -> argparse.ArgumentParser:
         "--vocab-size",
         type=int,
         help="vocabulary of the NullTokenizer, without its end-of-document id",
+    )
+    flags.add_argument(
+        "--tokenizer-hf-include-special-tokens",
+        action="store_true",
+        help=(
+            "add to each text what the post-processor of a tokenizer.json adds, such as a "
+            "beginning-of-sequence token (default: no; Megatron-LM: yes)"
+        ),
+    )
+    flags.add_argument(
+        "--tokenizer-hf-no-include-special-tokens",
+        dest="tokenizer_hf_include_special_tokens",
+        action="store_false",
+        help="Megatron-LM's spelling of the default",
     )
     flags.add_argument(
         "--append-eod", action="store_true", help="put the end-of-document id after each document"

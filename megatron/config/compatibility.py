@@ -335,6 +335,13 @@ NOTES = (
         "DeepSpeed is not used; training is the same without it",
     ),
     note(
+        "--tokenizer-hf-include-special-tokens --tokenizer-hf-no-include-special-tokens",
+        (
+            "training reads token ids: give it to tools/preprocess_data.py, which adds special "
+            "tokens only with --tokenizer-hf-include-special-tokens (Megatron-LM: by default)"
+        ),
+    ),
+    note(
         "--num-workers --data-cache-path --no-mmap-bin-files --mmap-warmup "
         "--no-create-attention-mask-in-dataloader "
         "--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap "

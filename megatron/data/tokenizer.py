@@ -3,7 +3,7 @@ tiktoken, and whitespace-separated integers.
 
 Text is text: a special token that is spelled out in it is encoded as ordinary characters where the
 library can be set to do so (all but SentencePiece's user-defined symbols). No ids are added around
-a text; only preprocessing puts in the end-of-document id.
+a text unless preprocessing asks for them; only preprocessing puts in the end-of-document id.
 """
 
 from __future__ import annotations
@@ -76,8 +76,11 @@ class Tokenizer:
         return self.encode_many([text])[0].tolist()
 
 
-def build_tokenizer(config: DataConfig) -> Tokenizer:
-    """The tokenizer of --tokenizer-type. Raises UserError naming the flag or file at fault."""
+def build_tokenizer(config: DataConfig, include_special_tokens: bool = False) -> Tokenizer:
+    """The tokenizer of --tokenizer-type. `include_special_tokens`: add to each text what the
+    post-processor of a tokenizer.json adds, such as a beginning-of-sequence token; an empty text
+    stays empty. Raises UserError naming the flag or file at fault.
+    """
     kind = config.tokenizer_type
     if kind is None and config.vocab_file and config.merge_file:
         kind = "GPT2BPETokenizer"
@@ -86,6 +89,11 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     if kind is None:
         raise UserError(
             "--tokenizer-type is missing: give one (with --mock-data, --vocab-size alone is enough)"
+        )
+    if include_special_tokens and kind != "HuggingFaceTokenizer":
+        raise UserError(
+            f"--tokenizer-hf-include-special-tokens has no effect with --tokenizer-type {kind}: "
+            "remove it, or give --tokenizer-type HuggingFaceTokenizer"
         )
     if kind == "NullTokenizer":
         return _null(config.vocab_size)
@@ -101,10 +109,12 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
             kind,
             "tokenizer.json" if kind == "HuggingFaceTokenizer" else None,
         )
-        read = {"SentencePieceTokenizer": _sentencepiece, "HuggingFaceTokenizer": _huggingface}
-        tokenizer = (
-            _tiktoken(path, config.vocab_size) if kind == "TikTokenizer" else read[kind](path)
-        )
+        if kind == "TikTokenizer":
+            tokenizer = _tiktoken(path, config.vocab_size)
+        elif kind == "HuggingFaceTokenizer":
+            tokenizer = _huggingface(path, include_special_tokens)
+        else:
+            tokenizer = _sentencepiece(path)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise UserError(
             f"--vocab-size {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} "
@@ -188,7 +198,7 @@ def _sentencepiece(path: Path) -> Tokenizer:
     )
 
 
-def _huggingface(path: Path) -> Tokenizer:
+def _huggingface(path: Path, include_special_tokens: bool) -> Tokenizer:
     """End of document: eos_token of the tokenizer_config.json beside it, else by EOD_TOKENS."""
     tokenizers = _library("tokenizers")
 
@@ -204,7 +214,11 @@ def _huggingface(path: Path) -> Tokenizer:
             f"{path.name}: correct one of them"
         )
     return _from_tokenizers(
-        f"HuggingFaceTokenizer {path.name}", model, eod, _fingerprint("huggingface", path)
+        f"HuggingFaceTokenizer {path.name}",
+        model,
+        eod,
+        _fingerprint("huggingface", path),
+        include_special_tokens,
     )
 
 
@@ -248,7 +262,9 @@ def _gpt2(vocab: Path, merges: Path) -> Tokenizer:
     )
 
 
-def _from_tokenizers(name: str, model: Any, eod: int, fingerprint: str) -> Tokenizer:
+def _from_tokenizers(
+    name: str, model: Any, eod: int, fingerprint: str, include_special_tokens: bool = False
+) -> Tokenizer:
     model.encode_special_tokens = True  # a special token spelled out in a text is text
     model.no_truncation()
     model.no_padding()
@@ -261,9 +277,8 @@ def _from_tokenizers(name: str, model: Any, eod: int, fingerprint: str) -> Token
     size = max(ids) + 1
 
     def encode(texts: list[str]) -> Encoded:
-        return _joined(
-            [encoding.ids for encoding in model.encode_batch_fast(texts, add_special_tokens=False)]
-        )
+        found = model.encode_batch_fast(texts, add_special_tokens=include_special_tokens)
+        return _joined([encoding.ids if text else [] for encoding, text in zip(found, texts)])
 
     return Tokenizer(
         name,

@@ -352,7 +352,7 @@ def test_bytes_that_are_not_utf8_follow_the_policy(tmp_path):
 )
 def test_keys_that_cannot_name_files_are_refused_before_work(tmp_path, monkeypatch, keys, message):
     (tmp_path / "x_here_document.bin").mkdir()
-    monkeypatch.setattr(tool, "tokenizer_of", lambda config: pytest.fail("work was begun"))
+    monkeypatch.setattr(tool, "tokenizer_of", lambda *_: pytest.fail("work was begun"))
     with pytest.raises(UserError, match=message):
         run(
             "--input",
@@ -521,6 +521,48 @@ def test_input_of_another_kind_is_named(tmp_path, content, message):
     with pytest.raises(UserError, match=rf"a\.jsonl,? ({message})"):
         run("--input", path, "--output-prefix", tmp_path / "x")
     assert not list(tmp_path.glob("x*"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_the_post_processor_adds_is_added_when_asked(tmp_path, workers):
+    """A beginning and an end of sequence around each text, as transformers adds them; by default
+    and with Megatron-LM's negation nothing. Empty texts stay empty.
+    """
+    transformers = pytest.importorskip("transformers")
+    import tokenizers
+
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    special = ["<|endoftext|>", "<s>", "</s>"]
+    bpe.train_from_iterator(["a b"], vocab_size=300, special_tokens=special, show_progress=False)
+    bpe._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    texts = ["a b", "", ["b", "a a"], "b"]
+    path = lines(tmp_path / "a.jsonl", texts)
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path]
+    flags += ["--append-eod", "--workers", workers]
+    for given, added in (
+        ([], False),
+        (["--tokenizer-hf-no-include-special-tokens"], False),
+        (["--tokenizer-hf-include-special-tokens"], True),
+    ):
+        (sidecar,) = run("--input", path, "--output-prefix", tmp_path / "x", *flags, *given)
+        data = IndexedDataset(str(tmp_path / "x_text_document"))
+        encode = lambda text: theirs.encode(text, add_special_tokens=added)  # noqa: E731, B023
+        assert [data.sequence(k).tolist() for k in range(data.num_sequences)] == [
+            [*encode("a b"), 0],
+            encode("b"),
+            [*encode("a a"), 0],
+            [*encode("b"), 0],
+        ]
+        assert sidecar["include_special_tokens"] is added and sidecar["empty_documents"] == 1
+    with pytest.raises(UserError, match="no effect with --tokenizer-type NullTokenizer: remove"):
+        run(
+            *["--input", path, "--output-prefix", tmp_path / "y"],
+            "--tokenizer-hf-include-special-tokens",
+        )
 
 
 def test_parquet_without_pyarrow_is_one_message(tmp_path, monkeypatch):
