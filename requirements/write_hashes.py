@@ -1,4 +1,6 @@
-"""Write the hashes of requirements/pinned.txt anew: python requirements/write_hashes.py
+"""Write the hashes of requirements/pinned.txt anew.
+
+    python requirements/write_hashes.py
 
 After each `name==version` come the SHA-256 digests of all wheels of that version that CPython 3.11,
 3.12 or 3.13 installs on Linux with glibc, x86_64 or aarch64, as pip's own indexes list them.

@@ -1,4 +1,6 @@
-"""Compare the metrics of two runs: `python tools/compare_runs.py A B [--rtol X] [--common]`.
+"""Compare the metrics of two runs.
+
+    python tools/compare_runs.py A B [--rtol X] [--common]
 
 A and B are run folders or metrics.jsonl files. Every value of every iteration must be exactly
 equal, or within --rtol; what depends on the machine (times, rates, memory, world size, resume

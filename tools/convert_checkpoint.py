@@ -1,13 +1,15 @@
-"""Convert checkpoints to and from other programs' formats, without building a model, with any
+r"""Convert checkpoints to and from other programs' formats, without building a model, with any
 number of ranks:
 
-    python tools/convert_checkpoint.py --load RUN [--ckpt-step N] --to-huggingface FOLDER [--dtype
-    bf16] python tools/convert_checkpoint.py --from-huggingface FOLDER --save RUN python
-    tools/convert_checkpoint.py --from-megatron FOLDER --save RUN [--config FILE] [--vocab-size N]
-    python tools/convert_checkpoint.py --from-deepspeed FOLDER --save RUN [--qkv-order ORDER]
-    [--config FILE] [--vocab-size N]
-    torchrun --nproc-per-node 8 tools/convert_checkpoint.py ...        # or srun: each rank reads
-    and writes an equal share
+    python tools/convert_checkpoint.py --load RUN [--ckpt-step N] --to-huggingface FOLDER \
+        [--dtype bf16]
+    python tools/convert_checkpoint.py --from-huggingface FOLDER --save RUN
+    python tools/convert_checkpoint.py --from-megatron FOLDER --save RUN [--config FILE] \
+        [--vocab-size N]
+    python tools/convert_checkpoint.py --from-deepspeed FOLDER --save RUN [--qkv-order ORDER] \
+        [--config FILE] [--vocab-size N]
+    # with torchrun or srun each rank reads and writes an equal share
+    torchrun --nproc-per-node 8 tools/convert_checkpoint.py ...
 
 The first writes config.json, safetensors files and the tokenizer's files, which transformers loads
 (GPT-2, Llama, Mistral, Qwen2 or Qwen3; with experts Mixtral, Qwen2-MoE or Qwen3-MoE; as the model's

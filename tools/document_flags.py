@@ -145,7 +145,7 @@ def document() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Write or check the page; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -166,4 +166,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,8 +1,7 @@
 """Write the figures of docs/results/*.json into README.md and docs/*.md.
 
     python tools/document_results.py            # rewrite every marked figure and table
-    python tools/document_results.py --check    # change nothing; exit code 1 where one is out of
-    date
+    python tools/document_results.py --check    # change nothing; exit code 1 if one is out of date
 
 A document marks a figure as `<!-- =NAME -->63<!-- / -->`; a table is marked in the same way, with
 the marks on lines of their own. NAME is one of FIGURES below, which computes the text from the

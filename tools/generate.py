@@ -1,5 +1,6 @@
-"""Write text with a checkpoint: python tools/generate.py --load FOLDER --prompt "Once"
---temperature 0.8 --top-k 40 --seed 1
+"""Write text with a checkpoint.
+
+    python tools/generate.py --load FOLDER --prompt "Once" --temperature 0.8 --top-k 40 --seed 1
 
 Model and tokenizer are those recorded in the checkpoint; a tokenizer file that has moved is named
 with --tokenizer-model. The continuation is a function of (checkpoint, prompt, seed, flags): each
@@ -113,7 +114,9 @@ def generate(
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Flags, checked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--load", required=True, help="folder that --save wrote to")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; default: the latest")
     parser.add_argument("--prompt", default="", help="text to continue; default: start a document")

@@ -1,5 +1,6 @@
-"""What share of a run's wall time moved its weights, and where the rest went, over all restarts:
-`python tools/goodput.py RUN [--json]`.
+"""What share of a run's wall time moved its weights, and where the rest went, over all restarts.
+
+    python tools/goodput.py RUN [--json]
 
 RUN is a folder that was --save of a run; its events.jsonl and metrics.jsonl are read. Exit code: 0
 when productive time and the eight causes add up to the wall time within 1%, 1 when they do not
@@ -31,7 +32,9 @@ def text(found: Goodput) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table or a JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", help="a folder that was --save of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)

@@ -1,11 +1,11 @@
 """Show what checkpoints hold: content, sizes, state, integrity, differences.
 
-    python tools/inspect_checkpoint.py FOLDER [--ckpt-step N] [--verify]     # FOLDER: what --save
-    wrote to, or one iter_* folder in it
-    python tools/inspect_checkpoint.py --diff A B                            # configuration and
-    other state of two checkpoints
-    python tools/inspect_checkpoint.py --diff A B --tensors                  # every value too,
-    whatever the layouts that saved them
+    # FOLDER: what --save wrote to, or one iter_* folder in it
+    python tools/inspect_checkpoint.py FOLDER [--ckpt-step N] [--verify]
+    # configuration and other state of two checkpoints
+    python tools/inspect_checkpoint.py --diff A B
+    # every value too, whatever the layouts that saved them
+    python tools/inspect_checkpoint.py --diff A B --tensors
 
 Exit code: 0 in order (--diff: equal), 1 damaged (--diff: different), 2 not found or wrongly called.
 """

@@ -1,13 +1,15 @@
-"""Plan a run without a GPU: python tools/plan.py COMMAND <flags of pretrain_gpt.py> --world-size N
+"""Plan a run without a GPU.
+
+    python tools/plan.py COMMAND <flags of pretrain_gpt.py> --world-size N
 
 memory: a table of memory by pipeline rank, which stage of ZeRO fits, and whether communication
 hides behind computation.
     --device-memory GIB   what a device has (80); the first line says whether the run fits
-    --mfu SHARE           what training reaches of its peak (0.4); the peak is --peak-tflops (989:
-    H100)
+    --mfu SHARE           what training reaches of its peak (0.4); the peak is --peak-tflops
+                          (989: H100)
     --bandwidth GB/S      what one rank sends at (50: one 400 Gb/s adapter)
     --host-bandwidth GB/S what weights come from host memory at, and activations go there (50: PCI
-    Express 5.0, assumed)
+                          Express 5.0, assumed)
 checkpoint: bytes and seconds of a checkpoint, and how often to save.
     --write GB/S          what one rank writes to --save at, all writing at once (1)
     --copy GB/S           what one rank copies into host memory at (10)
@@ -17,18 +19,18 @@ search: the fastest layouts that fit, as flags to paste, and why the next ones l
 layout (parallel sizes, ZeRO, micro-batch, recomputation) are what it looks for.
 explain: what a change of one flag would bring.
     --hardware NAME|FILE  the device: a100-40, a100-80, b200, h100, h200, or a file that
-    measure or fit wrote (h100)
+                          measure or fit wrote (h100)
     --gpus-per-node N     (8)
     --gpu-hour-price D    dollars of a GPU hour, for the cost of the run
     --json                step alone: one JSON object
 validate FILE.csv ... [--out FILE.json]: published rows beside predictions, row by row and by group.
     --kept-out            also apart: rows that the shipped constants were fitted to, and those kept
-    out of that fit, which a digest of model and layout chooses
+                          out of that fit, which a digest of model and layout chooses
     --unseen FILE.csv     more rows, none of which was fitted to
 fit FILE ... --hardware NAME|FILE --out FILE.json: a device's constants from steps that were
 measured: rows of such a CSV file, or metrics.jsonl of runs.
     --published           as the shipped constants are made: from what was known before any fit,
-    and without the rows that are kept out
+                          and without the rows that are kept out
 measure --out FILE.json: the constants of this machine, measured in a minute.
 
 No data file is read; the tokenizer is, unless --vocab-size says how many entries it has. Exit code

@@ -1,11 +1,12 @@
 """Draw the time line of a pipeline schedule, simulated and measured on one scale, or compare all
 schedules.
 
-python tools/plot_schedule.py --schedule 1f1b --ranks 4 --micro-batches 8 --out FILE.svg   simulated
-python tools/plot_schedule.py --measured TIMELINE.json --out FILE.svg      a step that
---pipeline-timeline kept, below its simulation
-python tools/plot_schedule.py --table --ranks 8 --micro-batches 16         figures of all schedules,
-as a markdown table
+    # simulated
+    python tools/plot_schedule.py --schedule 1f1b --ranks 4 --micro-batches 8 --out FILE.svg
+    # a step that --pipeline-timeline kept, below its simulation
+    python tools/plot_schedule.py --measured TIMELINE.json --out FILE.svg
+    # figures of all schedules, as a markdown table
+    python tools/plot_schedule.py --table --ranks 8 --micro-batches 16
 
 Prints bubble, idle time and peak activations. --costs are those of forward pass, input gradient and
 weight gradient of one micro-batch on one rank, in any unit; without them they are 1, or with

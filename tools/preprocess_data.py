@@ -1,4 +1,4 @@
-"""Turn text into token files: `<prefix>_<key>_document.{bin,idx}` in Megatron's format, and a .json
+r"""Turn text into token files: `<prefix>_<key>_document.{bin,idx}` in Megatron's format, and a .json
 file next to them that records the tokenizer.
 
     python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --workers 8 \

@@ -1,5 +1,7 @@
-"""One page about a run, or many runs beside each other: `python tools/report.py RUN [RUN ...]
-[--output PAGE.html] [--expected-validation-loss X [--tolerance T]]`.
+r"""One page about a run, or about several runs side by side.
+
+    python tools/report.py RUN [RUN ...] [--output PAGE.html] \
+        [--expected-validation-loss X [--tolerance T]]
 
 RUN is a run folder (--save) or a metrics.jsonl file. The page holds curves (loss, learning rate,
 gradient norm, throughput, time of an iteration, memory and whatever else was logged), the final

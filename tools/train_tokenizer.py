@@ -1,4 +1,4 @@
-"""Train a SentencePiece tokenizer on the JSON lines that preprocess_data.py will encode.
+r"""Train a SentencePiece tokenizer on the JSON lines that preprocess_data.py will encode.
 
     python tools/train_tokenizer.py --input books.jsonl --vocab-size 32000 \
         --output-prefix data/books

@@ -1,10 +1,12 @@
 """Build a wandb workspace and a report for runs of this program, and hold the metric names in them
 against those that a run has logged.
 
-python tools/wandb_workspace.py --check RUN                      names alone; RUN is a run's folder,
-its metrics.jsonl or the .wandb file of an offline run
-python tools/wandb_workspace.py --project NAME --out FILE.json   write both down, without a network
-python tools/wandb_workspace.py --project NAME --entity TEAM     save both, where wandb has a key
+    # names alone; RUN is a run's folder, its metrics.jsonl or the .wandb file of an offline run
+    python tools/wandb_workspace.py --check RUN
+    # write both to a file, without a network
+    python tools/wandb_workspace.py --project NAME --out FILE.json
+    # save both, if wandb has a key
+    python tools/wandb_workspace.py --project NAME --entity TEAM
 
 Needs pip install 'megatron-gpt-pretrain[workspaces]'. A name that a run should have logged and has
 not is `missing`; one that needs a flag or data which the run did not have is listed with them.

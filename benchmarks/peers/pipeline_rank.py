@@ -1,8 +1,8 @@
-"""What one pipeline rank measures for benchmarks/pipeline.py: live memory, time with sleeps
+r"""What one pipeline rank measures for benchmarks/pipeline.py: live memory, time with sleeps
 for compute, overhead, speed against torch.
 
-    torchrun --nproc-per-node 4 pipeline_rank.py '[{"what": "memory", "names": ["1f1b"],
-    "micro_batches": [4]}, ...]'
+    torchrun --nproc-per-node 4 pipeline_rank.py \
+        '[{"what": "memory", "names": ["1f1b"], "micro_batches": [4]}, ...]'
 
 Rank 0 prints, as JSON on one line, a list by rank of what each found, one answer for each
 measurement. Clocks are those of one host.

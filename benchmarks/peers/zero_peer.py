@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO, torch's FSDP2 and DistributedDataParallel with ZeroRedundancyOptimizer on the
 plain loop's model, over Gloo.
 
-    python zero_peer.py SYSTEM START --layers 8 ...     # with the variables of torchrun; steps are
-    taken as turns.py says
+    # with the variables of torchrun; steps are taken as turns.py prescribes
+    python zero_peer.py SYSTEM START --layers 8 ...
 
 Run by benchmarks/zero.py. No shims: settings only. Everything computes in bf16, keeps fp32
 master weights and moments, and sums gradients over micro-batches and over ranks in fp32, but:

@@ -1,4 +1,6 @@
-"""Campaigns of odd input: python campaigns/odd_input/odd_input.py all [--seed N] [--out FILE]
+"""Campaigns of odd input.
+
+    python campaigns/odd_input/odd_input.py all [--seed N] [--out FILE]
 
 Every reader of a file that a user gives is run on many damaged and odd files. A case ends in one
 error of the user's kind, or in the result that an independent oracle gives; a bare traceback, a

@@ -1,4 +1,6 @@
-"""The pictures of report pages in the documents: python campaigns/report_pages/screenshots.py
+"""The pictures of report pages in the documents.
+
+    python campaigns/report_pages/screenshots.py
 
 Trains a small model in a pipeline of two ranks, stopped and resumed once and profiled for a few
 steps, makes its page and that of the study in docs/results/two_cores, and photographs their

@@ -1,18 +1,18 @@
 """Kill -9 of processes that save checkpoints in a loop, at random times; then find and read what is
 there.
 
-    python tests/faults/kill_writer.py --kills 200 --seed 1                              # the long
-    campaign, a few minutes
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2                    # the same
-    of one of two ranks, chosen at random
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode async       # of a
-    rank, of its writer process, or of both
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode local       # both
-    tiers; now and then a node is lost as well
-    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 3 --mode local --writer xor  #
-    the nodes are an XOR group
-    python tests/faults/kill_writer.py --kills 20 --writer in-place                      # a bad
-    writer: the campaign must fail
+    # the long campaign, a few minutes
+    python tests/faults/kill_writer.py --kills 200 --seed 1
+    # the same of one of two ranks, chosen at random
+    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2
+    # of a rank, of its writer process, or of both
+    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode async
+    # both tiers; now and then a node is lost as well
+    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 2 --mode local
+    # the nodes are an XOR group
+    python tests/faults/kill_writer.py --kills 200 --seed 1 --ranks 3 --mode local --writer xor
+    # a bad writer: the campaign must fail
+    python tests/faults/kill_writer.py --kills 20 --writer in-place
 
 All ranks hold the same tensors and share out their rows, as data-parallel ranks do. Oracle, after
 every kill: the newest checkpoint found is at least the newest whose save any rank knew to be

@@ -1,11 +1,12 @@
-"""Our import against DeepSpeed itself: ZeRO folders that it writes, and the fp32 weights that its
+r"""Our import against DeepSpeed itself: ZeRO folders that it writes, and the fp32 weights that its
 own tools take out of them.
 
 In an environment with DeepSpeed (DS_ACCELERATOR=cpu on a machine without a GPU) and transformers,
 then in ours:
 
-    PEER/python -m torch.distributed.run --nproc-per-node 2 tests/parity/deepspeed_checkpoint.py
-    write OUT --kind llama --stage 3 python tests/parity/deepspeed_checkpoint.py compare OUT
+    PEER/python -m torch.distributed.run --nproc-per-node 2 \
+        tests/parity/deepspeed_checkpoint.py write OUT --kind llama --stage 3
+    python tests/parity/deepspeed_checkpoint.py compare OUT
 
 `write` trains a tiny model in bf16 for three steps and saves it; beside it, in OUT/whole, lie the
 fp32 weights as zero_to_fp32 puts them together and as DeepSpeed's running optimizer holds them.

@@ -1,5 +1,6 @@
-"""The whole table of parity: python tests/parity/full_table.py [--out FILE.json] [--only PATTERN
-...] [--without PATTERN ...]
+"""The whole table of parity.
+
+    python tests/parity/full_table.py [--out FILE.json] [--only PATTERN ...] [--without PATTERN ...]
 
 --only 'zero[1-3]' are the rows with ZeRO.
 

@@ -1,6 +1,7 @@
 """Runs that compute activations again have the bits of runs that keep them, in the same layout: of
-losses, evaluations, gradients and weights. `bash scripts/test.sh -m campaign
-tests/parity/test_recompute_bits.py` runs every choice in every layout.
+losses, evaluations, gradients and weights. Every choice in every layout:
+
+    bash scripts/test.sh -m campaign tests/parity/test_recompute_bits.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """A step launches as many kernels as docs/results/launches.json says, no more.
 
-Where a change of the program changes a number, `python tests/pretended/count.py --out
-docs/results/launches.json` counts anew, and `python tools/document_results.py` writes the table.
+Where a change of the program changes a number, count anew and write the table:
+
+    python tests/pretended/count.py --out docs/results/launches.json
+    python tools/document_results.py
 """
 
 from __future__ import annotations

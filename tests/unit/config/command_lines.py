@@ -1,5 +1,6 @@
-"""Random command lines: python tests/unit/config/command_lines.py [--count 20000] [--seed 0]
-[--write]
+"""Random command lines.
+
+    python tests/unit/config/command_lines.py [--count 20000] [--seed 0] [--write]
 
 Each is a run's flags or some of them, with flags of ours and of other codebases in random order,
 values that are usual, extreme or nonsense, typos and stray words, as a dry run of a random number

@@ -1,4 +1,6 @@
-"""Every one-letter typo of every known flag: python tests/unit/config/flag_typos.py [--write]
+"""Every one-letter typo of every known flag.
+
+    python tests/unit/config/flag_typos.py [--write]
 
 Each insertion, deletion, replacement and swap of neighbours in the letters of every flag of ours
 and of every recorded upstream flag is read as a command line (those of upstream flags without the

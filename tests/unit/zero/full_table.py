@@ -1,5 +1,6 @@
-"""Live bytes of every ZeRO stage: python tests/unit/zero/full_table.py --out
-docs/results/zero_memory.json [--only WORD ...]
+"""Live bytes of every ZeRO stage.
+
+    python tests/unit/zero/full_table.py --out docs/results/zero_memory.json [--only WORD ...]
 
 Stages 0 to 3 on 2, 4 and 8 data-parallel ranks, 1 and 2 pipeline ranks, 1 and 4 micro-batches, of
 models of 1M and 60M parameters, and GPT-2 125M on two ranks: real runs on CPU processes of this
