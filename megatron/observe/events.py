@@ -23,24 +23,25 @@ logger = logging.getLogger(__name__)
 
 NAME = "events.jsonl"
 OFTEN = 10.0  # seconds after which steps are written even where nothing else happens
-IMPORTED = time.time()
+IMPORTED = time.perf_counter()
 
 
-def process_started() -> float:
-    """When this process was started, in Unix seconds; where the system does not say, when this file
-    was imported.
+def process_age() -> float:
+    """Seconds since this process was started; where the system does not tell, since this file was
+    imported.
     """
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return IMPORTED
-    return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter() - IMPORTED
+    return max(0.0, up - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 class EventLog:
     """What one start of a run writes; without a folder nothing. Times of steps are those since the
-    event before, without what `during` has timed.
+    event before, without what `during` has timed. Time stamps are those of the start plus elapsed
+    time, so that a clock that is set during the run does not show in them.
     """
 
     def __init__(self, folder: str | Path | None, iteration: int, timers: Timers):
@@ -49,8 +50,10 @@ class EventLog:
         """
         self.timers = timers
         self.fd: int | None = None
-        self.started = process_started()
-        self.first_start = self.started
+        age = process_age()
+        self.origin = time.perf_counter() - age
+        self.started = time.time() - age  # Unix seconds
+        self.wall_before = 0.0  # seconds from the first start to this one
         self.productive = self.before = 0.0
         self.restore = 0.0  # seconds
         self.iteration = iteration  # of the last steps event
@@ -65,25 +68,26 @@ class EventLog:
             if size and os.pread(self.fd, 1, size - 1) != b"\n":
                 os.write(self.fd, b"\n")  # a kill tore the last line: end it, readers skip it
             events = read_events(path)
-            if events:
-                self.started = max(self.started, events[-1]["time"])
+            if events:  # of a node whose clock may be ahead
+                self.started = max(self.started, *(event["time"] for event in events))
             start = {"event": "start", "time": round(self.started, 3), "iteration": iteration}
             known = account([*events, start])
-            self.first_start = self.started - known.wall
+            self.wall_before = known.wall
             self.productive = self.before = known.productive
             self._append(start)
         self._mark()
 
     def write(self, event: str, iteration: int, **fields: Any) -> None:
         """One event, now."""
-        row = {"event": event, "time": round(time.time(), 3), "iteration": iteration, **fields}
+        now = round(self.started + self._elapsed(), 3)
+        row = {"event": event, "time": now, "iteration": iteration, **fields}
         if self.fd is not None:
             with self._guard():
                 self._append(row)
 
     def ready(self, iteration: int) -> None:
         """Training begins."""
-        start_up = time.time() - self.started - self.restore
+        start_up = self._elapsed() - self.restore
         self.write("ready", iteration, seconds=round(start_up, 4))
         self._mark()
 
@@ -123,13 +127,13 @@ class EventLog:
 
     def goodput(self, iteration: int) -> Metrics:
         """Productive share of the time since the first start, and since this one."""
-        now = time.time()
+        elapsed = max(self._elapsed(), 1e-9)
         productive = self.productive
         if self.first_step_is_over and iteration > self.iteration:
             productive += self._open(iteration).productive
         return {
-            "goodput": productive / max(now - self.first_start, 1e-9),
-            "goodput-since-start": (productive - self.before) / max(now - self.started, 1e-9),
+            "goodput": productive / (self.wall_before + elapsed),
+            "goodput-since-start": (productive - self.before) / elapsed,
         }
 
     def end(self, iteration: int, code: int, reason: str) -> None:
@@ -142,6 +146,10 @@ class EventLog:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+    def _elapsed(self) -> float:
+        """Seconds since this process was started."""
+        return time.perf_counter() - self.origin
 
     def _open(self, iteration: int) -> Step:
         return Step(

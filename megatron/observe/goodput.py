@@ -115,9 +115,10 @@ class Goodput:
         """Why it does not add up; empty where it does."""
         if self.adds_up:
             return ""
+        much = f"all but {self.other:.1f} s of" if self.other > 0 else f"{-self.other:.1f} s beyond"
         return (
-            f"the causes explain all but {self.other:.1f} s of the wall time, which is more than "
-            "1%: events are missing in events.jsonl, or the clocks of the nodes differ"
+            f"the causes explain {much} the wall time, which is more than 1%: events are missing "
+            "in events.jsonl, or the clocks of the nodes differ"
         )
 
     def summary(self) -> Metrics:
@@ -188,7 +189,26 @@ def account(events: Sequence[Event], metrics: Iterable[Metrics] = ()) -> Goodput
     metrics = [row for row in metrics if _number(row.get("timestamp")) and "iteration" in row]
     for own, after in itertools.zip_longest(starts, starts[1:]):
         own += _tail(own, metrics, after[0]["time"] if after else math.inf)
-    return _sums(starts)
+    return _sums(_forward_in_time(starts))
+
+
+def _forward_in_time(starts: Sequence[Sequence[Event]]) -> list[list[Event]]:
+    """The starts with time stamps that never go back. A start on a node whose clock is behind that
+    of the node before begins where the one before ended; where a clock was set back between two
+    events, the second one follows by the seconds that it measured.
+    """
+    shift, last, found = 0.0, -math.inf, []
+    for own in starts:
+        moved = []
+        for event in own:
+            time = event["time"] + shift
+            if time < last:
+                shift += last - time + event.get("seconds", 0.0)
+                time = event["time"] + shift
+            moved.append({**event, "time": time})
+            last = time
+        found.append(moved)
+    return found
 
 
 def _tail(own: list[Event], metrics: Sequence[Metrics], until: float) -> list[Event]:

@@ -32,11 +32,12 @@ class Exit:
 
 class ExitConditions:
     """Notices SIGTERM and SIGUSR1 from construction on; a second signal of a kind meets the
-    previous handler.
+    previous handler. `on_signal`: what the run does then, for the log.
     """
 
-    def __init__(self, config: TrainingConfig):
+    def __init__(self, config: TrainingConfig, on_signal: str = "exiting"):
         self.config, self.start = config, time.monotonic()
+        self.on_signal = on_signal
         self.received: signal.Signals | None = None
         # ranks for each of `requests`, when they last exchanged them
         self.agreed = [0.0] * (len(SIGNAL_CODES) + 1)
@@ -49,7 +50,7 @@ class ExitConditions:
     def _receive(self, number: int, _frame: object) -> None:
         self.received = signal.Signals(number)
         signal.signal(number, self._previous[self.received])
-        logger.info(f"received {self.received.name}: saving and exiting after this step")
+        logger.info(f"received {self.received.name}: {self.on_signal}")
 
     def requests(self) -> list[float]:
         """What asks this rank for the end, 1 or 0 each: the signals of SIGNAL_CODES in order, then

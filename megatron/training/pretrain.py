@@ -195,7 +195,7 @@ def build(
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
-    exits = ExitConditions(config.training)
+    exits = ExitConditions(config.training, on_signal=_on_signal(config))
     tracker = described and _introduce(prepared, described, groups, not_done)
     return Run(
         config=config,
@@ -258,6 +258,15 @@ def _described(prepared: Prepared, groups: Groups, device: torch.device) -> Desc
         if groups.rank != 0:
             return None
         return describe(prepared, groups.world.size, device, node=node)
+
+
+def _on_signal(config: Config) -> str:
+    """What the run does when it receives a signal."""
+    if config.evaluation.skip_train:
+        return "ending the evaluation and exiting"
+    if config.checkpoint.save is None:
+        return "exiting after this step; --save is not set, so no checkpoint is written"
+    return "saving and exiting after this step"
 
 
 def _device_names(device: torch.device, ranks: Ranks) -> str:
@@ -357,10 +366,11 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
         )
         checkpoint.close()
     run.timing.events.ready(run.progress.iteration)
-    if run.config.evaluation.skip_train or run.progress.evaluation_due:
+    skip_train = run.config.evaluation.skip_train
+    if skip_train or run.progress.evaluation_due:
         run.progress.evaluation_due = evaluate_all(run, "validation") is None
     code = 0
-    if not run.config.evaluation.skip_train:
+    if not skip_train:
         try:
             ended = train(run)
         except NonFiniteError as error:
@@ -374,10 +384,24 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
         if ended.reason != COMPLETE:
             _end(run, code, ended.reason)
             return code
-    if run.data.test:
-        evaluate_all(run, "test")
+    elif run.progress.evaluation_due:
+        return _end_of_cut_evaluation(run)
+    if run.data.test and evaluate_all(run, "test") is None:
+        return _end_of_cut_evaluation(run)
     _end(run, code, COMPLETE)
     return code
+
+
+def _end_of_cut_evaluation(run: Run) -> int:
+    """End a run whose evaluation outside of training was cut short by a signal; the exit code."""
+    ended = run.exits.check(run.progress.iteration)
+    assert ended is not None
+    logger.info(
+        f" {ended.reason}: exiting at iteration {run.progress.iteration}; the evaluation is "
+        "incomplete"
+    )
+    _end(run, ended.code, ended.reason)
+    return ended.code
 
 
 def _end(run: Run, code: int, reason: str) -> None:

@@ -17,7 +17,9 @@ from distributed.pool import PRELOAD
 from megatron.tools import goodput as tool
 
 import pretrain_gpt
+from megatron.observe.events import EventLog
 from megatron.observe.goodput import CAUSES, ENOUGH, account, goodput, read_events
+from megatron.observe.metrics import Timers
 from megatron.observe.tracking import read_metrics
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -161,3 +163,59 @@ def test_what_is_counted_as_what():
     metrics = [{"iteration": 6, "timestamp": 120.0}]
     assert account(killed, metrics).losses["lost-steps"] == pytest.approx(4)
     assert account(killed, metrics).losses["restart"] == pytest.approx(10)
+
+
+def two_starts(second: float, back_at: int | None = None, by: float = 0.0) -> list[dict]:
+    """A run of two starts of 46 s in all, whose second one is on a node with its clock off by
+    `second`; a clock set back `by` before event `back_at`.
+    """
+    events = [
+        row("start", 100.0, 0),
+        row("ready", 110.0, 0, seconds=10.0),
+        row("steps", 115.0, 1, count=1, seconds=5.0, first=True),
+        row("steps", 118.0, 4, count=3, seconds=3.0),
+        row("end", 118.0, 4, code=85),
+        row("start", 118.0, 4),
+        row("ready", 120.0, 4, seconds=2.0),
+        row("steps", 125.0, 5, count=1, seconds=5.0, first=True),
+        row("evaluation", 128.0, 5, seconds=3.0),
+        row("steps", 146.0, 10, count=5, seconds=18.0),
+        row("end", 146.0, 10, code=0),
+    ]
+    for number, event in enumerate(events):
+        event["time"] += second * (number >= 5) - by * (back_at is not None and number >= back_at)
+    return events
+
+
+@pytest.mark.parametrize("second", [0.0, -3.0, -3600.0, -1e9])
+@pytest.mark.parametrize("back_at, by", [(None, 0.0), (3, 7.0), (6, 5000.0), (9, 1e6), (10, 0.5)])
+def test_clocks_that_differ(second, back_at, by):
+    """The second node behind the first one, and a clock set back at any event: the same goodput."""
+    right, found = account(two_starts(0.0)), account(two_starts(second, back_at, by))
+    assert found.adds_up and found.wall == pytest.approx(right.wall, rel=1e-6) == 46
+    assert dict(found.rows()) == pytest.approx(dict(right.rows()), abs=1e-4)
+
+
+def test_a_run_behind_a_node_whose_clock_is_ahead(tmp_path, monkeypatch):
+    """It writes stamps that go on, and logs a goodput between 0 and 1, also when its own clock is
+    set back.
+    """
+    path = tmp_path / "events.jsonl"
+    ahead = float(round(time.time()) + 3600)
+    path.write_text(
+        json.dumps(row("start", ahead - 10, 0))
+        + "\n"
+        + json.dumps(row("end", ahead, 3, code=85))
+        + "\n"
+    )
+    log = EventLog(tmp_path, 3, Timers())
+    monkeypatch.setattr(time, "time", lambda: 1.0)
+    log.ready(3)
+    log.step(4)
+    log.end(5, 0, "over")
+    assert all(0 <= share <= 1 for share in log.goodput(5).values())
+    log.close()
+    times = [event["time"] for event in read_events(path)]
+    assert times == sorted(times) and times[-1] >= ahead
+    found = goodput(tmp_path)
+    assert 0 <= found.share <= 1 and all(seconds >= 0 for seconds in found.losses.values())

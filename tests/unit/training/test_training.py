@@ -290,6 +290,28 @@ def test_a_signal_during_evaluation(tmp_path, monkeypatch):
     assert run(tmp_path / "a", "--train-iters", 12) == run(tmp_path / "b", "--train-iters", 12)
 
 
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 85)])
+def test_a_signal_during_skip_train(monkeypatch, capsys, number, code):
+    """The documented exit code, a message that claims no save, and no result."""
+    monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, number, after=1))
+    assert main([*TINY, "--skip-train"]) == code
+    said = capsys.readouterr().out
+    assert f"received {number.name}: ending the evaluation and exiting" in said
+    assert said.rstrip().endswith(
+        f"{number.name} received: exiting at iteration 0; the evaluation is incomplete"
+    )
+    assert "validation loss" not in said and "saving" not in said
+
+
+def test_a_signal_during_the_test_split(tmp_path, monkeypatch, capsys):
+    """After training: the last evaluation is not done, and a later start makes up for it."""
+    monkeypatch.setattr(pretrain, "evaluate_all", signalling(loop.evaluate_all, signal.SIGUSR1, 1))
+    run(tmp_path / "a", "--train-iters", 4, code=85)
+    assert "exiting at iteration 4; the evaluation is incomplete" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert main([*TINY, "--load", str(tmp_path / "a"), "--train-iters", "4"]) == 0
+
+
 def signalling(function, number, after):
     """`function`, sending this process a signal before its n-th call."""
     calls = 0
