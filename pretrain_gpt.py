@@ -10,6 +10,7 @@ import time
 from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.derive import POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
+from megatron.config.streams import escape_unencodable
 from megatron.distributed.launchers import given_rank, rough_launch
 from megatron.training.early import early_signals
 
@@ -22,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     A mistake of the user's (UserError) is printed without a traceback, and the code is 2. Any other
     exception is raised with its traceback and a note that names the rank.
     """
+    escape_unencodable()
     try:
         parsed = parse_arguments(sys.argv[1:] if argv is None else argv)
         if parsed.print_config:

@@ -37,6 +37,7 @@ from megatron.tools.compare_runs import computed_rows, differences  # noqa: E402
 from megatron.config.arguments import dump_config, parse_arguments  # noqa: E402
 from megatron.config.errors import UserError
 from megatron.config.groups import CheckpointConfig, Config, LoggingConfig, PrecisionConfig
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
 from megatron.parallel.schedule import BUILDERS  # noqa: E402
 
@@ -164,6 +165,7 @@ def train(layout: str, config_file: Path, folder: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_unencodable()
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -18,6 +18,7 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.observe.metrics import is_measured  # noqa: E402
 from megatron.observe.tracking import read_metrics  # noqa: E402
 
@@ -85,6 +86,7 @@ def differences(a: Rows, b: Rows, rtol: float) -> tuple[list[str], dict[str, tup
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_unencodable()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

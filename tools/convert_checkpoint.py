@@ -54,6 +54,7 @@ from megatron.config.derive import (
 )
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
 from megatron.distributed.groups import Axis  # noqa: E402
 from megatron.distributed.logs import job_log  # noqa: E402
@@ -544,6 +545,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_unencodable()
     flags = parse(argv)
     rank = 0
     try:

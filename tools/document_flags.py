@@ -27,6 +27,7 @@ from megatron.config.compatibility import (  # noqa: E402
     rows,
 )
 from megatron.config.groups import Config  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -147,6 +148,7 @@ def document() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write or check the page; the exit code."""
+    escape_unencodable()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--check",

@@ -25,6 +25,7 @@ if not __package__:  # run as a file of a checkout
 from megatron.tools._figures import FIGURES, ROOT, figure, ratio, result, table, verdict
 from megatron.tools._figures_zero import memory_runs
 
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.plan.verdict import RESERVE
 
 PAGES = ROOT  # where README.md and docs/ are
@@ -658,6 +659,7 @@ def current(text: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write or check; the exit code."""
+    escape_unencodable()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

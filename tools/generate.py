@@ -26,6 +26,7 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.run_state import config_of
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import DistributedConfig
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer
 from megatron.distributed.logs import job_log
 from megatron.distributed.setup import choose_device, read_launch
@@ -149,6 +150,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Load, generate, print prompt and continuation."""
+    escape_unencodable()
     flags = parse(sys.argv[1:] if argv is None else argv)
     try:
         return write_text(flags)

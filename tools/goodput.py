@@ -17,6 +17,7 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.observe.goodput import MEANINGS, Goodput, goodput  # noqa: E402
 
 
@@ -32,6 +33,7 @@ def text(found: Goodput) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table or a JSON object."""
+    escape_unencodable()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -35,6 +35,7 @@ from megatron.checkpoint.manifest import (
     list_iterations,
 )  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.distributed.logs import job_log  # noqa: E402
 from megatron.layers.spec import Box  # noqa: E402
 
@@ -236,6 +237,7 @@ def differences(a: Checkpoint, b: Checkpoint) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_unencodable()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -52,6 +52,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.derive import derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.config.validate import resolve
 from megatron.data.tokenizer import build_tokenizer
 from megatron.plan.advice import BANDWIDTH, HOST_BANDWIDTH, MFU, PEAK_TFLOPS, Machine
@@ -292,6 +293,7 @@ def run(what: str, argv: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code."""
+    escape_unencodable()
     argv = sys.argv[1:] if argv is None else argv
     if (
         not argv

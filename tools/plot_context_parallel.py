@@ -17,6 +17,7 @@ if not __package__:  # run as a file of a checkout
 import numpy as np
 import torch
 
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.layers.context_parallel import places_of  # noqa: E402
 from megatron.layers.ring_attention import ring_steps  # noqa: E402
 
@@ -109,6 +110,7 @@ def draw(ranks: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_unencodable()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -29,6 +29,7 @@ if not __package__:  # run as a file of a checkout
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.schedules import IN_PAIRS  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.parallel.drawing import Panel, draw, figures  # noqa: E402
 from megatron.parallel.schedule import BUILDERS, Kind, Schedule, build_schedule
 from megatron.parallel.simulate import Costs, simulate  # noqa: E402
@@ -298,6 +299,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_unencodable()
     arguments = parser().parse_args(argv)
     try:
         if arguments.table:

@@ -48,6 +48,7 @@ from megatron.checkpoint.manifest import TRACKER
 from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.config.validate import blend_prefixes, resolve
 from megatron.data.tokenizer import build_tokenizer
 from megatron.distributed.groups import describe_layout, group_options, layout_of
@@ -275,6 +276,7 @@ def tell(error: UserError, rank: int) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit code of --help and of wrong flags; a check ends the process with its own."""
+    escape_unencodable()
     argv = sys.argv[1:] if argv is None else argv
     if not argv or any(word in ("-h", "--help") for word in argv):
         print((__doc__ or "").strip())

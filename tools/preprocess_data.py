@@ -37,6 +37,7 @@ from megatron.config.compatibility import translate_value  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import DataConfig  # noqa: E402
 from megatron.config.input_files import is_text, path_fault  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.data.indexed_dataset import DataError, IndexedDatasetWriter, best_dtype  # noqa: E402
 from megatron.data.text_files import TextChunk, chunks_of, refuse_record  # noqa: E402
 from megatron.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
@@ -542,6 +543,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    escape_unencodable()
     arguments = parser().parse_args()
     try:
         if arguments.workers < 1:

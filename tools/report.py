@@ -25,12 +25,14 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.observe.report.page import page, verdict  # noqa: E402
 from megatron.observe.report.runs import load_runs  # noqa: E402
 from megatron.study.section import is_study, study_section  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_unencodable()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -21,6 +21,7 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.study import chart, raw  # noqa: E402
 from megatron.study.description import StudyPlan, read_study  # noqa: E402
 from megatron.study.runner import run_study, turns  # noqa: E402
@@ -57,6 +58,7 @@ def listing(plan: StudyPlan) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_unencodable()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

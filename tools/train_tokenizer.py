@@ -28,6 +28,7 @@ from megatron.tools.preprocess_data import (  # noqa: E402
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.input_files import is_text, path_fault  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.data.text_files import chunks_of, refuse_record  # noqa: E402
 
 LOUD = 50 << 20  # bytes of input from which SentencePiece reports its own progress
@@ -86,6 +87,7 @@ def train(
 
 
 def main() -> None:
+    escape_unencodable()
     flags = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -28,6 +28,7 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.observe.metrics import AXES, METRICS, wandb_name  # noqa: E402
 from megatron.observe.tracking import metrics_path, read_metrics  # noqa: E402
 
@@ -294,6 +295,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
+    escape_unencodable()
     flags = parser().parse_args(argv)
     try:
         if not flags.project and not flags.check and not flags.out:

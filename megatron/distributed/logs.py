@@ -47,7 +47,9 @@ class FirstRank(logging.Handler):
         text = self.format(record)
         try:
             print(text, flush=True)
-        except (OSError, RuntimeError):  # a full disk; a signal in the middle of another line
+        # a full disk; a signal in the middle of another line; a stream that is closed or cannot
+        # encode the text
+        except (OSError, RuntimeError, ValueError):
             self.handleError(record)
         if self.store is not None and record.levelno >= logging.WARNING:
             with contextlib.suppress(RuntimeError):  # a store that has gone: the job is ending

@@ -75,7 +75,8 @@ def _explain(
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"rank-{groups.rank}.out-of-memory.txt"
-            path.write_text("\n".join([*lines, f"{type(error).__name__}: {error}"]) + "\n")
+            text = "\n".join([*lines, f"{type(error).__name__}: {error}"]) + "\n"
+            path.write_text(text, encoding="utf-8")
             lines.append(f"this text is in {path}")
     error.add_note("\n  ".join(lines))
 

@@ -148,7 +148,7 @@ def read_run(save: str | Path) -> RunId | None:
     folder.
     """
     try:
-        name, at = Path(save, RUN_FILE).read_text().splitlines()
+        name, at = Path(save, RUN_FILE).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return None
     run = RunId(name, os.path.realpath(save))

@@ -71,6 +71,7 @@ def test_help_prints_the_documented_commands(name, monkeypatch, capsys):
         module.main()
     except SystemExit as ended:
         assert not ended.code
+    assert sys.stdout.errors == "backslashreplace"  # a path may hold what the log cannot
     printed = capsys.readouterr().out
     commands = [line for line in module.__doc__.split("\n") if AT_START.match(line)]
     assert printed and not set(commands) - set(printed.split("\n"))

@@ -5,17 +5,22 @@ every layout, and reaches the log and wandb.
 from __future__ import annotations
 
 import html
+import io
 import json
+import logging
 import re
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import tokenizers
 import torch
 from megatron.kernels import philox
 from parity.layouts import BASE, NO_DROPOUT, Row
 from parity.worker import one_thread, run_case
 
+from megatron.distributed import logs
 from megatron.training import loop
 from megatron.training.run import Run
 from megatron.training.sample_text import END, LONGEST_PROMPT, SampleText, write_sample
@@ -55,6 +60,33 @@ def texts_of(flags: tuple[str, ...]) -> list[SampleText]:
     with mock.patch.object(loop, "write_sample", write):
         run_case(flags)
     return written
+
+
+def test_a_log_in_ascii_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Banner, prompt and text, a fault of the flags, and the log of a rank whose stream was not
+    set up.
+    """
+    special = ["<|endoftext|>", "\u00e9\u2603"]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({t: k for k, t in enumerate(special)})
+    )
+    folder = tmp_path / "t\u00e9"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2)]
+    for name, stream in zip(("stdout", "stderr"), streams):
+        monkeypatch.setattr(sys, name, stream)
+    flags = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --lr 1e-2
+    --micro-batch-size 1 --global-batch-size 1 --train-iters 2 --mock-data --eval-iters 1
+    --eval-interval 1 --log-sample-text 3 --tokenizer-type HuggingFaceTokenizer""".split()
+    assert main([*flags, "--tokenizer-model", str(folder), "--save", str(folder / "run")]) == 0
+    assert main([*flags, "--tokenizer-model", str(folder / "missing")]) == 2
+    out, err = (stream.buffer.getvalue().decode("ascii") for stream in streams)
+    assert r"\xe9\u2603" in out.partition("sample text")[2] and r"t\xe9/run" in out
+    assert r"t\xe9/missing" in err
+    handler = logs.FirstRank(None)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    handler.emit(logging.LogRecord("megatron", logging.INFO, "", 0, "\u00e9", None, None))
 
 
 @pytest.fixture(scope="module")
