@@ -1,5 +1,5 @@
-r"""Turn text into token files: `<prefix>_<key>_document.{bin,idx}` in Megatron's format, and a .json
-file next to them that records the tokenizer.
+r"""Turn text into token files: `<prefix>_<key>_document.{bin,idx}` in Megatron's format, and a
+.json file next to them that records the tokenizer.
 
     python tools/preprocess_data.py --input books.jsonl --output-prefix data/books --workers 8 \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model --append-eod

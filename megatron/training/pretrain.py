@@ -195,7 +195,7 @@ def build(
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
-    exits = ExitConditions(config.training, on_signal=_on_signal(config))
+    exits = _exit_conditions(config)
     tracker = described and _introduce(prepared, described, groups, not_done)
     return Run(
         config=config,
@@ -260,13 +260,14 @@ def _described(prepared: Prepared, groups: Groups, device: torch.device) -> Desc
         return describe(prepared, groups.world.size, device, node=node)
 
 
-def _on_signal(config: Config) -> str:
-    """What the run does when it receives a signal."""
+def _exit_conditions(config: Config) -> ExitConditions:
     if config.evaluation.skip_train:
-        return "ending the evaluation and exiting"
-    if config.checkpoint.save is None:
-        return "exiting after this step; --save is not set, so no checkpoint is written"
-    return "saving and exiting after this step"
+        on_signal = "ending the evaluation and exiting"
+    elif config.checkpoint.save is None:
+        on_signal = "exiting after this step; --save is not set, so no checkpoint is written"
+    else:
+        on_signal = "saving and exiting after this step"
+    return ExitConditions(config.training, on_signal)
 
 
 def _device_names(device: torch.device, ranks: Ranks) -> str:

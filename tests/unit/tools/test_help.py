@@ -1,5 +1,5 @@
-"""The commands in docstrings, which `--help` prints: each stands on a line by itself, so that it can
-be copied.
+"""The commands in docstrings, which `--help` prints: each is on a line by itself, so that it can be
+copied.
 """
 
 from __future__ import annotations
