@@ -15,12 +15,14 @@ if not __package__:  # run as a file of a checkout
 from megatron.config.arguments import COMMANDS, Option, options, options_by_flag  # noqa: E402
 from megatron.config.compatibility import (  # noqa: E402
     ASKS,
+    CHOICES,
     EQUALS,
     INSTEAD,
     NOT_DONE,
     NOTES,
     ONLY,
     REFUSED,
+    TOGETHER,
     VALUES,
     CompatibilityRow,
     key,
@@ -44,8 +46,9 @@ reported at once, each with its fix.
 COMPATIBILITY = """## Flags of Megatron-LM and Megatron-DeepSpeed that are not fields here
 
 Names are exact: those that Megatron-LM (2026-08-22, and its releases since 2.5) and
-Megatron-DeepSpeed (2025-07-16) define, recorded in `megatron/config/upstream_flags.py`. Every other
-flag is refused as unknown, with the nearest known one.
+Megatron-DeepSpeed (2025-07-16) define, and those of forks whose launch scripts are published,
+recorded in `megatron/config/upstream_flags.py`. Every other flag is refused as unknown, with the
+nearest known one.
 """
 
 
@@ -86,6 +89,12 @@ def _row(row: CompatibilityRow) -> str:
     flags = ", ".join(f"`{flag}`" for flag in _names(row))
     if row.verdict in ("equals", "at least"):
         return f"| {flags} | {'at least ' if row.verdict == 'at least' else ''}`{row.text}` |"
+    if row.verdict == "choice":
+        values = [
+            f"`{value or '(none)'}`: {f'`{ours}`' if ours else 'as here'}"
+            for value, ours in row.choices
+        ]
+        return f"| {flags} | {'; '.join(values)} | {_cell(row.text)} |"
     if row.verdict == "only":
         return (
             f"| {flags} | {', '.join(f'`{value}`' for value in row.values)} | {_cell(row.text)} |"
@@ -114,6 +123,20 @@ def document() -> str:
         "| flag | equals |",
         "|---|---|",
         *map(_row, EQUALS),
+    ]
+    lines += [
+        "",
+        "### Flags whose meaning depends on their value",
+        "",
+        "| flag | values | others |",
+        "|---|---|---|",
+        *map(_row, CHOICES),
+        "",
+        "### Flags that are read together with others",
+        "",
+        "| flag | meaning |",
+        "|---|---|",
+        *map(_row, TOGETHER),
     ]
     lines += ["", "### Other names of values", "", "| value | equals |", "|---|---|"]
     lines += [

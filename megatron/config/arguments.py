@@ -27,6 +27,7 @@ from typing import Any
 from megatron.config import compatibility, groups
 from megatron.config.compatibility import Occurrence, Words, key
 from megatron.config.deepspeed import compare_with_deepspeed
+from megatron.config.derive import DEFAULTS, GROUP_OF
 from megatron.config.errors import ArgumentErrors, UserError, first_faults, shortened
 from megatron.config.groups import Config
 from megatron.config.input_files import (
@@ -38,7 +39,9 @@ from megatron.config.input_files import (
     path_fault,
     read_bytes,
 )
+from megatron.config.megatron_deepspeed import translate
 from megatron.config.metadata import flag_name
+from megatron.config.settings_files import check_program, flat_flags
 from megatron.config.validate import cross_field_faults
 from megatron.config.yaml_text import parse_yaml
 
@@ -62,6 +65,7 @@ NO_PATHS = {
     "freeze",
     "recompute_layers",
     "pipeline_model_parallel_layout",
+    "step_batch_size_schedule",
     "wandb_project",
     "wandb_exp_name",
     "wandb_group",
@@ -381,6 +385,7 @@ class _Reading:
     set_by: dict[Place, str] = dataclasses.field(default_factory=dict)
     commands: dict[str, str] = dataclasses.field(default_factory=dict)
     foreign: list[compatibility.Answered] = dataclasses.field(default_factory=list)
+    together: dict[str, Words] = dataclasses.field(default_factory=dict)
     least: list[tuple[str, compatibility.CompatibilityRow]] = dataclasses.field(
         default_factory=list
     )
@@ -399,13 +404,23 @@ class _Reading:
             self._unknown(flag, words)
         elif row.verdict in ("equals", "at least") and words and "$" not in row.text:
             self.faults.append(f"{_shown(flag, words)}: it takes no value")
-        elif row.verdict == "equals":
-            for ours, values in row.rewrite(words):
-                self.read(ours, values, written=_shown(flag, words))
+        elif row.verdict in ("equals", "choice"):
+            self._rewritten(flag, words, row)
+        elif row.verdict == "together":
+            self.together[key(flag)] = words
         elif row.verdict == "at least":
             self.least.append((flag, row))
         else:
             self.foreign.append((flag, words, row))
+
+    def _rewritten(self, flag: str, words: Words, row: compatibility.CompatibilityRow) -> None:
+        try:
+            occurrences = row.rewrite(words)
+        except UserError as problem:
+            self.faults.append(f"{_shown(flag, words)}: {problem}")
+            return
+        for ours, values in occurrences:
+            self.read(ours, values, written=_shown(flag, words))
 
     def _unknown(self, flag: str, words: Words) -> None:
         if key(flag) in compatibility.FOLLOWS:
@@ -442,6 +457,59 @@ class _Reading:
                 else:
                     config = _with_values(config, {place: value})
         return config
+
+    def least_fields(self) -> set[str]:
+        """The fields that flags raise to a least value."""
+        rows = [occurrence for _, row in self.least for occurrence in row.rewrite([])]
+        return {options_by_flag()[key(ours)][0].field for ours, _ in rows}
+
+    def foreign_settings(self, config: Config, given: set[str]) -> Config:
+        """The configuration with what flags of other programs mean together; `given` are the
+        fields that flags of ours or a file set, and those set here are added.
+        """
+        by_patch = self.set_by.get(("data", "tokenizer_type"), "").startswith("--patch-")
+        if by_patch and config.data.tokenizer_model is None and config.checkpoint.load:
+            folder = config.checkpoint.load
+            config = config.with_fields("data", tokenizer_model=folder)
+            self.notes.append(f"--patch-tokenizer-type: the tokenizer is read from --load {folder}")
+        is_deepspeed = any(key(flag) == "--deepspeed" for flag, _, _ in self.foreign)
+        found = translate(self.together, config, given, is_deepspeed=is_deepspeed)
+        self.notes += found.notes
+        self.faults += found.faults
+        given |= found.values.keys()
+        return _with_values(
+            config, {(GROUP_OF[field], field): value for field, value in found.values.items()}
+        )
+
+    def settings(self) -> Config:
+        """The configuration of the line and the files that it names."""
+        config = Config()
+        given: set[str] = {field for _, field in self.values}
+        if "--config" in self.commands:
+            values, file = load_config(self.commands["--config"])
+            self._add(file)
+            # a file of --print-config holds every default
+            given |= {field for (_, field), value in values.items() if value != DEFAULTS[field]}
+            config = _with_values(config, values)
+        config = self.raised(_with_values(config, self.values))
+        given |= self.least_fields()
+        config = self.foreign_settings(config, given)
+        if "--deepspeed-config" not in self.commands:
+            return config
+        compared = compare_with_deepspeed(self.commands["--deepspeed-config"], config, given, _load)
+        self.notes += compared.notes
+        self.faults += compared.faults
+        return compared.config
+
+    def _add(self, file: _Reading) -> None:
+        """Take in what a file says besides values; the command line wins."""
+        self.foreign = [*file.foreign, *self.foreign]
+        self.together = {**file.together, **self.together}
+        self.least = [*file.least, *self.least]
+        self.notes += file.notes
+        self.faults += file.faults
+        self.unsure |= file.unsure
+        self.commands = {**file.commands, **self.commands}
 
     def _command(self, flag: str, words: Words) -> None:
         takes_file = flag in TAKES_FILE
@@ -487,19 +555,36 @@ def _shown(flag: str, words: Words) -> str:
     return shortened(" ".join([flag, *(word or "''" for word in words)]), 80)
 
 
-def load_config(path: str) -> tuple[Values, list[str]]:
-    """Read a configuration file: values by (group, field), and the faults in it."""
+def load_config(path: str) -> tuple[Values, _Reading]:
+    """Read a configuration file: values by (group, field), and what else it says, its faults
+    among them.
+    """
+    reading = _Reading()
     try:
         content = _read_json_or_yaml(read_bytes(path, SETTINGS_LIMIT))
+        if not isinstance(content, dict):
+            raise UserError("expected groups with settings, as --print-config writes them")
+        check_program(content)
     except UserError as problem:
-        return {}, [f"--config {path}: cannot be read: {problem}"]
+        reading.faults.append(f"--config {path}: cannot be read: {problem}")
+        return {}, reading
+    flags = flat_flags(content, set(Config().to_dict())) if content else None
+    if flags is not None:
+        for flag, value in flags:
+            _read_flat(reading, flag, value)
+        faults = [f"--config {path}: {fault}" for fault in reading.faults]
+        reading.faults = first_faults(faults, f"--config {path}")
+        return reading.values, reading
+    values, faults = _read_groups(path, content)
+    reading.faults = first_faults(faults, f"--config {path}")
+    return values, reading
+
+
+def _read_groups(path: str, content: dict[str, Any]) -> tuple[Values, list[str]]:
+    """The values of a file with our groups, and its faults."""
     names = dataclasses.asdict(Config())
     values = {}
     faults = []
-    if not isinstance(content, dict):
-        return {}, [
-            f"--config {path}: expected groups with settings, as --print-config writes them"
-        ]
     for group, fields in content.items():
         if group not in names or not isinstance(fields, dict):
             faults.append(
@@ -519,7 +604,31 @@ def load_config(path: str) -> tuple[Values, list[str]]:
                 values[group, field] = option.load(value)
             except UserError as problem:
                 faults.append(f"--config {path}: {group}.{field} = {_short(value)}: {problem}")
-    return values, first_faults(faults, f"--config {path}")
+    return values, faults
+
+
+def _read_flat(reading: _Reading, flag: str, value: Any) -> None:
+    """Take in a flag of a flat file. A switch of another program that is false is not given."""
+    if value is False:
+        if key(flag) in options_by_flag() and options_by_flag()[key(flag)][0].kind is bool:
+            option, on = options_by_flag()[key(flag)]
+            reading.read(option.off[0] if on else option.names[0], [])
+        elif key(flag) not in options_by_flag() and compatibility.find(key(flag)) is None:
+            reading.read(flag, [])
+        return
+    values = value if isinstance(value, list) else [value]
+    words = [] if value is True else [word for item in values for word in _flat_words(item)]
+    reading.read(flag, words)
+
+
+def _flat_words(item: Any) -> list[str]:
+    """The words that a command line would have: a text of several numbers or paths is several."""
+    return item.split() if isinstance(item, str) and item else [_word(item)]
+
+
+def _load(field: str, value: Any) -> Any:
+    """The value of a field from one of a DeepSpeed file; raises UserError."""
+    return options_by_field()[GROUP_OF[field], field].load(value)
 
 
 def _short(value: Any) -> str:
@@ -576,19 +685,10 @@ def parse_arguments(argv: list[str]) -> Parsed:
     reading = _Reading(faults=faults)
     for flag, words in occurrences:
         reading.read(flag, words)
-    config = Config()
-    if "--config" in reading.commands:
-        values, faults = load_config(reading.commands["--config"])
-        reading.faults += faults
-        config = _with_values(config, values)
-    config = reading.raised(_with_values(config, reading.values))
+    config = reading.settings()
     answers = compatibility.answer(reading.foreign, config)
     reading.notes += answers.notes
     reading.faults += answers.faults
-    if "--deepspeed-config" in reading.commands:
-        notes, faults = compare_with_deepspeed(reading.commands["--deepspeed-config"], config)
-        reading.notes += notes
-        reading.faults += faults
     if config.distributed.world_size is not None and "--dry-run" not in reading.commands:
         reading.faults.append(
             f"--world-size {config.distributed.world_size}: only with --dry-run; a launcher "

@@ -1,8 +1,10 @@
 """What becomes of flags of Megatron-LM (2026-08) and Megatron-DeepSpeed (2025-07) that are not
 fields here.
 
-One maintained table, six verdicts:
+One maintained table, eight verdicts:
 - equals: rewritten to our flags; `$` stands for the flag's own values.
+- choice: rewritten to our flags, which depend on the flag's value; other values are refused.
+- together: read with the rest of the command line by `megatron_deepspeed.py`.
 - at least: rewritten to our flag where the settings do not already give that much.
 - note: accepted, because what it asks for is done anyway or does not apply; one line in the banner
   says why.
@@ -18,7 +20,6 @@ One maintained table, six verdicts:
 from __future__ import annotations
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,8 +48,8 @@ class CompatibilityRow:
     # For "not done": with such settings it is done after all, and `otherwise` is a note.
     when: Callable[[Config], bool] | None = None
     otherwise: str = ""
-    # the text of a refusal, from the flag's words and the settings
-    explain: Callable[[Words, Config], str] | None = None
+    # for a choice: the flags of ours that each value means; "" means what happens anyway
+    choices: tuple[tuple[str, str], ...] = ()
 
     @property
     def flags(self) -> list[str]:
@@ -59,9 +60,19 @@ class CompatibilityRow:
         return self.when is None or self.when(config)
 
     def rewrite(self, words: Words) -> list[Occurrence]:
-        """The occurrences of our own flags that an equals row means."""
+        """The occurrences of our own flags that an equals or choice row means. Raises UserError
+        for a value that no choice has.
+        """
+        text = self.text
+        if self.verdict == "choice":
+            by_value = dict(self.choices)
+            value = " ".join(words).lower()
+            if value not in by_value:
+                known = ", ".join(name or "no value" for name in by_value)
+                raise UserError(f"{self.text} (accepted: {known})")
+            text = by_value[value]
         result: list[Occurrence] = []
-        for word in self.text.split():
+        for word in text.split():
             if word.startswith("--"):
                 result.append((word, []))
             else:
@@ -88,25 +99,20 @@ def only(flags: str, values: str, text: str) -> CompatibilityRow:
     return CompatibilityRow(flags, text, "only", tuple(values.split()))
 
 
-def in_samples(ours: str) -> Callable[[Words, Config], str]:
-    """The refusal of a number of tokens: `ours` with the number of samples of --seq-length that
-    they are.
+def choice(flags: str, otherwise: str, **choices: str) -> CompatibilityRow:
+    """A row whose values mean flags of ours; `otherwise` says why other values are refused. The
+    keyword `none` stands for the flag without a value, and a leading `_` protects a digit.
     """
+    named = tuple(
+        ("" if value == "none" else value.removeprefix("_"), ours)
+        for value, ours in choices.items()
+    )
+    return CompatibilityRow(flags, otherwise, "choice", choices=named)
 
-    def explain(words: Words, config: Config) -> str:
-        length = config.data.seq_length
-        try:
-            tokens = float(words[0]) if len(words) == 1 else math.nan
-        except ValueError:
-            tokens = math.nan
-        if not math.isfinite(tokens) or length is None or length < 1:
-            return f"lengths are given in samples here; use {ours}: tokens / seq-length"
-        return (
-            f"lengths are given in samples here; use {ours} {int(tokens) // length} (tokens "
-            f"/ --seq-length {length})"
-        )
 
-    return explain
+def together(flags: str, text: str) -> CompatibilityRow:
+    """A row whose flags mean settings that other flags of the line take part in."""
+    return CompatibilityRow(flags, text, "together")
 
 
 EQUALS = (
@@ -152,6 +158,89 @@ EQUALS = (
     equals("--cpu-optimizer", "--optimizer-cpu-offload"),
     equals("--cross-entropy-fusion-impl", "--fused-linear-cross-entropy $"),
     equals("--mlp-chunks-for-training", "--tiled-mlp $"),
+    equals("--yaml-cfg", "--config $"),
+    equals("--disable-manual-gc-eval", "--no-manual-gc-eval"),
+    equals("--moe-expert-parallel-size", "--expert-model-parallel-size $"),
+    equals("--moe-layer-recompute", "--recompute-granularity selective --recompute-modules moe"),
+    # forks of Megatron-LM
+    equals("--sliding-window", "--window-size $"),
+    equals("--use-z-loss", "--z-loss-coeff 1e-4"),
+    equals("--rope-theta", "--rotary-base $"),
+    equals("--rope-factor", "--rope-scaling-factor $"),
+    equals(
+        "--rope-original-max-positional-embeddings", "--rope-original-max-position-embeddings $"
+    ),
+    equals("--qk-nope-head-dim", "--qk-head-dim $"),
+    equals("--qk-rope-head-dim", "--qk-pos-emb-head-dim $"),
+    equals("--pad-vocab-size-to", "--padded-vocab-size $"),
+    equals("--tokenizer-name-or-path --tokenizer-file", "--tokenizer-model $"),
+    equals("--wandb-name --wandb-run-name", "--wandb-exp-name $"),
+    equals("--wandb-group-name", "--wandb-group $"),
+    equals("--wandb-project-name", "--wandb-project $"),
+    equals("--wandb-entity-name --wandb-organization", "--wandb-entity $"),
+    equals("--rms-norm-eps", "--norm-epsilon $"),
+    equals("--use-rms-norm --RMSNorm", "--normalization RMSNorm"),
+)
+
+# Flags whose meaning depends on their value: mostly of forks of Megatron-LM.
+CHOICES = (
+    choice(
+        "--attention-head-type",
+        "give --num-query-groups, the number of key/value heads",
+        multihead="",
+        multiquery="--group-query-attention --num-query-groups 1",
+    ),
+    choice(
+        "--use-torch-compile",
+        "expected 0 or 1",
+        none="--torch-compile",
+        _0="",
+        _1="--torch-compile",
+        false="",
+        true="--torch-compile",
+    ),
+    choice(
+        "--train-mode",
+        "instruction tuning is not supported; use --train-mode pretrain",
+        pretrain="",
+    ),
+    choice(
+        "--dataset",
+        "only Megatron's .bin/.idx files are read; prepare them with tools/preprocess_data.py",
+        mmap="",
+        **{"llama-pretrain-idxmap": ""},
+    ),
+    choice(
+        "--patch-tokenizer-type",
+        "give --tokenizer-type and --tokenizer-model",
+        **dict.fromkeys(
+            "llamatokenizer llama2tokenizer llama3tokenizer qwentokenizer qwen2tokenizer "
+            "qwen2vltokenizer qwen3tokenizer mistraltokenizer mixtraltokenizer falcontokenizer "
+            "deepseekv2tokenizer opttokenizer bloomtokenizerfromhf "
+            "startcodertokenizerfromhf starcodertokenizerfromhf".split(),
+            "--tokenizer-type HuggingFaceTokenizer",
+        ),
+        gpt2bpetokenizer="--tokenizer-type GPT2BPETokenizer",
+    ),
+)
+
+# Flags that `megatron_deepspeed.py` reads with the rest of the command line.
+TOGETHER = (
+    together(
+        "--train-tokens --lr-decay-tokens --lr-warmup-tokens",
+        "the samples of --seq-length that hold so many tokens: --train-samples (the shorter of the "
+        "lengths that are given), --lr-decay-samples and --lr-warmup-samples",
+    ),
+    together(
+        "--topk --expert-interval --moe-loss-coeff --moe-train-capacity-factor "
+        "--moe-eval-capacity-factor --moe-min-capacity --disable-moe-token-dropping "
+        "--disable-moe-top2-2nd-expert-sampling --create-moe-param-group --mlp-type --use-tutel "
+        "--enable-expert-tensor-parallelism",
+        "Megatron-DeepSpeed's experts, with its defaults where a flag is missing: "
+        "--moe-router-topk 1 --moe-router-pre-softmax, experts in every second layer "
+        "(--moe-layer-freq), --moe-aux-loss-coeff 0.1, --moe-expert-capacity-factor 1 and "
+        "--expert-tensor-parallel-size 1",
+    ),
 )
 
 NOTES = (
@@ -351,10 +440,6 @@ NOTES = (
         "data order is computed: there is no index to build, cache or prefetch",
     ),
     note(
-        "--no-manual-gc-eval --disable-manual-gc-eval",
-        "Python's garbage collector is left as it is",
-    ),
-    note(
         "--decrease-batch-size-if-needed",
         (
             "the global batch is never made smaller: one that micro-batch-size x data-parallel "
@@ -380,6 +465,27 @@ NOTES = (
     ),
     note("--no-one-logger", "there is no such service here to be switched off"),
     note(
+        "--use-mpi --deepspeed-mpi",
+        "ranks are read from the environment that the launcher sets",
+    ),
+    note(
+        "--pp-partition-method",
+        "which pipeline rank has which layers changes no result; "
+        "--pipeline-model-parallel-layout chooses",
+    ),
+    note(
+        "--use-fused-sdpa --use-fused-sdpa-with-recompute --use-fused-rmsnorm "
+        "--abort-on-unmet-fused-kernel-constraints --use-torch-compiled-autograd "
+        "--compiled-autograd-fallback-mode --use-fast-softmax --cache-fp8-weight",
+        "a choice of kernels, which are chosen here",
+    ),
+    note(
+        "--verify-checkpoint --verify-checkpoint-model-type",
+        "every checkpoint is verified by its digests when it is read",
+    ),
+    note("--max-padding-length", "samples are never padded"),
+    note("--shuffle-sample-in-corpus", "samples of all corpora are always shuffled"),
+    note(
         "--straggler-* --disable-straggler-on-startup",
         "slow ranks are looked for from the first step on, without a port, and one is named; "
         "--no-log-straggler switches that off",
@@ -392,6 +498,11 @@ NOTES = (
         "acts only together with a main switch, which is refused",
     ),
     note("--legacy-tokenizer", "the tokenizers are those of --tokenizer-type"),
+    note(
+        "--tokenizer-hf-use-fast --trust-remote-code",
+        "a Hugging Face tokenizer is read from tokenizer.json alone, and no code of its folder is "
+        "run",
+    ),
     note(
         "--no-save-rng --no-load-rng --te-rng-tracker --inference-rng-tracker",
         "there is no random state: every draw is computed",
@@ -431,11 +542,9 @@ NOTES = (
         "tokens are sent by the collectives of --distributed-backend",
     ),
     note(
-        "--moe-* --disable-moe-* --create-moe-param-group --expert-interval --topk "
-        "--ep-overlap-early-attn-memory-release --use-tutel "
-        "--high-priority-a2a-comm-stream --enable-expert-tensor-parallelism",
+        "--moe-* --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
         "acts only in mixture-of-experts models (--num-experts)",
-        when=lambda config: config.model.num_experts is None,
+        when=lambda config: config.model.num_experts in (None, 1),
         otherwise="not supported; drop it (docs/flags.md lists what routers and experts take)",
     ),
     not_done(
@@ -567,10 +676,12 @@ NOT_DONE = (
         "the MLP makes of them, --fused-linear-cross-entropy the logits",
         quiet="1",
     ),
-    not_done("--empty-unused-memory-level", "torch's allocator keeps its unused memory", quiet="0"),
     not_done(
-        "--manual-gc --manual-gc-interval", "Python's garbage collector is left as it is", quiet="0"
+        "--kill-switch-file --kill-switch-path",
+        "no file ends a run; send SIGTERM or SIGUSR1, which save and exit",
     ),
+    not_done("--codecarbon-dir", "the energy that a run takes is not measured"),
+    not_done("--empty-unused-memory-level", "torch's allocator keeps its unused memory", quiet="0"),
     not_done(
         "--train-sync-interval",
         "the host waits for the GPU at each logged iteration and at no other",
@@ -620,13 +731,11 @@ ONLY = (
         "none",
         "use --param-cpu-offload, which keeps weights in host memory between their uses",
     ),
-    equals("--moe-expert-parallel-size", "--expert-model-parallel-size $"),
     only(
         "--num-experts-switch --expert-tensor-parallel-num-weight-shards",
         "1",
         "not supported; experts are --num-experts and --expert-tensor-parallel-size",
     ),
-    only("--mlp-type", "standard", "residual experts are not supported; give --num-experts"),
     only(
         "--data-impl",
         "mmap infer",
@@ -671,44 +780,37 @@ ONLY = (
         "every layer is the same decoder layer; drop it",
     ),
     only("--glu-linear-offset", "0 0.0", "not supported; drop it"),
+    only(
+        "--fim-rate",
+        "0 0.0",
+        "documents are not rearranged for infilling (fill-in-the-middle); prepare such data "
+        "before tools/preprocess_data.py",
+    ),
+    only(
+        "--extra-vocab-size",
+        "0",
+        "give --padded-vocab-size with all rows of the embedding: the tokenizer's tokens + these",
+    ),
 )
 
 REFUSED = (
-    refused("--step-batch-size-schedule", "use --rampup-batch-size START INCREMENT SAMPLES"),
-    refused(
-        "--train-tokens",
-        "use --train-samples: tokens / seq-length",
-        explain=in_samples("--train-samples"),
-    ),
-    refused(
-        "--lr-decay-tokens",
-        "use --lr-decay-samples: tokens / seq-length",
-        explain=in_samples("--lr-decay-samples"),
-    ),
-    refused(
-        "--lr-warmup-tokens",
-        "use --lr-warmup-samples: tokens / seq-length",
-        explain=in_samples("--lr-warmup-samples"),
-    ),
     refused("--warmup", "use --lr-warmup-fraction: a share of the decay, not a percentage"),
     refused(
         "--head-lr-mult",
         "it is of a classification head, which no model here has; drop it, or give the output "
         "layer's matrix and the word embedding their own rate with --decoupled-lr",
     ),
-    equals("--moe-layer-recompute", "--recompute-granularity selective --recompute-modules moe"),
     refused(
         "--use-mp-args-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args "
         "--disable-use-tokenizer-model-from-checkpoint-args",
         "settings come from the command line; save them with --print-config "
         "and read them with --config FILE",
     ),
-    refused("--yaml-cfg", "use --config FILE (write one with --print-config)"),
     refused("--pretrained-checkpoint", "use --load DIR --finetune"),
     refused("--reset-iteration", "use --finetune"),
     refused("--override-ckpt-iteration --load-tag", "use --ckpt-step ITERATION"),
     refused(
-        "--load-main-params-from-ckpt --ckpt-convert-* --kill-switch-file --replication "
+        "--load-main-params-from-ckpt --ckpt-convert-* --replication "
         "--save-params-interval --save-activations-interval --save-wgrads-interval "
         "--save-dgrads-interval --save-tokens-per-expert-interval",
         "not supported; drop it",
@@ -734,7 +836,9 @@ REFUSED = (
     ),
     refused(
         "--hybrid-context-parallel --ds-sequence-parallel-fpdt",
-        f"this kind of context parallelism is {_LATER}; use --context-parallel-size",
+        "chunks of a sequence that take turns on the device are not supported; "
+        "--ds-sequence-parallel-size divides it over ranks, and --tiled-mlp, "
+        "--activation-offload and --recompute-granularity full save memory",
     ),
     refused(
         "--output-logit-dtype --embedding-weights-in-fp32 --fp32-residual-connection",
@@ -750,11 +854,10 @@ REFUSED = (
         "not an activation here; choose one with --activation",
     ),
     refused(
-        "--init-method-xavier-uniform --embedding-init-method-std --no-initialization --use-mup",
-        (
-            "weights are drawn from normal(0, --init-method-std), residual outputs scaled by "
-            "depth; drop it"
-        ),
+        "--init-method-xavier-uniform --embedding-init-method-std --no-initialization --use-mup "
+        "--adjust-word-embedding-init --word-embedding-init-std",
+        "every weight is drawn from normal(0, --init-method-std), residual outputs scaled by "
+        "depth; another initialization is not supported",
     ),
     refused("--data-parallel-random-init", "all replicas start from the same weights; drop it"),
     refused(
@@ -765,7 +868,25 @@ REFUSED = (
         "rotary positions are half-split and the same in every layer; drop it",
     ),
     refused("--window-attn-skip-freq", "the window is the same in every layer; drop it"),
-    refused("--qk-l2-norm --qk-clip", "use --qk-layernorm"),
+    refused(
+        "--qk-l2-norm --qk-clip",
+        "not a variant of attention here; --qk-layernorm normalizes queries and keys with weights",
+    ),
+    refused(
+        "--embed-layernorm --embedding-layernorm --use-embedding-scaling",
+        "a norm or a scale after the embedding is not supported",
+    ),
+    refused(
+        "--train-weighted-split-paths-path --valid-weighted-split-paths-path "
+        "--test-weighted-split-paths-path --train-weighted-split-paths "
+        "--valid-weighted-split-paths --test-weighted-split-paths",
+        "give --train-data-path, --valid-data-path or --test-data-path with WEIGHT PREFIX WEIGHT "
+        "PREFIX ...; a range of a file's documents is not supported, --split divides --data-path",
+    ),
+    refused(
+        "--data-file-list",
+        "give --data-path $(awk '{print $1, $2}' FILE), the weight and the prefix of each line",
+    ),
     refused(
         "--check-weight-hash-across-dp-replicas-interval",
         "the weights of replicas are not compared during a run; drop it",
@@ -831,10 +952,6 @@ REFUSED = (
         ),
     ),
     refused(
-        "--padded-vocab-size",
-        "it follows from the tokenizer and --make-vocab-size-divisible-by; drop it",
-    ),
-    refused(
         "--null-tokenizer-eod-id --null-tokenizer-pad-id",
         "the NullTokenizer's end of document is --vocab-size; drop it",
     ),
@@ -842,7 +959,7 @@ REFUSED = (
         "--tokenizer-metadata --tokenizer-sentencepiece-legacy "
         "--no-tokenizer-sentencepiece-ignore-extra-whitespaces "
         "--disable-tokenizer-sentencepiece-ignore-extra-whitespaces --tokenizer-hf-* "
-        "--trust-remote-code --use-gigatoken",
+        "--use-gigatoken",
         "the tokenizer's own file decides; drop it",
     ),
     refused(
@@ -888,13 +1005,36 @@ REFUSED = (
     refused("--deepscale-config", "use --deepspeed_config"),
 )
 
-TABLE: tuple[CompatibilityRow, ...] = (*EQUALS, *NOTES, *NOT_DONE, *ONLY, *REFUSED)
+TABLE: tuple[CompatibilityRow, ...] = (
+    *EQUALS,
+    *CHOICES,
+    *TOGETHER,
+    *NOTES,
+    *NOT_DONE,
+    *ONLY,
+    *REFUSED,
+)
 
 # Other values of our own flags: (flag, word) -> our word, and a note if the meaning deserves one.
 VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("--tokenizer-type", "Llama2Tokenizer"): ("SentencePieceTokenizer", ""),
     ("--tokenizer-type", "GPTSentencePieceTokenizer"): ("SentencePieceTokenizer", ""),
-    ("--tokenizer-type", "HFTokenizer"): ("HuggingFaceTokenizer", ""),
+    **{
+        ("--tokenizer-type", theirs): ("HuggingFaceTokenizer", "")
+        for theirs in ("HFTokenizer", "PretrainedFromHF", "TokenizerFromFile")
+    },
+    **{
+        ("--optimizer", theirs): ("adam", "")
+        for theirs in ("adamw", "fusedadam", "fusedadamw", "Adam", "AdamW", "apex.fusedadam")
+    },
+    **{
+        ("--distributed-backend", theirs): ("auto", f"--distributed-backend {theirs} is auto here")
+        for theirs in ("ccl", "hccl", "xccl", "rccl")
+    },
+    ("--moe-token-dispatcher-type", "flex"): (
+        "alltoall",
+        "--moe-token-dispatcher-type flex is alltoall here, which sends the same rows",
+    ),
     ("--normalization", "layernorm"): ("LayerNorm", ""),
     ("--normalization", "rmsnorm"): ("RMSNorm", ""),
     ("--attention-backend", "flash"): ("auto", ""),
@@ -958,7 +1098,15 @@ INSTEAD: dict[tuple[str, str], str] = {
             ("fused_group_mlp", "moe"),
         )
     },
-    ("--moe-token-dispatcher-type", "flex"): "give alltoall, which sends the same rows",
+    (
+        "--position-embedding-type",
+        "alibi",
+    ): "ALiBi is not supported; choose learned_absolute, rope, yarn or none",
+    ("--position-embedding-type", "mrope"): "multimodal positions are not supported; give rope",
+    (
+        "--tokenizer-type",
+        "TokenizerFromFileWithFIM",
+    ): "give HuggingFaceTokenizer, without tokens for infilling (fill-in-the-middle)",
     **{
         ("--moe-router-load-balancing-type", word): "not a loss of our routers; give aux_loss, "
         "seq_aux_loss, global_aux_loss or none"
@@ -1015,8 +1163,8 @@ HABITS = {
     "--hidden-dropout": "--dropout",
     "--recompute-granularity": "--gradient-checkpointing --activation-checkpointing",
     "--attention-backend": "--flash-attn --flash-attention",
-    "--data-path": "--data --dataset --train-data",
-    "--tokenizer-model": "--tokenizer --tokenizer-path --tokenizer-name-or-path",
+    "--data-path": "--data --train-data",
+    "--tokenizer-model": "--tokenizer --tokenizer-path",
     "--save": "--output-dir --save-dir --checkpoint-dir",
     "--load": "--resume --resume-from --load-dir --resume-from-checkpoint",
     "--save-interval": "--save-steps --save-every",
@@ -1045,6 +1193,12 @@ def translate_value(flag: str, words: Words) -> tuple[Words, str]:
         return [
             str(int(left) + 1)
         ], f"--window-size {words[0]} is a window of {int(left) + 1} tokens, itself included"
+    if flag == "--num-experts" and len(words) > 1:
+        if len(set(words)) > 1:
+            raise UserError(
+                "the number of experts must be the same in every layer that has experts; give one"
+            )
+        return words[:1], ""
     for word in words:
         if (flag, word) in INSTEAD:
             raise UserError(INSTEAD[flag, word])
@@ -1109,7 +1263,7 @@ def _fault(flag: str, words: Words, row: CompatibilityRow, config: Config) -> st
     if row.verdict == "only" and not set(words) <= set(row.values):
         return f"{shown}: {row.text} (accepted: {', '.join(row.values)})"
     if row.verdict == "refused":
-        return f"{shown}: {row.explain(words, config) if row.explain else row.text}"
+        return f"{shown}: {row.text}"
     if row.verdict == "note" and not row.holds(config):
         return f"{shown}: {row.otherwise}"
     return ""

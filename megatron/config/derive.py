@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from megatron.config.batch_schedule import schedule_words
+from megatron.config.errors import UserError
 from megatron.config.groups import Config, DistributedConfig
 from megatron.config.latent import yarn_scale
 from megatron.config.metadata import flag, flag_name
@@ -245,8 +247,16 @@ def _derive_data(run: RunView) -> Derivation:
         yield "split", "969,30,1", "shares of train, valid and test when none are given"
 
 
+OFF_AT_ZERO = ("exit_interval", "exit_duration_in_mins", "save_interval", "eval_interval")
+
+
 def _derive_training(run: RunView) -> Derivation:
-    if run.global_batch_size is None and run.micro_batch_size is not None and run.dp:
+    for field in OFF_AT_ZERO:
+        if getattr(run, field) == 0:
+            yield field, None, ""
+    if run.step_batch_size_schedule is not None:
+        yield from _derive_batches(run)
+    elif run.global_batch_size is None and run.micro_batch_size is not None and run.dp:
         yield (
             "global_batch_size",
             run.micro_batch_size * run.dp,
@@ -263,6 +273,23 @@ def _derive_training(run: RunView) -> Derivation:
         yield "train_iters", 0, "--skip-train trains nothing"
     if run.skip_train and run.lr is None:
         yield "lr", 0.0, "--skip-train trains nothing"
+
+
+def _derive_batches(run: RunView) -> Derivation:
+    try:
+        words = schedule_words(run.step_batch_size_schedule)
+    except UserError:  # a fault of its own
+        return
+    yield "step_batch_size_schedule", words, ""
+    if run.global_batch_size is None:
+        size = int(words[-1].partition(":")[2])
+        yield "global_batch_size", size, "the last step of --step-batch-size-schedule"
+
+
+def _derive_logging(run: RunView) -> Derivation:
+    if (run.profile or run.record_memory_history) and run.profile_dir is None and run.save is None:
+        folder = run.tensorboard_dir or "profile"
+        yield "profile_dir", folder, "without --save, where --profile writes"
 
 
 def _derive_schedule(run: RunView) -> Derivation:
@@ -359,6 +386,7 @@ DERIVED = (
     _derive_experts,
     _derive_data,
     _derive_training,
+    _derive_logging,
     _derive_schedule,
     _derive_optimizer,
     _derive_distributed,

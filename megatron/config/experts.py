@@ -17,6 +17,7 @@ from megatron.config.metadata import (
     EXPERT_CAPACITY,
     EXPERT_GROUPS,
     EXPERTS,
+    EXPERTS_EXIST,
     KERNEL,
     NOT_NEGATIVE,
     POSITIVE,
@@ -93,7 +94,10 @@ class ExpertsConfig:
     moe_z_loss_coeff: float = flag(0.0, bound=NOT_NEGATIVE, needs=EXPERTS, change=STEPS)
     """Add coeff x (log sum exp of the router's logits)^2 to each token's loss."""
     moe_router_dtype: Literal["fp32", "fp64"] = flag(
-        "fp32", megatron="the model's precision by default there", needs=EXPERTS, change=ROUNDING
+        "fp32",
+        megatron="the model's precision by default there",
+        needs=EXPERTS_EXIST,
+        change=ROUNDING,
     )
     """Precision of the router's product and scores."""
     moe_router_force_load_balancing: bool = flag(
@@ -105,7 +109,7 @@ class ExpertsConfig:
     moe_input_jitter_eps: float = flag(0.0, bound=BELOW_ONE, needs=EXPERTS, change=STEPS)
     """In training multiply what the router reads by random numbers between 1 - eps and 1 + eps."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
-        "alltoall", megatron="default allgather there", needs=EXPERTS, change=ROUNDING
+        "alltoall", megatron="default allgather there", needs=EXPERTS_EXIST, change=ROUNDING
     )
     """How tokens come to the ranks of their experts: each is sent where it is needed (alltoall), or
     all go to every expert-parallel rank (allgather), which is less to send where there are fewer of
@@ -133,7 +137,7 @@ class ExpertsConfig:
     grouped_gemm_backend: Literal["auto", "triton", "grouped-mm", "torch"] = flag(
         "auto",
         megatron="--moe-grouped-gemm asks for its grouped product there",
-        needs=EXPERTS,
+        needs=EXPERTS_EXIST,
         change=KERNEL,
     )
     """Implementation of the experts' products: one product an expert (torch), torch's grouped

@@ -36,6 +36,7 @@ from megatron.config.metadata import (
     EVALUATED,
     EXPERT_PARALLEL,
     EXPERTS,
+    EXPERTS_EXIST,
     FIRST_LAST,
     FP8,
     FP8_FAULT,
@@ -51,6 +52,7 @@ from megatron.config.metadata import (
     LOCAL_FOLDER,
     LOCAL_INTERVAL,
     LOSS_SCALE,
+    MANUAL_GC,
     MODEL_FILE,
     NOT_NEGATIVE,
     OBJECTIVE,
@@ -58,10 +60,10 @@ from megatron.config.metadata import (
     PIPELINE,
     POSITIVE,
     PROFILE,
-    PROFILE_FOLDER,
     RATE,
     RECOMPUTE,
     RECOMPUTE_AUTO,
+    RECOMPUTE_FULL,
     ROPE,
     ROTARY,
     ROUNDING,
@@ -230,6 +232,12 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """
     make_vocab_size_divisible_by: int = model_flag(128, bound=POSITIVE)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    padded_vocab_size: int | None = model_flag(
+        None, megatron="must be divisible by the tensor-parallel size", bound=POSITIVE
+    )
+    """Rows of the embedding and the output layer. Default: the vocabulary, rounded up by
+    --make-vocab-size-divisible-by.
+    """
     attention_backend: Literal["auto", "gluon", "triton", "fa4", "sdpa", "plain"] = flag(
         "auto",
         megatron=(
@@ -473,14 +481,38 @@ class TrainingConfig:
     """`start increment samples`: grow the global batch from start by increment over the first
     samples.
     """
+    step_batch_size_schedule: tuple[str, ...] | None = flag(
+        None,
+        megatron="refused there with --global-batch-size; here that may be the last size",
+        change=BATCHES,
+    )
+    """`TOKENS:SAMPLES ...`, such as 0:16 2.4B:320 12B:1536: the global batch size from each number
+    of consumed tokens on. Numbers may end in K, M, B or T.
+    """
     train_iters: int | None = flag(None, bound=NOT_NEGATIVE)
     """Optimizer steps of the run."""
     train_samples: int | None = flag(None, bound=POSITIVE)
     """Samples of the run (instead of --train-iters)."""
-    exit_interval: int | None = flag(None, bound=POSITIVE)
-    """Save and exit at iterations divisible by this."""
-    exit_duration_in_mins: float | None = flag(None, megatron="fractions allowed", bound=POSITIVE)
-    """Save and exit after this many minutes."""
+    exit_interval: int | None = flag(None, bound=NOT_NEGATIVE)
+    """Save and exit at iterations divisible by this; 0: never."""
+    exit_duration_in_mins: float | None = flag(
+        None, megatron="fractions allowed", bound=NOT_NEGATIVE
+    )
+    """Save and exit after this many minutes; 0: never."""
+    manual_gc: bool = flag(True, megatron="off there")
+    """Run Python's garbage collector after the same iterations on all ranks
+    (--manual-gc-interval), instead of whenever one of them has made enough objects, which keeps
+    the others waiting.
+    """
+    manual_gc_interval: int = flag(
+        100,
+        megatron="default 0 there: collected at evaluations alone",
+        bound=NOT_NEGATIVE,
+        needs=MANUAL_GC,
+    )
+    """Iterations between collections; 0: none but those of --manual-gc-eval."""
+    manual_gc_eval: bool = flag(True, off="--no-manual-gc-eval", needs=MANUAL_GC)
+    """Collect before and after each evaluation."""
     seed: int = flag(1234, bound=NOT_NEGATIVE, change=SEED)
     """Seed of the initial weights, of dropout and of the order of the data."""
     nan_policy: Literal["stop", "skip"] = flag(
@@ -509,12 +541,12 @@ class TrainingConfig:
     mlp (fc1's product and the activation), moe_act (the same as mlp_act of experts), moe (the
     experts with the way of tokens to them and back). Default: core_attn.
     """
-    recompute_method: Literal["uniform", "block"] | None = flag(None, needs=RECOMPUTE)
+    recompute_method: Literal["uniform", "block"] | None = flag(None, needs=RECOMPUTE_FULL)
     """uniform: recompute every layer, in groups of --recompute-num-layers that keep one input.
     block: recompute the first --recompute-num-layers layers of each (virtual) pipeline stage,
     each by itself. Default: uniform.
     """
-    recompute_num_layers: int | None = flag(None, bound=POSITIVE, needs=RECOMPUTE)
+    recompute_num_layers: int | None = flag(None, bound=POSITIVE, needs=RECOMPUTE_FULL)
     """Layers of a group, or layers of each stage that are recomputed, see --recompute-method.
     Default of uniform: 1.
     """
@@ -674,7 +706,12 @@ class OptimizerConfig:
     """Weight decay at the end of a run in which it changes."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the change of weight decay from start to end of the run."""
-    clip_grad: float = flag(1.0, bound=NOT_NEGATIVE, change=STEPS, deepspeed="gradient_clipping")
+    clip_grad: float = flag(
+        1.0,
+        bound=NOT_NEGATIVE,
+        change=STEPS,
+        deepspeed="gradient_clipping optimizer.params.max_grad_norm",
+    )
     """Scale gradients down to this global norm; 0 disables clipping."""
     adam_beta1: float = flag(0.9, bound=BELOW_ONE, needs=ADAM, change=STEPS)
     """Decay of Adam's first moment."""
@@ -710,8 +747,8 @@ class EvaluationConfig:
 
     eval_iters: int = flag(100, bound=NOT_NEGATIVE, change=STEPS_ALONE)
     """Global batches in an evaluation; every evaluation uses the same ones."""
-    eval_interval: int | None = flag(1000, megatron="None there", bound=POSITIVE)
-    """Training iterations between evaluations."""
+    eval_interval: int | None = flag(1000, megatron="None there", bound=NOT_NEGATIVE)
+    """Training iterations between evaluations; 0: only at the end."""
     skip_train: bool = False
     """Load, evaluate, exit."""
 
@@ -725,10 +762,10 @@ class CheckpointConfig:
     save_interval: int | None = flag(
         None,
         "--persistent-save-interval",
-        bound=POSITIVE,
+        bound=NOT_NEGATIVE,
         needs=SAVE,
     )
-    """Iterations between checkpoints; one is always written at the end."""
+    """Iterations between checkpoints; one is always written at the end, with 0 no other."""
     load: str | None = None
     """Folder to resume from. When it equals --save it may still be empty."""
     ckpt_step: int | None = flag(None, bound=NOT_NEGATIVE, needs=LOAD_AS_ASKED)
@@ -828,7 +865,7 @@ class LoggingConfig:
     """Log how many gradient elements are zero."""
     log_layer_norms: bool = flag(False, megatron="absent there")
     """Log the norms of gradient (before clipping) and parameters of each layer."""
-    moe_per_layer_logging: bool = flag(False, needs=EXPERTS)
+    moe_per_layer_logging: bool = flag(False, needs=EXPERTS_EXIST)
     """Log how evenly tokens go to the experts of each layer, not of the worst one alone."""
     log_sample_text: int = flag(0, megatron="absent there", bound=NOT_NEGATIVE, needs=EVALUATED)
     """Let the model continue the start of the first validation sample by so many tokens at each
@@ -844,9 +881,7 @@ class LoggingConfig:
     """Write the time line of each pipeline rank in the last logged step to this file (for
     tools/plot_schedule.py).
     """
-    profile: bool = flag(
-        False, megatron="Nsight Systems there unless --use-pytorch-profiler", needs=PROFILE_FOLDER
-    )
+    profile: bool = flag(False, megatron="Nsight Systems there unless --use-pytorch-profiler")
     """Record some steps with torch's profiler: a Chrome trace a rank, with named passes of layers
     and collectives, in --profile-dir.
     """
@@ -857,14 +892,14 @@ class LoggingConfig:
     profile_ranks: tuple[int, ...] = flag((0,), needs=PROFILE)
     """Ranks that --profile records."""
     profile_dir: str | None = flag(None, megatron="absent there: --tensorboard-dir")
-    """Folder for traces, and for what is written when memory runs out. Default: <save>/profile."""
+    """Folder for traces, and for what is written when memory runs out. Default: <save>/profile;
+    without --save that of --tensorboard-dir, else profile.
+    """
     pytorch_profiler_collect_shapes: bool = flag(False, "--record-shapes", needs=PROFILE)
     """Let traces hold the shapes of operators' inputs."""
     pytorch_profiler_collect_callstack: bool = flag(False, needs=PROFILE)
     """Let traces hold the lines of Python that called each operator."""
-    record_memory_history: bool = flag(
-        False, megatron="a snapshot a log interval there", needs=PROFILE_FOLDER
-    )
+    record_memory_history: bool = flag(False, megatron="a snapshot a log interval there")
     """Let the allocator of CUDA remember where memory was taken, and write a snapshot for
     pytorch.org/memory_viz to --profile-dir when memory runs out and after the steps of --profile.
     """
@@ -905,7 +940,7 @@ class DistributedConfig:
     pipeline stage: tensor- x context- x data-parallel ranks, or a part of them.
     """
     expert_tensor_parallel_size: int | None = flag(
-        None, bound=POSITIVE, needs=EXPERTS, change=ROUNDING
+        None, bound=POSITIVE, needs=EXPERTS_EXIST, change=ROUNDING
     )
     """Ranks over which each expert's matrices are divided (ETP). Default:
     tensor-model-parallel-size.

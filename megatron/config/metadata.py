@@ -102,6 +102,7 @@ BF16 = Need("--bf16", fault=True)
 FP8 = Need("--fp8-format e4m3 or hybrid", lambda run: run.fp8_format is not None)
 FP8_FAULT = Need(FP8.text, FP8.holds, fault=True)
 EXPERTS = Need("--num-experts N", fault=True)
+EXPERTS_EXIST = Need("--num-experts N")
 EXPERT_PARALLEL = Need(
     "--expert-model-parallel-size of 2 or more",
     lambda run: run.expert_model_parallel_size > 1,
@@ -113,9 +114,11 @@ SHARED_EXPERT = Need("--moe-shared-expert-intermediate-size N", fault=True)
 EXPERT_BIAS = Need("--moe-router-enable-expert-bias", fault=True)
 EXPERT_CAPACITY = Need("--moe-expert-capacity-factor N", fault=True)
 EXPERT_GROUPS = Need("--moe-router-num-groups N", fault=True)
-SOFTMAX_ROUTER = Need("--moe-router-score-function softmax", fault=True)
+SOFTMAX_ROUTER = Need("--moe-router-score-function softmax")
 FIRST_LAST = Need("--first-last-layers-bf16")
 RECOMPUTE = Need("--recompute-granularity full", fault=True)
+RECOMPUTE_FULL = Need("--recompute-granularity full")
+MANUAL_GC = Need("--manual-gc")
 RECOMPUTE_AUTO = Need("--recompute auto", fault=True)
 SELECTIVE = Need("--recompute-granularity selective", fault=True)
 ACTIVATION_OFFLOAD = Need("--activation-offload", fault=True)
@@ -158,11 +161,6 @@ LOCAL_INTERVAL = Need("--local-save-interval N", fault=True)
 LOAD = Need("--load DIR")
 LOAD_AS_ASKED = Need("--load DIR", fault=True)
 PROFILE = Need("--profile")
-PROFILE_FOLDER = Need(
-    "--profile-dir or --save, where its files go",
-    lambda run: run.profile_dir is not None or run.save is not None,
-    fault=True,
-)
 WANDB = Need("--wandb-project NAME")
 EVALUATED = Need("--eval-iters above 0", lambda run: run.eval_iters > 0, fault=True)
 TRACKERS = Need(

@@ -352,4 +352,25 @@ OTHERS = """
 --geglu --no-weight-tying --no-log-learning-rate-to-tensorboard --offload-optimizer-states
 """
 
-NAMES: tuple[str, ...] = tuple(f"{MEGATRON_LM} {MEGATRON_DEEPSPEED} {EARLIER} {OTHERS}".split())
+# Names in forks of Megatron-LM and Megatron-DeepSpeed (BigScience, BigCode, llm-jp, Habana,
+# Argonne, Pai-Megatron-Patch) that their published launch scripts use.
+FORKS = """
+--RMSNorm --abort-on-unmet-fused-kernel-constraints --adjust-word-embedding-init
+--attention-head-type --cache-fp8-weight --codecarbon-dir --compiled-autograd-fallback-mode
+--data-file-list --dataset --deepspeed_mpi --embed-layernorm --embedding-layernorm
+--extra-vocab-size --kill-switch-path --max-padding-length --pad-vocab-size-to
+--patch-tokenizer-type --pp-partition-method --qk-nope-head-dim --qk-rope-head-dim --rms-norm-eps
+--rope-factor --rope-original-max-positional-embeddings --rope-theta --shuffle-sample-in-corpus
+--sliding-window --test-weighted-split-paths --test-weighted-split-paths-path --tokenizer-file
+--tokenizer-name-or-path --train-mode --train-weighted-split-paths
+--train-weighted-split-paths-path --use-embedding-scaling --use-fast-softmax --use-fused-rmsnorm
+--use-fused-sdpa --use-fused-sdpa-with-recompute --use-mpi --use-rms-norm --use-torch-compile
+--use-torch-compiled-autograd --use-z-loss --valid-weighted-split-paths
+--valid-weighted-split-paths-path --verify-checkpoint --verify-checkpoint-model-type
+--wandb-entity-name --wandb-group-name --wandb-name --wandb-organization --wandb-project-name
+--wandb-run-name --word-embedding-init-std
+"""
+
+NAMES: tuple[str, ...] = tuple(
+    f"{MEGATRON_LM} {MEGATRON_DEEPSPEED} {EARLIER} {OTHERS} {FORKS}".split()
+)

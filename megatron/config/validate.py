@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from megatron.config.batch_schedule import batch_steps
 from megatron.config.derive import DEFAULTS, METADATA, RunView, derive
 from megatron.config.errors import ArgumentErrors, UserError
+from megatron.config.foreign_checkpoint import foreign_checkpoint
 from megatron.config.fp8 import fp8_faults
 from megatron.config.groups import Config
 from megatron.config.metadata import flag_name, is_rotary
@@ -63,6 +65,7 @@ def _ranges(run: RunView) -> Faults:
         yield "--train-iters 0: nothing would be trained; to evaluate only, give --skip-train"
 
 
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")  # a weight of a blend
 MOST_LAYERS = 10_000
 MOST_MICRO_BATCHES = 100_000  # of one step on one rank, each an entry of the schedule
 MOST_INCREMENTS = 100_000  # of a ramp-up
@@ -269,6 +272,16 @@ def _freeze(run: RunView) -> Faults:
         )
 
 
+def _uneven_weights(words: tuple[str, ...]) -> bool:
+    """Whether some of these words are weights without a prefix each: numbers that name no file."""
+    numbers = [NUMBER.fullmatch(word) is not None for word in words]
+    weighted = len(words) % 2 == 0 and all(numbers[::2]) and not any(numbers[1::2])
+    files = any(
+        is_number and os.path.isfile(word + ".idx") for word, is_number in zip(words, numbers)
+    )
+    return any(numbers) and not weighted and not files
+
+
 def _sources(run: RunView) -> Faults:
     by_split = given(run, "train_data_path", "valid_data_path", "test_data_path")
     kinds = list(map(flag_name, [*given(run, "data_path", "mock_data"), *by_split[:1]]))
@@ -279,6 +292,12 @@ def _sources(run: RunView) -> Faults:
     if by_split and run.train_data_path is None and not run.skip_train:
         yield f"{flag_name(by_split[0])}: --train-data-path is missing"
     for field in ("data_path", *by_split):
+        if _uneven_weights(getattr(run, field) or ()):
+            yield (
+                f"{run.show(field)}: a weight must stand before each prefix, as in 0.3 A 0.7 B, or "
+                "before none"
+            )
+            continue
         for prefix in blend_prefixes(getattr(run, field) or ()):
             missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
             if missing:
@@ -293,7 +312,7 @@ def blend_prefixes(words: tuple[str, ...]) -> tuple[str, ...]:
     weighted = (
         len(words) > 1
         and len(words) % 2 == 0
-        and all(re.fullmatch(r"[0-9.eE+-]+", word) for word in words[::2])
+        and all(NUMBER.fullmatch(word) for word in words[::2])
     )
     return words[1::2] if weighted else words
 
@@ -356,6 +375,17 @@ def _tokenizer(run: RunView) -> Faults:
             yield f"--tokenizer-type {kind}: give {flag_name(field)}"
         elif not os.path.exists(path):
             yield f"{run.show(field)}: {absent_tokenizer(path)}"
+    rows = run.padded_vocab_size
+    if rows is not None and rows % run.tp:
+        yield (
+            f"{run.show('padded_vocab_size')}: not divisible by "
+            f"{run.show('tensor_model_parallel_size')}; the nearest is {nearest(rows, run.tp)}"
+        )
+    if rows is not None and run.vocabulary is not None and rows < run.vocabulary:
+        yield (
+            f"{run.show('padded_vocab_size')}: the tokenizer has {run.vocabulary} tokens; give "
+            "that or more"
+        )
     if (
         kind not in (None, "NullTokenizer")
         and None not in (run.vocabulary, run.vocab_size)
@@ -396,6 +426,39 @@ def _batch(run: RunView) -> Faults:
         )
 
 
+def _batch_schedule(run: RunView) -> Faults:
+    if run.step_batch_size_schedule is None:
+        return
+    shown = run.show("step_batch_size_schedule")
+    if run.rampup_batch_size is not None:
+        yield f"{shown}: contradicts {run.show('rampup_batch_size')}; remove one of them"
+    if not run.has("seq_length"):
+        return
+    try:
+        steps = batch_steps(run.config.training, run.seq_length)
+    except UserError as problem:
+        yield f"{shown}: {problem}"
+        return
+    unit = (run.micro_batch_size or 1) * (run.dp or 1)
+    for size in dict.fromkeys(size for _, size in steps if size % unit):
+        yield (
+            f"{shown}: {size} is not divisible by --micro-batch-size {run.micro_batch_size} x "
+            f"{run.dp} data-parallel rank(s) = {unit}; the nearest is {nearest(size, unit)}"
+        )
+    if run.global_batch_size != steps[-1][1]:
+        yield (
+            f"{run.show('global_batch_size')}: contradicts the last step of {shown}; remove it or "
+            f"give {steps[-1][1]}"
+        )
+
+
+def _decay_is_read(run: RunView) -> bool:
+    """Whether the length of the decay means anything: at a constant rate only a warm-up that is a
+    share of it does.
+    """
+    return run.lr_decay_style != "constant" or run.lr_warmup_fraction is not None
+
+
 def _length(run: RunView) -> Faults:
     if run.train_iters is None and run.train_samples is None and not run.skip_train:
         yield "--train-iters or --train-samples is required"
@@ -403,7 +466,8 @@ def _length(run: RunView) -> Faults:
         yield f"{run.show('train_iters')}: contradicts {run.show('train_samples')}; keep one"
         return
     for length, wrong in (("train_iters", "samples"), ("train_samples", "iters")):
-        for field in (f"lr_decay_{wrong}", f"lr_warmup_{wrong}", f"lr_wsd_decay_{wrong}"):
+        decays = (f"lr_decay_{wrong}", f"lr_wsd_decay_{wrong}") if _decay_is_read(run) else ()
+        for field in (f"lr_warmup_{wrong}", *decays):
             if getattr(run, length) and getattr(run, field):
                 other = field.replace(wrong, "iters" if wrong == "samples" else "samples")
                 yield (
@@ -420,7 +484,7 @@ def _schedule(run: RunView) -> Faults:
     if run.lr_warmup_fraction is not None and (run.lr_warmup_iters or run.lr_warmup_samples):
         field = "lr_warmup_iters" if run.lr_warmup_iters else "lr_warmup_samples"
         yield f"{run.show('lr_warmup_fraction')}: contradicts {run.show(field)}; keep one"
-    if decay and warmup >= decay:
+    if decay and warmup >= decay and _decay_is_read(run):
         yield f"--lr-warmup-{unit} {warmup}: must be smaller than --lr-decay-{unit} {decay}"
     if run.lr_decay_style == "WSD" and not final:
         yield f"--lr-decay-style WSD: give --lr-wsd-decay-{unit}, the length of its final decay"
@@ -429,7 +493,8 @@ def _schedule(run: RunView) -> Faults:
             f"--lr-wsd-decay-{unit} {final}: does not fit into --lr-decay-{unit} {decay} "
             "after the warm-up"
         )
-    for field in ("min_lr", "lr_warmup_init"):
+    ends = ("min_lr", "lr_warmup_init") if run.lr_decay_style != "constant" else ("lr_warmup_init",)
+    for field in ends:
         if run.lr is not None and getattr(run, field) > run.lr and not run.skip_train:
             yield f"{run.show(field)}: greater than {run.show('lr')}"
     yield from _decoupled(run)
@@ -446,6 +511,8 @@ def _decoupled(run: RunView) -> Faults:
     shown = run.show("decoupled_lr")
     if run.lr_warmup_init > run.decoupled_lr:
         yield f"{run.show('lr_warmup_init')}: greater than {shown}"
+    if run.lr_decay_style == "constant":
+        return
     if run.decoupled_min_lr is None and run.min_lr > run.decoupled_lr:
         yield f"{run.show('min_lr')}: greater than {shown}; give --decoupled-min-lr"
     elif run.decoupled_min_lr is not None and run.decoupled_min_lr > run.decoupled_lr:
@@ -578,6 +645,12 @@ def _cannot_be_made(folder: Path) -> str:
     empty string when nothing is known.
     """
     folder = folder.absolute()
+    for place in (folder, *folder.parents):
+        if place.is_symlink() and not os.path.exists(place):
+            return (
+                f"{place} is a link to {os.readlink(place)}, which does not exist; make that "
+                "folder, or remove the link"
+            )
     there = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if there == folder and not there.is_dir():
         return "is a file, not a folder"
@@ -594,6 +667,8 @@ def _checkpoint(run: RunView) -> Faults:
         and run.save is not None
         and Path(run.load).absolute() == Path(run.save).absolute()
     )
+    if run.load is not None and (foreign := foreign_checkpoint(run.load)):
+        yield f"{run.show('load')}: {foreign}"
     if (
         run.load is not None
         and not os.path.isdir(run.load)
@@ -673,6 +748,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     _split,
     _tokenizer,
     _batch,
+    _batch_schedule,
     _length,
     _schedule,
     _weight_decay,

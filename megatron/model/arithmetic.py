@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
+from megatron.config.batch_schedule import Step, batch_steps
 from megatron.config.derive import ExpertRanks
 from megatron.config.groups import Config, ModelConfig
 from megatron.layers.latent_attention import parameters_of_attention
@@ -37,9 +39,11 @@ def head_widths(model: ModelConfig) -> tuple[int, int]:
 
 
 def padded_vocab_size(vocab_size: int, model: ModelConfig, tp: int = 1) -> int:
-    """Rows of the embedding and head matrices: the vocabulary rounded up to
+    """Rows of the embedding and head matrices: padded-vocab-size, or the vocabulary rounded up to
     make-vocab-size-divisible-by x tensor-parallel size.
     """
+    if model.padded_vocab_size is not None:
+        return model.padded_vocab_size
     unit = model.make_vocab_size_divisible_by * tp
     return -(-vocab_size // unit) * unit
 
@@ -227,39 +231,35 @@ def peak_tflops(device_name: str, dtype: Any) -> float | None:
     return None
 
 
-def global_batch_size_at(consumed: int, config: Config) -> int:
-    """Samples of the step that starts after `consumed` samples, through the ramp-up of
-    --rampup-batch-size start increment samples.
+def _samples(step: Step) -> int:
+    return step[0]
 
-    start + floor(consumed / (samples / increments)) x increment until `samples` are consumed,
-    global-batch-size from there on.
-    """
-    training = config.training
-    if training.rampup_batch_size is None or consumed >= training.rampup_batch_size[2]:
-        return training.global_batch_size
-    start, increment, samples = training.rampup_batch_size
-    increments = (training.global_batch_size - start) // increment
-    return start + consumed * increments // samples * increment
+
+def global_batch_size_at(consumed: int, config: Config) -> int:
+    """Samples of the step that starts after `consumed` samples, see batch_steps."""
+    steps = batch_steps(config.training, config.data.seq_length)
+    return steps[bisect_right(steps, consumed, key=_samples) - 1][1]
 
 
 def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | None]]:
     """(samples consumed before, batch size, steps of that size or None for all that follow), from
     `consumed` on.
     """
-    training = config.training
-    while training.rampup_batch_size is not None and consumed < training.rampup_batch_size[2]:
-        start, increment, samples = training.rampup_batch_size
-        increments = (training.global_batch_size - start) // increment
-        size = global_batch_size_at(consumed, config)
-        grows_at = -(-((size - start) // increment + 1) * samples // increments)
-        steps = -(-(grows_at - consumed) // size)
-        yield consumed, size, steps
-        consumed += steps * size
-    yield consumed, training.global_batch_size, None
+    steps = batch_steps(config.training, config.data.seq_length)
+    index = bisect_right(steps, consumed, key=_samples)
+    while index < len(steps):
+        size = steps[index - 1][1]
+        count = -(-(steps[index][0] - consumed) // size)
+        yield consumed, size, count
+        consumed += count * size
+        index = bisect_right(steps, consumed, key=_samples)
+    yield consumed, steps[-1][1], None
 
 
 def iterations_for(samples: int, config: Config, consumed: int = 0) -> int:
-    """Steps that bring a run from `consumed` to at least `samples` samples, through the ramp-up."""
+    """Steps that bring a run from `consumed` to at least `samples` samples, through all batch
+    sizes.
+    """
     iterations = 0
     for before, size, steps in _stages(config, consumed):
         needed = -(-max(samples - before, 0) // size)
@@ -270,7 +270,7 @@ def iterations_for(samples: int, config: Config, consumed: int = 0) -> int:
 
 
 def samples_after(iterations: int, config: Config) -> int:
-    """Samples consumed by the first `iterations` steps of a run, through the ramp-up."""
+    """Samples consumed by the first `iterations` steps of a run, through all batch sizes."""
     for before, size, steps in _stages(config, 0):
         if steps is None or iterations <= steps:
             return before + iterations * size

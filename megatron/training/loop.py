@@ -39,6 +39,7 @@ from megatron.parallel.timeline import Timeline
 from megatron.training.checkpointing import finalize, save, save_local
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
+from megatron.training.garbage import collect_after, collected_evaluation, manual_collection
 from megatron.training.passes import schedule_of
 from megatron.training.run import Progress, Run
 from megatron.training.sample_text import write_sample
@@ -474,9 +475,11 @@ def _pause(run: Run, due: Due, exit_now: Exit | None) -> Exit | None:
     by now.
     """
     if due.evaluate:
-        run.progress.evaluation_due = (
-            run.exits.agree(run.groups.world, run.device) or evaluate_all(run, "validation") is None
-        )
+        with collected_evaluation(run.config.training):
+            run.progress.evaluation_due = (
+                run.exits.agree(run.groups.world, run.device)
+                or evaluate_all(run, "validation") is None
+            )
         exit_now = exit_now or run.exits.check(run.progress.iteration)
     if due.save or due.end or exit_now:
         save(run)
@@ -489,6 +492,11 @@ def train(run: Run) -> Exit:
     """Train until the run ends or an exit condition holds; a checkpoint is written before returning
     (with --save), or the exit code is 1.
     """
+    with manual_collection(run.config.training):
+        return _train(run)
+
+
+def _train(run: Run) -> Exit:
     config, progress = run.config, run.progress
     interval, pending = Interval(time.perf_counter()), None
     run.timing.own_times.begin()
@@ -510,6 +518,7 @@ def train(run: Run) -> Exit:
             paused = time.perf_counter()
             exit_now = _pause(run, due, exit_now)
             interval.outside += time.perf_counter() - paused
+            collect_after(iteration, config.training)
         if exit_now and (progress.evaluation_due or not due.end):
             return (
                 exit_now

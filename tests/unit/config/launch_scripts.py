@@ -88,12 +88,6 @@ GPT3 = """
     --merge-file gpt2-merges.txt --split 949,50,1 --log-interval 100 --save-interval 10000 --eval-interval 1000 --save ckpt
     --load ckpt --eval-iters 10 --tensorboard-dir tb
 """
-STEPS = {
-    "refused": ("--step-batch-size-schedule 0:16 2.4B:320",),
-    "drop": "--step-batch-size-schedule",
-    "reason": "a schedule of batch sizes by tokens: --rampup-batch-size is what exists",
-}
-
 LLAMA3 = """
     --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
     --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
@@ -119,13 +113,10 @@ MOCK = """ --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --data
 REAL = """ --data-path corpus_text_document --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model
     --data-cache-path cache --split "'99,1,0'" --no-create-attention-mask-in-dataloader --no-mmap-bin-files
     --num-workers 1 --vocab-size 128256"""
-LLAMA3_NOT_DONE = (
-    "--empty-unused-memory-level: ",
-    "--manual-gc: ",
-)
+LLAMA3_NOT_DONE = ("--empty-unused-memory-level: ",)
 
 MEGATRON_LM = (
-    Script("examples/gpt3/train_gpt3_175b_distributed.sh", GPT3, 512, **STEPS),
+    Script("examples/gpt3/train_gpt3_175b_distributed.sh", GPT3, 512),
     Script(
         "examples/gpt3/README.md 345M",
         changed(
@@ -138,7 +129,6 @@ MEGATRON_LM = (
             pipeline_model_parallel_size="1",
         ),
         8,
-        **STEPS,
     ),
     Script(
         "examples/gpt3/README.md 857M",
@@ -151,7 +141,6 @@ MEGATRON_LM = (
             pipeline_model_parallel_size="1",
         ),
         8,
-        **STEPS,
     ),
     Script(
         "examples/llama/train_llama3_8b_h100_fp8.sh",
@@ -199,28 +188,8 @@ LARGE = {
     "lr": "2.0e-4",
     "init_method_std": "0.013",
 }
-TOKENS = (
-    (
-        "--lr-decay-tokens 300000000000: lengths are given in samples here; use "
-        "--lr-decay-samples 146484375"
-    ),
-    (
-        "--lr-warmup-tokens 3000000000: lengths are given in samples here; use "
-        "--lr-warmup-samples 1464843"
-    ),
-    "--train-tokens 300000000000: lengths are given in samples here; use --train-samples 146484375",
-)
-SCALER = (
-    "--deepspeed_config deepspeed.json: fp16.loss_scale_window = 500: ",
-    "--deepspeed_config deepspeed.json: fp16.initial_scale_power = 11: ",
-)
-IN_SAMPLES = {
-    "refused": (*TOKENS, *SCALER),
-    "drop": "--lr-decay-tokens --lr-warmup-tokens --train-tokens --train-samples",
-    "add": "--lr-decay-samples 146484375 --lr-warmup-samples 1464843 --train-samples 146484375 "
-    "--loss-scale-window 500 "
-    "--initial-loss-scale 2048",
-    "reason": "lengths in tokens, and loss scaling that is set in the DeepSpeed file alone",
+# its DeepSpeed file and its lengths in tokens are taken
+REBASED: dict[str, Any] = {
     "not_done": ("--log-timers-to-tensorboard: ", "--log-optimizer-states-to-tensorboard: "),
 }
 
@@ -352,7 +321,7 @@ MEGATRON_DEEPSPEED = (
         REBASE,
         8,
         template(256, 1),
-        **IN_SAMPLES,
+        **REBASED,
     ),
     Script(
         "examples_deepspeed/rebase/ds_pretrain_gpt_125M_flashattn.sh",
@@ -360,8 +329,7 @@ MEGATRON_DEEPSPEED = (
         8,
         template(256, 1),
         **{
-            **IN_SAMPLES,
-            "not_done": (*IN_SAMPLES["not_done"], "--use-flash-attn: with attention dropout"),
+            "not_done": (*REBASED["not_done"], "--use-flash-attn: with attention dropout"),
         },
     ),
     Script(
@@ -369,7 +337,7 @@ MEGATRON_DEEPSPEED = (
         DENSE,
         64,
         template(512, 0),
-        **IN_SAMPLES,
+        **REBASED,
     ),
     Script(
         "examples_deepspeed/rebase/ds_pretrain_gpt_1.3B_megatron_checkpointing.sh",
@@ -377,7 +345,7 @@ MEGATRON_DEEPSPEED = (
         + " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         64,
         template(512, 0),
-        **IN_SAMPLES,
+        **REBASED,
     ),
     Script(
         "examples_deepspeed/rebase/ds_pretrain_gpt_1.3B_rope.sh",
@@ -385,7 +353,7 @@ MEGATRON_DEEPSPEED = (
         + ROPE,
         64,
         template(512, 1),
-        **IN_SAMPLES,
+        **REBASED,
     ),
     Script(
         "examples_deepspeed/rebase/ds_pretrain_gpt_13B.sh",
@@ -402,14 +370,14 @@ MEGATRON_DEEPSPEED = (
         ),
         64,
         template(1024, 1),
-        **IN_SAMPLES,
+        **REBASED,
     ),
     Script(
         "examples_deepspeed/zero_bubble_pp/zbh1_pretrain_gpt_1.3b.sh",
         ZBH1 + " --enable-zbh1-pipeline --enable-zbh1-exact-semantics",
         8,
         template(16, 0, micro=1, steps=1),
-        **IN_SAMPLES,
+        **REBASED,
     ),
     Script(
         "examples_deepspeed/sequence_parallel/ds_pretrain_gpt_1.3B_seq_parallel_32k.sh",
@@ -426,19 +394,7 @@ MEGATRON_DEEPSPEED = (
         + " --use-flash-attn-triton",
         8,
         template(2, 1, micro=1),
-        refused=(
-            "--lr-decay-tokens ",
-            "--lr-warmup-tokens ",
-            "--train-tokens ",
-            *SCALER,
-        ),
-        drop=IN_SAMPLES["drop"],
-        add=(
-            "--lr-decay-samples 9155273 --lr-warmup-samples 91552 --train-samples 9155273 "
-            "--loss-scale-window 500 --initial-loss-scale 2048"
-        ),
-        reason="lengths in tokens",
-        not_done=(*IN_SAMPLES["not_done"], "--use-flash-attn-triton: with attention dropout"),
+        not_done=(*REBASED["not_done"], "--use-flash-attn-triton: with attention dropout"),
     ),
     Script(
         "examples_deepspeed/pretrain_llama_distributed.sh", LLAMA, 8, LLAMA_FILE, vocabulary=32000
@@ -464,13 +420,9 @@ MEGATRON_DEEPSPEED = (
                 "--deepspeed_config deepspeed.json: train_batch_size = 64: contradicts "
                 "--global-batch-size 1024"
             ),
-            "--deepspeed_config deepspeed.json: fp16.initial_scale_power = 12: ",
         ),
-        edit={"train_batch_size": 1024, "fp16": {"enabled": True}},
-        reason=(
-            "its file contradicts its flags: another batch, and dynamic loss scaling beside "
-            "--loss-scale"
-        ),
+        edit={"train_batch_size": 1024},
+        reason="its file contradicts its flags: another batch",
     ),
     Script(
         "examples_deepspeed/universal_checkpointing/megatron_gpt/run_bf16.sh",
@@ -503,11 +455,8 @@ MEGATRON_DEEPSPEED = (
         },
         refused=(
             "--deepspeed_config deepspeed.json: fp16.loss_scale = 0: contradicts --loss-scale 12",
-            "--deepspeed_config deepspeed.json: fp16.loss_scale_window = 50: ",
-            "--deepspeed_config deepspeed.json: fp16.initial_scale_power = 12: ",
         ),
         drop="--loss-scale",
-        add="--loss-scale-window 50 --initial-loss-scale 4096",
         reason="a static loss scale in the flags and a dynamic one in the file",
     ),
     Script(

@@ -67,7 +67,7 @@ def test_it_is_parsed_bounded_and_remarked_on(copy):
 def test_a_deepspeed_file_and_a_resume_know_it(copy):
     (copy / "ds.json").write_text('{"optimizer": {"params": {"nesterov_share": 0.9}}}')
     dry = ("pretrain_gpt.py", *FLAGS, "--dry-run", "--save", "new", "--optimizer", "sgd")
-    code, text = run(copy, *dry, "--deepspeed_config", "ds.json")
+    code, text = run(copy, *dry, "--deepspeed_config", "ds.json", "--nesterov-share", "0.5")
     assert code == 2 and "contradicts --nesterov-share 0.5" in text
     code, text = run(copy, "-c", SAID, *FLAGS)
     assert code == 0 and "--nesterov-share: checkpoint 0.5, command line 0.9" in text

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config import compatibility
 from megatron.config.arguments import options, options_by_flag, parse_arguments
-from megatron.config.compatibility import EQUALS, TABLE, VALUES
+from megatron.config.compatibility import CHOICES, EQUALS, TABLE, VALUES
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 
@@ -27,16 +27,19 @@ def test_the_table_is_consistent():
     )
     for row in TABLE:
         assert (
-            row.verdict in ("note", "only", "equals", "at least", "not done", "refused")
+            row.verdict
+            in ("note", "only", "equals", "choice", "together", "at least", "not done", "refused")
             and row.text
         )
         assert (row.values != ()) == (row.verdict == "only") or row.verdict == "not done"
-        assert (row.when is None) == (row.otherwise == "") and (
-            row.explain is None or row.verdict == "refused"
-        )
+        assert (row.when is None) == (row.otherwise == "")
+        assert (row.choices != ()) == (row.verdict == "choice")
         for flag in row.flags:
             assert flag.startswith("--") and flag.rstrip("*").replace("*", "") == flag.rstrip("*")
             assert flag not in options_by_flag(), f"{flag} is a field: its row would never act"
+    for row in CHOICES:
+        for value, _ in row.choices:
+            parse_arguments([row.flags[0], *([value] if value else [])])
     for row in EQUALS:
         parse_arguments(
             [row.flags[0], *([VALUE_OF.get(row.flags[0], "1")] if "$" in row.text else [])]
@@ -164,11 +167,17 @@ def test_a_longer_family_or_an_exact_name_wins():
         ("--zero-stage", ["--zero-stage: no value follows it"], []),
         ("--exit-signal SIGTERM", [], []),
         ("--moe-loss-coeff 0.01", [], ["--moe-loss-coeff: acts only in mixture"]),
+        ("--num-experts 1 --moe-loss-coeff 0.01", [], ["--moe-loss-coeff: acts only in mixture"]),
+        ("--tokenizer-hf-no-include-special-tokens", [], ["--tokenizer-hf-no-include-special"]),
+        ("--attention-head-type multihead --use-torch-compile=0", [], []),
         (
-            "--num-experts 8 --disable-bias-linear --moe-loss-coeff 0.01",
-            ["--moe-loss-coeff 0.01: not supported; drop it"],
+            "--attention-head-type grouped",
+            ["--attention-head-type grouped: give --num-query-groups"],
             [],
         ),
+        ("--train-mode finetune", ["--train-mode finetune: instruction tuning"], []),
+        ("--moe-token-dispatcher-type flex", [], ["--moe-token-dispatcher-type flex is alltoall"]),
+        ("--use-mpi", [], ["--use-mpi: ranks are read from the environment"]),
         (
             "--no-position-embedding",
             ["--no-position-embedding: use --position-embedding-type rope or none"],
@@ -377,8 +386,8 @@ def test_notes_change_nothing():
             ["--split-transformers: it saves no memory here"],
         ),
         (
-            "--manual-gc --empty-unused-memory-level 1",
-            ["--empty-unused-memory-level: torch", "--manual-gc: Python"],
+            "--kill-switch-path x --empty-unused-memory-level 1",
+            ["--empty-unused-memory-level: torch", "--kill-switch-path: no file ends a run"],
         ),
         ("--empty-unused-memory-level 0", []),
         ("--flight-recorder-dump-path x", ["--flight-recorder-dump-path: the environment"]),

@@ -97,11 +97,6 @@ def faults(words: str, ranks: int = 1) -> list[str]:
         ("--cuda-graphs", 1, "experts do not combine with --cuda-graphs; drop one"),
         ("--tiled-mlp 2", 1, "experts do not combine with --tiled-mlp 2; drop one"),
         ("--moe-shared-expert-gate", 1, "acts only with --moe-shared-expert-intermediate-size N"),
-        (
-            "--moe-router-score-function sigmoid --moe-router-pre-softmax",
-            1,
-            "--moe-router-pre-softmax: acts only with --moe-router-score-function softmax",
-        ),
         ("--moe-token-drop-policy position", 1, "acts only with --moe-expert-capacity-factor N"),
     ],
 )

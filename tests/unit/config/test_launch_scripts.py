@@ -86,6 +86,14 @@ def test_the_meaning_of_some_scripts(folder):
         "SentencePieceTokenizer",
         1,
     )
+    assert gpt3.training.step_batch_size_schedule[:2] == ("0:16", "2400000000:320")
+    rebase = config("rebase/ds_pretrain_gpt_125M.sh")
+    assert (
+        rebase.training.train_samples,
+        rebase.optimizer.lr_decay_samples,
+        rebase.optimizer.lr_warmup_samples,
+        rebase.precision.initial_loss_scale,
+    ) == (146484375, 146484375, 1464844, 2048.0)
     assert config("zbh1_pretrain_gpt_1.3b.sh").distributed.pipeline_schedule == "zero-bubble"
     assert config("1.3B_rope.sh").model.rotary_percent == 0.25
     assert config("finetune_llama.sh").data.tokenizer_type == "HuggingFaceTokenizer"

@@ -320,10 +320,6 @@ def test_a_complete_configuration_has_no_faults():
         ),
         # recompute, checkpoint, logging, world
         (
-            "--recompute-method uniform",
-            "--recompute-method uniform: acts only with --recompute-granularity full",
-        ),
-        (
             "--checkpoint-activations --recompute-num-layers 20",
             "--recompute-num-layers 20: there are 2 layers; give fewer",
         ),
@@ -334,14 +330,6 @@ def test_a_complete_configuration_has_no_faults():
         (
             "--recompute-granularity full --recompute-method block",
             "--recompute-method block: give --recompute-num-layers",
-        ),
-        (
-            "--recompute-granularity selective --recompute-method block",
-            "--recompute-method block: acts only with --recompute-granularity full",
-        ),
-        (
-            "--recompute-granularity selective --recompute-num-layers 1",
-            "--recompute-num-layers 1: acts only with --recompute-granularity full",
         ),
         (
             "--recompute-granularity full --recompute-modules mlp",
@@ -425,7 +413,27 @@ def test_a_complete_configuration_has_no_faults():
             "--load absent: no such folder",
         ),
         ("--save a.bin", "--save a.bin: is a file, not a folder"),
-        ("--eval-interval 0", "--eval-interval 0: must be greater than 0"),
+        ("--eval-interval -1", "--eval-interval -1: must be 0 or more"),
+        (
+            "--padded-vocab-size 100",
+            "--padded-vocab-size 100: the tokenizer has 101 tokens; give that or more",
+        ),
+        (
+            "--global-batch-size 16 --step-batch-size-schedule 0:4 1K:8",
+            "--global-batch-size 16: contradicts the last step of --step-batch-size-schedule",
+        ),
+        (
+            "--step-batch-size-schedule 0:4 1K:8 --rampup-batch-size 4 4 100",
+            "--step-batch-size-schedule 0:4 1000:8: contradicts --rampup-batch-size 4 4 100",
+        ),
+        (
+            "--step-batch-size-schedule 0:5,1K:8 --micro-batch-size 2",
+            "--step-batch-size-schedule 0:5 1000:8: 5 is not divisible by --micro-batch-size 2",
+        ),
+        ("--step-batch-size-schedule 1K:8", "1K:8: the first step must be at 0 tokens"),
+        ("--step-batch-size-schedule 0:8 16", "0:8 16: 16: expected TOKENS:SAMPLES, such as"),
+        ("--step-batch-size-schedule 0:8 1Q:16", "1Q:16: expected TOKENS:SAMPLES"),
+        ("--step-batch-size-schedule 0:8 1:16", "two steps begin at 0 samples"),
         (
             "--distributed-timeout-minutes 0",
             "--distributed-timeout-minutes 0.0: must be greater than 0",
@@ -455,8 +463,6 @@ def test_a_complete_configuration_has_no_faults():
             "--tiled-mlp 4 --cuda-graphs --seq-length 16",
             "--cuda-graphs: does not combine with --tiled-mlp 4; drop one",
         ),
-        ("--profile", "--profile: acts only with --profile-dir or --save, where its files go"),
-        ("--record-memory-history", "--record-memory-history: acts only with --profile-dir or"),
         (
             "--profile --save ckpt --profile-step-end 10",
             "--profile-step-end 10: must be above --profile-step-start 10: steps from there on",
@@ -699,13 +705,16 @@ def test_data_files():
         == []
     )
     assert faults("--train-data-path a --valid-data-path b", base=base) == []
-    found = faults("--data-path a c 2 d", base=base)
+    found = faults("--data-path a c d", base=base)
     assert [fault.split(": no such file")[0] for fault in found] == [
         "--data-path c",
-        "--data-path 2",
         "--data-path d",
     ]
     assert "c.idx and c.bin" in found[0]
+    for words in ("0.3 a b", "a 0.3 b 0.7", "0.3 a b 0.7", "a b 2", "1 a 1"):
+        for flag in ("--data-path", "--train-data-path"):
+            (fault,) = faults(f"{flag} {words}", base=base)
+            assert fault.startswith(f"{flag} {words}: a weight must stand before each prefix")
     assert faults("--valid-data-path b", base=base) == [
         "--valid-data-path: --train-data-path is missing"
     ]

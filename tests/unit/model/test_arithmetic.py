@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.batch_schedule import batch_steps
 from megatron.config.groups import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.config.validate import resolve
 from megatron.distributed.groups import Axis
@@ -291,6 +292,42 @@ def test_batch_sizes_worked_out_by_hand():
     plain = Config(training=TrainingConfig(global_batch_size=16))
     assert (global_batch_size_at(7, plain), samples_after(3, plain)) == (16, 48)
     assert (iterations_for(33, plain), iterations_for(33, plain, 32)) == (3, 1)
+
+
+def scheduled(words: str, seq_length: int) -> Config:
+    training = TrainingConfig(step_batch_size_schedule=tuple(words.split()))
+    return Config(training=training, data=DataConfig(seq_length=seq_length))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "0:4 1.92K:8 3840:12 5.76K:16",
+        "5.76k:16,0:4,1920:8,0.00384M:12",
+    ],
+)
+def test_a_schedule_in_tokens_is_the_ramp_up_of_the_same_steps(words):
+    """Lengths, batches and iterations follow from the steps alone."""
+    theirs, ours = scheduled(words, 64), ramp(4, 4, 90, 16)
+    assert batch_steps(theirs.training, 64) == batch_steps(ours.training, 64)
+    for consumed in range(0, 130):
+        assert global_batch_size_at(consumed, theirs) == global_batch_size_at(consumed, ours)
+        assert samples_after(consumed, theirs) == samples_after(consumed, ours)
+        assert iterations_for(500, theirs, consumed) == iterations_for(500, ours, consumed)
+
+
+def test_a_schedule_rounds_tokens_down_and_may_shrink():
+    config = scheduled("0:16 1000:4 12B:32", 64)
+    assert batch_steps(config.training, 64) == ((0, 16), (15, 4), (187_500_000, 32))
+    assert [global_batch_size_at(n, config) for n in (0, 14, 15, 187_500_000)] == [16, 16, 4, 32]
+    assert [samples_after(n, config) for n in (0, 1, 2, 3)] == [0, 16, 20, 24]
+
+
+def test_the_published_schedule_of_gpt_3():
+    """Equal steps of 304 samples over 12e9 tokens of 2048 are a ramp-up over 5859375 samples."""
+    words = "0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536"
+    theirs = scheduled(words, 2048).training
+    assert batch_steps(theirs, 2048) == batch_steps(ramp(16, 304, 5859375, 1536).training, 2048)
 
 
 @given(

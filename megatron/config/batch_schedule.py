@@ -1,0 +1,88 @@
+"""The global batch size as a function of the samples consumed: constant, --rampup-batch-size, or
+--step-batch-size-schedule. Every length of a run is computed from these steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+from megatron.config.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.config.groups import TrainingConfig
+
+Step = tuple[int, int]  # samples consumed from which on a batch size holds, and that size
+SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+MOST_STEPS = 10_000  # of a schedule
+
+
+def parse_schedule(words: tuple[str, ...]) -> list[Step]:
+    """The (tokens, batch size) pairs of `0:16 2.4B:320 ...`, in order of tokens.
+
+    Spaces and commas divide entries; numbers may end in K, M, B or T (powers of 1000). Raises
+    UserError unless the first threshold is 0, thresholds differ and sizes are above 0.
+    """
+    entries = " ".join(words).replace(",", " ").split()
+    if len(entries) > MOST_STEPS:
+        raise UserError(f"{len(entries):,} steps; the most is {MOST_STEPS:,}")
+    steps = []
+    for entry in entries:
+        parts = re.fullmatch(r"([\d._]+)([KMBT]?):([\d._]+)([KMBT]?)", entry, re.IGNORECASE)
+        try:
+            if parts is None:
+                raise ValueError
+            tokens, size = (
+                Decimal(parts[number]) * SUFFIXES[parts[number + 1].upper()] for number in (1, 3)
+            )
+            if size != int(size) or not 0 < size < 2**53 or tokens >= 2**63:
+                raise ValueError
+        except (ValueError, ArithmeticError):
+            raise UserError(
+                f"{entry[:40]}: expected TOKENS:SAMPLES, such as 2.4B:320 for batches of 320 "
+                "samples from 2.4e9 tokens on"
+            ) from None
+        steps.append((int(tokens), int(size)))
+    steps.sort()
+    if not steps or steps[0][0] != 0:
+        raise UserError("the first step must be at 0 tokens, such as 0:16")
+    return steps
+
+
+def schedule_words(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The one spelling of a schedule that is kept in checkpoints and compared at a resume."""
+    return tuple(f"{tokens}:{size}" for tokens, size in parse_schedule(words))
+
+
+@functools.lru_cache(maxsize=64)
+def batch_steps(training: TrainingConfig, seq_length: int) -> tuple[Step, ...]:
+    """The steps of a resolved configuration, in order of samples.
+
+    Ramp-up: start + floor(consumed x increments / samples) x increment until `samples` are
+    consumed. A schedule's thresholds are in tokens, and are rounded down to samples. Raises
+    UserError where two of them are the same number of samples.
+    """
+    if training.step_batch_size_schedule is not None:
+        steps = [
+            (tokens // seq_length, size)
+            for tokens, size in parse_schedule(training.step_batch_size_schedule)
+        ]
+        for (first, _), (second, size) in zip(steps, steps[1:]):
+            if first == second:
+                raise UserError(
+                    f"two steps begin at {first} samples of --seq-length {seq_length} (one is of "
+                    f"{size} samples); remove one"
+                )
+        return tuple(steps)
+    batch = training.global_batch_size
+    assert batch is not None
+    if training.rampup_batch_size is None:
+        return ((0, batch),)
+    start, increment, samples = training.rampup_batch_size
+    increments = (batch - start) // increment
+    return tuple(
+        (-(-count * samples // increments), start + count * increment)
+        for count in range(increments + 1)
+    )

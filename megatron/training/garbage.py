@@ -1,0 +1,49 @@
+"""When Python's garbage collector runs: after the same iterations on all ranks, so that none waits
+for another's collection. Called from training/loop.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.config.groups import TrainingConfig
+
+
+@contextmanager
+def manual_collection(config: TrainingConfig) -> Iterator[None]:
+    """Switches the automatic collector off under --manual-gc. Objects that exist at the start
+    (modules, the run) are left out of later collections, which then take milliseconds.
+    """
+    if not config.manual_gc:
+        yield
+        return
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def collect_after(iteration: int, config: TrainingConfig) -> None:
+    """Collects after every --manual-gc-interval iterations."""
+    interval = config.manual_gc_interval
+    if config.manual_gc and interval and iteration % interval == 0:
+        gc.collect()
+
+
+@contextmanager
+def collected_evaluation(config: TrainingConfig) -> Iterator[None]:
+    """Collects before an evaluation, and what the evaluation has made after it."""
+    collects = config.manual_gc and config.manual_gc_eval
+    if collects:
+        gc.collect()
+    yield
+    if collects:
+        gc.collect(generation=0)

@@ -1,0 +1,139 @@
+"""--load of another program's checkpoint names the converter, and folders that cannot be made the
+cause.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.errors import ArgumentErrors
+from megatron.config.foreign_checkpoint import foreign_checkpoint
+from megatron.config.validate import resolve
+
+LINE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    "--train-iters 20 --lr 1e-3 --mock-data --vocab-size 100"
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def faults(flags: str) -> list[str]:
+    try:
+        resolve(parse_arguments(f"{LINE} {flags}".split()).config, 1, 101)
+    except ArgumentErrors as error:
+        return error.faults
+    return []
+
+
+@pytest.mark.parametrize(
+    "files, flag",
+    [
+        ("config.json model.safetensors", "--from-huggingface"),
+        ("config.json pytorch_model.bin", "--from-huggingface"),
+        ("config.json model.safetensors.index.json", "--from-huggingface"),
+        ("latest_checkpointed_iteration.txt iter_0000010/common.pt", "--from-megatron"),
+        ("iter_0000010/.metadata iter_0000010/__0_0.distcp", "--from-megatron"),
+        ("iter_0000010/mp_rank_00/model_optim_rng.pt", "--from-megatron"),
+        ("release/mp_rank_00_000/model_optim_rng.pt", "--from-megatron"),
+        ("common.pt metadata.json", "--from-megatron"),
+        (".metadata __0_0.distcp", "--from-megatron"),
+        ("latest global_step10/mp_rank_00_model_states.pt", "--from-deepspeed"),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "--from-deepspeed"),
+    ],
+)
+def test_the_converter_is_named(folder, files, flag):
+    for name in files.split():
+        (folder / "other" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "other" / name).write_bytes(b"")
+    command = f"`python tools/convert_checkpoint.py {flag} other --save RUN`"
+    for line in ("--load other", "--load other --save other", "--load other --finetune"):
+        (fault,) = faults(line)
+        assert fault.startswith("--load other: holds ") and command in fault
+
+
+@pytest.mark.parametrize("files", ["", "metrics.jsonl", "iter_0000010/MANIFEST.json common.pt"])
+def test_what_is_ours_or_nothing_is_not(folder, files):
+    (folder / "run").mkdir()
+    for name in files.split():
+        (folder / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "run" / name).write_bytes(b"")
+    assert foreign_checkpoint("run") == "" and foreign_checkpoint("absent") == ""
+
+
+@pytest.mark.parametrize("place", ["run", "run/deeper"])
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--profile-dir"])
+def test_a_dangling_link_is_named(folder, flag, place):
+    (folder / "run").symlink_to("gone")
+    (fault,) = faults(f"{flag} {place}")
+    assert "run is a link to gone, which does not exist; make that folder, or" in fault
+    (folder / "gone").mkdir()
+    assert faults(f"{flag} {place}") == []
+
+
+def test_a_link_to_itself_is_named(folder):
+    (folder / "run").symlink_to("run")
+    (fault,) = faults("--save run")
+    assert "is a link to run, which does not exist" in fault
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lr-decay-iters 5 --lr-warmup-iters 10",
+        "--lr-decay-samples 5",
+        "--min-lr 1",
+        "--lr-wsd-decay-samples 5",
+        "--lr-warmup-iters 30",
+        "--decoupled-lr 1e-4 --min-lr 1e-3",
+    ],
+)
+def test_a_constant_rate_reads_no_decay(flags):
+    assert faults(f"--lr-decay-style constant {flags}") == []
+    assert faults(f"--lr-decay-style linear {flags}") != []
+
+
+def test_zero_means_never():
+    """As in Megatron-LM, where such an interval is not looked at."""
+    off = "--exit-interval 0 --exit-duration-in-mins 0 --save-interval 0 --eval-interval 0 --save x"
+    config = resolve(parse_arguments(f"{LINE} {off}".split()).config, 1, 101).config
+    assert config.training.exit_interval is None and config.checkpoint.save_interval is None
+    assert config.training.exit_duration_in_mins is None and config.evaluation.eval_interval is None
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--profile", "profile"),
+        ("--profile --tensorboard-dir tb", "tb"),
+        ("--record-memory-history", "profile"),
+        ("--profile --save run", None),  # <save>/profile
+        ("--profile --profile-dir here", "here"),
+        ("", None),
+    ],
+)
+def test_profiles_have_a_default_folder(flags, expected):
+    config = resolve(parse_arguments(f"{LINE} {flags}".split()).config, 1, 101).config
+    assert config.logging.profile_dir == expected
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity selective --recompute-num-layers 1",
+        "--expert-tensor-parallel-size 1",
+        "--moe-token-dispatcher-type allgather --moe-router-dtype fp64",
+        "--num-experts 4 --disable-bias-linear --moe-router-score-function sigmoid "
+        "--moe-router-pre-softmax",
+    ],
+)
+def test_what_has_no_effect_in_megatron_is_a_remark(flags):
+    notes = resolve(parse_arguments(f"{LINE} {flags}".split()).config, 1, 101).notes
+    assert any("nothing changes here" in note for note in notes)

@@ -1,0 +1,163 @@
+"""Flags of Megatron-DeepSpeed that are read together: lengths in tokens, and its experts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron.config.arguments import Parsed, parse_arguments
+from megatron.config.errors import ArgumentErrors
+from megatron.config.experts import expert_pattern
+from megatron.config.validate import resolve
+
+BASE = (
+    "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    "--lr 1e-3 --mock-data --vocab-size 100 --disable-bias-linear"
+)
+
+
+def parsed(flags: str, base: str = f"{BASE} --train-iters 2") -> Parsed:
+    return parse_arguments(f"{base} {flags}".split())
+
+
+def faults(flags: str, base: str = f"{BASE} --train-iters 2") -> list[str]:
+    with pytest.raises(ArgumentErrors) as caught:
+        resolve(parsed(flags, base).config, 1, 101)
+    return caught.value.faults
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        # the defaults of that program
+        (
+            "--create-moe-param-group",
+            {
+                "moe_router_topk": 1,
+                "moe_router_pre_softmax": True,
+                "moe_aux_loss_coeff": (0.1,),
+                "moe_expert_capacity_factor": 1.0,
+                "expert_layers": (False, True) * 3,
+            },
+        ),
+        ("--deepspeed", {"moe_router_topk": 1, "expert_layers": (False, True) * 3}),
+        (
+            "--topk 1 --expert-interval 4 --moe-loss-coeff 0.01 --moe-train-capacity-factor 2 "
+            "--moe-eval-capacity-factor 2",
+            {
+                "moe_aux_loss_coeff": (0.01,),
+                "moe_expert_capacity_factor": 2.0,
+                "expert_layers": (False, False, False, True, False, False),
+            },
+        ),
+        (
+            "--topk 2 --disable-moe-top2-2nd-expert-sampling --disable-moe-token-dropping "
+            "--expert-interval 1",
+            {
+                "moe_router_topk": 2,
+                "moe_router_pre_softmax": False,
+                "moe_expert_capacity_factor": None,
+                "expert_layers": (True,) * 6,
+            },
+        ),
+        ("--topk 1 --mlp-type standard --use-tutel", {"moe_router_topk": 1}),
+        # ours win over its defaults, and a line without its flags has none of them
+        (
+            "--create-moe-param-group --moe-router-topk 3 --moe-layer-freq 3",
+            {"moe_router_topk": 3, "moe_layer_freq": "3"},
+        ),
+        ("--moe-router-topk 2", {"moe_aux_loss_coeff": (0.0,), "moe_layer_freq": "1"}),
+        ("--deepspeed --moe-router-topk 2", {"moe_layer_freq": "1"}),
+    ],
+)
+def test_experts(flags, expected):
+    config = resolve(parsed(f"--num-experts 4 {flags}").config, 1, 101).config.model
+    for name, value in expected.items():
+        found = getattr(config, name)
+        assert (found() if callable(found) else found) == value, name
+
+
+def test_its_experts_are_not_divided_by_tensor_parallel_ranks():
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 --topk 1"
+    assert parsed(layout).config.distributed.expert_tensor_parallel_size == 1
+    whole = parsed(f"{layout} --enable-expert-tensor-parallelism").config
+    assert whole.distributed.expert_tensor_parallel_size is None
+
+
+@pytest.mark.parametrize("interval", range(1, 8))
+@pytest.mark.parametrize("layers", (7, 8, 12))
+def test_experts_end_each_group_of_layers(interval, layers):
+    flags = f"--num-experts 4 --num-layers {layers} --expert-interval {interval}"
+    frequency = parsed(flags).config.model.moe_layer_freq
+    expected = tuple((layer + 1) % interval == 0 for layer in range(layers))
+    assert expert_pattern(frequency, layers) == expected
+
+
+@pytest.mark.parametrize("number", ("", "--num-experts 1", "--num-experts 1 1"))
+def test_a_dense_model_ignores_them(number):
+    flags = "--moe-loss-coeff 0.01 --moe-min-capacity 4 --topk 2 --moe-expert-parallel-size 1"
+    read = parsed(f"{number} {flags}")
+    plain = resolve(parsed("").config, 1, 101).config
+    assert resolve(read.config, 1, 101).config == plain
+    assert any("acts only in mixture-of-experts models" in note for note in read.notes)
+
+
+@pytest.mark.parametrize(
+    "flags, fault",
+    [
+        ("--num-experts 4 --topk 2", "add --disable-moe-top2-2nd-expert-sampling"),
+        ("--num-experts 4 --mlp-type residual", "the nearest is --moe-shared-expert"),
+        ("--num-experts 4 8", "must be the same in every layer that has experts"),
+        ("--num-experts 4 --topk 1 --moe-router-topk 2", "contradicts --moe-router-topk 2"),
+        ("--num-experts 4 --topk x", "--topk x: expected one number of 0 or more"),
+        ("--num-experts 4 --expert-interval 9", "must be at most --num-layers 6"),
+        ("--num-experts 64 --moe-min-capacity 4", "give --moe-train-capacity-factor 2 or more"),
+        (
+            "--num-experts 4 --moe-eval-capacity-factor 2",
+            "evaluation takes the capacity of training; give both as 1",
+        ),
+    ],
+)
+def test_what_has_no_equal_is_refused_with_what_to_give(flags, fault):
+    (found,) = [line for line in faults(flags) if fault in line]
+    assert "drop it" not in found
+
+
+def test_none_of_them_is_to_be_dropped():
+    """A user who leaves them out would train another model."""
+    for flags in ("--topk 3", "--expert-interval 3", "--moe-train-capacity-factor 4"):
+        assert parsed(f"--num-experts 4 {flags} --eval-iters 0").notes
+
+
+SAMPLES = f"{BASE} --global-batch-size 8"
+
+
+@pytest.mark.parametrize(
+    "flags, train, decay, warmup",
+    [
+        ("--train-tokens 6400", 100, None, 0),
+        ("--train-tokens 6401", 101, None, 0),  # as many as reach it
+        ("--train-tokens 6400 --train-samples 300", 100, 300, 0),
+        ("--train-tokens 64000 --train-samples 300", 300, 300, 0),
+        ("--train-tokens 6400 --train-iters 100", 100, 800, 0),
+        ("--train-tokens 6400000 --train-iters 100 --lr-warmup-iters 3", 800, 800, 24),
+        ("--train-iters 100 --lr-decay-tokens 3200 --lr-warmup-tokens 640", 800, 50, 10),
+        ("--train-tokens 6.4e3 --lr-decay-tokens 3200 --lr-decay-iters 9", 100, 50, 0),
+    ],
+)
+def test_lengths_in_tokens(flags, train, decay, warmup):
+    read = parsed(flags, SAMPLES)
+    optimizer, training = read.config.optimizer, read.config.training
+    assert (training.train_samples, optimizer.lr_decay_samples) == (train, decay)
+    assert optimizer.lr_warmup_samples == warmup
+    assert training.train_iters is None and optimizer.lr_decay_iters is None
+    resolve(read.config, 1, 101)
+    (note,) = [note for note in read.notes if "in samples of --seq-length 64" in note]
+    assert re.search(rf"--train-samples {train}\b", note)
+
+
+def test_tokens_and_iterations_need_one_batch_size():
+    flags = "--train-tokens 6400 --train-iters 9"
+    (found,) = [line for line in faults(flags, BASE) if line.startswith("--train-tokens")]
+    assert found.endswith("needs a --global-batch-size of one size")

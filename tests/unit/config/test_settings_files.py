@@ -1,0 +1,110 @@
+"""Configuration files in other layouts: flat names of Megatron's flags, and other programs'."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.errors import ArgumentErrors
+from megatron.config.settings_files import GUIDE
+
+FLAT = """
+num_layers: 24
+hidden-size: 1024
+--num-attention-heads: 16
+swiglu: true
+add_bias_linear: false
+no-masked-softmax-fusion: false
+attention-head-type: multiquery
+data_path: 0.3 a 0.7 b
+rampup_batch_size: [16, 16, 100]
+lr: 6.0e-5
+save: null
+use_distributed_optimizer: true
+train-tokens: 6400
+language_model: {seq_length: 64, normalization: RMSNorm}
+model_parallel: {tensor_model_parallel_size: 2}
+"""
+FLAGS = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --swiglu --disable-bias-linear "
+    "--attention-head-type multiquery --data-path 0.3 a 0.7 b --rampup-batch-size 16 16 100 "
+    "--lr 6.0e-5 --use-distributed-optimizer --train-tokens 6400 --seq-length 64 "
+    "--normalization RMSNorm --tensor-model-parallel-size 2"
+)
+
+
+def test_a_flat_file_is_the_line_of_its_flags(tmp_path):
+    path = tmp_path / "flat.yaml"
+    path.write_text(FLAT)
+    for flag in ("--config", "--yaml-cfg"):
+        read = parse_arguments([flag, str(path)])
+        line = parse_arguments(FLAGS.split())
+        assert (read.config, read.not_done) == (line.config, line.not_done)
+        assert sorted(read.notes) == sorted(line.notes)
+
+
+def test_the_command_line_wins_over_a_flat_file(tmp_path):
+    path = tmp_path / "flat.yaml"
+    path.write_text("num_layers: 24\nnormalization: RMSNorm\nMODEL_ARGS:\n  --lr: 0.5\n")
+    config = parse_arguments(["--num-layers", "2", "--config", str(path)]).config
+    assert (config.model.num_layers, config.model.normalization, config.optimizer.lr) == (
+        2,
+        "RMSNorm",
+        0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        ("num_layer: 4", "--num-layer 4: unknown flag; did you mean --num-layers?"),
+        ("num_layers: x", "--num-layers x: expected a number"),
+        ("bert_loda: false", "--bert-loda: unknown flag"),
+        ("num_layers: 2\nbert_load: x", "--bert-load x: retrieval and BERT models are not"),
+    ],
+)
+def test_faults_of_a_flat_file(tmp_path, text, fault):
+    path = tmp_path / "flat.yaml"
+    path.write_text(text)
+    with pytest.raises(ArgumentErrors) as caught:
+        parse_arguments(["--config", str(path)])
+    assert any(fault in line for line in caught.value.faults), caught.value.faults
+
+
+@pytest.mark.parametrize(
+    "text, program",
+    [
+        ("pipe-parallel-size: 1\nmodel-parallel-size: 2\nnum-layers: 12", "GPT-NeoX"),
+        ("trainer: {devices: 8}\nexp_manager: {}\nmodel: {num_layers: 2}", "NeMo"),
+        ("general: {project: x}\nparallelism: {dp: 2}\nmodel: {}\ntokens: {}", "nanotron"),
+    ],
+)
+def test_other_programs_files_get_one_sentence(tmp_path, text, program):
+    path = tmp_path / "other.yaml"
+    path.write_text(text)
+    with pytest.raises(ArgumentErrors) as caught:
+        parse_arguments(["--config", str(path)])
+    (fault,) = [line for line in caught.value.faults if line.startswith("--config")]
+    assert f"a configuration of {program}, which is not read; {GUIDE}" in fault
+
+
+def test_the_guide_is_there():
+    page, _, title = GUIDE.partition("#")
+    from pathlib import Path
+
+    text = (Path(__file__).resolve().parents[3] / page).read_text()
+    assert "## " + title.replace("-", " ").capitalize() in text
+
+
+def test_printed_defaults_are_not_given(tmp_path):
+    """A file of --print-config holds every default; a DeepSpeed file still wins over those."""
+    from megatron.config.arguments import dump_config
+
+    (tmp_path / "ours.json").write_text(dump_config(parse_arguments(["--lr", "0.5"]).config))
+    (tmp_path / "ds.json").write_text('{"gradient_clipping": 0.5}')
+    files = ["--config", str(tmp_path / "ours.json")]
+    files += ["--deepspeed_config", str(tmp_path / "ds.json")]
+    assert parse_arguments(files).config.optimizer.clip_grad == 0.5
+    (tmp_path / "ds.json").write_text('{"optimizer": {"params": {"lr": 0.25}}}')
+    with pytest.raises(ArgumentErrors, match=r"contradicts --lr 0.5; give --lr 0.25"):
+        parse_arguments(files)
