@@ -22,6 +22,7 @@ R = TypeVar("R")
 # Settings of a training run or of its padding. A trained model is the same function without them.
 TRAINING_ONLY = frozenset(
     """z_loss_coeff hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by
+    padded_vocab_size
     moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_input_jitter_eps moe_expert_capacity_factor moe_token_drop_policy""".split()
 )
