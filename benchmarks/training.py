@@ -1,7 +1,7 @@
-"""CPU training throughput against other trainers, as ratios of interleaved runs: in one process
-against Hugging Face Trainer, litgpt and a plain PyTorch loop; in two processes over Gloo against
-torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core. Mixtures
-of experts are measured against Hugging Face Trainer and megatron-core.
+"""Training throughput against other trainers, as ratios of interleaved runs: in one process on a CPU
+or a GPU against Hugging Face Trainer, litgpt and a plain PyTorch loop; in two processes over Gloo
+against torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core.
+Mixtures of experts are measured against Hugging Face Trainer and megatron-core.
 
     python benchmarks/training.py --setup DIR    # once: the peers' environments, pinned
     python benchmarks/training.py --peers DIR --settings fp32 --out docs/results/training_cpu.json
@@ -19,6 +19,10 @@ counted or not. On a machine that never is quiet, --cpu-time compares tokens per
 thread instead: less than the whole truth, but steady. torch.compile is off everywhere, AdamW is
 torch's fused kernel, gradients are clipped to 1, master weights and moments are fp32, and gradients
 are summed over ranks in fp32 (DeepSpeed with bf16: in bf16).
+
+On a GPU (scripts/gpu/peers.sh) the plain loop also runs under torch.compile and with Liger's
+kernels, and peers run in this interpreter's environment. A row there has MFU and peak memory, and
+fails when the mean losses of the warm-up steps differ by more than 1e-3 of themselves.
 """
 
 from __future__ import annotations
@@ -50,6 +54,8 @@ from megatron.benchmarks.peers.common import Work
 from megatron.benchmarks.peers.start import write_start
 from megatron.benchmarks.turn_group import KEPT_MEMORY
 
+from megatron.observe.tracking import read_metrics
+
 TORCH = "torch==2.13.0"
 ENVIRONMENTS = {  # torch is installed first, by its pin, so that no requirement replaces it
     "hf": ["transformers==5.23.0", "accelerate==1.15.0"],
@@ -62,16 +68,23 @@ ENVIRONMENTS = {  # torch is installed first, by its pin, so that no requirement
 
 @dataclass(frozen=True)
 class Peer:
-    """A script, the environment that runs it (None: this interpreter's), and the work it can do."""
+    """A script, the environment that runs it (None and on a GPU: this interpreter's), the work it
+    can do, and its options.
+    """
 
     script: str
     environment: str | None
     takes: Callable[[Work], bool]
+    options: str = ""
 
 
 def in_one_process_without_dropout(work: Work) -> bool:
     """What trainers do that have no dropout in our places; theirs are Llama's models."""
     return work.processes == 1 and work.dropout == 0 and work.shape == "Llama"
+
+
+def on_a_gpu(work: Work) -> bool:
+    return work.device == "cuda"
 
 
 def only_dense_data_parallel(work: Work) -> bool:
@@ -88,6 +101,9 @@ PEERS = {
         "litgpt",
         lambda work: in_one_process_without_dropout(work) and not work.experts,
     ),
+    "plain loop, compiled": Peer("plain_loop.py", None, on_a_gpu, "compile"),
+    "Liger": Peer("plain_loop.py", None, on_a_gpu, "liger"),
+    "Liger, compiled": Peer("plain_loop.py", None, on_a_gpu, "liger,compile"),
     "torch DDP": Peer("plain_loop.py", None, only_dense_data_parallel),
     "DeepSpeed ZeRO-0": Peer("deepspeed_zero0.py", "deepspeed", only_dense_data_parallel),
     "DeepSpeed pipeline": Peer(
@@ -109,6 +125,10 @@ PP2 = Work(
 EXPERTS = {"experts": 8, "topk": 2, "expert_ffn": 344}
 EP2 = {**EXPERTS, "expert_parallel": 2}
 GPT2 = {"shape": "GPT-2", "ffn": 1024}
+GPU = {"accumulation": 4, "precision": "bf16", "steps": 12, "warmup": 4, "lr": 1e-4, "lr_warmup": 2}
+GPU_8B = {"layers": 6, "hidden": 4096, "heads": 32, "query_groups": 8, "ffn": 14336}
+GPU_1B = {"layers": 24, "hidden": 2048, "heads": 16, "query_groups": 16, "ffn": 5504}
+GPU_125M = {"layers": 12, "hidden": 768, "heads": 12, "query_groups": 12, "ffn": 2048}
 SETTINGS = {
     "fp32": Work(),
     "bf16": Work(precision="bf16"),
@@ -130,7 +150,17 @@ SETTINGS = {
     "bf16, 8 experts top-2": Work(**EXPERTS, precision="bf16"),
     "fp32, 8 experts top-2, ep2": replace(DP2, **EP2),
     "bf16, 8 experts top-2, ep2": replace(DP2, **EP2, micro_batch=4, precision="bf16"),
+    # the models of scripts/gpu/common.sh
+    "125M on a GPU": Work(**GPU_125M, **GPU, vocab=50304, seq=1024, micro_batch=16, device="cuda"),
+    "1.3B on a GPU": Work(**GPU_1B, **GPU, vocab=50304, seq=2048, micro_batch=4, device="cuda"),
+    "8B-layers on a GPU": Work(
+        **GPU_8B, **GPU, vocab=128256, seq=8192, micro_batch=1, device="cuda"
+    ),
+    "rehearsal of a GPU": Work(
+        layers=2, hidden=64, heads=4, query_groups=2, ffn=128, vocab=128, seq=32, **GPU
+    ),
 }
+LOSSES_EQUAL = 1e-3  # of the first losses of both sides in bf16: a mean over a thousand tokens
 SHAPES = {
     "Llama": "--position-embedding-type rope --normalization RMSNorm --swiglu "
     "--disable-bias-linear",
@@ -211,10 +241,11 @@ def command_of(who: str, work: Work, peers: Path, start: Path) -> list[str]:
         peer = PEERS[who]
         python = (
             sys.executable
-            if peer.environment is None
+            if peer.environment is None or on_a_gpu(work)
             else str(peers / peer.environment / "bin" / "python")
         )
-        script, arguments = SCRIPTS / peer.script, [str(start), *work.arguments()]
+        script = SCRIPTS / peer.script
+        arguments = [str(start), *replace(work, options=peer.options).arguments()]
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.processes)]
         if work.processes > 1
@@ -268,7 +299,7 @@ def wait_until_quiet(quiet: float, patience: float = 600.0) -> None:
     seconds.
     """
     start = time.monotonic()
-    while time.monotonic() - start < patience:
+    while quiet < math.inf and time.monotonic() - start < patience:
         busy = busy_seconds()
         time.sleep(2)
         if (busy_seconds() - busy) / 2 < quiet:
@@ -331,12 +362,18 @@ def run(who: str, work: Work, peers: Path, start: Path) -> dict:
     RuntimeError when it fails.
     """
     command = command_of(who, work, peers, start)
+    metrics = start / "metrics.jsonl"
+    if who == "ours" and on_a_gpu(work):
+        metrics.unlink(missing_ok=True)
+        command += ["--metrics-file", str(metrics)]
     lines, facts = watched(command, work.threads)
     results = answers(lines)
     # DeepSpeed's threads sometimes abort at exit, after the answer
     if facts["exit_code"] and not results:
         raise failed(command, lines, facts["exit_code"])
     answer = our_answer(lines, work) if who == "ours" else results[0]
+    if who == "ours" and on_a_gpu(work):
+        answer["peak_bytes"] = max(row["mem-max-allocated-bytes"] for row in read_metrics(metrics))
     return {**answer, **facts}
 
 
@@ -347,6 +384,8 @@ class Rule:
     pairs: int
     quiet: float  # cores that others may use on average during a counted run
     speed: str  # the figure of a run: tokens_per_second or tokens_per_cpu_second
+    until: float = math.inf  # the time, by time.monotonic(), after which no run begins
+    drops_failing: bool = False  # a peer that fails is left out of later rounds
 
     def counted(self, runs: list[dict], setting: str, peer: str) -> list[tuple[float, float]]:
         """(our speed, the peer's) in every round in which both runs had the machine to
@@ -368,20 +407,28 @@ def rounds(
     name: str, work: Work, peers: list[str], folder: Path, start: Path, rule: Rule, runs: list[dict]
 ) -> Iterator[int]:
     """Measure one setting round by round until every peer has enough counted pairs, at most three
-    times as many; appends to runs.
+    times as many, or the time of the rule is over; appends to runs.
 
     `folder` holds the peers' environments; the folder `start` is written first.
     """
-    peers = [peer for peer in peers if PEERS[peer].takes(work)]
+    order = ["ours", *(peer for peer in peers if PEERS[peer].takes(work))]
     write_start(start, work, our_flags(work))
     for index in range(3 * rule.pairs):
-        order = ["ours", *peers]
         turn = index % len(order)
         for who in order[turn:] + order[:turn]:
+            if time.monotonic() > rule.until:
+                yield index
+                return
             wait_until_quiet(rule.quiet)
-            runs.append(
-                {"setting": name, "round": index, "who": who, **run(who, work, folder, start)}
-            )
+            try:
+                answer = run(who, work, folder, start)
+            except RuntimeError as error:
+                if not rule.drops_failing or who == "ours":
+                    raise
+                print(f"{name}, {who} failed and is left out: {error}", flush=True)
+                order.remove(who)
+                continue
+            runs.append({"setting": name, "round": index, "who": who, **answer})
             speed, others = runs[-1][rule.speed], runs[-1]["others_cores"]
             print(
                 (
@@ -391,7 +438,7 @@ def rounds(
                 flush=True,
             )
         yield index
-        if all(len(rule.counted(runs, name, peer)) >= rule.pairs for peer in peers):
+        if all(len(rule.counted(runs, name, peer)) >= rule.pairs for peer in order[1:]):
             return
 
 
@@ -424,8 +471,41 @@ def summary(runs: list[dict], settings: dict[str, Work], rule: Rule) -> list[dic
                 r["who"]: last_loss(r, settings[setting]) for r in runs if r["setting"] == setting
             }
             row |= {"our_loss": losses["ours"], "their_loss": losses[peer]}
-            rows.append(row | asdict(ratio_rule.verdict([a / b for a, b in pairs], GOAL)))
+            row |= asdict(ratio_rule.verdict([a / b for a, b in pairs], GOAL))
+            if on_a_gpu(settings[setting]):
+                row |= gpu_figures(runs, row, settings[setting])
+            rows.append(row)
     return rows
+
+
+def gpu_figures(runs: list[dict], row: dict, work: Work) -> dict:
+    """MFU and peak bytes of both sides of a row, and whether their losses before the clock starts
+    are equal; unequal ones fail the row. MFU counts both sides' tokens by the FLOP of
+    megatron/model/arithmetic.py against the GPU's dense bf16 peak.
+    """
+    import torch
+
+    from megatron.config.arguments import parse_arguments
+    from megatron.config.validate import resolve
+    from megatron.model.arithmetic import flops_per_iteration, peak_tflops
+
+    config = resolve(parse_arguments(our_flags(work)).config, 1, work.vocab).config
+    flops = flops_per_iteration(config.model, work.step_samples, work.seq, work.vocab)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peak = peak_tflops(name, "bfloat16")
+    last = {r["who"]: r for r in runs if r["setting"] == row["setting"]}
+    found: dict = {"peak_bytes": [], "mfu": [], "first_losses": []}
+    for side, who in (("ours", "ours"), ("theirs", row["peer"])):
+        share = peak and flops * row[side] / work.step_tokens / (peak * 1e12)
+        losses = last[who]["losses"]
+        if who != "ours":
+            losses = [statistics.mean(losses[: work.warmup])] if losses else [math.nan]
+        found["mfu"].append(share)
+        found["peak_bytes"].append(last[who].get("peak_bytes"))
+        found["first_losses"].append(losses[0])
+    ours, theirs = found["first_losses"]
+    found["equal_losses"] = abs(ours - theirs) < LOSSES_EQUAL * abs(ours)
+    return found | {"passed": row["passed"] and found["equal_losses"]}
 
 
 def table(rows: list[dict]) -> str:
@@ -442,6 +522,8 @@ def table(rows: list[dict]) -> str:
         verdict = (
             "reached"
             if row["passed"]
+            else "unequal losses"
+            if not row.get("equal_losses", True)
             else "lost"
             if row["pairs"] >= ratio_rule.PAIRS
             else "too few quiet pairs"
@@ -519,6 +601,13 @@ def parser_of_flags() -> argparse.ArgumentParser:
         action="store_true",
         help="one thread, CPU seconds instead of elapsed ones, every pair counts",
     )
+    parser.add_argument(
+        "--window",
+        type=float,
+        metavar="SECONDS",
+        help="for one window on a GPU: begin no run later, count every pair, and leave out a peer "
+        "that fails",
+    )
     parser.add_argument("--out", type=Path, help="JSON of every run")
     return parser
 
@@ -537,6 +626,9 @@ def measure(args: argparse.Namespace) -> None:
         threads, rule = 1, Rule(args.pairs, math.inf, "tokens_per_cpu_second")
     else:
         threads, rule = args.threads, Rule(args.pairs, args.quiet, "tokens_per_second")
+    if args.window:
+        until = time.monotonic() + args.window
+        rule = Rule(args.pairs, math.inf, "tokens_per_second", until, True)
     settings = {
         name: replace(SETTINGS[name], threads=max(1, threads // SETTINGS[name].processes))
         for name in args.settings
@@ -550,7 +642,10 @@ def measure(args: argparse.Namespace) -> None:
         "rows": [],
         "runs": [],
     }
-    with tempfile.TemporaryDirectory() as folder:
+    # an 8B model's layers are 9 GB: on a GPU's machine they are kept in its memory
+    memory = Path("/dev/shm")
+    is_large = any(map(on_a_gpu, settings.values())) and memory.is_dir()
+    with tempfile.TemporaryDirectory(dir=memory if is_large else None) as folder:
         for name, work in settings.items():
             for _ in rounds(
                 name, work, args.against, args.peers, Path(folder) / "start", rule, document["runs"]

@@ -57,6 +57,8 @@ class Work:
     min_lr: float = 0.0
     lr_warmup: int = 5
     threads: int = 2  # of each process
+    device: str = "cpu"  # or cuda
+    options: str = ""  # of a peer, separated by commas
 
     @property
     def key_heads(self) -> int:
@@ -129,11 +131,12 @@ def parse_work(kind: type[Work] = Work) -> tuple[Work, Mapping[str, np.ndarray]]
     args = vars(parser.parse_args())
     start = args.pop("start")
     index = json.loads((start / "index.json").read_text())
-    with open(start / "tensors.bin", "rb") as file:
-        tensors = {
-            name: np.fromfile(file, dtype, math.prod(shape)).reshape(shape)
-            for name, (dtype, shape) in index.items()
-        }
+    tensors, offset = {}, 0
+    for name, (dtype, shape) in index.items():
+        # copy on write: an 8B model's layers are not held in memory twice
+        mapped = np.memmap(start / "tensors.bin", dtype, "c", offset, tuple(shape))
+        tensors[name] = mapped
+        offset += mapped.nbytes
     return kind(**args), tensors
 
 
@@ -178,6 +181,8 @@ class StepClock:
         self.ticks += 1
         if self.ticks % self.optimizers:
             return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.stamps.append((time.perf_counter(), time.process_time()))
         self.rates.append(optimizer.param_groups[0]["lr"])
 
@@ -222,6 +227,7 @@ def report(
         "losses": losses,
         "parameters": parameters,
         "threads": torch.get_num_threads(),
+        "peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
         "versions": {"torch": torch.__version__, "python": platform.python_version(), **versions},
         **more,
     }

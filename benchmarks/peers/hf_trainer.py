@@ -123,7 +123,7 @@ class Losses:
 def settings(work: Work, folder: str) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder,
-        use_cpu=True,
+        use_cpu=work.device == "cpu",
         bf16=work.precision == "bf16",
         optim="adamw_torch_fused",
         learning_rate=work.lr,

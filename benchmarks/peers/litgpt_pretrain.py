@@ -1,6 +1,6 @@
 """litgpt's own pretrain command on its own GPT. Run by benchmarks/training.py.
 
-Shims: torch.compile is the identity (compilation is off on both sides); AdamW is given as a class
+Shims: on CPUs torch.compile is the identity (compilation is off on both sides); AdamW is given as a class
 of ours, because litgpt asks for the fused kernel on CUDA alone; nothing is saved after the last
 step, which is after the clock (the saver reads litgpt's command line).
 """
@@ -51,6 +51,7 @@ def model_config(work: Work) -> Config:
         padded_vocab_size=work.vocab,
         n_layer=work.layers,
         n_head=work.heads,
+        n_query_groups=work.key_heads,
         n_embd=work.hidden,
         rotary_percentage=1.0,
         parallel_residual=False,
@@ -66,7 +67,8 @@ def main() -> None:
     work, start = parse_work()
     assert work.dropout == 0, "litgpt has no dropout"
     torch.set_num_threads(work.threads)
-    torch.compile = lambda model: model
+    if work.device == "cpu":
+        torch.compile = lambda model: model
     litgpt.pretrain.save_checkpoint = lambda *_: None
     models, original = [], litgpt.pretrain.GPT
     # only to count the parameters afterwards

@@ -1,5 +1,6 @@
-"""A plain PyTorch training loop in the style of nanoGPT, as fast as plain eager PyTorch gets
-without changing the mathematics.
+"""A plain PyTorch training loop in the style of nanoGPT, as fast as plain PyTorch gets without
+changing the mathematics; with the option `compile` under torch.compile, with the option `liger`
+with Liger's kernels for norm, rotary embedding, SwiGLU and loss.
 
 Run by benchmarks/training.py, in one process or, with torch's DistributedDataParallel over
 Gloo, in several. Parameters are fp32; with bf16 the forward pass runs under autocast.
@@ -19,18 +20,60 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+class Kernels:
+    """Norm, rotary embedding, gated activation and loss of PyTorch."""
+
+    norm: type[nn.Module] = nn.RMSNorm
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn q and k [b, heads, s, d] by tables [s, d / 2]."""
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), labels)  # as autocast does
+
+
+class LigerKernels(Kernels):
+    """The same from liger-kernel."""
+
+    def __init__(self) -> None:
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+        from liger_kernel.transformers import (
+            LigerCrossEntropyLoss,
+            LigerRMSNorm,
+            liger_rotary_pos_emb,
+        )
+
+        self.norm, self.rotary = LigerRMSNorm, liger_rotary_pos_emb
+        self.gated, self.loss = LigerSiLUMulFunction.apply, LigerCrossEntropyLoss()
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (torch.cat((table, table), dim=-1)[None] for table in (cos, sin))
+        return self.rotary(q, k, cos, sin)
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.gated(gate.contiguous(), up.contiguous())
+
+
 class Attention(nn.Module):
-    def __init__(self, work: Work):
+    def __init__(self, work: Work, kernels: Kernels):
         super().__init__()
-        self.heads, self.dropout = work.heads, work.dropout
-        self.qkv = nn.Linear(work.hidden, 3 * work.hidden, bias=False)
+        self.work, self.kernels, self.dropout = work, kernels, work.dropout
+        self.head_dim = work.hidden // work.heads
+        heads = work.heads + 2 * work.key_heads
+        self.qkv = nn.Linear(work.hidden, heads * self.head_dim, bias=False)
         self.proj = nn.Linear(work.hidden, work.hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        b, s, h = x.shape
-        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        (b, s, h), work = x.shape, self.work
+        heads = self.qkv(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+        q, k, v = heads.split((work.heads, work.key_heads, work.key_heads), dim=1)
+        q, k = self.kernels.rotate(q, k, cos, sin)
+        grouped = work.key_heads < work.heads
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return F.dropout(self.proj(y.transpose(1, 2).reshape(b, s, h)), self.dropout, self.training)
 
 
@@ -41,25 +84,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    def __init__(self, work: Work):
+    def __init__(self, work: Work, kernels: Kernels):
         super().__init__()
-        self.dropout = work.dropout
+        self.kernels, self.dropout = kernels, work.dropout
         self.fc1 = nn.Linear(work.hidden, 2 * work.ffn, bias=False)
         self.fc2 = nn.Linear(work.ffn, work.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.fc1(x).chunk(2, dim=-1)
-        return F.dropout(self.fc2(F.silu(gate) * up), self.dropout, self.training)
+        return F.dropout(self.fc2(self.kernels.activate(gate, up)), self.dropout, self.training)
 
 
 class Layer(nn.Module):
-    def __init__(self, work: Work):
+    def __init__(self, work: Work, kernels: Kernels):
         super().__init__()
-        self.norm1, self.norm2 = (
-            nn.RMSNorm(work.hidden, eps=1e-5),
-            nn.RMSNorm(work.hidden, eps=1e-5),
-        )
-        self.attention, self.mlp = Attention(work), MLP(work)
+        self.norm1, self.norm2 = (kernels.norm(work.hidden, eps=1e-5) for _ in range(2))
+        self.attention, self.mlp = Attention(work, kernels), MLP(work, kernels)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x), cos, sin)
@@ -70,9 +110,10 @@ class GPT(nn.Module):
     def __init__(self, work: Work, table_dtype: torch.dtype):
         super().__init__()
         self.dropout = work.dropout
+        self.kernels = LigerKernels() if "liger" in work.options else Kernels()
         self.embedding = nn.Embedding(work.vocab, work.hidden)
-        self.layers = nn.ModuleList(Layer(work) for _ in range(work.layers))
-        self.norm = nn.RMSNorm(work.hidden, eps=1e-5)
+        self.layers = nn.ModuleList(Layer(work, self.kernels) for _ in range(work.layers))
+        self.norm = self.kernels.norm(work.hidden, eps=1e-5)
         self.head = nn.Linear(work.hidden, work.vocab, bias=False)
         half = work.hidden // work.heads // 2
         angle = torch.arange(work.seq)[:, None] * 10000.0 ** (-torch.arange(half) / half)
@@ -97,8 +138,7 @@ class GPT(nn.Module):
         x = F.dropout(self.embedding(tokens), self.dropout, self.training)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        # as autocast does
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+        return self.kernels.loss(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
 def groups(model: nn.Module) -> list[dict]:
@@ -121,7 +161,11 @@ def main() -> None:
         else GPT(work, torch.bfloat16 if bf16 else torch.float32)
     )
     model.load(start)
-    parameters, tokens = sum(p.numel() for p in model.parameters()), tensor_of(start, "tokens")
+    model.to(work.device)
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = tensor_of(start, "tokens").to(work.device)
+    if "compile" in work.options:
+        model = torch.compile(model)
     if work.processes > 1:
         assert work.processes == work.data_parallel and work.accumulation == 1
         dist.init_process_group("gloo")
@@ -137,16 +181,16 @@ def main() -> None:
     for step in range(work.steps):
         for group in optimizer.param_groups:
             group["lr"] = work.learning_rate(step)
-        total = 0.0
+        total = torch.zeros((), device=work.device)
         for batch in rank_samples(tokens, step, work, rank):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            with torch.autocast(work.device, torch.bfloat16, enabled=bf16):
                 loss = model(batch[:, :-1], batch[:, 1:])
             (loss / work.accumulation).backward()
-            total += loss.item() / work.accumulation
+            total += loss.detach() / work.accumulation
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(total)
+        losses.append(total.item())
     report(work, clock, losses, parameters, {})
 
 

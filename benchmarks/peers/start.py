@@ -48,8 +48,9 @@ def write_start(folder: Path, work: Work, flags: list[str]) -> None:
     config = parse_arguments(flags).config
     tensors = {}
     for tensor in matrices(work, config.model):
-        tensors[tensor.name] = torch.empty(tensor.shape)
-        fill_initial(whole(tensor), tensors[tensor.name], config.training.seed)
+        weight = torch.empty(tensor.shape, device=work.device)
+        fill_initial(whole(tensor), weight, config.training.seed)
+        tensors[tensor.name] = weight.cpu()
     batch = build_data(config, build_tokenizer(config.data), None, 0).train.batch(
         0, work.steps * work.step_samples
     )
@@ -59,4 +60,6 @@ def write_start(folder: Path, work: Work, flags: list[str]) -> None:
     (folder / "index.json").write_text(
         json.dumps({name: [str(array.dtype), array.shape] for name, array in arrays.items()})
     )
-    (folder / "tensors.bin").write_bytes(b"".join(array.tobytes() for array in arrays.values()))
+    with open(folder / "tensors.bin", "wb") as file:
+        for array in arrays.values():
+            array.tofile(file)

@@ -1,0 +1,127 @@
+"""Kernels against their definitions: python checks.py [OPERATOR[:DTYPE] ...] [--processes N]
+
+Every row of kernels/configurations.json that this GPU takes, in small shapes. Each operator is a
+separate process: an illegal address or a hang ends the CUDA context, and must not hide the results
+of other operators. Prints a JSON object for each row: its error as a share of the bound of
+kernels/cases.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from device import DEVICE, HALF, IS_CUDA, message
+
+from megatron.kernels import cases, configurations, lang
+
+OPERATORS = (
+    "attention:bf16",
+    "attention:fp16",
+    "norm",
+    "qk_norm",
+    "rotary",
+    "activation",
+    "dropout",
+    "cross_entropy",
+    "grad_norm",
+    "adamw:bf16",
+    "adamw:fp32",
+    "fp8:bf16",
+    "grouped_gemm",
+    "initialise:fp32",
+)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LIMIT = 75.0  # seconds of one operator
+LOST_CONTEXT = ("CUDA error", "illegal", "misaligned")
+
+
+def worst_error(case: cases.Case) -> float:
+    """The largest error of a result as a share of its bound."""
+    found = 0.0
+    for actual, expected in zip(case.call(), case.expected(), strict=True):
+        wide = expected.double()
+        error = float((actual.double() - wide).norm() / wide.norm())
+        bound = cases.BOUND.get(actual.dtype, cases.BOUND[torch.float32])
+        found = max(found, error / bound if error == error else float("inf"))
+    return found
+
+
+def rows_of(operator: str, dtype: torch.dtype) -> Iterator[configurations.Row]:
+    """The rows that compute something by themselves: the case of dq covers dkv and prepare."""
+    arch = lang.capability(DEVICE) if IS_CUDA else 90
+    for name, key in configurations.TABLE:
+        if name.split()[0] != operator or min(configurations.TABLE[name, key]) > arch:
+            continue
+        row = configurations.find(name, arch, **dict(key))
+        covered = name in ("attention dkv", "attention prepare") or "gluon" in name
+        width = row.key.get("bytes", dtype.itemsize)
+        if not covered and not row.refused and width == dtype.itemsize:
+            yield row
+
+
+def check(operator: str, dtype_name: str) -> bool:
+    """Check an operator in this process; whether all its rows are right."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    dtype = DTYPES[dtype_name] if IS_CUDA else HALF
+    all_ok = True
+    for row in rows_of(operator, dtype):
+        begun = time.monotonic()
+        found = {"operator": row.operator, "key": dict(row.key), "dtype": dtype_name}
+        try:
+            share = worst_error(cases.case(row, DEVICE, True, dtype))
+            found |= {"of_bound": round(share, 3), "ok": share < 1}
+        except Exception as error:  # anything that a kernel may raise is a result
+            found |= {"ok": False, "error": message(error)}
+        print(json.dumps(found | {"seconds": round(time.monotonic() - begun, 2)}), flush=True)
+        all_ok &= found["ok"]
+        if any(word in found.get("error", "") for word in LOST_CONTEXT):
+            return False
+    return all_ok
+
+
+def check_in_process(name: str) -> bool:
+    """Check an operator in a separate process and print its rows."""
+    command = [sys.executable, __file__, "--here", name]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        out, fault = run.stdout, "" if run.returncode in (0, 1) else f"exit code {run.returncode}"
+        last = run.stderr.strip().splitlines()[-1:] if fault else []
+    except subprocess.TimeoutExpired as error:
+        out = (error.stdout or b"").decode()
+        fault, last = f"killed: over its limit of {LIMIT:.0f} s", []
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if fault:
+        lines.append(json.dumps({"operator": name, "ok": False, "error": " ".join([fault, *last])}))
+    print("\n".join(lines), flush=True)
+    return not fault and all(json.loads(line)["ok"] for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR[:DTYPE]")
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--here", action="store_true", help="in this process")
+    given = parser.parse_args()
+    unknown = {each.split(":")[0] for each in given.operators} - {
+        each.split(":")[0] for each in OPERATORS
+    }
+    if unknown:
+        parser.error(f"no operator {', '.join(sorted(unknown))}; they are {', '.join(OPERATORS)}")
+    names = given.operators or list(OPERATORS)
+    if given.here:
+        operator, _, dtype = names[0].partition(":")
+        return int(not all([check(operator, each) for each in [dtype] * bool(dtype) or DTYPES]))
+    with ThreadPoolExecutor(given.processes) as pool:
+        return int(not all(list(pool.map(check_in_process, names))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

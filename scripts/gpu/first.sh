@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# The first window on a GPU, at most 8 minutes: the speed of an 8B model's layers with a profile, then every kernel against its
+# definition, operators at the widths of an 8B layer, ceilings with GEMMs and attention, torch's operators, a plain PyTorch loop, and
+# smoke tests. Usage and environment: common.sh.
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+begin first "$@"
+setting="8B-layers on a GPU"
+[ -z "$rehearse" ] || setting="rehearsal of a GPU"
+model 8B-layers
+profile ours 90
+stage checks 75 "$python" scripts/gpu/checks.py ${rehearse:+adamw:fp32}
+stage shapes 45 "$python" scripts/gpu/shapes.py
+stage timed 50 "$python" scripts/gpu/timed.py
+pretrain torch 45 "${torch_operators[@]}"
+stage plain 75 "$python" benchmarks/training.py --settings "$setting" --against "plain loop" \
+  --pairs 1 --window 45 --peers .wheels --out "$W/plain.json"
+OMP_NUM_THREADS=2 stage smoke 65 "$python" -m pytest -m gpu -n 8 --max-worker-restart 16 -p no:cacheprovider --timeout 60 --tb=short \
+  -rfE tests/gpu/test_default_paths.py tests/gpu/test_cuda.py tests/gpu/test_gradients*.py
+finish
