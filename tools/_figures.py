@@ -53,6 +53,53 @@ def verdict(row: Any) -> str:
     return "reached" if row["passed"] else "**lost**"
 
 
+def gpu_record(script: str) -> dict[str, Any]:
+    """The record of a script of scripts/gpu/; without runs where it is still to be measured."""
+    path = RESULTS / "gpu" / f"{script}.json"
+    return json.loads(path.read_text()) if path.exists() else {"runs": {}}
+
+
+def gpu_run(name: str) -> tuple[dict[str, float], dict[str, float]]:
+    """What is predicted and what was measured of the run script/stage."""
+    script, stage = name.split("/")
+    predicted = json.loads((RESULTS / "gpu" / "predictions.json").read_text())["rows"][name]
+    return predicted, gpu_record(script)["runs"].get(stage, {}).get("measured", {})
+
+
+def _step(found: dict[str, float]) -> str:
+    if not found:
+        return "awaiting GPU"
+    step = f"{1e3 * found['step_s']:.0f} ms"
+    mfu = f", {found['mfu']:.1%}" if "mfu" in found else ""
+    return f"{step}{mfu}, {found['peak_gib']:.1f} GiB" if "peak_gib" in found else f"{step}{mfu}"
+
+
+@figure("gpu.predictions")
+def gpu_predictions() -> str:
+    """Every run of pretrain_gpt.py in scripts/gpu/, predicted and measured."""
+    names = json.loads((RESULTS / "gpu" / "predictions.json").read_text())["rows"]
+    return table(
+        "run | predicted: step, MFU, peak memory | measured",
+        ((name, *map(_step, gpu_run(name))) for name in names),
+    )
+
+
+@figure("gpu.goals")
+def gpu_goals() -> str:
+    """The goals of a run each, with its prediction."""
+    goals = {
+        "first/ours": ("6 layers of an 8B model, 4 x 8,192 tokens", 0.55),
+        "settle/1.3B": ("1.3B parameters, 4 x 4 x 2,048 tokens", 0.5),
+        "settle/125M": ("125M parameters, 4 x 16 x 1,024 tokens", 0.4),
+    }
+    rows = []
+    for name, (what, goal) in goals.items():
+        predicted, measured = gpu_run(name)
+        found = f"{measured['mfu']:.1%}" if "mfu" in measured else "awaiting GPU"
+        rows.append((what, f"MFU >= {goal:.0%}", f"{predicted['mfu']:.1%}", found))
+    return table("what | goal | predicted | measured", rows)
+
+
 @figure("experts.overlap")
 def experts_overlap() -> str:
     """Steps with and without --overlap-moe-expert-parallel-comm, over several links."""

@@ -55,6 +55,8 @@ def write_start(folder: Path, work: Work, flags: list[str]) -> None:
         0, work.steps * work.step_samples
     )
     tensors["tokens"] = torch.cat((batch.tokens, batch.labels[:, -1:]), 1)
+    if work.device == "cuda":
+        torch.cuda.empty_cache()  # the runs need it
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     folder.mkdir(exist_ok=True)
     (folder / "index.json").write_text(

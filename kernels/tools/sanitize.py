@@ -1,6 +1,6 @@
 """Every kernel once or twice in small shapes whose ends are no block's end, for compute-sanitizer.
 
-    bash scripts/gpu.sh FOLDER sanitize
+    bash scripts/gpu.sh settle memcheck racecheck
     compute-sanitizer --tool memcheck python kernels/tools/sanitize.py
     compute-sanitizer --tool racecheck python kernels/tools/sanitize.py
     compute-sanitizer --tool memcheck python kernels/tools/sanitize.py gluon    # on Hopper

@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from device import DEVICE, HALF, IS_CUDA, message
-
 from megatron.kernels import cases, configurations, lang
 
 OPERATORS = (
@@ -118,7 +117,8 @@ def main() -> int:
     names = given.operators or list(OPERATORS)
     if given.here:
         operator, _, dtype = names[0].partition(":")
-        return int(not all([check(operator, each) for each in [dtype] * bool(dtype) or DTYPES]))
+        results = [check(operator, each) for each in [dtype] * bool(dtype) or DTYPES]
+        return int(not all(results))
     with ThreadPoolExecutor(given.processes) as pool:
         return int(not all(list(pool.map(check_in_process, names))))
 

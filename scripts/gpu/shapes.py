@@ -13,15 +13,15 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from device import DEVICE, HALF, IS_CUDA, message
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from megatron.kernels.activation import activation, activation_backward, activation_reference
 from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.kernels.norm import add_norm, norm_backward, norm_reference
 from megatron.kernels.rotary import rotary_, rotary_reference
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 from megatron.layers.linear import linear_weight_grad
 
 if IS_CUDA:

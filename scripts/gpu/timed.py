@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from device import DEVICE, HALF, IS_CUDA, message
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from megatron.benchmarks.peers.one_call import OneCall
 from megatron.kernels import attention, attention_backward
 from megatron.kernels.attention_launch import Options, by_key_head
 from megatron.kernels.attention_masks import AttentionMask
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 WARM_UP, CALLS = (3, 15) if IS_CUDA else (1, 2)
 TOKENS, LARGE, COPIED, GROUPS, HEADS, DIM = (

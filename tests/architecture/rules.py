@@ -84,7 +84,12 @@ def breaches(root: Path) -> list[str]:
             if MACHINE_PATH.search(value)
         ]
     for path in sorted(
-        [*root.glob("scripts/*.sh"), *root.glob("*.md"), *root.glob("docs/*.md"), root / ".ci/run"]
+        [
+            *root.glob("scripts/**/*.sh"),
+            *root.glob("*.md"),
+            *root.glob("docs/*.md"),
+            root / ".ci/run",
+        ]
     ):
         if path.exists():
             name = path.relative_to(root).as_posix()

@@ -28,7 +28,7 @@ class Called(TorchDispatchMode):
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available(), reason="there it runs for real: scripts/gpu.sh FOLDER sanitize"
+    torch.cuda.is_available(), reason="there it runs for real: scripts/gpu.sh settle memcheck"
 )
 def test_every_operator_is_called(capsys):
     from megatron.kernels.tools import sanitize as tool

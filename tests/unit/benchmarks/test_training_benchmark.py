@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -197,15 +198,16 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
 
 
 @pytest.mark.parametrize(
-    "shape, layer, ends",
+    "shape, groups, layer, ends",
     [
-        ("Llama", 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32, 32),
+        # two key/value heads for four query heads
+        ("Llama", 2, 3 * 32 * 32 + 3 * 32 * 48 + 2 * 32, 32),
         # biases, positions, and norms with a bias each
-        ("GPT-2", 4 * 32 * 32 + 4 * 32 + 2 * 32 * 48 + 48 + 32 + 4 * 32, 16 * 32 + 2 * 32),
+        ("GPT-2", 0, 4 * 32 * 32 + 4 * 32 + 2 * 32 * 48 + 48 + 32 + 4 * 32, 16 * 32 + 2 * 32),
     ],
 )
-def test_the_plain_loop_computes_our_losses(tmp_path, shape, layer, ends):
-    work = replace(TINY, shape=shape)
+def test_the_plain_loop_computes_our_losses(tmp_path, shape, groups, layer, ends):
+    work = replace(TINY, shape=shape, query_groups=groups)
     tool.write_start(tmp_path / "start", work, tool.our_flags(work))
     ours, peer = (
         tool.run(who, work, tmp_path, tmp_path / "start") for who in ("ours", "plain loop")
@@ -306,6 +308,37 @@ def test_cpu_seconds_include_those_of_children():
     assert process.stdout.readline() == "done\n"
     assert tool.cpu_seconds(process.pid) >= 0.3 - 2 / os.sysconf("SC_CLK_TCK")
     process.communicate("\n", timeout=300)
+
+
+def fake_run(who: str, work: Work, *_: object) -> dict:
+    """A run of ours at twice a peer's speed; Liger is not installed."""
+    if "Liger" in who:
+        raise RuntimeError("No module named 'liger_kernel'")
+    speed = 2.0 if who == "ours" else 1.0
+    losses = [5.0] if who == "ours" else [5.0] * work.steps
+    return {"tokens_per_second": speed, "others_cores": 9.0, "losses": losses, "peak_bytes": 1}
+
+
+@pytest.mark.parametrize("window, pairs", [(1e9, 7), (-1.0, 0)])
+def test_a_window_ends_in_time_and_leaves_out_a_peer_that_fails(
+    monkeypatch, tmp_path, capsys, window, pairs
+):
+    monkeypatch.setattr(tool, "run", fake_run)
+    monkeypatch.setattr(tool, "write_start", lambda *_: None)
+    work, runs = tool.SETTINGS["125M on a GPU"], []
+    rule = tool.Rule(7, math.inf, "tokens_per_second", time.monotonic() + window, True)
+    peers = ["plain loop", "Liger"]
+    assert list(tool.rounds("gpu", work, peers, tmp_path, tmp_path, rule, runs))
+    assert len(rule.counted(runs, "gpu", "plain loop")) == pairs
+    assert not rule.counted(runs, "gpu", "Liger")
+    if pairs:
+        assert "Liger failed and is left out" in capsys.readouterr().out
+        (row,) = tool.summary(runs, {"gpu": work}, rule)
+        assert row["passed"] and row["equal_losses"] and row["peak_bytes"] == [1, 1]
+        for run in runs:
+            run["losses"] = [loss * (1.01 if run["who"] == "ours" else 1) for loss in run["losses"]]
+        (row,) = tool.summary(runs, {"gpu": work}, rule)
+        assert not row["passed"] and "unequal losses" in tool.table([row])
 
 
 def test_pairs_count_only_when_both_runs_had_the_machine():
