@@ -1,6 +1,6 @@
-"""Training throughput against other trainers, as ratios of interleaved runs: in one process on a CPU
-or a GPU against Hugging Face Trainer, litgpt and a plain PyTorch loop; in two processes over Gloo
-against torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core.
+"""Training throughput against other trainers, as ratios of interleaved runs: in one process on a
+CPU or a GPU against Hugging Face Trainer, litgpt and a plain PyTorch loop; in two processes over
+Gloo against torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core.
 Mixtures of experts are measured against Hugging Face Trainer and megatron-core.
 
     python benchmarks/training.py --setup DIR    # once: the peers' environments, pinned

@@ -1,8 +1,8 @@
 """litgpt's own pretrain command on its own GPT. Run by benchmarks/training.py.
 
-Shims: on CPUs torch.compile is the identity (compilation is off on both sides); AdamW is given as a class
-of ours, because litgpt asks for the fused kernel on CUDA alone; nothing is saved after the last
-step, which is after the clock (the saver reads litgpt's command line).
+Shims: on CPUs torch.compile is the identity (compilation is off on both sides); AdamW is given as a
+class of ours, because litgpt asks for the fused kernel on CUDA alone; nothing is saved after the
+last step, which is after the clock (the saver reads litgpt's command line).
 """
 
 from __future__ import annotations

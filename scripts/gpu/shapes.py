@@ -64,7 +64,7 @@ def swiglu_errors() -> list[float]:
 
 
 def rotary_errors() -> list[float]:
-    """Of queries and keys turned in the fused projection, and of the values, which must not move."""
+    """Of queries and keys turned in the fused projection, and of the unchanged values."""
     x = random(TOKENS, 1, GROUPS, HEADS + 2, DIM)
     angle = torch.randn(TOKENS, 1, 1, DIM // 2, device=DEVICE)
     cos = torch.cat([angle.cos()] * 2, -1)
