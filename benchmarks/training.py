@@ -1,7 +1,7 @@
 """Training throughput against other trainers, as ratios of interleaved runs: in one process on a
 CPU or a GPU against Hugging Face Trainer, litgpt and a plain PyTorch loop; in two processes over
-Gloo against torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and megatron-core.
-Mixtures of experts are measured against Hugging Face Trainer and megatron-core.
+Gloo against torch's DistributedDataParallel, DeepSpeed's ZeRO-0 and PipelineModule, and
+megatron-core. Mixtures of experts are measured against Hugging Face Trainer and megatron-core.
 
     python benchmarks/training.py --setup DIR    # once: the peers' environments, pinned
     python benchmarks/training.py --peers DIR --settings fp32 --out docs/results/training_cpu.json
@@ -422,7 +422,7 @@ def rounds(
             wait_until_quiet(rule.quiet)
             try:
                 answer = run(who, work, folder, start)
-            except RuntimeError as error:
+            except (OSError, RuntimeError) as error:
                 if not rule.drops_failing or who == "ours":
                     raise
                 print(f"{name}, {who} failed and is left out: {error}", flush=True)

@@ -94,10 +94,9 @@ llama=(--swiglu --normalization RMSNorm --position-embedding-type rope --disable
   full_recompute=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
   fp8=(--fp8-format hybrid --fp8-min-width 256)
   graphs=(--cuda-graphs)
-  sanitizer=(compute-sanitizer --tool)
   many_steps=(--train-iters 300 --log-interval 10)
 }
-[ -z "$rehearse" ] || fp8[3]=32 graphs=() sanitizer=(echo) many_steps=(--train-iters 15 --log-interval 5)
+[ -z "$rehearse" ] || fp8[3]=32 graphs=() many_steps=(--train-iters 15 --log-interval 5)
 
 model() {  # NAME [MICRO_BATCHES]: the flags of a model and of 15 steps of 4 micro-batches, in the array `model`
   local layers hidden ffn heads groups vocab seq samples count=${2:-4} more=()

@@ -311,9 +311,11 @@ def test_cpu_seconds_include_those_of_children():
 
 
 def fake_run(who: str, work: Work, *_: object) -> dict:
-    """A run of ours at twice a peer's speed; Liger is not installed."""
-    if "Liger" in who:
+    """A run of ours at twice a peer's speed; two peers are not installed."""
+    if who == "Liger":
         raise RuntimeError("No module named 'liger_kernel'")
+    if who == "litgpt":
+        raise FileNotFoundError("litgpt/bin/python")
     speed = 2.0 if who == "ours" else 1.0
     losses = [5.0] if who == "ours" else [5.0] * work.steps
     return {"tokens_per_second": speed, "others_cores": 9.0, "losses": losses, "peak_bytes": 1}
@@ -327,12 +329,14 @@ def test_a_window_ends_in_time_and_leaves_out_a_peer_that_fails(
     monkeypatch.setattr(tool, "write_start", lambda *_: None)
     work, runs = tool.SETTINGS["125M on a GPU"], []
     rule = tool.Rule(7, math.inf, "tokens_per_second", time.monotonic() + window, True)
-    peers = ["plain loop", "Liger"]
+    peers = ["plain loop", "Liger", "litgpt"]
     assert list(tool.rounds("gpu", work, peers, tmp_path, tmp_path, rule, runs))
     assert len(rule.counted(runs, "gpu", "plain loop")) == pairs
     assert not rule.counted(runs, "gpu", "Liger")
     if pairs:
-        assert "Liger failed and is left out" in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert "Liger failed and is left out" in printed
+        assert "litgpt failed and is left out" in printed
         (row,) = tool.summary(runs, {"gpu": work}, rule)
         assert row["passed"] and row["equal_losses"] and row["peak_bytes"] == [1, 1]
         for run in runs:
