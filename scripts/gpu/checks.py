@@ -1,4 +1,6 @@
-"""Kernels against their definitions: python checks.py [OPERATOR[:DTYPE] ...] [--processes N]
+"""Kernels against their definitions.
+
+    python scripts/gpu/checks.py [OPERATOR[:DTYPE] ...] [--processes N]
 
 Every row of kernels/configurations.json that this GPU takes, in small shapes. Each operator is a
 separate process: an illegal address or a hang ends the CUDA context, and must not hide the results

@@ -1,4 +1,6 @@
-"""Kernels of a trace of --profile by time per step: python kernel_table.py TRACE STEPS
+"""Kernels of a trace of --profile by time per step.
+
+    python scripts/gpu/kernel_table.py TRACE STEPS
 
 Prints a JSON object: milliseconds of a step, the share of it in which the device was busy, the
 number of kernels, the largest gaps between kernels, and time and number of each kernel. Compresses

@@ -1,4 +1,6 @@
-"""Collect a stage's results into one record: python record.py STAGE FOLDER
+"""Collect the results of a script into one record.
+
+    python scripts/gpu/record.py STAGE FOLDER
 
 FOLDER is the OUT of scripts/gpu/STAGE.sh. Writes FOLDER/STAGE.json with device, versions, date, the
 command, limit, exit code and rows of every run, the JSON files of its tools, and for each run of

@@ -1,4 +1,6 @@
-"""Rates of an 8B layer's parts: python timed.py [limits] [gemms] [attention]
+"""Rates of an 8B layer's parts.
+
+    python scripts/gpu/timed.py [limits] [gemms] [attention]
 
 `limits`: a large GEMM, and copies on the device and to the host. `gemms`: the five GEMMs forward,
 dgrad and wgrad (in fp32 as they are trained, and in bf16). `attention`: 8,192 tokens, 32 query and
