@@ -69,13 +69,18 @@ from megatron.interop.huggingface_files import (
     take_rules,
     write_folder,
 )  # noqa: E402
+from megatron.interop.megatron_arguments import (
+    argument_notes,
+    model_fields,
+    stores_norms_minus_one,
+)
 from megatron.interop.megatron_deepspeed import (
     is_megatron,
     map_ranks,
     megatron_arguments,
     tensor_parallel_size,
 )  # noqa: E402
-from megatron.interop.megatron_lm import map_tensors, model_fields, our_parameter
+from megatron.interop.megatron_lm import map_tensors, our_parameter
 from megatron.interop.models import MappedFile, Pair, check_shapes, own_share
 from megatron.interop.mp_ranks import MpRanks  # noqa: E402
 from megatron.interop.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
@@ -225,10 +230,8 @@ def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> F
     """
     folder = _megatron_iteration(folder)
     ranks = None if (folder / ".metadata").exists() else MpRanks(folder)
-    if config is not None:
-        fields = _given_fields(config, vocab_size)
-    else:
-        fields = model_fields(_common_arguments(folder) if ranks is None else ranks.args)
+    args = _arguments(folder, ranks, needed=config is None)
+    fields = model_fields(args) if config is None else _given_fields(config, vocab_size)
     model = ModelConfig(**fields)
     if ranks is None:
         stored = DcpFolder(folder)
@@ -250,20 +253,23 @@ def open_megatron(folder: Path, config: str | None, vocab_size: int | None) -> F
     rows = [
         shape[0]
         for name, shape, _ in tensors
-        if our_parameter(name) == ("embedding.word.weight", -1)
+        if (place := our_parameter(name)) and place.parameter == "embedding.word.weight"
     ]
     if not rows or rows[0] < (vocab_size or 1):
         raise UserError(
             f"{folder}: the word embedding has {rows[0] if rows else 'no'} rows; "
             f"--vocab-size is {vocab_size or 'not given'}"
         )
-    pairs = map_tensors(model, vocab_size or rows[0], tensors)
+    pairs = map_tensors(
+        model, vocab_size or rows[0], tensors, norms_minus_one=stores_norms_minus_one(args)
+    )
+    notes = argument_notes(args) if config is None else ()
     return Foreign(
         fields,
         DataConfig(),
         pairs,
         "mp_rank" if ranks else "torch_dist",
-        (WEIGHTS_ONLY, *_padding_note(vocab_size, rows[0])),
+        (WEIGHTS_ONLY, *_padding_note(vocab_size, rows[0]), *notes),
     )
 
 
@@ -354,7 +360,13 @@ def open_deepspeed(
         else model_fields(megatron_arguments(zero.states[0].get("args")))
     )
     pairs, rows = map_ranks(
-        folder, zero.ranks, tp, ModelConfig(**fields), vocab_size, qkv_order == "stacked"
+        folder,
+        zero.ranks,
+        tp,
+        ModelConfig(**fields),
+        vocab_size,
+        qkv_order == "stacked",
+        stores_norms_minus_one(zero.states[0].get("args")),
     )
     angles = (
         [ROTARY]
@@ -368,6 +380,18 @@ def open_deepspeed(
         "megatron-deepspeed",
         (WEIGHTS_ONLY, *_padding_note(vocab_size, rows), *angles),
     )
+
+
+def _arguments(folder: Path, ranks: MpRanks | None, *, needed: bool) -> Any:
+    """The arguments of the run that wrote a folder of Megatron-LM; None where there are none and
+    they are not `needed`.
+    """
+    try:
+        return _common_arguments(folder) if ranks is None else ranks.args
+    except UserError:
+        if needed:
+            raise
+        return None
 
 
 def _common_arguments(folder: Path) -> Any:

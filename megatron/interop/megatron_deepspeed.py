@@ -93,8 +93,9 @@ def megatron_arguments(args: Any) -> Record:
     state.setdefault("position_embedding_type", positions)
     state["group_query_attention"] = groups not in (None, heads)
     state["num_query_groups"] = groups or heads
-    if state.get("rope_theta"):
-        state["rotary_base"] = state["rope_theta"]
+    base = state.pop("rope_theta", None)
+    if base:
+        state["rotary_base"] = base
     norm = state.get("normalization")
     norms: dict[Any, Any] = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", None: "LayerNorm"}
     state["normalization"] = norms.get(norm, norm)
@@ -126,6 +127,7 @@ def map_ranks(
     model: ModelConfig,
     vocab_size: int | None,
     stacked: bool,
+    norms_minus_one: bool = False,
 ) -> tuple[list[Pair], int]:
     """The logical tensors in those of all ranks, and how many rows the word embedding has; None
     keeps all of them. Raises UserError.
@@ -150,7 +152,8 @@ def map_ranks(
         [_stacked_rule(name) for name, _, _ in fused],
         {name: (shape, parts) for name, shape, parts in fused},
     )
-    return [*pairs, *map_tensors(model, vocab_size or rows, rest)], rows
+    rest_pairs = map_tensors(model, vocab_size or rows, rest, norms_minus_one=norms_minus_one)
+    return [*pairs, *rest_pairs], rows
 
 
 def _join_stages(

@@ -1,21 +1,21 @@
-"""Megatron-LM's GPT tensors and arguments <-> ours: which of our parameters a name means, and the
-logical tensors in it.
+"""Megatron-LM's GPT tensors as ours: which of our parameters a name means, and the logical tensors
+in it. The arguments are in `megatron_arguments.py`.
 
 Facts of Megatron-LM (core 0.5 to 0.16): layers are stacked along a first dimension (or numbered in
 the name); the fused QKV has for each query group the rows of its queries, then of its key and its
 value; fc1 of a gated MLP has the gate's rows, then the others (`_w` and `_v` apart on request); a
-normalisation before a linear layer may carry that layer's name; the vocabulary is padded. All as
-ours but for names.
+normalisation before a linear layer may carry that layer's name; the vocabulary is padded; experts
+are stacked behind the layers, or numbered in the name. All as ours but for names. With
+--apply-layernorm-1p the weights of norms are stored minus one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-import reprlib
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -23,9 +23,7 @@ from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
-from megatron.config.metadata import flag_name
 from megatron.interop.models import Pair, Part, Whole
-from megatron.interop.pickles import Record, state_of
 from megatron.layers.spec import Box, ParameterSpec
 from megatron.model.build import declared
 
@@ -42,39 +40,85 @@ INNER = {  # names in a layer, without weight or bias
     "self_attention.q_layernorm": "attention.q_norm",
     "self_attention.k_layernorm": "attention.k_norm",
     "self_attention.linear_proj": "attention.proj",
+    "self_attention.linear_q_proj": "attention.q",
+    "self_attention.linear_q_down_proj": "attention.q_down",
+    "self_attention.linear_q_up_proj": "attention.q_up",
+    "self_attention.linear_q_up_proj.layer_norm": "attention.q_norm",
+    "self_attention.linear_kv_down_proj": "attention.kv_down",
+    "self_attention.linear_kv_up_proj": "attention.kv_up",
+    "self_attention.linear_kv_up_proj.layer_norm": "attention.kv_norm",
+    "self_attention.kv_layernorm": "attention.kv_norm",
     "pre_mlp_layernorm": "mlp_norm",
     "mlp.linear_fc1.layer_norm": "mlp_norm",
     "mlp.linear_fc1": "mlp.fc1",
     "mlp.linear_fc2": "mlp.fc2",
+    "mlp.router": "mlp.router",
+    "mlp.shared_experts.linear_fc1": "mlp.shared_expert.fc1",
+    "mlp.shared_experts.linear_fc2": "mlp.shared_expert.fc2",
 }
+WHOLE_NAMES = {
+    "mlp.router.expert_bias": "mlp.router.expert_bias",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+}
+EXPERT = re.compile(
+    r"mlp\.experts\.(?:experts\.|local_experts\.(\d+)\.)?linear_(fc[12])\.weight(\d*)"
+)
+GATED_HALVES = ("mlp.fc1", "mlp.shared_expert.fc1")
+STACKED = -1  # the experts are a dimension of the tensor
 BESIDE = re.compile(
     r"optimizer\.|rng_state|.*_extra_state|rerun_state|opt_param_scheduler|chained_\d+\."
-    r"|param_groups|args\.|common_step|iteration"
+    r"|param_groups|args\.|common_step|iteration|.*_tokens_per_expert"
 )
 
 
-def our_parameter(name: str) -> tuple[str, int] | None:
-    """(our parameter's name with {} for the layer's number, or -1 for the last layer's; the half of
-    fc1: 0 or 1, -1 for all) of one of theirs; None when there is none.
+class ParameterPlace(NamedTuple):
+    """Where a tensor of theirs belongs: our parameter with {} for the number of the layer (-1 for
+    that of the last one), the half of fc1 (0 or 1, -1 for both), and the expert.
     """
+
+    parameter: str
+    half: int = -1
+    expert: int | None = None
+
+
+def our_parameter(name: str) -> ParameterPlace | None:
+    """The place of one of their tensors; None when there is none."""
     name = re.sub(r"^(?:model\d*\.|module\.)+", "", name)
     half = {"_w": 0, "_v": 1}.get(name[-2:], -1)
     name = name[:-2] if half >= 0 else name
-    layer = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+?)[._](weight|bias)", name)
+    layer = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.+)", name)
     if layer:
-        ours = INNER.get(layer[2])
-        return (
-            (f"layers.{layer[1] or '{}'}.{ours}.{layer[3]}", half)
-            if ours and (half < 0 or ours == "mlp.fc1")
-            else None
-        )
+        inner = _inner_place(layer[2], half)
+        number = layer[1] or "{}"
+        return inner and inner._replace(parameter=f"layers.{number}.{inner.parameter}")
     outer = re.fullmatch(r"(.+?)(\.weight|\.bias)", name)
     if name in OUTER:
-        return OUTER[name], half
-    return (OUTER[outer[1]] + outer[2], half) if outer and outer[1] in OUTER else None
+        return ParameterPlace(OUTER[name], half)
+    return ParameterPlace(OUTER[outer[1]] + outer[2], half) if outer and outer[1] in OUTER else None
 
 
-def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -> list[Pair]:
+def _inner_place(name: str, half: int) -> ParameterPlace | None:
+    """The same of a name in a layer, and of the parameter in it."""
+    if name in WHOLE_NAMES:
+        return ParameterPlace(WHOLE_NAMES[name])
+    expert = EXPERT.fullmatch(name)
+    if expert:
+        number = expert[1] or expert[3]
+        return ParameterPlace(f"mlp.experts.{expert[2]}", half, int(number) if number else STACKED)
+    match = re.fullmatch(r"(.+?)[._](weight|bias)", name)
+    ours = INNER.get(match[1]) if match else None
+    if match is None or ours is None or (half >= 0 and ours not in GATED_HALVES):
+        return None
+    return ParameterPlace(f"{ours}.{match[2]}", half)
+
+
+def map_tensors(
+    model: ModelConfig,
+    vocab_size: int,
+    tensors: Iterable[Whole],
+    *,
+    norms_minus_one: bool = False,
+) -> list[Pair]:
     """The logical tensors in theirs (name, shape, parts). Raises UserError listing all names that
     have no counterpart here.
     """
@@ -88,22 +132,31 @@ def map_tensors(model: ModelConfig, vocab_size: int, tensors: Iterable[Whole]) -
         if found is None:
             unknown.append(name)
             continue
-        ours = found[0].replace("layers.-1.", f"layers.{model.num_layers - 1}.")
-        half = found[1]
+        ours = found.parameter.replace("layers.-1.", f"layers.{model.num_layers - 1}.")
         if "{}" in ours and shape[0] != model.num_layers:
             wrong.append(f"{name} holds {shape[0]} layers, --num-layers is {model.num_layers}")
             continue
         for layer, part in _layers(ours, shape, parts):
             try:
-                pairs += _boxes(
-                    model, vocab_size, ours.format(layer), shape["{}" in ours :], half, part
-                )
+                place = found._replace(parameter=ours.format(layer))
+                inner = shape["{}" in ours :]
+                for each, extent, share in _experts(model, place, inner, part):
+                    pairs += _boxes(model, vocab_size, each, extent, share)
             except UserError as error:
                 wrong.append(f"{name}: {error}")
                 break
     if unknown or wrong:
         raise UserError("\n".join([*_without_counterpart(unknown), *wrong]))
-    return pairs
+    return [_plus_one(pair) for pair in pairs] if norms_minus_one else pairs
+
+
+def _plus_one(pair: Pair) -> Pair:
+    """The weight of a norm that is stored minus one, in fp32 as it is computed; others as they
+    are.
+    """
+    box, value = pair
+    is_norm = box.name.endswith("norm.weight")
+    return box, value.to(torch.promote_types(value.dtype, torch.float32)) + 1 if is_norm else value
 
 
 def _without_counterpart(names: list[str]) -> list[str]:
@@ -130,19 +183,32 @@ def _layers(ours: str, shape: Dims, parts: list[Part]) -> Iterator[tuple[int, Pa
             )
 
 
-def _boxes(
-    model: ModelConfig,
-    vocab_size: int,
-    parameter: str,
-    shape: Dims,
-    half: int,
-    part: Part,
-) -> Iterator[Pair]:
-    """The logical tensors' parts in a box of a whole parameter of this `shape`."""
+def _experts(
+    model: ModelConfig, place: ParameterPlace, shape: Dims, part: Part
+) -> Iterator[tuple[ParameterPlace, Dims, Part]]:
+    """Each expert's part of stacked tensors, with its place and shape; others as they are."""
+    if place.expert != STACKED:
+        yield place, shape, part
+        return
     offset, extent, elements = part
-    if half >= 0:
-        shape, offset = (2 * shape[0], *shape[1:]), (half * shape[0] + offset[0], *offset[1:])
-    spec = _require_shape(model, vocab_size, parameter, shape)
+    if len(shape) != 3 or shape[0] != model.num_experts:
+        raise UserError(f"shape {list(shape)}, --num-experts is {model.num_experts}")
+    value = elements()
+    for index in range(extent[0]):
+        select = partial(torch.select, value, 0, index)
+        expert = place._replace(expert=offset[0] + index)
+        yield expert, shape[1:], (offset[1:], extent[1:], select)
+
+
+def _boxes(
+    model: ModelConfig, vocab_size: int, place: ParameterPlace, shape: Dims, part: Part
+) -> Iterator[Pair]:
+    """The logical tensors' parts in a box of a whole parameter of this `shape`, or of an expert's
+    part of it: the experts of a layer are one parameter.
+    """
+    offset, extent, elements = part
+    shape, offset = _in_parameter(model, place, shape, offset)
+    spec = _require_shape(model, vocab_size, place.parameter, shape)
     value = elements()
     for box in spec.boxes():
         stride = shape[0] // box.groups
@@ -157,6 +223,20 @@ def _boxes(
                     extent=(rows.extent[0], *extent[1:]),
                 )
                 yield where, value[low - offset[0] : high - offset[0]]
+
+
+def _in_parameter(
+    model: ModelConfig, place: ParameterPlace, shape: Dims, offset: Dims
+) -> tuple[Dims, Dims]:
+    """Shape of the whole parameter, and the offset in it, for an offset in a tensor of theirs that
+    is a half of it or an expert's part.
+    """
+    parts = [(place.half, 2)] if place.half >= 0 else []
+    parts += [(place.expert, model.num_experts or 1)] if place.expert is not None else []
+    for index, count in parts:
+        offset = (index * shape[0] + offset[0], *offset[1:])
+        shape = (count * shape[0], *shape[1:])
+    return shape, offset
 
 
 def _require_shape(
@@ -223,95 +303,3 @@ def _runs(first: int, last: int, stride: int) -> Iterator[tuple[int, int, bool]]
     for low, high, whole in ((first, begin, False), (begin, end, True), (end, last, False)):
         if low < high:
             yield low, high, whole
-
-
-# ---- arguments -----------------------------------------------------------------------------------
-
-SAME = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "group_query_attention",
-    "max_position_embeddings",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "normalization",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "hidden_dropout",
-    "attention_dropout",
-    "init_method_std",
-    "make_vocab_size_divisible_by",
-)
-REFUSED = {  # what our models do not have -> the values under which it is not there
-    "apply_layernorm_1p": (None, False),
-    "num_experts": (None, 0),
-    "multi_latent_attention": (None, False),
-    "rotary_interleaved": (None, False),
-    "apply_residual_connection_post_layernorm": (None, False),
-    "window_size": (None,),
-    "mtp_num_layers": (None, 0),
-    "hybrid_layer_pattern": (None,),
-    "add_position_embedding": (None, True),
-}
-
-
-def model_fields(args: Record) -> dict[str, Any]:
-    """Fields of ModelConfig that the arguments kept in a Megatron-LM checkpoint mean. Raises
-    UserError naming what has no counterpart.
-    """
-    given = state_of(args)
-    _require_known(given)
-    fields = {name: given[name] for name in SAME if given.get(name) is not None}
-    heads = fields["num_attention_heads"]
-    hidden = fields["hidden_size"]
-    grouped = given.get("group_query_attention")
-    fields.setdefault("kv_channels", hidden // heads)
-    fields.setdefault("ffn_hidden_size", 4 * hidden)
-    fields["num_query_groups"] = given["num_query_groups"] if grouped else heads
-    fields["norm_epsilon"] = given.get("norm_epsilon") or given.get("layernorm_epsilon") or 1e-5
-    fields["activation"] = _activation(given)
-    kinds = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
-    for name, value in fields.items():
-        if kinds[name].startswith("float"):
-            fields[name] = float(value)
-        elif isinstance(value, Record):
-            raise UserError(
-                "the arguments in the checkpoint cannot be taken over: "
-                f"{flag_name(name)} is a {value.kind}"
-            )
-    return fields
-
-
-def _require_known(given: dict[str, Any]) -> None:
-    """Raises UserError naming every argument that our models do not have, or that is missing."""
-    faults = [
-        f"{flag_name(name)} {reprlib.repr(given[name])}"
-        for name, absent in REFUSED.items()
-        if given.get(name) not in absent
-    ]
-    needed = "num_layers", "hidden_size", "num_attention_heads"
-    faults += [f"no {name}" for name in needed if type(given.get(name)) is not int]
-    if faults:
-        raise UserError(
-            "the arguments in the checkpoint cannot be taken over: " + "; ".join(faults)
-        )
-
-
-def _activation(given: dict[str, Any]) -> str:
-    if given.get("swiglu"):
-        return "swiglu"
-    if given.get("squared_relu"):
-        return "squared-relu"
-    # Megatron's fused kernel is the tanh form.
-    biases = given.get("add_bias_linear")
-    fused = given.get("bias_gelu_fusion") and (biases is None or biases)
-    return "gelu-tanh" if given.get("openai_gelu") or fused else "gelu"

@@ -25,7 +25,8 @@ from megatron.interop.pickles import ARGUMENT_CLASSES, Record, read_torch_file
 
 FILE = "model_optim_rng.pt"
 ROWS = re.compile(
-    r"(embedding\.word_embeddings|output_layer|.*\.linear_qkv|.*\.linear_fc1)\.(weight|bias)"
+    r"(embedding\.word_embeddings|output_layer|.*\.linear_(qkv|fc1|q_proj|q_up_proj|kv_up_proj))"
+    r"\.(weight|bias)"
 )
 COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 
@@ -113,6 +114,11 @@ class MpRanks:
         if len({part.shape for part in parts}) > 1:
             raise CheckpointError(
                 f"{self.folder}: {name} has another shape on other tensor-parallel ranks"
+            )
+        if self.tp > 1 and ".mlp.experts." in name:
+            raise CheckpointError(
+                f"{self.folder}: experts of {self.tp} tensor-parallel ranks in files of ranks are "
+                "not supported; save the checkpoint as torch_dist"
             )
         folds = 2 if gated and ".linear_fc1." in name else 1
         return join_ranks(

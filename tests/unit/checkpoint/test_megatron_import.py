@@ -262,13 +262,13 @@ def test_what_cannot_be_mapped_is_one_error(tmp_path):
         "tensors missing: layers.0.attention.proj.bias"
         in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
     )
-    arguments.num_layers, arguments.num_experts = 4, 8
+    arguments.num_layers, arguments.no_rope_freq = 4, 2
     torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
     assert (
-        "--num-experts 8"
+        "--no-rope-freq 2"
         in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
     )
-    arguments.num_experts = None
+    arguments.no_rope_freq = None
     torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
     assert (
         "holds 3 layers, --num-layers is 4"

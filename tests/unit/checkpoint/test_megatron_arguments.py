@@ -1,0 +1,418 @@
+"""Arguments kept in checkpoints of Megatron-LM and Megatron-DeepSpeed: each is mapped, at its
+default, known to change nothing, or refused by name. Every value here differs from our default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+import torch
+from checkpoint_cases import same_bits
+from test_convert_ranks import convert
+from test_huggingface import LLAMA, VOCAB, build, tokens
+from test_megatron_import import save_alone
+from test_unread_fields import MODELS
+
+from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.config.errors import UserError
+from megatron.config.groups import ModelConfig
+from megatron.config.upstream_flags import NAMES
+from megatron.interop.megatron_arguments import (
+    FORWARD,
+    HARMLESS,
+    argument_notes,
+    model_fields,
+    stores_norms_minus_one,
+)
+from megatron.interop.megatron_deepspeed import megatron_arguments
+from megatron.interop.pickles import Record
+
+LEAST = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 6}
+
+
+def record(**changes) -> Record:
+    return Record("argparse.Namespace", (), {**LEAST, **changes})
+
+
+def fields(**changes) -> dict:
+    return model_fields(record(**changes))
+
+
+ROPE = {"position_embedding_type": "rope"}
+MLA = {"multi_latent_attention": True, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8, **ROPE}
+MOE = {"num_experts": 8}
+LLAMA3 = {"use_rope_scaling": True, "rope_original_max_position_embeddings": 8192}
+YARN = {
+    "position_embedding_type": "yarn",
+    "rope_scaling_factor": 40.0,
+    "rope_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        # missing arguments have Megatron-LM's defaults
+        (
+            {},
+            {
+                "ffn_hidden_size": 192,
+                "kv_channels": 8,
+                "num_query_groups": 6,
+                "position_embedding_type": "learned_absolute",
+                "norm_epsilon": 1e-5,
+                "activation": "gelu",
+            },
+        ),
+        ({"ffn_hidden_size": 100, "kv_channels": 16}, {"ffn_hidden_size": 100, "kv_channels": 16}),
+        ({"group_query_attention": True, "num_query_groups": 3}, {"num_query_groups": 3}),
+        ({"num_query_groups": 1}, {"num_query_groups": 6, "group_query_attention": False}),
+        ({"norm_epsilon": 1e-3}, {"norm_epsilon": 1e-3}),
+        ({"layernorm_epsilon": 1e-6}, {"norm_epsilon": 1e-6}),
+        ({"normalization": "RMSNorm", "qk_layernorm": True}, {"normalization": "RMSNorm"}),
+        ({"add_bias_linear": False, "add_qkv_bias": True}, {"add_bias_linear": False}),
+        ({"untie_embeddings_and_output_weights": True}, {"untie_embeddings_and_output_weights": 1}),
+        ({"max_position_embeddings": 77}, {"max_position_embeddings": 77}),
+        ({"init_method_std": 0.3, "hidden_dropout": 0.2}, {"init_method_std": 0.3}),
+        # activations
+        ({"swiglu": True, "bias_gelu_fusion": True}, {"activation": "swiglu"}),
+        ({"squared_relu": True}, {"activation": "squared-relu"}),
+        ({"openai_gelu": True}, {"activation": "gelu-tanh"}),
+        ({"bias_gelu_fusion": True}, {"activation": "gelu-tanh"}),
+        ({"bias_gelu_fusion": True, "add_bias_linear": False}, {"activation": "gelu"}),
+        ({"bias_gelu_fusion": False}, {"activation": "gelu"}),
+        # positions
+        ({**ROPE, "rotary_base": 500}, {**ROPE, "rotary_base": 500.0}),
+        ({**ROPE, "rotary_percent": 0.25}, {"rotary_percent": 0.25}),
+        ({"use_rotary_position_embeddings": True}, ROPE),
+        ({**ROPE, "rope_scaling_factor": 32.0}, {"rope_scaling_factor": None}),
+        ({**ROPE, "use_rope_scaling": True}, {**LLAMA3, "rope_scaling_factor": 8.0}),
+        (
+            {**ROPE, "use_rope_scaling": True, "rope_scaling_factor": 32},
+            {**LLAMA3, "rope_scaling_factor": 32.0},
+        ),
+        (
+            {**ROPE, "rotary_seq_len_interpolation_factor": 3},
+            {"rotary_seq_len_interpolation_factor": 3.0},
+        ),
+        ({"position_embedding_type": "none"}, {"position_embedding_type": "none"}),
+        # YaRN of common attention, by its own arguments and by the common ones
+        (
+            {"position_embedding_type": "yarn", "rotary_scaling_factor": 40.0},
+            YARN,
+        ),
+        (
+            {
+                "position_embedding_type": "yarn",
+                "rotary_scaling_factor": 2.0,
+                "yarn_rotary_scaling_factor": 32.0,
+                "yarn_original_max_position_embeddings": 16,
+                "yarn_beta_fast": 8.0,
+                "yarn_beta_slow": 2.0,
+            },
+            {
+                "rope_scaling_factor": 32.0,
+                "rope_original_max_position_embeddings": 16,
+                "yarn_beta_fast": 8.0,
+                "yarn_beta_slow": 2.0,
+            },
+        ),
+        ({"position_embedding_type": "yarn"}, {**YARN, "rope_scaling_factor": 1.0}),
+        # latent attention
+        (MLA, {**ROPE, "kv_channels": 32, "num_query_groups": 6, "rope_scaling_factor": None}),
+        ({**MLA, "kv_channels": 8, "q_lora_rank": 20}, {"kv_channels": 32, "q_lora_rank": 20}),
+        ({**MLA, "kv_lora_rank": 12, "v_head_dim": 10}, {"kv_lora_rank": 12, "v_head_dim": 10}),
+        ({**MLA, "rotary_scaling_factor": 40.0}, {**YARN, "mscale": 1.0, "mscale_all_dim": 0.0}),
+        (
+            {**MLA, "rotary_scaling_factor": 40, "mscale": 0.7, "mscale_all_dim": 1.3},
+            {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+        ),
+        (
+            {**MLA, "position_embedding_type": "none", "rotary_scaling_factor": 40.0},
+            YARN,
+        ),
+        ({**MLA, "rotary_scaling_factor": 40.0, "rope_type": "rope"}, ROPE),
+        ({**MLA, "use_rope_scaling": True}, {"use_rope_scaling": False}),  # ignored there
+        # windows and experts
+        ({"window_size": (127, 0)}, {"window_size": 128}),
+        ({"window_size": [4, 0]}, {"window_size": 5}),
+        (
+            MOE,
+            {
+                "num_experts": 8,
+                "moe_ffn_hidden_size": 192,
+                "moe_layer_freq": "1",
+                "moe_router_load_balancing_type": ("aux_loss",),
+            },
+        ),
+        (
+            {
+                **MOE,
+                "moe_layer_freq": [0, 1, 1],
+                "moe_ffn_hidden_size": 40,
+                "moe_router_topk": 4,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_topk_scaling_factor": 2.5,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 2,
+                "moe_shared_expert_intermediate_size": 56,
+                "moe_shared_expert_gate": True,
+                "moe_aux_loss_coeff": 0.01,
+                "moe_router_load_balancing_type": "seq_aux_loss",
+            },
+            {
+                "moe_layer_freq": "[0,1,1]",
+                "moe_ffn_hidden_size": 40,
+                "moe_router_topk": 4,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_topk_scaling_factor": 2.5,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 2,
+                "moe_shared_expert_intermediate_size": 56,
+                "moe_shared_expert_gate": True,
+                "moe_aux_loss_coeff": (0.01,),
+                "moe_router_load_balancing_type": ("seq_aux_loss",),
+            },
+        ),
+        ({**MOE, "moe_router_pre_softmax": True}, {"moe_router_pre_softmax": True}),
+        ({"num_experts": 0}, {"num_experts": None}),
+    ],
+)
+def test_arguments_become_fields(given, expected):
+    model = ModelConfig(**fields(**given))
+    assert {name: getattr(model, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({**MLA, "position_embedding_type": "learned_absolute"}, "--position-embedding-type learn"),
+        (
+            {**MLA, "rope_type": "rope", "rotary_scaling_factor": 40.0, "mscale_all_dim": 1.0},
+            "--rope-type rope with --rotary-scaling-factor 40.0 and --mscale-all-dim 1.0",
+        ),
+        ({"position_embedding_type": "relative"}, "--position-embedding-type 'relative'"),
+        ({"add_position_embedding": False}, "--add-position-embedding False"),
+        ({"window_size": (4, 1)}, "--window-size (4, 1)"),
+        ({"window_size": (4, 0), "window_attn_skip_freq": 2}, "--window-attn-skip-freq 2"),
+        (
+            {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7},
+            "--mscale 0.7",
+        ),
+        ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type"),
+        ({"num_layers": None}, "no num_layers"),
+        ({"norm_epsilon": "small"}, "not of its type"),
+        # no name of a released flag
+        ({"logit_scaling": 8.0}, "--logit-scaling 8.0"),
+        ({"embedding_scale": 8.0, "no_rope_freq": 4}, "--embedding-scale 8.0; --no-rope-freq 4"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_by_name(given, text):
+    with pytest.raises(UserError) as error:
+        fields(**given)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_what_changes_the_forward_pass_is_harmless_at_its_default_only(name):
+    plain = fields()
+    for value in FORWARD[name]:
+        assert fields(**{name: value}) == plain
+    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 7"):
+        fields(**{name: 7})
+
+
+def test_arguments_of_training_change_nothing():
+    """All other flags that Megatron-LM and Megatron-DeepSpeed have had, with any value."""
+    mapped = set(vars(ModelConfig())) | set(FORWARD)
+    mapped |= {"swiglu", "squared_relu", "openai_gelu", "layernorm_epsilon", "bias_gelu_fusion"}
+    mapped |= {"use_rotary_position_embeddings", "rope_type"}
+    names = {name[2:].replace("-", "_") for name in NAMES} - mapped
+    assert len(names) > 900 and names <= HARMLESS
+    assert fields(**dict.fromkeys(names, 7), world_size=64) == fields()
+    assert fields(an_option_that_is_off=False, another=None) == fields()
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}),
+        ({"add_position_embedding": False}, {"position_embedding_type": "none"}),
+        (
+            {
+                "use_rotary_position_embeddings": True,
+                "rope_theta": 500,
+                "rotary_percent": 0.25,
+                "add_position_embedding": False,
+            },
+            {"position_embedding_type": "rope", "rotary_base": 500.0, "rotary_percent": 0.25},
+        ),
+        ({"num_key_value_heads": 3}, {"num_query_groups": 3, "group_query_attention": True}),
+        ({"num_key_value_heads": 6}, {"num_query_groups": 6, "group_query_attention": False}),
+        ({"normalization": "rmsnorm"}, {"normalization": "RMSNorm"}),
+        ({"normalization": "layernorm", "num_experts": [1]}, {"normalization": "LayerNorm"}),
+        ({"layernorm_epsilon": 1e-3, "swiglu": True}, {"norm_epsilon": 1e-3}),
+    ],
+)
+def test_arguments_of_megatron_deepspeed(given, expected):
+    found = ModelConfig(**model_fields(megatron_arguments(record(**given))))
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_residual_experts_of_megatron_deepspeed_are_refused():
+    with pytest.raises(UserError, match="--mlp-type 'residual'"):
+        model_fields(megatron_arguments(record(mlp_type="residual")))
+
+
+def test_what_versions_of_megatron_have_ignored_is_noted():
+    (line,) = argument_notes(record(use_rope_scaling=True, rope_scaling_factor=32.0))
+    assert "--rope-scaling-factor 32.0" in line and "computed with 8" in line
+    (line,) = argument_notes(record(rotary_seq_len_interpolation_factor=4))
+    assert "--rotary-seq-len-interpolation-factor 4" in line
+    assert argument_notes(record(use_rope_scaling=True, rope_scaling_factor=8.0)) == ()
+    assert argument_notes(record(rope_scaling_factor=32.0)) == ()
+
+
+# ---- tensors of experts, latent attention and norms that are stored minus one --------------------
+
+KEYS = {
+    "input_norm.weight": "input_layernorm.weight",
+    "attention.q.weight": "self_attention.linear_q_proj.weight",
+    "attention.q_down.weight": "self_attention.linear_q_down_proj.weight",
+    "attention.q_norm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "attention.q_up.weight": "self_attention.linear_q_up_proj.weight",
+    "attention.kv_down.weight": "self_attention.linear_kv_down_proj.weight",
+    "attention.kv_norm.weight": "self_attention.kv_layernorm.weight",
+    "attention.kv_up.weight": "self_attention.linear_kv_up_proj.weight",
+    "attention.proj.weight": "self_attention.linear_proj.weight",
+    "mlp_norm.weight": "pre_mlp_layernorm.weight",
+    "mlp.down.weight": "mlp.linear_fc2.weight",
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.expert_bias": "mlp.router.expert_bias",
+    "mlp.shared_expert.down.weight": "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+}
+# Models with their tensors under three spellings of experts.
+SPELLINGS = ("stacked", "local_experts.{}.linear_{}.weight", "linear_{1}.weight{0}")
+
+
+def layer_tensors(model: ModelConfig, held: dict, layer: int, spelling: str) -> dict:
+    """A layer under Megatron-LM's names; the experts by `spelling`."""
+
+    def own(name: str) -> torch.Tensor:
+        return held[f"layers.{layer}.{name}"]
+
+    def there(name: str) -> bool:
+        return f"layers.{layer}.{name}" in held
+
+    def fc1(name: str) -> torch.Tensor:
+        return torch.cat([own(f"{name}.gate.weight"), own(f"{name}.up.weight")])
+
+    found = {theirs: own(ours) for ours, theirs in KEYS.items() if there(ours)}
+    if model.multi_latent_attention is False:
+        del found["self_attention.linear_q_proj.weight"]
+        for kind in ("weight", "bias"):
+            if there(f"attention.q.{kind}"):
+                qkv = [own(f"attention.{part}.{kind}") for part in "qkv"]
+                parts = [x.reshape(model.num_query_groups, -1, *x.shape[1:]) for x in qkv]
+                fused = torch.cat(parts, 1).flatten(0, 1)
+                found[f"self_attention.linear_qkv.{kind}"] = fused
+    for name, theirs in (("mlp", "mlp"), ("mlp.shared_expert", "mlp.shared_experts")):
+        if there(f"{name}.gate.weight"):
+            found[f"{theirs}.linear_fc1.weight"] = fc1(name)
+    if there("mlp.router.weight"):
+        count = model.num_experts
+        experts = {
+            "fc1": [fc1(f"mlp.experts.{e}") for e in range(count)],
+            "fc2": [own(f"mlp.experts.{e}.down.weight") for e in range(count)],
+        }
+        for part, values in experts.items():
+            if spelling == "stacked":
+                found[f"mlp.experts.experts.linear_{part}.weight"] = torch.stack(values)
+            else:
+                for e, value in enumerate(values):
+                    found[f"mlp.experts.{spelling.format(e, part)}"] = value
+    return found
+
+
+def their_tensors(model: ModelConfig, held: dict, spelling: str) -> dict:
+    """All tensors; layers are stacked where they are alike."""
+    found = {
+        "embedding.word_embeddings.weight": held["embedding.word.weight"],
+        "decoder.final_layernorm.weight": held["final_norm.weight"],
+        "output_layer.weight": held["head.weight"],
+    }
+    layers = [layer_tensors(model, held, i, spelling) for i in range(model.num_layers)]
+    alike = len({tuple(layer) for layer in layers}) == 1
+    for i, layer in enumerate(layers):
+        for name, value in layer.items():
+            if alike:
+                found[f"decoder.layers.{name}"] = torch.stack([each[name] for each in layers])
+            else:
+                found[f"decoder.layers.{i}.{name}"] = value.clone()
+    return found
+
+
+def their_arguments(model: ModelConfig) -> argparse.Namespace:
+    """The arguments of a model, as Megatron-LM keeps them."""
+    given = {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(model)
+        if getattr(model, field.name) != field.default
+    }
+    given["swiglu"] = given.pop("activation") == "swiglu"
+    given["moe_router_load_balancing_type"] = "aux_loss"
+    given["moe_aux_loss_coeff"] = 0.0
+    given["moe_layer_freq"] = [int(each) for each in model.expert_layers()]
+    if model.position_embedding_type == "yarn":
+        given["position_embedding_type"] = "rope"
+        given["rotary_scaling_factor"] = given.pop("rope_scaling_factor")
+        given["original_max_position_embeddings"] = given.pop(
+            "rope_original_max_position_embeddings"
+        )
+    if model.window_size:
+        given["window_size"] = (model.window_size - 1, 0)
+    return argparse.Namespace(**given)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(
+    "name", ["deepseek", "deepseek dense", "mixtral window, top 1", "qwen2_moe", "llama minus one"]
+)
+def test_experts_latent_attention_and_norms_minus_one(tmp_path, name, spelling):
+    minus_one = name == "llama minus one"
+    if spelling != "stacked" and name in ("deepseek dense", "llama minus one"):
+        return  # has no experts
+    model = LLAMA if minus_one else MODELS[name]
+    ours, held = build(model)
+    theirs = their_tensors(model, held, spelling)
+    arguments = their_arguments(model)
+    if minus_one:
+        arguments.apply_layernorm_1p = True
+        theirs = {key: value - 1 if "norm" in key else value for key, value in theirs.items()}
+    save_alone(tmp_path / "theirs", theirs)
+    torch.save({"args": arguments}, tmp_path / "theirs" / "common.pt")
+    code, text = convert("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "run")
+    assert code == 0, text
+    import generate
+
+    with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
+        assert sorted(checkpoint.names) == sorted(held)
+        for key, value in held.items():
+            if minus_one and "norm" in key:
+                # below 4: one rounding of subtracting 1, one of adding it
+                torch.testing.assert_close(checkpoint[key], value, rtol=0, atol=2**-50)
+            else:
+                assert same_bits(checkpoint[key], value)
+        loaded = generate.load_model(checkpoint, torch.device("cpu"))
+        assert torch.allclose(
+            loaded.logits(tokens()), ours.logits(tokens()), rtol=1e-12, atol=1e-12
+        )
+    assert stores_norms_minus_one(Record("Namespace", (), vars(arguments))) == minus_one
+    assert VOCAB == held["embedding.word.weight"].shape[0]
