@@ -1,13 +1,15 @@
-"""A call of every operator for each row of the table of configurations, and the definition's
-results in fp32 to compare a small one with.
+"""A call of every operator for a row of the table of configurations or for a variant of a run, and
+the definition's results in fp32 to compare a small one with.
 
-The check at start (self_check.py) compares; kernels/tools/tune.py compares and times.
+The check at start (self_check.py) compares the variants of a run; kernels/tools/tune.py compares
+and times rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from megatron.kernels import (
     activation,
     adamw,
     attention,
+    attention_launch,
     attention_masks,
     cross_entropy,
     dropout,
@@ -31,6 +34,8 @@ from torch import Tensor
 
 Results = tuple[Tensor, ...]
 KEY = (3, 7)  # of Philox
+E4M3 = "float8_e4m3fn"
+ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 # relative error in the Frobenius norm, against fp32: a few roundings of the precision
 BOUND = {torch.float32: 1e-5, torch.float16: 1.25e-3, torch.bfloat16: 1e-2}
 
@@ -63,6 +68,28 @@ class Draw:
         return small if self.tiny else large
 
 
+@dataclass(frozen=True)
+class Variant:
+    """What a run launches of a row `kernel` of the table, in a precision. `settings` has what the
+    launch's compilation depends on (model/kernel_variants.py); what it lacks is that of a row.
+    """
+
+    kernel: str
+    dtype: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        given = (f"{name} {value}" for name, value in self.settings.items())
+        return f"{self.kernel} ({', '.join((self.dtype, *given))})"
+
+
+def case_of(variant: Variant, device: torch.device) -> Case:
+    """The small case of a variant."""
+    operator, _, rest = variant.kernel.partition(" ")
+    draw = Draw(device, True, getattr(torch, variant.dtype))
+    return CASES[operator](draw, dict(variant.settings), rest)
+
+
 def case(row: Row, device: torch.device, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> Case:
     """The case of a row in a precision; small enough for the definition where `tiny`."""
     operator, _, rest = row.operator.partition(" ")
@@ -79,37 +106,66 @@ def wrong(case: Case) -> str:
     return ""
 
 
+def _wide(tensors: Sequence[Tensor]) -> Results:
+    return tuple(each.float() for each in tensors)
+
+
+def _against(function: Callable[..., Tensor], call: Callable[[], Results], *inputs: Tensor) -> Case:
+    """The case of a forward pass whose definition is `function`."""
+    return Case(call, lambda: (function(*_wide(inputs)),))
+
+
 def _gradients(function: Callable[..., Tensor], dout: Tensor, *inputs: Tensor) -> Results:
     leaves = [x.detach().float().requires_grad_() for x in inputs]
     return torch.autograd.grad(function(*leaves), leaves, dout.float())
 
 
-def _of_kind(kind: str, samples: int, device: torch.device) -> dict[str, Any]:
-    """The settings of attention that a row's kind names."""
-    given: dict[str, Any] = {"mask": attention_masks.AttentionMask(causal=kind != "full")}
-    if kind == "softcap":
-        given["softcap"] = 50.0
-    if kind == "dropout":
-        given |= {"drop": 0.1, "key": KEY, "sample_ids": torch.arange(samples, device=device)}
+def _attention_options(key: dict[str, Any], s: int, b: int, device: torch.device) -> dict[str, Any]:
+    """What a call takes after its tensors."""
+    kind, places = key.get("kind", "causal"), torch.arange(s, device=device)
+    half = torch.where(places >= s // 2, s // 2, 0).expand(b, -1)
+    given: dict[str, Any] = {
+        "scale": key.get("scale", key.get("d", 128) ** -0.5),
+        "softcap": key.get("softcap", 50.0 if kind == "softcap" else None),
+        "mask": attention_masks.attention_mask(
+            s,
+            s,
+            causal=key.get("causal", kind != "full"),
+            window=key.get("window"),
+            document_starts=half if key.get("documents") else None,
+            **({"q_positions": places, "k_positions": places} if key.get("positions") else {}),
+        ),
+    }
+    if drop := key.get("drop", 0.1 if kind == "dropout" else 0.0):
+        given |= {"drop": drop, "key": KEY, "sample_ids": torch.arange(b, device=device)}
     return given
 
 
-def _attention(draw: Draw, key: dict[str, Any], kernel: str) -> Case:
-    d, kind = key.get("d", 128), key.get("kind", "causal")
+def _attention_operands(draw: Draw, key: dict[str, Any], d: int) -> tuple[Results, Tensor]:
+    """(q, k, v or the fused projection, the output's gradient)."""
     s, b, n, g = draw.either((192, 1, 2, 1), (4096, 4, 2048 // d, 2048 // d))
-    q, k, v, dout = (draw(s, b, heads, d) for heads in (n, g, g, n))
-    given = {"scale": d**-0.5, **_of_kind(kind, b, draw.device)}
+    s, b, m, g = key.get("s", s), key.get("b", b), key.get("m", n // g), key.get("g", g)
+    q, k, v, dout = (draw(s, b, heads, d) for heads in (m * g, g, g, m * g))
+    if not key.get("fused"):
+        return (q, k, v), dout
+    parts = q.unflatten(2, (g, m)), k.unsqueeze(3), v.unsqueeze(3)
+    return (torch.cat(parts, dim=3),), dout
 
-    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention.attention_reference(q, k, v, **given)[0]
+
+def _attention(draw: Draw, key: dict[str, Any], kernel: str) -> Case:
+    operands, dout = _attention_operands(draw, key, key.get("d", 128))
+    s, b = dout.shape[:2]
+    given = _attention_options(key, s, b, draw.device)
+    attend = partial(attention.flash_attention, gluon=key.get("gluon", False), **given)
+
+    def definition(*operands: Tensor) -> Tensor:
+        q, k, v = attention_launch.by_key_head(operands)
+        return attention.attention_reference(q.flatten(2, 3), k, v, **given)[0]
 
     if kernel == "forward":
-        return Case(
-            lambda: attention.flash_attention(q, k, v, **given)[:1],
-            lambda: (definition(q.float(), k.float(), v.float()),),
-        )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, _ = attention.flash_attention(*leaves, deterministic=kernel != "dkv_dq", **given)
+        return _against(definition, lambda: attend(*operands)[:1], *operands)
+    leaves = [x.requires_grad_() for x in operands]
+    out, _ = attend(*leaves, deterministic=kernel != "dkv_dq")
     return Case(
         lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True),
         lambda: _gradients(definition, dout, *leaves),
@@ -117,57 +173,65 @@ def _attention(draw: Draw, key: dict[str, Any], kernel: str) -> Case:
 
 
 def _activation(draw: Draw, key: dict[str, Any], direction: str) -> Case:
-    kind = "swiglu" if key["kind"] == "gated" else "gelu"
+    kind = key.get("activation", "swiglu" if key.get("kind") == "gated" else "gelu")
     rows, width = draw.either((6, 80), (8192, 16384))
-    x, dy, bias = (
-        draw(rows, width * (2 if kind == "swiglu" else 1)),
-        draw(rows, width),
-        draw(width) if key["kind"] == "bias" else None,
-    )
+    rows, width = key.get("rows", rows), key.get("width", width)
+    fused = width * (2 if kind in activation.GATED else 1)
+    biased = key.get("bias", key.get("kind") == "bias")
+    x, dy = draw(rows, fused), draw(rows, width)
+    bias = draw(fused) if biased else None
+    operands = (x,) if bias is None else (x, bias)
 
     def definition(x: Tensor, *bias: Tensor) -> Tensor:
         return activation.activation_reference(x, bias[0] if bias else None, kind)
 
     if direction == "forward":
-        return Case(
-            lambda: (activation.activation(x, None, kind),), lambda: (definition(x.float()),)
-        )
-    operands = (x,) if bias is None else (x, bias)
+        call = partial(activation.activation, x, bias, kind)
+        return _against(definition, lambda: (call(),), *operands)
     return Case(
         lambda: activation.activation_backward(dy, x, bias, kind)[: len(operands)],
         lambda: _gradients(definition, dy, *operands),
     )
 
 
-def _adamw(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
-    size = draw.either(3000, 1 << 27)
-    master, grad, m, v = (
-        draw(size, dtype=torch.float32),
-        draw(size),
-        draw(size, dtype=torch.float32),
-        draw(size, dtype=torch.float32).square(),
+def _adam_state(draw: Draw, key: dict[str, Any]) -> list[Tensor]:
+    """master, grad, exp_avg, exp_avg_sq."""
+    size, fp32 = key.get("size", draw.either(3000, 1 << 27)), torch.float32
+    grad, exp_avg, exp_avg_sq = (
+        getattr(torch, key[name]) if name in key else default
+        for name, default in (("grad", draw.dtype), ("exp_avg", fp32), ("exp_avg_sq", fp32))
     )
-    before, out = [x.clone() for x in (master, m, v)] if draw.tiny else [], torch.empty_like(grad)
+    state = [draw(size, dtype=dtype) for dtype in (fp32, grad, exp_avg, exp_avg_sq)]
+    state[3].abs_()
+    return state
+
+
+def _adamw(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
+    state = _adam_state(draw, key)
+    before = [x.clone() for x in state] if draw.tiny else []
+    out = torch.empty_like(state[0], dtype=draw.dtype) if key.get("out", True) else None
     one, zero = (torch.full((), value, device=draw.device) for value in (1.0, 0.0))
-    settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    numbers = {name: key.get(name, value) for name, value in ADAM.items()}
 
     def call() -> Results:
-        adamw.adamw_(master, grad, m, v, out, zero, one, zero, *settings.values())
-        return master, m, v
+        adamw.adamw_(*state, out, zero, one, zero, *numbers.values())
+        master, _, *moments = state
+        return (master, *moments) if out is None else (master, *moments, out)
 
-    return Case(
-        call,
-        lambda: adamw.adamw_reference(
-            before[0], grad, before[1], before[2], zero, one, zero, **settings
-        ),
-    )
+    def expected() -> Results:
+        found = adamw.adamw_reference(*before, zero, one, zero, **numbers)
+        return found if out is None else (*found, found[0])
+
+    return Case(call, expected)
 
 
-def _cross_entropy(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
+def _cross_entropy(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
     """Forward and backward in a row, in place: what is timed a second time are other numbers, the
     same work.
     """
     tokens, width = draw.either((3, 700), (8192, 131072))
+    tokens, width = key.get("tokens", tokens), key.get("width", width)
+    columns, softcap = key.get("columns", width), key.get("softcap")
     logits, labels, ones = (
         draw(tokens, width),
         torch.arange(tokens, device=draw.device),
@@ -176,158 +240,221 @@ def _cross_entropy(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
     before = logits.clone() if draw.tiny else logits
 
     def call() -> Results:
-        top, exponentials, target = cross_entropy.cross_entropy_parts(logits, labels, width, None)
+        top, exponentials, target = cross_entropy.cross_entropy_parts(
+            logits, labels, columns, softcap
+        )
         lse = exponentials.log() + top
         cross_entropy.cross_entropy_backward_(
-            logits, labels, lse, ones, torch.zeros_like(ones), width, None
+            logits, labels, lse, ones, torch.zeros_like(ones), columns, softcap
         )
         return lse - target, logits
 
     def expected() -> Results:
         wide = before.float().requires_grad_()
-        loss, _ = cross_entropy.cross_entropy_reference(wide, labels, width)
+        loss, _ = cross_entropy.cross_entropy_reference(wide, labels, columns, softcap)
         return loss.detach(), *torch.autograd.grad(loss.sum(), wide)
 
     return Case(call, expected)
 
 
-def _dropout(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
+def _dropout(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
+    """With the residual, and without, as backward."""
     s, b, h = draw.either((4, 2, 300), (2048, 4, 4096))
+    s, b, h = key.get("s", s), key.get("b", b), key.get("width", h)
+    drop = key.get("drop", 0.1)
     x, residual, samples, tokens = (
         draw(s, b, h),
         draw(s, b, h),
         torch.arange(b, device=draw.device),
         torch.arange(s, device=draw.device),
     )
+
+    def expected() -> Results:
+        wide, added = x.float(), residual.float()
+        both = dropout.dropout_add_reference(wide, added, samples, tokens, KEY, drop)
+        return both, both - added
+
     return Case(
-        lambda: (dropout.dropout_add(x, residual, samples, tokens, *KEY, 0.1),),
         lambda: (
-            dropout.dropout_add_reference(x.float(), residual.float(), samples, tokens, KEY, 0.1),
+            dropout.dropout_add(x, residual, samples, tokens, *KEY, drop),
+            dropout.dropout(x, samples, tokens, *KEY, drop),
         ),
+        expected,
     )
 
 
-def _fp8(draw: Draw, _key: dict[str, Any], part: str) -> Case:
+def _fp8(draw: Draw, key: dict[str, Any], part: str) -> Case:
     """What comes out, widened: the definition's bits."""
-    x, scaling = draw(*draw.either((130, 300), (8192, 4096))), "row" if part == "rows" else "block"
+    m, n = draw.either((130, 300), (8192, 4096))
+    x = draw(key.get("rows", m), key.get("width", n))
+    scaling = key.get("scaling", "row" if part == "rows" else "block")
+    turned, kind = key.get("transposed", part == "tiles"), getattr(torch, key.get("to", E4M3))
 
     def call() -> Results:
-        found = fp8.quantise(x, scaling=scaling, transposed=part == "tiles")
+        found = fp8.quantise(x, kind, scaling, transposed=turned)
         return tuple(each.float() if draw.tiny else each for each in found if each is not None)
 
     def expected() -> Results:
-        sources = (x, x.t()) if part == "tiles" else (x,)
+        sources = (x, x.t()) if turned else (x,)
         return tuple(
             each.float()
             for source in sources
-            for each in fp8.quantise_reference(source, torch.float8_e4m3fn, scaling)
+            for each in fp8.quantise_reference(source, kind, scaling)
         )
 
     return Case(call, expected)
 
 
-def _grad_norm(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
-    pieces = [draw(draw.either(9000, 1 << 28), dtype=torch.float32)]
+def _grad_norm(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
+    dtype = getattr(torch, key.get("grad", "float32"))
+    size = key.get("size", draw.either(9000, 1 << 28))
+    pieces = [draw(size, dtype=dtype) for _ in range(key.get("pieces", 1))]
     return Case(
         lambda: (grad_norm.sum_of_squares(pieces),),
         lambda: (grad_norm.sum_of_squares_reference(pieces),),
     )
 
 
-def _grouped_gemm(draw: Draw, _key: dict[str, Any], what: str) -> Case:
+def _grouped_gemm(draw: Draw, key: dict[str, Any], what: str) -> Case:
     """Experts of a fine-grained mixture, one of which has no row."""
     counts = draw.either((5, 0, 70), (2048, 0, *range(512, 3584, 256)))
     o, i = draw.either((72, 48), (1536, 2048))
+    o, i = key.get("o", o), key.get("i", i)
     ends = torch.tensor(counts, device=draw.device).cumsum(0, dtype=torch.int32)
     x, dy, weight = draw(sum(counts), i), draw(sum(counts), o), draw(len(counts), o, i)
     if what == "weight":
-        grad = torch.zeros(weight.shape, device=draw.device)
+        return _grouped_weight(x, dy, torch.zeros_like(weight), ends, key)
 
-        def add() -> Results:
-            grouped_gemm.grouped_weight_grad_(grad, dy, x, ends, True)
-            return (grad,)
-
-        return Case(
-            add,
-            lambda: (grouped_gemm.grouped_weight_grad_reference(dy.float(), x.float(), ends),),
-        )
-
-    def products(call: Callable[..., Tensor], *operands: Tensor) -> Results:
-        x, dy, weight = operands
+    def products(call: Callable[..., Tensor], x: Tensor, dy: Tensor, weight: Tensor) -> Results:
         return call(x, weight, ends, True), call(dy, weight, ends, False)
 
     return Case(
         lambda: products(grouped_gemm.grouped_gemm, x, dy, weight),
-        lambda: products(
-            grouped_gemm.grouped_gemm_reference, x.float(), dy.float(), weight.float()
-        ),
+        lambda: products(grouped_gemm.grouped_gemm_reference, *_wide((x, dy, weight))),
     )
 
 
-def _initialise(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
-    out = torch.empty(*draw.either((3, 70), (16384, 4096)), device=draw.device)
+def _grouped_weight(
+    x: Tensor, dy: Tensor, zeros: Tensor, ends: Tensor, key: dict[str, Any]
+) -> Case:
+    grad = zeros.to(getattr(torch, key.get("grad", "float32")))
+
+    def add() -> Results:
+        grouped_gemm.grouped_weight_grad_(grad, dy, x, ends, key.get("overwrite", True))
+        return (grad,)
+
+    return Case(
+        add, lambda: (grouped_gemm.grouped_weight_grad_reference(dy.float(), x.float(), ends),)
+    )
+
+
+def _initialise(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
+    rows, width = draw.either((3, 70), (16384, 4096))
+    out = torch.empty(rows, key.get("width", width), device=draw.device)
+    std, skip = key.get("std", 0.02), key.get("skip", 2)
 
     def call() -> Results:
-        initialise.normal_(out, *KEY, 5, 2, 0.02)
+        initialise.normal_(out, *KEY, 5, skip, std)
         return (out,)
 
     def expected() -> Results:
         other = torch.empty_like(out)
-        initialise.normal_reference(other, KEY, 5, 2, 0.02)
+        initialise.normal_reference(other, KEY, 5, skip, std)
         return (other,)
 
     return Case(call, expected)
 
 
-def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
-    wide, dtype = key["kind"] == "wide", torch.float32 if key.get("bytes") == 4 else draw.dtype
-    # just wider than a program holds
-    small = (33000 if direction == "forward" else 9000) if wide else 300
-    rows, width = draw.either((5, small), (1024, 65536) if wide else (8192, 4096))
-    x, weight, dy = (
-        draw(rows, width, dtype=dtype),
-        draw(width, dtype=dtype),
-        draw(rows, width, dtype=dtype),
+def _norm_operands(draw: Draw, key: dict[str, Any], wide: int) -> tuple[Tensor, ...]:
+    """x, the residual or its gradient, dy, and the parameters; `wide`: just wider than a program
+    holds.
+    """
+    is_wide, dtype = (
+        key.get("kind") == "wide",
+        torch.float32 if key.get("bytes") == 4 else draw.dtype,
     )
+    rows, width = draw.either(
+        (5, wide if is_wide else 300), (1024, 65536) if is_wide else (8192, 4096)
+    )
+    rows, width = key.get("rows", rows), key.get("width", width)
+    x = draw(rows, key.get("stride", width), dtype=dtype)[:, :width]
+    parameters = (draw(width, dtype=dtype) for _ in range(2 if key.get("centre") else 1))
+    return x, draw(rows, width, dtype=dtype), draw(rows, width, dtype=dtype), *parameters
 
-    def definition(x: Tensor, weight: Tensor) -> Tensor:
-        return norm.norm_reference(x, weight, None, 1e-5)
 
-    y, statistics = norm.norm(x, weight, None, 1e-5)
-    if direction == "forward":
-        return Case(
-            lambda: norm.norm(x, weight, None, 1e-5)[:1],
-            lambda: (definition(x.float(), weight.float()),),
-        )
+def _norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
+    """A LayerNorm where the setting `centre` is true, with a residual (backward: the gradient of
+    the sum) where `add` is.
+    """
+    added, eps = key.get("add", False), key.get("eps", 1e-5)
+    x, other, dy, *parameters = _norm_operands(draw, key, 33000 if direction == "forward" else 9000)
+    pair = (*parameters, None)[:2]
+
+    def definition(x: Tensor, *parameters: Tensor) -> Tensor:
+        return norm.norm_reference(x, *(*parameters, None)[:2], eps)
+
+    if direction == "backward":
+        return _norm_backward(definition, dy, x, other if added else None, parameters, eps)
+    if not added:
+        return _against(definition, lambda: norm.norm(x, *pair, eps)[:1], x, *parameters)
+
+    def expected() -> Results:
+        total = (x + other).float()
+        return definition(total, *_wide(parameters)), total
+
+    return Case(lambda: norm.add_norm(x, other, *pair, eps)[:2], expected)
+
+
+def _norm_backward(
+    definition: Callable[..., Tensor],
+    dy: Tensor,
+    x: Tensor,
+    dtotal: Tensor | None,
+    parameters: Sequence[Tensor],
+    eps: float,
+) -> Case:
+    _, statistics = norm.norm(x, *(*parameters, None)[:2], eps)
 
     def call() -> Results:
-        dx, dweight = norm.norm_backward(dy, x, weight, statistics, None)
-        return dx, dweight[0]
-
-    return Case(call, lambda: _gradients(definition, dy, x, weight))
-
-
-def _qk_norm(draw: Draw, _key: dict[str, Any], direction: str) -> Case:
-    """RMSNorms of heads that turn."""
-    s, b, g, heads, d = draw.either((3, 2, 2, 4, 32), (4096, 4, 8, 6, 128))
-    qkv, dy, weights = draw(s, b, g, heads, d), draw(s, b, g, heads, d), (draw(d), draw(d))
-    tables = _tables(draw, s, b, d)
-    y, statistics = qk_norm.qk_norm(qkv, *weights, None, None, *tables, 1e-5)
-
-    def definition(qkv: Tensor, *weights: Tensor) -> Tensor:
-        return qk_norm.qk_norm_reference(qkv, weights, None, tables, 1e-5)
-
-    if direction == "forward":
-        return Case(
-            lambda: qk_norm.qk_norm(qkv, *weights, None, None, *tables, 1e-5)[:1],
-            lambda: (definition(qkv.float(), *(weight.float() for weight in weights)),),
-        )
-
-    def call() -> Results:
-        dx, gradients = qk_norm.qk_norm_backward(dy, qkv, *weights, *tables, statistics)
+        dx, gradients = norm.norm_backward(dy, x, parameters[0], statistics, dtotal)
         return dx, *gradients
 
-    return Case(call, lambda: _gradients(definition, dy, qkv, *weights))
+    def expected() -> Results:
+        dx, *rest = _gradients(definition, dy, x, *parameters)
+        return dx if dtotal is None else dx + dtotal.float(), *rest
+
+    return Case(call, expected)
+
+
+def _qk_norm_operands(draw: Draw, key: dict[str, Any]) -> tuple[Tensor, ...]:
+    """qkv, the output's gradient and the parameters."""
+    sizes = draw.either((3, 2, 2, 2, 32), (4096, 4, 8, 4, 128))
+    s, b, g, m, d = (key.get(name, size) for name, size in zip("sbgmd", sizes, strict=True))
+    parameters = (draw(d) for _ in range(4 if key.get("centre") else 2))
+    return draw(s, b, g, m + 2, d), draw(s, b, g, m + 2, d), *parameters
+
+
+def _qk_norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
+    """Norms of heads that turn, unless `rotary` is 0: LayerNorms where `centre` is true."""
+    qkv, dy, *parameters = _qk_norm_operands(draw, key)
+    (s, b, *_, d), eps = qkv.shape, key.get("eps", 1e-5)
+    width = key.get("rotary", d)
+    tables = _tables(draw, s, b, width) if width else None
+    given = (*(*parameters, None, None)[:4], *(tables or (None, None)))
+    y, statistics = qk_norm.qk_norm(qkv, *given, eps)
+
+    def definition(qkv: Tensor, *parameters: Tensor) -> Tensor:
+        return qk_norm.qk_norm_reference(qkv, parameters[:2], parameters[2:] or None, tables, eps)
+
+    if direction == "forward":
+        call = partial(qk_norm.qk_norm, qkv, *given, eps)
+        return _against(definition, lambda: call()[:1], qkv, *parameters)
+
+    def backward() -> Results:
+        dx, gradients = qk_norm.qk_norm_backward(dy, qkv, *parameters[:2], *given[4:], statistics)
+        return dx, *gradients
+
+    return Case(backward, lambda: _gradients(definition, dy, qkv, *parameters))
 
 
 def _tables(draw: Draw, s: int, b: int, d: int) -> tuple[Tensor, Tensor]:
@@ -339,17 +466,23 @@ def _tables(draw: Draw, s: int, b: int, d: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _rotary(draw: Draw, _key: dict[str, Any], _rest: str) -> Case:
-    """In place: a second turn is the same work."""
+def _rotary(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
+    """In place: a second turn is the same work. Query and key heads of a projection where its
+    groups `g` of `m` query heads are given.
+    """
     s, b, n, d = draw.either((5, 2, 3, 32), (4096, 4, 40, 128))
-    x, (cos, sin) = draw(s, b, n, d), _tables(draw, s, b, d)
-    before = x.to(torch.float32, copy=True)
+    s, b, n, d = (key.get(name, value) for name, value in zip("sbnd", (s, b, n, d), strict=True))
+    m = key.get("m")
+    x = draw(s, b, n, d) if m is None else draw(s, b, key["g"], m + 2, d)[:, :, :, : m + 1]
+    cos, sin = _tables(draw, s, b, key.get("rotary", d))
+    direction = key.get("direction", 1)
+    before = x.flatten(2, -2).to(torch.float32, copy=True)
 
     def call() -> Results:
-        rotary.rotary_(x, cos, sin, 1)
-        return (x,)
+        rotary.rotary_(x, cos, sin, direction)
+        return (x.flatten(2, -2),)
 
-    return Case(call, lambda: (rotary.rotary_reference(before, cos, sin, 1),))
+    return Case(call, lambda: (rotary.rotary_reference(before, cos, sin, direction),))
 
 
 CASES: dict[str, Callable[[Draw, dict[str, Any], str], Case]] = {

@@ -59,7 +59,7 @@ CHECKED = (
 CHECKED_ON = (80, 90)
 NOT_MEASURED = "its speed has not been measured on this kind of device"
 UNMEASURED = f"triton is held against its definition at start; {NOT_MEASURED}"
-# Operator -> what the check at start found wrong with its Triton kernels; the same on all ranks.
+# Operator -> what the check at start found wrong with our kernels of it; the same on all ranks.
 FAULTY: dict[str, str] = {}
 
 
@@ -188,7 +188,7 @@ def _fault(operator: str, name: str, device: torch.device, dtype: torch.dtype) -
     if name == "triton":
         return lang.unfit(device, dtype) or FAULTY.get(operator)
     if name == "gluon":
-        return attention_gluon.unfit(device, dtype)
+        return attention_gluon.unfit(device, dtype) or FAULTY.get(operator)
     if name == "fa4":
         return fa4.unfit(device, dtype)
     if name == "apex":

@@ -1,82 +1,171 @@
-"""The check at start: each Triton kernel that `auto` takes, run once on this device in small shapes
-and held against its definition.
+"""The check at start: each kernel variant that a run launches, computed once on this device in
+small shapes and compared with its definition.
 
-A result is remembered beside Triton's own compiled kernels, by the text of the kernels, their
-configurations, the versions and the device, so that only the first start after a change computes.
+A child process computes, because an illegal address ends a CUDA context and a hang never returns:
+either costs the operator it happened in, and another child continues after it. The parent itself
+does not touch the device. A result is remembered next to Triton's own compiled kernels, by the text
+of the kernels, their configurations, the versions and the device, so that only the first start
+after a change computes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
+import json
 import os
-from collections.abc import Iterable
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.kernels import cases, lang
-from megatron.kernels.configurations import TABLE, Row, find
+from megatron.kernels.cases import Variant
 
 HERE = Path(__file__).parent
-# the first words of the rows of an operator, where they are not its name with underscores
-ROWS = {"adam": ("adamw",), "init": ("initialise",), "norm": ("norm", "qk_norm")}
+COMMAND = (
+    sys.executable,
+    "-c",
+    f"import sys; sys.path.insert(0, {str(HERE.parent)!r}); "
+    "from megatron.kernels import self_check; self_check.main()",
+)
+START_LIMIT_S = 300.0  # until a child is ready: busy file systems import slowly
+LIMIT_S = 120.0  # for each variant, compilation included
+READY = {"ready": True}
 
 
-def rows_of(
-    operator: str, capability: int, dtype: torch.dtype, attention: dict[str, Any] | None = None
-) -> list[Row]:
-    """What the table of configurations has of an operator for a GPU and a precision; of attention,
-    which has a row for each head dimension and kind, those of the key `attention`.
+def faults(variants: Mapping[str, Sequence[Variant]], device: torch.device) -> dict[str, str]:
+    """Operator -> what is wrong with the first of its variants that does not give its definition's
+    result, or does not run; operators without a fault are absent.
     """
-    names = ROWS.get(operator, (operator.replace("-", "_"),))
-    rows = [
-        find(row, capability, **dict(key))
-        for row, key in TABLE
-        if row.partition(" ")[0] in names and min(TABLE[row, key]) <= capability
+    waiting = [
+        (operator, variant)
+        for operator, each in variants.items()
+        for variant in each
+        if not _place(variant, device).exists()
     ]
-    return [
-        row
-        for row in rows
-        if not row.refused
-        and row.key.get("bytes", dtype.itemsize) == dtype.itemsize
-        and (operator != "attention" or _of_attention(row, attention or {}))
-    ]
+    found: dict[str, str] = {}
+    while waiting:
+        with _Child([variant for _, variant in waiting], device) as child:
+            answers = list(child.answers())
+        for (operator, variant), answer in zip(waiting, answers):
+            if answer:
+                found.setdefault(operator, f"{variant}: {answer}")
+            else:
+                _remember(_place(variant, device))
+        waiting = waiting[len(answers) :]
+        if waiting and not child.ready:
+            fault = f"no kernel could be checked: {child.end}"
+            return {operator: fault for operator, _ in waiting} | found
+        if waiting:  # the child ended in the first of them
+            operator, variant = waiting[0]
+            found.setdefault(operator, f"{variant}: {child.end}")
+            waiting = [each for each in waiting if each[0] not in found]
+    return found
 
 
-def _of_attention(row: Row, key: dict[str, Any]) -> bool:
-    return row.operator in ("attention forward", "attention dq") and dict(row.key) == key
+class _Child:
+    """A process that computes variants in order; killed when its context is left."""
+
+    def __init__(self, variants: Sequence[Variant], device: torch.device):
+        request = {
+            "device": str(device),
+            "variants": [dataclasses.asdict(each) for each in variants],
+        }
+        self.log = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log
+        )
+        self.count, self.ready, self.end = len(variants), False, ""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as pipe:
+            pipe.write(json.dumps(request).encode())
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.log.close()
+
+    def answers(self) -> Iterator[str]:
+        """The fault of each variant, "" where there is none, until the process ends; then `end` has
+        the reason.
+        """
+        for line in self._lines():
+            if line == READY:
+                self.ready = True
+            else:
+                yield line["fault"]
+                self.count -= 1
+            if not self.count:
+                return
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """What the process writes, until it ends or is silent for too long."""
+        assert self.process.stdout is not None
+        pipe, text = self.process.stdout.fileno(), b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while selector.select(limit := LIMIT_S if self.ready else START_LIMIT_S):
+                data = os.read(pipe, 1 << 16)
+                if not data:
+                    self.end = self._reason()
+                    return
+                *lines, text = (text + data).split(b"\n")
+                yield from map(json.loads, lines)
+        self.end = f"no result after {limit:g} s"
+
+    def _reason(self) -> str:
+        """How the process ended, with the last line that it logged."""
+        code = self.process.wait()
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"its process ended with {ended}" + (f": {lines[-1]}" if lines else "")
 
 
-def faults(rows: Iterable[Row], device: torch.device, dtype: torch.dtype) -> str:
-    """What is wrong with the first of these configurations that does not give its definition's
-    result, or does not run; "" when there is none.
+def main() -> None:
+    """The child: reads a request from stdin, writes a JSON line for each variant to stdout. Ends
+    after an error, which may have cost it its CUDA context.
     """
-    for row in rows:
-        passed = _place(row, device, dtype)
-        if passed.exists():
-            continue
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what compilers print is no answer
+    request = json.loads(sys.stdin.read())
+    device = torch.device(request["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.zeros(1, device=device)
+    answers.write(json.dumps(READY) + "\n")
+    for each in request["variants"]:
         try:
-            found = cases.wrong(cases.case(row, device, True, dtype))
-        except Exception as error:  # whatever a compiler or a launch says
-            found = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        if found:
-            key = ", ".join(f"{name} {value}" for name, value in row.key.items())
-            return f"{row.operator}{f' ({key})' if key else ''}: {found}"
-        _remember(passed)
-    return ""
+            fault = cases.wrong(cases.case_of(Variant(**each), device))
+        except Exception as error:  # whatever a compiler or a launch raises
+            fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            sys.exit(fault)
+        answers.write(json.dumps({"fault": fault}) + "\n")
 
 
-def _place(row: Row, device: torch.device, dtype: torch.dtype) -> Path:
-    """The file whose being there says that a row has passed."""
-    facts = (row.operator, sorted(row.key.items()), row.arch, dtype, *_versions(device))
+def _place(variant: Variant, device: torch.device) -> Path:
+    """The file that exists when a variant has passed."""
+    facts = (variant.kernel, variant.dtype, sorted(variant.settings.items()), *_versions(device))
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
     return Path(lang.triton.knobs.cache.dir) / "megatron-checked" / digest
 
 
 @cache
 def _versions(device: torch.device) -> tuple[str, ...]:
-    """All that a result depends on beside the row."""
+    """All that a result depends on besides the variant."""
     text = hashlib.sha256()
     for file in sorted((*HERE.glob("*.py"), HERE / "configurations.json")):
         text.update(file.read_bytes())
@@ -93,11 +182,9 @@ def _versions(device: torch.device) -> tuple[str, ...]:
 
 
 def _remember(passed: Path) -> None:
-    """Ranks of a node may do so at once; where the folder cannot be written, the next start checks
-    again.
+    """Nodes that share a folder may do so at once; where it cannot be written, the next start
+    checks again.
     """
-    try:
+    with contextlib.suppress(OSError):
         passed.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(passed, os.O_CREAT))
-    except OSError:
-        pass

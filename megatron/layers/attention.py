@@ -386,6 +386,15 @@ class AttentionForm(nn.Module):
         return ring_attention(q, k, v, steps, block, self.cp.ring)
 
 
+def is_projection_read(config: ModelConfig, backend: str, cp_size: int, rotates: bool) -> bool:
+    """Whether the attention core reads the fused projection [s, b, g, n / g + 2, d], because all
+    that comes before it can: norms of heads and the rotary embedding, where there are any.
+    """
+    is_turned = not rotates or config.rotary_backend == "triton"
+    is_normed = not config.qk_layernorm or config.norm_backend == "triton"
+    return backend in OURS and is_turned and is_normed and cp_size == 1
+
+
 class SelfAttention(AttentionForm):
     """Attention whose queries, keys and values are one projection of x."""
 
@@ -416,13 +425,12 @@ class SelfAttention(AttentionForm):
         qkv = self.qkv(x)
         self.rebuilder.enter("core_attn")
         heads = self.groups, self.queries_per_group + 2, self.head_dim
-        is_turned = rotary is None or self.config.rotary_backend == "triton"
-        is_normed = self.q_norm is None or self.config.norm_backend == "triton"
-        if self.q_norm is None and rotary is not None and is_turned:
+        rotates = rotary is not None
+        if self.q_norm is None and rotates and self.config.rotary_backend == "triton":
             qkv, rotary = rotate_fused(qkv, rotary, heads), None
         # all that this context-parallel rank holds of the sequence, whatever part x is
         qkv = qkv.view(*qkv.shape[:2], *heads)
-        if backend in OURS and is_turned and is_normed and self.cp.size == 1:
+        if is_projection_read(self.config, backend, self.cp.size, rotates):
             if self.q_norm is not None:
                 qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
             return (qkv,)

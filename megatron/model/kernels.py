@@ -14,10 +14,9 @@ import torch
 from megatron.config.derive import GATED, attention_ranks, expert_ranks
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.kernels import attention_gluon, grouped_gemm, lang, self_check
+from megatron.kernels import attention_gluon, grouped_gemm, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_backward import why_not_atomic
-from megatron.kernels.attention_launch import Options, table_key
 from megatron.kernels.dispatch import FAULTY, OPERATORS, Choice, choose, flag_of
 from megatron.layers.attention import OURS, beyond_sdpa
 
@@ -78,23 +77,6 @@ def _takes_part(config: Config, operator: str) -> bool:
     return operator != "adam" or config.optimizer.optimizer == "adam"
 
 
-def faulty_kernels(config: Config, device: torch.device) -> dict[str, str]:
-    """Operator -> what is wrong with its Triton kernels on this device, of those that this run
-    takes.
-    """
-    dtype, arch = compute_dtype(config.precision), lang.capability(device)
-    _, choices = choose_kernels(config, device)
-    found = {}
-    taken = [name for name, choice in choices.items() if choice.implementation == "triton"]
-    if config.precision.fp8_format is not None:
-        taken.append("fp8")
-    for operator in taken:
-        rows = self_check.rows_of(operator, arch, dtype, _attention_key(config))
-        if fault := self_check.faults(rows, device, dtype):
-            found[operator] = fault
-    return found
-
-
 def _check_fp8(config: Config, device: torch.device) -> None:
     """Raises UserError where the flags ask for 8-bit floats and a GPU cannot multiply them."""
     precision = config.precision
@@ -131,13 +113,6 @@ def _check_ring(
     )
 
 
-def _attention_key(config: Config) -> dict[str, Any]:
-    """The key of this model's rows of attention in the table of configurations."""
-    model = config.model
-    options = Options(1.0, model.attn_logit_softcapping, model.attention_dropout)
-    return table_key(model.kv_channels or 0, options, True)
-
-
 def _prefers_ours(config: Config, device: torch.device) -> bool:
     """Whether `auto` takes Triton's attention unmeasured: on Hopper, for which torch's FLASH kernel
     was not made, and where there is something that kernel does not take, so that torch would read a
@@ -163,7 +138,7 @@ def _masks(config: Config) -> list[str]:
     ]
 
 
-def _positions(config: Config) -> str | None:
+def masked_by_positions(config: Config) -> str | None:
     """What kernels that know no positions cannot compute: masks of gathered keys, and in a ring
     those that hide more than causality does.
     """
@@ -248,7 +223,7 @@ def _unable_attention(config: Config, arch: int, dtype: torch.dtype) -> dict[str
         unable["triton"] = f"--no-deterministic-mode with {reason}"
     if reason := attention_gluon.cannot(model.kv_channels, **given):
         unable["gluon"] = reason
-    if reason := _positions(config):
+    if reason := masked_by_positions(config):
         for name in ("gluon", "fa4"):
             unable.setdefault(name, reason)
     if model.torch_compile and model.attention_dropout > 0:

@@ -21,12 +21,16 @@ from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.distributed.groups import Axis
 from megatron.distributed.rank_errors import raise_on_all_ranks
+from megatron.distributed.setup import read_launch
+from megatron.kernels.cases import Variant
 from megatron.kernels.dispatch import FAULTY
+from megatron.kernels.self_check import faults
 from megatron.model.arithmetic import padded_vocab_size
-from megatron.model.kernels import faulty_kernels
+from megatron.model.kernels import choose_kernels, compute_dtype
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.plan.recompute import choose_layers
 from megatron.training.checkpointing import locate_checkpoint
+from megatron.training.kernel_variants import RunShape, kernel_variants
 from megatron.training.resume import (
     Change,
     accept_changes,
@@ -108,24 +112,38 @@ def _resolved(
     return config, [*resolved.notes, *reasons]
 
 
-def check_kernels(config: Config, device: torch.device, ranks: Ranks) -> None:
-    """Hold the Triton kernels that this run takes on a GPU against their definitions. What fails on
-    one rank no rank takes: `auto` falls back to torch with a warning, and `choose_kernels` refuses
-    a flag.
+def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> None:
+    """Compare our kernels that this run launches on a GPU with their definitions, in a process of
+    the first rank of each node. No rank takes what fails on one of them: `auto` falls back to torch
+    with a warning, and `choose_kernels` refuses a flag.
     """
     FAULTY.clear()
     if device.type != "cuda":
         return
-    for rank, found in enumerate(ranks.gather_or_raise(lambda: faulty_kernels(config, device))):
+
+    def check() -> dict[str, str]:
+        if read_launch().local_rank != 0:
+            return {}
+        return faults(variants_of_run(prepared, device), device)
+
+    for rank, found in enumerate(ranks.gather_or_raise(check)):
         for operator, fault in found.items():
             FAULTY.setdefault(operator, f"the check at start failed on rank {rank}: {fault}")
     for operator, fault in FAULTY.items():
         logger.warning(
-            "%s: Triton's kernels are not taken. %s. Versions and GPU are in the banner; "
+            "%s: our kernels are not used. %s. Versions and GPU are in the banner; "
             "python -m pytest tests/kernels finds what is wrong",
             operator,
             fault,
         )
+
+
+def variants_of_run(prepared: Prepared, device: torch.device) -> dict[str, list[Variant]]:
+    """Operator -> the variants of our kernels that a run launches on a device."""
+    config, choices = choose_kernels(prepared.config, device)
+    dtype = compute_dtype(config.precision)
+    shape = RunShape(config, dtype, prepared.padded_vocab, prepared.tokenizer.vocab_size)
+    return kernel_variants(shape, choices)
 
 
 def _changes(checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer) -> list[Change]:

@@ -190,7 +190,7 @@ def build(
         config, notes, world_size, device, groups.world, local_checkpoints=local_checkpoints
     )
     config, tokenizer = prepared.config, prepared.tokenizer
-    check_kernels(config, device, ranks)
+    check_kernels(prepared, device, ranks)
     described = _described(prepared, groups, device)
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)

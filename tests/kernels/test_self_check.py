@@ -1,24 +1,36 @@
-"""The check at start: what it compares, that it notices a wrong kernel and one that does not run,
-what it remembers, and that one rank's fault is every rank's.
+"""The check at start: it computes the variants that a run launches; a kernel that is wrong, raises,
+kills its process or hangs costs its operator alone; what passed is remembered; one rank's fault is
+every rank's.
 """
 
-import dataclasses
 import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.kernels import cases, dispatch, lang, self_check
-from megatron.kernels.configurations import find
+from megatron.kernels.cases import Variant
 
 from megatron.checkpoint.ranks import Ranks
-from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
+from megatron.config.errors import UserError
 from megatron.distributed.groups import Axis
-from megatron.training import prepare
+from megatron.training import prepare, pretrain
+from megatron.training.kernel_variants import alike
+from pretrain_gpt import main
 
-BF16 = torch.bfloat16
-ROTARY = find("rotary", 90)
-GPU = torch.device("cuda")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CHILD = (sys.executable, str(Path(__file__).with_name("faulty_child.py")))
+VARIANTS = {
+    "rotary": [Variant("rotary", "bfloat16", {"s": 2, "b": 1, "n": 1, "d": 16})],
+    "norm": [
+        Variant(f"norm {direction}", "bfloat16", {"rows": 2, "width": 16})
+        for direction in ("forward", "backward")
+    ],
+    "adam": [Variant("adamw", "bfloat16", {"size": 32, "grad": "float32"})],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -31,126 +43,229 @@ def nothing_remembered(tmp_path, monkeypatch):
     dispatch.FAULTY.clear()
 
 
-def broken(monkeypatch, operator: str, call) -> list[int]:
-    """Let an operator's cases give what `call` makes of the right result; counts the calls."""
-    right, calls = cases.CASES[operator], []
+@pytest.fixture
+def check(monkeypatch):
+    """The faults of some operators whose kernels fail in ways given by words."""
 
-    def wrapped(draw, key, rest):
-        case = right(draw, key, rest)
+    def check(*words: str, variants=VARIANTS) -> dict[str, str]:
+        monkeypatch.setattr(self_check, "COMMAND", (*CHILD, *words))
+        return self_check.faults(variants, CPU)
 
-        def counted():
-            calls.append(1)
-            return call(case.call())
-
-        return dataclasses.replace(case, call=counted)
-
-    monkeypatch.setitem(cases.CASES, operator, wrapped)
-    return calls
+    return check
 
 
-@pytest.mark.parametrize("capability", dispatch.CHECKED_ON)
-@pytest.mark.parametrize("operator", dispatch.CHECKED)
-def test_every_operator_that_auto_takes_has_rows_to_check(operator, capability):
-    for dtype in (BF16, torch.float16, torch.float32):
-        rows = self_check.rows_of(operator, capability, dtype)
-        assert rows and all(row.arch <= capability for row in rows)
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the child is an interpreter's")
 
 
-def test_rows_are_those_that_this_gpu_and_precision_take():
-    kinds = [dict(row.key) for row in self_check.rows_of("norm", 90, BF16)]
-    assert {"kind": "whole", "bytes": 2} in kinds and {"kind": "whole", "bytes": 4} not in kinds
-    (row,) = self_check.rows_of("adam", 90, BF16)
-    assert row is find("adamw", 90)
-    rows = self_check.rows_of("attention", 90, BF16, {"d": 128, "kind": "causal"})
-    assert {row.operator for row in rows} == {"attention forward", "attention dq"}
+@on_cpu
+@pytest.mark.parametrize(
+    "how, reason",
+    [
+        ("wrong", "off by 0.1 of the norm"),
+        ("raise", "its process ended with exit code 1: RuntimeError: PTXAS failed"),
+        ("abort", "its process ended with SIGABRT"),
+        ("crash", "its process ended with SIGSEGV"),
+    ],
+)
+def test_a_fault_costs_its_operator_alone(check, how, reason):
+    """The first variant of the second of three operators: its other variant is not tried after an
+    end of the process, the third operator is checked.
+    """
+    found = check(f"norm={how}", "rotary=print")
+    assert found.keys() == {"norm"}
+    assert found["norm"].startswith("norm forward (bfloat16, rows 2, width 16): ")
+    assert reason in found["norm"]
+    # what passed, and nothing else, is remembered
+    passed = {v.kernel for each in VARIANTS.values() for v in each if has_passed(v)}
+    assert passed == {"rotary", "adamw"}
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
-@pytest.mark.parametrize("operator", [*dispatch.CHECKED, "attention"])
-def test_every_kernel_passes(operator, dtype, device):
-    if dtype != torch.float32 or operator != "attention":
-        rows = self_check.rows_of(operator, 90, dtype, {"d": 64, "kind": "causal"})
-        rows = [row for row in rows if row.key.get("kind") != "wide"]  # slow in the interpreter
-        assert self_check.faults(rows, device, dtype) == ""
+def has_passed(variant: Variant) -> bool:
+    return self_check._place(variant, CPU).exists()
 
 
-def test_a_wrong_result_and_one_that_does_not_run_are_named(device, monkeypatch):
-    broken(monkeypatch, "rotary", lambda results: tuple(1.1 * each for each in results))
-    assert self_check.faults([ROTARY], device, BF16) == "rotary: off by 0.1 of the norm"
-
-    def fails(results):
-        raise RuntimeError("PTXAS failed\nmany lines")
-
-    broken(monkeypatch, "norm", fails)
-    (row, *_) = self_check.rows_of("norm", 90, BF16)
-    assert "RuntimeError: PTXAS failed" in self_check.faults([row], device, BF16)
+@on_cpu
+def test_a_hang_costs_its_operator_alone(check, monkeypatch):
+    monkeypatch.setattr(self_check, "LIMIT_S", 20.0)
+    found = check("norm=hang")
+    assert found.keys() == {"norm"} and found["norm"].endswith("no result after 20 s")
+    assert all(has_passed(v) for v in (*VARIANTS["rotary"], *VARIANTS["adam"]))
 
 
-def test_what_passed_is_not_computed_again_until_something_changes(device, monkeypatch, tmp_path):
-    calls = broken(monkeypatch, "rotary", lambda results: results)
-    for _ in range(2):
-        assert self_check.faults([ROTARY], device, BF16) == ""
-    assert len(calls) == 1
-    self_check.faults([ROTARY], device, torch.float16)
-    assert len(calls) == 2
+@on_cpu
+def test_a_child_that_does_not_start_checks_nothing(check):
+    found = check("start=exit")
+    assert found.keys() == VARIANTS.keys()
+    assert found["adam"] == (
+        "no kernel could be checked: its process ended with exit code 1: CUDA error: out of memory"
+    )
+
+
+@on_cpu
+def test_what_passed_is_not_computed_again_until_something_changes(check, monkeypatch, tmp_path):
+    (rotary,) = VARIANTS["rotary"]
+    assert check() == {}
+    assert check("start=exit") == {}  # no child is needed
+    other = Variant("rotary", "float16", rotary.settings)
+    assert check("start=exit", variants={"rotary": [other]}).keys() == {"rotary"}
     for file in ("rotary.py", "configurations.json"):
         (tmp_path / file).write_text("another text")
     self_check._versions.cache_clear()
     monkeypatch.setattr(self_check, "HERE", tmp_path)
-    self_check.faults([ROTARY], device, BF16)
-    assert len(calls) == 3
+    assert check("start=exit", variants={"rotary": [rotary]}).keys() == {"rotary"}
 
 
-def test_what_failed_is_not_remembered(device, monkeypatch):
-    calls = broken(monkeypatch, "rotary", lambda results: tuple(1.1 * each for each in results))
-    for _ in range(2):
-        self_check.faults([ROTARY], device, BF16)
-    assert len(calls) == 2
+def test_the_command_starts_a_child():
+    """Without variants it answers that it is ready, and ends."""
+    with self_check._Child([], CPU) as child:
+        assert list(child._lines()) == [self_check.READY]
 
 
-def test_only_what_a_run_takes_is_checked(monkeypatch):
-    asked = []
-    monkeypatch.setattr(self_check, "faults", lambda rows, device, dtype: asked.extend(rows) or "")
-    quiet = ModelConfig(hidden_dropout=0.0, attention_dropout=0.0, kv_channels=64)
-    config = Config(
-        model=dataclasses.replace(quiet, norm_backend="torch"),
-        optimizer=OptimizerConfig(optimizer="sgd"),
-        precision=PrecisionConfig(bf16=True),
-    )
-    assert prepare.faulty_kernels(config, GPU) == {}
-    names = {row.operator.partition(" ")[0] for row in asked}
-    others = {"rotary", "activation", "dropout", "cross_entropy", "grad_norm"}
-    assert names == {"attention", *others}
+MODEL = (
+    "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 16 "
+    "--micro-batch-size 1 --global-batch-size 1 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 59 --lr 1e-2 --train-iters 1 --log-interval 1 --eval-iters 0 --bf16"
+)
+LLAMA = (
+    "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --hidden-dropout 0 --attention-dropout 0 "
+    "--untie-embeddings-and-output-weights"
+)
+RUNS = {
+    "gpt": "--hidden-dropout 0.1 --attention-dropout 0.1 --adam-beta2 0.95",
+    "llama": LLAMA,
+    "norms of heads": f"{LLAMA} --qk-layernorm --window-size 8 --rotary-percent 0.5",
+    "fp32, separate operands": (
+        "--normalization RMSNorm --hidden-dropout 0 --attention-dropout 0 --qk-layernorm "
+        "--position-embedding-type rope --rotary-backend torch --attn-logit-softcapping 30 "
+        "--reset-attention-mask"
+    ),
+    "experts": f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--main-grads-dtype bf16 --exp-avg-dtype bf16",
+    "latent": f"{LLAMA.replace('--group-query-attention --num-query-groups 2 ', '')} "
+    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 16 --qk-layernorm",
+}
+
+
+def specialisation(kernel, args, kwargs) -> tuple:
+    """What Triton compiles a launch by: the kernel, types, constants, and of integers and pointers
+    whether they are 1 or multiples of 16.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    given = dict(zip(kernel.arg_names, args)) | kwargs
+    fixed = kernel.kwargs.get("do_not_specialize") or ()
+
+    def key(name: str, value: object) -> object:
+        constant = "constexpr" in str(kernel.fn.__annotations__.get(name, ""))
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        if isinstance(value, TensorDescriptor):
+            return value.base.dtype, tuple(value.block_shape)
+        if constant or value is None:
+            return value
+        if isinstance(value, int):
+            return name in fixed or (value == 1, value % 16 == 0)
+        return type(value)
+
+    names = (*kernel.arg_names, "num_warps", "num_stages")
+    return kernel.fn.__name__, *((name, key(name, given.get(name))) for name in names)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", RUNS)
+def test_the_variants_are_those_that_a_run_launches(name, monkeypatch, tmp_path, one_thread):
+    """Every launch of a step has the specialisation of a launch of the check."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched: dict[str, set] = {"run": set(), "check": set()}
+    run, into, prepared = InterpretedFunction.run, ["run"], []
+
+    def record(kernel, *args, grid, warmup, **kwargs):
+        launched[into[0]].add(specialisation(kernel, args, kwargs))
+        return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", record)
+    monkeypatch.setattr(pretrain, "check_kernels", lambda first, *_: prepared.append(first))
+    words = f"{MODEL} {RUNS[name]}".split()
+    if name.startswith("fp32"):
+        words.remove("--bf16")
+    for operator, names in dispatch.OPERATORS.items():
+        unused = operator == "grouped-gemm" and name != "experts"
+        unable = operator == "rotary" and name == "latent"
+        flag = dispatch.flag_of(operator)
+        if "triton" in names and flag not in words and not (unused or unable):
+            words += [flag, "triton"]
+    assert main(words) == 0
+    into[0] = "check"
+    variants = prepare.variants_of_run(prepared[0], CPU)
+    for each in variants.values():
+        for variant in each:
+            assert cases.wrong(cases.case_of(variant, CPU)) == "", variant
+    missing = launched["run"] - launched["check"]
+    assert launched["run"] and not missing, "\n".join(map(str, sorted(missing, key=str)))
+
+
+@pytest.mark.parametrize("number", [1, 2, 7, 16, 63, 64, 65, 80, 8192, 8200, 131072, 50257])
+def test_a_smaller_number_compiles_alike(number):
+    found = alike(number, 64)
+    assert found <= 65 and (found == 1, found % 16) == (number == 1, number % 16) or number > 64
+    assert (found % 16 == 0) == (number % 16 == 0) and (found == 1) == (number == 1)
+
+
+def found_by(monkeypatch, faults: dict[str, str]) -> SimpleNamespace:
+    """A run that is ready to be checked, with these results."""
+    monkeypatch.setattr(prepare, "variants_of_run", lambda prepared, device: {})
+    monkeypatch.setattr(prepare, "faults", lambda variants, device: faults)
+    return SimpleNamespace()
 
 
 def test_what_fails_is_left_out_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(
-        prepare, "faulty_kernels", lambda config, device: {"norm": "norm forward: off by 1"}
-    )
+    prepared = found_by(monkeypatch, {"norm": "norm forward: off by 1"})
     with caplog.at_level(logging.WARNING):
-        prepare.check_kernels(Config(), GPU, Ranks())
+        prepare.check_kernels(prepared, GPU, Ranks())
     assert dispatch.FAULTY == {
         "norm": "the check at start failed on rank 0: norm forward: off by 1"
     }
-    assert "norm: Triton's kernels are not taken. the check at start failed" in caplog.text
-    prepare.check_kernels(Config(), torch.device("cpu"), Ranks())
+    assert "norm: our kernels are not used. the check at start failed" in caplog.text
+    # `auto` passes over it, and a flag that asks for it is refused
+    monkeypatch.setattr(lang, "unfit", lambda device, dtype: None)
+    monkeypatch.setattr(lang, "capability", lambda device: 90)
+    choice = dispatch.choose("norm", "auto", GPU, torch.bfloat16)
+    assert choice.implementation == "torch" and "failed on rank 0" in choice.because
+    with pytest.raises(UserError, match="--norm-backend triton: the check at start failed"):
+        dispatch.choose("norm", "triton", GPU, torch.bfloat16)
+    prepare.check_kernels(prepared, CPU, Ranks())
     assert dispatch.FAULTY == {}
 
 
+def test_nothing_is_started_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(prepare, "variants_of_run", lambda *_: pytest.fail("it was asked for"))
+    prepare.check_kernels(SimpleNamespace(), CPU, Ranks())
+
+
 def checked_where_one_rank_is_faulty() -> dict[str, str]:
-    """What this rank leaves out, when the norm is wrong on rank 1 alone."""
+    """What this rank leaves out, when the norm is wrong on rank 1 alone, the first of its node."""
     rank = dist.get_rank()
     world = Axis("world", rank, tuple(range(dist.get_world_size())), dist.group.WORLD)
-    before = prepare.faulty_kernels
-    prepare.faulty_kernels = lambda config, device: {"norm": "off"} if rank == 1 else {}
-    try:
-        prepare.check_kernels(Config(), GPU, Ranks(world))
-        return dict(dispatch.FAULTY)
-    finally:
-        prepare.faulty_kernels = before
-        dispatch.FAULTY.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        found_by(patch, {"norm": "off"} if rank == 1 else {})
+        patch.setattr(prepare, "read_launch", lambda: SimpleNamespace(local_rank=0))
+        try:
+            prepare.check_kernels(SimpleNamespace(), GPU, Ranks(world))
+            return dict(dispatch.FAULTY)
+        finally:
+            dispatch.FAULTY.clear()
 
 
 def test_one_ranks_fault_is_every_ranks(gloo_world):
     found = gloo_world(2).run(checked_where_one_rank_is_faulty)
     assert found == [{"norm": "the check at start failed on rank 1: off"}] * 2
+
+
+def test_one_rank_of_a_node_checks(monkeypatch):
+    prepared = found_by(monkeypatch, {"norm": "off"})
+    monkeypatch.setattr(prepare, "read_launch", lambda: SimpleNamespace(local_rank=1))
+    prepare.check_kernels(prepared, GPU, Ranks())
+    assert dispatch.FAULTY == {}
