@@ -88,8 +88,6 @@ for bound in ("lowest", "highest"):
     )
 FIGURES["random.narrow"] = lambda: f"{result('random_rows')['in bf16']}"
 FIGURES["random.off"] = lambda: f"{len(result('random_rows')['off'])}"
-FIGURES["oracle_mutants"] = lambda: f"{result('oracle_mutants')['mutants']}"
-FIGURES["oracle_mutants.found"] = lambda: f"{result('oracle_mutants')['found']}"
 FIGURES["plan.ranks"] = lambda: f"{len(plan_rows())}"
 FIGURES["plan.configurations"] = lambda: f"{len({row['case'] for row in plan_rows()})}"
 FIGURES["plan.close"] = lambda: f"{sum(abs(row['ratio'] - 1) <= 0.003 for row in plan_rows())}"

@@ -110,7 +110,7 @@ NAMED = (
         "shapes",
         f"{MOCK} {LLAMA} --num-attention-heads 6 --kv-channels 10 --ffn-hidden-size 48 "
         f"--group-query-attention --num-query-groups 3 "
-        "--norm-epsilon 1e-3 --adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6 "
+        "--qk-layernorm --norm-epsilon 1e-3 --adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6 "
         "--micro-batch-size 1 --make-vocab-size-divisible-by 1",
     ),
     # Mixtures of experts: every score, loss, and way to leave tokens out.

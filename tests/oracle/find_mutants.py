@@ -1,6 +1,6 @@
 """Shows that each mutant of meaning is found:
 
-    python tests/oracle/find_mutants.py [--out FILE.json] [NAME ...]
+    python tests/oracle/find_mutants.py [NAME ...]
 
 A mutant must run: one that raises an exception is no silent change. What finds it must be far
 above the tolerance: a difference of FAR in a float64 case, ten times the bound in a narrow one, or
@@ -10,7 +10,6 @@ another count, rate or skipped step. Exit code 1 when a mutant survives.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -30,7 +29,12 @@ from oracle.settings import read  # noqa: E402
 FAR = 1e3 * EXACT
 NUMBER = r"(-?[\d.]+(?:e[-+]?\d+)?|nan|inf)"
 VALUES = re.compile(rf"iteration \d+: (?:the console's )?(.+?) {NUMBER}, expected {NUMBER}$")
-WEIGHTS = re.compile(rf"relative error {NUMBER}$")
+WEIGHTS = re.compile(rf"weights of .*: off by {NUMBER}, their norm is {NUMBER}$")
+# differences without a size
+COUNTED = re.compile(
+    r"rows of iterations |console lines of |is on the console alone|is not expected$| None, expected |"
+    r"weights differ in name|has shape "
+)
 
 
 class Found(NamedTuple):
@@ -44,8 +48,9 @@ class Found(NamedTuple):
 
 
 def size_of(text: str) -> tuple[bool, float | None]:
-    """Of a difference in words: whether it is one of a count, a rate, an overflow or a row; and its
-    relative size, where it has one.
+    """Of a difference as compare.py prints it: whether it is one of a count, a rate, an overflow or
+    a row; and its relative size, where it has one. Raises AssertionError for any other text, which
+    would else pass as a difference without a size.
     """
     if values := VALUES.search(text):
         name, got, value = values[1], float(values[2]), float(values[3])
@@ -54,7 +59,9 @@ def size_of(text: str) -> tuple[bool, float | None]:
         size = abs(got - value) / max(abs(got), abs(value))
         return name in COUNTS | RATES, size
     if weights := WEIGHTS.search(text):
-        return False, float(weights[1])
+        off, norm = float(weights[1]), float(weights[2])
+        return False, off / norm if norm > 0 else math.inf
+    assert COUNTED.search(text), f"a difference that compare.py prints and this cannot read: {text}"
     return True, None
 
 
@@ -109,27 +116,16 @@ def find(mutant: Mutant) -> Found | None:
     return found_by(mutant, case)
 
 
-def write(path: Path, results: dict[str, dict]) -> None:
-    """Puts results into a file in the place of older ones, and drops those of unknown mutants."""
-    kept = json.loads(path.read_text())["results"] if path.exists() else {}
-    every = {**kept, **results}
-    known = {each.name: every[each.name] for each in all_mutants() if each.name in every}
-    found = sum(row["by"] is not None for row in known.values())
-    report = {"mutants": len(known), "found": found, "tolerance": EXACT, "results": known}
-    path.write_text(json.dumps(report, indent=1) + "\n")
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run (default: all)")
-    parser.add_argument("--out", help="put the results into this JSON file")
     arguments = parser.parse_args(argv)
     chosen = [
         mutant for mutant in all_mutants() if not arguments.names or mutant.name in arguments.names
     ]
-    results, survivors = {}, []
+    survivors = []
     for mutant in chosen:
         begun = time.monotonic()
         try:
@@ -142,13 +138,10 @@ def main(argv: list[str] | None = None) -> int:
             f"{mutant.area}: {mutant.name}: {shown} ({time.monotonic() - begun:.1f} s)", flush=True
         )
         survivors += [] if found else [mutant.name]
-        results[mutant.name] = {"area": mutant.area, **(found._asdict() if found else {"by": None})}
     print(
         f"{len(chosen) - len(survivors)} of {len(chosen)} mutants found"
         + "".join(f"\n  survived: {name}" for name in survivors)
     )
-    if arguments.out:
-        write(Path(arguments.out), results)
     return 1 if survivors else 0
 
 

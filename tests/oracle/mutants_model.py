@@ -53,9 +53,11 @@ def _(original):
 
 @mutant("norm", "a norm's epsilon ten times as large", "gpt-files", Norm, "__init__")
 def _(original):
-    return lambda self, kind, size, eps, backend="torch": original(
-        self, kind, size, 10 * eps, backend
-    )
+    def make(self, parameters, config, *others):
+        original(self, parameters, config, *others)
+        self.eps *= 10
+
+    return make
 
 
 @mutant("norm", "norms' biases not trained", "gpt-files", norm._LayerNorm, "backward")
@@ -242,13 +244,13 @@ def with_norms(change: Callable[[SelfAttention], tuple[Any, Any]]) -> Make:
     """SelfAttention.forward with other norms of queries and keys."""
 
     def make(original):
-        def forward(self, x, table, mask, state):
+        def forward(self, *inputs):
             if self.q_norm is None:
-                return original(self, x, table, mask, state)
+                return original(self, *inputs)
             kept = self.q_norm, self.k_norm
             self.q_norm, self.k_norm = change(self)
             try:
-                return original(self, x, table, mask, state)
+                return original(self, *inputs)
             finally:
                 self.q_norm, self.k_norm = kept
 
@@ -278,13 +280,13 @@ def _(original):
         def forward(self, x):
             return self.inner(rotary.apply_rotary(x, self.table))
 
-    def forward(self, x, table, mask, state):
+    def forward(self, x, table, *others):
         if self.q_norm is None:
-            return original(self, x, table, mask, state)
+            return original(self, x, table, *others)
         kept = self.q_norm, self.k_norm
         self.q_norm, self.k_norm = RotatedNorm(kept[0], table), RotatedNorm(kept[1], table)
         try:
-            return original(self, x, None, mask, state)
+            return original(self, x, None, *others)
         finally:
             self.q_norm, self.k_norm = kept
 
@@ -364,14 +366,14 @@ def _(original):
     "keep_mask",
 )
 def _(original):
-    return lambda *args: original(*args) * (1 - args[-1])
+    return lambda key, samples, heads, queries, keys, drop, *others: (
+        original(key, samples, heads, queries, keys, drop, *others) * (1 - drop)
+    )
 
 
 @mutant("attention", "one dropout mask for all heads", "gpt-dropout", attention_kernel, "keep_mask")
 def _(original):
-    return lambda key, samples, heads, queries, keys, drop: original(
-        key, samples, heads * 0, queries, keys, drop
-    )
+    return lambda key, samples, heads, *others: original(key, samples, heads * 0, *others)
 
 
 # ---- dropout of hidden states
@@ -434,7 +436,9 @@ def _(original):
 
 @mutant("dropout", "what should be dropped is kept", "gpt-dropout", philox, "keep_mask")
 def _(original):
-    return lambda key, rows, columns, probability: original(key, rows, columns, 1 - probability)
+    return lambda key, rows, columns, probability, **others: original(
+        key, rows, columns, 1 - probability, **others
+    )
 
 
 def dropout_samples(change: Callable[[Tensor], Tensor]) -> Make:

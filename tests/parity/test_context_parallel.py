@@ -17,7 +17,7 @@ GATHERED_OR_EXCHANGED = [
         ("cp4", "gpt"),
         ("cp2", "documents"),
         ("cp2", "documents-rope"),
-        ("cp4", "gqa2-qknorm"),
+        ("cp4", "mqa-bias"),
         ("cp2", "mqa-qknorm-bias"),
         ("cp2", "caps-zloss"),
         ("cp2", "recompute"),
@@ -64,6 +64,9 @@ ROWS = (
             ("cp4 pp2 zero-bubble a2a2+p2p", "llama"),
         )
     ),
+    # fewer key/value heads than ranks: which of them a rank needs
+    Row("cp4 a2a", "gqa2-qknorm"),
+    Row("cp4 allgather", "gqa2-qknorm"),
     Row("cp2 tp2 sp", "gqa2-qknorm", "bf16"),
     Row("cp4 p2p", "documents-rope", "bf16"),
     Row("cp2 p2p", "dropout", "bf16"),

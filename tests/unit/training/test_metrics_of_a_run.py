@@ -1,0 +1,206 @@
+"""Logged metrics against values computed here: rates from a clock that the test moves, norms of
+layers, and what routers log from the logits that they saw.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from parity import worker
+from parity.layouts import BASE, LLAMA, NO_DROPOUT
+from parity.worker import Outcome, run_case
+
+from megatron.layers.router import Router
+from megatron.training import loop
+
+L, H, S, B, V, PADDED = 2, 32, 16, 8, 50, 128
+STEP_SECONDS, EVALUATION_SECONDS, PEAK = 2.0, 100.0, 5.0
+Row = dict[str, float]
+
+
+def rows_of(outcome: Outcome) -> list[Row]:
+    """The rows of training."""
+    return [row for row in outcome.metrics if "lm loss" in row]
+
+
+# ---- rates
+
+RATES = (
+    *BASE,
+    *NO_DROPOUT.split(),
+    *"--micro-batch-size 2 --train-iters 4 --log-interval 2 --eval-interval 1".split(),
+    *f"--peak-tflops {PEAK} --eod-mask-loss --reset-attention-mask".split(),
+    *"--make-vocab-size-divisible-by 64".split(),
+)
+
+
+def run_by_clock(flags: tuple[str, ...]) -> list[Row]:
+    """Rows of a run, measured values too, whose steps and evaluations take the seconds above."""
+    now = [1000.0]
+    train_step, evaluate_all = loop.train_step, loop.evaluate_all
+
+    def step(*args):
+        now[0] += STEP_SECONDS
+        return train_step(*args)
+
+    def evaluation(*args):
+        now[0] += EVALUATION_SECONDS
+        return evaluate_all(*args)
+
+    clock = SimpleNamespace(**{**vars(loop.time), "perf_counter": lambda: now[0]})
+    with (
+        mock.patch.object(loop, "time", clock),
+        mock.patch.object(loop, "train_step", step),
+        mock.patch.object(loop, "evaluate_all", evaluation),
+        mock.patch.object(worker, "is_measured", lambda name: False),
+    ):
+        return rows_of(run_case(flags))
+
+
+def flops(vocabulary: int) -> float:
+    """Of one iteration: 2 for each multiply-add, backward twice as many as forward, and of
+    attention's two S x S matrix multiplications the causal half.
+    """
+    of_layer = 3 * H * H + H * H + 2 * H * 4 * H  # Q, K and V, projection, MLP
+    attention = 2 * S * H / 2
+    return 3 * 2 * B * S * (L * (of_layer + attention) + H * vocabulary)
+
+
+@pytest.mark.parametrize(
+    "ranks, precision, layout",
+    [
+        (1, "--fp64", ""),
+        (1, "--fp16 --initial-loss-scale 1024", ""),
+        (2, "--fp64", "--tensor-model-parallel-size 2"),
+        (2, "--fp64", "--zero-stage 2"),
+    ],
+)
+def test_rates_count_every_token_and_every_rank_and_no_pause(
+    gloo_world, one_thread, ranks, precision, layout
+):
+    flags = (*RATES, *precision.split(), *layout.split())
+    if ranks == 1:
+        rows = run_by_clock(flags)
+    else:
+        rows = gloo_world(ranks).run(run_by_clock, flags)[0]
+    padded = PADDED if "tensor" in layout else PADDED // 2
+    assert len(rows) == 2
+    for row in rows:
+        assert row["iteration-time"] == STEP_SECONDS
+        assert row["tokens-per-second-per-gpu"] == B * S / STEP_SECONDS / ranks
+        assert row["throughput"] == pytest.approx(flops(padded) / 1e12 / STEP_SECONDS / ranks)
+        assert row["mfu"] == pytest.approx(flops(V) / 1e12 / STEP_SECONDS / ranks / PEAK)
+        assert row["consumed-tokens"] == row["consumed_samples"] * S
+
+
+# ---- norms of layers
+
+
+@pytest.mark.parametrize("precision", ["--fp64", "--fp16 --initial-loss-scale 1024"])
+def test_norms_of_layers_are_parts_of_the_whole_norm(one_thread, precision):
+    """Also where the gradient is scaled: masked tokens, a loss scale."""
+    flags = f"{NO_DROPOUT} --micro-batch-size 2 --eod-mask-loss --log-layer-norms {precision}"
+    for row in rows_of(run_case((*BASE, *flags.split()))):
+        for kind in ("grad-norm", "params-norm"):
+            parts = [value for name, value in row.items() if name.startswith(f"{kind}/")]
+            assert len(parts) == L + 1  # the head is the embedding
+            assert math.hypot(*parts) == pytest.approx(row[kind], rel=1e-6)
+
+
+# ---- routers
+
+EXPERTS, TOP, MICRO, FACTOR = 4, 2, 2, 0.8
+COEFFICIENTS = {"aux_loss": 3e-2, "seq_aux_loss": 2e-2}
+Z_COEFFICIENT = 1e-2
+ROUTED = (
+    *BASE,
+    *"--train-iters 2 --lr-warmup-iters 1".split(),
+    *LLAMA.split(),
+    *f"--fp64 --num-experts {EXPERTS} --moe-ffn-hidden-size 24 --moe-router-topk {TOP}".split(),
+    *f"--micro-batch-size {MICRO} --moe-z-loss-coeff {Z_COEFFICIENT}".split(),
+    "--moe-router-load-balancing-type",
+    *COEFFICIENTS,
+    "--moe-aux-loss-coeff",
+    *map(str, COEFFICIENTS.values()),
+    *f"--moe-expert-capacity-factor {FACTOR} --moe-layer-freq [1]*{L} --eval-iters 0".split(),
+)
+
+
+def balance(shares: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """E x the sum over experts of (share of choices) x (mean probability), of tokens [T, E]."""
+    return EXPERTS * (chosen.mean(0) / TOP * shares.mean(0)).sum()
+
+
+def routers_metrics(logits: list[list[torch.Tensor]]) -> Row:
+    """Of a step, from the logits [s b, E] of each layer and micro-batch: means over layers and
+    tokens; loads over the whole step.
+    """
+    found = dict.fromkeys(
+        ("load-balancing-loss", "seq-load-balancing-loss", "router-z-loss", "objective"), 0.0
+    )
+    most, least, missed = 0.0, math.inf, 0.0
+    for layer in logits:
+        loads = torch.zeros(EXPERTS)
+        for each in layer:
+            shares = each.softmax(-1)
+            chosen = torch.zeros_like(each).scatter(1, each.topk(TOP).indices, 1)
+            samples = zip(
+                shares.view(S, MICRO, EXPERTS).unbind(1), chosen.view(S, MICRO, EXPERTS).unbind(1)
+            )
+            here = {
+                "load-balancing-loss": balance(shares, chosen).item(),
+                "seq-load-balancing-loss": sum(balance(*sample).item() for sample in samples)
+                / MICRO,
+                "router-z-loss": each.logsumexp(-1).square().mean().item(),
+            }
+            for name, value in here.items():
+                found[name] += value / len(layer) / L
+            weighted = zip((*COEFFICIENTS.values(), Z_COEFFICIENT), here.values(), strict=True)
+            found["objective"] += sum(c * value for c, value in weighted) / len(layer)
+            count = chosen.sum(0)
+            loads += count
+            capacity = math.ceil(len(each) * TOP / EXPERTS * FACTOR)
+            missed += (count - capacity).clamp(min=0).sum().item()
+        mean = loads.mean()
+        most, least = (
+            max(most, (loads.max() / mean).item()),
+            min(least, (loads.min() / mean).item()),
+        )
+    choices = L * B * S * TOP
+    return {
+        "load-balancing-loss": found["load-balancing-loss"],
+        "seq-load-balancing-loss": found["seq-load-balancing-loss"],
+        "router-z-loss": found["router-z-loss"],
+        "router-objective": found["objective"],
+        "expert-load-max": most,
+        "expert-load-min": least,
+        "expert-dropped": missed / choices,
+    }
+
+
+def run_with_logits() -> tuple[list[Row], list[torch.Tensor]]:
+    seen: list[torch.Tensor] = []
+    losses = Router.losses
+
+    def recorded(self, logits, *others):
+        seen.append(logits.detach().clone())
+        return losses(self, logits, *others)
+
+    with mock.patch.object(Router, "losses", recorded):
+        return rows_of(run_case(ROUTED)), seen
+
+
+def test_routers_log_what_their_logits_say(one_thread):
+    rows, seen = run_with_logits()
+    micro_batches, steps = B // MICRO, 2
+    assert len(rows) == steps and len(seen) == steps * micro_batches * L
+    for step, row in enumerate(rows):
+        own = seen[step * micro_batches * L : (step + 1) * micro_batches * L]
+        expected = routers_metrics([own[layer::L] for layer in range(L)])
+        assert expected["expert-dropped"] > 0
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, rel=1e-9), name
