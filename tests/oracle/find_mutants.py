@@ -32,8 +32,8 @@ VALUES = re.compile(rf"iteration \d+: (?:the console's )?(.+?) {NUMBER}, expecte
 WEIGHTS = re.compile(rf"weights of .*: off by {NUMBER}, their norm is {NUMBER}$")
 # differences without a size
 COUNTED = re.compile(
-    r"rows of iterations |console lines of |is on the console alone|is not expected$| None, expected |"
-    r"weights differ in name|has shape "
+    r"rows of iterations |console lines of |is on the console alone|is not expected$|"
+    r" None, expected |weights differ in name|has shape "
 )
 
 

@@ -834,8 +834,9 @@ def _(original):
 )
 def _(original):
     def passes(*args, **kwargs):
-        losses, tokens = original(*args, **kwargs)
-        return losses / tokens, torch.ones_like(tokens)
+        sums = original(*args, **kwargs)
+        means = sums.losses / sums.tokens
+        return sums._replace(losses=means, tokens=torch.ones_like(sums.tokens))
 
     return passes
 
@@ -891,7 +892,7 @@ def _(original):
     "blended",
 )
 def _(original):
-    return lambda run, split, values: sum(values) / len(values)
+    return lambda sources, values: sum(values) / len(values)
 
 
 @mutant(
