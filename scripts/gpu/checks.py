@@ -1,6 +1,7 @@
 """Kernels against their definitions.
 
     python scripts/gpu/checks.py [OPERATOR[:DTYPE] ...] [--processes N]
+    python scripts/gpu/checks.py --failed RECORD    # those of first.json, under compute-sanitizer
 
 Every row of kernels/configurations.json that this GPU takes, in small shapes. Each operator is a
 separate process: an illegal address or a hang ends the CUDA context, and must not hide the results
@@ -17,10 +18,12 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from device import DEVICE, HALF, IS_CUDA, message
 from megatron.kernels import cases, configurations, lang
+from record import failed_operators
 
 OPERATORS = (
     "attention:bf16",
@@ -39,6 +42,7 @@ OPERATORS = (
     "initialise:fp32",
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SANITIZER = ("compute-sanitizer", "--tool", "memcheck")
 LIMIT = 75.0  # seconds of one operator
 LOST_CONTEXT = ("CUDA error", "illegal", "misaligned")
 
@@ -88,12 +92,14 @@ def check(operator: str, dtype_name: str) -> bool:
     return all_ok
 
 
-def check_in_process(name: str) -> bool:
-    """Check an operator in a separate process and print its rows."""
-    command = [sys.executable, __file__, "--here", name]
+def check_in_process(name: str, under: tuple[str, ...] = ()) -> bool:
+    """Check an operator in a separate process, `under` another program, and print its rows."""
+    command = [*under, sys.executable, __file__, "--here", name]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
         out, fault = run.stdout, "" if run.returncode in (0, 1) else f"exit code {run.returncode}"
+        if under:
+            print("\n".join(f"# {line}" for line in out.splitlines() if line.startswith("====")))
         last = run.stderr.strip().splitlines()[-1:] if fault else []
     except subprocess.TimeoutExpired as error:
         out = (error.stdout or b"").decode()
@@ -110,7 +116,13 @@ def main() -> int:
     parser.add_argument("operators", nargs="*", metavar="OPERATOR[:DTYPE]")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--here", action="store_true", help="in this process")
+    parser.add_argument("--failed", type=Path, metavar="RECORD")
     given = parser.parse_args()
+    if given.failed:
+        names = failed_operators(given.failed)
+        print(f"# wrong in {given.failed}: {', '.join(names) or 'no operator'}")
+        results = [check_in_process(name, SANITIZER) for name in names]
+        return int(not all(results))
     unknown = {each.split(":")[0] for each in given.operators} - {
         each.split(":")[0] for each in OPERATORS
     }

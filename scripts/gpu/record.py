@@ -94,6 +94,21 @@ def record(stage: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def failed_operators(path: Path) -> list[str]:
+    """The operators, as checks.py takes them, with a wrong result in the record of first.sh; none
+    where there is no record.
+    """
+    if not path.exists():
+        return []
+    rows = json.loads(path.read_text())["runs"].get("checks", {}).get("rows", [])
+    names = [
+        ":".join([row["operator"].split()[0], *([row["dtype"]] if "dtype" in row else [])])
+        for row in rows
+        if not row["ok"]
+    ]
+    return list(dict.fromkeys(names))
+
+
 def main(words: list[str]) -> int:
     stage, folder = words[0], Path(words[1])
     try:
