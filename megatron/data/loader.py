@@ -29,6 +29,7 @@ DEFAULT_SPLIT = "969,30,1"
 EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
 Weights = list[float | None]  # None: by tokens
 Weighted = tuple[float | None, str]  # a weight and a prefix
+SAMPLES_AT_ONCE = 16  # whose tokens are held to count them
 MOCK_DOCUMENT = 100  # tokens, its end-of-document included
 
 
@@ -81,6 +82,19 @@ class Source:
     epoch_samples: int | None = None
     bytes_per_token: float | None = None
     weight: float = 1.0  # share of its split's blend, which the mean over the split's sources takes
+
+    def valid_tokens(self, first_sample: int, count: int) -> int:
+        """How many tokens of these samples the loss counts: all but those that the mask leaves
+        out.
+        """
+        if not self.eod_mask_loss:
+            return count * self.seq_length
+        valid = 0
+        for first in range(first_sample, first_sample + count, SAMPLES_AT_ONCE):
+            stop = min(first + SAMPLES_AT_ONCE, first_sample + count)
+            windows = self.reader.windows(np.arange(first, stop, dtype=np.int64))
+            valid += int(np.count_nonzero(windows[:, :-1] != self.eod))
+        return valid
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples first_sample .. first_sample + count - 1. Raises DataError for a token outside

@@ -11,7 +11,8 @@ E experts, k of them a token, c_i tokens of expert i, and p_ti scores that add u
     z-loss            coeff sum_t (log sum_i exp l_ti)^2        (Zoph et al. 2022)
     expert bias       b_i += rate sign(mean c - c_i)            (Wang et al. 2024, DeepSeek-V3)
 
-divided by T like the loss. T, c and the sums are those of a micro-batch, or of a sample; for
+divided by T: by all tokens of the batch, those that --eod-mask-loss leaves out of the loss
+included, since all are routed. T, c and the sums are those of a micro-batch, or of a sample; for
 `global_aux_loss` the shares c_i / (k T) are those of the whole batch of the step before, since the
 first backward passes of a step come before its last forward passes. Bias and shares are kept with
 the weights and are in every checkpoint. s, b tokens of this rank, T = s b, h hidden. Called from

@@ -257,18 +257,21 @@ class Pipeline:
         micro_batch: Callable[[int], MicroBatch],
         scale: float = 0.0,
         recording: Recording | None = None,
+        *,
+        aux_scale: float | None = None,
     ) -> StepSums:
         """Carry out a schedule.
 
         `micro_batch(i)` makes the i-th when it is first needed; `scale` multiplies the objective
-        before it is differentiated. Raises PeerError when a neighbour dies or hangs.
+        before it is differentiated, `aux_scale` (default: the same) the layers' part of it. Raises
+        PeerError when a neighbour dies or hangs.
         """
         assert schedule.placement == self.placement
         if id(schedule) not in self.known:
             self.known[id(schedule)] = self.know(schedule)
         known = self.known[id(schedule)]
         self.weights.begin_step(known.calls)
-        self.passes.begin(scale, self.objectives)
+        self.passes.begin(scale if aux_scale is None else aux_scale, self.objectives)
         self.passes.expect(known.passes)
         step = _Step(self, known, micro_batch, scale)
         for unit in schedule.units(self.rank):

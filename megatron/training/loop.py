@@ -245,9 +245,10 @@ def _consumed(run: Run) -> dict[str, float]:
 def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
     """The row of an interval of so many seconds an iteration (names and units: metrics.py)."""
     config, progress, report = run.config, run.progress, interval.last
-    seq, batch, tokens = config.data.seq_length, report.batch_size, sum(report.tokens)
+    seq, batch = config.data.seq_length, report.batch_size
     loss = progress.open_loss / progress.open_steps if progress.open_steps else report.loss
-    scalars = {name: value / tokens for name, value in report.scalars.items()} if tokens else {}
+    # layers add up over all tokens, whatever the loss leaves out
+    scalars = {name: value / (batch * seq) for name, value in report.scalars.items()}
     return {
         **_consumed(run),
         "lm loss": loss,

@@ -90,12 +90,30 @@ def run_micro_batches(
 
     with torch.set_grad_enabled(training):
         found = run.pipeline.run(
-            schedule_of(run, count, training=training), micro_batch, scale or 0.0, recording
+            schedule_of(run, count, training=training),
+            micro_batch,
+            scale or 0.0,
+            recording,
+            aux_scale=_aux_scale(run, source, first, samples, scale),
         )
     if run.counts:
         for index, each in found.losses.items():
             sums[0, index] = each[1]
     return MicroBatchSums(sums[0], sums[1], _scalars(run, found.scalars))
+
+
+def _aux_scale(
+    run: Run, source: Source, first: int, samples: int, scale: float | None
+) -> float | None:
+    """The scale of what layers add to the objective, such as auxiliary losses of routers: sums
+    over all tokens. Gradients are divided by the valid tokens of the batch afterwards; these sums
+    are means over all tokens, whatever the loss leaves out. Every rank counts the valid tokens of
+    the whole batch, for the first backward pass comes before the last batch is read.
+    """
+    if scale is None or not run.pipeline.objectives or not source.eod_mask_loss:
+        return scale
+    with run.timers("data"):
+        return scale * source.valid_tokens(first, samples) / (samples * source.seq_length)
 
 
 def share_positions(batch: Batch, cp: ContextParallel, window: int | None) -> Batch:

@@ -116,6 +116,13 @@ NAMED = (
     # Mixtures of experts: every score, loss, and way to leave tokens out.
     Case("moe", f"{MOCK} {MOE} --moe-aux-loss-coeff 3e-2 --moe-z-loss-coeff 1e-2"),
     Case(
+        "moe-documents",
+        f"{FILES} {MOE} {DOCUMENTS} --moe-router-load-balancing-type aux_loss seq_aux_loss "
+        f"--moe-aux-loss-coeff 3e-1 2e-1 --moe-z-loss-coeff 1e-1",
+        layout="--expert-model-parallel-size 2",
+        ranks=2,
+    ),
+    Case(
         "moe-pre-softmax",
         f"{FILES} {MOE} --moe-router-pre-softmax --moe-router-topk 3 --moe-layer-freq 2 "
         f"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 5e-2 "

@@ -227,9 +227,11 @@ class Trainer:
         batch = batch_of(c, self.data, first, count)
         loss, lse = self.model.losses(self.state.weights, batch, training=True)
         objective = ((loss + c.z_loss_coeff * lse.square()) * batch.loss_mask).sum()
-        objective = objective + sum(losses for losses, _ in self.model.routers.values())
         # A narrow backward pass divides by all tokens, valid or not, and is set right afterwards.
         nominal, tokens = count * c.seq_length, float(batch.loss_mask.sum())
+        # routers' losses are means over all tokens
+        routers = sum(losses for losses, _ in self.model.routers.values())
+        objective = objective + routers * (tokens / nominal)
         self.model.largest.clear()
         scaled = torch.autograd.grad(objective * (scale / nominal), self.trained)
         self.note_margin()
