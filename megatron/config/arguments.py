@@ -214,6 +214,33 @@ def _known_flags() -> list[str]:
     return list(dict.fromkeys([*ours, *compatibility.rows()]))
 
 
+# Words of flags that carry no meaning of their own.
+FILLERS = {"num", "size", "use", "enable", "with", "n", "value"}
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether two words of flags may be the same: one abbreviates the other, or a letter is
+    wrong in a word long enough to tell.
+    """
+    short, long = sorted((one, other), key=len)
+    is_prefix = len(short) >= 3 and long.startswith(short)
+    return one == other or is_prefix or (len(short) >= 5 and one_edit(one, other))
+
+
+def same_meaning(one: str, other: str) -> bool:
+    """Whether two flags consist of the same words in any order, but for typos, abbreviations and
+    FILLERS. A word that only one of them has makes it another setting.
+    """
+    left = one.removeprefix("--").split("-")
+    right = other.removeprefix("--").split("-")
+    for word in list(left):
+        match = next((candidate for candidate in right if _alike(word, candidate)), None)
+        if match is not None:
+            left.remove(word)
+            right.remove(match)
+    return not {*left, *right} - FILLERS
+
+
 def suggestions(flag: str) -> list[str]:
     """Known flags that an unknown one may have been meant to be; ours come first."""
     word = key(flag)
@@ -221,7 +248,10 @@ def suggestions(flag: str) -> list[str]:
     near.sort(key=lambda other: (other not in options_by_flag(), len(other)))
     if compatibility.habit(word):
         near.insert(0, compatibility.habit(word))
-    return near or _nearest(word, _known_flags())
+    if near:
+        return near
+    alike = difflib.get_close_matches(word, _known_flags(), n=10, cutoff=0.7)
+    return [other for other in alike if same_meaning(word, other)][:1]
 
 
 @functools.cache

@@ -1143,11 +1143,10 @@ HABITS = {
         "--use-dist-opt --dist-opt --distributed-optimizer --use-dist-optimizer"
     ),
     "--micro-batch-size": "--bs --mbs --micro-bs --per-device-train-batch-size",
-    "--global-batch-size": "--gbs --gradient-accumulation-steps --grad-accum --train-batch-size",
+    "--global-batch-size": "--gbs --train-batch-size",
     "--train-iters": (
         "--steps --max-steps --iters --iterations --num-iters --train-steps --training-steps"
     ),
-    "--train-samples": "--epochs --num-epochs --num-train-epochs",
     "--lr-warmup-iters": "--warmup-steps --warmup-iters --lr-warmup-steps",
     "--lr": "--learning-rate --max-lr",
     "--weight-decay": "--wd",
@@ -1172,11 +1171,22 @@ HABITS = {
     "--eval-interval": "--eval-steps --eval-every",
     "--context-parallel-size": "--cp --cp-size",
     "--bf16": "--bfloat16",
-    "--world-size": "--num-gpus --gpus --nproc-per-node",
 }
 _HABIT_OF = {name: ours for ours, names in HABITS.items() for name in names.split()}
 FOLLOWS = {"--dp": "the data-parallel size is the number of ranks / (tensor x pipeline); drop it"}
 FOLLOWS |= dict.fromkeys(("--dp-size", "--data-parallel-size"), FOLLOWS["--dp"])
+FOLLOWS |= dict.fromkeys(
+    ("--gradient-accumulation-steps", "--grad-accum"),
+    "give --global-batch-size: --micro-batch-size x steps x data-parallel ranks",
+)
+FOLLOWS |= dict.fromkeys(
+    ("--epochs", "--num-epochs", "--num-train-epochs"),
+    "give --train-samples, the number of samples in all epochs",
+)
+FOLLOWS |= dict.fromkeys(
+    ("--num-gpus", "--gpus", "--nproc-per-node"),
+    "the launcher starts the ranks, such as torchrun --nproc-per-node N pretrain_gpt.py",
+)
 
 
 def translate_value(flag: str, words: Words) -> tuple[Words, str]:

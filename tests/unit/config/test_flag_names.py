@@ -10,7 +10,14 @@ import flag_typos
 import pytest
 
 from megatron.config import compatibility
-from megatron.config.arguments import COMMANDS, one_edit, options_by_flag, parse_arguments
+from megatron.config.arguments import (
+    COMMANDS,
+    one_edit,
+    options_by_flag,
+    parse_arguments,
+    same_meaning,
+    suggestions,
+)
 from megatron.config.compatibility import FOLLOWS, HABITS, TABLE, key
 from megatron.config.errors import ArgumentErrors
 from megatron.config.upstream_flags import (
@@ -71,6 +78,47 @@ def test_what_is_near_no_flag_gets_no_suggestion_or_the_likeliest():
     assert first_fault("--moe-typo", "1").startswith("--moe-typo 1: unknown flag")
     assert first_fault("--zzzzzzzzzzzz") == "--zzzzzzzzzzzz: unknown flag"
     assert first_fault("--fp6").endswith("did you mean --fp16 or --fp64?")
+
+
+@pytest.mark.parametrize(
+    "flag, other",
+    [
+        ("--qk-rope-head-width", "--qk-head-dim"),
+        ("--embed-norm", "--qk-layernorm"),
+        ("--use-mpirun", "--use-mup"),
+        ("--grad-accumulation", "--global-batch-size"),
+        ("--log-gradients", "--log-straggler"),
+        ("--no-rope-scaling", "--use-rope-scaling"),
+        ("--moe-router-groups-dropped", "--moe-router-num-groups"),
+        ("--max-lr-decay", "--lr-decay-style"),
+        ("--valid-interval", "--save-interval"),
+        ("--attention-z-loss", "--moe-z-loss-coeff"),
+    ],
+)
+def test_no_hint_names_a_flag_of_another_meaning(flag, other):
+    assert other not in suggestions(flag)
+
+
+@pytest.mark.parametrize(
+    "flag, meant",
+    [
+        ("--num-lay", "--num-layers"),
+        ("--hidden-siz", "--hidden-size"),
+        ("--use-sequence-parallel", "--sequence-parallel"),
+        ("--recompute-granul", "--recompute-granularity"),
+        ("--init-std-method", "--init-method-std"),
+    ],
+)
+def test_words_in_another_order_and_abbreviations_are_recognized(flag, meant):
+    assert suggestions(flag) == [meant]
+
+
+def test_every_foreign_flag_would_get_no_hint_of_another_meaning():
+    """As if the table did not have it."""
+    names = sorted({key(name) for name in NAMES} - OURS)
+    for name in names:
+        for other in suggestions(name):
+            assert one_edit(name, other) or same_meaning(name, other), (name, other)
 
 
 def test_a_sample_of_typos_is_refused_with_the_right_suggestion():

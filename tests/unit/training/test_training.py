@@ -245,6 +245,13 @@ def test_train_samples_and_ramp_up(tmp_path):
         1e-2 * 0.5 * (1 + math.cos(math.pi * (samples - 2) / (40 - 2))) for samples in consumed
     ]
     assert [row["learning-rate"] for row in rows] == pytest.approx(rates, rel=1e-12, abs=1e-18)
+    # the same sizes by tokens
+    seq = TINY[TINY.index("--seq-length") + 1]
+    at = in_samples.index("--global-batch-size")
+    steps = in_samples[:at] + in_samples[at + 2 :]
+    schedule = f"0:2 {16 * int(seq)}:4"
+    scheduled = run(tmp_path / "c", "--step-batch-size-schedule", schedule, base=steps)
+    assert list(scheduled.values()) == rows
     small = [*run(tmp_path / "b", "--global-batch-size", 2, base=in_samples).values()]
     for name in ("lm loss", "grad-norm"):
         assert [row[name] for row in rows[:8]] == [row[name] for row in small[:8]]
