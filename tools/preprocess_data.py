@@ -27,14 +27,17 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.config import compatibility  # noqa: E402
+from megatron.config.arguments import did_you_mean, options_by_flag, split_words  # noqa: E402
 from megatron.config.compatibility import translate_value  # noqa: E402
-from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.errors import ArgumentErrors, UserError  # noqa: E402
 from megatron.config.groups import DataConfig  # noqa: E402
 from megatron.config.input_files import is_text, path_fault  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
@@ -457,10 +460,89 @@ def _tokenizer_type(kind: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+# Flags of other preprocessing programs: what becomes of each.
+NOTES = {
+    "--partitions": "--workers processes share the input",
+    "--keep-sequential-samples": "documents always keep their order",
+    "--chunk-size": "the size of chunks is chosen here",
+    "--keep-newlines": "acts only with --split-sentences, which is refused",
+    "--lang": "acts only with --split-sentences, which is refused",
+    "--dataset-type": "the one format there is",
+    "--num-docs": "progress is measured in bytes of the input",
+}
+RENAMED = {"--jsonl-keys": "--json-keys", "--dataset-format": "--dataset-impl"}
+REFUSED = {
+    "--split-sentences": "documents are encoded whole; remove it",
+    "--ftfy": "text is encoded as it is; repair it before, and remove the flag",
+}
+
+
+def read_flags(argv: list[str]) -> argparse.Namespace:
+    """The flags of a command line; flags of other programs are answered by the trainer's table.
+
+    Prints a note for each that changes nothing here. Raises one ArgumentErrors with all faults.
+    """
+    flags = parser()
+    if any(word in ("-h", "--help") for word in argv):
+        flags.parse_args(argv)
+    occurrences, faults = split_words(argv)
+    kept: list[str] = []
+    for flag, words in occurrences:
+        try:
+            for ours, values in _as_ours(flag, words, flags):
+                kept += [ours, *values]
+        except UserError as problem:
+            faults.append(f"{' '.join([flag, *words])[:80]}: {problem}")
+    try:
+        read = flags.parse_args(kept)
+    except UserError as problem:
+        faults.append(str(problem))
+    if faults:
+        raise ArgumentErrors(faults)
+    return read
+
+
+def _as_ours(
+    flag: str, words: list[str], flags: argparse.ArgumentParser
+) -> list[compatibility.Occurrence]:
+    """A flag and its words as flags of this tool: none where it changes nothing. Raises
+    UserError.
+    """
+    known = {
+        compatibility.key(name): name for action in flags._actions for name in action.option_strings
+    }
+    name = RENAMED.get(compatibility.key(flag), compatibility.key(flag))
+    if name in known:
+        return [(known[name], words)]
+    if name in REFUSED:
+        raise UserError(REFUSED[name])
+    row = compatibility.find(name)
+    if row is not None and row.verdict in ("equals", "choice"):
+        found = row.rewrite(words)
+        return [pair for ours, values in found for pair in _as_ours(ours, values, flags)]
+    note = NOTES.get(name, "acts only in training")
+    if name not in NOTES and name not in options_by_flag():
+        if row is None:
+            raise UserError(f"unknown flag{did_you_mean(name, known)}")
+        if row.verdict == "refused" and "tokenizer" in name:
+            raise UserError(row.text)
+        if row.verdict == "note":
+            note = row.text
+    print(f"{flag}: {note}")
+    return []
+
+
 def parser() -> argparse.ArgumentParser:
     """Megatron's flags for this tool."""
-    flags = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    flags = _Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     flags.add_argument(
         "--input",
@@ -544,8 +626,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     escape_unencodable()
-    arguments = parser().parse_args()
     try:
+        arguments = read_flags(sys.argv[1:])
         if arguments.workers < 1:
             raise UserError("--workers must be at least 1")
         preprocess(arguments)

@@ -112,7 +112,7 @@ class Option:
         if self.choices and text not in map(str, self.choices):
             raise UserError(
                 "choose from "
-                f"{', '.join(map(str, self.choices))}{_did_you_mean(text, map(str, self.choices))}"
+                f"{', '.join(map(str, self.choices))}{did_you_mean(text, map(str, self.choices))}"
             )
         if self.kind is bool:
             if text.lower() not in ("true", "false"):
@@ -202,7 +202,8 @@ def _nearest(word: str, known: typing.Iterable[str]) -> list[str]:
     )
 
 
-def _did_you_mean(word: str, known: typing.Iterable[str]) -> str:
+def did_you_mean(word: str, known: typing.Iterable[str]) -> str:
+    """The end of a message about an unknown word: the known ones that are nearest, if any are."""
     near = _nearest(word, known)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
@@ -627,7 +628,7 @@ def _read_groups(path: str, content: dict[str, Any]) -> tuple[Values, list[str]]
             if option is None:
                 faults.append(
                     f"--config {path}: {group} has no setting "
-                    f"{_short(field)}{_did_you_mean(str(field), names[group])}"
+                    f"{_short(field)}{did_you_mean(str(field), names[group])}"
                 )
                 continue
             try:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from megatron.tools import preprocess_data as tool
 
-from megatron.config.errors import UserError
+from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config, DataConfig, EvaluationConfig
 from megatron.data import text_files
 from megatron.data.indexed_dataset import IndexedDataset
@@ -740,9 +740,44 @@ def test_names_of_tokenizers_that_the_trainer_takes(theirs, ours):
     assert tool.parser().parse_args(given).tokenizer_type == ours
 
 
-def test_a_tokenizer_that_is_another_ones_is_answered(capsys):
-    with pytest.raises(SystemExit):
-        tool.parser().parse_args(
-            ["--input", "x", "--output-prefix", "y", "--tokenizer-type", "Llama3Tokenizer"]
-        )
-    assert "give --tokenizer-type HuggingFaceTokenizer" in capsys.readouterr().err
+def test_a_tokenizer_that_is_another_ones_is_answered():
+    line = "--input x --output-prefix y --tokenizer-type Llama3Tokenizer"
+    with pytest.raises(UserError, match="give --tokenizer-type HuggingFaceTokenizer"):
+        tool.read_flags(line.split())
+
+
+LINE = "--input x --output-prefix y --tokenizer-type NullTokenizer --vocab-size 9"
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("--jsonl_keys a b", {"json_keys": ["a", "b"]}),
+        ("--tokenizer-name-or-path t", {"tokenizer_model": "t"}),
+        ("--tokenizer-type PretrainedFromHF", {"tokenizer_type": "HuggingFaceTokenizer"}),
+        ("--patch-tokenizer-type Qwen2Tokenizer", {"tokenizer_type": "HuggingFaceTokenizer"}),
+        ("--partitions 4 --keep-sequential-samples", {}),
+        ("--seq-length 4096 --padded-vocab-size 128 --num-workers 2 --trust-remote-code", {}),
+        ("--append_eod --workers=3", {"append_eod": True, "workers": 3}),
+    ],
+)
+def test_flags_of_other_programs_are_read_as_the_trainer_reads_them(theirs, ours, capsys):
+    read = tool.read_flags(f"{LINE} {theirs}".split())
+    plain = tool.read_flags(LINE.split())
+    assert vars(read) == vars(plain) | ours
+    if not ours:
+        assert theirs.split()[0] in capsys.readouterr().out
+
+
+def test_all_faults_are_one_error():
+    line = "--input x --outptu-prefix y --split-sentences --tokenizer-type NullTokenizer --vocb 1"
+    with pytest.raises(ArgumentErrors) as caught:
+        tool.read_flags(line.split())
+    told = str(caught.value)
+    for fault in (
+        "--outptu-prefix y: unknown flag; did you mean --output-prefix?",
+        "--split-sentences: documents are encoded whole",
+        "--vocb 1: unknown flag",
+        "the following arguments are required: --output-prefix",
+    ):
+        assert fault in told, told
