@@ -20,9 +20,11 @@ parallel/pipeline.py as LayerPasses are. s sequence, b batch, h hidden.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ class CudaGraph:
         """
         stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), garbage_collector_off():
             # other threads, such as NCCL's watchdog, may ask the GPU meanwhile
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
@@ -66,6 +68,22 @@ class CudaGraph:
 
     def replay(self) -> None:
         self.graph.replay()
+
+
+@contextlib.contextmanager
+def garbage_collector_off() -> Iterator[None]:
+    """Turns Python's cyclic garbage collector off, and on again if it was on.
+
+    It may run at any allocation and destroy a graph or an event, whose CUDA calls would invalidate
+    the capture.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @functools.cache
@@ -167,6 +185,8 @@ class GraphedPasses(LayerPasses):
         return dx, None
 
     def _capture_forward(self, layer: Layer, x: Tensor, slot: MicroBatchSlot) -> CapturedLayer:
+        if not self.captured:
+            gc.collect()  # frees memory of the first steps, which the pools can use
         place = torch.empty_like(x).requires_grad_()
         graph = self.graph(slot.pool)
         y = graph.capture(lambda: layer(place, slot.micro))

@@ -5,6 +5,8 @@ process without graphs, and what would go wrong if something did not keep its pl
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -22,7 +24,7 @@ from megatron.config.validate import resolve
 from megatron.model.block import LayerBlock, MicroBatch
 from megatron.optimizer.blocks import Block
 from megatron.parallel import graphs
-from megatron.parallel.graphs import GraphedPasses
+from megatron.parallel.graphs import CudaGraph, GraphedPasses
 from pretrain_gpt import main
 
 ROWS = (
@@ -110,6 +112,44 @@ def test_what_cannot_be_captured_is_refused_with_the_reason(flags, named):
     config = parse_arguments([*RUN, *flags.split(), "--global-batch-size", "8"]).config
     with pytest.raises(UserError, match=f"--cuda-graphs: does not combine with {named}.*drop one"):
         resolve(config, 4, None)
+
+
+class Cycle:
+    """Garbage that only the collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def cuda_graph(monkeypatch) -> CudaGraph:
+    """A graph whose CUDA calls do nothing. The collector is as it was after the test."""
+    was_on = gc.isenabled()
+    stream = contextlib.nullcontext()
+    for name in ("CUDAGraph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: stream)
+    monkeypatch.setattr(graphs, "capture_stream", mock.Mock())
+    yield CudaGraph(None)
+    (gc.enable if was_on else gc.disable)()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("is_on", [False, True])
+def test_the_garbage_collector_is_off_in_a_capture_and_as_it_was_after(cuda_graph, is_on, fails):
+    (gc.enable if is_on else gc.disable)()
+    alive = []
+
+    def work() -> None:
+        garbage = weakref.ref(Cycle())
+        kept = [Cycle() for _ in range(3 * gc.get_threshold()[0])]
+        alive.append(garbage() is not None and bool(kept))
+        if fails:
+            raise ValueError
+
+    with pytest.raises(ValueError) if fails else contextlib.nullcontext():
+        cuda_graph.capture(work)
+    assert alive == [True] and gc.isenabled() == is_on
 
 
 def test_without_a_gpu_it_is_refused(capsys):
