@@ -98,7 +98,8 @@ def _next_token(run: Run, source: Source, window: np.ndarray, position: int, uni
         assert isinstance(head, HeadBlock)
         logits, held = _logits_at(head, *arguments, position)
         if held and run.groups.dp.rank == run.groups.tp.rank == 0:
-            drawn[0] = _draw(logits, uniform)
+            # deterministic mode has no cumulative sum of floating-point numbers on a GPU
+            drawn[0] = _draw(logits.cpu(), uniform)
 
     hook = run.model.head.register_forward_pre_hook(look) if run.pipeline.has_head else None
     try:
@@ -115,16 +116,17 @@ def _logits_at(head: HeadBlock, x: Tensor, micro: MicroBatch, position: int) -> 
     last stage call it together. One position is multiplied, not the sequence.
     """
     tp, places = head.tp, micro.places
-    own = torch.arange(micro.tokens.shape[0]) if places is None else places.own.cpu()
-    found = (own == position).nonzero()
-    place = int(found[0]) if len(found) else 0
+    place, held = position, True
+    if places is not None:
+        here = places.own.cpu() == position
+        place, held = int(here.int().argmax()), bool(here.any())
     part = x.shape[0]  # under sequence parallelism that of one rank
     row = place % part
     z = column_linear(x[row : row + 1, :1], head.weight, None, tp)  # [1 or ranks, 1, v / size]
     z = z[place // part if tp.sequence else 0, 0].double()
     z = all_gather(z[None], tp.axis).flatten()[: head.vocab_size]
     cap = head.config.final_logit_softcapping
-    return z if cap is None else cap * torch.tanh(z / cap), len(found) > 0
+    return z if cap is None else cap * torch.tanh(z / cap), held
 
 
 def _draw(logits: Tensor, uniform: float) -> int:

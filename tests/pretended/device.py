@@ -23,7 +23,9 @@ from unittest import mock
 
 import numpy as np
 import torch
+from pretended.nondeterministic import raises
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -48,6 +50,14 @@ SIZED_BY_VALUES = {
 }
 # torch has no fake one; it writes into its first arguments
 WITHOUT_FAKE = {"_fused_sgd_"}
+
+
+def _widened_addmm(c: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, **rest: Any) -> Tensor:
+    """The fake one of torch 2.11 takes the dtype for a factor."""
+    return torch.ops.aten.addmm.out(c, a.to(dtype), b.to(dtype), **rest)
+
+
+FAKES: dict[Any, Callable[..., Tensor]] = {torch.ops.aten.addmm.dtype_out: _widened_addmm}
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
@@ -224,10 +234,14 @@ class Watch(TorchDispatchMode):
         if function is torch.ops.aten.repeat_interleave.Tensor and on_device(args):
             if kwargs.get("output_size") is None:
                 self.log.wait("repeat_interleave")
+        mixed = (*args, *kwargs.values())
+        if torch.are_deterministic_algorithms_enabled() and on_device(mixed):
+            _check_deterministic(function, args, kwargs)
         if name in INDEXED:
             self._look_at_indices(args[0], args[1])
         with _unknown(args[0] if name == "_to_copy" else None):
-            result = None if name in WITHOUT_FAKE else function(*args, **kwargs)
+            fake = FAKES.get(function, function)
+            result = None if name in WITHOUT_FAKE else fake(*args, **kwargs)
         if name == "_to_copy":
             self._look_at_copy(args[0], result, kwargs.get("non_blocking", False), pins=True)
         elif name == "copy_":
@@ -272,6 +286,15 @@ class Watch(TorchDispatchMode):
             self.log.wait(f"copy {way}")
         elif not (to_host and pins) and not self.log.is_pinned(target if to_host else source):
             self.log.wait(f"copy {way}, not pinned")
+
+
+def _check_deterministic(function: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises the error of torch's CUDA build where an operator has no deterministic form."""
+    if raises(function, args, kwargs):
+        raise RuntimeError(
+            f"{function} does not have a deterministic implementation, but you set "
+            "'torch.use_deterministic_algorithms(True)'"
+        )
 
 
 @contextlib.contextmanager
@@ -338,6 +361,8 @@ def pretended_device(capability: tuple[int, int] = (9, 0)) -> Iterator[Log]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda(log, capability)))
+        # which makes a real tensor of the device
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", tolist))
         modes = FakeTensorMode(allow_non_fake_inputs=True), Watch(log), Host(log)
         for mode in modes:

@@ -1,5 +1,6 @@
 // What torch's autograd and its fake tensors ask of a CUDA device: that there is one, with streams
-// and events. It does nothing. Loaded into a CPU build of torch, which has no such device.
+// and events. It does nothing. A CUDA build of torch registers its own hooks and guard when it is
+// imported: the hooks below have priority, and `store_guard` is called after the import.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -37,13 +38,6 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 
 Guard guard;
 
-struct Registration {
-  Registration() {
-    auto place = static_cast<size_t>(DeviceType::CUDA);
-    c10::impl::device_guard_impl_registry[place].store(&guard);
-  }
-} registration;
-
 struct CUDAHooks final : public at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
@@ -56,8 +50,13 @@ struct CUDAHooks final : public at::CUDAHooksInterface {
   void setCurrentDevice(DeviceIndex) const override {}
 };
 
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks);
+at::RegistererCUDAHooksRegistry registration(
+    "CUDAHooks", c10::REGISTRY_PREFERRED, at::CUDAHooksRegistry(),
+    at::RegistererCUDAHooksRegistry::DefaultCreator<CUDAHooks>);
 
 }  // namespace
+
+extern "C" void store_guard() {
+  auto place = static_cast<size_t>(DeviceType::CUDA);
+  c10::impl::device_guard_impl_registry[place].store(&guard);
+}

@@ -30,7 +30,9 @@ def load_device_guard() -> None:
     command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}"]
     guard = _library("libdevice_guard.so", HERE / "device_guard.cpp", command)
     for path in (torch / "lib/libc10.so", torch / "lib/libtorch_cpu.so", guard):
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    importlib.import_module("torch")  # of a CUDA build, it stores another guard
+    library.store_guard()
 
 
 def driver() -> Path:

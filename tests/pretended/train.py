@@ -152,6 +152,10 @@ CASES = {
         experts=2,
     ),
     "any order": Case(f"{BF16} --no-deterministic-mode"),
+    "sample text": Case(f"{LLAMA_BF16} --log-sample-text 3"),
+    "sample text, ranks": Case(
+        f"{LLAMA_BF16} {SHARED} --final-logit-softcapping 30 --log-sample-text 3", ranks=4
+    ),
     "save": Case(f"{LLAMA_BF16} --save-interval 4", saves=True),
     "zero 0": Case(BF16, ranks=4, copies=4),
     "zero 1": Case(f"{BF16} --zero-stage 1", ranks=4, copies=4),
@@ -210,6 +214,10 @@ def _reads_in_the_backward_pass(hidden: torch.Tensor) -> None:
         hidden.register_hook(read)
 
 
+def _adds_up_in_any_order(hidden: torch.Tensor) -> None:
+    hidden.detach().cumsum(0)
+
+
 def _mixes_devices(hidden: torch.Tensor) -> None:
     hidden + torch.ones(hidden.shape[-1])
 
@@ -223,6 +231,7 @@ FAULTS: dict[str, Callable[[torch.Tensor], None]] = {
     "synchronize": _synchronises,
     "backward": _reads_in_the_backward_pass,
     "devices": _mixes_devices,
+    "order": _adds_up_in_any_order,
 }
 
 
@@ -269,6 +278,7 @@ def phases(log: Log) -> Iterator[None]:
     named = {
         "log": told("log", loop.log),
         "evaluate": told("evaluation", loop.evaluate),
+        "write_sample": told("sample text", loop.write_sample),
         "save": told("save", loop.save),
         "finalize": told("save", loop.finalize),
         "train_step": train_step,
