@@ -1,9 +1,20 @@
 # Sourced by quickstart.sh and test.sh. Sets $root (the checkout) and $python (an interpreter that has the versions of
 # requirements/pinned.txt): the one on PATH if it has them already, else .venv, which is made or repaired here.
+# With lowest_versions=yes it is .venv-floor, with the lowest versions that pyproject.toml allows of what the tests of kernels and layers import.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+lowest_versions=${lowest_versions:-}
 pins="$root/requirements/pinned.txt"
-venv="$root/.venv"
+venv="$root/.venv${lowest_versions:+-floor}"
+# lowest_pins: prints the lower bounds of the packages that the tests of kernels and layers import, as name==version.
+lowest_pins() {
+    grep -oE '"(torch|numpy|xxhash|PyYAML|triton|pytest|hypothesis)>=[0-9.]+' "$root/pyproject.toml" | sed 's/^"//; s/>=/==/'
+}
+
+if [ -n "$lowest_versions" ]; then
+    pins="$venv.txt"
+    lowest_pins >"$pins"
+fi
 unfinished="$venv/unfinished-installation"  # present while pip writes; found later, it means that pip was interrupted
 export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 export OMP_WAIT_POLICY=passive  # threads that spin while they wait slow everything down on a busy machine
@@ -13,16 +24,20 @@ fail() {
     exit 1
 }
 
-# has_pins PYTHON: does it have every pinned version? Another torch >= 2.11 counts when it sees a GPU, with the Triton that it came with.
+# has_pins PYTHON: does it have every pinned version? Another torch >= 2.11 counts when it sees a GPU, with the Triton that it came with, unless
+# the lowest versions are asked for.
 has_pins() {
-    "$1" - "$pins" <<'PYTHON' 2>/dev/null
-import sys
+    "$1" - "$pins" "$lowest_versions" <<'PYTHON' 2>/dev/null
+import re, sys
 from importlib.metadata import version
 for line in open(sys.argv[1]):
     name, _, pinned = line.strip().removesuffix(" \\").partition("==")  # hashes follow on lines of their own
-    if not pinned or line.startswith("#") or version(name).split("+")[0] == pinned:
+    if not pinned or line.startswith("#"):
         continue
-    if name not in ("torch", "triton") or tuple(map(int, version("torch").split(".")[:2])) < (2, 11):
+    installed, pinned = (re.sub(r"(\.0)+$", "", each) for each in (version(name).split("+")[0], pinned))  # 8 is 8.0.0
+    if installed == pinned:
+        continue
+    if sys.argv[2] or name not in ("torch", "triton") or tuple(map(int, version("torch").split(".")[:2])) < (2, 11):
         sys.exit(1)
     import torch
     if not torch.cuda.is_available():
@@ -30,8 +45,9 @@ for line in open(sys.argv[1]):
 PYTHON
 }
 
-# gpu_torch PYTHON: prints the version of its torch when that is >= 2.11 and sees a GPU.
+# gpu_torch PYTHON: prints the version of its torch when that is >= 2.11 and sees a GPU; fails where the lowest versions are asked for.
 gpu_torch() {
+    [ -z "$lowest_versions" ] || return 1
     "$1" -c 'import torch; v = torch.__version__; assert tuple(map(int, v.split(".")[:2])) >= (2, 11) and torch.cuda.is_available(); print(v)' 2>/dev/null
 }
 
@@ -60,7 +76,7 @@ find_python() {
 install_pins() {
     local hashed="$venv/hashed.txt" versions="$venv/versions.txt"
     awk -v left="^(torch${2:+|triton})==" '/^[^ #]/ { drop = $0 ~ left } !drop' "$pins" >"$hashed"
-    run_pip "$1" --require-hashes -r "$hashed"
+    ! grep -q sha256 "$hashed" || run_pip "$1" --require-hashes -r "$hashed"
     if [ -z "${2:-}" ]; then
         grep -o '^[^ #]*==[^ ]*' "$pins" >"$versions"
         run_pip "$1" -r "$versions"
@@ -92,7 +108,7 @@ run_pip() {
     trap - INT TERM
     [ -t 1 ] && printf '\n'
     [ $status -eq 0 ] || fail "$(tail -n 15 "$log")" \
-        "pip could not install requirements/pinned.txt (whole log: $log)." \
+        "pip could not install ${pins#"$root/"} (whole log: $log)." \
         "Without a network: put the wheels into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=that-folder. Behind a mirror: set PIP_INDEX_URL." \
         "Where a mirror serves other files than those of requirements/pinned.txt, pip refuses them: use one that serves the original files." \
         "Then run this again; it continues from here."
@@ -102,7 +118,7 @@ make_environment() {
     local base kept
     if command -v flock >/dev/null; then  # two scripts started at once must not write the same environment
         exec 9<"$root"
-        flock -n 9 || { echo "Another installation is writing .venv; waiting for it." && flock 9; }
+        flock -n 9 || { echo "Another installation is writing $(basename "$venv"); waiting for it." && flock 9; }
     fi
     if [ ! -e "$unfinished" ] && has_pins "$venv/bin/python"; then
         return  # the other script made it meanwhile
@@ -111,7 +127,7 @@ make_environment() {
         base=$(find_python) || fail "No Python 3.11, 3.12 or 3.13 on PATH." \
             "Install one (apt install python3.11 python3.11-venv, conda create -n py311 python=3.11, module load python) and run this again."
         kept=$(gpu_torch "$base" || true)
-        echo "Making .venv from $("$base" -c 'import sys; print(sys.executable, sys.version.split()[0])')${kept:+, keeping its torch $kept}"
+        echo "Making $(basename "$venv") from $("$base" -c 'import sys; print(sys.executable, sys.version.split()[0])')${kept:+, keeping its torch $kept}"
         "$base" -m venv --clear "$venv" || fail "python -m venv failed." \
             "On Debian and Ubuntu its package is separate: apt install python3-venv. Then run this again."
         if [ -n "$kept" ]; then
@@ -119,12 +135,12 @@ make_environment() {
         fi
     else
         kept=$(gpu_torch "$venv/bin/python" || true)
-        echo "Bringing .venv to the pinned versions${kept:+, keeping its torch $kept}"
+        echo "Bringing $(basename "$venv") to the pinned versions${kept:+, keeping its torch $kept}"
     fi
     touch "$unfinished"
     install_pins "$venv/bin/python" "$kept"
     rm "$unfinished"
-    has_pins "$venv/bin/python" || fail "$venv does not hold the pinned versions after the installation." "Delete it (rm -r .venv) and run this again."
+    has_pins "$venv/bin/python" || fail "$venv does not hold the pinned versions after the installation." "Delete it (rm -r $venv) and run this again."
 }
 
 python=$(command -v python3 || true)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -34,6 +35,25 @@ def test_a_file_that_is_not_the_listed_one_is_refused(tmp_path: Path):
     bad = install(tmp_path, "bad")
     assert bad.returncode == 1 and "DO NOT MATCH THE HASHES" in bad.stderr, bad.stderr
     assert "serves other files" in bad.stderr and not (tmp_path / "bad/pinned_thing.py").exists()
+
+
+def test_the_lowest_versions_are_the_bounds_of_every_dependency():
+    """Those that `scripts/test.sh floor` installs, with Triton and what runs the tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    script = "source scripts/environment.sh && lowest_pins"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    others = [word for extra in project["optional-dependencies"].values() for word in extra]
+    tools = [word for word in others if re.match("(triton|pytest|hypothesis)>=", word)]
+    expected = [word.replace(">=", "==") for word in (*project["dependencies"], *tools)]
+    assert done.stdout.split() == expected and len(expected) == len({*expected})
 
 
 def install(folder: Path, target: str) -> subprocess.CompletedProcess:
