@@ -33,6 +33,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -620,6 +621,13 @@ def main() -> None:
         measure(args)
 
 
+def shared_memory() -> Path | None:
+    """The file system in memory, where it takes an 8B model's layers (9 GB) and their tokens."""
+    folder = Path("/dev/shm")
+    is_large = folder.is_dir() and shutil.disk_usage(folder).free > 16 << 30
+    return folder if is_large else None
+
+
 def measure(args: argparse.Namespace) -> None:
     """Run all pairs, keep every run in --out, and print the table."""
     if args.cpu_time:
@@ -642,10 +650,8 @@ def measure(args: argparse.Namespace) -> None:
         "rows": [],
         "runs": [],
     }
-    # an 8B model's layers are 9 GB: on a GPU's machine they are kept in its memory
-    memory = Path("/dev/shm")
-    is_large = any(map(on_a_gpu, settings.values())) and memory.is_dir()
-    with tempfile.TemporaryDirectory(dir=memory if is_large else None) as folder:
+    is_large = any(map(on_a_gpu, settings.values()))
+    with tempfile.TemporaryDirectory(dir=shared_memory() if is_large else None) as folder:
         for name, work in settings.items():
             for _ in rounds(
                 name, work, args.against, args.peers, Path(folder) / "start", rule, document["runs"]

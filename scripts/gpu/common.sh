@@ -73,7 +73,7 @@ outcome() {  # NAME LIMIT CODE SECONDS: one line in the report, with the last li
 }
 
 pack() {  # logs, traces and JSON files into all.tgz
-  local small=(--exclude='*.pyc' --exclude='*.pt' --exclude=checkpoints)
+  local small=(--exclude='*.pyc' --exclude='*.pt' --exclude=gpu-checkpoints)
   tar -C "$W" "${small[@]}" -czf "$OUT/all.tgz" . 2>/dev/null
   [ "$(stat -c %s "$OUT/all.tgz")" -le "$MAX_ARCHIVE" ] || tar -C "$W" "${small[@]}" --exclude='*trace*' -czf "$OUT/all.tgz" . 2>/dev/null
 }

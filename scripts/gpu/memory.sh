@@ -6,12 +6,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 begin memory "$@"
 model 8B-layers
 stage limits 25 "$python" scripts/gpu/timed.py limits
-# two layers, since both copies of a checkpoint must fit into the machine's memory
-saved=("${model[@]}")
-model=("${saved[@]}" --num-layers 2)
-pretrain save 80 --save "${SHARED_MEMORY:-/dev/shm}/gpu-checkpoints" --save-interval 10 --save-keep-last 1 --async-save
-[ -n "${LIST:-}" ] || rm -rf "${SHARED_MEMORY:-/dev/shm}/gpu-checkpoints"
-model=("${saved[@]}")
+# two layers, since two checkpoints of 20 GB must fit; into memory where it takes them, so that no disk is measured
+folder="$W"
+free=$(df --output=avail -B G /dev/shm 2>/dev/null | tail -n 1 | tr -dc 0-9)
+[ -n "$rehearse" ] || [ "${free:-0}" -lt 60 ] || folder=/dev/shm
+whole=("${model[@]}")
+model=("${whole[@]}" --num-layers 2)
+pretrain save 80 --save "$folder/gpu-checkpoints" --save-interval 10 --save-keep-last 1 --async-save
+[ -n "${LIST:-}" ] || rm -rf "$folder/gpu-checkpoints"
+model=("${whole[@]}")
 pretrain recompute-full 45 "${full_recompute[@]}"
 pretrain recompute-selective 45 --recompute-granularity selective
 pretrain activation-offload 45 --activation-offload
