@@ -9,9 +9,10 @@ processes (`gloo_world`), with `each_axis`:
 - traits: gives what a row shows, of its parameters; by default `pairs`;
 - always: ids of rows that the default command runs as well.
 
-Its default rows show every trait that any of its rows shows: with `pairs` every pair of values of
-two parameters or, in the tables of parity, of a feature or precision and an axis of the layout.
-What a new feature or layout needs is therefore chosen without being listed.
+Its default rows show every trait that any of its rows of at most MOST_RANKS ranks shows: with
+`pairs` every pair of values of two parameters or, in the tables of parity, of a feature or
+precision and an axis of the layout. What a new feature or layout needs is therefore chosen without
+being listed.
 """
 
 from __future__ import annotations
@@ -131,9 +132,33 @@ def pairs(parameters: dict[str, Any]) -> Traits:
     return frozenset([*given.items(), *combinations(given.items(), 2)])
 
 
-def cost_of(parameters: dict[str, Any]) -> float:
-    """1, and 1 for each rank of a row of the table of parity."""
-    return 1.0 + max((getattr(value, "world", 0) for value in parameters.values()), default=0)
+MOST_RANKS = 4  # of a default row: each rank's process costs seconds to start, on two cores
+
+
+def ranks_of(parameters: dict[str, Any]) -> int:
+    """Of a row that says how many it has (`world`); else 0."""
+    return max((getattr(value, "world", 0) for value in parameters.values()), default=0)
+
+
+def default_rows(
+    given: Sequence[dict[str, Any]],
+    ids: Sequence[str],
+    traits: Callable[[dict[str, Any]], Traits] = pairs,
+    always: Iterable[str] = (),
+) -> set[int]:
+    """Which rows of a table, given by their parameters, the default command runs: `always`, and a
+    cover of what the rows of few ranks show. Of a table of many ranks alone, a cover of it all.
+    """
+    few = [index for index, each in enumerate(given) if ranks_of(each) <= MOST_RANKS]
+    few = few or list(range(len(given)))
+    named = {index for index, name in enumerate(ids) if name in set(always)}
+    candidates = sorted({*few, *named})
+    chosen = cover(
+        [traits(given[index]) for index in candidates],
+        [1.0 + ranks_of(given[index]) for index in candidates],
+        [place for place, index in enumerate(candidates) if index in named],
+    )
+    return {candidates[place] for place in chosen}
 
 
 def mark_tables(items: Iterable[pytest.Item]) -> None:
@@ -145,13 +170,11 @@ def mark_tables(items: Iterable[pytest.Item]) -> None:
         if given and (item.get_closest_marker("table") or "gloo_world" in item.fixturenames):
             tables[item.nodeid.split("[")[0], item.function].append(item)
     for rows in tables.values():
-        given = [row.callspec.params for row in rows]
         marked = rows[0].get_closest_marker("table")
         options = marked.kwargs if marked else {"traits": each_axis}
-        traits = list(map(options.get("traits", pairs), given))
-        named = set(options.get("always", ()))
-        always = [i for i, row in enumerate(rows) if row.callspec.id in named]
-        chosen = cover(traits, list(map(cost_of, given)), always)
+        chosen = default_rows(
+            [row.callspec.params for row in rows], [row.callspec.id for row in rows], **options
+        )
         for index, row in enumerate(rows):
             if index not in chosen:
                 row.add_marker("full")

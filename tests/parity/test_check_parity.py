@@ -16,6 +16,7 @@ FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 
 --tokenizer-type NullTokenizer --lr 1e-2 --lr-warmup-iters 10 --bf16 --save-interval 5""".split()
 
 
+@pytest.mark.full
 def test_two_layouts_are_noise(tmp_path, capsys):
     assert (
         main(
