@@ -7,13 +7,15 @@ a right digest.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.checkpoint.shapes import shapes_of
 from megatron.config.arguments import Option, options_by_field
-from megatron.config.groups import Config
+from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError, JsonObject, expect
+from megatron.optimizer.lr_schedule import ParamSchedule
 
 HUGE = 1e300  # numbers that are no float, or nearly none, are no number of a run
 LARGEST = 2**62  # sums of two counts still fit 64 bits
@@ -57,17 +59,54 @@ def require(state: JsonObject, names: Iterable[str]) -> None:
         raise InputError(f"its state lacks {', '.join(missing)}")
 
 
+T = TypeVar("T")
+
+
+def from_saved(kind: type[T], saved: JsonObject, what: str) -> T:
+    """The dataclass `kind` from its saved fields; one that an earlier version did not save takes
+    its default. Raises InputError naming fields that are unknown, or that have no default.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    unknown = [name for name in saved if name not in fields]
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in saved
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if unknown:
+        raise InputError(
+            f"{what} is not what a run writes there: this version does not know "
+            f"{', '.join(unknown)}; load it with the version that saved it"
+        )
+    if missing:
+        raise InputError(f"{what} is not what a run writes there: it lacks {', '.join(missing)}")
+    return kind(**saved)
+
+
 # Defaults before YaRN took Megatron-LM's. Earlier versions wrote them for every model.
 _FORMER_ROPE = {"rope_scaling_factor": 8.0, "rope_original_max_position_embeddings": 8192}
 
 
 def config_of(state: JsonObject) -> Config:
-    """The configuration in a checkpoint's state; fields that are younger or older than this
-    program's are left out.
+    """The configuration in a checkpoint's state. A field that an earlier version did not have takes
+    its default, one of a later version that does not concern the model is ignored.
 
-    Raises InputError where there is none.
+    Raises InputError where there is none, and for an unknown field of the model that is set.
     """
     require(state, ["config"])
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    unknown = [
+        f"{name} {value!r}"
+        for name, value in state["config"].get("model", {}).items()
+        if name not in known and value not in (None, False)
+    ]
+    if unknown:
+        raise InputError(
+            f"state.config.model has {', '.join(unknown)}, which this version does not know; load "
+            "it with the version that saved it"
+        )
     kept = {
         group: {
             name: value for name, value in state["config"].get(group, {}).items() if name in fields
@@ -124,10 +163,11 @@ def _schedule(value: Any) -> bool:
         "wsd_style": "lr_wsd_decay_style",
         "weight_decay_style": "weight_decay_incr_style",
     }
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(ParamSchedule)}
     return all(
         each in options_by_field()["optimizer", styles[name]].choices
         if name in styles
-        else number(each)
+        else number(each) or kinds.get(name, type(each).__name__) == type(each).__name__
         for name, each in value.items()
     )
 

@@ -15,6 +15,7 @@ from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.run_state import from_saved
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
@@ -169,7 +170,7 @@ def _resumed_progress(checkpoint: Checkpoint, config: Config) -> Progress:
             "to resume; give --finetune"
         )
     names = [field.name for field in dataclasses.fields(Progress) if field.name in state]
-    return Progress(**{name: state[name] for name in names})
+    return from_saved(Progress, {name: state[name] for name in names}, "state")
 
 
 def _data(

@@ -15,7 +15,7 @@ import torch
 from megatron.checkpoint.index import newest_first, read_manifest
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, require
+from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, from_saved, require
 from megatron.config.arguments import options_by_field
 from megatron.config.derive import GROUP_OF, METADATA, POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 # what a change of a field means: declared by it
 _CHANGES = {field: said["change"] for field, said in METADATA.items()}
-# what a checkpoint has of a schedule: the ends of --decoupled-lr both or neither
-_DECOUPLED = {"decoupled_max_lr", "decoupled_min_lr"}
-_SCHEDULE = {field.name for field in dataclasses.fields(ParamSchedule)}
-_SCHEDULES = (_SCHEDULE, _SCHEDULE - _DECOUPLED)
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -124,7 +120,7 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
         else ["--no-deterministic-mode"]
     )
     different += sorted({change.accept for change in changes}) + (
-        [] if run.schedule.state() == state["schedule"] else ["learning-rate schedule"]
+        [] if run.schedule == saved_schedule(state["schedule"]) else ["learning-rate schedule"]
     )
     return (
         f"; resumes from the same state, not bit for bit: {', '.join(different)}"
@@ -181,8 +177,8 @@ def check_complete(checkpoint: Checkpoint, *, weights_alone: bool) -> None:
         require(state, WEIGHTS if weights_alone else RUN)
         if not weights_alone and state["iteration"] != checkpoint.iteration:
             raise InputError(f"its state is of iteration {state['iteration']}")
-        if not weights_alone and set(state["schedule"]) not in _SCHEDULES:
-            raise InputError("state.schedule is not what a run writes there")
+        if not weights_alone:
+            saved_schedule(state["schedule"])
     except InputError as error:
         raise CheckpointError(f"{checkpoint.path}: cannot be loaded: {error}") from error
 
@@ -406,11 +402,26 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
 
 def schedule_changes(ours: ParamSchedule, theirs: dict[str, Any]) -> list[str]:
     """What differs between the schedule of the command line and a checkpoint's, a line each."""
+    saved = asdict(saved_schedule(theirs))
     return [
-        f"{name}: checkpoint {theirs.get(name)}, command line {value}"
+        f"{name}: checkpoint {saved[name]}, command line {value}"
         for name, value in asdict(ours).items()
-        if theirs.get(name) != value
+        if saved[name] != value
     ]
+
+
+def saved_schedule(saved: dict[str, Any]) -> ParamSchedule:
+    """The schedule in a checkpoint's state. Raises InputError for unknown or missing fields.
+
+    The ends of --decoupled-lr are there both or not at all.
+    """
+    schedule = from_saved(ParamSchedule, saved, "state.schedule")
+    if (schedule.decoupled_max_lr is None) != (schedule.decoupled_min_lr is None):
+        raise InputError(
+            "state.schedule is not what a run writes there: it has one of decoupled_max_lr and "
+            "decoupled_min_lr"
+        )
+    return schedule
 
 
 def resumed_schedule(ours: ParamSchedule, theirs: dict[str, Any], config: Config) -> ParamSchedule:
@@ -420,7 +431,7 @@ def resumed_schedule(ours: ParamSchedule, theirs: dict[str, Any], config: Config
     Raises CheckpointError when they differ and neither flag chooses.
     """
     if config.optimizer.use_checkpoint_opt_param_scheduler:
-        return ParamSchedule(**theirs)
+        return saved_schedule(theirs)
     different = [f"  {line}" for line in schedule_changes(ours, theirs)]
     if different and not config.optimizer.override_opt_param_scheduler:
         raise CheckpointError(
