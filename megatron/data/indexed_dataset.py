@@ -352,9 +352,19 @@ class IndexedDataset:
         raise DataError(
             f"{self.bin_path}, byte {(position + k) * self.dtype.itemsize}: token id "
             f"{int(ids[k])} lies outside the vocabulary of {vocab_size}: "
-            "give the tokenizer the data was made with (or its --vocab-size), or preprocess "
-            "the text again with this one"
+            "give the tokenizer the data was made with, preprocess the text again with this one, "
+            f"or train on the ids alone with --tokenizer-type NullTokenizer --vocab-size {ids.max()}, "
+            "which takes that id as the end of document"
         )
+
+    def check_ends(self, vocab_size: int) -> None:
+        """Check the ids of the first and the last sequence, where an end-of-document id outside of
+        the vocabulary shows. Raises DataError.
+        """
+        for index in {0, self.num_sequences - 1}:
+            ids = self.sequence(index)
+            if len(ids):
+                self.refuse_foreign_ids(ids, self.first_token(index), vocab_size)
 
 
 def file_digest(path: Path) -> str:

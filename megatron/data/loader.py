@@ -234,9 +234,21 @@ class _Opener:
                 f"({sidecar['tokenizer'].get('name')}) than this run's ({tokenizer.name})"
             )
         if not sidecar and not data.check_data:
+            dataset.check_ends(tokenizer.vocab_size)
             self.notes.append(
                 f"{dataset.prefix}: has no sidecar, so ids are checked as they are read; "
                 "--check-data scans the files before training"
+            )
+        self._check_eod(dataset)
+
+    def _check_eod(self, dataset: IndexedDataset) -> None:
+        """Hold the end-of-document id that the data were made with to the tokenizer's."""
+        data, tokenizer, sidecar = self.config.data, self.tokenizer, dataset.sidecar
+        made_with = sidecar["tokenizer"]["eod"] if sidecar else tokenizer.eod
+        if made_with != tokenizer.eod:
+            self.notes.append(
+                f"{dataset.prefix}: made with the end-of-document id {made_with}; this run's "
+                f"tokenizer has {tokenizer.eod}"
             )
         flags = [
             name
@@ -247,9 +259,12 @@ class _Opener:
             known = sidecar and sidecar["tokenizer"]["eod"] == tokenizer.eod
             if not (sidecar["eod_count"] if known else dataset.contains(tokenizer.eod)):
                 spelled = ", ".join(map(flag_name, flags))
+                other = made_with != tokenizer.eod
+                made = f" but was made with {made_with} as the end of document" if other else ""
                 raise DataError(
-                    f"{dataset.bin_path}: holds no end-of-document id ({tokenizer.eod}), so "
-                    f"{spelled} cannot act: preprocess with --append-eod, or drop the flag"
+                    f"{dataset.bin_path}: holds no end-of-document id ({tokenizer.eod}){made}, so "
+                    f"{spelled} cannot act: preprocess with --append-eod"
+                    f"{' and this tokenizer' if other else ''}, or drop the flag"
                 )
 
     def refuse(self) -> None:
@@ -321,9 +336,11 @@ def _split_paths(data: DataConfig, split: str) -> tuple[list[Weighted], str | No
     return (parse_paths(own, f"--{split}-data-path"), None) if own else ([], None)
 
 
-def _stream(opener: _Opener, prefix: str, split: str, cut_by: str | None) -> TokenStream | None:
+def _stream(
+    opener: _Opener, prefix: str, split: str, cut_by: str | None, too_small: list[str]
+) -> TokenStream | None:
     """The part of one prefix that belongs to a split, by a --split or (None) all of it; None after
-    a fault, which goes to the opener.
+    a fault, which goes to the opener, or to `too_small` where the part is less than a sample.
     """
     dataset = opener.open(prefix)
     config = opener.config
@@ -332,7 +349,7 @@ def _stream(opener: _Opener, prefix: str, split: str, cut_by: str | None) -> Tok
     count = dataset.num_sequences
     first, stop = split_range(parse_split(cut_by), split, count) if cut_by else (0, count)
     if first == stop:
-        opener.faults.append(
+        too_small.append(
             f"{prefix}: --split {cut_by} leaves no document of its {count} "
             f"for {split}: give {split} a larger share, "
             f"or 0 to do without it, or name separate files with --{split}-data-path"
@@ -343,7 +360,7 @@ def _stream(opener: _Opener, prefix: str, split: str, cut_by: str | None) -> Tok
     try:
         return TokenStream(dataset, first, stop, config.data.seq_length, seed, vocab_size)
     except DataError as error:
-        opener.faults.append(str(error))
+        too_small.append(str(error))
         return None
 
 
@@ -364,14 +381,20 @@ def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], Weights]:
     """The token streams of one split and their weights; faults go to the opener."""
     streams = []
     weights = []
+    too_small: list[str] = []
     paths, cut_by = _split_paths(opener.config.data, split)
     if cut_by and parse_split(cut_by)[SPLITS.index(split)] == 0:
         return [], []
     for weight, prefix in paths:
-        stream = _stream(opener, prefix, split, cut_by)
+        stream = _stream(opener, prefix, split, cut_by, too_small)
         if stream is not None:
             streams.append(stream)
             weights.append(weight)
+    if cut_by and split != "train" and streams:
+        # others are evaluated; the error of a source that is too small says how to change that
+        opener.notes += [f"{split}: left out: {problem}" for problem in too_small]
+    else:
+        opener.faults += too_small
     opener.faults += _given_twice(streams)
     return streams, weights
 

@@ -5,6 +5,7 @@ one error before training.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, DataConfig, EvaluationConfig, TrainingConfig
 from megatron.config.validate import parse_split
-from megatron.data.indexed_dataset import DataError, IndexedDatasetWriter
+from megatron.data.indexed_dataset import DataError, IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import (
     Batch,
     MockReader,
@@ -307,6 +308,11 @@ def test_ids_beyond_the_vocabulary(tmp_path):
         make(tmp_path / "known", 100, largest=900),
         make(tmp_path / "unknown", 100, largest=900, sidecar=False),
     )
+    with pytest.raises(DataError, match=r"unknown\.bin, byte \d+: token id \d+ lies outside"):
+        build(config(train_data_path=(unknown,), eval_iters=0))
+    ids = np.memmap(f"{unknown}.bin", "u2", "r+")  # sound at both ends, wrong in between
+    ids[:50] = ids[-50:] = 1
+    ids.flush()
     with pytest.raises(
         DataError,
         match=r"known\.bin: its largest token id, \d+, lies outside the vocabulary of 501",
@@ -328,6 +334,57 @@ def test_ids_beyond_the_vocabulary(tmp_path):
     assert any("scanned in full" in note for note in sound.notes) and not any(
         "no sidecar" in note for note in sound.notes
     )
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_an_end_of_document_beyond_the_vocabulary_is_found_before_training(tmp_path, place):
+    """As old SentencePiece data have it: in the first or the last document, without a sidecar. The
+    remedy of the message works.
+    """
+    prefix = make(tmp_path / "old", 100, sidecar=False)
+    ids = np.memmap(f"{prefix}.bin", "u2", "r+")
+    data = IndexedDataset(prefix)
+    ids[data.first_token(1) - 1 if place == 0 else -1] = 777
+    ids.flush()
+    with pytest.raises(DataError, match="token id 777 lies outside the vocabulary of 501") as error:
+        build(config(data_path=(prefix,), split="80,10,10", eval_iters=0))
+    kind, size = re.search(r"--tokenizer-type (\w+) --vocab-size (\d+)", str(error.value)).groups()
+    flags = {"tokenizer_type": kind, "vocab_size": int(size)}
+    data = build(config(data_path=(prefix,), split="80,10,10", eval_iters=0, **flags))
+    assert data.eod == 777
+    data.train.batch(0, 100)
+
+
+def test_another_end_of_document_than_the_sidecars_is_named(tmp_path):
+    """Both ids: in a note, and in the error of a flag that needs them."""
+    prefix = make(tmp_path / "x", 100)
+    settings = {"train_data_path": (prefix,), "eval_iters": 0, "vocab_size": 600}
+    notes = build(config(**settings)).notes
+    assert any(
+        "made with the end-of-document id 500; this run's tokenizer has 600" in note
+        for note in notes
+    )
+    with pytest.raises(
+        DataError,
+        match=r"no end-of-document id \(600\) but was made with 500 as the end of document",
+    ):
+        build(config(**settings, eod_mask_loss=True))
+
+
+@pytest.mark.parametrize("documents", [20, 60])  # no document, and less than a sample
+def test_a_source_too_small_for_a_split_is_left_out_and_named(tmp_path, documents):
+    """Of several sources; alone it is an error, and so it is in the training split."""
+    large = make(tmp_path / "large", 2000)
+    small = make(tmp_path / "small", documents, seed=1)
+    settings = {"split": "960,20,20", "seq_length": 64}
+    data = build(config(data_path=(large, small), **settings))
+    assert list(data.test) == ["test"] and list(data.valid) == ["validation"]
+    for split in ("valid", "test"):
+        assert any(note.startswith(f"{split}: left out: {small}: ") for note in data.notes)
+    with pytest.raises(DataError, match="small: .*(leaves no document|one sample needs)"):
+        build(config(data_path=(small,), **settings))
+    with pytest.raises(DataError, match="small: .*(leaves no document|one sample needs)"):
+        build(config(data_path=(large, small), split="1,500,500", seq_length=64))
 
 
 def test_all_faults_are_reported_together(tmp_path):
