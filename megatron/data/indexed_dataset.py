@@ -354,7 +354,8 @@ class IndexedDataset:
             f"{int(ids[k])} lies outside the vocabulary of {vocab_size}: "
             "give the tokenizer the data was made with, preprocess the text again with this one, "
             "or train on the ids alone with "
-            f"--tokenizer-type NullTokenizer --vocab-size {ids.max()}, which takes that id as the end of document"
+            f"--tokenizer-type NullTokenizer --vocab-size {ids.max()}, which takes that "
+            "id as the end of document"
         )
 
     def check_ends(self, vocab_size: int) -> None:
