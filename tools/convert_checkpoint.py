@@ -2,8 +2,9 @@ r"""Convert checkpoints to and from other programs' formats, without building a 
 number of ranks:
 
     python tools/convert_checkpoint.py --load RUN [--ckpt-step N] --to-huggingface FOLDER \
-        [--dtype bf16]
-    python tools/convert_checkpoint.py --from-huggingface FOLDER --save RUN
+        [--dtype bf16] [--model-type TYPE]
+    python tools/convert_checkpoint.py --from-huggingface FOLDER --save RUN \
+        [--vocab-size N]
     python tools/convert_checkpoint.py --from-megatron FOLDER --save RUN [--config FILE] \
         [--vocab-size N]
     python tools/convert_checkpoint.py --from-deepspeed FOLDER --save RUN [--qkv-order ORDER] \
@@ -11,10 +12,9 @@ number of ranks:
     # with torchrun or srun each rank reads and writes an equal share
     torchrun --nproc-per-node 8 tools/convert_checkpoint.py ...
 
-The first writes config.json, safetensors files and the tokenizer's files, which transformers loads
-(GPT-2, Llama, Mistral, Qwen2 or Qwen3; with experts Mixtral, Qwen2-MoE or Qwen3-MoE; as the model's
-flags allow). The others write a weights-only
-checkpoint of iteration 0 and RUN/model.json with the model's flags: train on from it with --config
+The first writes config.json, safetensors files and the tokenizer's files, which transformers loads,
+as a model of a family that computes the same (docs/checkpoint.md lists them). The others write a
+weights-only checkpoint of iteration 0 and RUN/model.json with the model's flags: train on from it with --config
 RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM (torch_dist,
 and mp_rank_* folders of core models), and those that torch.distributed.checkpoint wrote under the
 same names; the model's flags are those kept there, or --config. --from-deepspeed reads the fp32
@@ -61,12 +61,18 @@ from megatron.distributed.logs import job_log  # noqa: E402
 from megatron.distributed.rank_errors import raise_on_all_ranks  # noqa: E402
 from megatron.distributed.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
 from megatron.interop.dcp_folder import DcpFolder  # noqa: E402
-from megatron.interop.families import from_huggingface, left_out, to_huggingface  # noqa: E402
+from megatron.interop.huggingface import (
+    export_notes,
+    from_huggingface,
+    left_out,
+    to_huggingface,
+)
 from megatron.interop.huggingface_files import (
     open_folder,
     read_json,
     take_parts,
     take_rules,
+    without_copied_head,
     write_folder,
 )  # noqa: E402
 from megatron.interop.megatron_arguments import (
@@ -81,7 +87,7 @@ from megatron.interop.megatron_deepspeed import (
     tensor_parallel_size,
 )  # noqa: E402
 from megatron.interop.megatron_lm import map_tensors, our_parameter
-from megatron.interop.models import MappedFile, Pair, check_shapes, own_share
+from megatron.interop.models import MappedFile, Pair, check_shapes, first_rows, own_share
 from megatron.interop.mp_ranks import MpRanks  # noqa: E402
 from megatron.interop.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
 from megatron.interop.zero_folder import ZeroFolder, find_folder  # noqa: E402
@@ -102,10 +108,15 @@ ROTARY = (
 
 
 def export(
-    load: str, step: int | None, target: Path, dtype: torch.dtype | None, ranks: Ranks
+    load: str,
+    step: int | None,
+    target: Path,
+    dtype: torch.dtype | None,
+    ranks: Ranks,
+    kind: str | None = None,
 ) -> list[str]:
-    """Write `target` in Hugging Face's format; returns lines to show. Raises UserError naming what
-    stands in the way.
+    """Write `target` in Hugging Face's format, as a model of type `kind` or of the first family
+    that computes the model; returns lines to show. Raises UserError naming what stands in the way.
     """
 
     def find() -> str | None:
@@ -124,7 +135,7 @@ def export(
     with raise_on_all_ranks(ranks.world, ranks.device):
         checkpoint = Checkpoint(path)
         config = config_of(checkpoint.state)
-        described, rules = to_huggingface(config.model, checkpoint.state["vocab_size"])
+        described, rules = to_huggingface(config.model, checkpoint.state["vocab_size"], kind=kind)
     if dtype is None:
         stored = TORCH_DTYPES[checkpoint.tensors["embedding.word.weight"].dtype]
         dtype = (
@@ -145,6 +156,7 @@ def export(
         notes = write_folder(target, checkpoint, rules, dtype, beside_weights, ranks)
     return [
         f"{path} -> {target}: {described['architectures'][0]}, {described['torch_dtype']}",
+        *export_notes(config.model),
         *notes,
     ]
 
@@ -189,15 +201,17 @@ class Foreign:
     notes: tuple[str, ...] = ()
 
 
-def open_huggingface(folder: Path) -> Foreign:
-    """Raises UserError naming what has no counterpart here."""
+def open_huggingface(folder: Path, vocab_size: int | None) -> Foreign:
+    """A Hugging Face folder, of whose vocabulary the first `vocab_size` rows are taken. Raises
+    UserError naming what has no counterpart here.
+    """
     described = read_json(folder / "config.json")
-    tensors = open_folder(folder)
+    tensors = without_copied_head(described, open_folder(folder))
     fields, rules = from_huggingface(described, tensors)
     return Foreign(
         fields,
         _tokenizer_of(folder),
-        take_rules(rules, tensors),
+        first_rows(take_rules(rules, tensors), vocab_size),
         described["model_type"],
         left_out(described, tensors),
     )
@@ -443,7 +457,10 @@ def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[s
         fp16=word.dtype == torch.float16,
         fp64=word.dtype == torch.float64,
     )
-    config = Config(model=model, data=foreign.data, precision=precision)
+    # rows of the embedding that may be more than the tokenizer has ids
+    rows = {} if foreign.data.tokenizer_type is None else {"vocab_size": vocab_size}
+    data = dataclasses.replace(foreign.data, **rows)
+    config = Config(model=model, data=data, precision=precision)
     state = {
         "iteration": 0,
         "consumed_samples": 0,
@@ -457,7 +474,8 @@ def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[s
     )
     model_json = Path(save) / "model.json"
     if ranks.first:
-        model_json.write_text(json.dumps({"model": foreign.fields}, indent=2) + "\n")
+        given = {"model": foreign.fields} | ({"data": rows} if rows else {})
+        model_json.write_text(json.dumps(given, indent=2) + "\n")
     count = len({box.name for box, _ in foreign.pairs})
     return [
         (
@@ -473,11 +491,17 @@ def convert(flags: argparse.Namespace, ranks: Ranks) -> list[str]:
     """Carry out what the flags say; returns lines to show. Raises UserError."""
     if flags.to_huggingface:
         return export(
-            flags.load, flags.ckpt_step, flags.to_huggingface, PRECISIONS.get(flags.dtype), ranks
+            flags.load,
+            flags.ckpt_step,
+            flags.to_huggingface,
+            PRECISIONS.get(flags.dtype),
+            ranks,
+            flags.model_type,
         )
     with raise_on_all_ranks(ranks.world, ranks.device):
         if flags.from_huggingface:
-            source, foreign = flags.from_huggingface, open_huggingface(flags.from_huggingface)
+            source = flags.from_huggingface
+            foreign = open_huggingface(source, flags.vocab_size)
         elif flags.from_megatron:
             source, foreign = (
                 flags.from_megatron,
@@ -523,6 +547,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         choices=PRECISIONS,
         help="precision of the export; default: the one that the run computed in",
     )
+    parser.add_argument(
+        "--model-type",
+        help="Hugging Face model type of the export (seed_oss, ...); default: the first family that "
+        "computes the model",
+    )
     parser.add_argument("--save", help="where the imported checkpoint goes")
     parser.add_argument(
         "--config",
@@ -532,7 +561,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--vocab-size",
         type=int,
-        help="tokens of the real vocabulary: padding rows beyond them are left behind",
+        help="tokens of the real vocabulary: rows of the embedding beyond them are not imported",
     )
     parser.add_argument(
         "--qkv-order",
@@ -548,14 +577,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if getattr(flags, name) is not None
     )
     imports = {
-        "from_huggingface": ["save"],
+        "from_huggingface": ["save", "vocab_size"],
         "from_megatron": ["save", "config", "vocab_size"],
         "from_deepspeed": ["save", "config", "vocab_size", "qkv_order"],
     }
-    takes = imports.get(direction, ["load", "ckpt_step", "dtype"])
+    takes = imports.get(direction, ["load", "ckpt_step", "dtype", "model_type"])
     given = [
         name
-        for name in ("load", "ckpt_step", "dtype", "save", "config", "vocab_size", "qkv_order")
+        for name in ("load", "ckpt_step", "dtype", "model_type", "save", "config", "vocab_size")
+        + ("qkv_order",)
         if getattr(flags, name) is not None
     ]
     if takes[0] not in given or set(given) - set(takes):

@@ -174,7 +174,8 @@ def write_text(flags: argparse.Namespace) -> int:
     tokenizer = build_tokenizer(
         dataclasses.replace(data, tokenizer_model=flags.tokenizer_model or data.tokenizer_model)
     )
-    if tokenizer.fingerprint != checkpoint.state["tokenizer"]:
+    known = checkpoint.state.get("tokenizer")  # none of an imported model
+    if known is not None and tokenizer.fingerprint != known:
         raise CheckpointError(
             f"{path}: was trained with another tokenizer than "
             f"{flags.tokenizer_model or data.tokenizer_model}; name its file with --tokenizer-model"

@@ -92,6 +92,7 @@ from megatron.config.metadata import (
     ZERO_3,
     flag,
     model_flag,
+    position_flag,
 )
 from megatron.config.offload import INSIDE, LAYER_INPUT
 from megatron.config.schedules import SCHEDULES
@@ -126,25 +127,27 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Share each key/value head between several query heads (--num-query-groups)."""
     num_query_groups: int | None = model_flag(None, bound=POSITIVE, needs=GROUPED)
     """Number of key/value heads when --group-query-attention is given."""
-    max_position_embeddings: int | None = model_flag(None, bound=POSITIVE)
+    max_position_embeddings: int | None = position_flag(None, bound=POSITIVE)
     """Rows of the learned position table, and the longest sequence of rotary positions. Default:
     seq-length.
     """
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = model_flag(
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = position_flag(
         "learned_absolute"
     )
     """How positions enter the model; yarn is rope with YaRN's rescaled frequencies. For
     --multi-latent-attention see --rope-type.
     """
-    rotary_base: float = model_flag(10000.0, bound=POSITIVE, needs=ROTARY)
+    rotary_base: float = position_flag(10000.0, bound=POSITIVE, needs=ROTARY)
     """Base of the rotary frequencies."""
-    rotary_percent: float = model_flag(1.0, bound=SHARE, needs=ROTARY)
+    rotary_percent: float = position_flag(1.0, bound=SHARE, needs=ROTARY)
     """Share of each head's channels that rotates."""
-    rotary_seq_len_interpolation_factor: float | None = model_flag(None, bound=POSITIVE, needs=ROPE)
+    rotary_seq_len_interpolation_factor: float | None = position_flag(
+        None, bound=POSITIVE, needs=ROPE
+    )
     """Divide rotary positions by this factor (linear scaling)."""
-    use_rope_scaling: bool = model_flag(False, needs=ROPE)
+    use_rope_scaling: bool = position_flag(False, needs=ROPE)
     """Rescale the rotary frequencies as Llama 3.x does."""
-    rope_scaling_factor: float | None = model_flag(
+    rope_scaling_factor: float | None = position_flag(
         None,
         "--rotary-scaling-factor",
         megatron="two flags: --rope-scaling-factor is for --use-rope-scaling, "
@@ -155,7 +158,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Factor of --use-rope-scaling and of YaRN. Default: 8 for --use-rope-scaling, 1 for YaRN,
     which then changes nothing.
     """
-    rope_original_max_position_embeddings: int | None = model_flag(
+    rope_original_max_position_embeddings: int | None = position_flag(
         None,
         "--yarn-original-max-position-embeddings",
         "--original-max-position-embeddings",
@@ -166,19 +169,19 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Sequence length that the unscaled rotary frequencies were trained for. Default: 8192 for
     --use-rope-scaling, 4096 for YaRN.
     """
-    rope_low_freq_factor: float = model_flag(
+    rope_low_freq_factor: float = position_flag(
         1.0, megatron="fixed to 1 there", bound=POSITIVE, needs=(LLAMA_ROPE, ROTARY)
     )
     """Llama-3 scaling: wavelengths above original length / this factor are divided by the full
     factor.
     """
-    rope_high_freq_factor: float = model_flag(
+    rope_high_freq_factor: float = position_flag(
         4.0, megatron="fixed to 4 there", bound=POSITIVE, needs=(LLAMA_ROPE, ROTARY)
     )
     """Llama-3 scaling: wavelengths below original length / this factor are left alone."""
-    yarn_beta_fast: float = model_flag(32.0, bound=POSITIVE, needs=(YARN, ROTARY))
+    yarn_beta_fast: float = position_flag(32.0, bound=POSITIVE, needs=(YARN, ROTARY))
     """YaRN: channels with more rotations than this over the original length are left alone."""
-    yarn_beta_slow: float = model_flag(1.0, bound=POSITIVE, needs=(YARN, ROTARY))
+    yarn_beta_slow: float = position_flag(1.0, bound=POSITIVE, needs=(YARN, ROTARY))
     """YaRN: channels with fewer rotations than this over the original length are divided by the
     full factor.
     """
@@ -451,8 +454,8 @@ class DataConfig:
     merge_file: str | None = flag(None, needs=GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE merges."""
     vocab_size: int | None = flag(None, bound=POSITIVE, change=TOKENIZER)
-    """Vocabulary of the NullTokenizer (one more is added for the end of document); elsewhere
-    checked against the tokenizer.
+    """Rows of the embedding, where they are more than the tokenizer has ids, as in many published
+    models. Of the NullTokenizer its vocabulary (one more is added for the end of document).
     """
 
 
@@ -782,11 +785,12 @@ class CheckpointConfig:
     """When the newest checkpoint is damaged, load the newest undamaged one before it, with a
     warning. All of it is read and verified before it is used.
     """
-    accept_changed: tuple[Literal["data", "tokenizer", "batch", "seed"], ...] | None = flag(
-        None, megatron="absent there: changes go unnoticed"
-    )
+    accept_changed: (
+        tuple[Literal["data", "tokenizer", "batch", "seed", "positions"], ...] | None
+    ) = flag(None, megatron="absent there: changes go unnoticed")
     """Resume from a checkpoint although these differ from it: data (files, blend, sequence length),
-    tokenizer (of the same size), batch (global batch size, ramp-up), seed.
+    tokenizer (of the same size), batch (global batch size, ramp-up), seed, positions (rotary base,
+    scaling and longest sequence).
     """
     use_checkpoint_args: bool = flag(
         False,

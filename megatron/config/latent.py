@@ -15,6 +15,7 @@ from megatron.config.metadata import (
     POSITIVE,
     YARN,
     model_flag,
+    position_flag,
 )
 
 
@@ -45,11 +46,20 @@ class LatentConfig:
     """Rotary positions of latent attention: plain, or YaRN, which is the default as in Megatron-LM,
     also with --position-embedding-type rope or none.
     """
-    mscale: float = model_flag(1.0, bound=NOT_NEGATIVE, needs=(LATENT, YARN))
+    latent_norm_epsilon: float | None = model_flag(
+        None,
+        megatron="one --norm-epsilon for all norms there",
+        bound=POSITIVE,
+        needs=LATENT,
+    )
+    """Epsilon of the latent vectors' norms. Default: norm-epsilon. Hugging Face's families of
+    latent attention have 1e-6 whatever the other norms have.
+    """
+    mscale: float = position_flag(1.0, bound=NOT_NEGATIVE, needs=(LATENT, YARN))
     """YaRN: the rotary table is multiplied by m(mscale) / m(mscale-all-dim), where m(x) is
     0.1 x ln(--rope-scaling-factor) + 1.
     """
-    mscale_all_dim: float = model_flag(0.0, bound=NOT_NEGATIVE, needs=(LATENT, YARN))
+    mscale_all_dim: float = position_flag(0.0, bound=NOT_NEGATIVE, needs=(LATENT, YARN))
     """YaRN: attention scores are multiplied by m(mscale-all-dim)^2, see --mscale."""
 
     @property

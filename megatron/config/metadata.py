@@ -193,7 +193,8 @@ class ChangeRule:
     a line of the banner. `bits`: the run does not go on bit for bit. `kernel`: so, but which
     implementation was taken counts, not the flag. `taken`: --use-checkpoint-args takes the
     checkpoint's value where the flag is not given; `file`: it names a file, which may lie elsewhere
-    now and is compared by its content.
+    now and is compared by its content. `weightless`: a setting of the model without weights, which
+    --finetune takes from the command line.
     """
 
     refused: bool = False
@@ -204,10 +205,15 @@ class ChangeRule:
     kernel: bool = False
     taken: bool = False
     file: bool = False
+    weightless: bool = False
 
 
 NOTHING = ChangeRule()
 MODEL = ChangeRule(refused=True, bits=True, taken=True)
+# Rotary positions hold no weights: a later stage of pretraining changes them.
+POSITIONS = ChangeRule(
+    accept="positions", what="what the weights compute", bits=True, taken=True, weightless=True
+)
 TOKENIZER = ChangeRule(taken=True)
 TOKENIZER_FILE = ChangeRule(taken=True, file=True)
 LENGTH = ChangeRule(accept="data", what="the data order", taken=True)
@@ -241,3 +247,4 @@ def flag(
 
 
 model_flag = partial(flag, change=MODEL)
+position_flag = partial(flag, change=POSITIONS)

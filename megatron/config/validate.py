@@ -389,11 +389,11 @@ def _tokenizer(run: RunView) -> Faults:
     if (
         kind not in (None, "NullTokenizer")
         and None not in (run.vocabulary, run.vocab_size)
-        and run.vocab_size != run.vocabulary
+        and run.vocab_size < run.vocabulary
     ):
         yield (
-            f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; drop "
-            "--vocab-size or take the right tokenizer"
+            f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; remove "
+            "--vocab-size or give the right tokenizer"
         )
 
 

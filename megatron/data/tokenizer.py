@@ -9,6 +9,7 @@ a text unless preprocessing asks for them; only preprocessing puts in the end-of
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import importlib
 import itertools
@@ -115,12 +116,27 @@ def build_tokenizer(config: DataConfig, include_special_tokens: bool = False) ->
             tokenizer = _huggingface(path, include_special_tokens)
         else:
             tokenizer = _sentencepiece(path)
-    if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
+    if config.vocab_size is None:
+        return tokenizer
+    if config.vocab_size < tokenizer.vocab_size:
         raise UserError(
             f"--vocab-size {config.vocab_size}: {tokenizer.name} has {tokenizer.vocab_size} "
-            "ids; drop the flag or give another tokenizer"
+            "ids; remove the flag or give another tokenizer"
         )
-    return tokenizer
+    return _with_spare_rows(tokenizer, config.vocab_size)
+
+
+def _with_spare_rows(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a model whose embedding has more rows than there are ids, as many published
+    models have. An id without a token is no text.
+    """
+    ids = tokenizer.vocab_size
+    return dataclasses.replace(
+        tokenizer,
+        name=f"{tokenizer.name} of {ids} ids" if ids < vocab_size else tokenizer.name,
+        vocab_size=vocab_size,
+        decode=lambda given: tokenizer.decode([each for each in given if each < ids]),
+    )
 
 
 def _file(value: str | None, flag: str, kind: str, inside: str | None = None) -> Path:

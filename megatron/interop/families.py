@@ -1,41 +1,350 @@
-"""Which module knows a model's family of Hugging Face: the families of one projection for queries,
-keys and values (`huggingface.py`), and that of latent attention (`deepseek.py`).
+"""Hugging Face's model families: a table with one entry per `model_type`.
+
+An entry is data. `huggingface.py` reads and writes config.json by it, and `huggingface_rules.py`
+derives the tensors' names from it, so a family of known parts is added here alone. Facts are those
+of transformers 4.50 to 5.23 and of the published files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from megatron.config.groups import ModelConfig
-from megatron.config.input_files import JsonObject
-from megatron.interop import deepseek, huggingface
-from megatron.interop.huggingface import Rule
+Bias = bool | str  # always, never, or the field of config.json that says so
+# what both sides call by different names and mean alike
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "attention_dropout": "attention_dropout",
+    "init_method_std": "initializer_range",
+}
+# values that transformers takes where config.json leaves a field out
+DEFAULTS: Mapping[str, Any] = {
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "layer_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+QKV = ("attention.q", "attention.k", "attention.v")
 
 
-def to_huggingface(model: ModelConfig, vocab_size: int) -> tuple[JsonObject, list[Rule]]:
-    """config.json of a resolved `model` with the real vocabulary, and how each of its tensors is
-    made of ours. Raises UserError naming every flag that Hugging Face's models cannot express.
+@dataclass(frozen=True)
+class Family:
+    """How one of transformers' model classes expresses a model of ours.
+
+    `same`: our field -> theirs of the same value, in addition to SIZES; several of theirs, with
+    spaces between them, must agree. `ours`: fields that the family fixes. `theirs`: fields that
+    must have this value. `defaults`: in addition to DEFAULTS. `names`: our module -> theirs where
+    it is not Llama's name. `fused`: theirs -> ours, stacked along their rows. `biases`: of queries,
+    keys and values, of the attention output, and of the MLP.
     """
-    latent = model.multi_latent_attention
-    write = deepseek.to_deepseek if latent else huggingface.to_huggingface
-    return write(model, vocab_size)
+
+    architecture: str
+    same: Mapping[str, str] = field(default_factory=dict)
+    ours: Mapping[str, Any] = field(default_factory=dict)
+    theirs: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    normalization: str = "RMSNorm"
+    epsilon: str = "rms_norm_eps"
+    gated: bool = True
+    activation: str = "hidden_act"
+    biases: tuple[Bias, Bias, Bias] = (False, False, False)
+    qk_norm: Bias = False
+    key_value_heads: str | None = "num_key_value_heads"  # None: as many as query heads
+    head_dim: bool = True  # config.json may give the width of a head
+    even_heads: bool = False  # the number of heads must divide the hidden size
+    rotary: bool = True
+    partial: str | None = None  # field with the share of channels that rotate
+    base: str = "rope_theta"
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
+    interleaved: bool = False  # channels 2i and 2i + 1 rotate together; of ours i and i + d/2
+    window: Literal["all", "layers"] | None = None  # sliding_window of all layers, or layer_types
+    latent: bool = False
+    experts: Literal["mixtral", "qwen", "deepseek"] | None = None
+    mlp_layer_types: bool = False  # names the layers with experts, instead of counting dense ones
+    predicts: bool = False  # layers of multi-token prediction may follow the last one
+    transposed: bool = False  # linear weights are [in, out]
+    by_head: bool = False  # a fused q, k and v holds those of each head together
+    unit_offset: bool = False  # norms multiply by weight + 1
 
 
-def from_huggingface(config: JsonObject, names: Iterable[str]) -> tuple[JsonObject, list[Rule]]:
-    """Fields of a resolved ModelConfig, and what each of the tensors called `names` holds. Raises
-    UserError for what has no counterpart here, naming all of it.
-    """
-    latent = config.get("model_type") == deepseek.KIND
-    read = deepseek.from_deepseek if latent else huggingface.from_huggingface
-    return read(config, names)
+_PLAIN_MLP = {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+_QWEN_BIASES = ("attention_bias", "attention_bias", False)
+_EXPERTS_BY_SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 
 
-def left_out(config: JsonObject, names: Iterable[str]) -> tuple[str, ...]:
-    """Lines about tensors of a model that `from_huggingface` takes and leaves out."""
-    if config.get("model_type") != deepseek.KIND:
-        return ()
-    lines = huggingface.some_names(
-        "note: tensors of multi-token prediction, which are not taken over",
-        deepseek.predicting(config, names),
+def _latent(architecture: str, **fields: Any) -> Family:
+    """A family of latent attention with the experts of DeepSeek."""
+    fields["ours"] = {"latent_norm_epsilon": 1e-6} | fields.get("ours", {})
+    fields["theirs"] = {"attention_bias": False} | fields.get("theirs", {})
+    fields["defaults"] = {"max_position_embeddings": 4096} | fields.get("defaults", {})
+    return Family(
+        architecture,
+        same={
+            "kv_lora_rank": "kv_lora_rank",
+            "qk_head_dim": "qk_nope_head_dim",
+            "qk_pos_emb_head_dim": "qk_rope_head_dim",
+            "v_head_dim": "v_head_dim",
+        },
+        qk_norm=True,
+        latent=True,
+        experts="deepseek",
+        predicts=True,
+        **fields,
     )
-    return tuple(lines)
+
+
+# Of several families that express a model, the first is exported.
+FAMILIES: dict[str, Family] = {
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        same={
+            "num_layers": "n_layer",
+            "hidden_size": "n_embd",
+            "ffn_hidden_size": "n_inner",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "hidden_dropout": "resid_pdrop embd_pdrop",
+            "attention_dropout": "attn_pdrop",
+        },
+        theirs={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        defaults={
+            "n_layer": 12,
+            "n_embd": 768,
+            "n_head": 12,
+            "n_inner": None,
+            "n_positions": 1024,
+            "resid_pdrop": 0.1,
+            "embd_pdrop": 0.1,
+            "attn_pdrop": 0.1,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": True,
+        },
+        names={
+            "embedding.word": "transformer.wte",
+            "embedding.position": "transformer.wpe",
+            "layers": "transformer.h",
+            "input_norm": "ln_1",
+            "attention.proj": "attn.c_proj",
+            "mlp_norm": "ln_2",
+            "final_norm": "transformer.ln_f",
+            **_PLAIN_MLP,
+        },
+        fused={"attn.c_attn": QKV},
+        normalization="LayerNorm",
+        epsilon="layer_norm_epsilon",
+        gated=False,
+        activation="activation_function",
+        biases=(True, True, True),
+        key_value_heads=None,
+        head_dim=False,
+        rotary=False,
+        transposed=True,
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", biases=("attention_bias", "attention_bias", "mlp_bias"), even_heads=True
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        window="all",
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", biases=(True, False, False), window="layers"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        defaults={"head_dim": 128},
+        biases=_QWEN_BIASES,
+        qk_norm=True,
+        window="layers",
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+        window="all",
+        experts="mixtral",
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        ours={"moe_shared_expert_gate": True},
+        defaults={"num_key_value_heads": 16, "qkv_bias": True},
+        biases=("qkv_bias", False, False),
+        window="layers",
+        experts="qwen",
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        defaults={"num_key_value_heads": 4},
+        biases=_QWEN_BIASES,
+        qk_norm=True,
+        window="layers",
+        experts="qwen",
+    ),
+    "deepseek_v3": _latent(
+        "DeepseekV3ForCausalLM",
+        ours=_EXPERTS_BY_SIGMOID,
+        theirs={"rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        defaults={"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
+    ),
+    "deepseek_v2": _latent(
+        "DeepseekV2ForCausalLM",
+        ours={"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
+        theirs={"mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
+        defaults={"first_k_dense_replace": 0, "n_shared_experts": 2},
+    ),
+    "glm4_moe_lite": _latent(
+        "Glm4MoeLiteForCausalLM",
+        ours=_EXPERTS_BY_SIGMOID,
+        theirs={"rope_interleave": True},
+        mlp_layer_types=True,
+        defaults={"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        ours=_EXPERTS_BY_SIGMOID,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "first_k_dense_replace": 1,
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+        },
+        biases=("attention_bias", False, False),
+        qk_norm="use_qk_norm",
+        partial="partial_rotary_factor",
+        experts="deepseek",
+        predicts=True,
+    ),
+    "dots1": Family(
+        "Dots1ForCausalLM",
+        ours=_EXPERTS_BY_SIGMOID,
+        defaults={"sliding_window": 4096, "max_window_layers": 62, "first_k_dense_replace": 0},
+        biases=_QWEN_BIASES,
+        qk_norm=True,
+        window="layers",
+        experts="deepseek",
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        fused={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": ("mlp.gate", "mlp.up")},
+        partial="partial_rotary_factor",
+        scalings=(),
+        window="all",
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        defaults={"head_dim": 128, "attention_bias": True, "attention_dropout": 0.1},
+        biases=("attention_bias", "attention_out_bias", "mlp_bias"),
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        biases=("use_bias", "use_bias", "use_bias"),
+        interleaved=True,
+    ),
+    "arcee": Family(
+        "ArceeForCausalLM",
+        defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+        gated=False,
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        even_heads=True,
+    ),
+    "starcoder2": Family(
+        "Starcoder2ForCausalLM",
+        defaults={
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "norm_epsilon": 1e-5,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        names=_PLAIN_MLP,
+        normalization="LayerNorm",
+        epsilon="norm_epsilon",
+        gated=False,
+        biases=("use_bias", "use_bias", "use_bias"),
+        window="all",
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        same={"hidden_dropout": "hidden_dropout"},
+        theirs={"use_parallel_residual": False, "qk_layernorm": False},
+        defaults={"hidden_dropout": 0.0, "num_key_value_heads": 32, "partial_rotary_factor": 0.25},
+        normalization="LayerNorm",
+        epsilon="layer_norm_eps",
+        biases=("use_qkv_bias", False, False),
+        head_dim=False,
+        partial="partial_rotary_factor",
+    ),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        same={"hidden_dropout": "hidden_dropout"},
+        theirs={"use_parallel_residual": False},
+        defaults={
+            "hidden_act": "gelu",
+            "hidden_dropout": 0.0,
+            "attention_bias": True,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 10000.0,
+            "use_parallel_residual": True,
+        },
+        names={
+            "embedding.word": "gpt_neox.embed_in",
+            "layers": "gpt_neox.layers",
+            "attention.proj": "attention.dense",
+            "mlp.up": "mlp.dense_h_to_4h",
+            "mlp.down": "mlp.dense_4h_to_h",
+            "final_norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out",
+        },
+        fused={"attention.query_key_value": QKV},
+        normalization="LayerNorm",
+        epsilon="layer_norm_eps",
+        gated=False,
+        biases=("attention_bias", "attention_bias", True),
+        key_value_heads=None,
+        head_dim=False,
+        even_heads=True,
+        partial="rotary_pct",
+        base="rotary_emb_base",
+        by_head=True,
+    ),
+    "nemotron": Family(
+        "NemotronForCausalLM",
+        defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        normalization="LayerNorm",
+        epsilon="norm_eps",
+        gated=False,
+        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        partial="partial_rotary_factor",
+        unit_offset=True,
+    ),
+}
+# the same models under another model_type, of files that transformers reads with code of their own
+ALIASES = {"kimi_k2": "deepseek_v3"}
+# model types that have no counterpart, and what stands in the way
+NO_COUNTERPART = {
+    "olmoe": "q_norm and k_norm normalise all heads together, --qk-layernorm each head",
+}

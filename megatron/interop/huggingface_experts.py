@@ -1,94 +1,72 @@
-"""Experts in Hugging Face's config.json, both ways: Mixtral, Qwen2-MoE (a shared expert with a gate
-beside the others) and Qwen3-MoE (QK norm).
+"""Experts in Hugging Face's config.json, both ways: as Mixtral, Qwen's models or DeepSeek's write
+them.
 
 Softmax over the chosen logits is softmax over all of them, divided by the sum of the chosen: what
-they call norm_topk_prob. Without it a router is one with --moe-router-pre-softmax. Losses of
+Qwen calls norm_topk_prob. Without it a router is one with --moe-router-pre-softmax. Losses of
 routers are settings of a training run, which an import leaves to its flags: router_aux_loss_coef is
 a coefficient of another formula (all layers as one, k times ours), and no field says which loss a
-model was trained with. So is router_jitter_noise, which is --moe-input-jitter-eps.
+model was trained with. So is router_jitter_noise, which is --moe-input-jitter-eps. DeepSeek's
+groups of experts are judged by their best two (V3) or their best (V2), ours by as many as are
+chosen of each group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import JsonObject
-
-# model types of experts that have no counterpart, and what stands in the way
-NO_COUNTERPART = {
-    "olmoe": "q_norm and k_norm normalise all heads together, --qk-layernorm each head",
-    "deepseek_v2": "no sigmoid scores, no correction bias of its router; DeepSeek-V3 is read",
-}
+from megatron.interop.families import Family
 
 
-def expert_family(model: ModelConfig) -> str:
-    """The family that a model with experts is nearest to."""
-    if model.qk_layernorm:
-        return "qwen3_moe"
-    if model.moe_shared_expert_intermediate_size is not None or model.add_qkv_bias:
-        return "qwen2_moe"
-    return "mixtral"
+def their_experts(family: Family, model: ModelConfig) -> JsonObject:
+    """Fields of config.json; a family of experts that may be dense has all layers dense for a
+    model without experts.
+    """
+    write = {"mixtral": _their_mixtral, "qwen": _their_qwen, "deepseek": _their_deepseek}
+    return write[family.experts or ""](family, model)
 
 
-def expert_faults(model: ModelConfig, kind: str) -> dict[str, bool]:
-    """What a family cannot express of a model's experts, by flag."""
-    score = f"--moe-router-score-function {model.moe_router_score_function}"
-    factor = model.moe_router_topk_scaling_factor
-    width = "--moe-shared-expert-intermediate-size"
-    has_shared = model.moe_shared_expert_intermediate_size is not None
+def our_experts(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    """Fields of ModelConfig. Raises KeyError for what config.json lacks."""
+    read = {"mixtral": _our_mixtral, "qwen": _our_qwen, "deepseek": _our_deepseek}
+    return read[family.experts or ""](family, config, faults)
+
+
+def _their_mixtral(family: Family, model: ModelConfig) -> JsonObject:
     return {
-        "--moe-router-force-load-balancing": model.moe_router_force_load_balancing,
-        score: model.moe_router_score_function != "softmax",
-        "--moe-router-num-groups": model.moe_router_num_groups is not None,
-        "--moe-router-topk-scaling-factor": factor not in (None, 1.0),
-        f"{width} with --qk-layernorm": kind == "qwen3_moe" and has_shared,
-        f"{width} without --moe-shared-expert-gate": has_shared
-        and not model.moe_shared_expert_gate,
-        f"--add-qkv-bias with --num-experts, without {width}": kind == "qwen2_moe"
-        and not has_shared,
-        f"--moe-router-pre-softmax without --qk-layernorm or {width}": kind == "mixtral"
-        and model.moe_router_pre_softmax,
-        f"--moe-layer-freq with dense layers, without --qk-layernorm or {width}": kind == "mixtral"
-        and not all(model.expert_layers()),
+        "num_experts_per_tok": model.moe_router_topk,
+        "intermediate_size": model.moe_ffn_hidden_size,
+        "num_local_experts": model.num_experts,
     }
 
 
-def their_experts(kind: str, model: ModelConfig) -> JsonObject:
-    """Fields of config.json of a model with experts."""
-    fields: JsonObject = {"num_experts_per_tok": model.moe_router_topk}
-    if kind == "mixtral":
-        return fields | {
-            "intermediate_size": model.moe_ffn_hidden_size,
-            "num_local_experts": model.num_experts,
-        }
-    fields |= {
+def _our_mixtral(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    return {
+        "num_experts": _count(config, "num_local_experts"),
+        "moe_router_topk": _required(config, "num_experts_per_tok"),
+        "moe_ffn_hidden_size": _required(config, "intermediate_size"),
+        "moe_layer_freq": "1",
+    }
+
+
+def _their_qwen(family: Family, model: ModelConfig) -> JsonObject:
+    fields: JsonObject = {
+        "num_experts_per_tok": model.moe_router_topk,
         "num_experts": model.num_experts,
         "moe_intermediate_size": model.moe_ffn_hidden_size,
         "norm_topk_prob": not model.moe_router_pre_softmax,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, sparse in enumerate(model.expert_layers()) if not sparse],
     }
-    if kind == "qwen2_moe":
-        fields |= {
-            "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
-            "qkv_bias": model.add_qkv_bias,
-        }
+    if "moe_shared_expert_gate" in family.ours:
+        fields["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
     return fields
 
 
-def our_experts(config: JsonObject, faults: list[str]) -> JsonObject:
-    """Fields of ModelConfig that config.json of a family with experts gives."""
-    kind = config["model_type"]
-    count = config.get("num_experts") or config.get("num_local_experts")
-    if not isinstance(count, int):
-        raise KeyError("num_local_experts" if kind == "mixtral" else "num_experts")
-    fields: JsonObject = {"num_experts": count, "moe_router_topk": config["num_experts_per_tok"]}
-    if kind == "mixtral":
-        return fields | {"moe_ffn_hidden_size": config["intermediate_size"], "moe_layer_freq": "1"}
-    if kind == "qwen2_moe":
-        fields["moe_shared_expert_intermediate_size"] = config["shared_expert_intermediate_size"]
-        fields["moe_shared_expert_gate"] = True
+def _our_qwen(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
     dense = config.get("mlp_only_layers") or []
     step = config.get("decoder_sparse_step", 1)
     layers = range(config["num_hidden_layers"])
@@ -96,17 +74,125 @@ def our_experts(config: JsonObject, faults: list[str]) -> JsonObject:
     if not any(sparse):
         faults.append("mlp_only_layers or decoder_sparse_step: no layer has experts")
         sparse = [True for _ in layers]
-    return fields | {
-        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+    fields = {
+        "num_experts": _count(config, "num_experts"),
+        "moe_router_topk": _required(config, "num_experts_per_tok"),
+        "moe_ffn_hidden_size": _required(config, "moe_intermediate_size"),
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
         "moe_layer_freq": _pattern(sparse),
     }
+    if "moe_shared_expert_gate" in family.ours:
+        fields["moe_shared_expert_intermediate_size"] = _required(
+            config, "shared_expert_intermediate_size"
+        )
+    return fields
 
 
-def _pattern(sparse: list[bool]) -> str:
-    """--moe-layer-freq for layers that have experts or not: a number where one says it."""
+def _their_deepseek(family: Family, model: ModelConfig) -> JsonObject:
+    sparse = model.expert_layers()
+    dense = sparse.index(True) if any(sparse) else len(sparse)
+    fields: JsonObject = {"first_k_dense_replace": dense}
+    if family.mlp_layer_types:
+        fields["mlp_layer_types"] = ["sparse" if each else "dense" for each in sparse]
+    if model.num_experts is None:
+        return fields
+    width = model.moe_ffn_hidden_size or 1
+    groups = model.moe_router_num_groups or 1
+    return fields | {
+        "moe_layer_freq": 1,
+        "n_routed_experts": model.num_experts,
+        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,
+        "moe_intermediate_size": width,
+        "num_experts_per_tok": model.moe_router_topk,
+        "n_group": groups,
+        "topk_group": model.moe_router_group_topk or 1,
+        "norm_topk_prob": _normalizes(family, model.moe_router_topk),
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        **({"topk_method": _v2_method(groups)} if _is_softmax(family) else {}),
+    }
+
+
+def _our_deepseek(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    sparse = _sparse_layers(family, config)
+    if not any(sparse):
+        return {}
+    k, groups = _required(config, "num_experts_per_tok"), config.get("n_group") or 1
+    shared = _given(family, config, "n_shared_experts") or 0
+    normalizes = _given(family, config, "norm_topk_prob")
+    if shared == 0:
+        faults.append("n_shared_experts 0 (a shared expert is needed)")
+    if normalizes not in (_normalizes(family, k), None):
+        faults.append(f"norm_topk_prob {normalizes!r} has no counterpart")
+    if config.get("moe_layer_freq", 1) != 1:
+        faults.append(f"moe_layer_freq {config['moe_layer_freq']!r} (only 1 has a counterpart)")
+    fields: JsonObject = {
+        "num_experts": _count(config, "n_routed_experts"),
+        "moe_ffn_hidden_size": _required(config, "moe_intermediate_size"),
+        "moe_layer_freq": _pattern(sparse),
+        "moe_router_topk": k,
+        "moe_router_topk_scaling_factor": _given(family, config, "routed_scaling_factor") or 1.0,
+        "moe_shared_expert_intermediate_size": shared * _required(config, "moe_intermediate_size")
+        or None,
+    }
+    method = config.get("topk_method")
+    if _is_softmax(family) and method not in (None, _v2_method(groups)):
+        faults.append(f"topk_method {method!r} with n_group {groups}")
+    if groups > 1:
+        taken = _required(config, "topk_group")
+        judged_by = 1 if _is_softmax(family) else 2
+        if k // taken != judged_by:
+            faults.append(
+                f"num_experts_per_tok {k} (only {judged_by} x topk_group {taken} has a counterpart)"
+            )
+        fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": taken}
+    return fields
+
+
+def _sparse_layers(family: Family, config: JsonObject) -> list[bool]:
+    layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
+    if family.mlp_layer_types and types is not None:
+        return [each == "sparse" for each in types[:layers]]
+    dense = _given(family, config, "first_k_dense_replace")
+    return [i >= dense for i in range(layers)]
+
+
+def _is_softmax(family: Family) -> bool:
+    return family.ours.get("moe_router_score_function") == "softmax"
+
+
+def _v2_method(groups: int) -> str:
+    return "group_limited_greedy" if groups > 1 else "greedy"
+
+
+def _normalizes(family: Family, k: int) -> bool:
+    """Whether the chosen scores are divided by their sum: of one expert they are not."""
+    return not _is_softmax(family) and k > 1
+
+
+def _given(family: Family, config: JsonObject, name: str) -> Any:
+    value = config.get(name)
+    return family.defaults.get(name) if value is None else value
+
+
+def _required(config: JsonObject, name: str) -> Any:
+    if config.get(name) is None:
+        raise KeyError(name)
+    return config[name]
+
+
+def _count(config: JsonObject, name: str) -> int:
+    """The number of experts, by the family's name for it or by one of its others."""
+    names = (name, "num_experts", "num_local_experts", "n_routed_experts")
+    found = next((config[each] for each in names if config.get(each)), None)
+    if not isinstance(found, int):
+        raise KeyError(name)
+    return found
+
+
+def _pattern(sparse: Sequence[bool]) -> str:
+    """--moe-layer-freq for layers that have experts or not: a number where one describes them."""
     for step in range(1, len(sparse) + 1):
-        if sparse == [i % step == 0 for i in range(len(sparse))]:
+        if list(sparse) == [i % step == 0 for i in range(len(sparse))]:
             return str(step)
     runs = [(int(value), len(list(group))) for value, group in groupby(sparse)]
     return "+".join(f"[{value}]*{length}" for value, length in runs)

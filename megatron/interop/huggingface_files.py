@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import sys
@@ -24,20 +25,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.files import sync_folder
 from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, encode_header
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint
 from megatron.checkpoint.shapes import Dims, Shapes
 from megatron.config.errors import UserError
-from megatron.config.input_files import InputError, parse_json
+from megatron.config.input_files import InputError, JsonObject, parse_json
 from megatron.config.input_files import read_json as read_file
-from megatron.interop.huggingface_rules import Rule
+from megatron.interop.huggingface import BUFFERS, head_names
+from megatron.interop.huggingface_rules import RowRun, Rule, row_runs
 from megatron.interop.models import DAMAGE, Held, MappedFile, Pair, Part, own_rows, whole_part
 from megatron.layers.spec import Box
 
 FILE = 4 << 30  # most bytes of tensors in one file, unless a single tensor is larger
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 PIECE = 8 << 20  # bytes that are read, converted and written at a time
 
 
@@ -95,7 +99,7 @@ def lay_out(rules: list[Rule], shapes: Shapes, dtype: torch.dtype) -> ExportLayo
     headers = {}
     for number, tensors in enumerate(files):
         entries = [(place.rule.theirs, DTYPE_NAMES[dtype], place.their_shape) for place in tensors]
-        name = "model.safetensors"
+        name = SINGLE
         if len(files) > 1:
             name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         headers[name] = encode_header(entries, {"format": "pt"})
@@ -189,7 +193,7 @@ def _publish(temporary: Path, target: Path, layout: ExportLayout) -> None:
     """Give the finished folder its name, durably."""
     if len(layout.headers) > 1:
         index = json.dumps(layout.index(), indent=2) + "\n"
-        (temporary / "model.safetensors.index.json").write_text(index)
+        (temporary / INDEX).write_text(index)
     for path in temporary.iterdir():
         _sync(path)
     sync_folder(temporary)
@@ -247,23 +251,28 @@ def _pieces(
     place: Place, first: int, last: int, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> Iterator[tuple[int, Tensor]]:
     """Rows [first, last) of the stacked tensors as (row, a few MiB of rows)."""
-    begin = 0
-    for name in place.rule.ours:
-        stored = checkpoint.tensors[name]
-        kept = TORCH_DTYPES[stored.dtype]
-        step = max(1, PIECE // (math.prod(place.rest) * max(kept.itemsize, dtype.itemsize)))
-        end = begin + stored.shape[0]
-        for row in range(max(first, begin), min(last, end), step):
-            rows = min(step, last - row, end - row)
-            piece = torch.empty((rows, *place.rest), dtype=kept)
-            checkpoint.read(
-                Box(
-                    name, stored.shape, (row - begin, *(0 for _ in place.rest)), tuple(piece.shape)
-                ),
-                piece,
-            )
-            yield row, piece.to(dtype)
-        begin = end
+    found = row_runs(place.rule, place.rows)
+    widest = max(TORCH_DTYPES[checkpoint.tensors[name].dtype].itemsize for name in place.rule.ours)
+    step = max(1, PIECE // (math.prod(place.rest) * max(widest, dtype.itemsize)))
+    for row in range(first, last, step):
+        rows = min(step, last - row)
+        piece = torch.empty((rows, *place.rest), dtype=dtype)
+        for run in found:
+            low, high = run.within(row, rows)
+            if low < high:
+                begin = run.first + low * run.stride - row
+                own = _read_rows(checkpoint, run, low, high, place.rest)
+                piece[begin :: run.stride][: high - low] = own - place.rule.offset
+        yield row, piece
+
+
+def _read_rows(checkpoint: Checkpoint, run: RowRun, low: int, high: int, rest: Dims) -> Tensor:
+    """Rows [low, high) of a run as the checkpoint has them."""
+    stored = checkpoint.tensors[run.name]
+    rows = torch.empty((high - low, *rest), dtype=TORCH_DTYPES[stored.dtype])
+    offset = (run.start + low, *(0 for _ in rest))
+    checkpoint.read(Box(run.name, stored.shape, offset, tuple(rows.shape)), rows)
+    return rows
 
 
 def _write_piece(file: int, place: Place, row: int, piece: Tensor) -> None:
@@ -317,29 +326,62 @@ class ProgressLine:
 
 
 def open_folder(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a Hugging Face folder by name, mapped. Raises CheckpointError."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = read_json(index).get("weight_map")
-        if type(files) is not dict or not all(type(name) is str for name in files.values()):
-            raise CheckpointError(f"{index}: holds no weight_map of tensors and files")
-        names = sorted(set(files.values()))
-    elif (folder / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    else:
-        fix = "pickled weights are not read: save them again with transformers' save_pretrained"
-        raise CheckpointError(f"{folder}: no model.safetensors ({fix})")
+    """The tensors of a Hugging Face folder by name, mapped. Raises CheckpointError, also for a
+    folder in which two models lie.
+    """
+    names, listed = _file_names(folder)
     tensors: dict[str, Tensor] = {}
     for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"{index}: {name!r} is not a plain file name")
-        tensors |= _open_file(folder / name)
+        found = _open_file(folder / name)
+        repeated = sorted(found.keys() & tensors.keys())
+        wrong = sorted(key for key in found if listed is not None and listed.get(key) != name)
+        if repeated or wrong:
+            raise CheckpointError(
+                f"{folder / name}: its tensor {(repeated or wrong)[0]} is "
+                + ("in another file, too" if repeated else f"not of this file in {folder / INDEX}")
+                + ": remove the files of the model that is not wanted"
+            )
+        tensors |= found
+    missing = sorted((listed or {}).keys() - tensors.keys())
+    if missing:
+        raise CheckpointError(
+            f"{folder / INDEX}: lists {missing[0]} ({len(missing)} such tensors), which "
+            f"{(listed or {})[missing[0]]} does not hold"
+        )
     return tensors
 
 
+def _file_names(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The files of a folder's model, and the file of each tensor where there is an index."""
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.is_file() and not single.is_file():
+        fix = "pickled weights are not read: save them again with transformers' save_pretrained"
+        raise CheckpointError(f"{folder}: no {SINGLE} ({fix})")
+    present = {path.name for path in folder.glob("model*.safetensors")}
+    listed = None
+    names = {SINGLE}
+    if index.is_file():
+        listed = read_json(index).get("weight_map")
+        if type(listed) is not dict or not all(type(name) is str for name in listed.values()):
+            raise CheckpointError(f"{index}: holds no weight_map of tensors and files")
+        names = set(listed.values())
+        for name in sorted(names):
+            if Path(name).name != name:
+                raise CheckpointError(f"{index}: {name!r} is not a plain file name")
+    others = sorted(
+        name for name in present - names if name == SINGLE or SHARD.fullmatch(name) is not None
+    )
+    if others:
+        raise CheckpointError(
+            f"{folder}: two models lie there: {others[0]} is not of the model of "
+            f"{index.name if listed is not None else SINGLE}; remove the files of the other one"
+        )
+    return sorted(names), listed
+
+
 def _open_file(path: Path) -> dict[str, Tensor]:
-    """The floating-point tensors of a safetensors file; others (buffers of old models) are left
-    out.
+    """The tensors of a safetensors file without buffers of integers, which old models have. Raises
+    CheckpointError.
     """
     file = MappedFile(path)
     tensors = {}
@@ -348,7 +390,14 @@ def _open_file(path: Path) -> dict[str, Tensor]:
         if length > min(HEADER_LIMIT, file.size - 8):
             raise UserError(f"a header of {length} bytes in a file of {file.size}")
         for key, value in parse_json(file.bytes[8 : 8 + length]).items():
-            if key != "__metadata__" and value["dtype"] in TORCH_DTYPES:
+            if key == "__metadata__":
+                continue
+            if value["dtype"] not in TORCH_DTYPES and not key.endswith(BUFFERS):
+                raise UserError(
+                    f"{key} is of type {value['dtype']}: the weights must be plain floating-point "
+                    "numbers"
+                )
+            if value["dtype"] in TORCH_DTYPES:
                 dtype = TORCH_DTYPES[value["dtype"]]
                 shape = tuple(map(int, value["shape"]))
                 start, stop = value["data_offsets"]
@@ -358,6 +407,16 @@ def _open_file(path: Path) -> dict[str, Tensor]:
     except DAMAGE as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     return tensors
+
+
+def without_copied_head(config: JsonObject, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without a head that is a copy of the embedding, where config.json ties the two.
+    A head that differs stays: transformers takes it, and so does an import.
+    """
+    found = head_names(config, tensors)
+    if found is None or not torch.equal(*(tensors.get(name, torch.empty(0)) for name in found)):
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if name != found[1]}
 
 
 def take_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> list[Pair]:
@@ -380,19 +439,29 @@ def _cut_rows(rule: Rule, shape: Dims, parts: list[Part]) -> Iterator[Pair]:
         shape, parts = _on_top_of_each_other(rule, shape, parts)
     turn = -1 if rule.transposed else 1
     shape = shape[::turn]
-    rows, rest = divmod(shape[0], len(rule.ours))
-    if rest:
-        raise UserError(f"{rule.theirs} {list(shape)} does not hold {' and '.join(rule.ours)}")
+    found = row_runs(rule, shape[0])
+    heights: dict[str, int] = {}
+    for run in found:
+        heights[run.name] = heights.get(run.name, 0) + run.rows
     for offset, extent, elements in parts:
-        value = elements().t() if rule.transposed else elements()
+        value = _our_values(rule, elements())
         (first, *columns), (count, *widths) = offset[::turn], extent[::turn]
-        for i, name in enumerate(rule.ours):
-            common = intersect((i * rows,), (rows,), (first,), (count,))
-            if common is None:
-                continue
-            (low,), (high,) = common
-            box = Box(name, (rows, *shape[1:]), (low - i * rows, *columns), (high - low, *widths))
-            yield box, value[low - first : high - first]
+        for run in found:
+            low, high = run.within(first, count)
+            if low < high:
+                begin = run.first + low * run.stride - first
+                whole = (heights[run.name], *shape[1:])
+                start = (run.start + low, *columns)
+                box = Box(run.name, whole, start, (high - low, *widths))
+                yield box, value[begin :: run.stride][: high - low]
+
+
+def _our_values(rule: Rule, value: Tensor) -> Tensor:
+    """Elements of theirs as they are in ours."""
+    if rule.offset:
+        # in fp32, since 1 + a small number has no digits left in bf16
+        return value.to(torch.promote_types(value.dtype, torch.float32)) + rule.offset
+    return value.t() if rule.transposed else value
 
 
 def _on_top_of_each_other(rule: Rule, shape: Dims, parts: list[Part]) -> tuple[Dims, list[Part]]:

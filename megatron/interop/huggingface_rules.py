@@ -1,141 +1,211 @@
-"""The names of Hugging Face's tensors, and of which of our logical tensors each is made.
+"""Which logical tensors each of Hugging Face's tensors is made of, derived from a family's entry
+and the model's own list of tensors.
 
-Experts have names of their own in files, and are one tensor a layer in models that transformers 5
-holds in memory (and in what other programs save of these). Mixtral's names differ between the two.
+Experts have separate tensors in files, and one tensor a layer in models that transformers 5 holds
+in memory (and in what other programs save of these). Mixtral's names differ between the two.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
-_PARTS = ("gate", "up", "down")
-_WITH_QK_NORMS = ("qwen3", "qwen3_moe")
-_FUSED = ".mlp.experts.gate_up_proj"
+from megatron.config.errors import UserError
+from megatron.config.groups import ModelConfig
+from megatron.interop.families import QKV, Family
+from megatron.model.build import model_shapes
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
+_GLU = ("gate", "up", "down")
+_NAMES = {  # Llama's, and what most other families call the same
+    "embedding.word": "model.embed_tokens",
+    "layers": "model.layers",
+    "input_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.proj": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    **{f"mlp.{part}": f"mlp.{part}_proj" for part in _GLU},
+    "final_norm": "model.norm",
+    "head": "lm_head",
+}
+_LATENT_NAMES = {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+}
+_EXPERT_NAMES = {
+    "mlp.router": "mlp.gate",
+    **{f"mlp.experts.{part}": f"mlp.experts.{{}}.{part}_proj" for part in _GLU},
+}
+_EXPERT_NAMES_OF = {
+    "mixtral": {
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
+        "mlp.experts.up": "block_sparse_moe.experts.{}.w3",
+        "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
+    },
+    "qwen": {
+        **{f"mlp.shared_expert.{part}": f"mlp.shared_expert.{part}_proj" for part in _GLU},
+        "mlp.shared_expert_gate": "mlp.shared_expert_gate",
+    },
+    "deepseek": {f"mlp.shared_expert.{part}": f"mlp.shared_experts.{part}_proj" for part in _GLU},
+}
+_EXPERT_BIAS = "e_score_correction_bias"
+_FUSED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 
 
 class Rule(NamedTuple):
-    """A Hugging Face tensor is the logical ones on top of each other, transposed for GPT-2's linear
-    weights; with `matrices` cut into so many of equal height, one behind the other: [matrices,
-    rows, columns].
+    """A Hugging Face tensor is the logical ones `ours` stacked along their rows.
+
+    `heights`: rows of each, equal where not given; `groups`: the tensor is that many stacks of
+    equal parts of each (queries, keys and values of a head together); `pairs`: rows of a head,
+    whose rotary pairs are neighbours there and half a head apart here; `transposed`: rows here are
+    columns there; `matrices`: it is [matrices, rows, columns]; `offset`: ours is theirs + offset.
     """
 
     theirs: str
     ours: tuple[str, ...]
+    heights: tuple[int, ...] | None = None
+    groups: int = 1
+    pairs: int | None = None
     transposed: bool = False
     matrices: int | None = None
+    offset: float = 0.0
 
 
-class ExpertNames(NamedTuple):
-    """How many experts, which layers have them, and whether those of a layer are one tensor."""
+class RowRun(NamedTuple):
+    """Rows [start, start + rows) of a logical tensor: rows first, first + stride, ... of
+    theirs.
+    """
 
-    number: int
-    layers: tuple[bool, ...]
-    fused: bool
+    name: str
+    start: int
+    rows: int
+    first: int
+    stride: int = 1
+
+    def within(self, row: int, rows: int) -> tuple[int, int]:
+        """Which of the run's rows [low, high) lie in rows [row, row + rows) of theirs."""
+        low = -((self.first - row) // self.stride)
+        high = -((self.first - row - rows) // self.stride)
+        return max(low, 0), min(max(high, 0), self.rows)
+
+
+def row_runs(rule: Rule, rows: int) -> list[RowRun]:
+    """Where the `rows` rows of their tensor come from. Raises UserError where it cannot be cut as
+    the rule says.
+    """
+    heights = rule.heights or (rows // (len(rule.ours) * rule.groups),) * len(rule.ours)
+    if sum(heights) * rule.groups != rows or rows % (rule.pairs or 1):
+        raise UserError(f"{rule.theirs}: {rows} rows do not hold {' and '.join(rule.ours)}")
+    found: list[RowRun] = []
+    at = 0
+    for group in range(rule.groups):
+        for name, height in zip(rule.ours, heights, strict=True):
+            found.append(RowRun(name, group * height, height, at))
+            at += height
+    if rule.pairs is None:
+        return found
+    half = rule.pairs // 2
+    return [
+        RowRun(part.name, part.start + head + odd * half, half, part.first + head + odd, 2)
+        for part in found
+        for head in range(0, part.rows, rule.pairs)
+        for odd in (0, 1)
+    ]
 
 
 def is_fused(name: str) -> bool:
     """Whether a tensor of this name holds all experts of a layer."""
-    return name.endswith(_FUSED)
+    return name.endswith(".mlp.experts.gate_up_proj")
 
 
-def rules(
-    kind: str,
-    layers: int,
-    *,
-    tied: bool,
-    linear_bias: bool,
-    qkv_bias: bool,
-    experts: ExpertNames | None = None,
-) -> list[Rule]:
-    """Every tensor of a model of family `kind`, in the order of the forward pass."""
-    if kind == "gpt2":
-        table = _gpt2_rules(layers)
-    else:
-        table = _llama_rules(kind, layers, linear_bias, qkv_bias, experts)
-    if not tied:
-        table += _rules("lm_head", "head", bias=False)
-    return table
+def tensor_rules(family: Family, model: ModelConfig, *, fused: bool = False) -> list[Rule]:
+    """Every tensor of a resolved `model` in a family, in the order of the forward pass; with
+    `fused` the experts of a layer are one tensor.
+    """
+    names = _names(family, fused)
+    first_of = {parts[0]: parts for parts in family.fused.values()}
+    rest_of = {part for parts in family.fused.values() for part in parts[1:]}
+    found = []
+    for name, shape in model_shapes(model, 1).items():
+        layer, inside = _split(name)
+        module, _, kind = inside.rpartition(".")
+        expert = _EXPERT.fullmatch(module)
+        if module in rest_of:
+            continue
+        if expert is not None and fused:
+            if expert[1] == "0" and expert[2] != "up":
+                found.append(_fused_rule(layer, expert[2], model.num_experts or 0, names))
+            continue
+        parts = first_of.get(module, (module,))
+        rule = Rule(
+            _their_name(names, layer, module, kind),
+            tuple(f"{layer}{part}.{kind}" for part in parts),
+        )
+        found.append(_shaped(rule, family, model, module, parts, len(shape)))
+    return found
 
 
-def _rules(theirs: str, *ours: str, bias: bool = True, transposed: bool = False) -> list[Rule]:
-    """Of the weight and, with `bias`, the bias of one of their modules."""
-    weight = Rule(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)
-    if not bias:
-        return [weight]
-    return [weight, Rule(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))]
+def _split(name: str) -> tuple[str, str]:
+    """`layers.3.` and the rest of a logical name; the first is empty outside of the layers."""
+    match = _LAYER.fullmatch(name)
+    return (f"layers.{match[1]}.", match[2]) if match else ("", name)
 
 
-def _gpt2_rules(layers: int) -> list[Rule]:
-    table = _rules("transformer.wte", "embedding.word", bias=False)
-    table += _rules("transformer.wpe", "embedding.position", bias=False)
-    for i in range(layers):
-        theirs = f"transformer.h.{i}"
-        ours = f"layers.{i}"
-        attention = [f"{ours}.attention.{part}" for part in "qkv"]
-        table += _rules(f"{theirs}.ln_1", f"{ours}.input_norm")
-        table += _rules(f"{theirs}.attn.c_attn", *attention, transposed=True)
-        table += _rules(f"{theirs}.attn.c_proj", f"{ours}.attention.proj", transposed=True)
-        table += _rules(f"{theirs}.ln_2", f"{ours}.mlp_norm")
-        table += _rules(f"{theirs}.mlp.c_fc", f"{ours}.mlp.up", transposed=True)
-        table += _rules(f"{theirs}.mlp.c_proj", f"{ours}.mlp.down", transposed=True)
-    return table + _rules("transformer.ln_f", "final_norm")
+def _names(family: Family, fused: bool) -> dict[str, str]:
+    """Their names of our modules."""
+    names = _NAMES | (_LATENT_NAMES if family.latent else {}) | _EXPERT_NAMES
+    if not (family.experts == "mixtral" and fused):
+        names |= _EXPERT_NAMES_OF.get(family.experts or "", {})
+    names |= dict(family.names) | {parts[0]: theirs for theirs, parts in family.fused.items()}
+    return names | ({"head": _NAMES["head"]} if fused else {})
 
 
-def _llama_rules(
-    kind: str, layers: int, linear_bias: bool, qkv_bias: bool, experts: ExpertNames | None
-) -> list[Rule]:
-    table = _rules("model.embed_tokens", "embedding.word", bias=False)
-    for i in range(layers):
-        theirs = f"model.layers.{i}"
-        ours = f"layers.{i}"
-        attention = f"{theirs}.self_attn"
-        table += _rules(f"{theirs}.input_layernorm", f"{ours}.input_norm", bias=False)
-        for part in "qkv":
-            table += _rules(f"{attention}.{part}_proj", f"{ours}.attention.{part}", bias=qkv_bias)
-        for part in ("q_norm", "k_norm") if kind in _WITH_QK_NORMS else ():
-            table += _rules(f"{attention}.{part}", f"{ours}.attention.{part}", bias=False)
-        table += _rules(f"{attention}.o_proj", f"{ours}.attention.proj", bias=linear_bias)
-        table += _rules(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", bias=False)
-        if experts is not None and experts.layers[i]:
-            table += _expert_rules(kind, theirs, f"{ours}.mlp", experts)
-        else:
-            table += _mlp_rules(f"{theirs}.mlp", f"{ours}.mlp", bias=linear_bias)
-    return table + _rules("model.norm", "final_norm", bias=False)
+def _their_name(names: Mapping[str, str], layer: str, module: str, kind: str) -> str:
+    own = module
+    expert = _EXPERT.fullmatch(module)
+    if expert is not None:
+        own = f"mlp.experts.{expert[2]}"
+    theirs = names[own].format(expert[1] if expert else "")
+    if layer:
+        theirs = f"{names['layers']}{layer.removeprefix('layers').removesuffix('.')}.{theirs}"
+    return f"{theirs}.{_EXPERT_BIAS if kind == 'expert_bias' else kind}"
 
 
-def _mlp_rules(theirs: str, ours: str, *, bias: bool) -> list[Rule]:
-    return [
-        rule
-        for part in _PARTS
-        for rule in _rules(f"{theirs}.{part}_proj", f"{ours}.{part}", bias=bias)
-    ]
+def _shaped(
+    rule: Rule, family: Family, model: ModelConfig, module: str, parts: tuple[str, ...], ndim: int
+) -> Rule:
+    """The rule of a tensor with how its rows lie there."""
+    inside = module.startswith(("attention.", "mlp."))
+    norm = module.endswith("norm")
+    rule = rule._replace(
+        transposed=family.transposed and inside and ndim == 2,
+        offset=1.0 if family.unit_offset and norm and rule.theirs.endswith(".weight") else 0.0,
+    )
+    width = model.kv_channels or 0
+    if parts == QKV and family.by_head:
+        return rule._replace(heights=(width,) * 3, groups=model.num_attention_heads or 1)
+    if parts == QKV:
+        heads = (model.num_attention_heads, model.num_query_groups, model.num_query_groups)
+        return rule._replace(heights=tuple(width * (count or 0) for count in heads))
+    if family.interleaved and module in ("attention.q", "attention.k"):
+        return rule._replace(pairs=width)
+    return rule
 
 
-def _expert_rules(kind: str, layer: str, ours: str, experts: ExpertNames) -> list[Rule]:
-    """Router, experts, and the shared expert with its gate of a family that has one."""
-    in_files = kind == "mixtral" and not experts.fused
-    theirs = f"{layer}.block_sparse_moe" if in_files else f"{layer}.mlp"
-    table = _rules(f"{theirs}.gate", f"{ours}.router", bias=False)
-    if experts.fused:
-        table += _fused_rules(f"{theirs}.experts", f"{ours}.experts", experts.number)
-    else:
-        parts = ("w1", "w3", "w2") if kind == "mixtral" else [f"{part}_proj" for part in _PARTS]
-        for expert in range(experts.number):
-            for their_part, part in zip(parts, _PARTS, strict=True):
-                name = f"{theirs}.experts.{expert}.{their_part}"
-                table += _rules(name, f"{ours}.experts.{expert}.{part}", bias=False)
-    if kind == "qwen2_moe":
-        table += _mlp_rules(f"{theirs}.shared_expert", f"{ours}.shared_expert", bias=False)
-        gate = "shared_expert_gate"
-        table += _rules(f"{theirs}.{gate}", f"{ours}.{gate}", bias=False)
-    return table
-
-
-def _fused_rules(theirs: str, ours: str, count: int) -> list[Rule]:
-    """gate_up_proj [E, 2f, h] and down_proj [E, h, f] of E experts."""
-
-    def rule(name: str, *parts: str) -> Rule:
-        held = tuple(f"{ours}.{e}.{part}.weight" for e in range(count) for part in parts)
-        return Rule(f"{theirs}.{name}", held, matrices=count)
-
-    return [rule("gate_up_proj", "gate", "up"), rule("down_proj", "down")]
+def _fused_rule(layer: str, part: str, count: int, names: Mapping[str, str]) -> Rule:
+    """gate_up_proj [E, 2f, h] or down_proj [E, h, f] of E experts."""
+    name = "gate_up_proj" if part == "gate" else "down_proj"
+    theirs = f"{names['layers']}{layer.removeprefix('layers')}mlp.experts.{name}"
+    held = (f"{layer}mlp.experts.{e}.{own}.weight" for e in range(count) for own in _FUSED[name])
+    return Rule(theirs, tuple(held), matrices=count)

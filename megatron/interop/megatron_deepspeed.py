@@ -18,8 +18,8 @@ from typing import Any
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
-from megatron.interop.huggingface import Rule
 from megatron.interop.huggingface_files import take_parts
+from megatron.interop.huggingface_rules import Rule
 from megatron.interop.megatron_lm import map_tensors
 from megatron.interop.models import Held, Pair, Whole
 from megatron.interop.mp_ranks import join_ranks

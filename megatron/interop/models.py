@@ -119,6 +119,24 @@ def own_share(pairs: list[Pair], rank: int, ranks: int) -> list[Pair]:
     ]
 
 
+def first_rows(pairs: list[Pair], vocab_size: int | None) -> list[Pair]:
+    """The pairs with the first `vocab_size` rows of the embedding and the head alone. Raises
+    UserError where there are fewer.
+    """
+    if vocab_size is None:
+        return pairs
+    found = []
+    for box, tensor in pairs:
+        if box.name in ("embedding.word.weight", "head.weight"):
+            if not 0 < vocab_size <= box.shape[0]:
+                raise UserError(f"--vocab-size {vocab_size}: {box.name} has {box.shape[0]} rows")
+            tensor = tensor[: max(0, vocab_size - box.offset[0])]
+            shape, extent = (vocab_size, *box.shape[1:]), (len(tensor), *box.extent[1:])
+            box = dataclasses.replace(box, shape=shape, extent=extent)
+        found.append((box, tensor))
+    return [(box, tensor) for box, tensor in found if box.extent[0]]
+
+
 def _lies_transposed(tensor: Tensor) -> bool:
     return tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1)
 

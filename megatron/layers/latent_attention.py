@@ -17,6 +17,7 @@ h hidden. Called from model/block.py, once a layer.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import torch
@@ -185,10 +186,12 @@ class LatentAttention(AttentionForm):
         super().__init__(config, seed, layer, tp, cp, rebuilder)
         self.tp = tp
         parameters = latent_parameters(config, f"layers.{layer}.attention", tp.sequence)
+        epsilon = config.latent_norm_epsilon or config.norm_epsilon
+        norms = dataclasses.replace(config, norm_epsilon=epsilon)
 
         def norm(name: str) -> Norm | None:
             own = under(parameters, name)
-            return Norm(own, config, tp) if own else None
+            return Norm(own, norms, tp) if own else None
 
         narrow = config.q_lora_rank is not None
         self.q_down = Linear(parameters["q_down.weight"], tp=tp) if narrow else None

@@ -12,9 +12,11 @@ import torch
 
 from megatron import __version__
 from megatron.config.derive import data_parallel_size, expert_ranks
+from megatron.config.errors import UserError
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config, ModelConfig
 from megatron.distributed.groups import describe_layout, layout_of
+from megatron.interop.huggingface import family_of
 from megatron.model.arithmetic import (
     active_parameters,
     flops_per_iteration,
@@ -94,7 +96,7 @@ def describe(
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
         "paths": [_paths_line(prepared)],
         "changed": prepared.changed,
-        "notes": prepared.notes,
+        "notes": [*prepared.notes, *_export_lines(config)],
     }
     return Description(sections, planned.verdict, planned.estimate)
 
@@ -112,6 +114,17 @@ def _planned(
         "advice": tuning_lines(plan, predicted) if plan.device == "cuda" else [],
     }
     return Description(sections, verdict, predicted)
+
+
+def _export_lines(config: Config) -> list[str]:
+    """A line if the checkpoints of this run cannot be exported, before time is spent on them."""
+    if config.checkpoint.save is None:
+        return []
+    try:
+        family_of(config.model)
+    except UserError as error:
+        return [f"no export of this run's checkpoints: {error}"]
+    return []
 
 
 def _paths_line(prepared: Prepared) -> str:

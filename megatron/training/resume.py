@@ -21,6 +21,7 @@ from megatron.config.derive import GROUP_OF, METADATA, POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.config.input_files import InputError
+from megatron.config.metadata import is_rotary
 from megatron.distributed.groups import describe_layout
 from megatron.model.build import model_shapes, trained_names
 from megatron.model.kernels import choose_kernels
@@ -198,15 +199,12 @@ def changed_fields(
     """What a run may not change unseen: the model and, unless it takes the weights alone, the
     tokenizer and what --accept-changed names.
     """
-    found, theirs = [], config_of(state)
-    for field in dataclasses.fields(ModelConfig):
-        old, new = getattr(theirs.model, field.name), getattr(config.model, field.name)
-        if old != new and _CHANGES[field.name].refused:
-            found.append(Change(f"{_flag(field.name)}: checkpoint {old}, command line {new}", None))
+    theirs = config_of(state)
+    found = _changed_weights(theirs, config)
     if vocab_size != state["vocab_size"]:
-        found.append(
-            Change(f"vocabulary: checkpoint {state['vocab_size']}, tokenizer {vocab_size}", None)
-        )
+        rows = state["vocab_size"]
+        fix = f"; give --vocab-size {rows}" if rows > vocab_size else ""
+        found.append(Change(f"vocabulary: checkpoint {rows}, tokenizer {vocab_size}{fix}", None))
     if config.checkpoint.finetune or state.get("tokenizer") is None:
         # another tokenizer of the same size is the user's choice when weights alone are taken
         return found
@@ -217,6 +215,7 @@ def changed_fields(
         if (
             change.accept
             and old != new
+            and (_both_rotary(theirs, config) or not change.weightless)
             and not (change.accept == "batch" and config.evaluation.skip_train)
         ):
             found.append(
@@ -231,18 +230,39 @@ def changed_fields(
     return found
 
 
+def _both_rotary(theirs: Config, ours: Config) -> bool:
+    return is_rotary(theirs.model) and is_rotary(ours.model)
+
+
+def _changed_weights(theirs: Config, ours: Config) -> list[Change]:
+    """Fields that make it another model; of learned positions their table is a part."""
+    rotary = _both_rotary(theirs, ours)
+    found = []
+    for field in dataclasses.fields(ModelConfig):
+        old, new = getattr(theirs.model, field.name), getattr(ours.model, field.name)
+        change = _CHANGES[field.name]
+        if old != new and (change.refused or (change.weightless and not rotary)):
+            found.append(Change(f"{_flag(field.name)}: checkpoint {old}, command line {new}", None))
+    return found
+
+
 def _flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
 def said_changes(state: dict[str, Any], config: Config) -> list[str]:
-    """For the banner: the changes that need no permission but alter the steps to come, one a line;
-    none where no run is continued.
+    """For the banner: the changes that need no permission but alter the steps to come, one a line.
+    Where only weights are taken, these are settings of the model that hold no weights.
     """
-    if config.checkpoint.finetune or config.evaluation.skip_train:
+    if config.evaluation.skip_train:
         return []
     theirs = config_of(state)
-    said = [(name, GROUP_OF[name]) for name, change in _CHANGES.items() if change.logged]
+    finetune = config.checkpoint.finetune
+    said = [
+        (name, GROUP_OF[name])
+        for name, change in _CHANGES.items()
+        if (change.weightless if finetune else change.logged)
+    ]
     pairs = [
         (name, getattr(getattr(theirs, group), name), getattr(getattr(config, group), name))
         for name, group in said
@@ -345,12 +365,14 @@ def take_checkpoint_args(config: Config) -> Config:
         here, there, plain = (
             getattr(getattr(each, group), name) for each in (config, theirs, default)
         )
+        if there is None:
+            continue  # an imported model has no run's settings: the command line's are taken
         if here == plain:
             taken = {name: _loaded(group, name, there)}
             config = dataclasses.replace(
                 config, **{group: dataclasses.replace(getattr(config, group), **taken)}
             )
-        elif here != there and not _CHANGES[name].file:
+        elif here != there and not _CHANGES[name].file and not _may_change(name, options):
             faults.append(
                 f"{_flag(name)} {here}: the checkpoint has {there} "
                 "(--use-checkpoint-args); drop one of the two flags"
@@ -358,6 +380,12 @@ def take_checkpoint_args(config: Config) -> Config:
     if faults:
         raise ArgumentErrors(faults)
     return config
+
+
+def _may_change(name: str, options: CheckpointConfig) -> bool:
+    """Whether the command line may differ from the checkpoint in a field that needs permission."""
+    accept = _CHANGES[name].accept
+    return accept is not None and (options.finetune or accept in (options.accept_changed or ()))
 
 
 def _loaded(group: str, name: str, value: Any) -> Any:

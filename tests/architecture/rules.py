@@ -30,7 +30,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     # runs the engine without tensors, and reads what runs have measured
     "plan": BASE | {"layers", "model", "parallel", "optimizer", "observe"},
     "training": BASE
-    | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""},
+    | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""}
+    # whether a model can be exported, for the banner
+    | {"interop.huggingface"},
 }
 RECORDED = {"tests/unit/config/launch_scripts.py"}  # text of others, kept as it was published
 PROGRAMS = ("tools.", "benchmarks.", "campaigns.", "kernels.tools.")  # as names in `megatron`

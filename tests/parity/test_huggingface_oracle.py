@@ -2,10 +2,11 @@
 gradient of every logical tensor.
 
 float64 is the gate (relative Frobenius norm 1e-10); fp32 within 1e-5. transformers widens some
-steps to *float32* whatever the model's precision (RMSNorm, rotary tables, Llama's eager softmax);
-the float64 rows replace those functions by the same formula in float64.
+steps to *float32* whatever the model's precision (RMSNorm, rotary tables, scores of routers); in
+the float64 rows these names mean float64.
 """
 
+import contextlib
 import dataclasses
 import math
 
@@ -85,6 +86,38 @@ MODELS = {
     ),
 }
 
+BIASED = {
+    "num_layers": 3,
+    "moe_layer_freq": "[0]*1+[1]*2",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 48,
+}
+LAYER_NORM = dataclasses.replace(LLAMA, normalization="LayerNorm", norm_epsilon=1e-3)
+HALF = {"rotary_percent": 0.5}
+PLAIN = {"activation": "gelu-tanh", "add_bias_linear": True}
+YARN = {"position_embedding_type": "yarn", "rope_original_max_position_embeddings": 8}
+FURTHER = {
+    ("glm4_moe", "biases"): dataclasses.replace(MIXTRAL, **BIASED, **HALF, add_qkv_bias=True),
+    ("glm4_moe", "qk-norm"): dataclasses.replace(MIXTRAL, **BIASED, **HALF, qk_layernorm=True),
+    ("glm4_moe", "dense-scaled"): dataclasses.replace(LLAMA, **HALF, **YARN),
+    ("dots1", "plain"): dataclasses.replace(MIXTRAL, **BIASED, qk_layernorm=True),
+    ("phi3", "plain"): LLAMA,
+    ("phi3", "partial-window"): dataclasses.replace(LLAMA, **HALF, window_size=5),
+    ("seed_oss", "plain"): dataclasses.replace(LLAMA, add_qkv_bias=True, kv_channels=12),
+    ("ernie4_5", "plain"): dataclasses.replace(LLAMA, kv_channels=12),
+    ("arcee", "plain"): dataclasses.replace(LLAMA, activation="squared-relu"),
+    ("arcee", "biases"): dataclasses.replace(LLAMA, **PLAIN),
+    ("starcoder2", "window"): dataclasses.replace(LAYER_NORM, **PLAIN, window_size=5),
+    ("stablelm", "plain"): dataclasses.replace(LAYER_NORM, **HALF, add_qkv_bias=True),
+    ("nemotron", "plain"): dataclasses.replace(LAYER_NORM, **HALF, activation="squared-relu"),
+    ("nemotron", "biases"): dataclasses.replace(LAYER_NORM, **HALF, **PLAIN),
+    ("gpt_neox", "plain"): dataclasses.replace(
+        LAYER_NORM, **HALF, **PLAIN, num_query_groups=4, group_query_attention=False
+    ),
+}
+
 
 def tokens():
     return torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(0))
@@ -130,124 +163,73 @@ def our_run(config: ModelConfig, dtype: torch.dtype):
     return sums[1].item() / (B * S), weights, grads
 
 
-def widen(model):
-    """Replace transformers' fixed float32 steps by the same formulas in float64."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            eps = getattr(module, "variance_epsilon", None)
-
-            def norm(x, module=module, eps=eps):
-                return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
-
-            module.forward = norm
-        if type(module).__name__.endswith("TopKRouter"):
-            # Mixtral has no norm_topk_prob: it normalises always
-            normalises = getattr(module, "norm_topk_prob", True)
-
-            def router(x, module=module, normalises=normalises):
-                logits = F.linear(x.flatten(0, -2), module.weight)
-                values, chosen = torch.topk(torch.softmax(logits, -1), module.top_k, -1)
-                total = values.sum(-1, keepdim=True) if normalises else 1
-                return logits, values / total, chosen
-
-            module.forward = router
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            frequencies = wide_frequencies(module.config)
-
-            def rotary(x, position_ids, module=module, frequencies=frequencies):
-                angle = position_ids[:, :, None].double() * frequencies
-                angle = torch.cat([angle, angle], -1)
-                return (angle.cos() * module.attention_scaling).to(x.dtype), (
-                    angle.sin() * module.attention_scaling
-                ).to(x.dtype)
-
-            module.forward = rotary
-
-
-def wide_frequencies(config):
-    """transformers' own frequency rules, run with float64 as the default dtype and its float32
-    casts undone.
+@contextlib.contextmanager
+def wide():
+    """What transformers computes in float32 whatever the model's precision, and would write as
+    torch.float32, torch.float or .float(), is float64 inside.
     """
-    rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    dim = (
-        config.head_dim
-        if getattr(config, "head_dim", None)
-        else config.hidden_size // config.num_attention_heads
-    )
-    base = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim))
-    if kind == "default":
-        return base
-    if kind == "linear":
-        return base / rope["factor"]
-    narrow, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    ratio = narrow.double() / base  # the blend of scaled and unscaled frequencies, known to 1e-7
-    if kind == "llama3":
-        old, low, high = (
-            rope["original_max_position_embeddings"],
-            rope["low_freq_factor"],
-            rope["high_freq_factor"],
-        )
-        wavelength = 2 * math.pi / base
-        smooth = (old / wavelength - low) / (high - low)
-        exact = torch.where(
-            wavelength > old / low,
-            base / rope["factor"],
-            torch.where(
-                wavelength < old / high, base, (1 - smooth) * base / rope["factor"] + smooth * base
-            ),
-        )
-    else:
-        old, beta_fast, beta_slow = (
-            rope["original_max_position_embeddings"],
-            rope.get("beta_fast", 32),
-            rope.get("beta_slow", 1),
-        )
-        bounds = [
-            dim * math.log(old / (n * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
-            for n in (beta_fast, beta_slow)
-        ]
-        low, high = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), dim - 1)
-        ramp = ((torch.arange(dim // 2).double() - low) / max(high - low, 0.001)).clamp(0, 1)
-        exact = base / rope["factor"] * ramp + base * (1 - ramp)
-    # the float64 formula is the one transformers runs
-    torch.testing.assert_close(exact / base, ratio, rtol=1e-6, atol=1e-6)
-    return exact
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
 
 
-def exported(config: ModelConfig, tensors):
-    """config.json and the tensors (weights, or gradients: the export is linear) as the rules
-    say.
+def exported(config: ModelConfig, tensors, kind: str | None = None):
+    """config.json and the tensors (weights, or gradients: the export is linear but for the offset
+    of a norm) as the rules give them.
     """
-    described, rules = to_huggingface(config, VOCAB, fused=FUSED)
-    return described, {rule.theirs: made_of(rule, tensors) for rule in rules}
+    described, rules = to_huggingface(config, VOCAB, kind=kind, fused=FUSED)
+    return described, rules, {rule.theirs: made_of(rule, tensors) for rule in rules}
 
 
-def their_run(config: ModelConfig, weights, dtype):
+def their_run(config: ModelConfig, weights, dtype, kind: str | None = None):
     """(mean loss, {Hugging Face name: gradient}) with the exported weights."""
-    hf_config, theirs = exported(config, weights)
-    kind = hf_config["model_type"]
-    arguments = {
-        name: value
-        for name, value in hf_config.items()
-        if name not in ("model_type", "architectures")
-    }
-    hf = transformers.AutoConfig.for_model(kind, **arguments)
-    hf._attn_implementation = "sdpa"
-    model = transformers.AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa").to(dtype)
-    missing, unexpected = model.load_state_dict(theirs, strict=False)
-    assert not unexpected and all("lm_head" in name for name in missing)  # a tied head
-    model.tie_weights()
-    model.eval()
-    if FUSED:
-        model.set_experts_implementation("eager")  # the others take no float64
-    if dtype == torch.float64:
-        widen(model)
-    ids = tokens()
-    logits = model(ids[:, :-1]).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
+    with wide() if dtype == torch.float64 else contextlib.nullcontext():
+        hf_config, _, theirs = exported(config, weights, kind)
+        arguments = {
+            name: value
+            for name, value in hf_config.items()
+            if name not in ("model_type", "architectures")
+        }
+        hf = transformers.AutoConfig.for_model(hf_config["model_type"], **arguments)
+        model = transformers.AutoModelForCausalLM.from_config(hf, attn_implementation="sdpa")
+        model = model.to(dtype).eval()
+        missing, unexpected = model.load_state_dict(theirs, strict=False)
+        assert not unexpected and all("lm_head" in name for name in missing)  # a tied head
+        model.tie_weights()
+        if FUSED:
+            model.set_experts_implementation("eager")  # the others take no float64
+        ids = tokens()
+        logits = model(ids[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare(config: ModelConfig, dtype, bound: float, kind: str | None = None) -> None:
+    """The same loss and the same gradient of every tensor."""
+    loss, weights, grads = our_run(config, dtype)
+    their_loss, their_grads = their_run(config, weights, dtype, kind)
+    assert abs(loss - their_loss) <= bound * abs(their_loss)
+    # what is not trained has no gradient, on either side
+    grads = {name: grads.get(name, torch.zeros_like(value)) for name, value in weights.items()}
+    _, rules, ours_in_their_names = exported(config, grads, kind)
+    compared = 0
+    total = math.sqrt(sum(g.double().square().sum() for g in their_grads.values()))
+    for rule in rules:
+        if rule.theirs not in their_grads:
+            continue
+        ours, theirs = ours_in_their_names[rule.theirs] + rule.offset, their_grads[rule.theirs]
+        # A key bias shifts all scores of a query alike, and one weight of one is 1 whatever its
+        # score: the true gradient is 0, so noise is measured against the whole gradient.
+        noise = rule.theirs.endswith("k_proj.bias") or (
+            rule.theirs.endswith("mlp.gate.weight") and config.moe_router_topk == 1
+        )
+        scale = total if noise else theirs.norm()
+        assert scale > 0 and (ours - theirs).norm() <= bound * scale, rule.theirs
+        compared += 1
+    assert compared == len(their_grads)
 
 
 @pytest.mark.parametrize(
@@ -255,23 +237,9 @@ def their_run(config: ModelConfig, weights, dtype):
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_transformers(name, dtype, bound):
-    config = MODELS[name]
-    loss, weights, grads = our_run(config, dtype)
-    their_loss, their_grads = their_run(config, weights, dtype)
-    assert abs(loss - their_loss) <= bound * abs(their_loss)
-    _, ours_in_their_names = exported(config, grads)
-    compared = 0
-    total = math.sqrt(sum(g.double().square().sum() for g in their_grads.values()))
-    for hf_name, ours in ours_in_their_names.items():
-        if hf_name not in their_grads:
-            continue
-        theirs = their_grads[hf_name]
-        # A key bias shifts all scores of a query alike, and one weight of one is 1 whatever its
-        # score: the true gradient is 0, so noise is measured against the whole gradient.
-        noise = hf_name.endswith("k_proj.bias") or (
-            hf_name.endswith("mlp.gate.weight") and config.moe_router_topk == 1
-        )
-        scale = total if noise else theirs.norm()
-        assert (ours - theirs).norm() <= bound * scale, hf_name
-        compared += 1
-    assert compared == len(their_grads)
+    compare(MODELS[name], dtype, bound)
+
+
+@pytest.mark.parametrize("kind, name", FURTHER)
+def test_further_families_equal_transformers(kind, name):
+    compare(FURTHER[kind, name], torch.float64, 1e-10, kind)

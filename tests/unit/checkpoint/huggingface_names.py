@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from megatron.interop.huggingface_rules import Rule
+from megatron.interop.huggingface_rules import Rule, row_runs
 
 
 def made_of(rule: Rule, held: dict[str, Tensor]) -> Tensor:
     """Their tensor of one rule."""
-    value = torch.cat([held[name] for name in rule.ours])
+    parts = [held[name] for name in rule.ours]
+    value = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]))
+    for part in row_runs(rule, len(value)):
+        rows = held[part.name][part.start : part.start + part.rows]
+        value[part.first :: part.stride][: part.rows] = rows - rule.offset
     if rule.matrices is not None:
         value = value.unflatten(0, (rule.matrices, -1))
     return (value.t() if rule.transposed else value).contiguous()

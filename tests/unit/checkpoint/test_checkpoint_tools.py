@@ -256,7 +256,7 @@ def test_refusals(tmp_path, capsys):
         ),
         (
             ("--load", tmp_path / "odd", "--to-huggingface", tmp_path / "new"),
-            "cannot express: --final-logit-softcapping; --rotary-percent",
+            "cannot express: --final-logit-softcapping 3.0",
         ),
         (
             ("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "run"),

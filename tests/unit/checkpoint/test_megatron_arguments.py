@@ -12,8 +12,8 @@ import torch
 from checkpoint_cases import same_bits
 from test_convert_ranks import convert
 from test_huggingface import LLAMA, VOCAB, build, tokens
+from test_lost_fields import MODELS
 from test_megatron_import import save_alone
-from test_unread_fields import MODELS
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.errors import UserError

@@ -266,6 +266,9 @@ OTHERWISE = {
         "micro_batch_size",
         "train_iters",
         "train_samples",
+        "manual_gc",
+        "manual_gc_interval",
+        "manual_gc_eval",
         "exit_interval",
         "exit_duration_in_mins",
         "cuda_graphs",
@@ -303,7 +306,7 @@ def what_is_done(group: str, name: str) -> str:
     """`refused`, `refused: <value of --accept-changed>`, `said` or `nothing` when this field alone
     differs from the checkpoint.
     """
-    config = Config()
+    config = replace(Config(), model=replace(Config().model, position_embedding_type="rope"))
     changed = replace(
         config,
         **{
@@ -374,8 +377,47 @@ def test_every_field_is_refused_said_or_known_to_change_no_step():
             assert (done == "nothing") == (known and name not in found), (
                 f"{name}: {done}; say in megatron/training/resume.py what a change of it means"
             )
-            assert (done == "refused") == (group == "model" and done != "said" and not known), name
+            is_model = group == "model" and done != "said" and not known
+            assert (done == "refused") == (is_model and name not in found), name
     assert found == expected
+
+
+LONGER = ("--seq-length", 32, "--max-position-embeddings", 32)
+SECOND_STAGES = {
+    "base": ("--rotary-base", 500000),
+    "longer": LONGER,
+    "yarn": (
+        *LONGER,
+        *("--position-embedding-type", "yarn", "--rope-scaling-factor", 2),
+        *("--yarn-original-max-position-embeddings", 16),
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", SECOND_STAGES)
+def test_a_second_stage_changes_positions(root, stage):
+    """Rotary positions hold no weights: taken with --finetune or behind a flag, and listed."""
+    change = SECOND_STAGES[stage]
+    found = resume(root, *change)
+    assert "[--accept-changed positions]" in found and "exit code" not in found
+    flag, value = ("--rotary-base", "500000.0") if stage == "base" else LONGER[2:]
+    line = f"{flag}: checkpoint {'10000.0' if stage == 'base' else 16}, command line {value}"
+    for more in ((), ("--use-checkpoint-args",)):
+        found = resume(root, *change, "--finetune", "--exit-interval", 1, *more)
+        assert line in found and found.endswith("exit code 0")
+    found = resume(root, *change, "--accept-changed", "positions", "data")
+    assert f"accepted by --accept-changed positions: {line}" in found
+    assert found.endswith("exit code 0")
+
+
+def test_a_learned_table_of_another_length_is_another_model():
+    old = replace(Config().model, max_position_embeddings=16)
+    new = replace(Config().model, max_position_embeddings=32)
+    state = state_of(replace(Config(), model=old))
+    options = replace(Config().checkpoint, finetune=True)
+    config = replace(Config(), model=new, checkpoint=options)
+    (change,) = changed_fields(state, config, 50, "t")
+    assert change.text.startswith("--max-position-embeddings") and change.accept is None
 
 
 @pytest.mark.parametrize(

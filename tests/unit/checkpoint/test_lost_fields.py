@@ -15,8 +15,7 @@ from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.metadata import KERNEL, ROUNDING, model_flag
-from megatron.interop.families import to_huggingface
-from megatron.interop.unread_fields import TRAINING_ONLY
+from megatron.interop.huggingface import TRAINING_ONLY, to_huggingface
 
 MODELS = {name: dataclasses.replace(base, **changes) for name, (base, changes, _) in CASES.items()}
 MODELS["deepseek dense"] = dataclasses.replace(LLAMA, **LATENT)
