@@ -14,10 +14,10 @@ number of ranks:
 
 The first writes config.json, safetensors files and the tokenizer's files, which transformers loads,
 as a model of a family that computes the same (docs/checkpoint.md lists them). The others write a
-weights-only checkpoint of iteration 0 and RUN/model.json with the model's flags: train on from it with --config
-RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM (torch_dist,
-and mp_rank_* folders of core models), and those that torch.distributed.checkpoint wrote under the
-same names; the model's flags are those kept there, or --config. --from-deepspeed reads the fp32
+weights-only checkpoint of iteration 0 and RUN/model.json with the model's flags: train on from it
+with --config RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM
+(torch_dist, and mp_rank_* folders of core models), and those that torch.distributed.checkpoint
+wrote under the same names; the model's flags are those kept there, or --config. --from-deepspeed reads the fp32
 master weights in folders of ZeRO stages 1 to 3: of Hugging Face models (with the model's
 config.json in FOLDER, as its Trainer leaves it) and of Megatron-DeepSpeed's GPT, which needs
 --qkv-order and takes --config and --vocab-size as --from-megatron does. Weights keep the precision
@@ -549,8 +549,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--model-type",
-        help="Hugging Face model type of the export (seed_oss, ...); default: the first family that "
-        "computes the model",
+        help="Hugging Face model type of the export (seed_oss, ...); default: the first family "
+        "that computes the model",
     )
     parser.add_argument("--save", help="where the imported checkpoint goes")
     parser.add_argument(

@@ -50,7 +50,8 @@ _LARGE = ("num_experts", "multi_latent_attention")
 TRAINING_ONLY = frozenset(
     """z_loss_coeff hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by
     moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
-    moe_input_jitter_eps moe_expert_capacity_factor moe_token_drop_policy padded_vocab_size""".split()
+    moe_input_jitter_eps moe_expert_capacity_factor moe_token_drop_policy
+    padded_vocab_size""".split()
 )
 
 
