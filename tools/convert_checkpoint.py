@@ -17,13 +17,12 @@ as a model of a family that computes the same (docs/checkpoint.md lists them). T
 weights-only checkpoint of iteration 0 and RUN/model.json with the model's flags: train on from it
 with --config RUN/model.json --load RUN --finetune. --from-megatron reads GPT models of Megatron-LM
 (torch_dist, and mp_rank_* folders of core models), and those that torch.distributed.checkpoint
-wrote under the same names; the model's flags are those kept there, or --config. --from-deepspeed reads the fp32
-master weights in folders of ZeRO stages 1 to 3: of Hugging Face models (with the model's
-config.json in FOLDER, as its Trainer leaves it) and of Megatron-DeepSpeed's GPT, which needs
---qkv-order and takes --config and --vocab-size as --from-megatron does. Weights keep the precision
-that they have there. Nothing that is read is executed, and no tensor is held as a whole. Folders
-lie on a file system that all ranks share.
-"""
+wrote under the same names; the model's flags are those kept there, or --config. --from-deepspeed
+reads the fp32 master weights in folders of ZeRO stages 1 to 3: of Hugging Face models (with the
+model's config.json in FOLDER, as its Trainer leaves it) and of Megatron-DeepSpeed's GPT, which
+needs --qkv-order and takes --config and --vocab-size as --from-megatron does. Weights keep the
+precision that they have there. Nothing that is read is executed, and no tensor is held as a whole.
+Folders lie on a file system that all ranks share. """
 
 from __future__ import annotations
 
