@@ -22,7 +22,8 @@ reads the fp32 master weights in folders of ZeRO stages 1 to 3: of Hugging Face 
 model's config.json in FOLDER, as its Trainer leaves it) and of Megatron-DeepSpeed's GPT, which
 needs --qkv-order and takes --config and --vocab-size as --from-megatron does. Weights keep the
 precision that they have there. Nothing that is read is executed, and no tensor is held as a whole.
-Folders lie on a file system that all ranks share. """
+Folders lie on a file system that all ranks share.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +64,7 @@ from megatron.interop.dcp_folder import DcpFolder  # noqa: E402
 from megatron.interop.huggingface import (
     export_notes,
     from_huggingface,
+    head_names,
     left_out,
     to_huggingface,
 )
@@ -307,6 +309,11 @@ def _padding_note(vocab_size: int | None, rows: int) -> tuple[str, ...]:
     )
 
 
+def _is_shared(zero: ZeroFolder, first: str, second: str) -> bool:
+    """Whether the two names are of one parameter."""
+    return zero.ranks[0].get(first) is zero.ranks[0].get(second)
+
+
 def open_deepspeed(
     given: Path, config: str | None, vocab_size: int | None, qkv_order: str | None
 ) -> Foreign:
@@ -350,6 +357,9 @@ def open_deepspeed(
                 "the folder of the partitions"
             )
         described = read_json(beside / "config.json")
+        head = head_names(described, names)
+        if head is not None and _is_shared(zero, *(names.get(name, "") for name in head)):
+            del names[head[1]]
         fields, rules = from_huggingface(described, names)
         pairs = take_parts(rules, {name: zero.ranks[0][theirs] for name, theirs in names.items()})
         return Foreign(

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from campaigns.odd_input.cases import ODD, Verdicts, Wrong, damage, places, put
-from megatron.config.arguments import NO_PATHS, Option, options, parse_arguments
+from megatron.config.arguments import NO_PATHS, Option, options, options_by_field, parse_arguments
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
@@ -219,11 +219,16 @@ def deepspeed(count: int, seed: int, folder: Path) -> Verdicts:
     """
     rng, verdicts, path = random.Random(seed), Verdicts(), folder / "ds.json"
     config: Config = parse_arguments(FLAGS).config
+    # every field counts as given by a flag, so that a file may contradict none
+    readers = {field: option.load for (_, field), option in options_by_field().items()}
+
+    def load(field: str, value: Any) -> Any:
+        return readers[field](value)
 
     def read() -> str:
-        _, faults = compare_with_deepspeed(str(path), config)
-        if faults:
-            raise ArgumentErrors(faults)
+        found = compare_with_deepspeed(str(path), config, set(readers), load)
+        if found.faults:
+            raise ArgumentErrors(found.faults)
         content = json.loads(path.read_text())
         for place in COMPARED:
             given, right = content, DEEPSPEED

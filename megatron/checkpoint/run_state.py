@@ -15,7 +15,6 @@ from megatron.checkpoint.shapes import shapes_of
 from megatron.config.arguments import Option, options_by_field
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError, JsonObject, expect
-from megatron.optimizer.lr_schedule import ParamSchedule
 
 HUGE = 1e300  # numbers that are no float, or nearly none, are no number of a run
 LARGEST = 2**62  # sums of two counts still fit 64 bits
@@ -157,6 +156,9 @@ def _scaler(value: Any) -> bool:
 
 
 def _schedule(value: Any) -> bool:
+    # imports torch, which a process that commits a checkpoint must not wait for
+    from megatron.optimizer.lr_schedule import ParamSchedule
+
     expect(value, dict)
     styles = {
         "style": "lr_decay_style",

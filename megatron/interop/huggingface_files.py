@@ -256,14 +256,24 @@ def _pieces(
     step = max(1, PIECE // (math.prod(place.rest) * max(widest, dtype.itemsize)))
     for row in range(first, last, step):
         rows = min(step, last - row)
-        piece = torch.empty((rows, *place.rest), dtype=dtype)
+        piece: Tensor | None = None
         for run in found:
             low, high = run.within(row, rows)
-            if low < high:
-                begin = run.first + low * run.stride - row
-                own = _read_rows(checkpoint, run, low, high, place.rest)
-                piece[begin :: run.stride][: high - low] = own - place.rule.offset
+            if low >= high:
+                continue
+            own = _read_rows(checkpoint, run, low, high, place.rest)
+            if place.rule.offset:
+                own = own - place.rule.offset
+            if high - low == rows:  # all are of this run: no second copy
+                piece = own.to(dtype)
+                break
+            if piece is None:
+                piece = torch.empty((rows, *place.rest), dtype=dtype)
+            begin = run.first + low * run.stride - row
+            piece[begin :: run.stride][: high - low] = own
+        assert piece is not None
         yield row, piece
+        del own, piece  # before the next ones are read
 
 
 def _read_rows(checkpoint: Checkpoint, run: RowRun, low: int, high: int, rest: Dims) -> Tensor:

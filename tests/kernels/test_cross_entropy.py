@@ -48,7 +48,10 @@ def test_loss_and_gradient(device, tokens, columns, width, dtype, softcap):
     )
     torchs = logits.clone()  # PyTorch's own in this precision: the layer's other path
     plain = layer.Columns(columns, softcap, DENSE, "torch")
-    plain.into_gradient(torchs, labels, plain.combine(plain.reduce(logits, labels))[1], dloss, dlse)
+    torchs_lse = plain.combine(plain.reduce(logits, labels))[1]
+    # as one of several ranks: from the log-sum-exp, as the kernel does
+    plain = layer.Columns(columns, softcap, TensorParallel(Axis("tp", 0, (0, 1))), "torch")
+    plain.into_gradient(torchs, labels, torchs_lse, dloss, dlse)
     with canaries():
         top, exponentials, target = cross_entropy_parts(logits, labels, columns, softcap)
     got = exponentials.log() + top
