@@ -61,8 +61,8 @@ def factor_of_ranks() -> Patch:
     """An objective that is multiplied by the number of context-parallel ranks."""
     real = Pipeline.run
 
-    def run(self, schedule, micro_batch, scale, recording=None):
-        return real(self, schedule, micro_batch, scale * self.groups.cp.size, recording)
+    def run(self, schedule, micro_batch, scale, *others, **named):
+        return real(self, schedule, micro_batch, scale * self.groups.cp.size, *others, **named)
 
     return mock.patch.object(Pipeline, "run", run)
 
