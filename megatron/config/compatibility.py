@@ -228,7 +228,7 @@ CHOICES = (
 TOGETHER = (
     together(
         "--train-tokens --lr-decay-tokens --lr-warmup-tokens",
-        "the samples of --seq-length that hold so many tokens: --train-samples (the shorter of the "
+        "the samples of --seq-length that hold these tokens: --train-samples (the shorter of the "
         "lengths that are given), --lr-decay-samples and --lr-warmup-samples",
     ),
     together(

@@ -278,7 +278,7 @@ def _derive_training(run: RunView) -> Derivation:
 def _derive_batches(run: RunView) -> Derivation:
     try:
         words = schedule_words(run.step_batch_size_schedule)
-    except UserError:  # a fault of its own
+    except UserError:  # reported separately
         return
     yield "step_batch_size_schedule", words, ""
     if run.global_batch_size is None:

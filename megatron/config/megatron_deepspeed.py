@@ -27,8 +27,8 @@ class Translation:
 
 
 def translate(given: Given, config: Config, chosen: set[str], *, is_deepspeed: bool) -> Translation:
-    """The settings that `given` means beside those of `config`, of which the user chose the fields
-    `chosen`. `is_deepspeed`: the line holds --deepspeed, so that a plain --num-experts has
+    """The settings that `given` means in addition to those of `config`, of which the user chose
+    the fields `chosen`. `is_deepspeed`: the line holds --deepspeed, so that a plain --num-experts has
     Megatron-DeepSpeed's defaults, too.
     """
     result = Translation()
@@ -61,7 +61,7 @@ def _number(given: Given, name: str, default: float, result: Translation) -> flo
 
 
 def _lengths(given: Given, config: Config, result: Translation) -> None:
-    """A run of so many tokens ends as one of so many samples does. Where another length is given
+    """A length in tokens is converted to a length in samples. Where another length is given
     as well, Megatron-DeepSpeed ends at the shorter one, and decays by tokens.
     """
     tokens = {name: int(_number(given, name, 0, result)) for name in given}

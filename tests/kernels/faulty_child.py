@@ -1,4 +1,4 @@
-"""The child of the check at start in Triton's interpreter, with kernels that fail as told:
+"""The child of the check at start in Triton's interpreter, with kernels that fail on request:
 
     python faulty_child.py rotary=abort norm=hang ...
 
