@@ -28,8 +28,8 @@ class Translation:
 
 def translate(given: Given, config: Config, chosen: set[str], *, is_deepspeed: bool) -> Translation:
     """The settings that `given` means in addition to those of `config`, of which the user chose
-    the fields `chosen`. `is_deepspeed`: the line holds --deepspeed, so that a plain --num-experts has
-    Megatron-DeepSpeed's defaults, too.
+    the fields `chosen`. `is_deepspeed`: the line holds --deepspeed, so that a plain --num-experts
+    has Megatron-DeepSpeed's defaults, too.
     """
     result = Translation()
     lengths = {name: words for name, words in given.items() if name in LENGTHS}
