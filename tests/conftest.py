@@ -9,6 +9,8 @@ A test that runs for HANG_MINUTES has hung: it fails there and then.
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
 import sys
@@ -107,6 +109,12 @@ class Clock:
         for name, seconds in sorted(self.slow.items(), key=lambda test: -test[1]):
             if seconds > SLOW_SECONDS:
                 terminalreporter.line(f"{seconds:6.0f} s, above {SLOW_SECONDS}: {name}")
+        if file := terminalreporter.config.getoption("times"):
+            times = {
+                name: {"cpu_seconds": round(self.cpu[name], 2), "seconds": round(seconds, 2)}
+                for name, seconds in self.slow.items()
+            }
+            Path(file).write_text(json.dumps(times, indent=1))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -116,6 +124,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=(
             "every N-th test, from the K-th on: what is compiled for a GPU takes several processes"
         ),
+    )
+    parser.addoption(
+        "--times", metavar="FILE", help="write each test's CPU seconds and seconds as JSON"
     )
 
 
@@ -145,6 +156,11 @@ def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
     """The tests of LONG_FILES in their order, then all others as they come."""
     place = {name: index for index, name in enumerate(LONG_FILES)}
     return sorted(items, key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Runs collect garbage several times: what was imported stays, and is not looked at again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

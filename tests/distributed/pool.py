@@ -10,7 +10,7 @@ milliseconds and not a start of Python.
     def test_sum(gloo_world):
         assert gloo_world(4).run(work, 3)[0].tolist() == [6, 6, 6]
 
-The processes are forked off a fresh one that has only imported torch. In each torch.distributed is
+The processes are forked off a fresh one that has imported PRELOAD. In each torch.distributed is
 initialised over Gloo on the loopback interface, and torch has one thread. Process groups that a
 function makes are destroyed before the next one runs. After a failure the world is killed; its next
 run starts a new one.
@@ -23,6 +23,7 @@ import ctypes
 import faulthandler
 import fcntl
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -32,7 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
@@ -43,12 +44,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+TESTS = Path(__file__).resolve().parents[1]
 # What takes seconds to import, for each process anew otherwise.
 PRELOAD = (
     "torch",
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
+    "hypothesis",
+    "pytest",
     "distributed.pool",
+    "parity.worker",
 )
 GRACE = 3.0  # seconds that the other ranks get to report after the first failure
 PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
@@ -62,8 +68,19 @@ class Hang(AssertionError):
     """A function did not end in time; the message says where each late rank stands."""
 
 
-def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
+def forget(packages: Iterable[str]) -> None:
+    """Unload packages, so that they are imported from the path of the next task."""
+    if "kernels.lang" in sys.modules:
+        sys.modules["kernels.lang"].LIBRARY._destroy()  # its operators are registered again
+    for name in list(sys.modules):
+        if name.partition(".")[0] in packages:
+            del sys.modules[name]
+
+
+def serve(rank: int, size: int, folder: str, pipe: Connection, forgotten: tuple[str, ...]) -> None:
     """One rank's process: run what comes through the pipe until it closes."""
+    forget(forgotten)
+    gc.freeze()  # runs collect garbage several times: what was imported stays
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent closes the world
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -130,10 +147,11 @@ def turn_file(session: str) -> Path:
 
 
 class World:
-    """`size` processes, started at the first run."""
+    """`size` processes, started at the first run, which import the packages `forgotten` anew."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, forgotten: tuple[str, ...] = ()):
         self.size = size
+        self.forgotten = forgotten
         self.processes: list[multiprocessing.Process] = []
         self.pipes: list[Connection] = []
         self.folder: tempfile.TemporaryDirectory | None = None
@@ -165,12 +183,18 @@ class World:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
         self.folder = tempfile.TemporaryDirectory(prefix="gloo_world_")
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"):
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            # where the process that they are forked off finds PRELOAD
+            "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+        }
+        with mock.patch.dict(os.environ, variables):
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=serve,
-                    args=(rank, self.size, self.folder.name, theirs),
+                    args=(rank, self.size, self.folder.name, theirs, self.forgotten),
                     daemon=True,
                     name=f"rank{rank}",
                 )

@@ -602,6 +602,9 @@ MUTANTS = (
 )
 
 
+TREE = "megatron", "kernels", "parity", "unit"  # what ranks import from the copy, and what uses it
+
+
 def broken_copy(mutant: Mutant, folder: Path) -> Path:
     """A copy of what a run imports, with the mutation. Raises AssertionError as `mutated` does."""
     for part in ("megatron", "kernels"):
@@ -644,7 +647,7 @@ def caught_by(mutant: Mutant) -> tuple[str, str] | None:
         try:
             for name in mutant.rows:
                 row = rows[name]
-                world = worlds.setdefault(row.world, World(row.world))
+                world = worlds.setdefault(row.world, World(row.world, TREE))
                 try:
                     with mock.patch.object(sys, "path", path):
                         outcomes = world.run(run_mutated, tree, row.flags(layout=True), row.patches)
