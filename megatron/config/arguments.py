@@ -41,6 +41,7 @@ from megatron.config.input_files import (
 )
 from megatron.config.megatron_deepspeed import translate
 from megatron.config.metadata import flag_name
+from megatron.config.named_files import data_flags, extended_vocabulary
 from megatron.config.settings_files import check_program, flat_flags
 from megatron.config.validate import cross_field_faults
 from megatron.config.yaml_text import parse_yaml
@@ -435,7 +436,7 @@ class _Reading:
             self._unknown(flag, words)
         elif row.verdict in ("equals", "at least") and words and "$" not in row.text:
             self.faults.append(f"{_shown(flag, words)}: it takes no value")
-        elif row.verdict in ("equals", "choice"):
+        elif row.verdict in ("equals", "choice", "file"):
             self._rewritten(flag, words, row)
         elif row.verdict == "together":
             self.together[key(flag)] = words
@@ -446,7 +447,8 @@ class _Reading:
 
     def _rewritten(self, flag: str, words: Words, row: compatibility.CompatibilityRow) -> None:
         try:
-            occurrences = row.rewrite(words)
+            by_file = row.verdict == "file"
+            occurrences = data_flags(key(flag), words) if by_file else row.rewrite(words)
         except UserError as problem:
             self.faults.append(f"{_shown(flag, words)}: {problem}")
             return
@@ -503,6 +505,14 @@ class _Reading:
             folder = config.checkpoint.load
             config = config.with_fields("data", tokenizer_model=folder)
             self.notes.append(f"--patch-tokenizer-type: the tokenizer is read from --load {folder}")
+        extra = self.together.pop("--extra-vocab-size", ["0"])
+        try:
+            rows = extended_vocabulary(extra, config.data.tokenizer_model)
+        except UserError as problem:
+            self.faults.append(f"{_shown('--extra-vocab-size', extra)}: {problem}")
+            rows = None
+        if rows is not None:
+            config = config.with_fields("model", padded_vocab_size=rows)
         is_deepspeed = any(key(flag) == "--deepspeed" for flag, _, _ in self.foreign)
         found = translate(self.together, config, given, is_deepspeed=is_deepspeed)
         self.notes += found.notes

@@ -1,9 +1,10 @@
 """What becomes of flags of Megatron-LM (2026-08) and Megatron-DeepSpeed (2025-07) that are not
 fields here.
 
-One maintained table, eight verdicts:
+One maintained table, nine verdicts:
 - equals: rewritten to our flags; `$` stands for the flag's own values.
 - choice: rewritten to our flags, which depend on the flag's value; other values are refused.
+- file: rewritten to the flags of data that the named file holds (`named_files.py`).
 - together: read with the rest of the command line by `megatron_deepspeed.py`.
 - at least: rewritten to our flag where the settings do not already give that much.
 - note: accepted, because what it asks for is done anyway or does not apply; one line in the banner
@@ -115,6 +116,11 @@ def together(flags: str, text: str) -> CompatibilityRow:
     return CompatibilityRow(flags, text, "together")
 
 
+def named_file(flags: str, text: str) -> CompatibilityRow:
+    """A row whose flags name a file that holds flags of data."""
+    return CompatibilityRow(flags, text, "file")
+
+
 EQUALS = (
     equals("--swiglu", "--activation swiglu"),
     equals("--geglu", "--activation geglu"),
@@ -224,8 +230,24 @@ CHOICES = (
     ),
 )
 
-# Flags that `megatron_deepspeed.py` reads with the rest of the command line.
+# Flags that are read with a file or with the rest of the command line.
 TOGETHER = (
+    named_file("--data-args-path", "--data-path with the words of the file"),
+    named_file(
+        "--per-split-data-args-path",
+        "--train-data-path, --valid-data-path and --test-data-path with the words under train, "
+        "valid and test of the JSON file",
+    ),
+    named_file(
+        "--data-file-list",
+        "--data-path with the weight and the prefix of each line of the file; a third word, the "
+        "corpus, is not needed",
+    ),
+    together(
+        "--extra-vocab-size",
+        "--padded-vocab-size with this number of rows more than the tokenizer.json has without its "
+        "added tokens; nothing for 0",
+    ),
     together(
         "--train-tokens --lr-decay-tokens --lr-warmup-tokens",
         "the samples of --seq-length that hold these tokens: --train-samples (the shorter of the "
@@ -786,11 +808,6 @@ ONLY = (
         "documents are not rearranged for infilling (fill-in-the-middle); prepare such data "
         "before tools/preprocess_data.py",
     ),
-    only(
-        "--extra-vocab-size",
-        "0",
-        "give --padded-vocab-size with all rows of the embedding: the tokenizer's tokens + these",
-    ),
 )
 
 REFUSED = (
@@ -884,10 +901,6 @@ REFUSED = (
         "PREFIX ...; a range of a file's documents is not supported, --split divides --data-path",
     ),
     refused(
-        "--data-file-list",
-        "give --data-path $(awk '{print $1, $2}' FILE), the weight and the prefix of each line",
-    ),
-    refused(
         "--check-weight-hash-across-dp-replicas-interval",
         "the weights of replicas are not compared during a run; drop it",
     ),
@@ -927,13 +940,6 @@ REFUSED = (
         "--train-data-exact-num-epochs --return-data-index --use-dataset-only "
         "--phase-transition-iterations --aml-data-download-path",
         "not supported; drop it",
-    ),
-    refused(
-        "--data-args-path --per-split-data-args-path",
-        (
-            "use --data-path, or --train-data-path, --valid-data-path and --test-data-path, "
-            "e.g. --data-path $(cat FILE)"
-        ),
     ),
     refused(
         "--dataloader-inter-document-masking",
@@ -1019,6 +1025,7 @@ TABLE: tuple[CompatibilityRow, ...] = (
 VALUES: dict[tuple[str, str], tuple[str, str]] = {
     ("--tokenizer-type", "Llama2Tokenizer"): ("SentencePieceTokenizer", ""),
     ("--tokenizer-type", "GPTSentencePieceTokenizer"): ("SentencePieceTokenizer", ""),
+    ("--tokenizer-type", "Llama3Tokenizer"): ("TikTokenizer", ""),
     **{
         ("--tokenizer-type", theirs): ("HuggingFaceTokenizer", "")
         for theirs in ("HFTokenizer", "PretrainedFromHF", "TokenizerFromFile")
@@ -1070,11 +1077,6 @@ ASKS: dict[tuple[str, str], CompatibilityRow] = {
 
 # Values that are refused, with what to give instead.
 INSTEAD: dict[tuple[str, str], str] = {
-    (
-        "--tokenizer-type",
-        "Llama3Tokenizer",
-    ): "Llama 3's tokenizer is a tokenizer.json; give --tokenizer-type HuggingFaceTokenizer "
-    "with --tokenizer-model FOLDER",
     **{
         ("--recompute", word): f"auto chooses; give --recompute-granularity {word} for that"
         for word in ("full", "selective")

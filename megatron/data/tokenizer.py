@@ -42,6 +42,11 @@ TIKTOKEN_FILES = {
     "p50k_base": (GPT2_PATTERN, 50256),
     "cl100k_base": (CL100K_PATTERN, 100257),
 }
+# Special tokens after the vocabulary of Llama 3's tokenizer.model, which cuts text as cl100k_base.
+_RESERVED = [f"<|reserved_special_token_{k}|>" for k in range(251)]
+LLAMA3_SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", *_RESERVED[:4]]
+LLAMA3_SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", _RESERVED[4], "<|eot_id|>"]
+LLAMA3_SPECIAL += _RESERVED[5:]
 # Megatron's tiktoken JSON: its default pattern (v2), 1,000 special tokens before the vocabulary,
 # `</s>` the third of them.
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -307,8 +312,8 @@ def _from_tokenizers(
 
 
 def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
-    """A .tiktoken file under its published name (end of document: `<|endoftext|>`), or Megatron's
-    JSON (`</s>`; cut to --vocab-size).
+    """A .tiktoken file under its published name (end of document: `<|endoftext|>`), Llama 3's
+    tokenizer.model (`<|end_of_text|>`), or Megatron's JSON (`</s>`; cut to --vocab-size).
     """
     tiktoken = _library("tiktoken")
 
@@ -318,11 +323,15 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
             pattern = MEGATRON_PATTERN
             special = {token: k for k, token in enumerate(MEGATRON_SPECIAL)}
             eod = 2
+        elif path.suffix == ".model":
+            ranks, pattern = _published_ranks(path.read_bytes(), None), CL100K_PATTERN
+            special = {token: len(ranks) + k for k, token in enumerate(LLAMA3_SPECIAL)}
+            eod = special["<|end_of_text|>"]
         else:
             if path.stem not in TIKTOKEN_FILES:
                 raise InputError(
                     "does not say how text is cut; keep its published name: "
-                    f"{', '.join(TIKTOKEN_FILES)}"
+                    f"{', '.join(TIKTOKEN_FILES)}, or tokenizer.model (Llama 3)"
                 )
             pattern, eod = TIKTOKEN_FILES[path.stem]
             ranks = _published_ranks(path.read_bytes(), eod)
@@ -345,9 +354,9 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
     )
 
 
-def _published_ranks(raw: bytes, eod: int) -> dict[bytes, int]:
-    """Token -> rank of a .tiktoken file: ranks from 0 on, without a hole but that of the end of
-    document `eod`. Raises ValueError.
+def _published_ranks(raw: bytes, eod: int | None) -> dict[bytes, int]:
+    """Token -> rank of a .tiktoken file: ranks from 0 on, without a hole but that of an end of
+    document `eod` inside of them. Raises ValueError.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(raw.splitlines(), 1):

@@ -21,6 +21,11 @@ FILES = (
     "corpus_text_document.bin",
     "corpus_text_document.idx",
 )
+CONTENTS = {
+    "data.txt": "0.5 corpus_text_document web\n0.5 corpus_text_document books\n",
+    # a vocabulary of 1,003 tokens, without those that were added later
+    "ckpt/tokenizer.json": json.dumps({"model": {"vocab": {str(k): k for k in range(1003)}}}),
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Script:
         """Its command line, and its files in a folder."""
         for name in FILES:
             (folder / name).write_bytes(b"")
+        for name, text in CONTENTS.items():
+            (folder / name).write_text(text)
         if self.deepspeed is not None:
             content = {**self.deepspeed, **self.edit} if edited else self.deepspeed
             content = {key: value for key, value in content.items() if value is not None}
@@ -194,7 +201,9 @@ REBASED: dict[str, Any] = {
 }
 
 
-def template(batch: int, stage: int, micro: int = 2, steps: int = 10) -> dict[str, Any]:
+def template(
+    batch: int, stage: int, micro: int = 2, steps: int = 10, power: int = 11
+) -> dict[str, Any]:
     """The DeepSpeed file of most scripts."""
     return {
         "train_batch_size": batch,
@@ -209,7 +218,7 @@ def template(batch: int, stage: int, micro: int = 2, steps: int = 10) -> dict[st
             "loss_scale_window": 500,
             "hysteresis": 2,
             "min_loss_scale": 1,
-            "initial_scale_power": 11,
+            "initial_scale_power": power,
         },
         "wall_clock_breakdown": False,
     }
@@ -475,4 +484,3 @@ MEGATRON_DEEPSPEED = (
         reason="finetuning on prompts",
     ),
 )
-SCRIPTS = (*MEGATRON_LM, *MEGATRON_DEEPSPEED)

@@ -172,8 +172,8 @@ def test_one_edit(one, other, expected):
         ("--use-dist-opt", "did you mean --use-distributed-optimizer?"),
         ("--seq-len 4", "did you mean --seq-length?"),
         (
-            "--tokenizer-type Llama3Tokenizer",
-            "give --tokenizer-type HuggingFaceTokenizer with --tokenizer-model FOLDER",
+            "--tokenizer-type TokenizerFromFileWithFIM",
+            "give HuggingFaceTokenizer, without tokens for infilling (fill-in-the-middle)",
         ),
         ("--lr-warmup-tokens x", "expected one number of 0 or more"),
         ("--train-tokens 1e400 --seq-length 1", "expected one number of 0 or more"),

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launch_scripts import SCRIPTS, Script
+from launch_scripts import MEGATRON_DEEPSPEED, MEGATRON_LM, Script
+from published_scripts import PUBLISHED
 
 from megatron.config.arguments import Parsed, parse_arguments
 from megatron.config.errors import ArgumentErrors
@@ -17,6 +18,7 @@ from megatron.config.stages import layers_of_stages
 from megatron.config.validate import resolve
 
 ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = (*MEGATRON_LM, *MEGATRON_DEEPSPEED, *PUBLISHED)
 IDS = [script.path for script in SCRIPTS]
 
 
@@ -33,13 +35,17 @@ def parsed(script: Script, folder: Path, *, edited: bool) -> Parsed:
     return parse_arguments([*argv, "--dry-run", "--world-size", str(script.ranks)])
 
 
+def faults_of(script: Script, folder: Path) -> list[str]:
+    try:
+        resolve(parsed(script, folder, edited=False).config, script.ranks, script.vocabulary)
+    except ArgumentErrors as error:
+        return error.faults
+    return []
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
 def test_what_does_not_exist_is_refused_and_nothing_else(folder, script):
-    try:
-        parsed(script, folder, edited=False)
-        faults = []
-    except ArgumentErrors as error:
-        faults = error.faults
+    faults = faults_of(script, folder)
     assert len(faults) == len(script.refused), faults
     assert all(
         fault.startswith(text) for fault, text in zip(faults, script.refused, strict=True)
@@ -56,6 +62,12 @@ def test_the_rest_of_the_script_runs(folder, script):
     )
     config = resolve(read.config, script.ranks, script.vocabulary).config
     assert sum(layers_of_stages(config)) == config.model.num_layers
+
+
+def test_the_readme_has_the_count():
+    accepted = sum(not script.refused for script in SCRIPTS)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"Of {len(SCRIPTS)} published launch scripts {accepted} are accepted" in text
 
 
 def test_the_meaning_of_some_scripts(folder):
@@ -97,6 +109,12 @@ def test_the_meaning_of_some_scripts(folder):
     assert config("zbh1_pretrain_gpt_1.3b.sh").distributed.pipeline_schedule == "zero-bubble"
     assert config("1.3B_rope.sh").model.rotary_percent == 0.25
     assert config("finetune_llama.sh").data.tokenizer_type == "HuggingFaceTokenizer"
+    assert config("ALCF/helpers.sh").data.data_path == (
+        *("0.5", "corpus_text_document"),
+        *("0.5", "corpus_text_document"),
+    )
+    assert config("run_llama.sh").data.tokenizer_type == "TikTokenizer"
+    assert config("qwen2_5/run_mcore_qwen.sh").model.padded_vocab_size == 1003 + 421
 
 
 def presets() -> list[str]:

@@ -741,8 +741,8 @@ def test_names_of_tokenizers_that_the_trainer_takes(theirs, ours):
 
 
 def test_a_tokenizer_that_is_another_ones_is_answered():
-    line = "--input x --output-prefix y --tokenizer-type Llama3Tokenizer"
-    with pytest.raises(UserError, match="give --tokenizer-type HuggingFaceTokenizer"):
+    line = "--input x --output-prefix y --tokenizer-type TokenizerFromFileWithFIM"
+    with pytest.raises(UserError, match="give HuggingFaceTokenizer, without tokens for infilling"):
         tool.read_flags(line.split())
 
 

@@ -216,6 +216,33 @@ def test_tiktoken_cuts_text_as_the_library_does(name, tmp_path, monkeypatch):
         assert tokenizer.encode(text) == model.encode_ordinary(text), text
 
 
+def test_llama_3s_tokenizer_model(tmp_path):
+    """Text is cut as transformers cuts it; 256 special tokens follow the vocabulary."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    tokens = [bytes([k]) for k in range(256)]
+    tokens += [bytes([a, b]) for a in range(32, 127) for b in range(32, 127)] + [b"\n\n", b" \n"]
+    path = tmp_path / "tokenizer.model"
+    path.write_text(
+        "\n".join(f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens))
+    )
+    tokenizer = build("TikTokenizer", tmp_path, "tokenizer.model")
+    first = len(tokens)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (first + 1, first + 256)
+    # of the published vocabulary of 128,000: 128000, 128006, 128007, 128009 and 128255
+    assert tokenizer.decode([first, first + 6, first + 7, first + 9, first + 255]) == (
+        "<|begin_of_text|><|start_header_id|><|end_header_id|><|eot_id|>"
+        "<|reserved_special_token_250|>"
+    )
+    theirs = TikTokenConverter(str(path)).converted()
+    rng = np.random.default_rng(0)
+    alphabet = list("ab'sLLdDmM 12345 \n\r\t!?,.éÄ漢 ")
+    for text in TEXTS + ["".join(rng.choice(alphabet, 60)) for _ in range(200)]:
+        if text:
+            ids = theirs.encode(text, add_special_tokens=False).ids
+            assert tokenizer.encode(text) == ids, text
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
