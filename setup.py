@@ -12,7 +12,9 @@ from setuptools import find_packages, setup
 from setuptools.command.editable_wheel import editable_wheel
 
 PROJECT = tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())["project"]
-COMMAND_MODULES = sorted({target.split(":")[0] for target in PROJECT["scripts"].values()})
+TOP_LEVEL = ["mgpt_commands", "pretrain_gpt"]
+COMMANDS = [target.split(":") for target in PROJECT["scripts"].values()]
+TOOLS = sorted(f"megatron.tools.{name}" for module, name in COMMANDS if module == TOP_LEVEL[0])
 PACKAGES = find_packages(include=["megatron", "megatron.*"])
 
 
@@ -26,7 +28,7 @@ class EditableWheel(editable_wheel):
 
     def finalize_options(self):
         self.distribution.packages = PACKAGES
-        self.distribution.py_modules = ["pretrain_gpt"]
+        self.distribution.py_modules = TOP_LEVEL
         self.distribution.package_dir = {"": "."}
         super().finalize_options()
 
@@ -39,6 +41,6 @@ setup(
         "megatron.observe.report": ["page.css", "page.js"],
         "megatron.plan": ["devices/*.json"],
     },
-    py_modules=COMMAND_MODULES,
+    py_modules=[*TOP_LEVEL, *TOOLS],
     cmdclass={"editable_wheel": EditableWheel},
 )

@@ -97,7 +97,7 @@ from megatron.config.metadata import (
 from megatron.config.offload import INSIDE, LAYER_INPUT
 from megatron.config.schedules import SCHEDULES
 
-kernel_flag = partial(flag, "auto", megatron="absent there", change=KERNEL)
+kernel_flag = partial(flag, "auto", megatron="not in Megatron-LM", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]
 ApexBackend = Literal["auto", "triton", "apex", "torch"]
 RecomputeModule = Literal[
@@ -213,13 +213,15 @@ class ModelConfig(ExpertsConfig, LatentConfig):
         bound=POSITIVE,
     )
     """Sliding-window attention: each token attends to this many latest tokens, itself included."""
-    attn_logit_softcapping: float | None = model_flag(None, megatron="absent there", bound=POSITIVE)
+    attn_logit_softcapping: float | None = model_flag(
+        None, megatron="not in Megatron-LM", bound=POSITIVE
+    )
     """Bound attention scores smoothly: cap x tanh(score / cap)."""
     final_logit_softcapping: float | None = model_flag(
-        None, megatron="absent there", bound=POSITIVE
+        None, megatron="not in Megatron-LM", bound=POSITIVE
     )
     """Bound the logits smoothly: cap x tanh(logit / cap)."""
-    z_loss_coeff: float = flag(0.0, megatron="absent there", bound=NOT_NEGATIVE, change=STEPS)
+    z_loss_coeff: float = flag(0.0, megatron="not in Megatron-LM", bound=NOT_NEGATIVE, change=STEPS)
     """Add coeff x (log sum exp of the logits)^2 to each token's loss during training."""
     untie_embeddings_and_output_weights: bool = model_flag(False)
     """Give the output head a matrix of its own."""
@@ -276,7 +278,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Use only kernels that give the same bits every time. When off, the backward pass of attention
     may sum in any order on a GPU, which is faster.
     """
-    torch_compile: bool = flag(False, megatron="absent there", change=KERNEL)
+    torch_compile: bool = flag(False, megatron="not in Megatron-LM", change=KERNEL)
     """Compile each transformer layer with torch.compile, which fuses what stands between the matrix
     products. Norms, rotary embedding, activations and dropout whose backend is auto are torch's
     then.
@@ -324,7 +326,7 @@ class PrecisionConfig:
     """Compute in bfloat16, with fp32 master weights and fp32 gradient accumulation."""
     fp16: bool = flag(False, change=STEPS, deepspeed="fp16.enabled")
     """Compute in float16, with fp32 master weights, fp32 gradient accumulation and loss scaling."""
-    fp64: bool = flag(False, megatron="absent there", change=STEPS)
+    fp64: bool = flag(False, megatron="not in Megatron-LM", change=STEPS)
     """Compute everything in float64, to compare runs far below rounding."""
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(
         None, megatron="never run on a GPU here", change=STEPS
@@ -344,7 +346,7 @@ class PrecisionConfig:
     fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad", needs=FP8, change=STEPS)
     """Form the gradients of weights of 8-bit floats, too."""
     fp8_min_width: int = flag(
-        4096, megatron="absent there", bound=POSITIVE, needs=FP8_FAULT, change=STEPS
+        4096, megatron="not in Megatron-LM", bound=POSITIVE, needs=FP8_FAULT, change=STEPS
     )
     """Leave linear layers with fewer inputs or outputs than this as they are: there 8-bit floats
     gain little.
@@ -430,7 +432,7 @@ class DataConfig:
     """Let no token attend across an end-of-document token."""
     eod_mask_loss: bool = flag(False, change=OBJECTIVE)
     """Take no loss at end-of-document tokens."""
-    check_data: bool = flag(False, megatron="absent there", needs=DATA_FILES)
+    check_data: bool = flag(False, megatron="not in Megatron-LM", needs=DATA_FILES)
     """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
     tokenizer_type: (
         Literal[
@@ -535,7 +537,7 @@ class TrainingConfig:
     """
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(
         None,
-        megatron="qkv and mlp_act are absent there; of mlp fc2 is not computed again here",
+        megatron="qkv and mlp_act are not in Megatron-LM; of mlp fc2 is not computed again here",
         needs=SELECTIVE,
     )
     """What selective recomputes: core_attn (the attention core), qkv (queries, keys and values),
@@ -553,17 +555,17 @@ class TrainingConfig:
     """Layers of a group, or layers of each stage that are recomputed, see --recompute-method.
     Default of uniform: 1.
     """
-    recompute: Literal["auto"] | None = flag(None, megatron="absent there")
+    recompute: Literal["auto"] | None = flag(None, megatron="not in Megatron-LM")
     """auto: choose for the layers of each pipeline rank what costs the least time and fits
     --memory-budget, and say why.
     """
     memory_budget: float | None = flag(
-        None, megatron="absent there", bound=POSITIVE, needs=RECOMPUTE_AUTO
+        None, megatron="not in Megatron-LM", bound=POSITIVE, needs=RECOMPUTE_AUTO
     )
     """GiB that the plan of a step may need on each device with --recompute auto; what the plan does
     not count (see --dry-run) comes on top.
     """
-    recompute_layers: tuple[str, ...] | None = flag(None, megatron="absent there")
+    recompute_layers: tuple[str, ...] | None = flag(None, megatron="not in Megatron-LM")
     """What is recomputed of each layer of the model, in order: WHAT*COUNT ... with WHAT none, full,
     or modules of --recompute-modules with + between them. It is what --recompute auto chooses.
     """
@@ -584,7 +586,7 @@ class TrainingConfig:
     back one pass ahead. A forward pass whose backward pass follows at once keeps it on the device.
     """
     offload_modules: tuple[OffloadModule, ...] | None = flag(
-        None, megatron="mlp_* are absent there", needs=ACTIVATION_OFFLOAD
+        None, megatron="mlp_* are not in Megatron-LM", needs=ACTIVATION_OFFLOAD
     )
     """Whose inputs go: layer_input (a layer that is recomputed whole, or a group of them),
     attn_norm, qkv_linear, core_attn (with its statistics), attn_proj (needs core_attn, which keeps
@@ -608,7 +610,7 @@ class OptimizerConfig:
     """adam is AdamW (decoupled weight decay)."""
     adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag(
         "auto",
-        megatron="absent there",
+        megatron="not in Megatron-LM",
         needs=ADAM,
         change=KERNEL,
     )
@@ -648,7 +650,7 @@ class OptimizerConfig:
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
     optimizer_nvme_offload: str | None = flag(
         None,
-        megatron="absent there",
+        megatron="not in Megatron-LM",
         needs=OFFLOADED_ADAM,
     )
     """Keep master weights and moments in files in this folder, on a local disk of each node,
@@ -656,13 +658,13 @@ class OptimizerConfig:
     """
     param_cpu_offload: bool = flag(
         False,
-        megatron="absent there",
+        megatron="not in Megatron-LM",
         needs=(OFFLOADED_ADAM, ZERO_3),
         deepspeed="zero_optimization.cpu_offload_params zero_optimization.offload_param.device",
     )
     """With --zero-stage 3: also keep in host memory the weights whose optimizer state is there, and
     frozen weights; sets --optimizer-cpu-offload."""
-    freeze: str | None = flag(None, megatron="absent there", change=STEPS)
+    freeze: str | None = flag(None, megatron="not in Megatron-LM", change=STEPS)
     """Parts that are not trained, such as embedding,layers.0-3,head. Positions belong to the first
     layer, the final norm to the last."""
     lr: float | None = flag(None, bound=NOT_NEGATIVE, deepspeed="optimizer.params.lr")
@@ -781,13 +783,13 @@ class CheckpointConfig:
     """Write the optimizer's state."""
     exit_on_missing_checkpoint: bool = flag(False, needs=LOAD_AS_ASKED)
     """Require --load to hold a checkpoint, instead of starting at iteration 0."""
-    allow_older_checkpoint: bool = flag(False, megatron="absent there")
+    allow_older_checkpoint: bool = flag(False, megatron="not in Megatron-LM")
     """When the newest checkpoint is damaged, load the newest undamaged one before it, with a
     warning. All of it is read and verified before it is used.
     """
     accept_changed: (
         tuple[Literal["data", "tokenizer", "batch", "seed", "positions"], ...] | None
-    ) = flag(None, megatron="absent there: changes go unnoticed")
+    ) = flag(None, megatron="not in Megatron-LM: changes go unnoticed")
     """Resume from a checkpoint although these differ from it: data (files, blend, sequence length),
     tokenizer (of the same size), batch (global batch size, ramp-up), seed, positions (rotary base,
     scaling and longest sequence).
@@ -809,7 +811,7 @@ class CheckpointConfig:
     """Write checkpoints in the background; training waits only for a copy into host memory."""
     async_save_host_memory: float | None = flag(
         None,
-        megatron="absent there",
+        megatron="not in Megatron-LM",
         bound=POSITIVE,
         needs=ASYNC_SAVE_COPIES,
     )
@@ -841,7 +843,7 @@ class CheckpointConfig:
     """
     save_rate_limit: float | None = flag(
         None,
-        megatron="absent there",
+        megatron="not in Megatron-LM",
         bound=RATE,
         needs=ASYNC_SAVE,
     )
@@ -850,7 +852,9 @@ class CheckpointConfig:
     """Keep the checkpoints of all multiples of this; of the others only the last
     --save-keep-last.
     """
-    save_keep_last: int | None = flag(None, megatron="absent there", bound=POSITIVE, needs=SAVE)
+    save_keep_last: int | None = flag(
+        None, megatron="not in Megatron-LM", bound=POSITIVE, needs=SAVE
+    )
     """Keep this many of the newest checkpoints, and with --save-retain-interval also those of its
     multiples. Default: all; 1 with --save-retain-interval."""
     verify_integrity: bool = flag(False, needs=SAVE_FOR_SAFETY)
@@ -867,11 +871,13 @@ class LoggingConfig:
     """Log the norm of the parameters."""
     log_num_zeros_in_grad: bool = False
     """Log how many gradient elements are zero."""
-    log_layer_norms: bool = flag(False, megatron="absent there")
+    log_layer_norms: bool = flag(False, megatron="not in Megatron-LM")
     """Log the norms of gradient (before clipping) and parameters of each layer."""
     moe_per_layer_logging: bool = flag(False, needs=EXPERTS_EXIST)
     """Log how evenly tokens go to the experts of each layer, not of the worst one alone."""
-    log_sample_text: int = flag(0, megatron="absent there", bound=NOT_NEGATIVE, needs=EVALUATED)
+    log_sample_text: int = flag(
+        0, megatron="not in Megatron-LM", bound=NOT_NEGATIVE, needs=EVALUATED
+    )
     """Let the model continue the start of the first validation sample by so many tokens at each
     evaluation, for the log and wandb. Each token takes a forward pass of a micro-batch.
     """
@@ -879,9 +885,9 @@ class LoggingConfig:
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     log_straggler: bool = flag(True, megatron="off by default there, within a TP group")
     """Time what each rank does itself, and name one that keeps the others waiting."""
-    straggler_threshold: float = flag(0.1, megatron="absent there", bound=NOT_NEGATIVE)
+    straggler_threshold: float = flag(0.1, megatron="not in Megatron-LM", bound=NOT_NEGATIVE)
     """How much slower than its peers a rank must be to be named: 0.1 is 10%."""
-    pipeline_timeline: str | None = flag(None, megatron="absent there", needs=PIPELINE)
+    pipeline_timeline: str | None = flag(None, megatron="not in Megatron-LM", needs=PIPELINE)
     """Write the time line of each pipeline rank in the last logged step to this file (for
     tools/plot_schedule.py).
     """
@@ -895,7 +901,7 @@ class LoggingConfig:
     """The last iteration that --profile records."""
     profile_ranks: tuple[int, ...] = flag((0,), needs=PROFILE)
     """Ranks that --profile records."""
-    profile_dir: str | None = flag(None, megatron="absent there: --tensorboard-dir")
+    profile_dir: str | None = flag(None, megatron="not in Megatron-LM: --tensorboard-dir")
     """Folder for traces, and for what is written when memory runs out. Default: <save>/profile;
     without --save that of --tensorboard-dir, else profile.
     """
@@ -907,7 +913,7 @@ class LoggingConfig:
     """Let the allocator of CUDA remember where memory was taken, and write a snapshot for
     pytorch.org/memory_viz to --profile-dir when memory runs out and after the steps of --profile.
     """
-    metrics_file: str | None = flag(None, megatron="absent there")
+    metrics_file: str | None = flag(None, megatron="not in Megatron-LM")
     """File for the metrics. Default: <save>/metrics.jsonl."""
     tensorboard_dir: str | None = None
     """Write TensorBoard files here."""
@@ -917,13 +923,13 @@ class LoggingConfig:
     """Log to this wandb project (WANDB_MODE=offline works)."""
     wandb_exp_name: str | None = flag(None, needs=WANDB)
     """Name of the wandb run."""
-    wandb_group: str | None = flag(None, megatron="absent there", needs=WANDB)
+    wandb_group: str | None = flag(None, megatron="not in Megatron-LM", needs=WANDB)
     """Group of the wandb run: wandb shows the runs of a group together."""
     wandb_save_dir: str | None = flag(None, needs=WANDB)
     """Folder of wandb's files. Default: <save>/wandb."""
     wandb_entity: str | None = flag(None, needs=WANDB)
     """wandb entity (user or team)."""
-    peak_tflops: float | None = flag(None, megatron="absent there", bound=POSITIVE)
+    peak_tflops: float | None = flag(None, megatron="not in Megatron-LM", bound=POSITIVE)
     """Peak TFLOP/s of one device, for MFU. Default: that of a known device; no MFU for an unknown
     one.
     """
@@ -972,7 +978,7 @@ class DistributedConfig:
     """Ranks over which the layers are divided (PP)."""
     pipeline_schedule: Literal[*SCHEDULES] | None = flag(  # type: ignore[valid-type]
         None,
-        megatron="absent there: 1f1b, or interleaved with virtual stages",
+        megatron="not in Megatron-LM: 1f1b, or interleaved with virtual stages",
         change=ROUNDING,
     )
     """Order of forward and backward passes. Default: 1f1b, or interleaved with virtual stages."""
@@ -1008,7 +1014,7 @@ class DistributedConfig:
     """Count head and loss as a layer of the last stage when layers are divided evenly."""
     pipeline_model_parallel_layout: str | None = flag(
         None,
-        megatron="auto is absent there; m and empty stages are refused here",
+        megatron="auto is not in Megatron-LM; m and empty stages are refused here",
         needs=PIPELINE,
         change=ROUNDING,
     )
@@ -1049,7 +1055,7 @@ class DistributedConfig:
     """
     zero_shard_size: int | None = flag(
         None,
-        megatron="absent there",
+        megatron="not in Megatron-LM",
         bound=POSITIVE,
         needs=SHARDED,
         change=ROUNDING,
@@ -1058,7 +1064,7 @@ class DistributedConfig:
     """Number of neighbouring data-parallel ranks that ZeRO shards over, such as those of a node;
     every such group holds a copy. Default: all data-parallel ranks.
     """
-    zero3_keep_gathered: bool = flag(False, megatron="absent there", needs=ZERO_3)
+    zero3_keep_gathered: bool = flag(False, megatron="not in Megatron-LM", needs=ZERO_3)
     """ZeRO-3: gather a layer once a step and keep it until the step ends, instead of gathering it
     for every pass.
     """
@@ -1100,16 +1106,16 @@ class DistributedConfig:
         bound=POSITIVE,
     )
     """With --dry-run: the number of ranks to validate for."""
-    device_memory: float | None = flag(None, megatron="absent there", bound=POSITIVE)
+    device_memory: float | None = flag(None, megatron="not in Megatron-LM", bound=POSITIVE)
     """GiB of memory of one GPU, for the plan's verdict. Default: what the GPU has; 80 in a dry
     run.
     """
-    hardware: str | None = flag(None, megatron="absent there")
+    hardware: str | None = flag(None, megatron="not in Megatron-LM")
     """Device whose constants the prediction of a step's time is made of: a name that tools/plan.py
     lists, or a file of tools/plan.py measure. Default: by the name of the GPU; none where it is not
     known.
     """
-    host_memory: float | None = flag(None, megatron="absent there", bound=POSITIVE)
+    host_memory: float | None = flag(None, megatron="not in Megatron-LM", bound=POSITIVE)
     """GiB of memory of a node that all its ranks together may take: a run whose offload flags need
     more is refused. Default: what the node has; unknown in a dry run.
     """

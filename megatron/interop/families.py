@@ -29,7 +29,6 @@ DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "layer_norm_eps": 1e-5,
     "hidden_act": "silu",
-    "max_position_embeddings": 2048,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
@@ -70,16 +69,19 @@ class Family:
     interleaved: bool = False  # channels 2i and 2i + 1 rotate together; of ours i and i + d/2
     window: Literal["all", "layers"] | None = None  # sliding_window of all layers, or layer_types
     latent: bool = False
-    experts: Literal["mixtral", "qwen", "deepseek"] | None = None
+    experts: Literal["mixtral", "granite", "qwen", "deepseek"] | None = None
     mlp_layer_types: bool = False  # names the layers with experts, instead of counting dense ones
     predicts: bool = False  # layers of multi-token prediction may follow the last one
     transposed: bool = False  # linear weights are [in, out]
     by_head: bool = False  # a fused q, k and v holds those of each head together
+    scores: str | None = None  # field with the scale of attention's scores, 1 / sqrt(head width)
     unit_offset: bool = False  # norms multiply by weight + 1
 
 
 _PLAIN_MLP = {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+_LLAMA_BIASES = ("attention_bias", "attention_bias", "mlp_bias")
 _QWEN_BIASES = ("attention_bias", "attention_bias", False)
+_DEEPSEEK = {"q_lora_rank": 1536, "n_shared_experts": 1}
 _EXPERTS_BY_SIGMOID = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -90,7 +92,6 @@ def _latent(architecture: str, **fields: Any) -> Family:
     """A family of latent attention with the experts of DeepSeek."""
     fields["ours"] = {"latent_norm_epsilon": 1e-6} | fields.get("ours", {})
     fields["theirs"] = {"attention_bias": False} | fields.get("theirs", {})
-    fields["defaults"] = {"max_position_embeddings": 4096} | fields.get("defaults", {})
     return Family(
         architecture,
         same={
@@ -159,18 +160,21 @@ FAMILIES: dict[str, Family] = {
         rotary=False,
         transposed=True,
     ),
-    "llama": Family(
-        "LlamaForCausalLM", biases=("attention_bias", "attention_bias", "mlp_bias"), even_heads=True
-    ),
+    "llama": Family("LlamaForCausalLM", biases=_LLAMA_BIASES, even_heads=True),
     "mistral": Family(
         "MistralForCausalLM",
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         window="all",
     ),
-    "qwen2": Family("Qwen2ForCausalLM", biases=(True, False, False), window="layers"),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        defaults={"num_key_value_heads": 32},
+        biases=(True, False, False),
+        window="layers",
+    ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
-        defaults={"head_dim": 128},
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
         biases=_QWEN_BIASES,
         qk_norm=True,
         window="layers",
@@ -180,6 +184,16 @@ FAMILIES: dict[str, Family] = {
         defaults={"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
         window="all",
         experts="mixtral",
+    ),
+    "granitemoeshared": Family(
+        "GraniteMoeSharedForCausalLM",
+        theirs={"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+        defaults={"attention_multiplier": 1.0},
+        names={"mlp.shared_expert.down": "shared_mlp.output_linear"},
+        fused={"shared_mlp.input_linear": ("mlp.shared_expert.gate", "mlp.shared_expert.up")},
+        biases=_QWEN_BIASES,
+        experts="granite",
+        scores="attention_multiplier",
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
@@ -201,29 +215,44 @@ FAMILIES: dict[str, Family] = {
         "DeepseekV3ForCausalLM",
         ours=_EXPERTS_BY_SIGMOID,
         theirs={"rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        defaults={"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
+        defaults={
+            **_DEEPSEEK,
+            "num_key_value_heads": 128,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+        },
     ),
     "deepseek_v2": _latent(
         "DeepseekV2ForCausalLM",
         ours={"moe_router_score_function": "softmax", "moe_router_pre_softmax": True},
         theirs={"mlp_bias": False, "scoring_func": "softmax", "norm_topk_prob": False},
-        defaults={"first_k_dense_replace": 0, "n_shared_experts": 2},
+        defaults={**_DEEPSEEK, "first_k_dense_replace": 0, "n_shared_experts": 2},
     ),
     "glm4_moe_lite": _latent(
         "Glm4MoeLiteForCausalLM",
         ours=_EXPERTS_BY_SIGMOID,
         theirs={"rope_interleave": True},
         mlp_layer_types=True,
-        defaults={"rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.8,
+            "num_key_value_heads": 20,
+            "n_shared_experts": 1,
+            "q_lora_rank": 768,
+        },
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         ours=_EXPERTS_BY_SIGMOID,
         defaults={
+            "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
             "first_k_dense_replace": 1,
             "partial_rotary_factor": 0.5,
             "norm_topk_prob": True,
+            "n_shared_experts": 1,
         },
         biases=("attention_bias", False, False),
         qk_norm="use_qk_norm",
@@ -234,7 +263,13 @@ FAMILIES: dict[str, Family] = {
     "dots1": Family(
         "Dots1ForCausalLM",
         ours=_EXPERTS_BY_SIGMOID,
-        defaults={"sliding_window": 4096, "max_window_layers": 62, "first_k_dense_replace": 0},
+        defaults={
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+        },
         biases=_QWEN_BIASES,
         qk_norm=True,
         window="layers",
@@ -250,12 +285,18 @@ FAMILIES: dict[str, Family] = {
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
-        defaults={"head_dim": 128, "attention_bias": True, "attention_dropout": 0.1},
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "attention_dropout": 0.1,
+        },
         biases=("attention_bias", "attention_out_bias", "mlp_bias"),
     ),
     "ernie4_5": Family(
         "Ernie4_5ForCausalLM",
         defaults={
+            "num_key_value_heads": 2,
             "head_dim": 128,
             "rms_norm_eps": 1e-5,
             "rope_theta": 500000.0,
@@ -268,13 +309,14 @@ FAMILIES: dict[str, Family] = {
         "ArceeForCausalLM",
         defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
         gated=False,
-        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        biases=_LLAMA_BIASES,
         even_heads=True,
     ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         defaults={
             "num_key_value_heads": 2,
+            "initializer_range": 0.018042,
             "hidden_act": "gelu_pytorch_tanh",
             "norm_epsilon": 1e-5,
             "use_bias": True,
@@ -333,11 +375,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron": Family(
         "NemotronForCausalLM",
-        defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+        defaults={
+            "initializer_range": 0.0134,
+            "norm_eps": 1e-5,
+            "hidden_act": "relu2",
+            "partial_rotary_factor": 0.5,
+        },
         normalization="LayerNorm",
         epsilon="norm_eps",
         gated=False,
-        biases=("attention_bias", "attention_bias", "mlp_bias"),
+        biases=_LLAMA_BIASES,
         partial="partial_rotary_factor",
         unit_offset=True,
     ),

@@ -10,6 +10,7 @@ by the name of its flag.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def _differences(kind: str, model: ModelConfig) -> dict[str, str]:
     for each field, or for each field of config.json that an import refuses.
     """
     family = FAMILIES[kind]
-    if family.experts in ("mixtral", "qwen") and model.num_experts is None:
+    if family.experts in ("mixtral", "granite", "qwen") and model.num_experts is None:
         return {"num_experts": "a model without --num-experts"}
     faults: list[str] = []
     try:
@@ -196,6 +197,8 @@ def their_config(kind: str, model: ModelConfig, vocab_size: int) -> JsonObject:
         }
     if family.head_dim and not family.latent:
         config["head_dim"] = model.kv_channels
+    if family.scores is not None:
+        config[family.scores] = (model.kv_channels or 1) ** -0.5
     if family.window is not None:
         config |= _their_window(family, model)
     if family.rotary:
@@ -460,11 +463,12 @@ def _our_heads(
     """Numbers and widths of heads."""
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     if family.latent:
-        groups = config.get("num_key_value_heads") or heads
+        groups = config.get("num_key_value_heads", family.defaults.get("num_key_value_heads"))
+        groups = groups or heads
         if groups != heads:
             faults.append(f"num_key_value_heads {groups} (only {heads} has a counterpart)")
         width = sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]
-        extra = {"q_lora_rank": config.get("q_lora_rank")}
+        extra = {"q_lora_rank": config.get("q_lora_rank", family.defaults.get("q_lora_rank"))}
         return extra | {
             "kv_channels": width,
             "group_query_attention": False,
@@ -477,8 +481,12 @@ def _our_heads(
         default = family.defaults.get(family.key_value_heads)
         groups = config.get(family.key_value_heads, default) or heads
     width = (config.get("head_dim") or family.defaults.get("head_dim")) if family.head_dim else None
+    width = width or hidden // heads
+    scale = None if family.scores is None else _value(family, config, family.scores)
+    if scale is not None and not math.isclose(scale, width**-0.5, rel_tol=1e-6):
+        faults.append(f"{family.scores} {scale!r} (only 1 / sqrt({width}) has a counterpart)")
     return {
-        "kv_channels": width or hidden // heads,
+        "kv_channels": width,
         "group_query_attention": groups != heads,
         "num_query_groups": groups,
     }

@@ -1,5 +1,5 @@
-"""Experts in Hugging Face's config.json, both ways: as Mixtral, Qwen's models or DeepSeek's write
-them.
+"""Experts in Hugging Face's config.json, both ways: as Mixtral, Granite's, Qwen's or DeepSeek's
+models write them.
 
 Softmax over the chosen logits is softmax over all of them, divided by the sum of the chosen: what
 Qwen calls norm_topk_prob. Without it a router is one with --moe-router-pre-softmax. Losses of
@@ -25,13 +25,15 @@ def their_experts(family: Family, model: ModelConfig) -> JsonObject:
     """Fields of config.json; a family of experts that may be dense has all layers dense for a
     model without experts.
     """
-    write = {"mixtral": _their_mixtral, "qwen": _their_qwen, "deepseek": _their_deepseek}
+    write = {"mixtral": _their_mixtral, "granite": _their_granite}
+    write |= {"qwen": _their_qwen, "deepseek": _their_deepseek}
     return write[family.experts or ""](family, model)
 
 
 def our_experts(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
     """Fields of ModelConfig. Raises KeyError for what config.json lacks."""
-    read = {"mixtral": _our_mixtral, "qwen": _our_qwen, "deepseek": _our_deepseek}
+    read = {"mixtral": _our_mixtral, "granite": _our_granite}
+    read |= {"qwen": _our_qwen, "deepseek": _our_deepseek}
     return read[family.experts or ""](family, config, faults)
 
 
@@ -50,6 +52,17 @@ def _our_mixtral(family: Family, config: JsonObject, faults: list[str]) -> JsonO
         "moe_ffn_hidden_size": _required(config, "intermediate_size"),
         "moe_layer_freq": "1",
     }
+
+
+def _their_granite(family: Family, model: ModelConfig) -> JsonObject:
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return _their_mixtral(family, model) | {"shared_intermediate_size": shared}
+
+
+def _our_granite(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    shared = config.get("shared_intermediate_size") or None
+    fields = _our_mixtral(family, config, faults)
+    return fields | {"moe_shared_expert_intermediate_size": shared}
 
 
 def _their_qwen(family: Family, model: ModelConfig) -> JsonObject:
@@ -93,7 +106,7 @@ def _their_deepseek(family: Family, model: ModelConfig) -> JsonObject:
     dense = sparse.index(True) if any(sparse) else len(sparse)
     fields: JsonObject = {"first_k_dense_replace": dense}
     if family.mlp_layer_types:
-        fields["mlp_layer_types"] = ["sparse" if each else "dense" for each in sparse]
+        fields = {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
     if model.num_experts is None:
         return fields
     width = model.moe_ffn_hidden_size or 1
@@ -116,7 +129,8 @@ def _our_deepseek(family: Family, config: JsonObject, faults: list[str]) -> Json
     sparse = _sparse_layers(family, config)
     if not any(sparse):
         return {}
-    k, groups = _required(config, "num_experts_per_tok"), config.get("n_group") or 1
+    k = _required(config, "num_experts_per_tok")
+    groups = config.get("n_group", family.defaults.get("n_group")) or 1
     shared = _given(family, config, "n_shared_experts") or 0
     normalizes = _given(family, config, "norm_topk_prob")
     if shared == 0:
@@ -138,19 +152,21 @@ def _our_deepseek(family: Family, config: JsonObject, faults: list[str]) -> Json
     if _is_softmax(family) and method not in (None, _v2_method(groups)):
         faults.append(f"topk_method {method!r} with n_group {groups}")
     if groups > 1:
-        taken = _required(config, "topk_group")
+        taken = _required(family.defaults | config, "topk_group")
         judged_by = 1 if _is_softmax(family) else 2
         if k // taken != judged_by:
             faults.append(
-                f"num_experts_per_tok {k} (only {judged_by} x topk_group {taken} has a counterpart)"
+                f"num_experts_per_tok {k} with topk_group {taken}: groups are chosen by their best "
+                f"{judged_by} there, by their best {k // taken} here"
             )
         fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": taken}
     return fields
 
 
 def _sparse_layers(family: Family, config: JsonObject) -> list[bool]:
-    layers, types = config["num_hidden_layers"], config.get("mlp_layer_types")
-    if family.mlp_layer_types and types is not None:
+    layers = config["num_hidden_layers"]
+    if family.mlp_layer_types:
+        types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
         return [each == "sparse" for each in types[:layers]]
     dense = _given(family, config, "first_k_dense_replace")
     return [i >= dense for i in range(layers)]

@@ -62,6 +62,8 @@ class Place:
 
     @property
     def their_shape(self) -> Dims:
+        if self.rule.matrices is not None:
+            return (self.rule.matrices, self.rows // self.rule.matrices, *self.rest)
         return (*self.rest, self.rows) if self.rule.transposed else (self.rows, *self.rest)
 
 

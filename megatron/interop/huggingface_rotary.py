@@ -12,6 +12,12 @@ from megatron.config.groups import ModelConfig
 from megatron.config.input_files import JsonObject
 from megatron.interop.families import DEFAULTS, Family
 
+# Kinds of scaling that no rotary table here has.
+REASONS = {
+    "longrope": "a factor for each channel, by two lists for short and for long sequences",
+    "dynamic": "a base that follows the length of each sequence",
+}
+
 
 def their_rotary(family: Family, model: ModelConfig) -> JsonObject:
     """`rope_parameters` and the older fields of a resolved `model`."""
@@ -59,16 +65,15 @@ def our_rotary(family: Family, config: JsonObject, faults: list[str]) -> JsonObj
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", *family.scalings):
         known = ", ".join(("default", *family.scalings))
-        faults.append(f"rope_type {kind!r} (known: {known})")
+        reason = f"{REASONS[kind]}, has no counterpart; " if kind in REASONS else ""
+        faults.append(f"rope_type {kind!r} ({reason}known: {known})")
     base = scaling.get("rope_theta", _first(config.get(family.base), _default(family, family.base)))
     fields: JsonObject = {
         "position_embedding_type": "rope",
         "rotary_base": float(base),
         "rotary_percent": _our_share(family, config, scaling, faults),
     }
-    longest = _first(
-        config.get("max_position_embeddings"), _default(family, "max_position_embeddings")
-    )
+    longest = config["max_position_embeddings"]
     original = scaling.get("original_max_position_embeddings", longest)
     if kind == "linear":
         fields["rotary_seq_len_interpolation_factor"] = float(scaling["factor"])

@@ -58,9 +58,16 @@ _EXPERT_NAMES_OF = {
         "mlp.shared_expert_gate": "mlp.shared_expert_gate",
     },
     "deepseek": {f"mlp.shared_expert.{part}": f"mlp.shared_experts.{part}_proj" for part in _GLU},
+    "granite": {"mlp.router": "block_sparse_moe.router.layer"},
 }
 _EXPERT_BIAS = "e_score_correction_bias"
-_FUSED = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+# Tensors that hold all experts of a layer, by the first of the parts of each expert in them.
+_FUSED = {"gate": ("gate", "up"), "down": ("down",)}
+_FUSED_NAMES = {"gate": "experts.gate_up_proj", "down": "experts.down_proj"}
+_GRANITE_NAMES = {
+    "gate": "block_sparse_moe.input_linear.weight",
+    "down": "block_sparse_moe.output_linear.weight",
+}
 
 
 class Rule(NamedTuple):
@@ -126,14 +133,14 @@ def row_runs(rule: Rule, rows: int) -> list[RowRun]:
 
 def is_fused(name: str) -> bool:
     """Whether a tensor of this name holds all experts of a layer."""
-    return name.endswith(".mlp.experts.gate_up_proj")
+    return name.endswith((".mlp.experts.gate_up_proj", ".block_sparse_moe.experts.gate_up_proj"))
 
 
 def tensor_rules(family: Family, model: ModelConfig, *, fused: bool = False) -> list[Rule]:
     """Every tensor of a resolved `model` in a family, in the order of the forward pass; with
     `fused` the experts of a layer are one tensor.
     """
-    names = _names(family, fused)
+    names, matrices = _names(family, fused), _matrices(family, fused)
     first_of = {parts[0]: parts for parts in family.fused.values()}
     rest_of = {part for parts in family.fused.values() for part in parts[1:]}
     found = []
@@ -143,9 +150,10 @@ def tensor_rules(family: Family, model: ModelConfig, *, fused: bool = False) -> 
         expert = _EXPERT.fullmatch(module)
         if module in rest_of:
             continue
-        if expert is not None and fused:
+        if expert is not None and matrices:
             if expert[1] == "0" and expert[2] != "up":
-                found.append(_fused_rule(layer, expert[2], model.num_experts or 0, names))
+                theirs = f"{names['layers']}{layer.removeprefix('layers')}{matrices[expert[2]]}"
+                found.append(_fused_rule(theirs, layer, expert[2], model.num_experts or 0))
             continue
         parts = first_of.get(module, (module,))
         rule = Rule(
@@ -165,10 +173,21 @@ def _split(name: str) -> tuple[str, str]:
 def _names(family: Family, fused: bool) -> dict[str, str]:
     """Their names of our modules."""
     names = _NAMES | (_LATENT_NAMES if family.latent else {}) | _EXPERT_NAMES
-    if not (family.experts == "mixtral" and fused):
+    if family.experts == "granite" and fused:
+        names |= {"mlp.router": "block_sparse_moe.router"}
+    elif not (family.experts == "mixtral" and fused):
         names |= _EXPERT_NAMES_OF.get(family.experts or "", {})
     names |= dict(family.names) | {parts[0]: theirs for theirs, parts in family.fused.items()}
     return names | ({"head": _NAMES["head"]} if fused else {})
+
+
+def _matrices(family: Family, fused: bool) -> dict[str, str]:
+    """Names of the tensors that hold all experts of a layer; none where each expert has its own."""
+    granite = family.experts == "granite"
+    if fused:
+        module = "block_sparse_moe" if granite else "mlp"
+        return {part: f"{module}.{name}" for part, name in _FUSED_NAMES.items()}
+    return _GRANITE_NAMES if granite else {}
 
 
 def _their_name(names: Mapping[str, str], layer: str, module: str, kind: str) -> str:
@@ -203,9 +222,7 @@ def _shaped(
     return rule
 
 
-def _fused_rule(layer: str, part: str, count: int, names: Mapping[str, str]) -> Rule:
-    """gate_up_proj [E, 2f, h] or down_proj [E, h, f] of E experts."""
-    name = "gate_up_proj" if part == "gate" else "down_proj"
-    theirs = f"{names['layers']}{layer.removeprefix('layers')}mlp.experts.{name}"
-    held = (f"{layer}mlp.experts.{e}.{own}.weight" for e in range(count) for own in _FUSED[name])
+def _fused_rule(theirs: str, layer: str, part: str, count: int) -> Rule:
+    """Gates and ups [E, 2f, h] or downs [E, h, f] of E experts."""
+    held = (f"{layer}mlp.experts.{e}.{own}.weight" for e in range(count) for own in _FUSED[part])
     return Rule(theirs, tuple(held), matrices=count)

@@ -73,6 +73,9 @@ MODELS = {
     "qwen3": dataclasses.replace(LLAMA, qk_layernorm=True),
     "mixtral": MIXTRAL,
     "mixtral-top-1": dataclasses.replace(MIXTRAL, moe_router_topk=1, window_size=5),
+    "granite-moe-shared": dataclasses.replace(
+        MIXTRAL, moe_shared_expert_intermediate_size=40, kv_channels=12
+    ),
     "qwen2-moe": dataclasses.replace(
         MIXTRAL,
         add_qkv_bias=True,

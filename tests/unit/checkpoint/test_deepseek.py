@@ -103,7 +103,7 @@ def test_the_flags_come_back(model):
             "--moe-router-force-load-balancing",
         ),
         ({"moe_router_score_function": "sqrtsoftplus"}, "score-function sqrtsoftplus"),
-        ({"moe_router_topk": 6}, "num_experts_per_tok 6 .only 2 x"),
+        ({"moe_router_topk": 6}, "by their best 2 there, by their best 3 here"),
         ({"moe_shared_expert_intermediate_size": 25}, "--moe-shared-expert-intermediate-size 25"),
         ({"window_size": 4}, "--window-size"),
     ],
@@ -158,3 +158,50 @@ def test_the_published_files_of_deepseek_v3():
     assert model.expert_layers().count(True) == 58
     (line,) = left_out(published, [*names, predicting])
     assert predicting in line
+
+
+def test_the_published_fields_of_kimi_k2():
+    """DeepSeek-V3's model under another model_type; its config.json, without quantisation."""
+    published = json.loads("""{"model_type": "kimi_k2", "hidden_size": 7168,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+        "num_attention_heads": 64, "num_key_value_heads": 64, "n_shared_experts": 1,
+        "n_routed_experts": 384, "routed_scaling_factor": 2.827, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+        "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 8,
+        "moe_layer_freq": 1, "first_k_dense_replace": 1, "norm_topk_prob": true,
+        "scoring_func": "sigmoid", "hidden_act": "silu", "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-06, "rope_theta": 50000.0, "attention_bias": false, "ep_size": 1,
+        "num_nextn_predict_layers": 0, "tie_word_embeddings": false, "vocab_size": 163840,
+        "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}}""")
+    _, names = described(
+        dataclasses.replace(EXPERTS, num_layers=61, num_experts=384, moe_layer_freq="[0]*1+[1]*60")
+    )
+    fields, _ = from_huggingface(published, names)
+    assert fields == from_huggingface(published | {"model_type": "deepseek_v3"}, names)[0]
+    model = ModelConfig(**fields)
+    assert (model.num_experts, model.moe_router_topk, model.moe_router_num_groups) == (384, 8, None)
+    assert (model.rotary_base, model.rope_scaling_factor, model.yarn_beta_fast) == (50000.0, 32, 1)
+    assert model.moe_router_topk_scaling_factor == 2.827 and model.mscale_all_dim == 1
+
+
+def test_the_router_of_deepseek_v2_is_refused_by_name():
+    """The 236B model chooses 3 of 8 groups by their best expert, and 6 experts of these; 6 experts
+    of 3 groups are chosen here by the sum of each group's best two, as in Megatron-LM.
+    """
+    changes = {
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 3,
+        "num_experts": 160,
+    }
+    model = dataclasses.replace(EXPERTS, **changes, moe_router_topk=3)
+    config, rules = to_huggingface(model, VOCAB, kind="deepseek_v2")
+    assert config["topk_method"] == "group_limited_greedy"
+    names = [rule.theirs for rule in rules]
+    with pytest.raises(ValueError, match="num_experts_per_tok 6 with topk_group 3: groups are cho"):
+        from_huggingface(config | {"num_experts_per_tok": 6}, names)
+    with pytest.raises(ValueError, match="by their best 1 there, by their best 2 here"):
+        to_huggingface(dataclasses.replace(model, moe_router_topk=6), VOCAB, kind="deepseek_v2")

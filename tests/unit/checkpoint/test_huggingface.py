@@ -123,6 +123,22 @@ CASES = {
         {"window_size": 5, "moe_router_topk": 1, "norm_epsilon": 1e-3, **GQA},
         "mixtral",
     ),
+    "granitemoeshared": (
+        MIXTRAL,
+        {
+            "ffn_hidden_size": 24,
+            "moe_ffn_hidden_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "kv_channels": 12,
+            **GQA,
+        },
+        "granitemoeshared",
+    ),
+    "granitemoeshared top 1, yarn": (
+        MIXTRAL,
+        {"moe_shared_expert_intermediate_size": 40, "moe_router_topk": 1, **YARN},
+        "granitemoeshared",
+    ),
     "qwen3_moe": (
         MIXTRAL,
         {"qk_layernorm": True, "moe_ffn_hidden_size": 24, "kv_channels": 12, **GQA},
@@ -283,7 +299,7 @@ def test_logits_equal_and_the_way_back(case):
             torch.testing.assert_close(back[name], held[name], rtol=0, atol=2**-51)
 
 
-OLD = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
+OLD = "gpt2 llama mistral qwen2 qwen3 mixtral granitemoeshared qwen2_moe qwen3_moe".split()
 
 
 @pytest.mark.parametrize("case", [case for case, (_, _, kind) in CASES.items() if kind in OLD])
@@ -422,7 +438,14 @@ def test_all_flags_without_a_counterpart_are_named_at_once():
         ({"model_type": "olmoe"}, "'olmoe' has no .*q_norm and k_norm normalise all heads"),
         ({"model_type": "deepseek_v2"}, "lacks 'kv_lora_rank'"),
         ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual True"),
-        ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, "'longrope'"),
+        (
+            {"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}},
+            "'longrope' .a factor for each channel, by two lists for short and for long sequences",
+        ),
+        (
+            {"model_type": "granitemoeshared", "num_local_experts": 2, "num_experts_per_tok": 1},
+            "attention_multiplier 1.0 .only 1 / sqrt.8. has a counterpart",
+        ),
         ({"text_config": {"model_type": "gemma3_text"}}, "text_config: model_type 'gemma3_text'"),
         ({"model_type": "mixtral", "num_experts_per_tok": 2}, "lacks 'num_local_experts'"),
     ],

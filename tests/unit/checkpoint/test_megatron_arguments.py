@@ -124,8 +124,10 @@ YARN = {
         ({"position_embedding_type": "yarn"}, {**YARN, "rope_scaling_factor": 1.0}),
         # latent attention
         (MLA, {**ROPE, "kv_channels": 32, "num_query_groups": 6, "rope_scaling_factor": None}),
-        ({**MLA, "kv_channels": 8, "q_lora_rank": 20}, {"kv_channels": 32, "q_lora_rank": 20}),
-        ({**MLA, "kv_lora_rank": 12, "v_head_dim": 10}, {"kv_lora_rank": 12, "v_head_dim": 10}),
+        (
+            {**MLA, "kv_channels": 8, "q_lora_rank": 20, "kv_lora_rank": 12, "v_head_dim": 10},
+            {"kv_channels": 32, "q_lora_rank": 20, "kv_lora_rank": 12, "v_head_dim": 10},
+        ),
         ({**MLA, "rotary_scaling_factor": 40.0}, {**YARN, "mscale": 1.0, "mscale_all_dim": 0.0}),
         (
             {**MLA, "rotary_scaling_factor": 40, "mscale": 0.7, "mscale_all_dim": 1.3},
@@ -209,7 +211,6 @@ def test_arguments_become_fields(given, expected):
         ({"num_layers": None}, "no num_layers"),
         ({"norm_epsilon": "small"}, "not of its type"),
         # no name of a released flag
-        ({"logit_scaling": 8.0}, "--logit-scaling 8.0"),
         ({"embedding_scale": 8.0, "no_rope_freq": 4}, "--embedding-scale 8.0; --no-rope-freq 4"),
     ],
 )

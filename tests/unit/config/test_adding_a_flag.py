@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 BEFORE = "    sgd_momentum: float = "
 FIELD = '''    nesterov_share: float = flag(
-        0.5, "--nesterov", megatron="absent there", bound=SHARE, needs=SGD, change=STEPS,
+        0.5, "--nesterov", megatron="not in Megatron-LM", bound=SHARE, needs=SGD, change=STEPS,
         deepspeed="optimizer.params.nesterov_share")
     """Share of Nesterov's correction in a step of SGD."""
 '''

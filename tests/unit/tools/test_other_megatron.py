@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,16 @@ def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize("program", ["pretrain_gpt", "mgpt_commands"])
 @pytest.mark.parametrize("regular", [True, False])
-def test_the_program_behind_another_megatron(tmp_path, regular):
+def test_a_program_behind_another_megatron(tmp_path, regular, program):
     """Older Megatron-LM has megatron/__init__.py, and comes first on the path. A namespace package
     gives way to ours.
     """
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     if regular:
         (tmp_path / "megatron" / "__init__.py").write_text("")
-    done = run("import pretrain_gpt", tmp_path, ROOT)
+    done = run(f"import {program}", tmp_path, ROOT)
     if not regular:
         assert done.returncode == 0, done.stderr
         return
@@ -53,3 +55,12 @@ def test_a_module_that_nobody_has(tmp_path):
     assert done.stderr.splitlines()[-1].startswith(
         "ModuleNotFoundError: No module named 'megatron.nothing'"
     )
+
+
+def test_every_command_is_behind_the_check():
+    """The modules that commands import are outside of `megatron`, and check which one is found."""
+    commands = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    modules = {name: target.split(":") for name, target in commands.items()}
+    assert modules.pop("mgpt-pretrain") == ["pretrain_gpt", "main"]
+    for module, tool in modules.values():
+        assert module == "mgpt_commands" and (ROOT / "tools" / f"{tool}.py").exists()

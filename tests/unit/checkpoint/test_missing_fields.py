@@ -1,0 +1,75 @@
+"""A field that config.json leaves out has transformers' own default, in every family: importing
+without it gives the model of the file that transformers writes for it, or is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from test_huggingface import CASES, VOCAB
+from test_lost_fields import MODELS
+
+from megatron.config.groups import ModelConfig
+from megatron.interop.families import FAMILIES
+from megatron.interop.huggingface import _our_fields, their_config
+
+transformers = pytest.importorskip("transformers")
+
+BY_SOFTMAX = {
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": True,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+}
+# The models of each family: those of the tests of logits, and DeepSeek's.
+OF_FAMILY: dict[str, list[ModelConfig]] = {kind: [] for kind in FAMILIES}
+for name, (_, _, kind) in CASES.items():
+    OF_FAMILY[kind].append(MODELS[name])
+for kind in ("deepseek_v3", "deepseek_v2", "glm4_moe_lite"):
+    changes: dict[str, Any] = BY_SOFTMAX if kind == "deepseek_v2" else {}
+    OF_FAMILY[kind] = [
+        MODELS["deepseek dense"],
+        dataclasses.replace(MODELS["deepseek"], **changes),
+    ]
+
+
+def read(kind: str, config: dict) -> dict | None:
+    """Our fields of a config.json; None where it is refused."""
+    faults: list[str] = []
+    try:
+        fields = _our_fields(kind, config, faults)
+    except KeyError:
+        return None
+    return None if faults else fields
+
+
+def left_out(config: dict, base: str) -> list[tuple[str, ...]]:
+    """Which fields are left out: each one, and those of rotary positions together."""
+    single = [(field,) for field in config if field not in ("model_type", "architectures")]
+    return [*single, ("rope_parameters", base), ("rope_parameters", "rope_scaling", base)]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_fields_that_are_left_out(kind):
+    family = FAMILIES[kind]
+    architecture = getattr(transformers, family.architecture)
+    compared = 0
+    wrong = []
+    for model in OF_FAMILY[kind]:
+        whole = their_config(kind, model, VOCAB)
+        for names in left_out(whole, family.base):
+            short = {name: value for name, value in whole.items() if name not in names}
+            ours = read(kind, short)
+            if ours is None:
+                continue
+            compared += 1
+            del short["architectures"]
+            theirs = read(kind, architecture.config_class(**short).to_dict())
+            if ours != theirs:
+                differ = {n for n in ours if theirs is None or ours[n] != theirs.get(n)}
+                wrong.append((names, differ))
+    assert not wrong
+    assert compared > 10
