@@ -6,8 +6,18 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
-import mgpt_commands  # noqa: F401 (exits where another package `megatron` is found)
+import megatron
+
+_ours = Path(__file__).resolve().with_name("megatron")
+if _ours not in (Path(folder).resolve() for folder in megatron.__path__):
+    sys.exit(
+        f"`import megatron` finds {', '.join(megatron.__path__)}, another package, and not {_ours} "
+        "(megatron-gpt-pretrain): two packages named megatron cannot share an environment; remove "
+        "the other one from PYTHONPATH, or use one environment for each"
+    )
+
 from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.derive import POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
