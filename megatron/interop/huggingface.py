@@ -188,23 +188,28 @@ def their_config(kind: str, model: ModelConfig, vocab_size: int) -> JsonObject:
     for field, value in zip((*family.biases, family.qk_norm), (*has_bias, model.qk_layernorm)):
         if isinstance(field, str):
             config[field] = value
-    if family.key_value_heads is not None:
-        config[family.key_value_heads] = model.num_query_groups
-    if family.latent:
-        config |= {
-            "q_lora_rank": model.q_lora_rank,
-            "num_key_value_heads": config["num_attention_heads"],
-        }
-    if family.head_dim and not family.latent:
-        config["head_dim"] = model.kv_channels
-    if family.scores is not None:
-        config[family.scores] = (model.kv_channels or 1) ** -0.5
+    config |= _their_heads(family, model)
     if family.window is not None:
         config |= _their_window(family, model)
     if family.rotary:
         config |= their_rotary(family, model)
     if family.experts is not None:
         config |= their_experts(family, model)
+    return config
+
+
+def _their_heads(family: Family, model: ModelConfig) -> JsonObject:
+    """Numbers and widths of heads."""
+    if family.latent:
+        heads = model.num_attention_heads
+        return {"q_lora_rank": model.q_lora_rank, "num_key_value_heads": heads}
+    config: JsonObject = {}
+    if family.key_value_heads is not None:
+        config[family.key_value_heads] = model.num_query_groups
+    if family.head_dim:
+        config["head_dim"] = model.kv_channels
+    if family.scores is not None:
+        config[family.scores] = (model.kv_channels or 1) ** -0.5
     return config
 
 

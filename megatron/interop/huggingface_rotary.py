@@ -14,8 +14,9 @@ from megatron.interop.families import DEFAULTS, Family
 
 # Kinds of scaling that no rotary table here has.
 REASONS = {
-    "longrope": "a factor for each channel, by two lists for short and for long sequences",
-    "dynamic": "a base that follows the length of each sequence",
+    "longrope": "a factor for each channel, by two lists for short and for long sequences, has no "
+    "counterpart; ",
+    "dynamic": "a base that follows the length of each sequence has no counterpart; ",
 }
 
 
@@ -63,10 +64,9 @@ def our_rotary(family: Family, config: JsonObject, faults: list[str]) -> JsonObj
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     scaling = {name: value for name, value in given.items() if value is not None}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", *family.scalings):
-        known = ", ".join(("default", *family.scalings))
-        reason = f"{REASONS[kind]}, has no counterpart; " if kind in REASONS else ""
-        faults.append(f"rope_type {kind!r} ({reason}known: {known})")
+    if kind not in (known := ("default", *family.scalings)):
+        reason = REASONS.get(kind, "")
+        faults.append(f"rope_type {kind!r} ({reason}known: {', '.join(known)})")
     base = scaling.get("rope_theta", _first(config.get(family.base), _default(family, family.base)))
     fields: JsonObject = {
         "position_embedding_type": "rope",

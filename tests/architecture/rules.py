@@ -41,8 +41,11 @@ LONGEST_FILE = 850  # lines of at most 100 columns; the aim is 500
 LARGEST_FUNCTION = 350  # syntax nodes; kernels that Triton compiles may have more
 # data, one entry a line: any length
 TABLES = {"megatron/config/compatibility.py", "megatron/config/groups.py"}
-# optional libraries by a name that they are given; kernels
-COMPUTED_IMPORTS = {"megatron/data/tokenizer.py", "kernels/apex.py", "kernels/tools/manifest.py"}
+# optional libraries by a name that they are given; kernels; the tools of commands
+COMPUTED_IMPORTS = {
+    *("megatron/data/tokenizer.py", "kernels/apex.py", "kernels/tools/manifest.py"),
+    "mgpt_commands.py",
+}
 PICKLE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 PICKLE_CALLS = {"torch.load", "torch.save", "numpy.load", "np.load"}
 # times others' formats; what it writes is deleted unread
