@@ -152,7 +152,7 @@ def _our_deepseek(family: Family, config: JsonObject, faults: list[str]) -> Json
     if _is_softmax(family) and method not in (None, _v2_method(groups)):
         faults.append(f"topk_method {method!r} with n_group {groups}")
     if groups > 1:
-        taken = _required(family.defaults | config, "topk_group")
+        taken = _required(dict(family.defaults) | config, "topk_group")
         judged_by = 1 if _is_softmax(family) else 2
         if k // taken != judged_by:
             faults.append(

@@ -14,9 +14,11 @@ from megatron.config.groups import ModelConfig
 from megatron.config.validate import resolve
 from megatron.interop.huggingface import family_of
 
-LLAMA = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+LLAMA = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
     --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --normalization RMSNorm --swiglu
-    --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights"""
+    --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
+"""
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 16"
 SHARED = f"{EXPERTS} --moe-shared-expert-intermediate-size 32"
 # Settings that a model may have instead of Llama's; a leading `-` takes a flag out.
