@@ -72,10 +72,11 @@ for part in PARITY:
     FIGURES[f"{part}.minutes"] = lambda part=part: f"{result(part)['minutes']:.0f}"
 FIGURES["parity.all"] = lambda: f"{sum(len(result(part)['equal']) for part in PARITY):,}"
 FIGURES["parity.off"] = lambda: f"{sum(len(result(part)['off']) for part in PARITY)}"
-FIGURES["mutants"] = lambda: f"{len(result('parity_mutants'))}"
-FIGURES["mutants.found"] = lambda: (
-    f"{sum(bool(row['caught by']) for row in result('parity_mutants').values())}"
-)
+for kind, name in (("layout", "mutants"), ("meaning", "meaning")):
+    for column, ending in (("mutant", ""), ("full", ".found"), ("default", ".default")):
+        FIGURES[name + ending] = lambda kind=kind, column=column: (
+            f"{sum(bool(row[column]) for row in result('mutants') if row['kind'] == kind)}"
+        )
 FIGURES["random.cases"] = lambda: f"{result('random_rows')['cases']}"
 FIGURES["random.resumed"] = lambda: f"{result('random_rows')['resumed in another layout']}"
 FIGURES["random_memory.dense"] = lambda: f"{result('random_memory')['dense']['cases']}"

@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
@@ -68,18 +68,8 @@ class Hang(AssertionError):
     """A function did not end in time; the message says where each late rank stands."""
 
 
-def forget(packages: Iterable[str]) -> None:
-    """Unload packages, so that they are imported from the path of the next task."""
-    if "kernels.lang" in sys.modules:
-        sys.modules["kernels.lang"].LIBRARY._destroy()  # its operators are registered again
-    for name in list(sys.modules):
-        if name.partition(".")[0] in packages:
-            del sys.modules[name]
-
-
-def serve(rank: int, size: int, folder: str, pipe: Connection, forgotten: tuple[str, ...]) -> None:
+def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
     """One rank's process: run what comes through the pipe until it closes."""
-    forget(forgotten)
     gc.freeze()  # runs collect garbage several times: what was imported stays
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent closes the world
     if sys.platform == "linux":
@@ -147,11 +137,10 @@ def turn_file(session: str) -> Path:
 
 
 class World:
-    """`size` processes, started at the first run, which import the packages `forgotten` anew."""
+    """`size` processes, started at the first run."""
 
-    def __init__(self, size: int, forgotten: tuple[str, ...] = ()):
+    def __init__(self, size: int):
         self.size = size
-        self.forgotten = forgotten
         self.processes: list[multiprocessing.Process] = []
         self.pipes: list[Connection] = []
         self.folder: tempfile.TemporaryDirectory | None = None
@@ -194,7 +183,7 @@ class World:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=serve,
-                    args=(rank, self.size, self.folder.name, theirs, self.forgotten),
+                    args=(rank, self.size, self.folder.name, theirs),
                     daemon=True,
                     name=f"rank{rank}",
                 )
@@ -246,9 +235,11 @@ class World:
         """Where a rank's Python stands."""
         os.kill(self.processes[rank].pid, signal.SIGUSR2)
         path, end = Path(self.folder.name, f"stack{rank}"), time.monotonic() + 1
-        while not (path.exists() and path.stat().st_size) and time.monotonic() < end:
+        text = before = ""
+        while (not text or text != before) and time.monotonic() < end:  # it is written in parts
             time.sleep(0.05)
-        return f"rank {rank}:\n{path.read_text() if path.exists() else '(starting)'}"
+            before, text = text, path.read_text() if path.exists() else ""
+        return f"rank {rank}:\n{text or '(starting)'}"
 
     def close(self) -> None:
         """Kill the processes; a later run starts new ones."""

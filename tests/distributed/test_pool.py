@@ -21,6 +21,10 @@ def add_ranks(n):
     return os.getpid(), dist.get_rank(), torch.get_num_threads(), x
 
 
+def is_preloaded():
+    return "parity.worker" in sys.modules
+
+
 def sum_over_pairs():
     """Sum of ranks over neighbouring pairs."""
     groups = [dist.new_group([i, i + 1]) for i in range(0, dist.get_world_size(), 2)]
@@ -47,6 +51,15 @@ def die_on(rank):
 
 
 PIDS = {}
+
+
+def test_ranks_are_forked_with_the_trainer():
+    """Each would else import it, which takes longer than most cases."""
+    world = World(1)
+    try:
+        assert world.run(is_preloaded) == [True]
+    finally:
+        world.close()
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -1,31 +1,29 @@
-"""Shows that each mutant of meaning is found:
-
-    python tests/oracle/find_mutants.py [NAME ...]
+"""Finds a mutant of meaning by the case or the test that is named for it; tests/mutants.py prints
+the table of all.
 
 A mutant must run: one that raises an exception is no silent change. What finds it must be far
 above the tolerance: a difference of FAR in a float64 case, ten times the bound in a narrow one, or
-another count, rate or skipped step. Exit code 1 when a mutant survives.
+another count, rate or skipped step.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import io
 import math
 import re
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
+
+import pytest
+from oracle.cases import CASES, Case
+from oracle.compare import COUNTS, EXACT, RATES, differences, expected, narrow_bound
+from oracle.mutants import Mutant
+from oracle.settings import read
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import pytest  # noqa: E402
-from oracle.cases import CASES, Case  # noqa: E402
-from oracle.compare import COUNTS, EXACT, RATES, differences, expected, narrow_bound  # noqa: E402
-from oracle.mutants import Mutant, all_mutants  # noqa: E402
-from oracle.settings import read  # noqa: E402
-
 FAR = 1e3 * EXACT
 NUMBER = r"(-?[\d.]+(?:e[-+]?\d+)?|nan|inf)"
 VALUES = re.compile(rf"iteration \d+: (?:the console's )?(.+?) {NUMBER}, expected {NUMBER}$")
@@ -87,7 +85,7 @@ def found_by(mutant: Mutant, case: Case) -> Found | None:
 
 
 def failed_test(mutant: Mutant, test: str) -> Found | None:
-    """What fails of a test file under a mutant, the first."""
+    """What fails of a test file under a mutant, the first: by default, else in `full`."""
     failed: list[str] = []
 
     class Listener:
@@ -100,11 +98,16 @@ def failed_test(mutant: Mutant, test: str) -> Found | None:
                 ]
                 failed.append(f"{report.nodeid}: {error[0] if error else 'failed'}")
 
-    with mutant.patch():
-        pytest.main(
-            ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--no-summary", str(ROOT / test)],
-            plugins=[Listener()],
-        )
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--no-summary", ROOT / test]
+    with (
+        mutant.patch(),
+        contextlib.redirect_stdout(io.StringIO()),
+        mock.patch.dict(sys.modules),  # the file imports the mutant, also where it was collected
+    ):
+        sys.modules.pop(Path(test).stem, None)
+        for marks in ((), ("-m", "full and not campaign")):
+            if not failed:
+                pytest.main([*map(str, arguments), *marks], plugins=[Listener()])
     return Found(failed[0].split(": ")[0], failed[0].split(": ", 1)[1], None) if failed else None
 
 
@@ -114,36 +117,3 @@ def find(mutant: Mutant) -> Found | None:
         return failed_test(mutant, mutant.where)
     (case,) = (case for case in CASES if case.name == mutant.where)
     return found_by(mutant, case)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run (default: all)")
-    arguments = parser.parse_args(argv)
-    chosen = [
-        mutant for mutant in all_mutants() if not arguments.names or mutant.name in arguments.names
-    ]
-    survivors = []
-    for mutant in chosen:
-        begun = time.monotonic()
-        try:
-            found = find(mutant)
-        except AssertionError as error:
-            print(error)
-            found = None
-        shown = f"{found.by}: {found.difference[:120]}" if found else "SURVIVED"
-        print(
-            f"{mutant.area}: {mutant.name}: {shown} ({time.monotonic() - begun:.1f} s)", flush=True
-        )
-        survivors += [] if found else [mutant.name]
-    print(
-        f"{len(chosen) - len(survivors)} of {len(chosen)} mutants found"
-        + "".join(f"\n  survived: {name}" for name in survivors)
-    )
-    return 1 if survivors else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

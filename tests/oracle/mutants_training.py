@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from oracle.mutants import MUTANTS, Make, also, mutant, to
+from oracle.mutants import Make, also, mutant, to
 from torch import Tensor
 
 from megatron.data import blend, loader, token_stream
@@ -153,16 +153,13 @@ def _(original):
     return lambda self, sample: original(dataclasses.replace(self, split="train"), sample)
 
 
-@mutant("data", "shares of a blend rounded down", "tests/unit/data/test_blend.py", loader, "quotas")
+@mutant("data", "shares of a blend rounded down", "tests/unit/data/test_blend.py", blend, "quotas")
 def _(original):
     def quotas(weights, names):
         shares = [int(weight / sum(weights) * blend.PATTERN) for weight in weights]
         return [*shares[:-1], blend.PATTERN - sum(shares[:-1])]
 
     return quotas
-
-
-MUTANTS[-1] = MUTANTS[-1]._replace(patches=((blend, "quotas", MUTANTS[-1].patches[0][2]),))
 
 
 @mutant("data", "weights of a blend ignored", "resume-new-blend", loader, "quotas")

@@ -1,28 +1,24 @@
-"""Breaks the code on purpose, one place at a time, and shows that the parity table notices: python
-tests/parity/mutants.py [--out FILE] [NAME ...]
+"""Breaks the code on purpose, one place at a time: the table of parity must notice.
 
 Each mutant replaces a piece of code, which must be there exactly once (by its tokens:
-fragments.py), in a temporary copy of the tree; a world of processes that imports the copy runs the
-rows of CI that are named here for it, and the comparison with the healthy one-process run must find
-fault with one of them.
+fragments.py). New ranks put it in and run the default rows that are named here for it; the
+comparison with the healthy one-process run must find fault with one of them. tests/mutants.py
+prints the table of all.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
-import sys
-import tempfile
-import time
+import gc
+import importlib
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
+from types import CodeType, FunctionType
+
+from fragments import replaced
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))  # not ROOT: ranks import a copy of the tree
-
-from fragments import replaced  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -602,17 +598,6 @@ MUTANTS = (
 )
 
 
-TREE = "megatron", "kernels", "parity", "unit"  # what ranks import from the copy, and what uses it
-
-
-def broken_copy(mutant: Mutant, folder: Path) -> Path:
-    """A copy of what a run imports, with the mutation. Raises AssertionError as `mutated` does."""
-    for part in ("megatron", "kernels"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / mutant.file).write_text(mutated(mutant))
-    return folder
-
-
 def mutated(mutant: Mutant) -> str:
     """The file with the mutation. AssertionError when its code is not there exactly once: the list
     is stale.
@@ -623,14 +608,32 @@ def mutated(mutant: Mutant) -> str:
         raise AssertionError(f"{mutant.name}: {mutant.file}: {error}") from None
 
 
-def run_mutated(tree: str, flags: tuple[str, ...], patches: tuple[str, ...]):
-    """run_case of the copy."""
-    from parity.worker import run_case
+def functions_of(code: CodeType) -> Iterator[CodeType]:
+    """The functions of a module and of its classes, in their order."""
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            is_function = each.co_flags & inspect.CO_OPTIMIZED
+            yield from (each,) if is_function else functions_of(each)
 
-    import megatron
 
-    assert Path(megatron.__file__).is_relative_to(tree), f"{megatron.__file__} is not the mutant"
-    return run_case(flags, patches)
+def put_in(mutant: Mutant) -> None:
+    """Gives the functions of the file the code of the mutation, so that this process is the mutant
+    whatever has imported them.
+    """
+    module = importlib.import_module(mutant.file.removesuffix(".py").replace("/", "."))
+    healthy, broken = (
+        functions_of(compile(text, mutant.file, "exec", dont_inherit=True))
+        for text in ((ROOT / mutant.file).read_text(), mutated(mutant))
+    )
+    new = {
+        (old.co_qualname, old.co_firstlineno): code
+        for old, code in zip(healthy, broken, strict=True)
+    }
+    gc.unfreeze()  # `get_objects` leaves out what is frozen (distributed/pool.py)
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__module__ == module.__name__:
+            code = function.__code__
+            function.__code__ = new.get((code.co_qualname, code.co_firstlineno), code)
 
 
 def caught_by(mutant: Mutant) -> tuple[str, str] | None:
@@ -638,70 +641,20 @@ def caught_by(mutant: Mutant) -> tuple[str, str] | None:
     from distributed.pool import Hang, RankError, World
     from parity.compare import faults_of
     from parity.layouts import ci_rows
+    from parity.worker import run_case
 
     rows = {str(row): row for row in ci_rows()}
-    with tempfile.TemporaryDirectory(prefix="mutant_") as folder:
-        tree = str(broken_copy(mutant, Path(folder)))
-        path = [tree, *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
-        worlds: dict[int, World] = {}
+    for name in mutant.rows:
+        row = rows[name]
+        world = World(row.world)  # ranks that no other mutant was put into
         try:
-            for name in mutant.rows:
-                row = rows[name]
-                world = worlds.setdefault(row.world, World(row.world, TREE))
-                try:
-                    with mock.patch.object(sys, "path", path):
-                        outcomes = world.run(run_mutated, tree, row.flags(layout=True), row.patches)
-                except (Hang, RankError) as error:
-                    if "is not the mutant" in str(error):
-                        raise
-                    return name, str(error).strip().splitlines()[-1]
-                if faults := faults_of(row, outcomes):
-                    return name, faults[0]
+            world.run(put_in, mutant)
+            try:
+                outcomes = world.run(run_case, row.flags(layout=True), row.patches)
+            except (Hang, RankError) as error:
+                return name, str(error).strip().splitlines()[-1]
         finally:
-            for world in worlds.values():
-                world.close()
+            world.close()
+        if faults := faults_of(row, outcomes):
+            return name, faults[0]
     return None
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run (default: all)")
-    parser.add_argument("--out", help="write the results to this JSON file")
-    arguments = parser.parse_args(argv)
-    results, survivors = {}, []
-    for mutant in MUTANTS:
-        if arguments.names and mutant.name not in arguments.names:
-            continue
-        begun, caught = time.monotonic(), caught_by(mutant)
-        row, fault = caught or (None, "")
-        results[mutant.name] = {
-            "file": mutant.file,
-            "old": mutant.old,
-            "new": mutant.new,
-            "caught by": row,
-            "fault": fault,
-        }
-        survivors += [] if caught else [mutant.name]
-        print(
-            (
-                f"{mutant.name}: {f'caught by {row}: {fault[:150]}' if caught else 'SURVIVED'} "
-                f"({time.monotonic() - begun:.1f} s)"
-            ),
-            flush=True,
-        )
-    if arguments.out:
-        Path(arguments.out).write_text(json.dumps(results, indent=1) + "\n")
-    print(
-        f"{len(results) - len(survivors)} of {len(results)} mutants caught"
-        + (f"; survived: {', '.join(survivors)}" if survivors else "")
-    )
-    return 1 if survivors else 0
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    import parity.mutants  # under the name by which the ranks find its functions
-
-    sys.exit(parity.mutants.main())

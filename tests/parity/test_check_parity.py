@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from parity.mutants import MUTANTS, ROOT, broken_copy
+from parity.mutants import MUTANTS, ROOT, mutated
 
 sys.path.insert(0, str(ROOT / "tools"))
 from check_parity import main, read_layout  # noqa: E402
@@ -41,9 +41,10 @@ def test_two_layouts_are_noise(tmp_path, capsys):
 @pytest.mark.full
 def test_a_mutant_is_a_bug(tmp_path):
     mutant = next(mutant for mutant in MUTANTS if "input gradients" in mutant.name)
-    broken_copy(mutant, tmp_path)
     shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
-    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    for part in ("megatron", "kernels", "tools"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    (tmp_path / mutant.file).write_text(mutated(mutant))
     done = subprocess.run(
         [
             sys.executable,

@@ -257,9 +257,10 @@ def test_blend_change_mid_run_goes_on_in_each_source(tmp_path):
 def test_eod_masks_and_resets(tmp_path):
     prefix = make(tmp_path / "x", 300)
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-    batch = build(
-        config(train_data_path=(prefix,), eval_iters=0, seq_length=64, **flags)
-    ).train.batch(0, 20)
+    source = build(config(train_data_path=(prefix,), eval_iters=0, seq_length=64, **flags)).train
+    batch = source.batch(0, 20)
+    assert source.valid_tokens(3, 17) == batch.loss_mask[3:].sum()  # not that of the labels
+    assert (batch.labels[3:] == EOD).sum() != (batch.tokens[3:] == EOD).sum()
     assert batch.document_starts.dtype == torch.int32
     assert (batch.tokens == EOD).sum() > 20
     for row in range(20):

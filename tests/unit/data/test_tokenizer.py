@@ -121,6 +121,10 @@ def test_sentencepiece_without_eos(files):
         == "<eod>"
     )
     sentencepiece.SentencePieceTrainer.train(model_prefix=str(files / "none"), **settings)
+    sentencepiece.SentencePieceTrainer.train(
+        model_prefix=str(files / "both"), user_defined_symbols=["<eod>"], **settings | {"eos_id": 2}
+    )
+    assert build("SentencePieceTokenizer", files, "both.model").eod == 2  # its own, not <eod>
     with pytest.raises(ValueError, match="none.model: has none of the end-of-document tokens"):
         build("SentencePieceTokenizer", files, "none.model")
 

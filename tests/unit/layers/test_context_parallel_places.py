@@ -1,12 +1,18 @@
-"""Which positions context-parallel ranks hold: each once, and as much work for all of them."""
+"""Which positions context-parallel ranks hold: each once, and as much work for all of them; and
+which heads ranks that exchange them have.
+"""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import ArgumentErrors
 from megatron.config.validate import resolve
-from megatron.layers.context_parallel import places_of
+from megatron.layers import context_parallel
+from megatron.layers.context_parallel import heads_for_sequence, places_of
 
 
 def visible_pairs(places, starts, window=None):
@@ -152,3 +158,19 @@ def test_zero_shards_over_all_ranks_that_hold_the_same_parameters():
     )
     with pytest.raises(ArgumentErrors, match="must divide the 8 data- x context-parallel ranks"):
         resolve(parse_arguments(shared.replace("size 4", "size 3").split()).config, 8, 100)
+
+
+@pytest.mark.parametrize(
+    "heads, groups, ranks", [(8, 2, 4), (8, 1, 2), (12, 3, 6), (8, 4, 2), (8, 8, 4)]
+)
+def test_a_rank_has_the_keys_that_its_query_heads_read(monkeypatch, heads, groups, ranks):
+    """Also with fewer key/value heads than ranks. Every head holds the number of its group."""
+    q = (torch.arange(heads) // (heads // groups)).view(1, 1, heads, 1)
+    k = torch.arange(groups).view(1, 1, groups, 1)
+    for rank in range(ranks):
+        sent_to_rank = SimpleNamespace(apply=lambda x, axis, to_heads: x[:, :, rank])
+        monkeypatch.setattr(context_parallel, "_AllToAll", sent_to_rank)
+        own_q, own_k, own_v = heads_for_sequence(q, k, k + 100, SimpleNamespace(size=ranks))
+        assert own_q.shape[2] == heads // ranks
+        read = own_k.repeat_interleave(own_q.shape[2] // own_k.shape[2], 2)
+        assert torch.equal(read, own_q) and torch.equal(own_v, own_k + 100)
