@@ -319,6 +319,9 @@ def test_ids_beyond_the_vocabulary(tmp_path):
         match=r"known\.bin: its largest token id, \d+, lies outside the vocabulary of 501",
     ):
         build(config(train_data_path=(known,), eval_iters=0))
+    with pytest.raises(DataError, match="token id, 500, lies outside the vocabulary of 500"):
+        edge = make(tmp_path / "edge", 100)
+        build(config(train_data_path=(edge,), eval_iters=0, vocab_size=VOCAB - 1))
     data = build(config(train_data_path=(unknown,), eval_iters=0))
     assert any("unknown: has no sidecar" in note and "--check-data" in note for note in data.notes)
     with pytest.raises(DataError, match=r"unknown\.bin, byte \d+: token id \d+ lies outside"):

@@ -368,6 +368,11 @@ def test_other_shapes():
     assert schedule("inverse-square-root").learning_rate(160) == pytest.approx(
         1.5e-4 * math.sqrt(40 / 160)
     )
+    root = "inverse-square-root"
+    assert schedule(root).learning_rate(4 * 101) == 1e-5  # after the decay
+    assert schedule(root, min_lr=1e-4).learning_rate(160) == 1e-4
+    alone = schedule(root, lr_warmup_iters=0)
+    assert alone.learning_rate(160) == pytest.approx(1.5e-4 * math.sqrt(1 / 160))
     assert schedule("cosine", lr_warmup_init=1e-6).learning_rate(4) == pytest.approx(
         1e-6 + (1.5e-4 - 1e-6) * 0.1
     )
@@ -462,6 +467,11 @@ def test_loss_scaler():
     twin = LossScaler(scaler.config)
     twin.load(scaler.state())
     assert vars(twin) == vars(scaler)
+    largest = LossScaler(
+        PrecisionConfig(fp16=True, initial_loss_scale=2.0**127, loss_scale_window=1)
+    )
+    largest.update(False)
+    assert largest.scale == 2.0**127  # fp32 holds no larger power
     constant = LossScaler(PrecisionConfig(fp16=True, loss_scale=128.0))
     constant.update(True)
     assert constant.scale == 128 and LossScaler(PrecisionConfig(bf16=True)).scale == 1
