@@ -10,8 +10,8 @@ processes (`gloo_world`), with `each_axis`:
 - always: ids of rows that the default command runs as well.
 
 Its default rows show every trait that any of its rows of at most MOST_RANKS ranks shows: with
-`pairs` every pair of values of two parameters or, in the tables of parity, of a feature or
-precision and an axis of the layout. What a new feature or layout needs is therefore chosen without
+`pairs` every pair of values of two parameters or, in the tables of parity, of a feature and an axis
+of the layout, and each precision. What a new feature or layout needs is therefore chosen without
 being listed.
 """
 
@@ -80,8 +80,8 @@ def axes(layout: str) -> set[str]:
 
 
 def traits_of_row(layout: str, *features: str) -> Traits:
-    """Of a row of the table of parity: each feature (and precision) with each axis and with each
-    other, each pair of schedule and ZeRO stage, and the other words of the layout.
+    """Of a row of the table of parity: each feature with each axis and with each other, each pair
+    of schedule and ZeRO stage, and the other words of the layout.
     """
     words = layout.split()
     fine = [word for word in words if FINE.fullmatch(word)]
@@ -124,7 +124,8 @@ def pairs(parameters: dict[str, Any]) -> Traits:
     """The pairs of values that a row of a table shows; of one parameter alone, its values."""
     for value in parameters.values():
         if hasattr(value, "layout"):
-            return traits_of_row(value.layout, value.feature, value.precision)
+            # a narrow run takes three in one process and more steps: each pair is seen by `full`
+            return traits_of_row(value.layout, value.feature) | {value.precision}
     given = {name: repr(value) for name, value in parameters.items()}
     if "layout" in given:
         del given["layout"]

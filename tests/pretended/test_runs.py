@@ -53,7 +53,7 @@ OFTEN = (
     "sample text",
     "short",
 )  # the others are a campaign
-DEFAULT = ("fp16", "zero 3", "experts, pairs", "context parallel, ring, documents")
+DEFAULT = ("fp16", "zero 3", "experts, pairs")
 WAITS = ("item", "pageable", "number", "not pinned", "mask", "synchronize", "backward")
 SHARE = 0.7  # of an iteration's operations: the forward and backward passes have more
 
