@@ -287,6 +287,7 @@ def test_all_is_formatted():
     ]
 
 
+@pytest.mark.full
 def test_types():
     """mypy finds nothing (settings: pyproject.toml)."""
     pytest.importorskip("mypy")

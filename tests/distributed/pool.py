@@ -35,6 +35,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
 from pathlib import Path
@@ -58,6 +59,21 @@ PRELOAD = (
 )
 GRACE = 3.0  # seconds that the other ranks get to report after the first failure
 PR_SET_PDEATHSIG = 1  # from Linux's sys/prctl.h
+
+
+def warm_context() -> multiprocessing.context.ForkServerContext:
+    """Its processes are forked off one that has imported PRELOAD."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        # where it finds PRELOAD
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+    }
+    with mock.patch.dict(os.environ, variables):
+        forkserver.ensure_running()
+    return context
 
 
 class RankError(AssertionError):
@@ -169,28 +185,20 @@ class World:
         return answers
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
+        context = warm_context()
         self.folder = tempfile.TemporaryDirectory(prefix="gloo_world_")
-        variables = {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            # where the process that they are forked off finds PRELOAD
-            "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
-        }
-        with mock.patch.dict(os.environ, variables):
-            for rank in range(self.size):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=serve,
-                    args=(rank, self.size, self.folder.name, theirs),
-                    daemon=True,
-                    name=f"rank{rank}",
-                )
-                process.start()
-                theirs.close()
-                self.processes.append(process)
-                self.pipes.append(ours)
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=serve,
+                args=(rank, self.size, self.folder.name, theirs),
+                daemon=True,
+                name=f"rank{rank}",
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
 
     def _collect(self, timeout: float) -> list[Any]:
         end = time.monotonic() + timeout

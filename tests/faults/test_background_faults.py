@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from disk_model import CALLS, Disk
 from kill_writer import campaign, check, children, start_rank, verdict
-from saving_jobs import JOBS, SAVES, contents, step
+from saving_jobs import JOBS, SAVES, Job, contents, step
 from test_kill_writer import only, recoveries
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "checkpoint"))
@@ -41,59 +41,47 @@ from megatron.distributed.groups import Axis
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def wrong(kills: int, seed: int, job: Job, folder: Path, **settings) -> list[str]:
+    """What a campaign finds."""
+    return campaign(kills, seed, job, folder, lambda line: None, **settings)
+
+
+def caught(kills: int, job: Job, folder: Path, **settings) -> bool:
+    """Whether one of six campaigns finds something: when a kill strikes depends on the machine's
+    speed.
+    """
+    return any(wrong(kills, seed, job, folder / str(seed), **settings) for seed in range(1, 7))
+
+
+@pytest.mark.full
 def test_random_kills_of_trainer_and_writer(tmp_path):
-    assert (
-        campaign(8, 1, JOBS["async"]["real"], tmp_path / "run", lambda line: None, mode="async")
-        == []
-    )
+    assert wrong(8, 1, JOBS["async"]["real"], tmp_path / "run", mode="async") == []
 
 
 def test_random_kills_of_either_of_two_ranks(tmp_path):
-    assert (
-        campaign(
-            4, 3, JOBS["async"]["real"], tmp_path / "run", lambda line: None, ranks=2, mode="async"
-        )
-        == []
-    )
+    assert wrong(4, 3, JOBS["async"]["real"], tmp_path / "run", ranks=2, mode="async") == []
 
 
-def caught(kills: int, job: list[str], folder: Path, **settings) -> bool:
-    """Whether campaigns of so many kills find something, of which a few are begun: when a kill
-    strikes depends on the machine's speed.
-    """
-    return any(
-        campaign(kills, seed, job, folder / str(seed), lambda line: None, **settings)
-        for seed in range(1, 7)
-    )
-
-
-@pytest.mark.parametrize("mutant", ["early", "uncopied"])
+@pytest.mark.parametrize("mutant", [pytest.param("early", marks=pytest.mark.full), "uncopied"])
 def test_the_campaign_catches_a_bad_background_save(tmp_path, mutant):
     assert caught(5, JOBS["async"][mutant], tmp_path, mode="async")
 
 
+@pytest.mark.full
 def test_random_kills_and_lost_nodes_in_two_tiers(tmp_path):
-    assert (
-        campaign(
-            4, 1, JOBS["local"]["real"], tmp_path / "run", lambda line: None, ranks=2, mode="local"
-        )
-        == []
-    )
+    assert wrong(4, 1, JOBS["local"]["real"], tmp_path / "run", ranks=2, mode="local") == []
 
 
+@pytest.mark.full
 def test_the_campaign_catches_nodes_without_partners(tmp_path):
     assert caught(4, JOBS["local"]["alone"], tmp_path, ranks=2, mode="local")
 
 
 def test_random_kills_and_lost_nodes_of_a_set(tmp_path):
-    assert (
-        campaign(
-            3, 4, JOBS["local"]["xor"], tmp_path / "run", lambda line: None, ranks=3, mode="local"
-        )
-        == []
-    )
+    assert wrong(3, 4, JOBS["local"]["xor"], tmp_path / "run", ranks=3, mode="local") == []
 
 
+@pytest.mark.full
 def test_the_campaign_catches_incomplete_parities(tmp_path):
     assert caught(3, JOBS["local"]["half-xor"], tmp_path, ranks=3, mode="local")
 
@@ -148,11 +136,15 @@ def traces(root: Path) -> list[str]:
     return [path.name for path in root.iterdir() if path.name.startswith(".")]
 
 
-def test_the_writer_dies_before_any_of_its_calls(tmp_path, monkeypatch):
+EVERY_CALL = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.full)])
+
+
+@EVERY_CALL
+def test_the_writer_dies_before_its_calls(tmp_path, monkeypatch, every):
     """The save fails, or was complete; the next one succeeds, and nothing is left."""
     monkeypatch.setattr(saving_jobs, "SHAPES", {"w": (40, 8)})
     outcomes = []
-    for number in range(100):
+    for number in range(0, 100, every):
         root = tmp_path / str(number)
         with ExitStack() as stack:
             with writers_begin_with(before_call(number, "os.kill(os.getpid(), signal.SIGKILL)")):
@@ -166,7 +158,7 @@ def test_the_writer_dies_before_any_of_its_calls(tmp_path, monkeypatch):
                 "iteration 1 was NOT saved" in line
                 and "the process that writes checkpoints was killed by signal 9" in line
             )
-            if number % 3 == 0:
+            if every > 1 or number % 3 == 0:
                 saver.save(2, *contents(2))
                 assert saver.finalize() and verdict(root, 2) == (2, None) and traces(root) == []
     assert 12 < number < 99
@@ -180,11 +172,12 @@ def lone_trainer(root: Path, first: int, ranks: Ranks, tell) -> None:
         saver.finalize()
 
 
-def test_the_trainer_dies_at_calls_of_its_writer(tmp_path, monkeypatch):
+@EVERY_CALL
+def test_the_trainer_dies_at_calls_of_its_writer(tmp_path, monkeypatch, every):
     """And takes the writer with it."""
     monkeypatch.setattr(saving_jobs, "SHAPES", {"w": (40, 8)})
     recovered = []
-    for number in range(0, 100, 3):
+    for number in range(0, 100, every):
         root, pipe = tmp_path / str(number), os.pipe()
         with writers_begin_with(
             before_call(number, "os.kill(os.getppid(), signal.SIGKILL); signal.pause()")

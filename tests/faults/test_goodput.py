@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
-import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from distributed.pool import PRELOAD
 from megatron.tools import goodput as tool
+from programs import Program
 
-import pretrain_gpt
 from megatron.observe.events import EventLog
 from megatron.observe.goodput import CAUSES, ENOUGH, account, goodput, read_events
 from megatron.observe.metrics import Timers
@@ -31,12 +28,10 @@ KILLED_BEHIND = 12, 22, 42  # iterations
 SIGNALLED_BEHIND = 33
 
 
-def train(folder: str, log: str) -> None:
-    """One start of the run, in a process of its own."""
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    raise SystemExit(pretrain_gpt.main([*FLAGS, "--save", folder, "--load", folder]))
+def start(folder: Path) -> Program:
+    """One start of the run."""
+    flags = [*FLAGS, "--save", str(folder), "--load", str(folder)]
+    return Program(flags, folder.with_suffix(".log"))
 
 
 def iteration(folder: Path) -> int:
@@ -50,22 +45,17 @@ def iteration(folder: Path) -> int:
 def folder(tmp_path_factory):
     """Of a run with all that can happen to it."""
     folder = tmp_path_factory.mktemp("goodput") / "run"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "megatron.training.pretrain"])
     ends = sorted(
         [*((at, signal.SIGKILL) for at in KILLED_BEHIND), (SIGNALLED_BEHIND, signal.SIGUSR1)]
     )
     for at, number in [*ends, (None, None)]:
-        log = str(folder.with_name("log"))
-        process = context.Process(target=train, args=(str(folder), log))
-        process.start()
-        while at is not None and process.is_alive() and iteration(folder) < at:
+        program = start(folder)
+        while at is not None and program.is_alive() and iteration(folder) < at:
             time.sleep(0.005)
         if at is not None:
-            os.kill(process.pid, number)
-        process.join(120)
+            program.kill(number)
         expected = {None: 0, signal.SIGKILL: -signal.SIGKILL, signal.SIGUSR1: 85}[number]
-        assert process.exitcode == expected, Path(log).read_text()
+        assert program.end() == expected, program.output
         time.sleep(0.3)  # the queue of a cluster
     return folder
 

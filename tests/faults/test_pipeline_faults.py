@@ -4,18 +4,12 @@ for what, and of which micro-batch.
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
+from faulty_stage import Ended, Fault, run_with_fault
 
-SCRIPT = str(Path(__file__).with_name("faulty_stage.py"))
 RANKS, TIMEOUT = 3, 9.0  # seconds that a rank waits for another
 LONG = 120.0  # for ranks that are to end before any limit
 FLAGS = f"""--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -26,48 +20,15 @@ FLAGS = f"""--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length
 PATIENT = "--distributed-timeout-minutes", LONG / 60
 
 
-@dataclass
-class Ended:
-    """How one rank ended."""
-
-    code: int
-    after: float | None  # seconds since the fault
-    errors: str
-
-    @property
-    def said(self) -> str:
-        """The last error in its output."""
-        return [line for line in self.errors.splitlines() if "Error: " in line][-1]
-
-
 @pytest.fixture
 def run(tmp_path):
-    """`run(fault, rank, where, *flags)`: the ends of all ranks of a run in which this rank meets a
-    fault; None for one that hangs.
+    """`run(kind, victim, where, *flags)`: how each rank of a run with this fault ended; None for
+    one that hangs.
     """
 
-    def start(*arguments: object) -> list[Ended | None]:
-        command = [
-            sys.executable,
-            SCRIPT,
-            str(tmp_path),
-            str(RANKS),
-            *map(str, arguments[:3]),
-            *FLAGS,
-            *map(str, arguments[3:]),
-        ]
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "TORCHELASTIC_"))
-        }
-        subprocess.run(
-            command,
-            env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            timeout=300,
-            check=True,
-        )
-        return [end and Ended(*end) for end in json.loads((tmp_path / "ends.json").read_text())]
+    def start(kind: str, victim: int, where: str, *flags: object) -> list[Ended | None]:
+        given = [*FLAGS, *map(str, flags)]
+        return run_with_fault(tmp_path, RANKS, Fault(kind, victim, where), given)
 
     return start
 

@@ -4,16 +4,12 @@ after --distributed-timeout-minutes.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from faulty_stage import Fault, run_with_fault
 
-SCRIPT = str(Path(__file__).with_name("faulty_stage.py"))
 TIMEOUT = 6.0  # seconds that a rank waits for another
 SLACK = 25.0  # for the search for the silent one and the end of the programs, on a busy machine
 FLAGS = f"""--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
@@ -49,34 +45,12 @@ CASES = {  # ranks, the one that is stopped, before what, and in what each of th
 
 def run(folder: Path, ranks: int, victim: int, where: str, flags: list[str]) -> dict[int, str]:
     """The last error of each rank but the one that is stopped; checks exit codes and times."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "TORCHELASTIC_"))
-    }
-    command = [
-        sys.executable,
-        SCRIPT,
-        str(folder),
-        str(ranks),
-        "stop",
-        str(victim),
-        where,
-        *FLAGS,
-        *flags,
-    ]
-    subprocess.run(
-        command,
-        env={**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        timeout=120,
-        check=True,
-    )
     said = {}
-    for rank, end in enumerate(json.loads((folder / "ends.json").read_text())):
+    ends = run_with_fault(folder, ranks, Fault("stop", victim, where), [*FLAGS, *flags])
+    for rank, end in enumerate(ends):
         if rank != victim:
-            code, after, errors = end
-            said[rank] = [line for line in errors.splitlines() if "Error: " in line][-1]
-            assert code == 1 and after < TIMEOUT + SLACK, errors
+            said[rank] = end.said
+            assert end.code == 1 and end.after < TIMEOUT + SLACK, end.errors
     return said
 
 

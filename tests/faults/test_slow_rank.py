@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from megatron.config.arguments import parse_arguments
@@ -79,6 +80,7 @@ def stop_now_and_then(process: int, over: threading.Event) -> None:
         time.sleep(RUN)
 
 
+@pytest.mark.full
 def test_slow_ranks_are_named(gloo_world, tmp_path):
     world, results = gloo_world(4), []
     metrics = tmp_path / "metrics.jsonl"

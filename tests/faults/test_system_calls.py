@@ -15,51 +15,47 @@ import pytest
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 
-ONE_SAVE = """
+SAVES = """
 import sys
-sys.path[:0] = [{folder!r}, {tests!r}]
+from pathlib import Path
+sys.path[:0] = {paths!r}
 from saving_jobs import ONE, CheckpointManager, contents, staging_bytes
 from test_background_faults import writers_begin_with
-with writers_begin_with({prologue!r}):
-    saver = CheckpointManager(sys.argv[1], ONE, staging_bytes(contents(1)[0], None))
-    saver.save(1, *contents(1))
-    assert saver.finalize()
-    saver.close()
+for name, prologue in {prologues!r}.items():
+    with writers_begin_with(prologue):
+        memory = staging_bytes(contents(1)[0], None)
+        saver = CheckpointManager(Path(sys.argv[1], name), ONE, memory)
+        saver.save(1, *contents(1))
+        assert saver.finalize()
+        saver.close()
 """
+NO_SYNC = "import os; os.fsync = lambda file: None"  # a mutant's
+CALLS = "trace=openat,pwritev,fsync,rename"
 
 
-def faults_of_order(root: Path, prologue: str = "") -> list[str]:
-    """What is not durable when it must be; `prologue` is executed in the writer before it
-    begins.
-    """
-    log, program = (
-        root.with_suffix(".strace"),
-        ONE_SAVE.format(
-            folder=str(Path(__file__).parent),
-            tests=str(Path(__file__).parents[1]),
-            prologue=prologue,
-        ),
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder that holds `right` and `mutant`, and the calls that made them."""
+    folder = tmp_path_factory.mktemp("saves")
+    log, tests = folder / "strace", Path(__file__).parents[1]
+    program = SAVES.format(
+        paths=[str(tests / "faults"), str(tests)], prologues={"right": "", "mutant": NO_SYNC}
     )
-    command = [
-        "strace",
-        "-f",
-        "-y",
-        "-qq",
-        "-o",
-        str(log),
-        "-e",
-        "trace=openat,pwritev,fsync,rename",
-        sys.executable,
-        "-c",
-        program,
-        str(root),
-    ]
+    tracer = ["strace", "-f", "--seccomp-bpf", "-y", "-qq", "-o", str(log), "-e", CALLS]
     subprocess.run(
-        command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [*tracer, sys.executable, "-c", program, str(folder)],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
+    return folder, log.read_text().splitlines()
+
+
+def faults_of_order(root: Path, lines: list[str]) -> list[str]:
+    """What is not durable when it must be."""
     unsynced: set[str] = set()  # files and folders
     faults, renamed = [], 0
-    for line in log.read_text().splitlines():
+    for line in lines:
         call = line.split(maxsplit=1)[1]
         if str(root) not in call or "= -1" in call:
             continue
@@ -84,10 +80,12 @@ def faults_of_order(root: Path, prologue: str = "") -> list[str]:
     return faults + [f"{path} is not durable in the end" for path in unsynced]
 
 
-def test_all_is_durable_when_it_gets_its_name(tmp_path):
-    assert faults_of_order(tmp_path / "run") == []
+def test_all_is_durable_when_it_gets_its_name(calls):
+    folder, lines = calls
+    assert faults_of_order(folder / "right", lines) == []
 
 
-def test_a_writer_that_does_not_sync_is_seen(tmp_path):
-    found = faults_of_order(tmp_path / "run", "import os; os.fsync = lambda file: None")
+def test_a_writer_that_does_not_sync_is_seen(calls):
+    folder, lines = calls
+    found = faults_of_order(folder / "mutant", lines)
     assert any("shard-00000.safetensors is not durable when" in fault for fault in found)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import ast
-import json
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import pytest
+import torch
 from megatron.benchmarks import checkpoint, training, zero
 from megatron.benchmarks.turn_group import Group
 
 ROOT = Path(__file__).resolve().parents[3]
 
 FAULTS = """
-import resource, torch
-from megatron.distributed.setup import keep_freed_memory
+import resource
 if {ours}:
+    from megatron.distributed.setup import keep_freed_memory
     assert keep_freed_memory()
 def step():
-    torch.zeros(32 << 20, dtype=torch.uint8)
+    b"1" * (32 << 20)  # malloc, and a write to each page
 for _ in range(24):  # small objects split freed blocks at first
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -32,6 +35,13 @@ ANSWER = (
     "import os; input(); print('TURN ' + os.environ['MALLOC_TRIM_THRESHOLD_'].join('[]'), "
     "flush=True)"
 )
+
+
+def peer_module(name: str, monkeypatch: pytest.MonkeyPatch):
+    """A script of benchmarks/peers/; what it imports from there is forgotten with it."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks/peers")
+    with mock.patch.dict(sys.modules):
+        return importlib.import_module(name)
 
 
 def page_faults(ours: bool, environment: dict[str, str]) -> int:
@@ -75,7 +85,7 @@ def test_turns_are_taken_with_them():
         group.end()
 
 
-def test_deepspeed_is_timed_with_its_own_defaults_too():
+def test_deepspeed_is_timed_with_its_own_defaults_too(monkeypatch):
     assert {f"deepspeed-{stage}-default" for stage in range(4)} <= zero.SYSTEMS.keys()
     source = ast.parse((ROOT / "benchmarks/peers/zero_peer.py").read_text())
     knobs = {
@@ -83,21 +93,8 @@ def test_deepspeed_is_timed_with_its_own_defaults_too():
         for node in ast.walk(source)
         if isinstance(node, ast.Constant) and str(node.value).endswith("bucket_size")
     }
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            (
-                "import json, zero_peer as peer; print(json.dumps([peer.zero_settings(2, 99), "
-                "peer.zero_settings(2, None)]))"
-            ),
-        ],
-        cwd=ROOT / "benchmarks/peers",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    small, default = json.loads(run.stdout)
+    peer = peer_module("zero_peer", monkeypatch)
+    small, default = peer.zero_settings(2, 99), peer.zero_settings(2, None)
     assert knobs <= small.keys() and default == {"stage": 2}
 
 
@@ -109,20 +106,11 @@ def test_checkpoints_are_compared_with_equal_threads():
     assert rows["time by raw pwrite's with 2 threads"] == ("ours", "raw pwrite, 2 threads")
 
 
-def test_raw_writes_of_two_threads_hold_every_byte(tmp_path):
-    """Checked in another process, because the module takes its size from the command line."""
-    program = """if True:
-        import sys
-        from pathlib import Path
-        import torch, checkpoint_rank as peer
-        tensors = {name: torch.arange(5.0) + index for index, name in enumerate("abc")}
-        folder = Path(sys.argv[1])
-        peer.SYSTEMS["raw pwrite, 2 threads"](tensors, 3, 4)(folder)
-        files = sorted(folder.iterdir())
-        assert [path.name for path in files] == ["rank-3-0", "rank-3-1"], files
-        assert peer.own_bytes(folder, 3) == 60 and peer.own_bytes(folder, 0) == 0
-        assert files[1].read_bytes() == bytes(peer.raw_bytes(tensors["b"]))
-    """
-    subprocess.run(
-        [sys.executable, "-c", program, tmp_path], cwd=ROOT / "benchmarks/peers", check=True
-    )
+def test_raw_writes_of_two_threads_hold_every_byte(tmp_path, monkeypatch):
+    peer = peer_module("checkpoint_rank", monkeypatch)
+    tensors = {name: torch.arange(5.0) + index for index, name in enumerate("abc")}
+    peer.SYSTEMS["raw pwrite, 2 threads"](tensors, 3, 4)(tmp_path)
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files] == ["rank-3-0", "rank-3-1"], files
+    assert peer.own_bytes(tmp_path, 3) == 60 and peer.own_bytes(tmp_path, 0) == 0
+    assert files[1].read_bytes() == bytes(peer.raw_bytes(tensors["b"]))

@@ -245,6 +245,7 @@ def peak_here(piece: int, *words: object) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.full
 def test_no_whole_model_in_memory(tmp_path):
     size = large_run(tmp_path / "run")
     assert size > 160 << 20

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 from logged import logged, silently
+from programs import Program
 
 from megatron.checkpoint import lease as module
 from megatron.checkpoint.lease import NAME, Owner, read_owner, take_lease
 from megatron.checkpoint.manifest import CheckpointError
 
-ROOT = Path(__file__).resolve().parents[3]
 FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8
 --micro-batch-size 1 --global-batch-size 1 --mock-data
 --tokenizer-type NullTokenizer --vocab-size 15 --lr 1e-3 --log-interval 1 --eval-iters 0
@@ -169,46 +169,29 @@ def test_what_cannot_be_read_counts_by_its_age(tmp_path, content):
 
 
 def test_a_second_run_is_refused_and_one_after_a_kill_starts_by_itself(tmp_path):
-    def start(*flags: str) -> subprocess.Popen:
-        command = [
-            sys.executable,
-            "pretrain_gpt.py",
-            *FLAGS,
-            "--save",
-            str(tmp_path),
-            "--load",
-            str(tmp_path),
-            *flags,
-        ]
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+    root = tmp_path / "run"
 
-    first = start()
-    for line in first.stdout:
-        if "saved checkpoint" in line:
-            break
-    second = start()
-    said = second.communicate(timeout=120)[0]
-    assert (
-        second.returncode == 2
-        and f"--save {tmp_path}: another run is writing there: process {first.pid} on " in said
-    ), said
-    assert (
-        "Traceback" not in said
-        and "resumed-from-iteration" not in (tmp_path / "metrics.jsonl").read_text()
-    )
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
+    def start(name: str, *flags: str) -> Program:
+        given = [*FLAGS, "--save", str(root), "--load", str(root), *flags]
+        return Program(given, tmp_path / name)
+
+    first = start("first")
+    while "saved checkpoint" not in first.output:
+        assert first.is_alive(), first.output
+        time.sleep(0.02)
+    second = start("second")
+    assert second.end() == 2, second.output
+    refusal = f"--save {root}: another run is writing there: process {first.process.pid} on "
+    assert refusal in second.output and "Traceback" not in second.output
+    assert "resumed-from-iteration" not in (root / "metrics.jsonl").read_text()
+    first.kill(signal.SIGKILL)
+    first.end()
     for name in ("metrics.jsonl", NAME):
-        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640, name
-    left = tmp_path / ".tmp-iter-7-0123456789abcdef"
+        assert stat.S_IMODE((root / name).stat().st_mode) == 0o640, name
+    left = root / ".tmp-iter-7-0123456789abcdef"
     left.mkdir()
-    third = start("--exit-interval", "10")
-    said = third.communicate(timeout=120)[0]
-    assert (
-        third.returncode == 0
-        and f"taken over from process {first.pid} on " in said
-        and "loaded checkpoint" in said
-    ), said
-    assert not left.exists() and not (tmp_path / NAME).exists()
+    third = start("third", "--exit-interval", "10")
+    assert third.end() == 0, third.output
+    assert f"taken over from process {first.process.pid} on " in third.output
+    assert "loaded checkpoint" in third.output
+    assert not left.exists() and not (root / NAME).exists()

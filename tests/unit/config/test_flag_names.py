@@ -113,6 +113,7 @@ def test_words_in_another_order_and_abbreviations_are_recognized(flag, meant):
     assert suggestions(flag) == [meant]
 
 
+@pytest.mark.full
 def test_every_foreign_flag_would_get_no_hint_of_another_meaning():
     """As if the table did not have it."""
     names = sorted({key(name) for name in NAMES} - OURS)

@@ -43,6 +43,7 @@ def wait_for(what: Callable[[], object]) -> object:
     return found
 
 
+@pytest.mark.full
 def test_a_killed_study_goes_on_and_repeats_nothing(tmp_path):
     file, folder = tmp_path / "study.yaml", tmp_path / "study"
     file.write_text(STUDY)

@@ -103,6 +103,7 @@ def test_a_stage_that_is_killed_or_crashes_stops_no_other(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.full
 def test_a_part_of_a_script_is_rehearsed_and_recorded(tmp_path):
     lines = run_script(GPU / "first.sh", tmp_path / "out", "ours", "ours-kernels")
     assert outcomes(lines) == {"facts": 0, "ours": 0, "ours-kernels": 1}

@@ -1,0 +1,52 @@
+"""Runs of pretrain_gpt.py in processes forked off a warm server: starting Python and importing
+torch, seconds each time, happens once a session.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from distributed.pool import warm_context
+
+import pretrain_gpt
+
+
+def _train(flags: list[str], log: str) -> None:
+    """The process: its output goes to `log`."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    torch.set_num_threads(1)
+    raise SystemExit(pretrain_gpt.main(flags))
+
+
+class Program:
+    """A running `pretrain_gpt.py FLAGS`. Programs may share a log."""
+
+    def __init__(self, flags: list[str], log: Path) -> None:
+        self.log = log
+        self.process = warm_context().Process(target=_train, args=(flags, str(log)))
+        self.process.start()
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
+
+    def kill(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.process.pid, number)
+
+    def end(self, seconds: float = 120.0) -> int:
+        """Its exit code, negative for a signal. Kills it when it does not end in time."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+            raise AssertionError(f"the run had not ended after {seconds:g} s:\n{self.output}")
+        return self.process.exitcode
