@@ -2,7 +2,7 @@
 
 The folder kernels/ is installed as the package `megatron.kernels`: PyPI has another top-level
 package `kernels`, which `transformers` imports. The modules of tools/ that pyproject.toml names as
-commands are installed as `megatron.tools`.
+commands are installed as `megatron.tools`, with the packages tools/_NAME/ that they are made of.
 """
 
 import tomllib
@@ -16,6 +16,7 @@ TOP_LEVEL = ["mgpt_commands", "pretrain_gpt"]
 COMMANDS = [target.split(":") for target in PROJECT["scripts"].values()]
 TOOLS = sorted(f"megatron.tools.{name}" for module, name in COMMANDS if module == TOP_LEVEL[0])
 PACKAGES = find_packages(include=["megatron", "megatron.*"])
+TOOL_PACKAGES = [f"megatron.tools.{name}" for name in find_packages("tools")]
 
 
 class EditableWheel(editable_wheel):
@@ -34,11 +35,11 @@ class EditableWheel(editable_wheel):
 
 
 setup(
-    packages=[*PACKAGES, "megatron.kernels"],
+    packages=[*PACKAGES, *TOOL_PACKAGES, "megatron.kernels"],
     package_dir={"megatron.kernels": "kernels", "megatron.tools": "tools"},
     package_data={
         "megatron.kernels": ["configurations.json", "measured.json"],
-        "megatron.observe.report": ["page.css", "page.js"],
+        "megatron.tools._report": ["page.css", "page.js"],
         "megatron.plan": ["devices/*.json"],
     },
     py_modules=[*TOP_LEVEL, *TOOLS],

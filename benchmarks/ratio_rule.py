@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.study.intervals import bootstrap
+from megatron.tools._study.intervals import bootstrap
 
 PAIRS = 7
 # how far the bound on the unlucky side may lie on the wrong side of the goal, as a share of it

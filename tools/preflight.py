@@ -42,6 +42,19 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 import megatron.kernels
+from megatron.tools._preflight.judge import (
+    CLOCK,
+    TOLERANCE,
+    Fault,
+    Limits,
+    judge,
+    leave_out,
+    node_speeds,
+    report,
+    verdict,
+)
+from megatron.tools._preflight.meeting import Findings, Leader, Meeting, Member, Patience
+from megatron.tools._preflight.probes import Needs, Probe
 
 import megatron
 from megatron.checkpoint.manifest import TRACKER
@@ -54,19 +67,6 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.distributed.groups import describe_layout, group_options, layout_of
 from megatron.distributed.launchers import Launch, rank_hosts, rough_launch
 from megatron.distributed.peers import run_for
-from megatron.distributed.preflight.judge import (
-    CLOCK,
-    TOLERANCE,
-    Fault,
-    Limits,
-    judge,
-    leave_out,
-    node_speeds,
-    report,
-    verdict,
-)
-from megatron.distributed.preflight.meeting import Findings, Leader, Meeting, Member, Patience
-from megatron.distributed.preflight.probes import Needs, Probe
 from megatron.distributed.setup import choose_device, make_groups, read_launch
 from megatron.plan.checkpoint import shard_bytes
 

@@ -24,11 +24,12 @@ from pathlib import Path
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.tools._report.page import page, verdict  # noqa: E402
+from megatron.tools._report.runs import load_runs  # noqa: E402
+from megatron.tools._study.section import is_study, study_section  # noqa: E402
+
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
-from megatron.observe.report.page import page, verdict  # noqa: E402
-from megatron.observe.report.runs import load_runs  # noqa: E402
-from megatron.study.section import is_study, study_section  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,12 +20,13 @@ from pathlib import Path
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.tools._study import chart, raw  # noqa: E402
+from megatron.tools._study.description import StudyPlan, read_study  # noqa: E402
+from megatron.tools._study.runner import run_study, turns  # noqa: E402
+from megatron.tools._study.table import csv_text, markdown, summary  # noqa: E402
+
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
-from megatron.study import chart, raw  # noqa: E402
-from megatron.study.description import StudyPlan, read_study  # noqa: E402
-from megatron.study.runner import run_study, turns  # noqa: E402
-from megatron.study.table import csv_text, markdown, summary  # noqa: E402
 
 
 def say(line: str) -> None:

@@ -8,11 +8,10 @@ import math
 from collections.abc import Callable
 
 import torch
+from megatron.tools._study.equal_work import FP64_GATE, UNIT_ROUNDOFF, narrow_bound
 from parity.layouts import Row, wire_bound
 from parity.worker import Outcome, Piece, Step, reference
 from torch import Tensor
-
-from megatron.study.equal_work import FP64_GATE, UNIT_ROUNDOFF, narrow_bound
 
 # Of a gradient that is 0 in exact arithmetic a run has the noise of its 1e5 roundings, which are
 # independent, relative to the gradients beside

@@ -12,9 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from check_parity import Words, read_layout  # noqa: E402
+from megatron.tools._study.equal_work import UNIT_ROUNDOFF  # noqa: E402
 from selection import cover  # noqa: E402
-
-from megatron.study.equal_work import UNIT_ROUNDOFF  # noqa: E402
 
 GLOBAL_BATCH = 8
 BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from distributed.pool import RankError, Worlds  # noqa: E402
+from megatron.tools._study.equal_work import UNIT_ROUNDOFF, narrow_bound  # noqa: E402
 from parity import compare  # noqa: E402
 from parity.layouts import KEY_BIAS, KEY_NORM_BIAS, PRECISIONS  # noqa: E402
 from parity.worker import Outcome, one_thread, run_case  # noqa: E402
@@ -33,7 +34,6 @@ from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
 from megatron.parallel.schedule import BUILDERS  # noqa: E402
-from megatron.study.equal_work import UNIT_ROUNDOFF, narrow_bound  # noqa: E402
 
 NARROW = "--train-iters 8"  # the gate of bf16 holds over 7 or more steps
 VOCABULARY = 50  # the pieces of the NullTokenizer and one more

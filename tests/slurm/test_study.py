@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, wait_for
-
-from megatron.study import raw
-from megatron.study.description import read_study
-from megatron.study.runner import run_of
+from megatron.tools._study import raw
+from megatron.tools._study.description import read_study
+from megatron.tools._study.runner import run_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = """

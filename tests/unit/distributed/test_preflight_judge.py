@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-
-from megatron.config.errors import UserError
-from megatron.distributed.launchers import rank_hosts
-from megatron.distributed.preflight.judge import (
+from megatron.tools._preflight.judge import (
     Limits,
     judge,
     leave_out,
     outliers,
     report,
 )
-from megatron.distributed.preflight.links import ROUNDS, Speed, pairings, partner_of
-from megatron.distributed.preflight.meeting import Findings
-from megatron.distributed.preflight.probes import MISSING, Facts, Needs, code_digest, write_speed
+from megatron.tools._preflight.links import ROUNDS, Speed, pairings, partner_of
+from megatron.tools._preflight.meeting import Findings
+from megatron.tools._preflight.probes import MISSING, Facts, Needs, code_digest, write_speed
+
+from megatron.config.errors import UserError
+from megatron.distributed.launchers import rank_hosts
 from megatron.distributed.rendezvous import Launch
 from tools import preflight
 

@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from megatron.tools._report.runs import load_runs
 
 from megatron.observe.goodput import goodput, read_events
-from megatron.observe.report.runs import load_runs
 from pretrain_gpt import main
 from tools.wandb_workspace import wandb_records
 

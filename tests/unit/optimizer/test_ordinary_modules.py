@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.tools._study.equal_work import narrow_bound
 from parity.compare import FP64_GATE, fp64, narrow
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row
 from parity.worker import Outcome, one_thread, run_case
@@ -38,7 +39,6 @@ from megatron.model.gpt import GPTModel
 from megatron.observe.tracking import read_metrics
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
-from megatron.study.equal_work import narrow_bound
 from pretrain_gpt import main
 
 H, HEADS, D, S, B, VOCAB = 16, 4, 4, 8, 2, 30

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.tools._study.equal_work import UNIT_ROUNDOFF
 from parity.compare import FP64_GATE, gather
 from parity.layouts import BASE, KEY_BIAS, LLAMA, NO_DROPOUT, Row
 from parity.worker import PATCHES, Outcome, Piece, pieces, run_case
@@ -24,7 +25,6 @@ from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import Plan, plan_blocks
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.update import UpdateRule
-from megatron.study.equal_work import UNIT_ROUNDOFF
 from megatron.training import pretrain
 
 STEPS = 6

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from megatron.tools._study.description import read_study
 
 from megatron.config.errors import UserError
-from megatron.study.description import read_study
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = """

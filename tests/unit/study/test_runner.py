@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from megatron.tools._study import raw, runner
+from megatron.tools._study.description import read_study
+from megatron.tools._study.launch import Ending, LocalLauncher, _processes, error_line, status_of
+from megatron.tools._study.runner import run_of, turns
 from megatron.tools.study import main
 
 from megatron.config.errors import UserError
-from megatron.study import raw, runner
-from megatron.study.description import read_study
-from megatron.study.launch import Ending, LocalLauncher, _processes, error_line, status_of
-from megatron.study.runner import run_of, turns
 
 ROOT = Path(__file__).resolve().parents[3]
 STUDY = """

@@ -13,14 +13,14 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from megatron.tools._study import raw
+from megatron.tools._study.chart import draw
+from megatron.tools._study.equal_work import agreement, loss_bound
+from megatron.tools._study.intervals import coverage, ratio_interval
+from megatron.tools._study.table import csv_text, markdown, summary
 from megatron.tools.study import main
 
 from megatron.config.errors import UserError
-from megatron.study import raw
-from megatron.study.chart import draw
-from megatron.study.equal_work import agreement, loss_bound
-from megatron.study.intervals import coverage, ratio_interval
-from megatron.study.table import csv_text, markdown, summary
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDED = ROOT / "docs/results/two_cores"

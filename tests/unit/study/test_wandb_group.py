@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from megatron.tools._study.description import read_study
+from megatron.tools._study.launch import flags_of
+from megatron.tools._study.runner import run_of
 
 from megatron.config.arguments import parse_arguments
 from megatron.observe.tracking import Tracker
-from megatron.study.description import read_study
-from megatron.study.launch import flags_of
-from megatron.study.runner import run_of
 
 STUDY = """
 name: layouts-in-a-group

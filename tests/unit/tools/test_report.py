@@ -9,15 +9,15 @@ import re
 from pathlib import Path
 
 import pytest
-
-from megatron.observe.report import curves, picture
-from megatron.observe.report.runs import (
+from megatron.tools._report import curves, picture
+from megatron.tools._report.runs import (
     axes,
     differences,
     load_runs,
     read_events,
     short_names,
 )
+
 from tools import report
 
 STUDY = Path(__file__).resolve().parents[3] / "docs/results/two_cores"

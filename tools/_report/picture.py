@@ -10,8 +10,8 @@ import html
 import math
 from dataclasses import dataclass
 
-from megatron.observe.report.curves import COLOURS, Chart, Curve, Point, smoothed
-from megatron.observe.report.runs import LoggedRun
+from megatron.tools._report.curves import COLOURS, Chart, Curve, Point, smoothed
+from megatron.tools._report.runs import LoggedRun
 
 # pixels; page.js reads these
 LAYOUT = {

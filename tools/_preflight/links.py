@@ -1,7 +1,7 @@
 """What the network carries: between pairs of nodes, each on a connection of its own, so that a node
 is blamed and not a group; and within every group of every axis of the layout.
 
-Called from megatron/distributed/preflight/meeting.py.
+Called from tools/_preflight/meeting.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.tools._preflight.probes import LOADS, synchronize
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
@@ -23,7 +24,6 @@ from megatron.distributed.collectives import (
     start_ring_hop,
 )
 from megatron.distributed.groups import Axis, Groups
-from megatron.distributed.preflight.probes import LOADS, synchronize
 
 REPEATS = 3  # of which the fastest counts
 ROUNDS = 8  # most other nodes that a node is paired with

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from html import escape
 
+from megatron.tools._study.raw import FINISHED
+from megatron.tools._study.table import BEST, NOISE, OTHER_WORK, SLOWER, Outline, Summary
+
 from megatron.config.errors import shortened
-from megatron.study.raw import FINISHED
-from megatron.study.table import BEST, NOISE, OTHER_WORK, SLOWER, Outline, Summary
 
 WIDTH, RIGHT, TOP, BAR, GAP = 960, 210, 74, 20, 10  # pixels
 LETTER = 6.4  # pixels of a letter of the labels

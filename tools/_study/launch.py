@@ -19,8 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from megatron.tools._study.description import StudyPlan, StudyRow
+
 from megatron.config.errors import UserError
-from megatron.study.description import StudyPlan, StudyRow
 
 PROGRAM = Path(find_spec("pretrain_gpt").origin)  # in a checkout and where it is installed
 CHECKOUT = PROGRAM.parent

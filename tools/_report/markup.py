@@ -8,8 +8,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 
-from megatron.observe.report.curves import COLOURS
-from megatron.observe.report.runs import LoggedRun
+from megatron.tools._report.curves import COLOURS
+from megatron.tools._report.runs import LoggedRun
 
 # of the parts of a bar: those of the curves in an order whose neighbours differ, and three more
 PARTS = (

@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron.tools._preflight.links import Speed
+from megatron.tools._preflight.meeting import Findings
+from megatron.tools._preflight.probes import MISSING, Facts, Needs
+
 from megatron.config.errors import some
-from megatron.distributed.preflight.links import Speed
-from megatron.distributed.preflight.meeting import Findings
-from megatron.distributed.preflight.probes import MISSING, Facts, Needs
 from megatron.distributed.rendezvous import name_ranks
 
 TOLERANCE = 0.1

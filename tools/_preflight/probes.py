@@ -1,7 +1,7 @@
 """What one rank can find out alone: files, folders, versions, clock, and the speed of its device
 and of the disk under --save.
 
-Called from megatron/distributed/preflight/meeting.py.
+Called from tools/_preflight/meeting.py.
 """
 
 from __future__ import annotations

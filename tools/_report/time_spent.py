@@ -6,9 +6,10 @@ Called from page.py.
 
 from __future__ import annotations
 
+from megatron.tools._report.markup import escaped, part_colour, sheet, square, stack, swatch
+from megatron.tools._report.runs import LoggedRun
+
 from megatron.observe.goodput import MEANINGS, Goodput
-from megatron.observe.report.markup import escaped, part_colour, sheet, square, stack, swatch
-from megatron.observe.report.runs import LoggedRun
 from megatron.observe.step_parts import in_milliseconds, mean_steps, part_names
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron.observe.report.markup import escaped, sheet
-from megatron.study import raw
-from megatron.study.chart import draw
-from megatron.study.table import cells_of, failures_of, summary
+from megatron.tools._report.markup import escaped, sheet
+from megatron.tools._study import raw
+from megatron.tools._study.chart import draw
+from megatron.tools._study.table import cells_of, failures_of, summary
 
 NAMESPACE = ' xmlns="http://www.w3.org/2000/svg"'  # which a picture in a page does without
 

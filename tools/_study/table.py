@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.tools._study.equal_work import Agreement, agreement
+from megatron.tools._study.intervals import ENOUGH, bootstrap, coverage, ratio_interval
+from megatron.tools._study.raw import FINISHED, Line, RawRows
+
 from megatron.config.errors import UserError
-from megatron.study.equal_work import Agreement, agreement
-from megatron.study.intervals import ENOUGH, bootstrap, coverage, ratio_interval
-from megatron.study.raw import FINISHED, Line, RawRows
 
 GIB = 2**30
 NOT_RUN = "not run yet"

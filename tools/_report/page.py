@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.observe.metrics import METRICS, Metrics
-from megatron.observe.report import picture
-from megatron.observe.report.curves import (
+from megatron.tools._report import picture
+from megatron.tools._report.curves import (
     COLOURS,
     DASHES,
     GIB,
@@ -24,8 +23,8 @@ from megatron.observe.report.curves import (
     lives,
     table_of_axes,
 )
-from megatron.observe.report.markup import escaped, pairs, sheet, swatch
-from megatron.observe.report.runs import (
+from megatron.tools._report.markup import escaped, pairs, sheet, swatch
+from megatron.tools._report.runs import (
     KINDS,
     RESUMED,
     LoggedRun,
@@ -36,7 +35,9 @@ from megatron.observe.report.runs import (
     median,
     training_seconds,
 )
-from megatron.observe.report.time_spent import goodput_section, step_section
+from megatron.tools._report.time_spent import goodput_section, step_section
+
+from megatron.observe.metrics import METRICS, Metrics
 
 HERE = Path(__file__).parent
 FLAGS_IN_LEGEND = 3

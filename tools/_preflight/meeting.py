@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
-
-from megatron.distributed.groups import Groups
-from megatron.distributed.peers import run_for
-from megatron.distributed.preflight.links import (
+from megatron.tools._preflight.links import (
     AxisLinks,
     Speed,
     pair_speed,
     pairings,
     partner_of,
 )
-from megatron.distributed.preflight.probes import Facts, Probe
+from megatron.tools._preflight.probes import Facts, Probe
+from torch.distributed import PrefixStore
+
+from megatron.distributed.groups import Groups
+from megatron.distributed.peers import run_for
 from megatron.distributed.rendezvous import FAREWELL, Launch, open_store
 
 TICK = 0.005  # seconds between two looks at rank 0's clock, and for results

@@ -24,12 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron import __version__
-from megatron.config.errors import UserError
-from megatron.observe.tracking import config_file, read_metrics
-from megatron.study import raw
-from megatron.study.description import MEASURE, StudyPlan, StudyRow
-from megatron.study.launch import (
+from megatron.tools._study import raw
+from megatron.tools._study.description import MEASURE, StudyPlan, StudyRow
+from megatron.tools._study.launch import (
     CHECKOUT,
     Ending,
     Launcher,
@@ -38,6 +35,10 @@ from megatron.study.launch import (
     make_launcher,
     status_of,
 )
+
+from megatron import __version__
+from megatron.config.errors import UserError
+from megatron.observe.tracking import config_file, read_metrics
 
 Say = Callable[[str], None]
 
