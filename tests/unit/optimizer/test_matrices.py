@@ -83,13 +83,15 @@ def multiplied():
 
 @contextlib.contextmanager
 def balanced_apart():
-    """Runs whose matrices are updated by Balanced, fc1's at the rate of --decoupled-lr."""
+    """Runs whose matrices are updated by Balanced, fc1's at the rate of --decoupled-lr and with
+    twice the decay.
+    """
     init = MLP.__init__
 
     def built(self: MLP, *args, **kwargs) -> None:
         init(self, *args, **kwargs)
         spec = self.fc1.weight.spec
-        apart = Multipliers(decoupled_lr=True)
+        apart = Multipliers(decoupled_lr=True, weight_decay=2.0)
         tensors = (dataclasses.replace(tensor, multipliers=apart) for tensor in spec.tensors)
         self.fc1.weight.spec = dataclasses.replace(spec, tensors=tuple(tensors))
 
@@ -212,13 +214,13 @@ def test_a_step_with_multipliers_is_its_definition(one_thread):
         assert not torch.equal(weight, plain[name])
 
 
-def test_a_matrix_takes_the_rate_that_it_declares(one_thread):
+def test_a_matrix_takes_the_rate_and_the_decay_that_it_declares(one_thread):
     before, gradients = initial()
     after = steps_of("matrices at two rates", 1, "--decoupled-lr", "3e-2")
     for name, weight in after.items():
         if weight.dim() == 2 and "embedding" not in name:
-            lr = 3e-2 if ".mlp.up.weight" in name else LR
-            direction = Balanced().direction(gradients[name]) + 0.1 * before[name]
+            lr, decay = (3e-2, 0.2) if ".mlp.up.weight" in name else (LR, 0.1)
+            direction = Balanced().direction(gradients[name]) + decay * before[name]
             expected = before[name] - lr * direction
             assert (weight - expected).norm() <= 1e-10 * expected.norm(), name
 
