@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.kernels.activation import activation as activation_forward
-from megatron.kernels.activation import activation_backward, configuration
+from megatron.kernels.activation import activation_backward, apply_function, configuration
 from megatron.layers.linear import ColumnLinear, RowLinear, column_linear
 from megatron.layers.opaque import add_gradient
 from megatron.layers.recompute import Rebuilder
@@ -145,14 +145,13 @@ class _PutPiece(torch.autograd.Function):
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """The activation on fc1's output [s, b, f or 2f] -> [s, b, f]."""
-    if activation in GATED:
-        if not torch.compiler.is_compiling():
-            return _Gated.apply(x, activation)
-        gate, up = x.chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)) * up
+    if torch.compiler.is_compiling():
+        return apply_function(x, activation)
+    if activation in _GATES:
+        return _Gated.apply(x, activation)
     if activation == "squared-relu":
-        return F.relu(x).square() if torch.compiler.is_compiling() else _SquaredReLU.apply(x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu-tanh" else "none")
+        return _SquaredReLU.apply(x)
+    return apply_function(x, activation)
 
 
 def activate_by(

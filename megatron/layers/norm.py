@@ -8,6 +8,8 @@ Called from model/block.py, and from layers/attention.py for queries and keys.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -131,49 +133,61 @@ class _TritonNorm(torch.autograd.Function):
         return dx, dx if ctx.needs_input_grad[1] else None, None, None, None
 
 
+class NormKind(NamedTuple):
+    """One choice of --normalization. A backend other than torch computes it if `kernels`."""
+
+    function: type[torch.autograd.Function]  # of (x, weight, bias if there is one, eps)
+    bias: bool
+    statistics: int  # numbers a token that it saves with its input
+    widens: bool  # torch's operators convert whole tensors to fp32
+    kernels: bool  # kernels/norm.py and apex compute it
+
+
+NORMS = {
+    "LayerNorm": NormKind(_LayerNorm, bias=True, statistics=2, widens=False, kernels=True),
+    "RMSNorm": NormKind(_RMSNorm, bias=False, statistics=1, widens=True, kernels=True),
+}
+
+
 def norm_parameters(
     kind: str, size: int, name: str, grad_sum: tuple[str, ...] = ()
 ) -> dict[str, ParameterSpec]:
-    """The scale [size] and, of LayerNorm, the bias [size] of a norm. Every tensor-parallel rank
-    holds them whole.
+    """The scale [size] and, where the kind has one, the bias [size] of a norm. Every
+    tensor-parallel rank holds them whole.
     """
     scale = vector(f"{name}.weight", size, ONES, copies="tp", grad_sum=grad_sum)
     bias = vector(f"{name}.bias", size, copies="tp", grad_sum=grad_sum)
     return {"weight": ParameterSpec((scale,))} | (
-        {"bias": ParameterSpec((bias,))} if kind == "LayerNorm" else {}
+        {"bias": ParameterSpec((bias,))} if NORMS[kind].bias else {}
     )
 
 
 def saved_statistics(kind: str, wide: int) -> int:
-    """Bytes a token that a norm keeps beside its input, `wide` of a number: the reciprocal
+    """Bytes a token that a norm saves with its input, `wide` of a number: the reciprocal
     deviation, and LayerNorm's mean.
     """
-    return wide * (2 if kind == "LayerNorm" else 1)
+    return wide * NORMS[kind].statistics
 
 
 def temporary_bytes(kind: str, backend: str, compute: int, wide: int) -> tuple[int, int]:
     """Bytes an element in which a norm is computed and differentiated, of numbers of `compute`
     bytes: torch's operators widen all of RMSNorm's tensors, the kernels what a program holds.
     """
-    if kind != "RMSNorm" or backend != "torch":
+    if backend != "torch" or not NORMS[kind].widens:
         return 0, 0
     return 2 * wide + (compute if compute != wide else 0), 3 * wide
 
 
 class Norm(nn.Module):
-    """The norm that `config` names over the last dimension: LayerNorm (weight and bias) or RMSNorm
-    (weight).
-    """
+    """The norm over the last dimension that `config` names, of NORMS."""
 
     def __init__(
         self, parameters: dict[str, ParameterSpec], config: ModelConfig, tp: TensorParallel = DENSE
     ):
         super().__init__()
-        self.kind, self.eps, self.backend = (
-            config.normalization,
-            config.norm_epsilon,
-            config.norm_backend,
-        )
+        kind = NORMS[config.normalization]
+        self.function, self.eps = kind.function, config.norm_epsilon
+        self.backend = config.norm_backend if kind.kernels else "torch"
         self.weight = parameters["weight"].parameter(tp)
         self.bias = parameters["bias"].parameter(tp) if "bias" in parameters else None
 
@@ -182,9 +196,8 @@ class Norm(nn.Module):
             return _TritonNorm.apply(x, None, self.weight, self.bias, self.eps)[0]
         if self.backend == "apex":
             return _ApexNorm.apply(x, self.weight, self.bias, self.eps)
-        if self.kind == "RMSNorm":
-            return _RMSNorm.apply(x, self.weight, self.eps)
-        return _LayerNorm.apply(x, self.weight, self.bias, self.eps)
+        weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        return self.function.apply(x, *weights, self.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(norm of the sum, the sum) of x and a residual, or of x alone: whoever uses both has

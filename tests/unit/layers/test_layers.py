@@ -1,10 +1,12 @@
 """Each layer against torch's own, forward bit for bit, gradients in float64."""
 
 import dataclasses
+import typing
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.kernels.activation import FUNCTIONS
 from megatron.kernels.attention import attention_reference, keep_mask
 from megatron.kernels.attention_masks import AttentionMask
 from torch import nn
@@ -21,6 +23,7 @@ from megatron.layers.embedding import embedding_weight_grad
 from megatron.layers.linear import add_weight_grads, deferring_weight_grads, linear_weight_grad
 from megatron.layers.loss import cross_entropy
 from megatron.layers.mlp import MLP, activate
+from megatron.layers.norm import NORMS
 from megatron.layers.rotary import (
     RotaryTables,
     apply_rotary,
@@ -168,7 +171,23 @@ def test_norms_in_bf16_keep_statistics_wide(kind):
     assert (y - y2).norm() / y2.norm() < 2**-8
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu-tanh", "squared-relu", "swiglu", "geglu"])
+@pytest.mark.parametrize("flag, table", [("activation", FUNCTIONS), ("normalization", NORMS)])
+def test_every_choice_is_an_entry_of_its_table(flag, table):
+    """So that no choice is computed as another one."""
+    choices = typing.get_args(typing.get_type_hints(ModelConfig)[flag])
+    assert {choice for choice in choices if choice is not None} == set(table)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "apex"])
+def test_a_norm_without_kernels_is_computed_by_torch(backend, monkeypatch):
+    monkeypatch.setitem(NORMS, "RMSNorm", NORMS["RMSNorm"]._replace(kernels=False))
+    ours = materialise(norm("RMSNorm", 8, backend=backend))
+    x = randn(4, 8)
+    expected = F.rms_norm(x, (8,), ours.weight, ours.eps)
+    torch.testing.assert_close(ours.of_sum(x)[0], expected, **TIGHT)
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
 def test_activations(activation):
     x = randn(3, 2, 12, grad=True)
     assert torch.autograd.gradcheck(lambda z: activate(z, activation), (x,))
