@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -45,8 +46,14 @@ def main(argv: list[str] | None = None) -> int:
             # torch is imported only when something runs
             from megatron.training.pretrain import pretrain
 
+            # by its name: the trainer does not depend on tools/
+            advisor = importlib.import_module("megatron.tools._advisor").Advisor()
             return pretrain(
-                parsed.config, parsed.notes, not_done=parsed.not_done, dry_run=parsed.dry_run
+                parsed.config,
+                parsed.notes,
+                not_done=parsed.not_done,
+                dry_run=parsed.dry_run,
+                advisor=advisor,
             )
     except UserError as error:
         tell(error)

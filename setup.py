@@ -15,6 +15,7 @@ PROJECT = tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text())[
 TOP_LEVEL = ["mgpt_commands", "pretrain_gpt"]
 COMMANDS = [target.split(":") for target in PROJECT["scripts"].values()]
 TOOLS = sorted(f"megatron.tools.{name}" for module, name in COMMANDS if module == TOP_LEVEL[0])
+TOOLS.append("megatron.tools._advisor")
 PACKAGES = find_packages(include=["megatron", "megatron.*"])
 TOOL_PACKAGES = [f"megatron.tools.{name}" for name in find_packages("tools")]
 
@@ -40,7 +41,7 @@ setup(
     package_data={
         "megatron.kernels": ["configurations.json", "measured.json"],
         "megatron.tools._report": ["page.css", "page.js"],
-        "megatron.plan": ["devices/*.json"],
+        "megatron.tools._plan": ["devices/*.json"],
     },
     py_modules=[*TOP_LEVEL, *TOOLS],
     cmdclass={"editable_wheel": EditableWheel},

@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if not __package__:  # run as a file: this folder's `kernels` and `data` must hide no package
     sys.path[0] = str(ROOT)
 
+from megatron.tools._plan.memory import MemoryPlan  # noqa: E402
+
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
-from megatron.plan.memory import MemoryPlan  # noqa: E402
 
 RESULT = ROOT / "docs" / "results" / "long_context.json"
 VOCAB, HIDDEN = 128_256, 4096

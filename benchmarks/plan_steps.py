@@ -31,10 +31,9 @@ if not __package__:  # run as a file: this folder's `kernels` and `data` must hi
     sys.path[0] = str(ROOT)
 
 import torch
-
-from megatron.plan.fit import Sample, run_sample
-from megatron.plan.hardware import Hardware, load_hardware, write_hardware
-from megatron.plan.measure import ShortRun, measure_machine, timed_run
+from megatron.tools._plan.fit import Sample, run_sample
+from megatron.tools._plan.hardware import Hardware, load_hardware, write_hardware
+from megatron.tools._plan.measure import ShortRun, measure_machine, timed_run
 
 GOAL = 0.15  # of the error of a step
 ROUNDS, WARM = 3, 4

@@ -50,6 +50,7 @@ if not __package__:  # run as a file: this folder's `kernels` and `data` must hi
 import torch
 import torch.distributed as dist
 from megatron.benchmarks.peers.live_bytes import LiveBytes
+from megatron.tools._plan.memory import rank_memories
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -72,7 +73,6 @@ from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline
-from megatron.plan.memory import rank_memories
 from megatron.training.exit import ExitConditions
 from megatron.training.run import Progress, Run
 from megatron.training.step import StepHandle, forward_backward, update

@@ -11,10 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron.tools._plan.rows import Row, read_rows
 from megatron.tools._study.raw import read
 from megatron.tools._study.table import markdown, summary
-
-from megatron.plan.rows import Row, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

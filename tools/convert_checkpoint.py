@@ -42,6 +42,39 @@ import torch
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.tools._convert.dcp_folder import DcpFolder  # noqa: E402
+from megatron.tools._convert.huggingface import (
+    export_notes,
+    from_huggingface,
+    head_names,
+    left_out,
+    to_huggingface,
+)
+from megatron.tools._convert.huggingface_files import (
+    open_folder,
+    read_json,
+    take_parts,
+    take_rules,
+    without_copied_head,
+    write_folder,
+)  # noqa: E402
+from megatron.tools._convert.megatron_arguments import (
+    argument_notes,
+    model_fields,
+    stores_norms_minus_one,
+)
+from megatron.tools._convert.megatron_deepspeed import (
+    is_megatron,
+    map_ranks,
+    megatron_arguments,
+    tensor_parallel_size,
+)  # noqa: E402
+from megatron.tools._convert.megatron_lm import map_tensors, our_parameter
+from megatron.tools._convert.models import MappedFile, Pair, check_shapes, first_rows, own_share
+from megatron.tools._convert.mp_ranks import MpRanks  # noqa: E402
+from megatron.tools._convert.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
+from megatron.tools._convert.zero_folder import ZeroFolder, find_folder  # noqa: E402
+
 from megatron.checkpoint.manifest import list_iterations  # noqa: E402
 from megatron.checkpoint.ranks import Ranks  # noqa: E402
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
@@ -60,38 +93,6 @@ from megatron.distributed.groups import Axis  # noqa: E402
 from megatron.distributed.logs import job_log  # noqa: E402
 from megatron.distributed.rank_errors import raise_on_all_ranks  # noqa: E402
 from megatron.distributed.setup import connect, disconnect, read_launch, share_cores  # noqa: E402
-from megatron.interop.dcp_folder import DcpFolder  # noqa: E402
-from megatron.interop.huggingface import (
-    export_notes,
-    from_huggingface,
-    head_names,
-    left_out,
-    to_huggingface,
-)
-from megatron.interop.huggingface_files import (
-    open_folder,
-    read_json,
-    take_parts,
-    take_rules,
-    without_copied_head,
-    write_folder,
-)  # noqa: E402
-from megatron.interop.megatron_arguments import (
-    argument_notes,
-    model_fields,
-    stores_norms_minus_one,
-)
-from megatron.interop.megatron_deepspeed import (
-    is_megatron,
-    map_ranks,
-    megatron_arguments,
-    tensor_parallel_size,
-)  # noqa: E402
-from megatron.interop.megatron_lm import map_tensors, our_parameter
-from megatron.interop.models import MappedFile, Pair, check_shapes, first_rows, own_share
-from megatron.interop.mp_ranks import MpRanks  # noqa: E402
-from megatron.interop.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
-from megatron.interop.zero_folder import ZeroFolder, find_folder  # noqa: E402
 
 PRECISIONS = {
     "bf16": torch.bfloat16,

@@ -24,9 +24,9 @@ if not __package__:  # run as a file of a checkout
 
 from megatron.tools._figures import FIGURES, ROOT, figure, ratio, result, table, verdict
 from megatron.tools._figures_zero import memory_runs
+from megatron.tools._plan.verdict import RESERVE
 
 from megatron.config.streams import escape_unencodable  # noqa: E402
-from megatron.plan.verdict import RESERVE
 
 PAGES = ROOT  # where README.md and docs/ are
 MARKED = re.compile(r"(<!-- =(\S+) -->)(.*?)(<!-- / -->)", re.S)

@@ -48,25 +48,18 @@ from pathlib import Path
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
-from megatron.config.arguments import parse_arguments
-from megatron.config.derive import derive
-from megatron.config.errors import ArgumentErrors, UserError
-from megatron.config.groups import Config
-from megatron.config.streams import escape_unencodable  # noqa: E402
-from megatron.config.validate import resolve
-from megatron.data.tokenizer import build_tokenizer
-from megatron.plan.advice import BANDWIDTH, HOST_BANDWIDTH, MFU, PEAK_TFLOPS, Machine
-from megatron.plan.checkpoint import checkpoint_report
-from megatron.plan.fit import fit_files
-from megatron.plan.hardware import Hardware, hardware_sources, load_hardware, write_hardware
-from megatron.plan.measure import measure_machine
-from megatron.plan.memory import MemoryPlan
-from megatron.plan.recompute import choose_layers
-from megatron.plan.rows import is_kept_out, read_rows
-from megatron.plan.search import Search, explain
-from megatron.plan.step_table import estimate, explain_report, search_report, step_report
-from megatron.plan.table import memory_report
-from megatron.plan.validate import (
+from megatron.tools._plan.advice import BANDWIDTH, HOST_BANDWIDTH, MFU, PEAK_TFLOPS, Machine
+from megatron.tools._plan.checkpoint import checkpoint_report
+from megatron.tools._plan.fit import fit_files
+from megatron.tools._plan.hardware import Hardware, hardware_sources, load_hardware, write_hardware
+from megatron.tools._plan.measure import measure_machine
+from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.recompute import choose_layers
+from megatron.tools._plan.rows import is_kept_out, read_rows
+from megatron.tools._plan.search import Search, explain
+from megatron.tools._plan.step_table import estimate, explain_report, search_report, step_report
+from megatron.tools._plan.table import memory_report
+from megatron.tools._plan.validate import (
     FITTED,
     KEPT,
     UNSEEN,
@@ -74,7 +67,15 @@ from megatron.plan.validate import (
     validation_record,
     validation_report,
 )
-from megatron.plan.verdict import DEVICE_MEMORY, NODE_RANKS, check_host_memory
+from megatron.tools._plan.verdict import DEVICE_MEMORY, NODE_RANKS, check_host_memory
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.derive import derive
+from megatron.config.errors import ArgumentErrors, UserError
+from megatron.config.groups import Config
+from megatron.config.streams import escape_unencodable  # noqa: E402
+from megatron.config.validate import resolve
+from megatron.data.tokenizer import build_tokenizer
 
 # The tool's own flags: numbers by their default (None: not given), and words.
 NUMBERS: dict[str, dict[str, float | None]] = {

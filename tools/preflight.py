@@ -42,6 +42,7 @@ if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
 import megatron.kernels
+from megatron.tools._plan.checkpoint import shard_bytes
 from megatron.tools._preflight.judge import (
     CLOCK,
     TOLERANCE,
@@ -68,7 +69,6 @@ from megatron.distributed.groups import describe_layout, group_options, layout_o
 from megatron.distributed.launchers import Launch, rank_hosts, rough_launch
 from megatron.distributed.peers import run_for
 from megatron.distributed.setup import choose_device, make_groups, read_launch
-from megatron.plan.checkpoint import shard_bytes
 
 NAMED, NOT_IN_ORDER = 3, 2  # exit codes
 SPEAK = 0.5  # seconds by which the nodes follow each other where rank 0 is silent

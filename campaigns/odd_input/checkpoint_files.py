@@ -15,6 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.tools._convert.models import MappedFile
+from megatron.tools._convert.pickles import (
+    ARGUMENT_CLASSES,
+    Record,
+    read_pickle,
+    read_torch_file,
+)
 from torch import Tensor
 
 from campaigns.odd_input.cases import ODD, Verdicts, Wrong, damage, places, put
@@ -25,13 +32,6 @@ from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import PrecisionConfig
 from megatron.data.blend import extend_history
-from megatron.interop.models import MappedFile
-from megatron.interop.pickles import (
-    ARGUMENT_CLASSES,
-    Record,
-    read_pickle,
-    read_torch_file,
-)
 from megatron.layers.spec import Box
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.scaler import LossScaler

@@ -1,5 +1,5 @@
 """What self-attention (attention.py) keeps and takes of a micro-batch on one rank, in bytes, for
-the plan. Called from plan/activations.py; latent_bytes.py counts latent attention.
+the plan. Called from tools/_plan/activations.py; latent_bytes.py counts latent attention.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ plan: the counterpart of `AttentionBytes`, which counts the attention core of bo
 Symbols: n heads of this rank, c content, r position and v value channels of a head, q = n (c + r)
 width of the queries, of the keys, and of the values where they are filled up to it; l and m widths
 of the latents of queries and of keys and values. Down-projections and norms have this rank's part
-of the sequence under sequence parallelism. Called from plan/activations.py.
+of the sequence under sequence parallelism. Called from tools/_plan/activations.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ padding, peaks, batch sizes.
 
 `ModelConfig` and `Config` are resolved ones (no None among the sizes). h hidden, f ffn width, q and
 k total width of the query and of the key heads, V vocabulary. Called from
-plan/memory.py, training/banner.py and training/loop.py.
+tools/_plan/memory.py, training/banner.py and training/loop.py.
 """
 
 from __future__ import annotations

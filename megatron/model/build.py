@@ -1,6 +1,6 @@
 """The model of a run's flags, as one rank holds it.
 
-Called from training/pretrain.py and plan/memory.py.
+Called from training/pretrain.py and tools/_plan/memory.py.
 """
 
 from __future__ import annotations

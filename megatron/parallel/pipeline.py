@@ -5,7 +5,7 @@ proves that they have arrived. Each computation walks the layers of its stage: w
 the pass is made, weights are released. Of a pair, two computations go through their layers side by
 side, the backward pass first. A schedule knows nothing of how weights are sharded, and a
 layer nothing of either. s sequence, b batch, h hidden. Called from training/passes.py and, on
-tensors without memory, from plan/engine.py.
+tensors without memory, from tools/_plan/engine.py.
 """
 
 from __future__ import annotations

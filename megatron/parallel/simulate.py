@@ -1,7 +1,7 @@
 """The time line of a schedule and what its activations take, from the cost of each computation and
 message.
 
-Called from plan/stages.py and tools/plot_schedule.py.
+Called from tools/_plan/stages.py and tools/plot_schedule.py.
 """
 
 from __future__ import annotations

@@ -6,17 +6,15 @@ Called from training/pretrain.py.
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron import __version__
 from megatron.config.derive import data_parallel_size, expert_ranks
-from megatron.config.errors import UserError
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config, ModelConfig
 from megatron.distributed.groups import describe_layout, layout_of
-from megatron.interop.huggingface import family_of
 from megatron.model.arithmetic import (
     active_parameters,
     flops_per_iteration,
@@ -25,146 +23,62 @@ from megatron.model.arithmetic import (
 )
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.recompute import recompute_text
-from megatron.plan.advice import Machine
-from megatron.plan.hardware import Hardware, known_hardware, load_hardware
-from megatron.plan.memory import MemoryPlan
-from megatron.plan.stages import stage_lines
-from megatron.plan.step_table import Estimate, estimate, step_lines
-from megatron.plan.table import banner_lines
-from megatron.plan.tuning import tuning_lines
-from megatron.plan.verdict import (
-    DEVICE_MEMORY,
-    NODE_RANKS,
-    Verdict,
-    check_host_memory,
-    memory_verdict,
-)
+from megatron.training.advisor import Advisor, Forecast
 from megatron.training.length import epoch_lines, length_line
 from megatron.training.neighbours import megatron_core_lines
 from megatron.training.resume import device_name
 
-DRY_RUN_HARDWARE = "h100"
-
 if TYPE_CHECKING:
     from megatron.training.prepare import Prepared
-
-
-class Description(NamedTuple):
-    """What a banner says: its sections, whether the run fits into a GPU's memory (None where no GPU
-    is planned for), and how long its steps are predicted to take (None where the device is not
-    known).
-    """
-
-    sections: dict[str, list[str]]
-    verdict: Verdict | None
-    estimate: Estimate | None
 
 
 def describe(
     prepared: Prepared,
     world_size: int,
     device: torch.device,
+    advisor: Advisor,
     planned_for: str | None = None,
     node: tuple[float, int] | None = None,
-) -> Description:
-    """All that a reader of a log needs to know about a run. Memory is that of `planned_for` (cuda,
-    cpu) or of the device; `node`: GiB of this node and its ranks. Raises UserError when the host's
-    memory does not suffice.
+) -> tuple[dict[str, list[str]], Forecast]:
+    """All that a reader of a log needs to know about a run, by sections, and the forecast in it.
+    Memory is that of `planned_for` (cuda, cpu) or of the device; `node`: GiB of this node and its
+    ranks. Raises UserError when the host's memory does not suffice.
     """
     config = prepared.config
     target = torch.device(planned_for or device)
-    peak = config.logging.peak_tflops or peak_tflops(
-        device_name(device), compute_dtype(config.precision)
+    forecast = advisor.forecast(
+        config, prepared.tokenizer.vocab_size, world_size, device, planned_for, node
     )
-    machine = _machine(device, world_size, peak)
-    hardware = _hardware(config, device, planned_for)
-    plan = MemoryPlan(config, prepared.tokenizer.vocab_size, world_size, target.type)
-    planned = _planned(plan, _verdict(plan, device, target, node), machine, hardware)
     sections = {
-        "verdict": planned.sections["verdict"],
+        "verdict": forecast.sections.get("verdict", []),
         "versions": _version_lines(),
-        "device": [_device_line(device, peak)],
+        "device": [_device_line(config, device)],
         "layout": [describe_layout(layout_of(config, world_size))],
         "model": _model_lines(prepared),
         "precision": [_precision_line(config)],
         "batch": _batch_lines(prepared, world_size),
-        "pipeline": planned.sections["pipeline"],
+        "pipeline": forecast.sections.get("pipeline", []),
         "kernels": _kernel_lines(config, target),
-        "memory": planned.sections["memory"],
-        "time": planned.sections["time"],
-        "advice": planned.sections["advice"],
+        "memory": forecast.sections.get("memory", []),
+        "time": forecast.sections.get("time", []),
+        "advice": forecast.sections.get("advice", []),
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
         "paths": [_paths_line(prepared)],
         "changed": prepared.changed,
-        "notes": [*prepared.notes, *_export_lines(config)],
+        "notes": [*prepared.notes, *_export_lines(config, advisor)],
     }
-    return Description(sections, planned.verdict, planned.estimate)
+    return sections, forecast
 
 
-def _planned(
-    plan: MemoryPlan, verdict: Verdict | None, machine: Machine | None, hardware: Hardware | None
-) -> Description:
-    """The sections that come of the plan."""
-    predicted = None if hardware is None else estimate(plan, hardware)
-    sections = {
-        "verdict": [verdict.line] if verdict else [],
-        "pipeline": stage_lines(plan),
-        "memory": banner_lines(plan, machine),
-        "time": [] if predicted is None else step_lines(plan, predicted),
-        "advice": tuning_lines(plan, predicted) if plan.device == "cuda" else [],
-    }
-    return Description(sections, verdict, predicted)
-
-
-def _export_lines(config: Config) -> list[str]:
+def _export_lines(config: Config, advisor: Advisor) -> list[str]:
     """A line if the checkpoints of this run cannot be exported, before time is spent on them."""
-    if config.checkpoint.save is None:
-        return []
-    try:
-        family_of(config.model)
-    except UserError as error:
-        return [f"no export of this run's checkpoints: {error}"]
-    return []
+    fault = None if config.checkpoint.save is None else advisor.export_fault(config.model)
+    return [] if fault is None else [f"no export of this run's checkpoints: {fault}"]
 
 
 def _paths_line(prepared: Prepared) -> str:
     save, loaded = prepared.config.checkpoint.save or "-", prepared.checkpoint
     return f"save {save}; load {loaded.path if loaded else '-'}"
-
-
-def _machine(device: torch.device, world_size: int, peak: float | None) -> Machine | None:
-    """That of several nodes, whose links the plan knows."""
-    across = device.type == "cuda" and world_size > torch.cuda.device_count()
-    return Machine(peak) if across and peak else None
-
-
-def _hardware(config: Config, device: torch.device, planned_for: str | None) -> Hardware | None:
-    """That of --hardware or of the GPU; a dry run without a word of it is one for H100s."""
-    asked = config.distributed.hardware
-    if asked is not None:
-        return load_hardware(asked)
-    if planned_for == "cuda" and device.type == "cpu":
-        return load_hardware(DRY_RUN_HARDWARE)
-    return known_hardware(device_name(device)) if device.type == "cuda" else None
-
-
-def _verdict(
-    plan: MemoryPlan,
-    device: torch.device,
-    target: torch.device,
-    node: tuple[float, int] | None,
-) -> Verdict | None:
-    """Of --device-memory, or what the GPU has, or that of a usual one; None on a CPU. Of a node
-    --host-memory, or what this one has, must suffice; a dry run knows no node.
-    """
-    on_host, ranks = node or (None, min(plan.world_size, NODE_RANKS))
-    check_host_memory(plan, plan.config.distributed.host_memory or on_host, ranks)
-    if target.type != "cuda":
-        return None
-    memory = plan.config.distributed.device_memory
-    if memory is None and device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
-    return memory_verdict(plan, memory or DEVICE_MEMORY)
 
 
 def _version_lines() -> list[str]:
@@ -173,7 +87,9 @@ def _version_lines() -> list[str]:
     return [ours, *megatron_core_lines()]
 
 
-def _device_line(device: torch.device, peak: float | None) -> str:
+def _device_line(config: Config, device: torch.device) -> str:
+    known = peak_tflops(device_name(device), compute_dtype(config.precision))
+    peak = config.logging.peak_tflops or known
     against = f"{peak:g} TFLOP/s" if peak else "no known peak (--peak-tflops)"
     return f"{device_name(device)}; MFU against {against}"
 

@@ -280,9 +280,10 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
 
 def _prediction(run: Run, batch: int) -> dict[str, float]:
     """Seconds of an iteration by the plan, which is made for the whole global batch."""
-    if run.estimate is None or batch != run.config.training.global_batch_size:
+    seconds = run.forecast and run.forecast.step_seconds
+    if seconds is None or batch != run.config.training.global_batch_size:
         return {}
-    return {"predicted-iteration-time": run.estimate.time.seconds}
+    return {"predicted-iteration-time": seconds}
 
 
 def _rate_metrics(run: Run, learning_rates: LearningRates) -> dict[str, float]:

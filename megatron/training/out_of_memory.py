@@ -25,8 +25,7 @@ from megatron.distributed.peers import is_out_of_memory
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.state import InMemory
 from megatron.parallel.layer_passes import Graph
-from megatron.plan.memory import MemoryPlan
-from megatron.plan.verdict import RESERVE, memory_verdict
+from megatron.training.advisor import Advisor
 from megatron.training.profile import profile_folder, write_snapshot
 
 SHOWN = 12  # largest kinds of tensors
@@ -36,7 +35,7 @@ Buffer = tuple[str, Tensor | None]  # with what it is
 
 @contextmanager
 def explained_out_of_memory(
-    config: Config, vocab_size: int, groups: Groups, device: torch.device
+    config: Config, vocab_size: int, groups: Groups, device: torch.device, advisor: Advisor
 ) -> Iterator[None]:
     """While open, an error of memory that runs out is raised on with all that is known about it,
     which is also written to `rank-N.out-of-memory.txt` in --profile-dir.
@@ -46,14 +45,19 @@ def explained_out_of_memory(
     except Exception as error:
         if is_out_of_memory(error):
             try:
-                _explain(error, config, vocab_size, groups, device)
+                _explain(error, config, vocab_size, groups, device, advisor)
             except Exception as fault:  # the error is worth more than what is said of it
                 error.add_note(f"memory ran out; {type(fault).__name__} in explaining it: {fault}")
         raise
 
 
 def _explain(
-    error: Exception, config: Config, vocab_size: int, groups: Groups, device: torch.device
+    error: Exception,
+    config: Config,
+    vocab_size: int,
+    groups: Groups,
+    device: torch.device,
+    advisor: Advisor,
 ) -> None:
     folder = profile_folder(config)
     found = live_tensors(device)
@@ -66,8 +70,9 @@ def _explain(
     traceback.clear_frames(error.__traceback__)  # what they hold is room for the plan
     gc.collect()
     try:
-        plan = MemoryPlan(config, vocab_size, groups.world.size, device.type)
-        planned = _plan_lines(plan, groups.pp.rank, memory)
+        planned = advisor.memory_advice(
+            config, vocab_size, groups.world.size, device.type, groups.pp.rank, memory
+        )
     except Exception as fault:
         planned = [f"the plan could not be made again: {type(fault).__name__}: {fault}"]
     lines = [f"memory ran out on rank {groups.rank}", taken, *planned, *largest]
@@ -86,8 +91,8 @@ def _gib(size: float) -> str:
 
 
 def _memory(device: torch.device, live: int) -> tuple[str, float]:
-    """What there is and what is taken, of which `live` bytes by tensors; and the GiB that a verdict
-    is to be of.
+    """What there is and what is taken, of which `live` bytes by tensors; and the GiB that a run may
+    take.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -108,24 +113,7 @@ def _memory(device: torch.device, live: int) -> tuple[str, float]:
     return (
         f"host: {_gib(limit if limited else total)} of {what}, of which this process has taken "
         f"{_gib(taken)}, {_gib(live)} of them by live tensors"
-    ), usable / GIB + RESERVE  # which a verdict takes off for a GPU's kernels and NCCL
-
-
-def _plan_lines(plan: MemoryPlan, rank: int, memory: float) -> list[str]:
-    """What the plan counts for a pipeline rank, and the first change of flags with which it fits
-    into so many GiB.
-    """
-    sizes = plan.ranks[rank].sizes()
-    total = sizes.pop("total")
-    parts = ", ".join(f"{kind} {_gib(size)}" for kind, size in sizes.items())
-    lines = [f"plan: {_gib(total)} at the worst moment of a step ({parts})"]
-    verdict = memory_verdict(plan, memory)
-    if verdict.word != "fits":
-        return [*lines, f"advice: {verdict.line.partition('; ')[2]}"]
-    pieces = "memory that the allocator keeps in pieces: "
-    pieces += "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    advice = f"or for {pieces}" if plan.device == "cuda" else "or raise the limit (ulimit -v)"
-    return [*lines, f"advice: by the plan the run fits; look for other processes, {advice}"]
+    ), usable / GIB
 
 
 class LiveTensors(NamedTuple):

@@ -29,7 +29,7 @@ from megatron.kernels.self_check import faults
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.kernels import choose_kernels, compute_dtype
 from megatron.optimizer.lr_schedule import ParamSchedule
-from megatron.plan.recompute import choose_layers
+from megatron.training.advisor import Advisor
 from megatron.training.checkpointing import locate_checkpoint
 from megatron.training.kernel_variants import RunShape, kernel_variants
 from megatron.training.resume import (
@@ -68,6 +68,7 @@ def prepare(
     world_size: int,
     device: torch.device,
     world: Axis,
+    advisor: Advisor,
     local_checkpoints: LocalCheckpoints | None = None,
     planned_for: str | None = None,
 ) -> Prepared:
@@ -76,10 +77,9 @@ def prepare(
     """
     with raise_on_all_ranks(world, device):
         tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
-        config, reasons = _resolved(
-            config, tokenizer.vocab_size, world_size, planned_for or device.type
+        config, notes = _resolved(
+            config, notes, tokenizer.vocab_size, world_size, planned_for or device.type, advisor
         )
-        notes = [*notes, *reasons]
         schedule = ParamSchedule.of(config)
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
     with raise_on_all_ranks(world, device):
@@ -105,12 +105,17 @@ def prepare(
 
 
 def _resolved(
-    config: Config, vocab_size: int, world_size: int, device: str
+    config: Config,
+    notes: list[str],
+    vocab_size: int,
+    world_size: int,
+    device: str,
+    advisor: Advisor,
 ) -> tuple[Config, list[str]]:
-    """The configuration with derived and chosen values, and what there is to say of them."""
+    """The configuration with derived and chosen values, and the notes with those on them."""
     resolved = resolve(config, world_size, vocab_size)
-    config, reasons = choose_layers(resolved.config, vocab_size, world_size, device)
-    return config, [*resolved.notes, *reasons]
+    config, reasons = advisor.choose_recompute(resolved.config, vocab_size, world_size, device)
+    return config, [*notes, *resolved.notes, *reasons]
 
 
 def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> None:

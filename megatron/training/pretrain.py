@@ -24,7 +24,7 @@ from megatron.config.groups import Config
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
 from megatron.distributed.groups import ALONE, Groups, group_options, layout_of
-from megatron.distributed.launchers import slurm_job
+from megatron.distributed.launchers import Launch, slurm_job
 from megatron.distributed.logs import job_log
 from megatron.distributed.peers import PEERS
 from megatron.distributed.rank_errors import raise_on_all_ranks
@@ -57,8 +57,8 @@ from megatron.parallel.graphs import GraphedPasses
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.offload import OffloadingPasses
 from megatron.parallel.pipeline import Pipeline
-from megatron.plan.verdict import Verdict
-from megatron.training.banner import Description, describe
+from megatron.training.advisor import Advisor, Forecast, NoAdvisor, Verdict
+from megatron.training.banner import describe
 from megatron.training.checkpointing import (
     fetch,
     finalize,
@@ -84,6 +84,8 @@ from megatron.training.timing import make_timing
 
 logger = logging.getLogger(__name__)
 
+NO_ADVISOR = NoAdvisor()
+
 
 def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
     """The last line of a dry run and its exit code."""
@@ -107,7 +109,12 @@ def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
 
 
 def pretrain(
-    config: Config, notes: list[str], *, not_done: Sequence[str] = (), dry_run: bool = False
+    config: Config,
+    notes: list[str],
+    *,
+    not_done: Sequence[str] = (),
+    dry_run: bool = False,
+    advisor: Advisor = NO_ADVISOR,
 ) -> int:
     """Carry out one run; the exit code of the process. `not_done`: what the flags ask for and does
     not exist.
@@ -120,29 +127,23 @@ def pretrain(
     # faults of flags come before those of files and of other ranks
     resolved = resolve(config, world_size, None).config
     if dry_run:
-        return _dry_run(config, notes, world_size, not_done)
+        return _dry_run(config, notes, world_size, not_done, advisor)
     device, backend = choose_device(launch, config.distributed)
     set_determinism(device, resolved.model.deterministic_mode)
     if device.type == "cuda" and resolved.optimizer.optimizer_cpu_offload:
         share_cores(launch)
-    versions = {"megatron": __version__, "torch": torch.__version__}
-    connect(
-        launch,
-        backend,
-        config.distributed.distributed_timeout_minutes,
-        {**config.to_dict(), "versions": versions},
-    )
+    _connect(launch, backend, config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(job_log())
         warn_of_idle_gpus(launch, device)
-        run, checkpoint = build(config, notes, world_size, device, stack, not_done)
+        run, checkpoint = build(config, notes, world_size, device, stack, not_done, advisor)
         stack.callback(run.exits.close)
         if run.checkpoints is not None:
             stack.callback(run.checkpoints.close)
         if run.tracker is not None:
             stack.callback(run.tracker.close)
         try:
-            with explained_out_of_memory(run.config, run.vocab_size, run.groups, device):
+            with explained_out_of_memory(run.config, run.vocab_size, run.groups, device, advisor):
                 code = _carry_out(run, checkpoint)
             if run.profiler is not None:
                 run.profiler.close()
@@ -154,6 +155,13 @@ def pretrain(
     return code
 
 
+def _connect(launch: Launch, backend: str, config: Config) -> None:
+    """Join the other ranks, which must have the same configuration and versions."""
+    versions = {"megatron": __version__, "torch": torch.__version__}
+    same = {**config.to_dict(), "versions": versions}
+    connect(launch, backend, config.distributed.distributed_timeout_minutes, same)
+
+
 def _tell_peers(run: Run, error: Exception) -> None:
     """Note where a run has failed, and let the other ranks know why this one ends."""
     error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
@@ -162,13 +170,15 @@ def _tell_peers(run: Run, error: Exception) -> None:
     PEERS.end(f"{type(error).__name__}: {first_line}")
 
 
-def _dry_run(config: Config, notes: list[str], world_size: int, not_done: Sequence[str]) -> int:
+def _dry_run(
+    config: Config, notes: list[str], world_size: int, not_done: Sequence[str], advisor: Advisor
+) -> int:
     here = torch.device("cpu")
     with job_log():
-        prepared = prepare(config, notes, world_size, here, ALONE, planned_for="cuda")
-        described = describe(prepared, world_size, here, planned_for="cuda")
-    text, code = end_of_dry_run(described.verdict)
-    print(banner({NOT_DONE: list(not_done), **described.sections}) + "\n" + text, flush=True)
+        prepared = prepare(config, notes, world_size, here, ALONE, advisor, planned_for="cuda")
+        sections, forecast = describe(prepared, world_size, here, advisor, planned_for="cuda")
+    text, code = end_of_dry_run(forecast.verdict)
+    print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
     return code
 
 
@@ -178,7 +188,8 @@ def build(
     world_size: int,
     device: torch.device,
     closing: contextlib.ExitStack,
-    not_done: Sequence[str] = (),
+    not_done: Sequence[str],
+    advisor: Advisor,
 ) -> tuple[Run, Checkpoint | None]:
     """Everything one run is made of on this rank, weights and state still unset; rank 0 logs the
     banner. Raises UserError.
@@ -186,17 +197,14 @@ def build(
     `closing` gives up the lease of --save, also when building fails.
     """
     groups, ranks, local_checkpoints = _join(config, world_size, device)
-    prepared = prepare(
-        config, notes, world_size, device, groups.world, local_checkpoints=local_checkpoints
-    )
+    prepared = prepare(config, notes, world_size, device, groups.world, advisor, local_checkpoints)
     config, tokenizer = prepared.config, prepared.tokenizer
     check_kernels(prepared, device, ranks)
-    described = _described(prepared, groups, device)
+    sections, forecast = _described(prepared, groups, device, advisor)
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)
-    pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device)
-    exits = _exit_conditions(config)
-    tracker = described and _introduce(prepared, described, groups, not_done)
+    pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device, advisor)
+    tracker = forecast and _introduce(prepared, sections, forecast, groups, not_done)
     return Run(
         config=config,
         groups=groups,
@@ -213,14 +221,14 @@ def build(
         scaler=LossScaler(config.precision),
         data=prepared.data,
         tracker=tracker,
-        exits=exits,
+        exits=_exit_conditions(config),
         timing=timing,
         progress=prepared.progress,
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=_peak_tflops(config, device),
         decode=tokenizer.decode,
-        estimate=getattr(described, "estimate", None),
+        forecast=forecast,
         profiler=step_profiler(config, groups.rank, device),
     ), prepared.checkpoint
 
@@ -250,14 +258,18 @@ def _take_save_folder(
     return lease
 
 
-def _described(prepared: Prepared, groups: Groups, device: torch.device) -> Description | None:
-    """What the banner says, on rank 0; what prevents it there is raised on all."""
+def _described(
+    prepared: Prepared, groups: Groups, device: torch.device, advisor: Advisor
+) -> tuple[dict[str, list[str]], Forecast | None]:
+    """The banner's sections and the forecast, on rank 0; what prevents it there is raised on
+    all.
+    """
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     node = pages / 2**30, read_launch().local_size
     with raise_on_all_ranks(groups.world, device):
         if groups.rank != 0:
-            return None
-        return describe(prepared, groups.world.size, device, node=node)
+            return {}, None
+        return describe(prepared, groups.world.size, device, advisor, node=node)
 
 
 def _exit_conditions(config: Config) -> ExitConditions:
@@ -286,11 +298,11 @@ def _make_groups(config: Config, world_size: int) -> Groups:
 
 
 def _build_engine(
-    config: Config, vocab_size: int, groups: Groups, device: torch.device
+    config: Config, vocab_size: int, groups: Groups, device: torch.device, advisor: Advisor
 ) -> tuple[Pipeline, Optimizer]:
     """This rank's stages, sharded, with what drives them and what updates them."""
     record_memory_history(config, device)
-    with explained_out_of_memory(config, vocab_size, groups, device):
+    with explained_out_of_memory(config, vocab_size, groups, device, advisor):
         pipeline = _build_pipeline(config, vocab_size, groups, device)
         zero: Zero = pipeline.weights  # type: ignore[assignment]
         with raise_on_all_ranks(groups.world, device):
@@ -326,21 +338,16 @@ def _build_pipeline(
 
 
 def _introduce(
-    prepared: Prepared, described: Description, groups: Groups, not_done: Sequence[str]
+    prepared: Prepared,
+    sections: dict[str, list[str]],
+    forecast: Forecast,
+    groups: Groups,
+    not_done: Sequence[str],
 ) -> Tracker:
     """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go."""
-    estimate = described.estimate
-    sections = {
-        NOT_DONE: list(not_done),
-        **described.sections,
-        "layout": [groups.describe()],
-    }
+    sections = {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
     record = run_record(
-        prepared.config,
-        groups.layout,
-        sections,
-        described.verdict,
-        None if estimate is None else estimate.written(),
+        prepared.config, groups.layout, sections, forecast.verdict, forecast.prediction
     )
     tracker = Tracker(
         prepared.config,

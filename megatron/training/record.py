@@ -15,7 +15,7 @@ import torch
 from megatron import __version__
 from megatron.config.groups import Config
 from megatron.distributed.groups import Layout
-from megatron.plan.verdict import Verdict
+from megatron.training.advisor import Verdict
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 20  # then the state of the checkout is left out

@@ -25,7 +25,7 @@ from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
-from megatron.plan.step_table import Estimate
+from megatron.training.advisor import Forecast
 from megatron.training.exit import ExitConditions
 from megatron.training.profile import StepProfiler
 from megatron.training.timing import Timing
@@ -77,7 +77,7 @@ class Run:
     peak_tflops: float | None
     profiler: StepProfiler | None  # on the ranks of --profile-ranks
     decode: Callable[[list[int]], str]  # token ids as text
-    estimate: Estimate | None = None  # of a step, on rank 0, where the device is known
+    forecast: Forecast | None = None  # on rank 0
     starving: StarvingExperts = field(default_factory=StarvingExperts)
 
     @property

@@ -59,12 +59,12 @@ def stages_of(script: str, **environ: str) -> list[Stage]:
 
 def predict(flags: list[str]) -> dict[str, Any]:
     """Step time, MFU and peak memory of one rank's run with these flags."""
+    from megatron.tools._plan.hardware import load_hardware
+    from megatron.tools._plan.memory import MemoryPlan
+    from megatron.tools._plan.step_table import estimate
     from megatron.tools.plan import asked
 
     from megatron.config.validate import resolve
-    from megatron.plan.hardware import load_hardware
-    from megatron.plan.memory import MemoryPlan
-    from megatron.plan.step_table import estimate
 
     config, vocab_size, ranks = asked([*flags, "--world-size", "1"])
     memory = MemoryPlan(resolve(config, ranks, vocab_size).config, vocab_size, ranks, "cuda")

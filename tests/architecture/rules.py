@@ -25,13 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BASE | {"layers", "model", "parallel", "optimizer"},
     "data": set(),
     "observe": set(),
-    "interop": BASE | {"layers", "model", "checkpoint"},
-    # runs the engine without tensors, and reads what runs have measured
-    "plan": BASE | {"layers", "model", "parallel", "optimizer", "observe"},
     "training": BASE
-    | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", "plan", ""}
-    # whether a model can be exported, for the banner
-    | {"interop.huggingface"},
+    | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", ""},
 }
 RECORDED = {"tests/unit/config/launch_scripts.py"}  # text of others, kept as it was published
 PROGRAMS = ("tools.", "benchmarks.", "campaigns.", "kernels.tools.")  # as names in `megatron`

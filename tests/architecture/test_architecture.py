@@ -77,14 +77,14 @@ def tree(tmp_path: Path) -> Path:
             "config may not import megatron.model.arithmetic",
         ),
         (
-            "megatron/plan/bad.py",
+            "tools/_plan/bad.py",
             "import megatron.training.loop",
             "plan may not import megatron.training.loop",
         ),
         (
             "megatron/data/bad.py",
-            "import importlib\nimportlib.import_module('megatron.plan.memory')",
-            "data may not import megatron.plan.memory",
+            "import importlib\nimportlib.import_module('megatron.tools._plan.memory')",
+            "data may not import megatron.tools._plan.memory",
         ),
         (
             "megatron/data/bad.py",

@@ -13,11 +13,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.tools._convert.huggingface import to_huggingface
 from unit.by_hand import backward, forward
 from unit.checkpoint.huggingface_names import made_of
 
 from megatron.config.groups import ModelConfig
-from megatron.interop.huggingface import to_huggingface
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.optimizer.blocks import build_blocks

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
+from megatron.tools._plan.engine import PlannedPasses
 from parity.test_pipeline_bits import same
 from parity.test_recompute_bits import FULL, SELECTIVE, flags_of, parts, ranks_of
 from parity.worker import Outcome, run_case
 
 from megatron.parallel.offload import HostCopies, HostPool, OffloadingPasses
-from megatron.plan.engine import PlannedPasses
 
 AWAY = "--activation-offload --min-offloaded-tensor-size 64"
 CHOICES = {

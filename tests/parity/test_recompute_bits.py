@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 from distributed.pool import RankError
+from megatron.tools._plan.recompute import choose_layers
 from parity.layouts import BASE, SCHEDULES, Row
 from parity.test_pipeline_bits import bits, same
 from parity.worker import Outcome, run_case
@@ -24,7 +25,6 @@ from megatron.config.validate import resolve
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.zero import Zero
 from megatron.parallel.layer_passes import Inputs, LayerPasses
-from megatron.plan.recompute import choose_layers
 
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.tools._convert.huggingface_rules import Rule, row_runs
 from torch import Tensor
-
-from megatron.interop.huggingface_rules import Rule, row_runs
 
 
 def made_of(rule: Rule, held: dict[str, Tensor]) -> Tensor:

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import cut, pairs, same_bits, save_in_shards
+from megatron.tools._convert import huggingface_files
 from test_huggingface import CASES, VOCAB, build, difference, tokens
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config, DataConfig, PrecisionConfig
-from megatron.interop import huggingface_files
 from megatron.layers.spec import Box
 from megatron.training.pretrain import pretrain
 

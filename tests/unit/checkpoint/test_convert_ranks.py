@@ -19,14 +19,14 @@ from unittest import mock
 import pytest
 import torch
 from checkpoint_cases import same_bits, save_in_shards, whole
+from megatron.tools._convert import huggingface_files
+from megatron.tools._convert.models import own_rows, own_share
 from reshard_cases import flags, start
 from test_huggingface import difference
 
 from megatron.checkpoint import fetch, manifest
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import Config, ModelConfig
-from megatron.interop import huggingface_files
-from megatron.interop.models import own_rows, own_share
 from megatron.layers.spec import Box
 from megatron.model.build import model_shapes
 

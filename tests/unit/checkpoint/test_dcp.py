@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import cut, example, same_bits, save_in_shards
+from megatron.tools._convert.dcp import CheckpointReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron.checkpoint import reader as reader_module
 from megatron.checkpoint.reader import Checkpoint
-from megatron.interop.dcp import CheckpointReader
 from megatron.layers.spec import Box
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import pairs
+from megatron.tools._convert.huggingface import from_huggingface, left_out, to_huggingface
 from parity.latent_fields import LATENT, ROUTED, YARN
 from test_huggingface import LLAMA, VOCAB, build, difference, tokens
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig
-from megatron.interop.huggingface import from_huggingface, left_out, to_huggingface
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import same_bits
+from megatron.tools._convert.zero_folder import box_parts
 from test_convert_ranks import convert
 from test_huggingface import CASES, build, exported
 from test_megatron_import import LAYERS, NAMES, PADDED, VOCAB, Poison, megatron_names
 from zero_cases import in_groups, write_rank
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
-from megatron.interop.zero_folder import box_parts
 
 
 def write_huggingface(

@@ -6,13 +6,13 @@ import itertools
 from pathlib import Path
 
 import pytest
+from megatron.tools._convert.huggingface import family_of
 
 import pretrain_gpt
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.validate import resolve
-from megatron.interop.huggingface import family_of
 
 LLAMA = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1

@@ -9,17 +9,17 @@ import dataclasses
 import pytest
 import torch
 from huggingface_names import made_of
-
-from megatron.config.groups import ModelConfig
-from megatron.interop.huggingface import family_of, from_huggingface, to_huggingface
-from megatron.interop.huggingface_files import (
+from megatron.tools._convert.huggingface import family_of, from_huggingface, to_huggingface
+from megatron.tools._convert.huggingface_files import (
     open_folder,
     read_json,
     take_parts,
     take_rules,
     without_copied_head,
 )
-from megatron.interop.models import box_part
+from megatron.tools._convert.models import box_part
+
+from megatron.config.groups import ModelConfig
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.blocks import build_blocks

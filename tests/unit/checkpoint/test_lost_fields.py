@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from megatron.tools._convert.huggingface import TRAINING_ONLY, to_huggingface
 from parity.latent_fields import LATENT, ROUTED, YARN
 from test_huggingface import CASES, LLAMA, VOCAB
 
@@ -15,7 +16,6 @@ from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.metadata import KERNEL, ROUNDING, model_flag
-from megatron.interop.huggingface import TRAINING_ONLY, to_huggingface
 
 MODELS = {name: dataclasses.replace(base, **changes) for name, (base, changes, _) in CASES.items()}
 MODELS["deepseek dense"] = dataclasses.replace(LLAMA, **LATENT)

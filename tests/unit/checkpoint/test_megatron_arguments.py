@@ -10,6 +10,15 @@ import dataclasses
 import pytest
 import torch
 from checkpoint_cases import same_bits
+from megatron.tools._convert.megatron_arguments import (
+    FORWARD,
+    HARMLESS,
+    argument_notes,
+    model_fields,
+    stores_norms_minus_one,
+)
+from megatron.tools._convert.megatron_deepspeed import megatron_arguments
+from megatron.tools._convert.pickles import Record
 from test_convert_ranks import convert
 from test_huggingface import LLAMA, VOCAB, build, tokens
 from test_lost_fields import MODELS
@@ -19,15 +28,6 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.upstream_flags import NAMES
-from megatron.interop.megatron_arguments import (
-    FORWARD,
-    HARMLESS,
-    argument_notes,
-    model_fields,
-    stores_norms_minus_one,
-)
-from megatron.interop.megatron_deepspeed import megatron_arguments
-from megatron.interop.pickles import Record
 
 LEAST = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 6}
 

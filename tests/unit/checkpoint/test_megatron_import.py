@@ -20,6 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import same_bits
+from megatron.tools._convert.dcp_folder import DcpFolder
+from megatron.tools._convert.pickles import (
+    ARGUMENT_CLASSES,
+    DCP_CLASSES,
+    TORCH_CLASSES,
+    MappedFile,
+    read_pickle,
+    read_torch_file,
+)
 from test_convert_ranks import convert
 from test_huggingface import CASES, build, tokens
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -34,15 +43,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
-from megatron.interop.dcp_folder import DcpFolder
-from megatron.interop.pickles import (
-    ARGUMENT_CLASSES,
-    DCP_CLASSES,
-    TORCH_CLASSES,
-    MappedFile,
-    read_pickle,
-    read_torch_file,
-)
 
 VOCAB, PADDED, LAYERS = 67, 72, 3
 

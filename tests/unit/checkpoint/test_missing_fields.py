@@ -8,12 +8,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+from megatron.tools._convert.families import FAMILIES
+from megatron.tools._convert.huggingface import _our_fields, their_config
 from test_huggingface import CASES, VOCAB
 from test_lost_fields import MODELS
 
 from megatron.config.groups import ModelConfig
-from megatron.interop.families import FAMILIES
-from megatron.interop.huggingface import _our_fields, their_config
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,10 +6,10 @@ import copy
 from types import SimpleNamespace
 
 import pytest
+from megatron.tools._convert.pickles import ARGUMENT_CLASSES, read_pickle
 from test_checkpoint_damage import RUN_STATE
 
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.interop.pickles import ARGUMENT_CLASSES, read_pickle
 from megatron.training.resume import check_complete
 
 

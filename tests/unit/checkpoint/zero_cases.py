@@ -17,10 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.tools._convert.models import MappedFile
+from megatron.tools._convert.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
 from torch import Tensor
-
-from megatron.interop.models import MappedFile
-from megatron.interop.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
 
 # of the optimizer: names and whole fp32 tensors in the order in which they are flattened
 Groups = list[dict[str, Tensor]]

@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from megatron.tools._plan.stages import flops_again
 from test_split_units import (
     CONFIGS,
     VOCAB,
@@ -30,7 +31,6 @@ from megatron.layers.recompute import Rebuilder, Rebuilt
 from megatron.model.recompute import KEPT, WHOLE, LayerRecompute, stage_recompute
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.schedule import Kind
-from megatron.plan.stages import flops_again
 
 MODULES = ("layernorm", "qkv", "core_attn", "mlp_act", "mlp")
 CHOICES = [  # mlp includes mlp_act

@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from megatron.tools._plan.stages import flops_again
 from test_recompute import Products
 from test_split_units import (
     CONFIGS,
@@ -32,7 +33,6 @@ from megatron.layers.fp8 import mark_fp8
 from megatron.model.recompute import WHOLE, stage_recompute
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.schedule import Kind
-from megatron.plan.stages import flops_again
 
 EQUAL = 1e-10  # of the greatest gradient, in float64
 CHOICES = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.tools._plan.memory import rank_memories
 from parity.layouts import BASE, LLAMA
 from parity.worker import run_case
 from unit.zero.measure import measure
@@ -14,7 +15,6 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.stages import frozen_units
 from megatron.config.validate import cross_field_faults, resolve
-from megatron.plan.memory import rank_memories
 
 GPT = (
     *BASE,

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.tools._plan.memory import rank_memories
 from parity import worker
 from parity.layouts import BASE
 from parity.worker import run_case
@@ -32,7 +33,6 @@ from megatron.optimizer import nvme
 from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.optimizer import Optimizer
-from megatron.plan.memory import rank_memories
 
 SMALL = 4096  # elements of a part: layers of these models have several
 DTYPES = {"master": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float64}

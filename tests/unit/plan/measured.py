@@ -20,12 +20,12 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 os.environ["TRITON_INTERPRET"] = "1"
 
 from distributed.pool import Worlds  # noqa: E402
+from megatron.tools._plan.memory import rank_memories  # noqa: E402
 from unit.zero.measure import measure  # noqa: E402
 
 from megatron.config.arguments import parse_arguments  # noqa: E402
 from megatron.config.validate import resolve  # noqa: E402
 from megatron.config.workspace import HEAD_CHUNK_BYTES  # noqa: E402
-from megatron.plan.memory import rank_memories  # noqa: E402
 
 VOCAB = 1023
 # bytes of logits that are made at once where the flags say so: a fraction of all

@@ -7,13 +7,13 @@ from __future__ import annotations
 import re
 
 import pytest
+from megatron.tools._plan.advice import Machine, order_of_peaks, transfers
+from megatron.tools._plan.memory import MemoryPlan, rank_memories
+from megatron.tools._plan.table import banner_lines, memory_report
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
-from megatron.plan.advice import Machine, order_of_peaks, transfers
-from megatron.plan.memory import MemoryPlan, rank_memories
-from megatron.plan.table import banner_lines, memory_report
 
 VOCAB = 50257
 COMMON = (

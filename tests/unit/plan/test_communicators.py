@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from megatron.tools._plan.advice import Machine
+from megatron.tools._plan.communicators import CHANNEL_BYTES, CHANNELS, nccl_buffers
+from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.table import memory_report
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
-from megatron.plan.advice import Machine
-from megatron.plan.communicators import CHANNEL_BYTES, CHANNELS, nccl_buffers
-from megatron.plan.memory import MemoryPlan
-from megatron.plan.table import memory_report
 
 VOCAB = 1024
 MODEL = """--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --bf16

@@ -7,12 +7,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from megatron.tools._plan.hardware import load_hardware
+from megatron.tools._plan.program import Program
+from megatron.tools._plan.step import StepModel
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
-from megatron.plan.hardware import load_hardware
-from megatron.plan.program import Program
-from megatron.plan.step import StepModel
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.tools._plan.engine import META, CountedGroup, Held, Ledger
+from megatron.tools._plan.memory import rank_memories
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
@@ -13,8 +15,6 @@ from megatron.distributed.groups import Axis
 from megatron.distributed.silent import SilentGroup
 from megatron.optimizer.blocks import Block
 from megatron.optimizer.zero import Zero
-from megatron.plan.engine import META, CountedGroup, Held, Ledger
-from megatron.plan.memory import rank_memories
 
 VOCAB = 1024
 FLAGS = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3

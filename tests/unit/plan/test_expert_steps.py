@@ -9,6 +9,16 @@ import json
 from pathlib import Path
 
 import pytest
+from megatron.tools._plan.advice import transfers
+from megatron.tools._plan.hardware import Hardware, load_hardware
+from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.rows import read_rows
+from megatron.tools._plan.search import RECOMPUTE_EXPERTS, Search, layouts
+from megatron.tools._plan.stages import flops_again
+from megatron.tools._plan.step import StepModel, _stage_seconds, group_shapes
+from megatron.tools._plan.step_table import estimate
+from megatron.tools._plan.tuning import tuning_lines
+from megatron.tools._plan.validate import predict_row
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
@@ -16,16 +26,6 @@ from megatron.config.validate import resolve
 from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.model.arithmetic import unit_flops
 from megatron.model.recompute import KEPT, WHOLE, choice_of
-from megatron.plan.advice import transfers
-from megatron.plan.hardware import Hardware, load_hardware
-from megatron.plan.memory import MemoryPlan
-from megatron.plan.rows import read_rows
-from megatron.plan.search import RECOMPUTE_EXPERTS, Search, layouts
-from megatron.plan.stages import flops_again
-from megatron.plan.step import StepModel, _stage_seconds, group_shapes
-from megatron.plan.step_table import estimate
-from megatron.plan.tuning import tuning_lines
-from megatron.plan.validate import predict_row
 from tools.plan import run
 
 MODEL = (

@@ -8,18 +8,18 @@ import json
 from pathlib import Path
 
 import pytest
+from megatron.tools._plan.hardware import Hardware, load_hardware
+from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.rows import read_rows
+from megatron.tools._plan.search import Search, layouts
+from megatron.tools._plan.stages import flops_again
+from megatron.tools._plan.step import StepModel
+from megatron.tools._plan.validate import predict_row
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import unit_flops
 from megatron.model.recompute import KEPT, WHOLE, choice_of
-from megatron.plan.hardware import Hardware, load_hardware
-from megatron.plan.memory import MemoryPlan
-from megatron.plan.rows import read_rows
-from megatron.plan.search import Search, layouts
-from megatron.plan.stages import flops_again
-from megatron.plan.step import StepModel
-from megatron.plan.validate import predict_row
 from tools.plan import run
 
 HIDDEN, HEADS, FFN, TOKENS = 2048, 16, 5632, 4096

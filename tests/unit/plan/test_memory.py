@@ -8,6 +8,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.tools._plan.activations import Shape, unit_bytes
+from megatron.tools._plan.memory import MemoryPlan, rank_memories
 from unit.by_hand import forward
 from unit.zero.measure import launches_of_nothing
 
@@ -29,8 +31,6 @@ from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels
 from megatron.model.stages import whole
 from megatron.optimizer.blocks import build_blocks
-from megatron.plan.activations import Shape, unit_bytes
-from megatron.plan.memory import MemoryPlan, rank_memories
 
 SEQ, BATCH, VOCAB = 64, 2, 301
 FUSED = {"attention_dropout": 0.0}

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.tools._plan.activations import Shape, unit_bytes
 from test_memory import DRY, VOCAB, configure, interpreted
 from test_recompute_bytes import BF16, FP32, LLAMA, MODELS, OURS, model_and_micro_batch
 from unit.by_hand import forward
@@ -24,7 +25,6 @@ from megatron.model.stages import whole
 from megatron.parallel import offload
 from megatron.parallel.offload import OffloadingPasses, Pass
 from megatron.parallel.schedule import Kind
-from megatron.plan.activations import Shape, unit_bytes
 
 MICRO_BATCHES = 2
 CHOICES: dict[str, dict] = {

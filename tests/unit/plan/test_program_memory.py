@@ -7,19 +7,19 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.tools._plan import program_memory
+from megatron.tools._plan.activations import Shape
+from megatron.tools._plan.memory import MemoryPlan, PlannedSteps
+from megatron.tools._plan.operations import Operations
+from megatron.tools._plan.program import OURS, Program
+from megatron.tools._plan.program_memory import peak_of
+from megatron.tools._plan.rows import program_of, row_flags
+from megatron.tools._plan.work import Exchange
 from unit.zero.tracker import LiveBytes
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
-from megatron.plan import program_memory
-from megatron.plan.activations import Shape
-from megatron.plan.memory import MemoryPlan, PlannedSteps
-from megatron.plan.operations import Operations
-from megatron.plan.program import OURS, Program
-from megatron.plan.program_memory import peak_of
-from megatron.plan.rows import program_of, row_flags
-from megatron.plan.work import Exchange
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 192 --seq-length 32 "

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from megatron.tools._plan.rows import network, read_rows
+from megatron.tools._plan.validate import percentile, predict_row, score, spearman
 
 from megatron.config.errors import UserError
-from megatron.plan.rows import network, read_rows
-from megatron.plan.validate import percentile, predict_row, score, spearman
 from tools.plan import run
 
 HEAD = (

@@ -8,9 +8,9 @@ import json
 import re
 
 import pytest
+from megatron.tools._plan.hardware import names
 from parity.random_rows import Draw, resized
 
-from megatron.plan.hardware import names
 from tools.plan import run
 
 SIZES = {

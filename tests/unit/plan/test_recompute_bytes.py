@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from megatron.tools._plan.activations import Shape, unit_bytes
 from test_memory import (
     BATCH,
     DRY,
@@ -34,7 +35,6 @@ from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
 from megatron.model.stages import whole
 from megatron.optimizer.blocks import build_blocks
-from megatron.plan.activations import Shape, unit_bytes
 
 MODULES = ("layernorm", "qkv", "core_attn", "mlp_act", "mlp")
 CHOICES = [

@@ -9,16 +9,10 @@ import math
 
 import numpy as np
 import pytest
-
-from megatron.config.arguments import parse_arguments
-from megatron.config.errors import ArgumentErrors, UserError
-from megatron.config.groups import Config
-from megatron.config.recompute import layer_words, words_of
-from megatron.config.validate import resolve
-from megatron.plan import recompute
-from megatron.plan.advice import Machine
-from megatron.plan.memory import MemoryPlan, PlannedSteps, rank_memories
-from megatron.plan.recompute import (
+from megatron.tools._plan import recompute
+from megatron.tools._plan.advice import Machine
+from megatron.tools._plan.memory import MemoryPlan, PlannedSteps, rank_memories
+from megatron.tools._plan.recompute import (
     candidates,
     choose_for_rank,
     choose_layers,
@@ -27,7 +21,13 @@ from megatron.plan.recompute import (
     words_of_layer,
     worthwhile,
 )
-from megatron.plan.table import banner_lines, memory_report
+from megatron.tools._plan.table import banner_lines, memory_report
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.errors import ArgumentErrors, UserError
+from megatron.config.groups import Config
+from megatron.config.recompute import layer_words, words_of
+from megatron.config.validate import resolve
 
 VOCAB = 1024
 COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.tools._plan.memory import rank_memories
 
 from megatron.config.groups import (
     Config,
@@ -29,7 +30,6 @@ from megatron.model.build import build_model
 from megatron.model.gpt import GPTModel
 from megatron.optimizer import blocks as optimizer_blocks
 from megatron.optimizer.blocks import Block, build_run_blocks
-from megatron.plan.memory import rank_memories
 
 LLAMA = {
     "activation": "swiglu",

@@ -12,6 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.benchmarks.peers.pipeline_rank import VIRTUAL, memory
+from megatron.tools._plan.activations import Shape, unit_bytes
+from megatron.tools._plan.engine import CountedBlock
+from megatron.tools._plan.memory import (
+    MemoryPlan,
+    rank_memories,
+    schedule_of,
+    stage_parameters,
+)
+from megatron.tools._plan.stages import stage_costs, stage_lines
 from test_memory import (
     BATCH,
     DRY,
@@ -51,15 +60,6 @@ from megatron.parallel.layer_passes import LayerPasses, Passes
 from megatron.parallel.pipeline import Pipeline, loss_gradient
 from megatron.parallel.schedule import Kind, Schedule, build_schedule
 from megatron.parallel.simulate import Costs
-from megatron.plan.activations import Shape, unit_bytes
-from megatron.plan.engine import CountedBlock
-from megatron.plan.memory import (
-    MemoryPlan,
-    rank_memories,
-    schedule_of,
-    stage_parameters,
-)
-from megatron.plan.stages import stage_costs, stage_lines
 
 LLAMA = {
     **DRY,

@@ -7,15 +7,8 @@ import json
 import math
 
 import pytest
-
-from megatron.config.arguments import parse_arguments
-from megatron.config.errors import UserError
-from megatron.config.groups import Config
-from megatron.config.validate import resolve
-from megatron.model.arithmetic import unit_flops
-from megatron.model.recompute import KEPT, WHOLE
-from megatron.plan.fit import Sample, SteadyStep, fit
-from megatron.plan.hardware import (
+from megatron.tools._plan.fit import Sample, SteadyStep, fit
+from megatron.tools._plan.hardware import (
     FOLDER,
     Hardware,
     known_hardware,
@@ -23,9 +16,16 @@ from megatron.plan.hardware import (
     names,
     write_hardware,
 )
-from megatron.plan.search import NEAR, RECOMPUTE, Search, explain, layouts
-from megatron.plan.step import SIMULATED, StepModel, group_shapes
-from megatron.plan.step_table import budget_line, explain_report, search_report
+from megatron.tools._plan.search import NEAR, RECOMPUTE, Search, explain, layouts
+from megatron.tools._plan.step import SIMULATED, StepModel, group_shapes
+from megatron.tools._plan.step_table import budget_line, explain_report, search_report
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.errors import UserError
+from megatron.config.groups import Config
+from megatron.config.validate import resolve
+from megatron.model.arithmetic import unit_flops
+from megatron.model.recompute import KEPT, WHOLE
 from tools.plan import run
 
 MODEL = (
@@ -117,7 +117,7 @@ def test_the_steady_part_of_a_pipeline_is_not_simulated(h100):
     run = step(flags, world=4)
     assert run.micro_batches > SIMULATED * 4
     pricing = run.pricing(h100)
-    from megatron.plan import step as module
+    from megatron.tools._plan import step as module
 
     stages = [module._stage_seconds(pricing, units) for units in run.units]
     shortened = run.passes_seconds(stages, pricing)
@@ -311,8 +311,8 @@ def test_days_and_hours_are_those_of_all_iterations(h100):
 
 
 def test_explain_report_says_gains_and_losses(h100):
-    from megatron.plan.memory import MemoryPlan
-    from megatron.plan.step_table import estimate
+    from megatron.tools._plan.memory import MemoryPlan
+    from megatron.tools._plan.step_table import estimate
 
     config = resolve(asked(), 8, VOCABULARY).config
     found = estimate(MemoryPlan(config, VOCABULARY, 8), h100)

@@ -5,13 +5,13 @@ run.
 from __future__ import annotations
 
 import pytest
+from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.verdict import check_host_memory, judge, memory_verdict
 
 import pretrain_gpt
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.config.validate import resolve
-from megatron.plan.memory import MemoryPlan
-from megatron.plan.verdict import check_host_memory, judge, memory_verdict
 from megatron.training.pretrain import end_of_dry_run
 from tools.plan import run
 

@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import plan  # noqa: E402
+from megatron.tools._plan.checkpoint import best_interval, time_lost  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
-from megatron.plan.checkpoint import best_interval, time_lost  # noqa: E402
 
 FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024
 --micro-batch-size 4 --global-batch-size 512

@@ -6,7 +6,7 @@ import subprocess
 
 from megatron.config.groups import Config
 from megatron.distributed.groups import Layout
-from megatron.plan.verdict import Verdict
+from megatron.training.advisor import Verdict
 from megatron.training.record import git_state, run_record
 
 

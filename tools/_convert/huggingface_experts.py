@@ -1,0 +1,215 @@
+"""Experts in Hugging Face's config.json, both ways: as Mixtral, Granite's, Qwen's or DeepSeek's
+models write them.
+
+Softmax over the chosen logits is softmax over all of them, divided by the sum of the chosen: what
+Qwen calls norm_topk_prob. Without it a router is one with --moe-router-pre-softmax. Losses of
+routers are settings of a training run, which an import leaves to its flags: router_aux_loss_coef is
+a coefficient of another formula (all layers as one, k times ours), and no field says which loss a
+model was trained with. So is router_jitter_noise, which is --moe-input-jitter-eps. DeepSeek's
+groups of experts are judged by their best two (V3) or their best (V2), ours by as many as are
+chosen of each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from megatron.tools._convert.families import Family
+
+from megatron.config.groups import ModelConfig
+from megatron.config.input_files import JsonObject
+
+
+def their_experts(family: Family, model: ModelConfig) -> JsonObject:
+    """Fields of config.json; a family of experts that may be dense has all layers dense for a
+    model without experts.
+    """
+    write = {"mixtral": _their_mixtral, "granite": _their_granite}
+    write |= {"qwen": _their_qwen, "deepseek": _their_deepseek}
+    return write[family.experts or ""](family, model)
+
+
+def our_experts(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    """Fields of ModelConfig. Raises KeyError for what config.json lacks."""
+    read = {"mixtral": _our_mixtral, "granite": _our_granite}
+    read |= {"qwen": _our_qwen, "deepseek": _our_deepseek}
+    return read[family.experts or ""](family, config, faults)
+
+
+def _their_mixtral(family: Family, model: ModelConfig) -> JsonObject:
+    return {
+        "num_experts_per_tok": model.moe_router_topk,
+        "intermediate_size": model.moe_ffn_hidden_size,
+        "num_local_experts": model.num_experts,
+    }
+
+
+def _our_mixtral(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    return {
+        "num_experts": _count(config, "num_local_experts"),
+        "moe_router_topk": _required(config, "num_experts_per_tok"),
+        "moe_ffn_hidden_size": _required(config, "intermediate_size"),
+        "moe_layer_freq": "1",
+    }
+
+
+def _their_granite(family: Family, model: ModelConfig) -> JsonObject:
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return _their_mixtral(family, model) | {"shared_intermediate_size": shared}
+
+
+def _our_granite(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    shared = config.get("shared_intermediate_size") or None
+    fields = _our_mixtral(family, config, faults)
+    return fields | {"moe_shared_expert_intermediate_size": shared}
+
+
+def _their_qwen(family: Family, model: ModelConfig) -> JsonObject:
+    fields: JsonObject = {
+        "num_experts_per_tok": model.moe_router_topk,
+        "num_experts": model.num_experts,
+        "moe_intermediate_size": model.moe_ffn_hidden_size,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, sparse in enumerate(model.expert_layers()) if not sparse],
+    }
+    if "moe_shared_expert_gate" in family.ours:
+        fields["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
+    return fields
+
+
+def _our_qwen(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    dense = config.get("mlp_only_layers") or []
+    step = config.get("decoder_sparse_step", 1)
+    layers = range(config["num_hidden_layers"])
+    sparse = [i not in dense and (i + 1) % step == 0 for i in layers]
+    if not any(sparse):
+        faults.append("mlp_only_layers or decoder_sparse_step: no layer has experts")
+        sparse = [True for _ in layers]
+    fields = {
+        "num_experts": _count(config, "num_experts"),
+        "moe_router_topk": _required(config, "num_experts_per_tok"),
+        "moe_ffn_hidden_size": _required(config, "moe_intermediate_size"),
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+        "moe_layer_freq": _pattern(sparse),
+    }
+    if "moe_shared_expert_gate" in family.ours:
+        fields["moe_shared_expert_intermediate_size"] = _required(
+            config, "shared_expert_intermediate_size"
+        )
+    return fields
+
+
+def _their_deepseek(family: Family, model: ModelConfig) -> JsonObject:
+    sparse = model.expert_layers()
+    dense = sparse.index(True) if any(sparse) else len(sparse)
+    fields: JsonObject = {"first_k_dense_replace": dense}
+    if family.mlp_layer_types:
+        fields = {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
+    if model.num_experts is None:
+        return fields
+    width = model.moe_ffn_hidden_size or 1
+    groups = model.moe_router_num_groups or 1
+    return fields | {
+        "moe_layer_freq": 1,
+        "n_routed_experts": model.num_experts,
+        "n_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // width,
+        "moe_intermediate_size": width,
+        "num_experts_per_tok": model.moe_router_topk,
+        "n_group": groups,
+        "topk_group": model.moe_router_group_topk or 1,
+        "norm_topk_prob": _normalizes(family, model.moe_router_topk),
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        **({"topk_method": _v2_method(groups)} if _is_softmax(family) else {}),
+    }
+
+
+def _our_deepseek(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    sparse = _sparse_layers(family, config)
+    if not any(sparse):
+        return {}
+    k = _required(config, "num_experts_per_tok")
+    groups = config.get("n_group", family.defaults.get("n_group")) or 1
+    shared = _given(family, config, "n_shared_experts") or 0
+    normalizes = _given(family, config, "norm_topk_prob")
+    if shared == 0:
+        faults.append("n_shared_experts 0 (a shared expert is needed)")
+    if normalizes not in (_normalizes(family, k), None):
+        faults.append(f"norm_topk_prob {normalizes!r} has no counterpart")
+    if config.get("moe_layer_freq", 1) != 1:
+        faults.append(f"moe_layer_freq {config['moe_layer_freq']!r} (only 1 has a counterpart)")
+    fields: JsonObject = {
+        "num_experts": _count(config, "n_routed_experts"),
+        "moe_ffn_hidden_size": _required(config, "moe_intermediate_size"),
+        "moe_layer_freq": _pattern(sparse),
+        "moe_router_topk": k,
+        "moe_router_topk_scaling_factor": _given(family, config, "routed_scaling_factor") or 1.0,
+        "moe_shared_expert_intermediate_size": shared * _required(config, "moe_intermediate_size")
+        or None,
+    }
+    method = config.get("topk_method")
+    if _is_softmax(family) and method not in (None, _v2_method(groups)):
+        faults.append(f"topk_method {method!r} with n_group {groups}")
+    if groups > 1:
+        taken = _required(dict(family.defaults) | config, "topk_group")
+        judged_by = 1 if _is_softmax(family) else 2
+        if k // taken != judged_by:
+            faults.append(
+                f"num_experts_per_tok {k} with topk_group {taken}: groups are chosen by their best "
+                f"{judged_by} there, by their best {k // taken} here"
+            )
+        fields |= {"moe_router_num_groups": groups, "moe_router_group_topk": taken}
+    return fields
+
+
+def _sparse_layers(family: Family, config: JsonObject) -> list[bool]:
+    layers = config["num_hidden_layers"]
+    if family.mlp_layer_types:
+        types = config.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+        return [each == "sparse" for each in types[:layers]]
+    dense = _given(family, config, "first_k_dense_replace")
+    return [i >= dense for i in range(layers)]
+
+
+def _is_softmax(family: Family) -> bool:
+    return family.ours.get("moe_router_score_function") == "softmax"
+
+
+def _v2_method(groups: int) -> str:
+    return "group_limited_greedy" if groups > 1 else "greedy"
+
+
+def _normalizes(family: Family, k: int) -> bool:
+    """Whether the chosen scores are divided by their sum: of one expert they are not."""
+    return not _is_softmax(family) and k > 1
+
+
+def _given(family: Family, config: JsonObject, name: str) -> Any:
+    value = config.get(name)
+    return family.defaults.get(name) if value is None else value
+
+
+def _required(config: JsonObject, name: str) -> Any:
+    if config.get(name) is None:
+        raise KeyError(name)
+    return config[name]
+
+
+def _count(config: JsonObject, name: str) -> int:
+    """The number of experts, by the family's name for it or by one of its others."""
+    names = (name, "num_experts", "num_local_experts", "n_routed_experts")
+    found = next((config[each] for each in names if config.get(each)), None)
+    if not isinstance(found, int):
+        raise KeyError(name)
+    return found
+
+
+def _pattern(sparse: Sequence[bool]) -> str:
+    """--moe-layer-freq for layers that have experts or not: a number where one describes them."""
+    for step in range(1, len(sparse) + 1):
+        if list(sparse) == [i % step == 0 for i in range(len(sparse))]:
+            return str(step)
+    runs = [(int(value), len(list(group))) for value, group in groupby(sparse)]
+    return "+".join(f"[{value}]*{length}" for value, length in runs)

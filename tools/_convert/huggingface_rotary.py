@@ -1,0 +1,134 @@
+"""Rotary positions in Hugging Face's config.json, both ways.
+
+transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; exports have both.
+An import takes `rope_scaling` where both are there, as transformers 5 does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.tools._convert.families import DEFAULTS, Family
+
+from megatron.config.groups import ModelConfig
+from megatron.config.input_files import JsonObject
+
+# Kinds of scaling that no rotary table here has.
+REASONS = {
+    "longrope": "a factor for each channel, by two lists for short and for long sequences, has no "
+    "counterpart; ",
+    "dynamic": "a base that follows the length of each sequence has no counterpart; ",
+}
+
+
+def their_rotary(family: Family, model: ModelConfig) -> JsonObject:
+    """`rope_parameters` and the older fields of a resolved `model`."""
+    scaling = _their_scaling(family, model)
+    share = {} if family.partial is None else {"partial_rotary_factor": model.rotary_percent}
+    config: JsonObject = {
+        "rope_parameters": scaling | {"rope_theta": model.rotary_base} | share,
+        family.base: model.rotary_base,
+    }
+    if family.partial is not None:
+        config[family.partial] = model.rotary_percent
+    if scaling["rope_type"] != "default":
+        config["rope_scaling"] = scaling | share
+    return config
+
+
+def _their_scaling(family: Family, model: ModelConfig) -> JsonObject:
+    if model.rotary_seq_len_interpolation_factor is not None:
+        return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
+    stretch = {
+        "factor": model.rope_factor,
+        "original_max_position_embeddings": model.rope_original_length,
+    }
+    if model.use_rope_scaling:
+        return stretch | {
+            "rope_type": "llama3",
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+        }
+    if model.position_embedding_type == "yarn":
+        latent = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
+        return stretch | {
+            "rope_type": "yarn",
+            "beta_fast": model.yarn_beta_fast,
+            "beta_slow": model.yarn_beta_slow,
+            **(latent if family.latent else {}),
+        }
+    return {"rope_type": "default"}
+
+
+def our_rotary(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    """Fields of ModelConfig. Raises KeyError for what config.json lacks."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = {name: value for name, value in given.items() if value is not None}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in (known := ("default", *family.scalings)):
+        reason = REASONS.get(kind, "")
+        faults.append(f"rope_type {kind!r} ({reason}known: {', '.join(known)})")
+    base = scaling.get("rope_theta", _first(config.get(family.base), _default(family, family.base)))
+    fields: JsonObject = {
+        "position_embedding_type": "rope",
+        "rotary_base": float(base),
+        "rotary_percent": _our_share(family, config, scaling, faults),
+    }
+    longest = config["max_position_embeddings"]
+    original = scaling.get("original_max_position_embeddings", longest)
+    if kind == "linear":
+        fields["rotary_seq_len_interpolation_factor"] = float(scaling["factor"])
+    elif kind == "llama3":
+        fields |= {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": float(scaling["factor"]),
+            "rope_original_max_position_embeddings": original,
+            "rope_low_freq_factor": float(scaling["low_freq_factor"]),
+            "rope_high_freq_factor": float(scaling["high_freq_factor"]),
+        }
+    elif kind == "yarn":
+        fields |= {
+            "position_embedding_type": "yarn",
+            "rope_scaling_factor": float(scaling.get("factor", longest / original)),
+            "rope_original_max_position_embeddings": original,
+            "yarn_beta_fast": float(scaling.get("beta_fast", 32.0)),
+            "yarn_beta_slow": float(scaling.get("beta_slow", 1.0)),
+            **_our_mscale(family, scaling, faults),
+        }
+    return fields
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _default(family: Family, name: str) -> Any:
+    return family.defaults.get(name, DEFAULTS.get(name))
+
+
+def _our_share(family: Family, config: JsonObject, scaling: JsonObject, faults: list[str]) -> float:
+    """Share of a head's channels that rotates."""
+    inside = scaling.get("partial_rotary_factor")
+    if family.partial is not None:
+        return float(_first(inside, config.get(family.partial), _default(family, family.partial)))
+    given = _first(inside, config.get("partial_rotary_factor"))
+    if given not in (None, 1.0):
+        faults.append(f"partial_rotary_factor {given!r} (only 1.0 has a counterpart)")
+    return 1.0
+
+
+def _our_mscale(family: Family, scaling: JsonObject, faults: list[str]) -> JsonObject:
+    """YaRN's factors of the rotary table and of the scores."""
+    fixed: JsonObject = {"truncate": True, "attention_factor": None}
+    if not family.latent:
+        fixed |= {"mscale": None, "mscale_all_dim": None}
+    for name, value in fixed.items():
+        if scaling.get(name, value) not in (value, None):
+            faults.append(f"{name} {scaling[name]!r} (only {value!r} has a counterpart)")
+    if not family.latent:
+        return {}
+    mscale, all_dim = scaling.get("mscale") or 0, scaling.get("mscale_all_dim") or 0
+    if all_dim and not mscale:
+        faults.append("mscale_all_dim without mscale")
+    # without both the table has YaRN's own factor
+    return {"mscale": float(mscale) if all_dim else 1.0, "mscale_all_dim": float(all_dim)}

@@ -1,0 +1,189 @@
+"""Tensors in files of other programs, taken over without loading them: mapped, cut into equal
+shares, and checked against the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import struct
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from megatron.tools._convert.huggingface import some_names
+from torch import Tensor
+
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.save_plan import BoxTensor
+from megatron.checkpoint.shapes import Dims
+from megatron.config.errors import UserError
+from megatron.config.groups import ModelConfig
+from megatron.config.input_files import InputError, open_regular
+from megatron.layers.spec import Box
+from megatron.model.build import model_shapes
+
+# what reading a damaged file raises
+DAMAGE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    struct.error,
+)
+Pair = BoxTensor  # part of a logical tensor, and the tensor that holds it
+# offset, extent, and the elements of a box of one of their tensors
+Part = tuple[Dims, Dims, Callable[[], Tensor]]
+# one of their tensors: name, shape, and the parts that make it up
+Whole = tuple[str, Dims, list[Part]]
+Held = dict[str, tuple[Dims, list[Part]]]  # the same of several by name
+
+
+def whole_part(value: Tensor) -> Part:
+    """A tensor that lies in one piece."""
+    return box_part((0,) * value.ndim, tuple(value.shape), value)
+
+
+def box_part(offset: Dims, extent: Dims, value: Tensor) -> Part:
+    """A box whose elements are there."""
+    return offset, extent, lambda: value
+
+
+class MappedFile:
+    """A file's bytes as tensors that the kernel reads when they are used, and may forget again: no
+    memory of this process.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError when it cannot be read."""
+        self.path = path
+        try:
+            with open_regular(path) as file:
+                self.size = file.seek(0, 2)
+                self.bytes = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+                )
+        except (OSError, InputError) as error:
+            raise CheckpointError(
+                f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from error
+
+    def tensor(self, dtype: torch.dtype, shape: Dims, start: int) -> Tensor:
+        """The elements in C order from byte `start` on. They must not be written to. Raises
+        CheckpointError when the file ends before.
+        """
+        count = math.prod(shape)
+        if start < 0 or start + count * dtype.itemsize > self.size:
+            raise CheckpointError(
+                f"{self.path}: has {self.size} bytes, a tensor of it would end at "
+                f"{start + count * dtype.itemsize}: truncated"
+            )
+        if count == 0:
+            return torch.empty(shape, dtype=dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the bytes are not writable
+            return torch.frombuffer(self.bytes, dtype=dtype, count=count, offset=start).view(shape)
+
+
+def own_rows(sizes: Iterable[tuple[int, int]], rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """For each (rows, bytes of a row) in turn the rows [first, last) of this rank: the ranks'
+    shares of all bytes differ by a row at most.
+    """
+    sizes = list(sizes)
+    total = sum(rows * size for rows, size in sizes)
+    low, high = (total * n // ranks for n in (rank, rank + 1))
+    at = 0
+    for rows, size in sizes:
+        first, last = (min(max(-(-(edge - at) // max(size, 1)), 0), rows) for edge in (low, high))
+        yield first, last
+        at += rows * size
+
+
+def own_share(pairs: list[Pair], rank: int, ranks: int) -> list[Pair]:
+    """This rank's part of whole tensors: rows (groups of rows where a box has several), columns
+    where the tensor lies transposed.
+    """
+    counts = [_cuts(box, tensor) for box, tensor in pairs]
+    sizes = [
+        (count, math.prod(box.extent) // max(count, 1) * tensor.element_size())
+        for (box, tensor), count in zip(pairs, counts, strict=True)
+    ]
+    return [
+        _cut(box, tensor, first, last)
+        for (box, tensor), (first, last) in zip(pairs, own_rows(sizes, rank, ranks), strict=True)
+        if first < last
+    ]
+
+
+def first_rows(pairs: list[Pair], vocab_size: int | None) -> list[Pair]:
+    """The pairs with the first `vocab_size` rows of the embedding and the head alone. Raises
+    UserError where there are fewer.
+    """
+    if vocab_size is None:
+        return pairs
+    found = []
+    for box, tensor in pairs:
+        if box.name in ("embedding.word.weight", "head.weight"):
+            if not 0 < vocab_size <= box.shape[0]:
+                raise UserError(f"--vocab-size {vocab_size}: {box.name} has {box.shape[0]} rows")
+            tensor = tensor[: max(0, vocab_size - box.offset[0])]
+            shape, extent = (vocab_size, *box.shape[1:]), (len(tensor), *box.extent[1:])
+            box = dataclasses.replace(box, shape=shape, extent=extent)
+        found.append((box, tensor))
+    return [(box, tensor) for box, tensor in found if box.extent[0]]
+
+
+def _lies_transposed(tensor: Tensor) -> bool:
+    return tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1)
+
+
+def _cuts(box: Box, tensor: Tensor) -> int:
+    """Into how many equal parts a tensor can be cut: columns, groups of rows, or rows."""
+    if _lies_transposed(tensor):
+        return box.extent[1]
+    return box.groups if box.groups > 1 else box.extent[0]
+
+
+def _cut(box: Box, tensor: Tensor, first: int, last: int) -> Pair:
+    """Parts [first, last) of those that `_cuts` counts."""
+    dim = int(_lies_transposed(tensor))
+    unit = box.extent[dim] // _cuts(box, tensor)
+    offset = list(box.offset)
+    extent = list(box.extent)
+    offset[dim] += first * unit
+    extent[dim] = (last - first) * unit
+    part = dataclasses.replace(box, offset=tuple(offset), extent=tuple(extent))
+    if dim:
+        return part, tensor[:, first:last]
+    if box.groups > 1:
+        stride = tensor.shape[0] // box.groups
+        groups = dataclasses.replace(part, groups=last - first)
+        return groups, tensor[first * stride : last * stride]
+    rows = tensor[box.start + first : box.start + last]
+    return dataclasses.replace(part, start=0), rows
+
+
+def check_shapes(pairs: list[Pair], model: ModelConfig, vocab_size: int) -> None:
+    """Raises UserError unless the boxes are of exactly the model's tensors, in its shapes; whether
+    they cover them shows when they are saved.
+    """
+    wanted = model_shapes(model, vocab_size)
+    given = {box.name: box.shape for box, _ in pairs}
+    faults = [
+        f"{name} has shape {list(given[name])}, the model's flags need {list(wanted[name])}"
+        for name in given.keys() & wanted.keys()
+        if given[name] != wanted[name]
+    ]
+    faults += some_names("tensors missing", sorted(wanted.keys() - given.keys()))
+    faults += some_names(
+        "tensors that the model does not have", sorted(given.keys() - wanted.keys())
+    )
+    if faults:
+        raise UserError(
+            "the tensors are not those of a model with these flags:\n"
+            + "\n".join(f"  {fault}" for fault in sorted(faults)[:10])
+        )

@@ -1,0 +1,431 @@
+"""One rank's step, carried out by the real executor and the real ZeRO, on buffers that have a size
+and no memory.
+
+Everything is on the meta device, and nothing is sent (distributed/silent.py). Layers are not run:
+plan/activations.py says what a pass of each keeps and takes. What else a step allocates is made
+here by the code that trains, and entered in a ledger. It leaves the ledger when torch lets go of
+it: when things live is written down nowhere but in the engine itself.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.tools._plan.activations import UnitBytes
+from torch import Tensor
+
+from megatron.distributed.groups import Groups
+from megatron.distributed.silent import SilentGroup
+from megatron.model.block import Layer
+from megatron.model.gpt import GPTModel
+from megatron.optimizer.blocks import Block
+from megatron.optimizer.zero import Zero
+from megatron.parallel.layer_passes import Passes
+from megatron.parallel.offload import HostPool, Key, Pass, Route
+from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.schedule import Kind, Schedule
+
+META = torch.device("meta")
+TRANSIENT = ("gradients", "slots", "gathered", "scratch", "activations", "logits", "temporaries")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The bytes alive at the worst moment by kind, when that is, and the most of each kind at any
+    moment; and the bytes of host memory in which activations wait.
+    """
+
+    bytes: dict[str, int]
+    when: str
+    most: dict[str, int]
+    host: int = 0
+
+
+class Ledger:
+    """Bytes that are alive beside a rank's resident state, by kind."""
+
+    def __init__(self) -> None:
+        self.now = dict.fromkeys(TRANSIENT, 0)
+        self.most = dict(self.now)
+        self.total = 0
+        self.peak: tuple[int, dict[str, int], str] = (-1, {}, "")
+        self.moment = "start of the step"  # of what is running
+        # by identity of torch's storage, which lives as long as the memory
+        self.known: dict[int, tuple[str, int, Any]] = {}
+
+    def add(self, kind: str, size: int) -> None:
+        """So many bytes more of a kind, or fewer."""
+        self.now[kind] += size
+        self.total += size
+
+    def watch(self, kind: str, tensor: Tensor) -> None:
+        """Count a tensor's storage until torch frees it; under this kind from now on where it is
+        counted already.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            before, size, reference = self.known[key]
+            self.known[key] = kind, size, reference
+            self.add(before, -size)
+            self.add(kind, size)
+            return
+        size = storage.nbytes()
+        self.known[key] = kind, size, weakref.ref(storage, lambda _: self.forget(key))
+        self.add(kind, size)
+
+    def forget(self, key: int) -> None:
+        """A storage is freed."""
+        kind, size, _ = self.known.pop(key)
+        self.add(kind, -size)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage is counted."""
+        return tensor.untyped_storage()._cdata in self.known
+
+    def look(self, temporaries: int = 0, scratch: int = 0) -> None:
+        """A moment at which so much more is alive than what has been counted."""
+        now = self.now
+        most = self.most
+        now["temporaries"] += temporaries
+        now["scratch"] += scratch
+        for kind, size in now.items():
+            if size > most[kind]:
+                most[kind] = size
+        total = self.total + temporaries + scratch
+        if total > self.peak[0]:
+            self.peak = total, dict(now), self.moment
+        now["temporaries"] -= temporaries
+        now["scratch"] -= scratch
+
+    def result(self, host: int) -> Peak:
+        """Of a step that is over; `host`: bytes of host memory in which activations wait."""
+        return Peak(self.peak[1], self.peak[2], dict(self.most), host)
+
+
+class Held:
+    """Bytes that a ledger counts as long as this object is kept."""
+
+    def __init__(self, ledger: Ledger, kind: str, size: int):
+        self.ledger = ledger
+        self.kind = kind
+        self.size = size
+        ledger.add(kind, size)
+
+    def __del__(self) -> None:
+        self.ledger.add(self.kind, -self.size)
+
+
+class CountedGroup(SilentGroup):
+    """Enters what collectives and messages make into a ledger."""
+
+    KINDS = {
+        "reduce-scatter": "gradients",
+        "all-reduce": "scratch",
+        "all-gather": "scratch",
+        "message": "activations",
+    }
+
+    def __init__(self, gloo: bool, ledger: Ledger):
+        super().__init__(gloo)
+        self.ledger = ledger
+
+    def hold(self, what: str, result: Tensor, beside: int) -> Held:
+        held = Held(self.ledger, "scratch", beside)
+        made = not self.ledger.knows(result)
+        if made:
+            self.ledger.watch(self.KINDS[what], result)
+        if made or beside:
+            self.ledger.look()
+        return held
+
+
+class CountedBlock(Block):
+    """A block whose gradients and gathered weights a ledger counts."""
+
+    def __init__(self, ledger: Ledger, *args: Any):
+        self.ledger = ledger
+        self._summed: Tensor | None = None
+        super().__init__(*args)
+
+    def allocate(self) -> None:
+        super().allocate()
+        self.ledger.watch("gathered", self.weight)
+
+    def release(self) -> None:
+        if self.ledger.knows(self.weight):
+            self.ledger.forget(self.weight.untyped_storage()._cdata)
+        super().release()
+
+    def open(self) -> None:
+        super().open()
+        self.ledger.watch("gradients" if self.stage < 2 else "slots", self.grad)
+        self.ledger.look()
+
+    def open_early(self) -> Tensor:
+        early = super().open_early()
+        self.ledger.watch("activations", early)
+        return early
+
+    @property
+    def summed(self) -> Tensor | None:
+        return self._summed
+
+    @summed.setter
+    def summed(self, value: Tensor | None) -> None:
+        if value is not None and value is not self._summed:
+            self.ledger.watch("gradients", value)
+            self.ledger.look()
+        self._summed = value
+
+
+class Kept:
+    """What a pass leaves for the next one of its layer and micro-batch: the layer's input, if it
+    is kept itself, and bytes. `has_input`: the layer has one; `is_graph`: and its graph is there.
+    """
+
+    def __init__(
+        self, x: Tensor | None, *held: Held, has_input: bool = False, is_graph: bool = True
+    ):
+        self.x = x
+        self.held = held
+        self.has_input = has_input
+        self.is_graph = is_graph
+
+    def let_go(self) -> None:
+        """Free all of it."""
+        self.x = None
+        self.held = ()
+
+
+@dataclass
+class PlannedPasses(Passes):
+    """In place of LayerPasses: passes that compute nothing. `units`: what a micro-batch keeps of
+    each layer; `shape` [s, b, h].
+    """
+
+    ledger: Ledger
+    units: Mapping[Layer, UnitBytes]
+    names: Mapping[Layer, str]
+    senders: set[Layer]
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    scalars: dict[str, Tensor] = field(default_factory=dict)
+    route: Route = field(default_factory=lambda: Route(()))
+    at: int = -1  # the pass that runs
+    pool: HostPool[int] = field(default_factory=lambda: HostPool(int))
+    beside: UnitBytes | None = None  # the layer whose forward pass runs beside a backward pass
+    is_paired: bool = False
+    coming: dict[Key, Kept] = field(default_factory=dict)  # what is on its way back
+    going: Kept | None = None  # what the pass before has sent to the host
+
+    def begin(self, scale: float, objectives: set[str]) -> None:
+        """Before a step."""
+
+    def expect(self, passes: Sequence[Pass]) -> None:
+        self.route, self.at = Route(passes), -1
+
+    def together(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
+        """Two passes, as LayerPasses.together: each is at its worst moment while the tokens of the
+        other one travel.
+        """
+        self.is_paired = True
+        forward()
+        self.is_paired = False
+        backward()
+        self.beside = None
+
+    def _begin(self) -> Kept:
+        """Before a pass, as OffloadingPasses._begin; what it reads has come."""
+        self.at += 1
+        reads, ahead = self.route.reads, self.at + 1
+        if ahead < len(reads) and (coming := reads[ahead]) is not None:
+            self.coming[coming] = self._fetched(coming[0])
+            self.ledger.look()
+        key = reads[self.at]
+        return Kept(None) if key is None else self.coming.pop(key)
+
+    def _fetched(self, layer: Layer) -> Kept:
+        """What was on the host of a forward pass of a layer."""
+        leaving = self.units[layer].leaving
+        assert leaving is not None
+        for size in leaving.storages:
+            self.pool.give(size, size)
+        x = self._hidden("activations") if leaving.input_leaves else None
+        rest = leaving.total - (0 if x is None else x.nbytes)
+        return Kept(x, Held(self.ledger, "activations", rest))
+
+    def _end(self, going: Kept | None = None) -> None:
+        """After a pass, as OffloadingPasses._end."""
+        if self.going is not None:
+            self.going.let_go()
+        self.going = going
+
+    def _send(self, layer: Layer, kept: Kept) -> Kept:
+        """What leaves of all that a forward pass keeps, which keeps the rest."""
+        leaving = self.units[layer].leaving
+        assert leaving is not None
+        for size in leaving.storages:
+            self.pool.take(size)
+        x = kept.x if leaving.input_leaves else None
+        size = leaving.total - (0 if x is None else x.nbytes)
+        kept.held = (*kept.held, Held(self.ledger, "activations", -size))
+        if leaving.input_leaves or leaving.input_is_unread:
+            kept.x = None
+        return Kept(x, Held(self.ledger, "activations", size))
+
+    def forward(self, layer: Layer, x: Tensor | None, _: Any) -> tuple[Tensor, Kept]:
+        """A forward pass, as LayerPasses.forward. What a layer keeps includes its input, which is
+        counted as long as it is there.
+        """
+        self.ledger.moment = f"forward pass of {self.names[layer]}"
+        self._begin()
+        unit = self.units[layer]
+        kept = self._kept(unit, x, "activations")
+        if self.is_paired:
+            self.beside = unit
+        else:
+            self.ledger.look(unit.forward)
+        y = torch.empty(2, device=META) if unit.head else self._hidden("activations")
+        self._end(self._send(layer, kept) if self.route.leaves[self.at] else None)
+        return y, kept
+
+    def rebuild(self, layer: Layer, saved: Kept, following: Kept) -> tuple[Kept, Kept]:
+        """A second forward pass, as LayerPasses.rebuild."""
+        self.ledger.moment = f"recomputation of {self.names[layer]}"
+        self._come(saved, self._begin())
+        graph = self._graph_of(layer, saved)
+        x = self._hidden("temporaries")
+        self._end()
+        return graph, Kept(x, *following.held, has_input=True, is_graph=False)
+
+    def _kept(self, unit: UnitBytes, x: Tensor | None, kind: str) -> Kept:
+        """What a forward pass leaves; what it keeps includes its input, which is counted already
+        where it is kept itself.
+        """
+        own = unit.saved - (0 if x is None or not unit.keeps_input else x.nbytes)
+        return Kept(
+            x if unit.keeps_input else None,
+            Held(self.ledger, kind, own),
+            Held(self.ledger, "logits", unit.logits),
+            has_input=x is not None,
+            is_graph=unit.rebuilt is None,
+        )
+
+    def _graph_of(self, layer: Layer, saved: Kept) -> Kept:
+        """The graph of a layer that is recomputed whole."""
+        unit = self.units[layer].rebuilt
+        assert unit is not None and not saved.is_graph
+        self.ledger.moment = f"recomputation of {self.names[layer]}"
+        x = saved.x
+        if x is None:  # the shares of its input are gathered
+            x = self._hidden("temporaries")
+        graph = self._kept(unit, x, "temporaries")
+        saved.let_go()
+        self.ledger.look(unit.forward)
+        if self.beside is not None:
+            self.ledger.look(unit.combined + self.beside.forward)
+        return graph
+
+    def backward(
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Kept
+    ) -> tuple[Tensor | None, Kept | None]:
+        """A backward pass, as LayerPasses.backward."""
+        name = self.names[layer]
+        self.ledger.moment = f"backward pass of {name}"
+        self._come(saved, self._begin())
+        if not saved.is_graph:
+            saved = self._graph_of(layer, saved)
+        unit = self.units[layer].rebuilt or self.units[layer]
+        if kind is Kind.BACKWARD_WEIGHT:
+            self.ledger.moment = f"weight gradients of {name}"
+            self.ledger.look(unit.weight, unit.scratch)
+            saved.let_go()
+            self._end()
+            return None, None
+        self.ledger.moment = f"backward pass of {name}"
+        left = None
+        waiting = self._beside(unit)
+        if kind is Kind.BACKWARD_INPUT:
+            self.ledger.look(unit.split)
+            left = Kept(None, Held(self.ledger, "activations", unit.deferred))
+        else:
+            self.ledger.look(unit.backward + waiting)
+            self.ledger.look(unit.forming + waiting, unit.scratch)
+        dx = None
+        saved.let_go()
+        if saved.has_input:
+            dx = self._hidden("activations" if layer in self.senders else "temporaries")
+        self.ledger.look()
+        self._end()
+        return dx, left
+
+    def _beside(self, unit: UnitBytes) -> int:
+        """What the forward pass beside a backward pass holds more than it keeps, while its tokens
+        travel. Looks at its worst moment, while those of the backward pass do.
+        """
+        if self.beside is None:
+            return 0
+        self.ledger.look(unit.dispatched + self.beside.forward)
+        if self.beside.rebuilt is not None:  # it is over by then
+            return 0
+        output = math.prod(self.shape) * self.dtype.itemsize  # which is not there yet
+        return self.beside.dispatched - output
+
+    @staticmethod
+    def _come(saved: Kept, arrived: Kept) -> None:
+        """What a pass has left is whole again."""
+        if arrived.held:
+            saved.x = saved.x if arrived.x is None else arrived.x
+            saved.held = (*saved.held, *arrived.held)
+
+    def _hidden(self, kind: str) -> Tensor:
+        x = torch.empty(self.shape, dtype=self.dtype, device=META)
+        self.ledger.watch(kind, x)
+        return x
+
+
+def run_step(
+    ledger: Ledger,
+    model: GPTModel,
+    zero: Zero,
+    schedule: Schedule,
+    groups: Groups,
+    units: Sequence[Sequence[UnitBytes]],
+    shape: tuple[int, int, int],
+    inputs: int,
+    device: str = "cuda",
+) -> Peak:
+    """The worst moment of one step. `units`: of the layers of each stage of this rank; `inputs`:
+    bytes of a micro-batch; `device`: cuda or cpu.
+    """
+    names = {}
+    of_layer = {}
+    senders = set()
+    own = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.pp.rank]
+    for stage, chunk, sizes in zip(own, model.chunks, units, strict=True):
+        for (name, layer), unit in zip(chunk, sizes, strict=True):
+            names[layer], of_layer[layer] = name.replace("layers.", "layer "), unit
+        if stage > 0:
+            senders.add(chunk[0][1])
+    passes = PlannedPasses(ledger, of_layer, names, senders, shape, model.dtype)
+    # what stands in for layers' passes and for micro-batches has their methods alone
+    stand_in: Any = passes
+    pipeline = Pipeline(model, zero, stand_in, schedule.placement, shape, groups, META)
+    make: Any = lambda micro: Held(ledger, "activations", inputs)  # noqa: E731
+    pipeline.run(schedule, make, scale=1.0)
+    ledger.moment = "end of the step"
+    zero.end_step()
+    ledger.look()
+    left = {
+        kind: size
+        for kind, size in ledger.now.items()
+        if size and kind not in ("gradients", "scratch")
+    }
+    assert not left, left
+    return ledger.result(passes.pool.pinned(device))

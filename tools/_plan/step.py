@@ -1,0 +1,528 @@
+"""How long a training step takes on a device, and on what it is spent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from megatron.tools._plan.activations import Shape, leaving_bytes
+from megatron.tools._plan.hardware import Hardware, Pricing, Seconds
+from megatron.tools._plan.memory import stage_expert_parameters, stage_parameters
+from megatron.tools._plan.operations import Operations
+from megatron.tools._plan.program import OURS, Program
+from megatron.tools._plan.state import expert_shard_size, precisions, shard_size
+from megatron.tools._plan.work import Exchange, Product, UnitWork, Work
+
+from megatron.config.derive import attention_ranks, data_parallel_size, expert_ranks, replica_count
+from megatron.config.groups import Config
+from megatron.distributed.groups import layout_of
+from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size
+from megatron.model.offload import stage_offload
+from megatron.model.recompute import LayerRecompute, stage_recompute
+from megatron.model.stages import Stage, pipeline_stages
+from megatron.parallel.schedule import Schedule, build_schedule
+from megatron.parallel.simulate import Costs, simulate
+
+# FlashAttention whose speed a backend of attention has
+GENERATIONS = {"fa4": 3, "gluon": 3}
+# More micro-batches than this for each pipeline rank repeat what the simulation has shown.
+SIMULATED = 8
+StageSeconds = tuple[Seconds, ...]  # of the three passes of a stage
+
+
+class LayerKind(NamedTuple):
+    """Layers that do the same."""
+
+    fp8: bool
+    experts: bool
+    choice: LayerRecompute
+    modules: frozenset[str]  # whose inputs go to the host
+
+
+class RankParameters(NamedTuple):
+    """How many a rank holds: of experts, whose copies ranks of their own hold, and others."""
+
+    dense: float
+    experts: float = 0.0
+
+
+def group_shapes(config: Config, world_size: int, node_size: int) -> dict[str, tuple[int, int]]:
+    """(ranks, nodes that they are on) of the groups of rank 0 by axis; `node`: the ranks of a
+    node.
+    """
+    layout = layout_of(config, world_size)
+
+    def line(**sizes: int) -> list[int]:
+        ranks = [0]
+        for axis, size in sizes.items():
+            step = layout.rank({name: int(name == axis) for name in layout.order})
+            ranks = [rank + step * index for rank in ranks for index in range(size)]
+        return ranks
+
+    heads, ring = attention_ranks(config.distributed)
+    shard = shard_size(config, world_size)
+    replicas = sorted(line(cp=layout.cp, dp=layout.dp))
+    lines = {
+        "tp": line(tp=layout.tp),
+        "cp": line(cp=layout.cp),
+        "cp_heads": line(cp=heads),
+        "cp_ring": line(cp=layout.cp)[::heads],
+        "replicas": replicas,
+        "shard": replicas[:shard],
+        "replicate": replicas[::shard],
+        "pp": line(pp=min(2, layout.pp)),
+        "tied": [0, line(pp=layout.pp)[-1]],
+        **_expert_lines(line(tp=layout.tp, cp=layout.cp, dp=layout.dp), config, world_size),
+    }
+    shapes = {
+        axis: (len(ranks), len({rank // node_size for rank in ranks}))
+        for axis, ranks in lines.items()
+    }
+    return {**shapes, "node": (min(world_size, node_size), 1)}
+
+
+def _expert_lines(stage: list[int], config: Config, world_size: int) -> dict[str, list[int]]:
+    """The groups of rank 0 on the experts' grid over the ranks of a pipeline stage."""
+    etp, ep = expert_ranks(config)
+    ranks, shard = sorted(stage), expert_shard_size(config, world_size)
+    replicas = ranks[:: etp * ep]
+    return {
+        "etp": ranks[:etp],
+        "ep": ranks[: etp * ep : etp],
+        "expert_replicas": replicas,
+        "expert_shard": replicas[:shard],
+        "expert_replicate": replicas[::shard],
+    }
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step's seconds, and `spent`: the seconds of a mean rank by what they go to, which add up to
+    it.
+    """
+
+    seconds: float
+    spent: dict[str, float]
+    tokens: int
+    world_size: int
+    flops: float  # of the model, with the real vocabulary
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one rank."""
+        return self.tokens / self.seconds / self.world_size
+
+    def mfu(self, peak_tflops: float) -> float:
+        """Share of the peak that the model's FLOPs are."""
+        return self.flops / self.seconds / self.world_size / (peak_tflops * 1e12)
+
+
+class StepModel:
+    """The steps of a resolved configuration, as `program` runs them. What does not depend on the
+    device is found once.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        vocab_size: int,
+        world_size: int,
+        program: Program = OURS,
+    ):
+        self.config, self.vocab_size, self.world_size = config, vocab_size, world_size
+        distributed, training = config.distributed, config.training
+        self.operations = Operations(config, vocab_size, program)
+        padded = padded_vocab_size(vocab_size, config.model, distributed.tensor_model_parallel_size)
+        self.stages = pipeline_stages(config, padded)
+        ranks = data_parallel_size(config, world_size)
+        self.micro_batches = training.global_batch_size // (training.micro_batch_size * ranks)
+        self.parameters = stage_parameters(config, self.stages, self.schedule(1).placement, padded)
+        self.expert_parameters = stage_expert_parameters(config, self.stages)
+        self.shard = shard_size(config, world_size)
+        self.expert_shard = expert_shard_size(config, world_size)
+        self.replicas = replica_count(config, world_size)
+        self.size = precisions(config)
+        self.launches = program.launches
+        self._layers: dict[LayerKind, UnitWork] = {}
+        self.generation = program.generation or GENERATIONS.get(config.model.attention_backend, 2)
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """Of so many micro-batches."""
+        distributed = self.config.distributed
+        return build_schedule(
+            distributed.pipeline_schedule,
+            distributed.pipeline_model_parallel_size,
+            distributed.num_virtual_stages_per_pipeline_rank,
+            micro_batches,
+            distributed.overlap_moe_expert_parallel_comm,
+        )
+
+    @property
+    def padded_flops(self) -> float:
+        """Of the model in a step, with the padded vocabulary: Megatron-LM's count."""
+        padded = self.operations.vocab * self.operations.tp
+        training, seq = self.config.training, self.config.data.seq_length
+        return flops_per_iteration(self.config.model, training.global_batch_size, seq, padded)
+
+    @property
+    def kind(self) -> str:
+        """The kind of layout by which errors of predictions are told apart."""
+        distributed = self.config.distributed
+        if self.config.model.num_experts is not None:
+            return "experts"
+        if self.config.model.multi_latent_attention:
+            return "latent attention"
+        if distributed.pipeline_model_parallel_size > 1:
+            return "pipeline"
+        if distributed.tensor_model_parallel_size > 1:
+            return "tensor"
+        return "sharded weights" if distributed.zero_stage == 3 else "data"
+
+    @cached_property
+    def units(self) -> list[list[tuple[UnitWork, int]]]:
+        """(passes, how many such units) of each stage, with what ZeRO sends beside them."""
+        return [self._stage_units(stage) for stage in self.stages]
+
+    def _stage_units(self, stage: Stage) -> list[tuple[UnitWork, int]]:
+        counts: dict[LayerKind, int] = {}
+        example: dict[LayerKind, int] = {}
+        for index, kind in self._kinds(stage):
+            counts[kind] = counts.get(kind, 0) + 1
+            example[kind] = index
+        found = []
+        for kind, count in counts.items():
+            if kind not in self._layers:
+                layer = self.operations.layer(example[kind], kind.choice)
+                layer = self._with_zero(layer, self._layer_parameters(kind.experts))
+                self._layers[kind] = self._with_host_copies(layer, example[kind], kind)
+            found.append((self._layers[kind], count))
+        if stage.embedding:
+            found.append((self.operations.embedding(), 1))
+        if stage.head:
+            matrix = RankParameters(self.operations.vocab * self.operations.hidden)
+            found.append((self._with_zero(self.operations.head(), matrix), 1))
+        return found
+
+    def _kinds(self, stage: Stage) -> Iterator[tuple[int, LayerKind]]:
+        """(number, kind) of each layer of a stage."""
+        training, operations = self.config.training, self.operations
+        choices = stage_recompute(training, stage.layers)
+        going = stage_offload(training, self.config.model, stage.layers)
+        for index, choice, modules in zip(stage.layers, choices, going, strict=True):
+            fp8, experts = operations.is_fp8(index), operations.has_experts(index)
+            yield index, LayerKind(fp8, experts, _within_its_group(choice), modules)
+
+    def _with_host_copies(self, layer: UnitWork, index: int, kind: LayerKind) -> UnitWork:
+        """With what goes to the host in a forward pass and comes back in a backward pass, beside
+        the layers that run meanwhile.
+        """
+        if not kind.modules:
+            return layer
+        shape = Shape(self.config, self.operations.vocab * self.operations.tp)
+        leaving = leaving_bytes(shape, index, kind.choice, kind.modules)
+        copy = Work(exchanges=(Exchange("copy", "host", leaving.total if leaving else 0, "pass"),))
+        return dataclasses.replace(
+            layer, forward=layer.forward + copy, backward_input=layer.backward_input + copy
+        )
+
+    def _layer_parameters(self, has_experts: bool) -> RankParameters:
+        """Of a layer on a rank."""
+        linears, experts = self.operations.linears(False), self.operations.of_experts
+        if not has_experts or experts is None:
+            return RankParameters(_elements(linears.values()) + 2 * self.operations.hidden)
+        attention = _elements(each for name, each in linears.items() if not name.startswith("fc"))
+        beside = _elements((experts.router(), *experts.shared_expert()))
+        each = _elements(experts.experts()) / experts.here
+        dense = attention + beside + 2 * self.operations.hidden
+        return RankParameters(dense, each * experts.count / experts.ep)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are gathered in each pass."""
+        distributed = self.config.distributed
+        keeps = distributed.zero3_keep_gathered and self.micro_batches > 1
+        return self.shard > 1 and distributed.zero_stage == 3 and not keeps
+
+    def _with_zero(self, passes: UnitWork, parameters: RankParameters) -> UnitWork:
+        """What ZeRO 2 and 3 send in the passes of a unit, if they do in every micro-batch."""
+        distributed = self.config.distributed
+        if distributed.zero_stage < 2:
+            return passes
+        forward, backward = passes.forward, passes.backward_input
+        keeps = distributed.zero3_keep_gathered and self.micro_batches > 1
+        gathered = distributed.zero_stage == 3 and not keeps
+        for kind, count, shard in self.buffers(parameters):
+            if shard == 1:
+                continue
+            axis = f"{kind}shard"
+            if gathered:
+                beside = "pass" if distributed.overlap_param_gather else ""
+                gather = Exchange("all-gather", axis, count * self.size.compute, beside)
+                forward += Work(exchanges=(gather,), launches=2)
+                backward += Work(exchanges=(gather,), launches=2)
+            if self.micro_batches > 1 or gathered:
+                beside = "pass" if distributed.overlap_grad_reduce else ""
+                reduce = Exchange("reduce-scatter", axis, count * self.size.wire, beside)
+                backward += Work(exchanges=(reduce,), launches=2)
+        return dataclasses.replace(passes, forward=forward, backward_input=backward)
+
+    def buffers(self, parameters: RankParameters) -> Iterator[tuple[str, float, int]]:
+        """(beginning of the names of its axes, parameters, ranks that ZeRO cuts it over) of each
+        kind of buffer.
+        """
+        yield "", parameters.dense, self.shard
+        if parameters.experts:
+            yield "expert_", parameters.experts, self.expert_shard
+
+    def pricing(self, hardware: Hardware) -> Pricing:
+        """Of this run's operations on a device."""
+        shapes = group_shapes(self.config, self.world_size, hardware.node_size)
+        return Pricing(hardware, shapes, self.generation, self.launches)
+
+    def time(self, hardware: Hardware) -> StepTime:
+        """What a step takes on this device."""
+        pricing = self.pricing(hardware)
+        stages = [_stage_seconds(pricing, units) for units in self.units]
+        spent = self._spent_in_passes(stages, pricing)
+        data = max(self._reduction(pricing, *each) for each in self.by_rank(stages))
+        spent["data parallel"] = spent.get("data parallel", 0.0) + data
+        spent["optimizer"] = self._optimizer(hardware, pricing.factor)
+        total = sum(spent.values())
+        nodes = -(-self.world_size // hardware.node_size)
+        jitter = hardware.layer_jitter if self.gathers else hardware.jitter
+        spent["other"] = hardware.step_ms * 1e-3 + total * jitter * _doublings(nodes)
+        config = self.config
+        batch, seq = config.training.global_batch_size, config.data.seq_length
+        return StepTime(
+            sum(spent.values()),
+            spent,
+            batch * seq,
+            self.world_size,
+            flops_per_iteration(config.model, batch, seq, self.vocab_size),
+        )
+
+    def _spent_in_passes(
+        self, stages: Sequence[StageSeconds], pricing: Pricing
+    ) -> dict[str, float]:
+        """What all passes of a step take, by the names that a user reads."""
+        pipeline = self._pipeline_seconds(stages, pricing)
+        distributed = self.config.distributed
+        each = self.micro_batches / distributed.pipeline_model_parallel_size
+        spent: dict[str, float] = {}
+        for passes in stages:
+            for seconds in passes:
+                for name, value in _named(seconds):
+                    spent[name] = spent.get(name, 0.0) + value * each
+        if distributed.overlap_moe_expert_parallel_comm:
+            exposed = self._pipeline_seconds(stages, pricing.unpaired())
+            spent["expert parallel"] -= exposed - pipeline
+        spent["pipeline bubble"] = max(0.0, pipeline - sum(spent.values()))
+        return spent
+
+    def _pipeline_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+        """Of all passes. A rank that waits for another leaves it its core, where they share one."""
+        if pricing.factor > 1:
+            pricing = pricing.alone()
+            stages = [_stage_seconds(pricing, units) for units in self.units]
+        return self.passes_seconds(stages, pricing)
+
+    @cached_property
+    def rank_parameters(self) -> list[RankParameters]:
+        """Parameters of each pipeline rank."""
+        placement = self.schedule(1).placement
+        found = [RankParameters(0)] * (max(placement) + 1)
+        of_stages = zip(self.parameters, self.expert_parameters, placement, strict=True)
+        for parameters, experts, rank in of_stages:
+            before = found[rank]
+            found[rank] = RankParameters(
+                before.dense + parameters - experts, before.experts + experts
+            )
+        return found
+
+    def by_rank(self, stages: Sequence[StageSeconds]) -> list[tuple[float, float, RankParameters]]:
+        """(forward, backward seconds of a micro-batch, parameters) of each pipeline rank."""
+        placement = self.schedule(1).placement
+        ranks = []
+        for rank, parameters in enumerate(self.rank_parameters):
+            own = [stages[index] for index, where in enumerate(placement) if where == rank]
+            forward = sum(passes[0].total for passes in own)
+            backward = sum(passes[1].total + passes[2].total for passes in own)
+            ranks.append((forward, backward, parameters))
+        return ranks
+
+    def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+        """Seconds of all passes of a step."""
+        forward, inputs, weights = ([each[i].total for each in stages] for i in range(3))
+        distributed = self.config.distributed
+        ranks = distributed.pipeline_model_parallel_size
+        exchanged = self._exchanged(stages) if pricing.pairs and pricing.hides else ((), ())
+        if ranks == 1 and not exchanged[0]:
+            return self.micro_batches * (sum(forward) + sum(inputs) + sum(weights))
+        size = self.operations.hidden_bytes
+        if distributed.sequence_parallel:
+            size /= self.operations.tp
+        message = pricing.exchange(Exchange("message", "pp", size))
+        passes = tuple(forward), tuple(inputs), tuple(weights)
+        return self._simulated(
+            Costs(*passes, 0.0, message, *exchanged, pricing.hardware.slowdown), ranks
+        )
+
+    def _simulated(self, costs: Costs, ranks: int) -> float:
+        """Seconds of the time line of all passes, whose steady part repeats itself."""
+
+        def seconds(micro_batches: int) -> float:
+            line = simulate(self.schedule(micro_batches), costs)
+            return line.end - line.begin
+
+        count = self.micro_batches
+        if count <= SIMULATED * ranks:
+            return seconds(count)
+        rest = count % ranks
+        fewer, more = (ranks * times + rest for times in (SIMULATED // 2, SIMULATED - 1))
+        first, second = seconds(fewer), seconds(more)
+        return second + (second - first) / (more - fewer) * (count - more)
+
+    def _exchanged(
+        self, stages: Sequence[StageSeconds]
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds of a forward and of a backward pass of each stage in exchanges of experts that
+        run in pairs; none where they do not.
+        """
+        if not self.config.distributed.overlap_moe_expert_parallel_comm:
+            return (), ()
+        forward, backward = (
+            tuple((each[i].exposed or {}).get("ep", 0.0) for each in stages) for i in (0, 1)
+        )
+        return forward, backward
+
+    def _reduction(
+        self, pricing: Pricing, forward: float, backward: float, parameters: RankParameters
+    ) -> float:
+        """Exposed seconds of what data parallelism sends once a step."""
+        hardware, distributed = pricing.hardware, self.config.distributed
+
+        # Gloo ends each block's exchange before it begins the next; NCCL's follow one another
+        blocks = sum(count for units in self.units for _, count in units) if hardware.cores else 1
+
+        def exposed(exchanges: Sequence[Exchange], window: float, overlaps: bool) -> float:
+            time = sum(pricing.exchange(each, blocks) for each in exchanges)
+            beside = min(time, window) if overlaps and pricing.hides else 0.0
+            return time - beside + hardware.slowdown * beside
+
+        reductions, gathers = [], []
+        for kind, count, shard in self.buffers(parameters):
+            reduced, gathered = self._once_a_step(pricing, kind, count, shard)
+            reductions += reduced
+            gathers += gathered
+        return exposed(reductions, backward, distributed.overlap_grad_reduce) + exposed(
+            gathers, forward, distributed.overlap_param_gather
+        )
+
+    def _once_a_step(
+        self, pricing: Pricing, kind: str, parameters: float, shard: int
+    ) -> tuple[list[Exchange], list[Exchange]]:
+        """Reductions and gathers of a kind of buffer that are not part of the passes."""
+        stage = self.config.distributed.zero_stage
+        replicas = pricing.groups[f"{kind}replicas"][0]
+        gradients, weights = parameters * self.size.wire, parameters * self.size.compute
+        if replicas == 1:
+            return [], []
+        if shard == 1:
+            return [Exchange("all-reduce", f"{kind}replicas", gradients)], []
+        every = stage >= 2 and (self.micro_batches > 1 or stage == 3)
+        reductions = [] if every else [Exchange("reduce-scatter", f"{kind}shard", gradients)]
+        if shard < replicas:
+            reductions.append(Exchange("all-reduce", f"{kind}replicate", gradients / shard))
+        gathers = [Exchange("all-gather", f"{kind}shard", weights)] if stage < 3 else []
+        return reductions, gathers
+
+    def _optimizer(self, hardware: Hardware, factor: float) -> float:
+        """The update of the slices that a rank holds; on the host, copies and its memory."""
+        optimizer = self.config.optimizer
+        elements = max(
+            sum(count / shard for _, count, shard in self.buffers(parameters))
+            for parameters in self.rank_parameters
+        )
+        size = self.size
+        # gradients are read for the norm and for the update, state is read and written
+        touched = 2 * size.gradient + 2 * (size.wide + size.moments) + size.compute
+        host = optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
+        seconds = factor * hardware.stream_seconds(elements * (1 - host) * touched)
+        if host:
+            share = hardware.host_memory_gbps / min(hardware.node_size, self.world_size)
+            copied = size.gradient + size.compute
+            seconds += elements * host * copied / (hardware.host_gbps * 1e9)
+            seconds += elements * host * touched / (share * 1e9)
+        return seconds
+
+
+class FastestStep(StepModel):
+    """A step that takes at least so long: its pipeline is not simulated. The slowest rank works
+    between the first pass that reaches it and the last one that leaves it.
+    """
+
+    def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+        placement = self.schedule(1).placement
+        around, found = 0.0, 0.0
+        ranks = self.by_rank(stages)
+        hidden = [0.0] * len(ranks)  # at most
+        for rank, *exchanged in zip(placement, *self._exchanged(stages)) if pricing.pairs else ():
+            hidden[rank] += sum(exchanged)
+        seen = set()
+        for stage, rank in zip(stages, placement, strict=True):
+            if rank not in seen:
+                seen.add(rank)
+                each = sum(ranks[rank][:2]) - hidden[rank]
+                found = max(found, around + self.micro_batches * each)
+            around += stage[0].total + stage[1].total
+        return found
+
+
+@lru_cache
+def _within_its_group(choice: LayerRecompute) -> LayerRecompute:
+    """What is computed again, wherever in a group the layer is."""
+    return dataclasses.replace(choice, first=False, last=False)
+
+
+def _elements(products: Iterable[Product]) -> float:
+    """Of the weights of these products."""
+    return sum(each.n * each.k * each.count for each in products)
+
+
+def _doublings(nodes: int) -> float:
+    return max(0, nodes - 1).bit_length()
+
+
+def _stage_seconds(
+    pricing: Pricing, units: Sequence[tuple[UnitWork, int]]
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Of the three passes of a stage."""
+
+    def total(which: str) -> Seconds:
+        found = Seconds(exposed={})
+        for passes, count in units:
+            found = found.plus(pricing.seconds(getattr(passes, which)), count)
+        return found
+
+    return total("forward"), total("backward_input"), total("backward_weight")
+
+
+def _named(seconds: Seconds) -> list[tuple[str, float]]:
+    """The parts of a pass under the names that a user reads."""
+    axes = {"shard": "data parallel", "replicas": "data parallel", "tp": "tensor parallel"}
+    axes |= {"expert_shard": "data parallel", "ep": "expert parallel", "etp": "expert parallel"}
+    axes["host"] = "copies to the host"
+    return [
+        ("matrix products", seconds.products),
+        ("attention", seconds.attention),
+        ("memory-bound kernels", seconds.memory),
+        ("slowed by overlap", seconds.slowdown),
+        ("host launches", seconds.host),
+        *(
+            (axes.get(axis, "context parallel"), value)
+            for axis, value in (seconds.exposed or {}).items()
+        ),
+    ]
