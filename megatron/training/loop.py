@@ -280,7 +280,7 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
 
 def _prediction(run: Run, batch: int) -> dict[str, float]:
     """Seconds of an iteration by the plan, which is made for the whole global batch."""
-    seconds = run.forecast and run.forecast.step_seconds
+    seconds = None if run.forecast is None else run.forecast.step_seconds
     if seconds is None or batch != run.config.training.global_batch_size:
         return {}
     return {"predicted-iteration-time": seconds}

@@ -204,7 +204,7 @@ def build(
     lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
     timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device, advisor)
-    tracker = forecast and _introduce(prepared, sections, forecast, groups, not_done)
+    tracker = _introduce(prepared, sections, forecast, groups, not_done)
     return Run(
         config=config,
         groups=groups,
@@ -340,11 +340,15 @@ def _build_pipeline(
 def _introduce(
     prepared: Prepared,
     sections: dict[str, list[str]],
-    forecast: Forecast,
+    forecast: Forecast | None,
     groups: Groups,
     not_done: Sequence[str],
-) -> Tracker:
-    """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go."""
+) -> Tracker | None:
+    """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go; on
+    rank 0, which has a forecast.
+    """
+    if forecast is None:
+        return None
     sections = {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
     record = run_record(
         prepared.config, groups.layout, sections, forecast.verdict, forecast.prediction
