@@ -62,7 +62,13 @@ class Advisor:
         return Forecast(sections, verdict, None if predicted is None else predicted.written())
 
     def memory_advice(
-        self, config: Config, vocab_size: int, world_size: int, device: str, pp_rank: int, gib: float
+        self,
+        config: Config,
+        vocab_size: int,
+        world_size: int,
+        device: str,
+        pp_rank: int,
+        gib: float,
     ) -> list[str]:
         plan = MemoryPlan(config, vocab_size, world_size, device)
         sizes = plan.ranks[pp_rank].sizes()

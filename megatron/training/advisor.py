@@ -69,7 +69,13 @@ class Advisor(Protocol):
         """
 
     def memory_advice(
-        self, config: Config, vocab_size: int, world_size: int, device: str, pp_rank: int, gib: float
+        self,
+        config: Config,
+        vocab_size: int,
+        world_size: int,
+        device: str,
+        pp_rank: int,
+        gib: float,
     ) -> list[str]:
         """What the plan counts for a pipeline rank, and what to change to fit into `gib`."""
 

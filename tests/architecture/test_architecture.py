@@ -77,14 +77,14 @@ def tree(tmp_path: Path) -> Path:
             "config may not import megatron.model.arithmetic",
         ),
         (
-            "tools/_plan/bad.py",
+            "megatron/observe/bad.py",
             "import megatron.training.loop",
-            "plan may not import megatron.training.loop",
+            "observe may not import megatron.training.loop",
         ),
         (
             "megatron/data/bad.py",
-            "import importlib\nimportlib.import_module('megatron.tools._plan.memory')",
-            "data may not import megatron.tools._plan.memory",
+            "import importlib\nimportlib.import_module('megatron.training.loop')",
+            "data may not import megatron.training.loop",
         ),
         (
             "megatron/data/bad.py",
@@ -105,6 +105,7 @@ def tree(tmp_path: Path) -> Path:
         ("tools/bad.py", "import kernels.philox", "imports `kernels`"),
         ("kernels/bad.py", "import megatron.kernels.tools.tune", "a program that"),
         ("megatron/training/bad.py", "from megatron import benchmarks", "a program that"),
+        ("megatron/training/bad.py", "import megatron.tools._plan.memory", "a program that"),
         ("tools/bad.py", "import sys\nsys.path.append('x')", "edits sys.path"),
         (
             "megatron/__init__.py",
