@@ -20,7 +20,7 @@ that shares with nobody, 4k and 16k tokens a
 more     1 micro-batch with full recompute, and 2.7B parameters at stages 1 to 3
 
 Memory: torch.cuda.memory_allocated between two steps and its most within them, against
-megatron/plan (goal: within 3%). On a CPU live storages are summed up instead. Time: from the
+tools/_plan (goal: within 3%). On a CPU live storages are summed up instead. Time: from the
 beginning of a step to the next one's, median of 6 after 3 to warm up; on GPUs by events. A fake
 all-gather fills the buffer with the own slice, so weights are finite and as many bytes are written
 as by a real one; a reduce-scatter keeps the own slice; other collectives move nothing. Steps that

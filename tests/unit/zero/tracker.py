@@ -2,7 +2,7 @@
 message, and every wait for one.
 
 A sum is taken anew each time, so storages that are resized to nothing, by which ZeRO-3 lets go of a
-gathered block, count as nothing. Nothing here is shared with megatron/plan: it is what the planner
+gathered block, count as nothing. Nothing here is shared with tools/_plan: it is what the planner
 is held against.
 
 Each storage has a kind: `parameters`, `gradients`, `optimizer`, `slots` are buffers that the run's
