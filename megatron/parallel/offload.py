@@ -8,8 +8,9 @@ left stays on the device, and so does what is read with no pass of a transformer
 
 The host waits for nothing: streams wait for events. A storage that several tensors share goes once.
 Buffers go by their bytes from one layer to the next and from step to step; the copy into one waits
-for the copy out of it. On a CPU the copies are made at once, in the same order and number. Never
-run on a GPU. s sequence, b batch, h hidden.
+for the copy out of it. On a CPU the copies are made at once, in the same order and number. Called
+from parallel/pipeline.py as LayerPasses are; tools/_plan/engine.py takes `Route` and `HostPool`.
+Never run on a GPU. s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
