@@ -33,7 +33,7 @@ def gave_up() -> Path:
     return gate.with_name(f"{gate.name}.gave-up")
 
 
-def main(config, _notes, *, not_done, dry_run: bool) -> int:
+def main(config, _notes, **_: object) -> int:
     launch = read_launch()
     if len(sys.argv) > 3:
         gate = Path(sys.argv[3])
