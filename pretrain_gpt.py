@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             from megatron.training.pretrain import pretrain
 
             # by its name: the trainer does not depend on tools/
-            advisor = importlib.import_module("megatron.tools._advisor").Advisor()
+            advisor = importlib.import_module("megatron.tools._advisor").PlanningAdvisor()
             return pretrain(
                 parsed.config,
                 parsed.notes,

@@ -32,7 +32,7 @@ from megatron.training.resume import device_name
 DRY_RUN_HARDWARE = "h100"
 
 
-class Advisor:
+class PlanningAdvisor:
     def choose_recompute(
         self, config: Config, vocab_size: int, world_size: int, device: str
     ) -> tuple[Config, list[str]]:

@@ -878,7 +878,7 @@ class LoggingConfig:
     log_sample_text: int = flag(
         0, megatron="not in Megatron-LM", bound=NOT_NEGATIVE, needs=EVALUATED
     )
-    """Let the model continue the start of the first validation sample by so many tokens at each
+    """Let the model continue the start of the first validation sample by this many tokens at each
     evaluation, for the log and wandb. Each token takes a forward pass of a micro-batch.
     """
     timing_log_level: Literal[0, 1] = 0

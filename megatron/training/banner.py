@@ -6,6 +6,7 @@ Called from training/pretrain.py.
 from __future__ import annotations
 
 import platform
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,19 +50,20 @@ def describe(
     forecast = advisor.forecast(
         config, prepared.tokenizer.vocab_size, world_size, device, planned_for, node
     )
+    planned = defaultdict(list, forecast.sections)
     sections = {
-        "verdict": forecast.sections.get("verdict", []),
+        "verdict": planned["verdict"],
         "versions": _version_lines(),
         "device": [_device_line(config, device)],
         "layout": [describe_layout(layout_of(config, world_size))],
         "model": _model_lines(prepared),
         "precision": [_precision_line(config)],
         "batch": _batch_lines(prepared, world_size),
-        "pipeline": forecast.sections.get("pipeline", []),
+        "pipeline": planned["pipeline"],
         "kernels": _kernel_lines(config, target),
-        "memory": forecast.sections.get("memory", []),
-        "time": forecast.sections.get("time", []),
-        "advice": forecast.sections.get("advice", []),
+        "memory": planned["memory"],
+        "time": planned["time"],
+        "advice": planned["advice"],
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
         "paths": [_paths_line(prepared)],
         "changed": prepared.changed,

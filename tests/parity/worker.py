@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
-from megatron.tools._advisor import Advisor
+from megatron.tools._advisor import PlanningAdvisor
 from parity import context_mutants, expert_mutants, latent_mutants
 from torch import Tensor, nn
 from unit.parallel.recorded import RecordedGraph
@@ -119,7 +119,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
         for name in patches:
             stack.enter_context(PATCHES[name]())
         parsed = parse_arguments(list(flags))
-        code = pretrain.pretrain(parsed.config, parsed.notes, advisor=Advisor())
+        code = pretrain.pretrain(parsed.config, parsed.notes, advisor=PlanningAdvisor())
     assert code == 0, f"the run ended with exit code {code}"
     (run,) = kept
     assert run.device.type == device

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from logged import logged
-from megatron.tools._advisor import Advisor
+from megatron.tools._advisor import PlanningAdvisor
 from torch.autograd import profiler
 from torch.autograd.graph import get_gradient_edge
 
@@ -237,7 +237,7 @@ def test_what_is_known_of_live_tensors(tmp_path):
         # other tests of this process may have left larger tensors
         mock.patch.object(out_of_memory, "SHOWN", 100_000),
         pytest.raises(RuntimeError) as raised,
-        explained_out_of_memory(config, 31, groups, cpu, Advisor()),
+        explained_out_of_memory(config, 31, groups, cpu, PlanningAdvisor()),
     ):
         torch.empty(1 << 46)
     (note,) = raised.value.__notes__
@@ -262,14 +262,14 @@ def test_an_error_is_not_hidden_by_what_is_said_of_it(tmp_path):
     with (
         mock.patch.object(out_of_memory, "live_tensors", side_effect=MemoryError("again")),
         pytest.raises(MemoryError, match="first") as raised,
-        explained_out_of_memory(config, 31, one_process(), torch.device("cpu"), Advisor()),
+        explained_out_of_memory(config, 31, one_process(), torch.device("cpu"), PlanningAdvisor()),
     ):
         raise MemoryError("first")
     assert raised.value.__notes__ == ["memory ran out; MemoryError in explaining it: again"]
     # the control: another error is left as it is
     with (
         pytest.raises(ValueError) as other,
-        explained_out_of_memory(config, 31, one_process(), torch.device("cpu"), Advisor()),
+        explained_out_of_memory(config, 31, one_process(), torch.device("cpu"), PlanningAdvisor()),
     ):
         raise ValueError
     assert not hasattr(other.value, "__notes__")
