@@ -41,8 +41,8 @@ from torch import Tensor
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout, build_groups
-from megatron.layers.attention import SelfAttention, mask_of, steps_of
-from megatron.layers.context_parallel import ContextParallel, Places, places_of_ranks
+from megatron.model.attention.attention import SelfAttention, mask_of, steps_of
+from megatron.model.attention.context_parallel import ContextParallel, Places, places_of_ranks
 
 SHAPES = {  # name: positions, query heads, key/value heads
     "4096 positions, 8 heads": (4096, 8, 8),

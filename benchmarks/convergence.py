@@ -53,9 +53,9 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.data.loader import FileReader, build_data
 from megatron.data.tokenizer import build_tokenizer
-from megatron.layers.spec import whole
 from megatron.model.block import layer_parameters, word_matrix
 from megatron.model.init import fill_initial
+from megatron.model.spec import whole
 from megatron.observe.tracking import read_metrics
 
 NANOGPT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"

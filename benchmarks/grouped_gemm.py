@@ -29,9 +29,9 @@ from megatron.benchmarks import ratio_rule
 from megatron.benchmarks.training import machine
 
 from megatron.config.groups import ModelConfig
-from megatron.layers.experts import LOOP, TORCH_GROUPED, Experts, RowCounts
-from megatron.layers.recompute import Rebuilder
-from megatron.layers.tensor_parallel import DENSE
+from megatron.model.experts.experts import LOOP, TORCH_GROUPED, Experts, RowCounts
+from megatron.model.recompute_context import Rebuilder
+from megatron.model.tensor_parallel import DENSE
 
 ROUNDS = 11
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -37,9 +37,9 @@ from megatron.benchmarks.training import busy_seconds, machine
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
 from megatron.model.gpt import GPTModel
 from megatron.optimizer import nvme
-from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.optimizer import Optimizer
+from megatron.parallel.blocks import build_blocks
 
 GOAL = 1.3
 VOCABULARY = 50304

@@ -54,10 +54,10 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.distributed.groups import Axis, Groups, build_groups, group_options, layout_of
-from megatron.layers.spec import Box
 from megatron.model.build import build_model
-from megatron.optimizer.blocks import build_run_blocks
+from megatron.model.spec import Box
 from megatron.optimizer.optimizer import Optimizer
+from megatron.parallel.blocks import build_run_blocks
 
 Pairs = list[tuple[Box, torch.Tensor]]
 MODES = ("owner", "balanced")

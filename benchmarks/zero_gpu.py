@@ -66,13 +66,13 @@ from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.build import build_model, hidden_shape
 from megatron.observe.events import EventLog
 from megatron.observe.metrics import Timers
-from megatron.optimizer.blocks import build_run_blocks
 from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.zero import Zero
+from megatron.parallel.blocks import build_run_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.zero import Zero
 from megatron.training.exit import ExitConditions
 from megatron.training.run import Progress, Run
 from megatron.training.step import StepHandle, forward_backward, update

@@ -458,7 +458,7 @@ def _qk_norm(draw: Draw, key: dict[str, Any], direction: str) -> Case:
 
 
 def _tables(draw: Draw, s: int, b: int, d: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [s, b, 1, d] of random angles, as layers/rotary.py makes them."""
+    """cos and sin [s, b, 1, d] of random angles, as model/attention/rotary.py makes them."""
     angles = draw(s, b, 1, d // 2, dtype=torch.float32)
     return (
         torch.cat([angles.cos()] * 2, -1),

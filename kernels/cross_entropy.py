@@ -13,7 +13,7 @@ cap) with a soft cap.
     / cap)^2), 0 in padding
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; three numbers a
-token over ranks: layers/loss.py.
+token over ranks: model/loss.py.
 
 Roofline: the forward pass reads each logit once and the backward pass reads and writes it once, 2 +
 4 bytes each in bf16. 8192 tokens of 131072 columns at 4.3 TB/s: 0.50 + 1.0 ms. One exp an element

@@ -22,7 +22,7 @@ Roofline, bytes an element of bf16: row 3, block 3, block with q_t 4; with tenso
 rows 2 more for the maxima, which come first. 8192 x 4096 at 4.3 TB/s: 23, 23, 31 us. Blocks with
 q_t take 1,130 instructions a thread of 32 elements, which 132 processors at 1.75 GHz issue in 37
 us:
-maxima both ways, divisions and a turn through shared memory. Called from layers/fp8.py.
+maxima both ways, divisions and a turn through shared memory. Called from model/fp8.py.
 """
 
 from __future__ import annotations

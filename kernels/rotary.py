@@ -7,7 +7,8 @@ channels turn by an angle of their token.
 x [s, b, n, d] or, heads in groups, [s, b, g, n/g, d], any strides but 1 between channels. Query and
 key heads of the fused QKV output [s, b, g, q + 2, d] lie side by side: one launch on [..., :q + 1,
 :] turns both. cos and sin [s, b, 1, r] in fp32, (cos, cos) and (-sin, sin) over the two halves
-(layers/rotary.py), of which one half each is read. Products and sums in fp32, rounded once.
+(model/attention/rotary.py), of which one half each is read. Products and sums in fp32, rounded
+once.
 
 Source: Su et al. 2021; halves as in GPT-NeoX. Roofline, bf16: 4 bytes a turning channel, and 4 r
 bytes a token of the tables. 8192 tokens of 32 + 8 heads of 128 at 4.3 TB/s: 39 us and 1 us.

@@ -19,7 +19,7 @@ if [ "$python" = "$venv/bin/python" ] && [ ! -e "$venv/compiled" ]; then
     touch "$venv/compiled"
 fi
 
-fast=(tests/architecture tests/oracle/test_oracle.py tests/unit/config tests/unit/data tests/unit/layers tests/unit/model
+fast=(tests/architecture tests/oracle/test_oracle.py tests/unit/config tests/unit/data tests/unit/model
     tests/unit/observe tests/unit/training)
 # what differs between versions of torch and Triton: torch.compile, fake tensors, the interpreter and the compiler of kernels
 floor=(tests/parity/test_compiled.py tests/unit/model/test_compile.py tests/kernels/test_{kernels_in_layers,interpreter,norm,rotary}.py

@@ -194,7 +194,7 @@ LONG_FILES = tuple(
         "parity/test_check_parity",
         "unit/zero/test_live_bytes",
         "unit/distributed/test_processes",
-        "unit/optimizer/test_zero",
+        "unit/zero/test_zero",
         "unit/zero/test_streams",
         "parity/test_mutants",
         "oracle/test_oracle",

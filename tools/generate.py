@@ -33,7 +33,7 @@ from megatron.distributed.setup import choose_device, read_launch
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
-from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.blocks import build_blocks
 
 
 def load_model(checkpoint: Checkpoint, device: torch.device) -> GPTModel:

@@ -37,7 +37,7 @@ from megatron.checkpoint.manifest import (
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.distributed.logs import job_log  # noqa: E402
-from megatron.layers.spec import Box  # noqa: E402
+from megatron.model.spec import Box  # noqa: E402
 
 PIECE = 16 << 20  # bytes of each tensor that --diff --tensors compares at a time
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from megatron.config.streams import escape_unencodable  # noqa: E402
-from megatron.layers.context_parallel import places_of  # noqa: E402
-from megatron.layers.ring_attention import ring_steps  # noqa: E402
+from megatron.model.attention.context_parallel import places_of  # noqa: E402
+from megatron.model.attention.ring_attention import ring_steps  # noqa: E402
 
 COLOURS = ("#4f86c6", "#dd8a3d", "#3f9c6d", "#b5557a", "#8a6fc0", "#7c8a3f", "#3a9ba8", "#a3704a")
 CELL, LEFT, TOP, STRIP = 34, 90, 40, 22  # pixels

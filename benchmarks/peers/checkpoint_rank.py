@@ -190,7 +190,7 @@ def ours(
     from megatron.checkpoint.ranks import Ranks
     from megatron.checkpoint.staged import staging_bytes
     from megatron.distributed.groups import Axis
-    from megatron.layers.spec import Box
+    from megatron.model.spec import Box
 
     pairs = []
     for name, tensor in tensors.items():

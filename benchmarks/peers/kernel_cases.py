@@ -32,10 +32,10 @@ from megatron.kernels.norm import add_norm, norm, norm_backward
 from megatron.kernels.rotary import rotary_
 from torch import Tensor
 
-from megatron.layers.dropout import Dropout, DropoutState
-from megatron.layers.linear import linear_weight_grad
-from megatron.layers.rotary import apply_rotary
-from megatron.optimizer.clip import sum_of_squares as torch_sum
+from megatron.model.attention.rotary import apply_rotary
+from megatron.model.dropout import Dropout, DropoutState
+from megatron.model.linear import linear_weight_grad
+from megatron.parallel.grad_norm import sum_of_squares as torch_sum
 
 COPY_SHARE = 0.85  # of the copy's bandwidth: what the predictions of memory-bound operators assume
 # TFLOP/s of (head dimension, forward) that were expected from models of the hardware before

@@ -45,7 +45,7 @@ from megatron.model.block import Layer, MicroBatch  # noqa: E402
 from megatron.model.gpt import GPTModel  # noqa: E402
 from megatron.model.init import fill_initial  # noqa: E402
 from megatron.model.stages import Stage  # noqa: E402
-from megatron.optimizer.blocks import build_blocks  # noqa: E402
+from megatron.parallel.blocks import build_blocks  # noqa: E402
 from megatron.parallel.layer_passes import LayerPasses, Passes  # noqa: E402
 from megatron.parallel.pipeline import (
     Computation,

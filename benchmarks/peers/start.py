@@ -15,9 +15,9 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.groups import ModelConfig
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
-from megatron.layers.spec import TensorSpec, whole
 from megatron.model.block import head_matrix, layer_parameters, word_matrix
 from megatron.model.init import fill_initial
+from megatron.model.spec import TensorSpec, whole
 
 
 def matrices(work: Work, model: ModelConfig) -> list[TensorSpec]:

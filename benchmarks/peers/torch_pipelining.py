@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from megatron.layers.linear import Linear, WeightGrad, add_weight_grads
+from megatron.model.linear import Linear, WeightGrad, add_weight_grads
 
 # Ours -> torch's. Torch's ZB-H1 is its interleaved zero-bubble schedule with one stage a rank.
 SCHEDULES = {

@@ -32,7 +32,7 @@ from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import PrecisionConfig
 from megatron.data.blend import extend_history
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.scaler import LossScaler
 from megatron.training.resume import changed_data, changed_fields, check_complete

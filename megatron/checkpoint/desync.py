@@ -23,9 +23,9 @@ from megatron.checkpoint.manifest import CheckpointError, chunk_hasher
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import some
 from megatron.distributed.groups import Groups
-from megatron.layers.spec import holders
-from megatron.optimizer.blocks import Block
+from megatron.model.spec import holders
 from megatron.optimizer.optimizer import MASTER, Optimizer
+from megatron.parallel.blocks import Block
 
 WORDS = 1 << 20  # of a device's memory, multiplied at a time: 8 MiB of products
 PIECE = 16 << 20  # bytes that are brought to the host at a time

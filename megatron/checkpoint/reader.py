@@ -32,7 +32,7 @@ from megatron.config.input_files import InputError, open_regular
 
 if TYPE_CHECKING:
     from megatron.checkpoint.save_plan import BoxTensor
-    from megatron.layers.spec import Box
+    from megatron.model.spec import Box
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron.layers.spec import Box, Holder
+from megatron.model.spec import Box, Holder
 
 BoxTensor = tuple[Box, Tensor]  # a box, and the local tensor that holds it
 Pairs = list[BoxTensor]

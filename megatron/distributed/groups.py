@@ -141,7 +141,7 @@ class Groups:
     cp_ring: Axis  # ranks of cp that keys and values go round
     dp: Axis
     pp: Axis
-    # of parameters by the group that they declare (layers/spec.py): "dense" is dp x cp, "expert"
+    # of parameters by the group that they declare (model/spec.py): "dense" is dp x cp, "expert"
     # edp, and of "state", which nobody cuts or reduces, dp x cp as well
     buffers: dict[str, BufferGroups]
     tp_cp: Axis  # the ranks that hold parts of the same samples' hidden states in a stage

@@ -1,8 +1,8 @@
 """What a module must be so that it trains when it is added to a unit of the model.
 
 An ordinary torch.nn module trains like our layers: its gradients join theirs (model/block.py), its
-weights are drawn and lie in checkpoints by the module's name (layers/spec.py). What cannot do so is
-refused here, by name, when the model gets its storage. Called from optimizer/blocks.py, when a
+weights are drawn and lie in checkpoints by the module's name (model/spec.py). What cannot do so is
+refused here, by name, when the model gets its storage. Called from parallel/blocks.py, when a
 model is given its storage.
 """
 
@@ -54,7 +54,7 @@ def _values(model: GPTModel) -> Iterator[str]:
             yield (
                 f"{name} {list(parameter.shape)}: nothing says what its initial values are; "
                 "make it a matrix, or a vector called weight (ones) or "
-                "bias (zeros), or let its module declare it (megatron/layers/spec.py)"
+                "bias (zeros), or let its module declare it (megatron/model/spec.py)"
             )
 
 
@@ -75,7 +75,7 @@ def _gradients(model: GPTModel) -> Iterator[str]:
                 yield (
                     f"{name}: all tensor-parallel ranks hold it, and nothing says how its "
                     "gradient is summed over them; call declare_grad_sum of "
-                    "megatron/layers/spec.py for its module: with parts_under(tp.sequence) "
+                    "megatron/model/spec.py for its module: with parts_under(tp.sequence) "
                     "where each rank sees a part of the values (as between "
                     "layers under --sequence-parallel), with () where all see the same"
                 )
@@ -94,7 +94,7 @@ def _state(model: GPTModel) -> Iterator[str]:
         if isinstance(module, _DropoutNd) and module.p > 0:
             yield (
                 f"{name}: {module}: its mask would be another one in a recomputation and on "
-                "other ranks; take megatron.layers.dropout.Dropout"
+                "other ranks; take megatron.model.dropout.Dropout"
             )
         elif isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0:
             yield (

@@ -19,11 +19,7 @@ from typing import Any
 from megatron.config.batch_schedule import Step, batch_steps
 from megatron.config.derive import ExpertRanks
 from megatron.config.groups import Config, ModelConfig
-from megatron.layers.latent_attention import parameters_of_attention
-from megatron.layers.mlp import mlp_parameters
-from megatron.layers.moe import moe_parameters
-from megatron.layers.norm import norm_parameters
-from megatron.layers.spec import ParameterSpec
+from megatron.model.attention.latent_attention import parameters_of_attention
 from megatron.model.block import (
     distinct_layers,
     head_matrix,
@@ -31,6 +27,10 @@ from megatron.model.block import (
     like_layer,
     word_matrix,
 )
+from megatron.model.experts.moe import moe_parameters
+from megatron.model.mlp import mlp_parameters
+from megatron.model.norm import norm_parameters
+from megatron.model.spec import ParameterSpec
 
 
 def head_widths(model: ModelConfig) -> tuple[int, int]:

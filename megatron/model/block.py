@@ -18,16 +18,13 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention_masks import AttentionMask
-from megatron.layers.attention import SelfAttention
-from megatron.layers.context_parallel import WHOLE, ContextParallel, Places
-from megatron.layers.dropout import Dropout, DropoutState
-from megatron.layers.embedding import Embedding
-from megatron.layers.latent_attention import LatentAttention, parameters_of_attention
-from megatron.layers.linear import column_linear, linear
-from megatron.layers.linear_cross_entropy import linear_cross_entropy
-from megatron.layers.loss import cross_entropy
-from megatron.layers.mlp import MLP, always_rebuilt, mlp_parameters
-from megatron.layers.moe import (
+from megatron.model.attention.attention import SelfAttention
+from megatron.model.attention.context_parallel import WHOLE, ContextParallel, Places
+from megatron.model.attention.latent_attention import LatentAttention, parameters_of_attention
+from megatron.model.attention.rotary import Rotary
+from megatron.model.dropout import Dropout, DropoutState
+from megatron.model.embedding import Embedding
+from megatron.model.experts.moe import (
     UNDIVIDED,
     ExpertParallel,
     MoE,
@@ -35,11 +32,15 @@ from megatron.layers.moe import (
     moe_parameters,
     sums_beside,
 )
-from megatron.layers.norm import Norm, norm_parameters
-from megatron.layers.recompute import Parked, Rebuilder
-from megatron.layers.rotary import Rotary
-from megatron.layers.router import OBJECTIVE
-from megatron.layers.spec import (
+from megatron.model.experts.router import OBJECTIVE
+from megatron.model.linear import column_linear, linear
+from megatron.model.linear_cross_entropy import linear_cross_entropy
+from megatron.model.loss import cross_entropy
+from megatron.model.mlp import MLP, always_rebuilt, mlp_parameters
+from megatron.model.norm import Norm, norm_parameters
+from megatron.model.recompute import KEPT, LayerRecompute
+from megatron.model.recompute_context import Parked, Rebuilder
+from megatron.model.spec import (
     Multipliers,
     ParameterSpec,
     Shard,
@@ -48,8 +49,7 @@ from megatron.layers.spec import (
     parts_under,
     under,
 )
-from megatron.layers.tensor_parallel import DENSE, TensorParallel
-from megatron.model.recompute import KEPT, LayerRecompute
+from megatron.model.tensor_parallel import DENSE, TensorParallel
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.stages import placement_of
 from megatron.distributed.groups import Groups
-from megatron.layers.context_parallel import ContextParallel
-from megatron.layers.fp8 import mark_fp8
-from megatron.layers.moe import ExpertParallel
-from megatron.layers.spec import ParameterSpec
-from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
+from megatron.model.attention.context_parallel import ContextParallel
+from megatron.model.experts.moe import ExpertParallel
+from megatron.model.fp8 import mark_fp8
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels, compute_dtype
+from megatron.model.spec import ParameterSpec
 from megatron.model.stages import pipeline_stages
+from megatron.model.tensor_parallel import TensorParallel
 
 
 def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.device) -> GPTModel:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from megatron.config.errors import UserError
-from megatron.layers.dropout import Dropout
-from megatron.layers.linear import Linear
 from megatron.model.block import LayerBlock
+from megatron.model.dropout import Dropout
+from megatron.model.linear import Linear
 
 # graphs of one rank at most: the first, a middle and the last layer, each in training, in the
 # forward pass that full recomputation repeats, and in evaluation

@@ -14,13 +14,9 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig, TrainingConfig
 from megatron.kernels.attention_masks import AttentionMask
-from megatron.layers.attention import mask_of, steps_of
-from megatron.layers.context_parallel import WHOLE, ContextParallel, Places
-from megatron.layers.dropout import DropoutState
-from megatron.layers.moe import UNDIVIDED, ExpertParallel, MoE, expert_tokens
-from megatron.layers.rotary import RotaryTables
-from megatron.layers.spec import ParameterSpec, spec_of
-from megatron.layers.tensor_parallel import DENSE, TensorParallel
+from megatron.model.attention.attention import mask_of, steps_of
+from megatron.model.attention.context_parallel import WHOLE, ContextParallel, Places
+from megatron.model.attention.rotary import RotaryTables
 from megatron.model.block import (
     EmbeddingBlock,
     HeadBlock,
@@ -29,9 +25,13 @@ from megatron.model.block import (
     MicroBatch,
     ScalarSpec,
 )
+from megatron.model.dropout import DropoutState
+from megatron.model.experts.moe import UNDIVIDED, ExpertParallel, MoE, expert_tokens
 from megatron.model.offload import stage_offload
 from megatron.model.recompute import stage_recompute
+from megatron.model.spec import ParameterSpec, spec_of
 from megatron.model.stages import Stage, whole
+from megatron.model.tensor_parallel import DENSE, TensorParallel
 
 
 def layer_names(config: ModelConfig) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.kernels import lang, philox
 from megatron.kernels.initialise import normal_
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 
 
 def fill_initial(box: Box, local: Tensor, seed: int, backend: str = "torch") -> None:

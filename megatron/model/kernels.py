@@ -18,7 +18,7 @@ from megatron.kernels import attention_gluon, grouped_gemm, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_backward import why_not_atomic
 from megatron.kernels.dispatch import FAULTY, OPERATORS, Choice, choose, flag_of
-from megatron.layers.attention import OURS, beyond_sdpa
+from megatron.model.attention.attention import OURS, beyond_sdpa
 
 
 def compute_dtype(precision: PrecisionConfig) -> torch.dtype:

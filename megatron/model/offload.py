@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megatron.config.groups import ModelConfig, TrainingConfig
 from megatron.config.offload import INSIDE, LAYER_INPUT
-from megatron.layers.mlp import always_rebuilt
+from megatron.model.mlp import always_rebuilt
 from megatron.model.recompute import LayerRecompute, stage_recompute
 
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron.config.groups import Config
-from megatron.layers.spec import Multipliers
 from megatron.model.arithmetic import samples_after
+from megatron.model.spec import Multipliers
 
 
 class LearningRates(NamedTuple):

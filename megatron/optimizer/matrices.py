@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.groups import Groups
-from megatron.layers.spec import Box, holders
-from megatron.optimizer.blocks import Block, BufferEntry, Segment
+from megatron.model.spec import Box, holders
 from megatron.optimizer.lr_schedule import LearningRates
+from megatron.parallel.blocks import Block, BufferEntry, Segment
 
 MOMENTUM = "exp_avg"  # the state that holds it
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.errors import UserError
-from megatron.optimizer.blocks import Block
+from megatron.parallel.blocks import Block
 
 # what O_DIRECT wants addresses, offsets and sizes to be multiples of, in bytes; blocks begin at
 # multiples of so many elements

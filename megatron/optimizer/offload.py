@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.optimizer.blocks import Block
+from megatron.parallel.blocks import Block
 
 
 class HostSteps:

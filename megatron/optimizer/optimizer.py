@@ -20,18 +20,18 @@ from torch import Tensor
 
 from megatron.config.groups import Config, OptimizerConfig
 from megatron.distributed.groups import Groups, one_process
-from megatron.layers.spec import Box, Holder, holders
 from megatron.model.gpt import layer_names
 from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
-from megatron.optimizer.blocks import STATE, Block, accumulation_dtype
-from megatron.optimizer.clip import clip_coefficient, sum_of_squares
+from megatron.model.spec import Box, Holder, holders
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.matrices import MatrixRule, other_segments, step_matrices
 from megatron.optimizer.nvme import FileTensor, StateFiles
 from megatron.optimizer.offload import HostSteps
 from megatron.optimizer.state import BlockState, InFiles, InMemory
 from megatron.optimizer.update import UpdateRule
+from megatron.parallel.blocks import STATE, Block, accumulation_dtype
+from megatron.parallel.grad_norm import clip_coefficient, sum_of_squares
 
 MASTER = "master"  # beside the names of the rule's states: what is kept of a block
 

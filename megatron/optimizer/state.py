@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron.layers.spec import Box
-from megatron.optimizer.blocks import Block
+from megatron.model.spec import Box
 from megatron.optimizer.nvme import FileTensor, StateFiles
+from megatron.parallel.blocks import Block
 
 Use = Literal["read", "change", "fill"]  # fill: the old values are of no use
 Piece = tuple[slice, dict[str, Tensor]]

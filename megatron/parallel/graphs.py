@@ -5,7 +5,7 @@ A graph repeats kernels on the addresses that it was captured with. So everythin
 or writes has a place of its own: a layer's input and the gradient of its output are copied to such
 places, micro-batches are copied into *slots*, of which there are as many as micro-batches between
 their forward and their backward pass, and gradient buffers and weights stay where they are
-(optimizer/blocks.py). A layer has a forward graph for each slot, and two backward graphs, since the
+(parallel/blocks.py). A layer has a forward graph for each slot, and two backward graphs, since the
 first backward pass of a step overwrites main_grad and the others add to it.
 
 What autograd keeps of a forward pass lives in the memory pool of the slot: its layers are always

@@ -6,7 +6,7 @@ linear layers (Qi et al. 2023). Both ways give the same bits. With full recomput
 2016) the input of a group of layers is kept alone, and their graphs are built again before the
 backward pass of the last: dropout masks and all else in a layer are functions of the micro-batch,
 so the second forward pass has the bits of the first. What a layer computes again by itself is
-layers/recompute.py.
+model/recompute_context.py.
 
 Layers of this project add to `main_grad` themselves. What an ordinary PyTorch module leaves in
 `.grad` is added to it after each pass. Called by parallel/pipeline.py. s sequence, b batch, h
@@ -26,9 +26,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.distributed.collectives import all_gather
 from megatron.distributed.groups import ALONE, Axis
 from megatron.distributed.turns import Turns
-from megatron.layers.linear import LaterGrad, add_weight_grads, deferring_weight_grads
-from megatron.layers.recompute import Parked
 from megatron.model.block import Layer, MicroBatch, WithScalars
+from megatron.model.linear import LaterGrad, add_weight_grads, deferring_weight_grads
+from megatron.model.recompute_context import Parked
 from megatron.parallel.schedule import Kind
 
 Call = tuple[Layer, Kind]  # one pass of a layer

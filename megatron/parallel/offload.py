@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from megatron.config.offload import LAYER_INPUT
 from megatron.distributed.groups import ALONE, Axis
-from megatron.layers.recompute import Parked
 from megatron.model.block import Layer, MicroBatch
+from megatron.model.recompute_context import Parked
 from megatron.parallel.graphs import tensors_of
 from megatron.parallel.layer_passes import Inputs, LayerPasses
 from megatron.parallel.schedule import Kind

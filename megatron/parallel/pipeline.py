@@ -45,7 +45,7 @@ UNRECEIVED = 2  # outputs that a rank in evaluation runs ahead of a neighbour
 
 
 class Weights(Protocol):
-    """How weights and gradients are kept between passes: optimizer/zero.py."""
+    """How weights and gradients are kept between passes: parallel/zero.py."""
 
     def begin_step(self, calls: Sequence[Call]) -> None:
         """These passes will come now, in this order."""

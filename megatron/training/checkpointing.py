@@ -29,12 +29,12 @@ from megatron.checkpoint.staged import staging_bytes
 from megatron.checkpoint.writer import shard_bytes, try_folder
 from megatron.config.groups import Config
 from megatron.distributed.rank_errors import raise_on_all_ranks
-from megatron.layers.spec import Box
 from megatron.model.init import fill_initial
+from megatron.model.spec import Box
 from megatron.observe.metrics import save_metrics
 from megatron.observe.tracking import Tracker
-from megatron.optimizer.blocks import STATE
 from megatron.optimizer.optimizer import Optimizer
+from megatron.parallel.blocks import STATE
 from megatron.training.resume import run_state
 from megatron.training.run import Run
 

@@ -18,11 +18,11 @@ from megatron.config.derive import GATED, attention_ranks, expert_ranks
 from megatron.config.groups import Config
 from megatron.kernels.cases import Variant
 from megatron.kernels.dispatch import Choice
-from megatron.layers.attention import OURS, is_projection_read
-from megatron.layers.fp8 import SCALINGS
+from megatron.model.attention.attention import OURS, is_projection_read
 from megatron.model.build import declared
+from megatron.model.fp8 import SCALINGS
 from megatron.model.kernels import masked_by_positions
-from megatron.optimizer.blocks import accumulation_dtype
+from megatron.parallel.blocks import accumulation_dtype
 
 
 def alike(number: int, most: int) -> int:

@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron.config.groups import Config
 from megatron.distributed.groups import Groups
 from megatron.distributed.peers import is_out_of_memory
-from megatron.optimizer.blocks import Block
 from megatron.optimizer.state import InMemory
+from megatron.parallel.blocks import Block
 from megatron.parallel.layer_passes import Graph
 from megatron.training.advisor import Advisor
 from megatron.training.profile import profile_folder, write_snapshot

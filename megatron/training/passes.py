@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.data.loader import Batch, Source
-from megatron.layers.context_parallel import ContextParallel, places_of_ranks
+from megatron.model.attention.context_parallel import ContextParallel, places_of_ranks
 from megatron.model.block import MicroBatch
 from megatron.parallel.pipeline import Recording
 from megatron.parallel.schedule import Schedule, build_schedule, forward_only

@@ -49,14 +49,14 @@ from megatron.observe.console import NOT_DONE, banner
 from megatron.observe.goodput import goodput
 from megatron.observe.metrics import Metrics
 from megatron.observe.tracking import Tracker
-from megatron.optimizer.blocks import build_run_blocks
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.zero import Zero
+from megatron.parallel.blocks import build_run_blocks
 from megatron.parallel.graphs import GraphedPasses
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.offload import OffloadingPasses
 from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.zero import Zero
 from megatron.training.advisor import Advisor, Forecast, NoAdvisor, Verdict
 from megatron.training.banner import describe
 from megatron.training.checkpointing import (

@@ -23,8 +23,8 @@ from megatron.observe.tracking import Tracker
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.zero import Zero
 from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.zero import Zero
 from megatron.training.advisor import Forecast
 from megatron.training.exit import ExitConditions
 from megatron.training.profile import StepProfiler

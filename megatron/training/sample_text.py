@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from megatron.data.loader import Source
 from megatron.distributed.collectives import all_gather, all_reduce
 from megatron.kernels import philox
-from megatron.layers.linear import column_linear
 from megatron.model.block import HeadBlock, MicroBatch
+from megatron.model.linear import column_linear
 from megatron.training.passes import run_micro_batches
 from megatron.training.run import Run
 

@@ -18,15 +18,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "kernels": set(),
     "distributed": set(),
-    "layers": BASE,
-    "model": BASE | {"layers"},
-    "parallel": BASE | {"layers", "model"},
-    "optimizer": BASE | {"layers", "model", "parallel"},
-    "checkpoint": BASE | {"layers", "model", "parallel", "optimizer"},
+    "model": BASE,
+    "parallel": BASE | {"model"},
+    "optimizer": BASE | {"model", "parallel"},
+    "checkpoint": BASE | {"model", "parallel", "optimizer"},
     "data": set(),
     "observe": set(),
-    "training": BASE
-    | {"layers", "model", "parallel", "optimizer", "checkpoint", "data", "observe", ""},
+    "training": BASE | {"model", "parallel", "optimizer", "checkpoint", "data", "observe", ""},
 }
 RECORDED = {"tests/unit/config/launch_scripts.py"}  # text of others, kept as it was published
 PROGRAMS = ("tools.", "benchmarks.", "campaigns.", "kernels.tools.")  # as names in `megatron`

@@ -18,7 +18,7 @@ from distributed.pool import warm_context
 
 import pretrain_gpt
 from megatron.distributed.turns import Turns
-from megatron.layers import dispatch
+from megatron.model.experts import dispatch
 from megatron.parallel import pipeline
 from megatron.training import pretrain  # noqa: F401  # before the ranks are forked
 

@@ -36,7 +36,7 @@ from megatron.checkpoint.staged import (  # noqa: E402
     staging_bytes,
 )
 from megatron.checkpoint.synchronous import SaveRequest  # noqa: E402
-from megatron.layers.spec import Box, Holder  # noqa: E402
+from megatron.model.spec import Box, Holder  # noqa: E402
 
 SHAPES = {
     "embedding.word.weight": (307, 512),

@@ -25,7 +25,7 @@ from megatron.distributed.groups import one_process
 from megatron.model.build import build_model
 from megatron.model.compile import compile_layers
 from megatron.model.init import fill_initial
-from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
 

@@ -12,13 +12,13 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.staged import staging_bytes
 from megatron.distributed.setup import set_determinism
-from megatron.layers import linear_cross_entropy
-from megatron.layers.attention import attention_core
-from megatron.layers.embedding import embedding_weight_grad
-from megatron.layers.linear import column_linear, linear_weight_grad
-from megatron.layers.loss import cross_entropy
-from megatron.layers.spec import Box
-from megatron.layers.tensor_parallel import DENSE
+from megatron.model import linear_cross_entropy
+from megatron.model.attention.attention import attention_core
+from megatron.model.embedding import embedding_weight_grad
+from megatron.model.linear import column_linear, linear_weight_grad
+from megatron.model.loss import cross_entropy
+from megatron.model.spec import Box
+from megatron.model.tensor_parallel import DENSE
 from megatron.observe.tracking import read_metrics
 from megatron.training import pretrain as pretrain_module
 from pretrain_gpt import main

@@ -9,10 +9,10 @@ from torch.optim.adamw import adamw
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
 from megatron.model.gpt import GPTModel
-from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.update import UpdateRule
+from megatron.parallel.blocks import build_blocks
 
 SETTINGS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -11,7 +11,7 @@ from megatron.kernels.attention_backward import heads_of_a_program, why_not_atom
 from megatron.kernels.attention_masks import attention_mask
 from torch.utils.checkpoint import checkpoint
 
-from megatron.layers.dropout import Dropout
+from megatron.model.dropout import Dropout
 
 KEY = philox.key(7, "attention")
 

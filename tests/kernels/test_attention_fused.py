@@ -14,9 +14,9 @@ from selection import each_value
 from test_attention import assert_near
 
 from megatron.config.groups import ModelConfig
-from megatron.layers.attention import SelfAttention, mask_of
-from megatron.layers.attention_bytes import AttentionBytes
-from megatron.layers.rotary import RotaryTables
+from megatron.model.attention.attention import SelfAttention, mask_of
+from megatron.model.attention.attention_bytes import AttentionBytes
+from megatron.model.attention.rotary import RotaryTables
 
 pytestmark = pytest.mark.table(traits=each_value)
 

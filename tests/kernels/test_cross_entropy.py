@@ -14,8 +14,8 @@ from megatron.kernels.cross_entropy import (
 )
 
 from megatron.distributed.groups import Axis
-from megatron.layers import loss as layer
-from megatron.layers.tensor_parallel import DENSE, TensorParallel
+from megatron.model import loss as layer
+from megatron.model.tensor_parallel import DENSE, TensorParallel
 
 # tokens, real columns, all columns
 SHAPES = [(5, 33, 48), (3, 5000, 5008), (2, 512, 512), (1, 1, 16), (4, 9001, 9001)]

@@ -13,12 +13,12 @@ import pytest
 import torch
 from megatron.kernels import apex, dispatch, fa4, lang
 from megatron.kernels.dispatch import OPERATORS, choose, flag_of
-from unit.layers.made import norm
+from unit.model.made import norm
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
-from megatron.layers.linear import linear_weight_grad
 from megatron.model.kernels import choose_kernels, remarks
-from megatron.optimizer.clip import sum_of_squares
+from megatron.model.linear import linear_weight_grad
+from megatron.parallel.grad_norm import sum_of_squares
 
 ROOT = Path(__file__).resolve().parents[2]
 TRITON = [operator for operator, names in OPERATORS.items() if "triton" in names]

@@ -27,7 +27,7 @@ from megatron.config.groups import (
     PrecisionConfig,
     TrainingConfig,
 )
-from megatron.layers.experts import RowCounts, add_expert_weight_grads, expert_products
+from megatron.model.experts.experts import RowCounts, add_expert_weight_grads, expert_products
 from megatron.model.kernels import choose_kernels, expert_product_flops
 
 pytestmark = pytest.mark.table

@@ -9,8 +9,8 @@ from megatron.kernels.initialise import normal_, normal_reference
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig
 from megatron.model import init
 from megatron.model.gpt import GPTModel
-from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.optimizer import Optimizer
+from megatron.parallel.blocks import build_blocks
 
 KEY = philox.key(1234, "layers.0.attention.q.weight")
 STD = 0.02

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import error
 from selection import each_value
-from unit.layers.made import norm as norm_layer
+from unit.model.made import norm as norm_layer
 
 from megatron.config.groups import ModelConfig
 from megatron.model import compile

@@ -25,11 +25,11 @@ from unit.by_hand import (
 from megatron.config.groups import ModelConfig
 from megatron.data.loader import Batch
 from megatron.distributed.groups import Layout, build_groups
-from megatron.layers.context_parallel import WHOLE, ContextParallel
-from megatron.layers.tensor_parallel import DENSE, TensorParallel
+from megatron.model.attention.context_parallel import WHOLE, ContextParallel
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.optimizer.blocks import build_blocks
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
 from megatron.training.passes import share_positions

@@ -10,8 +10,8 @@ from megatron.kernels.attention import attention_reference
 from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import AttentionMask
 
-from megatron.layers.context_parallel import places_of
-from megatron.layers.ring_attention import BlockAttention, _join, ring_steps
+from megatron.model.attention.context_parallel import places_of
+from megatron.model.attention.ring_attention import BlockAttention, _join, ring_steps
 
 LENGTH, B, HEADS, GROUPS, D, SCALE = 256, 1, 2, 1, 64, 0.2
 pytestmark = pytest.mark.skipif(

@@ -15,14 +15,14 @@ from oracle.mutants import Make, also, mutant
 from torch import Tensor, nn
 
 from megatron.data.loader import Source
-from megatron.layers import attention, dropout, embedding, linear, loss, mlp, norm, rotary
-from megatron.layers.attention import SelfAttention
-from megatron.layers.dropout import Dropout
-from megatron.layers.norm import Norm
-from megatron.layers.rotary import RotaryTables
-from megatron.model import block, gpt
+from megatron.model import block, dropout, embedding, gpt, linear, loss, mlp, norm
+from megatron.model.attention import attention, rotary
+from megatron.model.attention.attention import SelfAttention
+from megatron.model.attention.rotary import RotaryTables
 from megatron.model.block import HeadBlock, LayerBlock
+from megatron.model.dropout import Dropout
 from megatron.model.gpt import GPTModel
+from megatron.model.norm import Norm
 from megatron.optimizer.optimizer import Optimizer
 
 # ---- norms

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from megatron.data import blend, loader, token_stream
 from megatron.data.loader import MockReader, Source
-from megatron.layers.spec import ParameterSpec
 from megatron.model import block as model_block
+from megatron.model.spec import ParameterSpec
 from megatron.observe import metrics
-from megatron.optimizer import blocks, lr_schedule, optimizer, update
+from megatron.optimizer import lr_schedule, optimizer, update
 from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.update import UpdateRule
+from megatron.parallel import blocks
 from megatron.training import evaluate, loop, prepare, pretrain, step
 from megatron.training.run import Run
 

@@ -13,11 +13,11 @@ from unittest import mock
 import torch
 from megatron.kernels import attention as kernels_attention
 
-from megatron.layers import attention, context_parallel, ring_attention
-from megatron.layers.attention import SelfAttention
-from megatron.layers.context_parallel import Places
-from megatron.layers.ring_attention import BlockAttention
 from megatron.model import gpt
+from megatron.model.attention import attention, context_parallel, ring_attention
+from megatron.model.attention.attention import SelfAttention
+from megatron.model.attention.context_parallel import Places
+from megatron.model.attention.ring_attention import BlockAttention
 from megatron.parallel.pipeline import Pipeline
 from megatron.training import passes
 

@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 
 from megatron.distributed.groups import ALONE
-from megatron.layers import dispatch, experts, router
-from megatron.layers.router import Router
-from megatron.layers.spec import TensorSpec
+from megatron.model.experts import dispatch, experts, router
+from megatron.model.experts.router import Router
 from megatron.model.gpt import GPTModel
-from megatron.optimizer.blocks import Block
+from megatron.model.spec import TensorSpec
+from megatron.parallel.blocks import Block
 
 Patch = contextlib.AbstractContextManager
 

@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Callable
 from unittest import mock
 
-from megatron.layers import latent_attention
-from megatron.layers.latent_attention import LatentAttention
+from megatron.model.attention import latent_attention
+from megatron.model.attention.latent_attention import LatentAttention
 
 Patch = contextlib.AbstractContextManager
 

@@ -32,11 +32,11 @@ class Mutant:
     rows: tuple[str, ...]
 
 
-LAYERS, MODEL, STEP = "megatron/layers", "megatron/model", "megatron/training/step.py"
-PIPELINE, REDUCTION = "megatron/parallel/pipeline.py", "megatron/optimizer/reduction.py"
+MODEL, ATTENTION, STEP = "megatron/model", "megatron/model/attention", "megatron/training/step.py"
+PIPELINE, REDUCTION = "megatron/parallel/pipeline.py", "megatron/parallel/reduction.py"
 ZERO, BLOCKS, OPTIMIZER = (
-    "megatron/optimizer/zero.py",
-    "megatron/optimizer/blocks.py",
+    "megatron/parallel/zero.py",
+    "megatron/parallel/blocks.py",
     "megatron/optimizer/optimizer.py",
 )
 
@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     unsummed(
         "row-parallel biases",
-        f"{LAYERS}/mlp.py",
+        f"{MODEL}/mlp.py",
         """h, copies="tp", grad_sum=parts_under(sequence)""",
         """h, copies="tp", grad_sum=()""",
         "fp64-documents-tp2-sp",
@@ -78,42 +78,42 @@ MUTANTS = (
     ),
     unsummed(
         "QK norms",
-        f"{LAYERS}/attention.py",
+        f"{ATTENTION}/attention.py",
         """grad_sum=("tp",)""",
         "grad_sum=()",
         "fp64-mqa-qknorm-bias-tp2-dp2",
     ),
     unsummed(
         "shared key/value heads",
-        f"{LAYERS}/attention.py",
+        f"{ATTENTION}/attention.py",
         """"kv", ("kv",))""",
         """"kv", ())""",
         "fp64-mqa-bias-tp2",
     ),
     Mutant(
         "no sum of a row-parallel layer's outputs",
-        f"{LAYERS}/linear.py",
+        f"{MODEL}/linear.py",
         "y = all_reduce(product(x, weight), tp.axis)",
         "y = product(x, weight)",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "no sum of a column-parallel layer's input gradients",
-        f"{LAYERS}/linear.py",
+        f"{MODEL}/linear.py",
         "summing = start(dx, tp.axis)",
         "summing = start(dx, tp.axis if tp.sequence else DENSE.axis)",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "a row-parallel bias added on every rank",
-        f"{LAYERS}/linear.py",
+        f"{MODEL}/linear.py",
         "return y if bias is None else y.add_(bias)",
         "return y if bias is None else y.add_(bias * tp.size)",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "a column-parallel bias learnt on one rank alone",
-        f"{LAYERS}/linear.py",
+        f"{MODEL}/linear.py",
         (
             "if ctx.bias is not None and not frozen:\n            bias_grad(dy, "
             "ctx.bias.main_grad)\n        return summing"
@@ -133,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "the halves of an overlapped sum in another order",
-        f"{LAYERS}/linear.py",
+        f"{MODEL}/linear.py",
         "for half in weight.chunk(2)",
         "for half in weight.chunk(2)[::-1]",
         ("fp64-documents-tp2-sp",),
@@ -147,63 +147,63 @@ MUTANTS = (
     ),
     Mutant(
         "a weight's first product added to what the last step left",
-        f"{LAYERS}/linear.py",
+        f"{MODEL}/linear.py",
         """overwrite = getattr(weight, "overwrite_main_grad", False)""",
         "overwrite = False",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "every product overwrites",
-        f"{LAYERS}/linear.py",
+        f"{MODEL}/linear.py",
         """overwrite = getattr(weight, "overwrite_main_grad", False)""",
         "overwrite = True",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "overlapping vocabulary ranges of the embedding",
-        f"{LAYERS}/embedding.py",
+        f"{MODEL}/embedding.py",
         "local = ids - tp.axis.rank * weight.shape[0]",
         "local = ids - tp.axis.rank * (weight.shape[0] - 1)",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "shifted labels of the cross-entropy",
-        f"{LAYERS}/loss.py",
+        f"{MODEL}/loss.py",
         "labels.flatten() - first,",
         "labels.flatten() - first - tp.axis.rank,",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "a maximum of logits not shared",
-        f"{LAYERS}/loss.py",
+        f"{MODEL}/loss.py",
         "(sums * (tops - top).exp_()).sum(0)",
         "sums.sum(0)",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "probability for padded vocabulary",
-        f"{LAYERS}/loss.py",
+        f"{MODEL}/loss.py",
         "columns = min(max(vocab_size - first, 0), width)",
         "columns = width",
         ("fp64-padding-tp2-sp",),
     ),
     Mutant(
         "a fused head whose ranks keep their part of dx",
-        f"{LAYERS}/linear_cross_entropy.py",
+        f"{MODEL}/linear_cross_entropy.py",
         "else all_reduce(dx, tp.axis)",
         "else dx",
         ("fp64-fused-head-tp2-dp2",),
     ),
     Mutant(
         "a fused head's chunks that leave tokens out",
-        f"{LAYERS}/linear_cross_entropy.py",
+        f"{MODEL}/linear_cross_entropy.py",
         "range(0, x.shape[0], step)",
         "range(0, x.shape[0] - step, step)",
         ("fp64-fused-head-tp2-sp",),
     ),
     Mutant(
         "heads of every rank numbered from 0 in dropout",
-        f"{LAYERS}/attention.py",
+        f"{ATTENTION}/attention.py",
         "self.first_head = tp.axis.rank * self.heads",
         "self.first_head = 0",
         ("fp64-dropout-tp2",),
@@ -224,7 +224,7 @@ MUTANTS = (
     ),
     Mutant(
         "key/value heads of another rank",
-        f"{LAYERS}/spec.py",
+        f"{MODEL}/spec.py",
         "tp.axis.rank // sharing * extent",
         "tp.axis.rank % tensor.shard.count(tp.size) * extent",
         ("fp64-gqa2-qknorm-tp4-sp",),

@@ -20,7 +20,7 @@ from unit.checkpoint.huggingface_names import made_of
 from megatron.config.groups import ModelConfig
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
 

@@ -43,7 +43,7 @@ def test_healthy_code_is_not_caught():
         caught_by(
             Mutant(
                 "none",
-                "megatron/layers/linear.py",
+                "megatron/model/linear.py",
                 "import torch.nn.functional as F",
                 "import torch.nn.functional as F  # nothing",
                 ("fp64-gpt-tp2",),
@@ -55,7 +55,7 @@ def test_healthy_code_is_not_caught():
 
 def test_a_stale_mutant_is_loud():
     with pytest.raises(AssertionError, match="this code is there 0 times"):
-        mutated(Mutant("old", "megatron/layers/linear.py", "text of years ago", "", ()))
+        mutated(Mutant("old", "megatron/model/linear.py", "text of years ago", "", ()))
 
 
 def test_a_mutant_is_found_whatever_the_format():

@@ -12,7 +12,7 @@ from parity.layouts import Row
 from parity.worker import Outcome, run_case
 
 from megatron.distributed.turns import Turns
-from megatron.layers import dispatch, experts
+from megatron.model.experts import dispatch, experts
 
 FLAG = "--overlap-moe-expert-parallel-comm"
 

@@ -22,9 +22,9 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.config.recompute import layer_words
 from megatron.config.validate import resolve
-from megatron.optimizer.blocks import Block
-from megatron.optimizer.zero import Zero
+from megatron.parallel.blocks import Block
 from megatron.parallel.layer_passes import Inputs, LayerPasses
+from megatron.parallel.zero import Zero
 
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full"

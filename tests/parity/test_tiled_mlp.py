@@ -15,8 +15,8 @@ from parity.layouts import Row
 from parity.test_fp8_layouts import BLOCKS, Fp8Row
 from parity.worker import Outcome, run_case
 
-from megatron.layers import linear
-from megatron.layers.mlp import MLP, _TakePiece
+from megatron.model import linear
+from megatron.model.mlp import MLP, _TakePiece
 
 ROWS = (  # and pieces
     (Row("tp2", "gpt"), 16),

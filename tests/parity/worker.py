@@ -22,16 +22,15 @@ from unit.parallel.recorded import RecordedGraph
 
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
-from megatron.layers import fp8, linear_cross_entropy
-from megatron.layers.linear import WeightGrad, add_weight_grads
-from megatron.layers.mlp import MLP
-from megatron.layers.spec import Multipliers, ParameterSpec
 from megatron.model import block as model_block
-from megatron.model import compile
+from megatron.model import compile, fp8, linear_cross_entropy
 from megatron.model.block import LayerBlock, WithScalars
+from megatron.model.linear import WeightGrad, add_weight_grads
+from megatron.model.mlp import MLP
+from megatron.model.spec import Multipliers, ParameterSpec
 from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
-from megatron.optimizer.blocks import Block
+from megatron.parallel.blocks import Block
 from megatron.parallel.graphs import GraphedPasses
 from megatron.training import loop, pretrain, record
 

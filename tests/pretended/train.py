@@ -306,7 +306,7 @@ def take_parameters(block: Any) -> None:
 
 @contextlib.contextmanager
 def fake_parameters() -> Iterator[None]:
-    from megatron.optimizer.blocks import Block
+    from megatron.parallel.blocks import Block
 
     with mock.patch.object(Block, "_take_parameters", take_parameters):
         yield
@@ -324,7 +324,7 @@ def kernels_as_they_are() -> Iterator[None]:
 @contextlib.contextmanager
 def even_rows(log: Log) -> Iterator[None]:
     """All experts have as many rows: as many have to be sent as there are."""
-    from megatron.layers.dispatch import AllToAll
+    from megatron.model.experts.dispatch import AllToAll
 
     plan = AllToAll.plan
 

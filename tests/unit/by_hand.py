@@ -16,7 +16,7 @@ from megatron.config.groups import TrainingConfig
 from megatron.model.block import MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.optimizer.blocks import Block, build_blocks
+from megatron.parallel.blocks import Block, build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Weights
 from megatron.parallel.schedule import Kind

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 
 StrPath = str | os.PathLike[str]
 

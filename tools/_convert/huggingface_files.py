@@ -44,7 +44,7 @@ from megatron.checkpoint.shapes import Dims, Shapes
 from megatron.config.errors import UserError
 from megatron.config.input_files import InputError, JsonObject, parse_json
 from megatron.config.input_files import read_json as read_file
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 
 FILE = 4 << 30  # most bytes of tensors in one file, unless a single tensor is larger
 SINGLE = "model.safetensors"

@@ -24,8 +24,8 @@ from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
-from megatron.layers.spec import Box, ParameterSpec
 from megatron.model.build import declared
+from megatron.model.spec import Box, ParameterSpec
 
 OUTER = {
     "embedding.word_embeddings.weight": "embedding.word.weight",

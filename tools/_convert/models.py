@@ -22,8 +22,8 @@ from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import InputError, open_regular
-from megatron.layers.spec import Box
 from megatron.model.build import model_shapes
+from megatron.model.spec import Box
 
 # what reading a damaged file raises
 DAMAGE = (

@@ -20,20 +20,20 @@ from megatron.tools._plan.state import element_sizes
 from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import Config
-from megatron.layers.attention_bytes import AttentionBytes
-from megatron.layers.dropout import drawing_bytes, saved_mask
-from megatron.layers.embedding import embedding_grad_scratch
-from megatron.layers.fp8 import Scratch, scratch
-from megatron.layers.latent_bytes import LatentBytes
-from megatron.layers.linear import weight_grad_scratch
-from megatron.layers.linear_cross_entropy import chunk_tokens
-from megatron.layers.loss import widened_bytes
-from megatron.layers.mlp import always_rebuilt, bias_sum_bytes, saved_widths
-from megatron.layers.moe import ExpertBytes
-from megatron.layers.norm import saved_statistics, temporary_bytes
 from megatron.model.arithmetic import local_shape
+from megatron.model.attention.attention_bytes import AttentionBytes
+from megatron.model.attention.latent_bytes import LatentBytes
 from megatron.model.block import like_layer
+from megatron.model.dropout import drawing_bytes, saved_mask
+from megatron.model.embedding import embedding_grad_scratch
+from megatron.model.experts.moe import ExpertBytes
+from megatron.model.fp8 import Scratch, scratch
 from megatron.model.kernels import choose_kernels
+from megatron.model.linear import weight_grad_scratch
+from megatron.model.linear_cross_entropy import chunk_tokens
+from megatron.model.loss import widened_bytes
+from megatron.model.mlp import always_rebuilt, bias_sum_bytes, saved_widths
+from megatron.model.norm import saved_statistics, temporary_bytes
 from megatron.model.offload import kept_inputs, stage_offload
 from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage

@@ -23,12 +23,12 @@ from megatron.distributed.groups import Groups
 from megatron.distributed.silent import SilentGroup
 from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
-from megatron.optimizer.blocks import Block
-from megatron.optimizer.zero import Zero
+from megatron.parallel.blocks import Block
 from megatron.parallel.layer_passes import Passes
 from megatron.parallel.offload import HostPool, Key, Pass, Route
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import Kind, Schedule
+from megatron.parallel.zero import Zero
 
 META = torch.device("meta")
 TRANSIENT = ("gradients", "slots", "gathered", "scratch", "activations", "logits", "temporaries")

@@ -37,9 +37,9 @@ from megatron.model.arithmetic import (
 )
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.stages import Stage, pipeline_stages
-from megatron.optimizer.blocks import Block, build_run_blocks
-from megatron.optimizer.zero import Zero
+from megatron.parallel.blocks import Block, build_run_blocks
 from megatron.parallel.schedule import Schedule, build_schedule
+from megatron.parallel.zero import Zero
 
 ELSEWHERE = ("host", "disk")  # not on the device
 

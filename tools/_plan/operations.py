@@ -20,8 +20,8 @@ from megatron.tools._plan.work import Core, Exchange, Product, UnitWork, Work
 from megatron.config.derive import GATED, attention_ranks
 from megatron.config.fp8 import layer_in_fp8
 from megatron.config.groups import Config
-from megatron.layers.mlp import always_rebuilt
 from megatron.model.arithmetic import head_widths, local_shape, padded_vocab_size
+from megatron.model.mlp import always_rebuilt
 from megatron.model.recompute import LayerRecompute
 
 # Kernels that a layer launches in a pass of a micro-batch. Ours are counted in

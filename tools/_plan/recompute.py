@@ -32,7 +32,7 @@ from megatron.tools._plan.stages import flops_again
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.recompute import FULL, NONE, words_of
-from megatron.layers.mlp import always_rebuilt
+from megatron.model.mlp import always_rebuilt
 from megatron.model.recompute import KEPT, LayerRecompute, choice_of
 
 OPTIONS = (

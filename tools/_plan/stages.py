@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from megatron.tools._plan.memory import MemoryPlan, schedule_of, stage_parameters
 
 from megatron.config.groups import Config, ModelConfig
-from megatron.layers.latent_attention import parameters_of_attention
-from megatron.layers.mlp import always_rebuilt, saved_widths
 from megatron.model.arithmetic import core_flops, elements, padded_vocab_size, unit_flops
+from megatron.model.attention.latent_attention import parameters_of_attention
+from megatron.model.mlp import always_rebuilt, saved_widths
 from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.schedule import Kind, Schedule

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from megatron.config.derive import expert_ranks, replica_count
 from megatron.config.groups import Config, PrecisionConfig
 from megatron.distributed.groups import expert_cut
-from megatron.optimizer.blocks import STATE, Block, on_host_of
 from megatron.optimizer.nvme import SLOTS, in_pages, part_room
+from megatron.parallel.blocks import STATE, Block, on_host_of
 
 
 class Precisions(NamedTuple):

@@ -39,7 +39,7 @@ from megatron.config.errors import UserError
 from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
-    from megatron.layers.spec import Box
+    from megatron.model.spec import Box
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.checkpoint import writer
 from megatron.checkpoint.commit import commit
 from megatron.checkpoint.reader import Checkpoint
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 

@@ -28,7 +28,7 @@ from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local, res
 from megatron.checkpoint.local.saves import save_local
 from megatron.checkpoint.ranks import Ranks
 from megatron.distributed.groups import Axis
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE
 

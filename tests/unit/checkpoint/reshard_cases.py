@@ -19,7 +19,7 @@ from megatron.checkpoint import reader
 from megatron.checkpoint.manifest import iteration_folder
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.arguments import parse_arguments
-from megatron.layers.spec import Holder, holders
+from megatron.model.spec import Holder, holders
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.training import pretrain

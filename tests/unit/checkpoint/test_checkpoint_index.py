@@ -24,7 +24,7 @@ from megatron.checkpoint.boxes import tiles
 from megatron.checkpoint.index import Index
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 
 
 def open_and_read(root, seed: int, cut_seed: int) -> tuple[list[str], list[str]]:

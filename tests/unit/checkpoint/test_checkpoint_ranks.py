@@ -22,7 +22,7 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, try_folder
 from megatron.distributed.groups import ALONE, Axis, Groups, Layout, build_groups
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 from megatron.optimizer.optimizer import Optimizer
 
 STATE = {"iteration": 2, "consumed_samples": 16, "scale": float("inf")}

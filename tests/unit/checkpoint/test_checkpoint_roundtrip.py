@@ -25,7 +25,7 @@ from megatron.checkpoint import commit, manifest, reader, writer
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 
 STATE = {
     "iteration": 3,
@@ -240,7 +240,7 @@ import resource, sys, torch
 sys.path.insert(0, sys.argv[2])
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 torch.set_num_threads(1)
 fused = torch.ones(4096, 8192)
 plain, across = torch.ones(2048, 8192), torch.ones(4096, 512).t()

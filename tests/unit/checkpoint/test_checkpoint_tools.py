@@ -21,7 +21,7 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config, DataConfig, PrecisionConfig
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 from megatron.training.pretrain import pretrain
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))

@@ -27,8 +27,8 @@ from test_huggingface import difference
 from megatron.checkpoint import fetch, manifest
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import Config, ModelConfig
-from megatron.layers.spec import Box
 from megatron.model.build import model_shapes
+from megatron.model.spec import Box
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 

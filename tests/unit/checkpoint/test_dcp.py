@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megatron.checkpoint import reader as reader_module
 from megatron.checkpoint.reader import Checkpoint
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 
 
 def saved(root: Path) -> Path:

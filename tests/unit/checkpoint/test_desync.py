@@ -25,9 +25,9 @@ from megatron.checkpoint.desync import (
 from megatron.checkpoint.manifest import list_iterations
 from megatron.checkpoint.ranks import Ranks
 from megatron.distributed.groups import ALONE
-from megatron.optimizer import zero
 from megatron.optimizer.optimizer import Optimizer
-from megatron.optimizer.reduction import sum_partial_gradients
+from megatron.parallel import zero
+from megatron.parallel.reduction import sum_partial_gradients
 from megatron.training import checkpointing, loop
 from megatron.training.loop import train
 from megatron.training.run import Run

@@ -22,7 +22,7 @@ from megatron.tools._convert.models import box_part
 from megatron.config.groups import ModelConfig
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.gpt import GPTModel
-from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.blocks import build_blocks
 
 transformers = pytest.importorskip("transformers")
 

@@ -24,7 +24,7 @@ from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.staged import Staging, staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.distributed.groups import Axis
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 
 STATE = {"consumed_samples": 16}
 ROOT = Path(__file__).resolve().parents[3]

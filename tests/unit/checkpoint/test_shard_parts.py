@@ -19,7 +19,7 @@ from megatron.checkpoint import files, manifest, writer
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, shard_bytes, shard_parts
-from megatron.layers.spec import Box
+from megatron.model.spec import Box
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 

@@ -13,8 +13,8 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import ModelConfig
 from megatron.config.validate import cross_field_faults, resolve
-from megatron.layers.rotary import inverse_frequencies
-from megatron.layers.spec import Box
+from megatron.model.attention.rotary import inverse_frequencies
+from megatron.model.spec import Box
 from megatron.training.resume import take_checkpoint_args
 
 BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3

@@ -13,7 +13,6 @@ from megatron.config.batch_schedule import batch_steps
 from megatron.config.groups import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.config.validate import resolve
 from megatron.distributed.groups import Axis
-from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import (
     flops_per_iteration,
     global_batch_size_at,
@@ -25,6 +24,7 @@ from megatron.model.arithmetic import (
     unit_parameters,
 )
 from megatron.model.gpt import GPTModel
+from megatron.model.tensor_parallel import TensorParallel
 
 
 def resolved(seq_length: int = 2048, **model) -> ModelConfig:

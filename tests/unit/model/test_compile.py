@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
-from megatron.layers.dropout import Dropout
 from megatron.model import compile
 from megatron.model.block import LayerBlock, MicroBatch
+from megatron.model.dropout import Dropout
 from megatron.model.gpt import GPTModel
 from pretrain_gpt import main
 

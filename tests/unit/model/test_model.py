@@ -9,10 +9,10 @@ import torch
 from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, backward, filled, forward
 
 from megatron.config.groups import ModelConfig
-from megatron.layers.spec import Box, Init, TensorSpec
 from megatron.model.block import EmbeddingBlock, HeadBlock, LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
+from megatron.model.spec import Box, Init, TensorSpec
 from megatron.parallel.layer_passes import Inputs, LayerPasses
 from megatron.parallel.pipeline import loss_gradient
 

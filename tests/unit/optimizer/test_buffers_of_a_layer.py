@@ -16,18 +16,18 @@ from torch import Tensor
 from megatron.config.groups import DistributedConfig, ModelConfig
 from megatron.distributed.groups import ALONE, Axis, BufferGroups, Groups, Layout, one_process
 from megatron.distributed.setup import make_groups
-from megatron.layers.linear import Linear
-from megatron.layers.spec import Init, ParameterSpec, TensorSpec
-from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model import gpt
 from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.optimizer.blocks import Block, build_blocks
-from megatron.optimizer.zero import Zero
+from megatron.model.linear import Linear
+from megatron.model.spec import Init, ParameterSpec, TensorSpec
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.parallel.blocks import Block, build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import build_schedule
+from megatron.parallel.zero import Zero
 
 H, S, B, VOCAB, RANKS, MICRO_BATCHES = 16, 8, 2, 30, 4, 2
 CONFIG = ModelConfig(

@@ -14,11 +14,11 @@ from parity.worker import Outcome, Piece, one_thread, run_case
 from torch import Tensor
 
 from megatron.config.groups import ModelConfig, OptimizerConfig
-from megatron.layers.mlp import MLP
-from megatron.layers.spec import Multipliers, ParameterSpec
 from megatron.model.gpt import GPTModel
-from megatron.optimizer.blocks import build_blocks
+from megatron.model.mlp import MLP
+from megatron.model.spec import Multipliers, ParameterSpec
 from megatron.optimizer.optimizer import Optimizer
+from megatron.parallel.blocks import build_blocks
 from megatron.training import pretrain
 
 STEPS, LR = 3, 1e-2

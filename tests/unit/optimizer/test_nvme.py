@@ -30,9 +30,9 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.model.gpt import GPTModel
 from megatron.optimizer import nvme
-from megatron.optimizer.blocks import build_blocks
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.optimizer import Optimizer
+from megatron.parallel.blocks import build_blocks
 
 SMALL = 4096  # elements of a part: layers of these models have several
 DTYPES = {"master": torch.float32, "exp_avg": torch.bfloat16, "exp_avg_sq": torch.float64}

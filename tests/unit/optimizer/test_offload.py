@@ -12,7 +12,7 @@ from parity import worker
 from parity.layouts import BASE
 from parity.worker import run_case
 
-from megatron.optimizer.blocks import on_host_of
+from megatron.parallel.blocks import on_host_of
 
 OFFLOAD = "--optimizer-cpu-offload"
 RUNS = {  # flags of two ranks

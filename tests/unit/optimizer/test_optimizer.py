@@ -17,11 +17,11 @@ from megatron.config.groups import (
 )
 from megatron.model.arithmetic import global_batch_size_at
 from megatron.model.gpt import GPTModel
-from megatron.optimizer.blocks import ALIGNMENT, build_blocks
-from megatron.optimizer.clip import PIECE, clip_coefficient, sum_of_squares
 from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
+from megatron.parallel.blocks import ALIGNMENT, build_blocks
+from megatron.parallel.grad_norm import PIECE, clip_coefficient, sum_of_squares
 
 MODEL = ModelConfig(
     num_layers=2,

@@ -25,17 +25,17 @@ from unit.by_hand import (
     forward,
     recomputing,
 )
-from unit.layers.made import norm
+from unit.model.made import norm
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
-from megatron.layers.spec import declare_grad_sum, parts_under
-from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model import gpt
 from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
+from megatron.model.spec import declare_grad_sum, parts_under
+from megatron.model.tensor_parallel import DENSE, TensorParallel
 from megatron.observe.tracking import read_metrics
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
@@ -343,7 +343,7 @@ def test_a_parameter_that_gets_nothing_is_named():
 
 def test_a_layer_of_ours_that_loses_a_gradient_is_named():
     with (
-        mock.patch("megatron.layers.linear.bias_grad"),
+        mock.patch("megatron.model.linear.bias_grad"),
         pytest.raises(RuntimeError, match=r"^layers\.1\..*layers\.1\.attention\.qkv\.bias: used"),
     ):
         whole(build(LayerBlock), LayerPasses(), range(1))

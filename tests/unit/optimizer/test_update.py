@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.groups import OptimizerConfig
 from megatron.optimizer import update
-from megatron.optimizer.blocks import ALIGNMENT
 from megatron.optimizer.update import PIECE, UpdateRule
+from megatron.parallel.blocks import ALIGNMENT
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = list(itertools.product((FP32, BF16), repeat=3))  # of gradient, exp_avg, exp_avg_sq

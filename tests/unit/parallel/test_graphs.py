@@ -22,8 +22,8 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.config.validate import resolve
 from megatron.model.block import LayerBlock, MicroBatch
-from megatron.optimizer.blocks import Block
 from megatron.parallel import graphs
+from megatron.parallel.blocks import Block
 from megatron.parallel.graphs import CudaGraph, GraphedPasses
 from pretrain_gpt import main
 

@@ -13,8 +13,8 @@ from megatron.config.validate import resolve
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.distributed.groups import Axis
 from megatron.distributed.silent import SilentGroup
-from megatron.optimizer.blocks import Block
-from megatron.optimizer.zero import Zero
+from megatron.parallel.blocks import Block
+from megatron.parallel.zero import Zero
 
 VOCAB = 1024
 FLAGS = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3

@@ -24,13 +24,13 @@ from megatron.config.groups import (
 )
 from megatron.config.validate import resolve
 from megatron.distributed.groups import Layout, build_groups
-from megatron.layers.attention import repeats_heads
-from megatron.layers.tensor_parallel import DENSE, TensorParallel
 from megatron.model.arithmetic import padded_vocab_size, parameter_count
+from megatron.model.attention.attention import repeats_heads
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels
 from megatron.model.stages import whole
-from megatron.optimizer.blocks import build_blocks
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.parallel.blocks import build_blocks
 
 SEQ, BATCH, VOCAB = 64, 2, 301
 FUSED = {"attention_dropout": 0.0}
@@ -219,7 +219,7 @@ def test_activations_with_keys_and_values_repeated_for_a_masked_attention(model,
     def on_a_gpu(device: str, *rest) -> bool:
         return repeats_heads("cuda", *rest)
 
-    monkeypatch.setattr("megatron.layers.attention.repeats_heads", on_a_gpu)
+    monkeypatch.setattr("megatron.model.attention.attention.repeats_heads", on_a_gpu)
     config = configure(**DRY, **model, window_size=8)
     assert kept_bytes(config, torch.float32) - LOSS == planned(config)
 

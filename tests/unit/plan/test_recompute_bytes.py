@@ -27,14 +27,14 @@ from unit.storages import Storages
 from unit.zero.measure import launches_of_nothing
 
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.layers.recompute import Rebuilder
 from megatron.model import block as model_block
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.block import MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
+from megatron.model.recompute_context import Rebuilder
 from megatron.model.stages import whole
-from megatron.optimizer.blocks import build_blocks
+from megatron.parallel.blocks import build_blocks
 
 MODULES = ("layernorm", "qkv", "core_attn", "mlp_act", "mlp")
 CHOICES = [

@@ -28,8 +28,8 @@ from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.model.arithmetic import padded_vocab_size, parameter_count
 from megatron.model.build import build_model
 from megatron.model.gpt import GPTModel
-from megatron.optimizer import blocks as optimizer_blocks
-from megatron.optimizer.blocks import Block, build_run_blocks
+from megatron.parallel import blocks as optimizer_blocks
+from megatron.parallel.blocks import Block, build_run_blocks
 
 LLAMA = {
     "activation": "swiglu",

@@ -50,12 +50,12 @@ from megatron.config.validate import resolve
 from megatron.distributed.groups import Axis, Layout, build_groups
 from megatron.distributed.setup import make_groups
 from megatron.distributed.silent import SilentGroup
-from megatron.layers.tensor_parallel import TensorParallel
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.block import Layer, LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import Stage, pipeline_stages
-from megatron.optimizer.blocks import Block, build_blocks
+from megatron.model.tensor_parallel import TensorParallel
+from megatron.parallel.blocks import Block, build_blocks
 from megatron.parallel.layer_passes import LayerPasses, Passes
 from megatron.parallel.pipeline import Pipeline, loss_gradient
 from megatron.parallel.schedule import Kind, Schedule, build_schedule

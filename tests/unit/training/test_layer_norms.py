@@ -10,7 +10,7 @@ from parity.layouts import BASE, NO_DROPOUT, Row
 from parity.worker import Outcome, one_thread, run_case
 
 from megatron.distributed.groups import ALONE
-from megatron.optimizer import blocks
+from megatron.parallel import blocks
 from megatron.training import loop
 
 FLAGS = (

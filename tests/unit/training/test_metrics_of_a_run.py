@@ -14,7 +14,7 @@ from parity import worker
 from parity.layouts import BASE, LLAMA, NO_DROPOUT
 from parity.worker import Outcome, run_case
 
-from megatron.layers.router import Router
+from megatron.model.experts.router import Router
 from megatron.training import loop
 
 L, H, S, B, V, PADDED = 2, 32, 16, 8, 50, 128

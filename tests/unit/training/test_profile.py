@@ -28,8 +28,8 @@ from megatron.distributed.groups import one_process
 from megatron.model.build import build_model
 from megatron.observe.step_parts import step_table
 from megatron.observe.tracking import read_metrics
-from megatron.optimizer.blocks import build_run_blocks
 from megatron.optimizer.optimizer import Optimizer
+from megatron.parallel.blocks import build_run_blocks
 from megatron.parallel.layer_passes import Graph
 from megatron.training import out_of_memory, pretrain
 from megatron.training.out_of_memory import explained_out_of_memory, live_tensors

@@ -16,9 +16,10 @@ from unit.zero.tracker import LiveBytes, Span
 
 from megatron.config.arguments import parse_arguments
 from megatron.distributed import collectives
-from megatron.layers import embedding, linear, linear_cross_entropy
-from megatron.optimizer import blocks, clip, reduction, update, zero
-from megatron.optimizer.blocks import Block
+from megatron.model import embedding, linear, linear_cross_entropy
+from megatron.optimizer import clip, update
+from megatron.parallel import blocks, reduction, zero
+from megatron.parallel.blocks import Block
 from megatron.training import loop, pretrain
 
 

@@ -12,10 +12,10 @@ import torch
 from parity.compare import gather
 from parity.layouts import BASE, NO_DROPOUT
 from parity.worker import Outcome, run_case
-from unit.layers.made import linear, norm, table
+from unit.model.made import linear, norm, table
 
 from megatron.model.block import LayerBlock
-from megatron.optimizer.blocks import Block
+from megatron.parallel.blocks import Block
 
 LR, DECAY, STEPS = 1e-2, 0.1, 4
 FLAGS = (

@@ -1,0 +1,450 @@
+"""Self-attention: fused QKV projection, grouped queries, optional QK norm and rotary positions, and
+the attention core.
+
+s query length, t key length, b batch, n query heads, g key/value heads, d head dim, h hidden.
+Called from model/block.py, once a layer; model/gpt.py asks it for the mask of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.errors import UserError
+from megatron.config.groups import ModelConfig
+from megatron.kernels.attention import attention_reference, flash_attention
+from megatron.kernels.attention_launch import Options
+from megatron.kernels.attention_masks import AttentionMask, attention_mask
+from megatron.model.attention.context_parallel import (
+    WHOLE,
+    ContextParallel,
+    Places,
+    gather_keys,
+    heads_for_sequence,
+    sequence_for_heads,
+)
+from megatron.model.attention.qk_norm import normed_projection
+from megatron.model.attention.ring_attention import (
+    AttentionStep,
+    BlockAttention,
+    gathered_attention,
+    ring_attention,
+    ring_steps,
+)
+from megatron.model.attention.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
+from megatron.model.dropout import Dropout, DropoutState
+from megatron.model.linear import ColumnLinear, RowLinear
+from megatron.model.norm import Norm, norm_parameters
+from megatron.model.recompute_context import Rebuilder
+from megatron.model.spec import (
+    ZEROS,
+    ParameterSpec,
+    Shard,
+    TensorSpec,
+    normal,
+    parts_under,
+    under,
+    vector,
+)
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+
+CAUSAL = AttentionMask()
+OURS = ("gluon", "triton")  # the backends of flash_attention, which takes masks with tables
+# the backends of scaled_dot_product_attention; kernels/fa4.py puts its own kernels there
+SDPA = ("sdpa", "fa4")
+
+
+def mask_of(
+    config: ModelConfig,
+    length: int,
+    document_starts: Tensor | None,
+    own: Tensor | None = None,
+) -> AttentionMask:
+    """The mask of all layers for samples of this length, one document each or with document_starts
+    [b, s]. `own`: the queries' positions, where they are not all.
+    """
+    given: dict[str, Any] = {"window": config.window_size, "document_starts": document_starts}
+    if own is not None:
+        given |= {"q_positions": own, "k_positions": torch.arange(length, device=own.device)}
+        if document_starts is not None:
+            given["document_starts"] = document_starts[:, own]
+    if config.attention_backend in OURS:
+        return attention_mask(length if own is None else len(own), length, **given)
+    return AttentionMask(**given)
+
+
+def steps_of(
+    config: ModelConfig, cp: ContextParallel, places: Tensor, document_starts: Tensor | None
+) -> tuple[AttentionStep, ...]:
+    """The steps of attention of all layers, where it is computed in several. `places` [C, s / C] of
+    all context-parallel ranks, document_starts [b, s].
+    """
+    if cp.ring.size > 1:
+        places, rank = places.reshape(cp.ring.size, -1), cp.ring.rank
+    elif cp.gathers and computes_blocks(config, places.device.type):
+        rank = cp.axis.rank
+    else:
+        return ()
+    return ring_steps(
+        places,
+        rank,
+        config.window_size,
+        document_starts,
+        by_positions=config.attention_dropout > 0,
+    )
+
+
+def computes_blocks(config: ModelConfig, device: str) -> bool:
+    """Whether attention over gathered keys is computed rank by rank: torch's fused kernel computes
+    all pairs of a mask, and a block of another rank needs none. On a CPU alone, where that kernel
+    gives its log-sum-exp.
+    """
+    return device == "cpu" and choose_attention(config, training=True) == "sdpa"
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
+    """torch's fused attention on [s, b, n, d]; a mask that is no tensor says whether it is
+    causal.
+    """
+    dtype = q.dtype
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    if not q.is_cuda:  # the backward pass of torch's CPU kernel takes three times as long in bf16
+        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+    tensor, causal = (None, mask) if isinstance(mask, bool) else (mask, False)
+    if repeats_heads(q.device.type, tensor is not None, q.shape[1], k.shape[1]):
+        # whose backward pass adds up in one order
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, tensor, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.to(dtype).permute(2, 0, 1, 3)
+
+
+def repeats_heads(device: str, masked: bool, heads: int, groups: int) -> bool:
+    """Whether keys and values are repeated for torch's fused attention: on a GPU only its
+    memory-efficient kernel takes a mask, and that one needs as many of them as queries. Left to
+    itself torch would take all scores into memory, [b, n, s, s], which ends at some 8,000
+    tokens.
+    """
+    return device == "cuda" and masked and groups < heads
+
+
+def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
+    """The settings, as flags with their remedy, that torch's fused attention cannot compute."""
+    return [
+        name
+        for name, needed in (
+            ("--attention-dropout above 0 (use 0)", training and config.attention_dropout > 0),
+            ("--attn-logit-softcapping", config.attn_logit_softcapping is not None),
+        )
+        if needed
+    ]
+
+
+def choose_attention(config: ModelConfig, *, training: bool) -> str:
+    """The implementation of the attention core: what the flag says, else torch's fused one where it
+    can do what is asked.
+
+    Raises UserError when --attention-backend sdpa or fa4 is forced with settings it cannot compute.
+    """
+    backend = config.attention_backend
+    if backend in (*OURS, "plain"):
+        return backend
+    needs_plain = beyond_sdpa(config, training=training)
+    if backend in SDPA and needs_plain:
+        raise UserError(
+            f"--attention-backend {backend} cannot compute {', '.join(needs_plain)}: drop it, "
+            "or take --attention-backend auto"
+        )
+    return "plain" if needs_plain else "fa4" if backend == "fa4" else "sdpa"
+
+
+def attention_core(
+    *qkv: Tensor,
+    scale: float,
+    mask: AttentionMask = CAUSAL,
+    backend: str = "sdpa",
+    softcap: float | None = None,
+    dropout: Dropout | None = None,
+    state: DropoutState | None = None,
+    first_head: int = 0,
+    return_lse: bool = False,
+    deterministic: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d], with log-sum-exp [b, n,
+    s] when asked (which sdpa cannot give).
+
+    Backend triton also takes the fused projection [s, b, g, n / g + 2, d] instead of the three, and
+    copies nothing in either pass. `mask` says which keys a query sees. Dropout acts where there is
+    a state; first_head numbers q's first head within the model. What is not deterministic is our
+    kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
+    """
+    if backend not in SDPA:
+        compute = (
+            partial(flash_attention, gluon=backend == "gluon", deterministic=deterministic)
+            if backend in OURS
+            else attention_reference
+        )
+        drop = _dropped(dropout, state, backend)
+        out, lse = compute(
+            *qkv, scale=scale, mask=mask, softcap=softcap, first_head=first_head, **drop
+        )
+        return (out, lse) if return_lse else out
+    assert not return_lse and softcap is None and (dropout is None or not dropout.acts(state))
+    q, k, v = qkv
+    simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
+    return _sdpa(
+        q, k, v, mask.causal if simple else mask.dense(q.shape[0], k.shape[0], q.device), scale
+    )
+
+
+def _dropped(dropout: Dropout | None, state: DropoutState | None, backend: str) -> dict[str, Any]:
+    """How the attention core drops probabilities; nothing where it does not."""
+    if dropout is None or state is None or not dropout.acts(state):
+        return {}
+    return {
+        "drop": dropout.probability,
+        "key": dropout.key if backend in OURS else dropout.words,
+        "sample_ids": state.sample_ids,
+    }
+
+
+def attention_parameters(
+    config: ModelConfig, name: str, sequence: bool = False
+) -> dict[str, ParameterSpec]:
+    """qkv [(n + 2g) d, h], whose rows are per key/value head [its query heads | key | value], and
+    proj [h, n d], with their biases where there are any, and the norms of queries and keys [d].
+    With fewer key/value heads than ranks, several ranks hold (and draw) the same one.
+    """
+    h, d = config.hidden_size, config.kv_channels
+    residual = normal(config, residual_output=True)
+    proj = TensorSpec(
+        f"{name}.proj.weight",
+        (h, config.num_attention_heads * d),
+        residual,
+        "matrix",
+        shard=Shard(1),
+    )
+    made = {
+        "qkv.weight": _fused_qkv(config, name, "weight", h),
+        "proj.weight": ParameterSpec((proj,), product=True),
+    }
+    if config.add_bias_linear or config.add_qkv_bias:
+        made["qkv.bias"] = _fused_qkv(config, name, "bias")
+    if config.add_bias_linear:
+        bias = vector(f"{name}.proj.bias", h, copies="tp", grad_sum=parts_under(sequence))
+        made["proj.bias"] = ParameterSpec((bias,))
+    # every rank sees its own heads alone
+    for norm in ("q_norm", "k_norm") if config.qk_layernorm else ():
+        parameters = norm_parameters(config.normalization, d, f"{name}.{norm}", grad_sum=("tp",))
+        made |= {f"{norm}.{kind}": spec for kind, spec in parameters.items()}
+    return made
+
+
+def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> ParameterSpec:
+    """The weights or biases of queries, keys and values; `rest`: the dimensions after the rows."""
+    groups, d = config.num_query_groups, config.kv_channels
+    init, of = (normal(config), "matrix") if rest else (ZEROS, "vector")
+    decay = bool(rest)
+    queries = (config.num_attention_heads * d, *rest)
+    query = TensorSpec(f"{name}.q.{kind}", queries, init, of, decay, Shard(0))
+    key, value = (
+        TensorSpec(
+            f"{name}.{part}.{kind}",
+            (groups * d, *rest),
+            init,
+            of,
+            decay,
+            Shard(0, groups),
+            "kv",
+            ("kv",),
+        )
+        for part in "kv"
+    )
+    return ParameterSpec((query, key, value), interleave=groups, product=bool(rest))
+
+
+class AttentionForm(nn.Module):
+    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. `rebuilder`: that of the
+    layer. A form of attention gives it `proj`, and what the core reads.
+    """
+
+    proj: RowLinear
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        layer: int,
+        tp: TensorParallel = DENSE,
+        cp: ContextParallel = WHOLE,
+        rebuilder: Rebuilder | None = None,
+    ):
+        super().__init__()
+        self.rebuilder = rebuilder or Rebuilder()
+        self.config, self.cp = config, cp
+        self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
+        self.first_head = tp.axis.rank * self.heads
+        self.dropout = Dropout(config.attention_dropout, seed, "layers", layer, "attention.dropout")
+        self.backend = {
+            training: choose_attention(config, training=training) for training in (True, False)
+        }
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        mask: AttentionMask,
+        state: DropoutState | None,
+        places: Places | None = None,
+    ) -> Tensor:
+        backend = self.backend[state is not None]
+        heads = partial(self._heads, rotary=rotary, backend=backend)
+        attend = partial(self._attend, mask=mask, state=state, backend=backend, places=places)
+        self.rebuilder.enter("qkv_linear")
+        parts = self.rebuilder("qkv", heads, x)
+        self.rebuilder.enter("core_attn")
+        attended = self.rebuilder("core_attn", attend, *parts)
+        self.rebuilder.enter("attn_proj")
+        return self.proj(attended)
+
+    def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
+        """What the attention core reads: the fused projection, or queries, keys and values."""
+        raise NotImplementedError
+
+    def _attend(
+        self,
+        *parts: Tensor,
+        mask: AttentionMask,
+        state: DropoutState | None,
+        backend: str,
+        places: Places | None,
+    ) -> Tensor:
+        """The attention core [s, b, n d] of what `_heads` gives."""
+        core: Callable[..., Tensor] = partial(  # type: ignore[assignment]
+            attention_core,
+            scale=self.config.softmax_scale,
+            mask=mask,
+            backend=backend,
+            softcap=self.config.attn_logit_softcapping,
+            dropout=self.dropout,
+            state=state,
+            deterministic=self.config.deterministic_mode,
+        )
+        if places is None:
+            return core(*parts, first_head=self.first_head).flatten(2)
+        if places.steps:
+            core = partial(self._by_blocks, steps=places.steps, state=state, backend=backend)
+        return self._over_ranks(core, parts, places).flatten(2)
+
+    def _over_ranks(
+        self, core: Callable[..., Tensor], parts: tuple[Tensor, ...], places: Places
+    ) -> Tensor:
+        """Attention of this rank's queries [s / C, b, n, d] over all ranks' keys and values."""
+        q, k, v = parts
+        if self.cp.gathers and not places.steps:
+            whole_k, whole_v = gather_keys(k, v, places, self.cp.axis)
+            return core(q, whole_k, whole_v, first_head=self.first_head)
+        axis = self.cp.heads
+        if axis.size == 1:
+            return core(q, k, v, first_head=self.first_head)
+        whole = heads_for_sequence(q, k, v, axis)
+        first_head = self.first_head + axis.rank * (self.heads // axis.size)
+        return sequence_for_heads(core(*whole, first_head=first_head), axis)
+
+    def _by_blocks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        steps: tuple[AttentionStep, ...],
+        state: DropoutState | None,
+        backend: str,
+        first_head: int,
+    ) -> Tensor:
+        """The attention core over the blocks of keys of a ring's ranks, or of all."""
+        if q.is_cuda and backend in SDPA:  # which gives no log-sum-exp there
+            backend = "plain"
+        dropped = _dropped(self.dropout, state, backend)
+        samples = dropped.pop("sample_ids", None)
+        options = Options(
+            self.config.softmax_scale,
+            self.config.attn_logit_softcapping,
+            first_head=first_head,
+            deterministic=self.config.deterministic_mode,
+            **dropped,
+        )
+        block = BlockAttention(backend, options, samples)
+        if self.cp.gathers:
+            return gathered_attention(q, k, v, steps, block, self.cp.axis)
+        return ring_attention(q, k, v, steps, block, self.cp.ring)
+
+
+def is_projection_read(config: ModelConfig, backend: str, cp_size: int, rotates: bool) -> bool:
+    """Whether the attention core reads the fused projection [s, b, g, n / g + 2, d], because all
+    that comes before it can: norms of heads and the rotary embedding, where there are any.
+    """
+    is_turned = not rotates or config.rotary_backend == "triton"
+    is_normed = not config.qk_layernorm or config.norm_backend == "triton"
+    return backend in OURS and is_turned and is_normed and cp_size == 1
+
+
+class SelfAttention(AttentionForm):
+    """Attention whose queries, keys and values are one projection of x."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        layer: int,
+        tp: TensorParallel = DENSE,
+        cp: ContextParallel = WHOLE,
+        rebuilder: Rebuilder | None = None,
+    ):
+        super().__init__(config, seed, layer, tp, cp, rebuilder)
+        self.groups = max(1, config.num_query_groups // tp.size)
+        self.queries_per_group = self.heads // self.groups
+        parameters = attention_parameters(config, f"layers.{layer}.attention", tp.sequence)
+        self.qkv = ColumnLinear(parameters["qkv.weight"], parameters.get("qkv.bias"), tp)
+        self.proj = RowLinear(parameters["proj.weight"], parameters.get("proj.bias"), tp)
+
+        def norm(name: str) -> Norm:
+            return Norm(under(parameters, name), config, tp)
+
+        self.q_norm, self.k_norm = (
+            (norm("q_norm"), norm("k_norm")) if config.qk_layernorm else (None, None)
+        )
+
+    def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
+        qkv = self.qkv(x)
+        self.rebuilder.enter("core_attn")
+        heads = self.groups, self.queries_per_group + 2, self.head_dim
+        rotates = rotary is not None
+        if self.q_norm is None and rotates and self.config.rotary_backend == "triton":
+            qkv, rotary = rotate_fused(qkv, rotary, heads), None
+        # all that this context-parallel rank holds of the sequence, whatever part x is
+        qkv = qkv.view(*qkv.shape[:2], *heads)
+        if is_projection_read(self.config, backend, self.cp.size, rotates):
+            if self.q_norm is not None:
+                qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
+            return (qkv,)
+        return self._separate(qkv, rotary)
+
+    def _separate(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [s, b, n, d], keys and values [s, b, g, d] of the projection [s, b, g, n/g + 2,
+        d], normalised and rotated.
+        """
+        if self.q_norm is None and rotary is not None:
+            return rotate_projection(qkv, rotary)
+        q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
+        q, k = q.flatten(2, 3), k.squeeze(3)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
+        return q, k, v.squeeze(3)

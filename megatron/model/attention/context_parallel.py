@@ -1,0 +1,224 @@
+"""Context parallelism (CP): each rank of an axis holds some positions of every sample, and only
+attention reads what the others hold.
+
+Which positions a rank holds is a function of the length, the number of ranks and the documents
+(`places_of`): every rank computes it, and nothing is exchanged. A sequence without documents is cut
+into 2C chunks, of which rank r holds r and 2C - 1 - r, so that all ranks see as many pairs of
+queries and keys ("zig-zag"). Where attention ends at documents' bounds, blocks of up to 128
+positions are given out by the pairs that they see.
+
+    allgather    keys and values of all positions are gathered (Grattafiori et al., "The Llama 3
+                 herd of models", 2024); in the backward pass their gradients are reduce-scattered.
+                 Any mask and any number of heads; 2 s b g d elements live while attention runs.
+    a2a          each rank gives up its part of the sequence for a part of the heads (Jacobs et al.,
+                 "DeepSpeed Ulysses", 2023): attention sees all positions of n / C heads. Key/value
+                 heads are repeated where there are fewer than ranks.
+    p2p          keys and values go round the ranks (ring_attention.py): no rank ever holds all.
+    a2a+p2p      A neighbouring ranks exchange heads for positions, and C / A such groups make a
+                 ring: each rank then computes n / A heads of a group's positions.
+
+Which positions are dealt out to whom follows from that: to the ranks of all-gather, or of the ring,
+so that their work is even; the ranks that exchange heads share a part, each some of its positions
+in a row. Gathered keys are put in their natural order, so that a mask, and the counters of dropout,
+are those of the whole sequence. s length of the sample, C ranks, b batch, n query heads, g
+key/value heads of this tensor-parallel rank, d head dim. Called from model/attention/attention.py;
+model/gpt.py makes the places of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.distributed.collectives import all_gather, all_to_all, reduce_scatter
+from megatron.distributed.groups import ALONE, Axis, Groups
+from megatron.model.attention.ring_attention import AttentionStep
+
+BLOCK = 128  # positions that go together where documents are masked, at most
+# work of the busiest rank, as a multiple of the mean, that is good enough; and how many exchanges
+# of blocks a rank are tried to come there
+EVEN, EXCHANGES = 1.002, 8
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The ranks that share the positions of a sample, and how attention communicates."""
+
+    axis: Axis = ALONE
+    gathers: bool = False  # allgather
+    heads: Axis = ALONE  # those of the ranks that exchange heads for positions
+    ring: Axis = ALONE  # those that keys and values go round
+
+    @classmethod
+    def of(cls, groups: Groups, comm_type: str) -> ContextParallel:
+        """Of a rank whose groups were made for this --cp-comm-type."""
+        return cls(groups.cp, comm_type == "allgather", groups.cp_heads, groups.cp_ring)
+
+    @property
+    def size(self) -> int:
+        return self.axis.size
+
+    @property
+    def parts(self) -> int:
+        """Parts of a sample that are to be as much work."""
+        return self.size // self.heads.size
+
+
+WHOLE = ContextParallel()
+
+
+class Places(NamedTuple):
+    """The positions of a micro-batch on the ranks of a context-parallel axis."""
+
+    own: Tensor  # [s / C] of this rank, ascending
+    order: Tensor  # [s] of all ranks, one rank behind the other
+    inverse: Tensor  # [s] where each position is in `order`
+    steps: tuple[AttentionStep, ...]  # of attention, where it is computed in several
+
+    @classmethod
+    def of(cls, places: Tensor, cp: ContextParallel, steps: tuple[AttentionStep, ...]) -> Places:
+        """Of `places_of_ranks`'s answer [C, s / C], on its device."""
+        order = places.flatten()
+        index = torch.arange(len(order), device=order.device)
+        inverse = torch.empty_like(order).scatter_(0, order, index)
+        return cls(places[cp.axis.rank], order, inverse, steps)
+
+
+def places_of_ranks(
+    length: int,
+    cp: ContextParallel,
+    document_starts: np.ndarray | None = None,
+    window: int | None = None,
+) -> np.ndarray:
+    """The positions [C, length / C] of each rank of an axis, ascending, see `places_of`."""
+    parts = places_of(length, cp.parts, document_starts, window)
+    return parts.reshape(cp.size, -1)  # the ranks that exchange heads are neighbours
+
+
+def places_of(
+    length: int, size: int, document_starts: np.ndarray | None = None, window: int | None = None
+) -> np.ndarray:
+    """The positions [size, length / size] of each of `size` parts, ascending, of samples of this
+    length. `document_starts` [b, length], where attention ends at them: position at which each
+    token's document begins.
+    """
+    if document_starts is None:
+        chunks = np.arange(length).reshape(2 * size, -1)
+        return np.concatenate([chunks[:size], chunks[::-1][:size]], axis=1)
+    each = length // size
+    block = min(BLOCK, each & -each)  # the largest power of two that divides a rank's positions
+    pairs = np.arange(length) - document_starts + 1
+    if window is not None:
+        pairs = np.minimum(pairs, window)
+    work = pairs.reshape(len(pairs), -1, block).sum(axis=(0, 2))
+    blocks = np.sort(_shares(work, size), axis=1)
+    return (blocks[:, :, None] * block + np.arange(block)).reshape(size, each)
+
+
+def _shares(work: np.ndarray, size: int) -> np.ndarray:
+    """[size, blocks / size]: the blocks of each rank, as many for each and about as much work. The
+    heaviest come first, each to the rank with the least work so far; then the ranks with the most
+    and the least exchange blocks while that brings them closer.
+    """
+    count = len(work) // size
+    taken: list[list[int]] = [[] for _ in range(size)]
+    loads = [(0, rank) for rank in range(size)]
+    for index in np.argsort(-work, kind="stable").tolist():
+        load, rank = heapq.heappop(loads)
+        taken[rank].append(index)
+        if len(taken[rank]) < count:
+            heapq.heappush(loads, (load + int(work[index]), rank))
+    shares = np.array(taken)
+    for _ in range(EXCHANGES * size):
+        if not _exchange(shares, work):
+            break
+    return shares
+
+
+def _exchange(shares: np.ndarray, work: np.ndarray) -> bool:
+    """Exchange two blocks of the ranks with the most and the least work, in place; False where that
+    is not needed or does not help.
+    """
+    totals = work[shares].sum(1)
+    most, least = shares[totals.argmax()], shares[totals.argmin()]
+    if totals.max() <= EVEN * totals.mean():
+        return False
+    gap = totals.max() - totals.min()
+    moved = work[most][:, None] - work[least][None, :]
+    one, other = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
+    if not 0 < moved[one, other] < gap:
+        return False
+    most[one], least[other] = least[other], most[one]
+    return True
+
+
+class _GatherSequence(torch.autograd.Function):
+    """x [s / C, ...] of each rank -> [s, ...] in the natural order. Backward: the sum of the ranks'
+    gradients of this rank's positions.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Places, axis: Axis) -> Tensor:
+        ctx.places, ctx.axis = places, axis
+        return all_gather(x, axis).index_select(0, places.inverse)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return reduce_scatter(dy.index_select(0, ctx.places.order), ctx.axis), None, None
+
+
+def gather_keys(k: Tensor, v: Tensor, places: Places, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Keys and values [s / C, b, g, d] of this rank -> [s, b, g, d], in one collective."""
+    both = _GatherSequence.apply(torch.stack((k, v)).transpose(0, 1), places, axis)
+    whole_k, whole_v = both.unbind(1)  # type: ignore[attr-defined]
+    return whole_k, whole_v
+
+
+def _to_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """[s / C, b, C, m, d] -> [s, b, m, d]: of all positions the heads of this rank."""
+    return all_to_all(x.movedim(2, 0).contiguous(), axis).flatten(0, 1)
+
+
+def _to_heads(x: Tensor, axis: Axis) -> Tensor:
+    """[s, b, m, d] -> [s / C, b, C, m, d]: of the positions of this rank all heads."""
+    return all_to_all(x.unflatten(0, (axis.size, -1)), axis).movedim(0, 2)
+
+
+class _AllToAll(torch.autograd.Function):
+    """`_to_sequence`, or `_to_heads` where that is so; each is the other's adjoint."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, to_heads: bool) -> Tensor:
+        ctx.axis, ctx.to_heads = axis, to_heads
+        return (_to_heads if to_heads else _to_sequence)(x, axis)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        back = _to_sequence if ctx.to_heads else _to_heads
+        return back(dy, ctx.axis), None, None
+
+
+def heads_for_sequence(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [s / A, b, n, d], k and v [s / A, b, g, d] of the positions of one of A ranks -> those of
+    all their positions, rank by rank, of n / A query heads and the key/value heads that they read,
+    at least one. One collective.
+    """
+    size = axis.size
+    if k.shape[2] < size:
+        k, v = (x.repeat_interleave(size // x.shape[2], 2) for x in (k, v))
+    parts = [x.unflatten(2, (size, -1)) for x in (q, k, v)]
+    whole = _AllToAll.apply(torch.cat(parts, 3), axis, False)
+    q, k, v = whole.split([part.shape[3] for part in parts], 2)  # type: ignore[attr-defined]
+    return q, k, v
+
+
+def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
+    """The result [s, b, n / A, d] of attention -> [s / A, b, n, d]."""
+    return _AllToAll.apply(x, axis, True).flatten(2, 3)  # type: ignore[attr-defined]

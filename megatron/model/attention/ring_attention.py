@@ -1,0 +1,390 @@
+"""Attention by blocks of keys, one of each rank of an axis. In a ring keys and values go round the
+ranks, one hop while the block that has arrived is computed (Liu et al., "Ring Attention with
+Blockwise Transformers", 2023); where all were gathered, blocks are computed alike, without hops.
+
+In step i rank r has the keys and values of rank j = (r - i) mod C. Each step gives the attention of
+the rank's queries over that block and the logarithm of each row's sum of exponentials, lse. The
+parts are joined in fp32 (in fp64 for float64): with L = log(e^l + e^l')
+
+    out <- e^(l - L) out + e^(l' - L) out' = out - sigmoid(l' - l) (out - out')
+    l   <- L                               = l - log sigmoid(l - l')
+
+The backward pass of a block takes the final out and L, with which exp(scores - L) are the
+probabilities of the whole row, so that the blocks' gradients add up. dq stays; in a ring dk and dv
+go round behind the keys, in fp32, from the first rank that is not the owner on, and come home
+after C - 1 hops. At most three blocks of keys and values live on a rank: its own, one that leaves
+and one that arrives.
+
+Where a sample is one document, and nothing but causality hides keys, ranks hold one chunk from the
+front of the sequence and one from the back (context_parallel.py). Then the first step is causal, a
+step with an earlier rank's block takes that block's first half, one with a later rank's the second
+half of the queries, and all see every key: no mask is read. Otherwise masks know positions.
+
+s positions of this rank, b batch, n query heads, g key/value heads, d head dim, C ranks. Called
+from model/attention/attention.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.distributed.collectives import (
+    Handle,
+    reduce_scatter,
+    start_all_gather,
+    start_ring_hop,
+)
+from megatron.distributed.groups import Axis
+from megatron.kernels.attention import (
+    attention_reference,
+    attention_reference_backward,
+    flash_attention,
+    flash_attention_backward,
+)
+from megatron.kernels.attention_launch import Options
+from megatron.kernels.attention_masks import AttentionMask, attention_mask
+
+ALL = slice(None)
+
+
+class AttentionStep(NamedTuple):
+    """Which queries of this rank attend to which keys of the block of rank `of`."""
+
+    of: int
+    mask: AttentionMask
+    queries: slice = ALL
+    keys: slice = ALL
+
+
+def ring_steps(
+    places: Tensor,
+    rank: int,
+    window: int | None,
+    document_starts: Tensor | None,
+    *,
+    by_positions: bool,
+) -> tuple[AttentionStep, ...]:
+    """The steps of a rank, its own block first, where ranks hold the positions `places` [C, s] of
+    samples of length C s. document_starts [b, C s], where attention ends at them. `by_positions`:
+    masks are to know positions where they need not, for dropout.
+    """
+    size, length = places.shape
+    blocks = [(rank - step) % size for step in range(size)]
+    if window is None and document_starts is None and not by_positions:
+        first, second = slice(length // 2), slice(length // 2, None)
+        whole = AttentionMask(causal=False)
+        return (
+            AttentionStep(rank, AttentionMask()),
+            *(
+                AttentionStep(block, whole, keys=first)
+                if block < rank
+                else AttentionStep(block, whole, queries=second)
+                for block in blocks[1:]
+            ),
+        )
+    own = places[rank]
+    starts = None if document_starts is None else document_starts[:, own]
+    return tuple(
+        AttentionStep(
+            block,
+            attention_mask(
+                length,
+                length,
+                window=window,
+                q_positions=own,
+                k_positions=places[block],
+                document_starts=starts,
+            ),
+        )
+        for block in blocks
+    )
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """The attention core of one block of keys, forward and backward: q, out [s, b, n, d], k and v
+    [t, b, g, d], lse [b, n, s]. `backend`: triton or gluon (our kernels), sdpa (torch's kernel for
+    CPUs) or plain.
+    """
+
+    backend: str
+    options: Options
+    sample_ids: Tensor | None = None  # [b], with dropout
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) over this block alone; of rows that see none of its keys 0 and -inf."""
+        options = self.options
+        if self.backend == "sdpa":
+            return _cpu_forward(q, k, v, mask, options.scale)
+        given: dict[str, Any] = {
+            "scale": options.scale,
+            "mask": mask,
+            "softcap": options.softcap,
+            "drop": options.drop,
+            "key": options.key,
+            "sample_ids": self.sample_ids,
+            "first_head": options.first_head,
+        }
+        if self.backend == "plain":
+            return attention_reference(q, k, v, **given)
+        return flash_attention(
+            q, k, v, **given, deterministic=options.deterministic, gluon=self.backend == "gluon"
+        )
+
+    def backward(
+        self,
+        dout: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What this block gives to (dq, dk, dv); out and lse are those of all blocks."""
+        if self.backend == "sdpa":
+            return _cpu_backward(dout, out, lse, q, k, v, mask, self.options.scale)
+        given = dout, out, lse, q, k, v, mask, self.options, self.sample_ids
+        if self.backend == "plain":
+            return attention_reference_backward(*given)
+        return flash_attention_backward(*given, gluon=self.backend == "gluon")
+
+
+def _seen(mask: AttentionMask, q: Tensor, k: Tensor) -> Tensor | None:
+    """[b or 1, 1, s, t]: what q [b, n, s, d] sees of k [b, g, t, d]; None where that is as simple
+    as the mask says.
+    """
+    return None if mask.q_positions is None else mask.dense(q.shape[2], k.shape[2], q.device)
+
+
+def _addend(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What torch's kernel adds to scores."""
+    if seen is None:
+        return None
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _by_head(*tensors: Tensor) -> list[Tensor]:
+    """[b, heads, length, d] of [length, b, heads, d], in fp32 where they are narrower: in bf16 the
+    kernel takes three times as long.
+    """
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return [x.permute(1, 2, 0, 3).to(wide) for x in tensors]
+
+
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    q, k, v = _by_head(q, k, v)
+    seen = _seen(mask, q, k)
+    causal = mask.causal and seen is None
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=_addend(seen, q.dtype), scale=scale
+    )
+    if seen is not None:
+        lse = lse.masked_fill(~seen.any(-1), float("-inf"))  # torch's says 0
+    return out.permute(2, 0, 1, 3), lse
+
+
+def _cpu_backward(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out = _by_head(dout, q, k, v, out)
+    seen = _seen(mask, q, k)
+    causal = mask.causal and seen is None
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, causal, attn_mask=_addend(seen, q.dtype), scale=scale
+    )
+    dq, dk, dv = (x.permute(2, 0, 1, 3) for x in gradients)
+    return dq, dk, dv
+
+
+def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Take a block's part [s, b, n, d] and its lse [b, n, s] into out and lse, which are of blocks
+    before it. Each row has seen a key before, itself.
+    """
+    weight = torch.sigmoid(part_lse - lse).permute(2, 0, 1).unsqueeze(-1)
+    out.lerp_(part.to(out.dtype), weight)
+    lse.sub_(F.logsigmoid(lse - part_lse))
+
+
+def _take_in(
+    block: BlockAttention,
+    q: Tensor,
+    step: AttentionStep,
+    held: Tensor,
+    before: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), in fp32 where they are narrower, of the steps before and of this one, which reads
+    the keys and values `held` [2, t, b, g, d]. The first step is of all queries.
+    """
+    at, (k, v) = step.queries, held
+    part, part_lse = block.forward(q[at], k[step.keys], v[step.keys], step.mask)
+    if before is None:
+        return part.to(torch.promote_types(q.dtype, torch.float32)), part_lse
+    out, lse = before
+    _join(out[at], lse[..., at], part, part_lse)
+    return before
+
+
+def _gradients(
+    block: BlockAttention,
+    dout: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor],
+    step: AttentionStep,
+    held: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a step gives to (dq, dk, dv), of its queries and keys; `saved`: q, out and lse."""
+    at, (k, v), (q, out, lse) = step.queries, held, saved
+    return block.backward(
+        dout[at], out[at], lse[..., at], q[at], k[step.keys], v[step.keys], step.mask
+    )
+
+
+def _add_queries(dq: Tensor | None, part: Tensor, step: AttentionStep) -> Tensor:
+    """The gradient of all queries, in fp32 where it is narrower, with what a step gives to it; None
+    before the first.
+    """
+    if dq is None:
+        return part.to(torch.promote_types(part.dtype, torch.float32))
+    dq[step.queries] += part
+    return dq
+
+
+def _next_block(
+    held: Tensor, step: AttentionStep, steps: tuple[AttentionStep, ...], axis: Axis
+) -> Handle | None:
+    """The hop that brings the block of the next step; None in the last."""
+    return None if step is steps[-1] else start_ring_hop(held, axis)
+
+
+class _RingAttention(torch.autograd.Function):
+    """q [s, b, n, d], k and v [s, b, g, d] of each rank -> [s, b, n, d]."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        steps: tuple[AttentionStep, ...],
+        block: BlockAttention,
+        axis: Axis,
+    ) -> Tensor:
+        own = held = torch.stack((k, v))
+        found = None
+        for step in steps:
+            coming = _next_block(held, step, steps, axis)
+            found = _take_in(block, q, step, held, found)
+            if coming is not None:
+                held = coming.wait()
+        out, lse = found[0].to(q.dtype), found[1]
+        ctx.save_for_backward(q, own, out, lse)
+        ctx.others = steps, block, axis
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        q, own, out, lse = ctx.saved_tensors
+        steps, block, axis = ctx.others
+        wide = torch.promote_types(q.dtype, torch.float32)
+        # of the block that is held: what ranks before this one gave, on its way here
+        arriving: Handle | None = None
+        held, own_gradient, dq = own, None, None
+        for step in steps:
+            coming = _next_block(held, step, steps, axis)
+            part, *parts = _gradients(block, dout, (q, out, lse), step, held)
+            dq = _add_queries(dq, part, step)
+            del part
+            gradient = torch.zeros_like(own, dtype=wide) if arriving is None else arriving.wait()
+            for index in (1, 0):  # of values and keys; each goes when it has been added
+                gradient[index, step.keys] += parts.pop()
+            if own_gradient is None:
+                own_gradient = gradient
+            else:
+                arriving = start_ring_hop(gradient, axis)
+            if coming is not None:
+                held = coming.wait()
+        if arriving is not None:
+            own_gradient += arriving.wait()
+        dk, dv = own_gradient.to(own.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """As _RingAttention, with the blocks of all ranks at once."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        steps: tuple[AttentionStep, ...],
+        block: BlockAttention,
+        axis: Axis,
+    ) -> Tensor:
+        own = torch.stack((k, v))
+        coming = start_all_gather(own, axis)
+        found = _take_in(block, q, steps[0], own, None)
+        blocks = coming.wait().unflatten(0, (axis.size, 2))
+        for step in steps[1:]:
+            found = _take_in(block, q, step, blocks[step.of], found)
+        out, lse = found[0].to(q.dtype), found[1]
+        ctx.save_for_backward(q, blocks, out, lse)
+        ctx.others = steps, block, axis
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        q, blocks, out, lse = ctx.saved_tensors
+        steps, block, axis = ctx.others
+        gradient, dq = torch.zeros_like(blocks), None
+        for step in steps:
+            part, *parts = _gradients(block, dout, (q, out, lse), step, blocks[step.of])
+            dq = _add_queries(dq, part, step)
+            del part
+            for index in (1, 0):
+                gradient[step.of, index, step.keys] = parts.pop()
+        dk, dv = reduce_scatter(gradient.flatten(0, 1), axis)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    steps: tuple[AttentionStep, ...],
+    block: BlockAttention,
+    axis: Axis,
+) -> Tensor:
+    """Attention of q [s, b, n, d], this rank's positions, over k and v [s, b, g, d] of all ranks ->
+    [s, b, n, d].
+    """
+    return _RingAttention.apply(q, k, v, steps, block, axis)  # type: ignore[no-any-return]
+
+
+def gathered_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    steps: tuple[AttentionStep, ...],
+    block: BlockAttention,
+    axis: Axis,
+) -> Tensor:
+    """As `ring_attention`, with keys and values that are gathered from all ranks."""
+    return _GatheredAttention.apply(q, k, v, steps, block, axis)  # type: ignore[no-any-return]

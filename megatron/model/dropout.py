@@ -1,0 +1,110 @@
+"""Dropout whose mask is a pure function of (seed, layer, site, sample, position): equal under
+recompute and in every layout.
+
+s sequence, b batch, h hidden. Called from model/block.py and model/attention/attention.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.workspace import DROPOUT_COUNTER_BYTES, DROPOUT_COUNTERS
+from megatron.kernels import philox
+from megatron.kernels.dropout import dropout, dropout_add
+
+
+@dataclass(frozen=True)
+class DropoutState:
+    """Where a micro-batch stands: sample_ids [b] are the run's sample numbers, token_index [s]
+    positions within the sample.
+    """
+
+    sample_ids: Tensor
+    token_index: Tensor
+
+
+def _apply(x: Tensor, keep: Tensor, probability: float) -> Tensor:
+    return x * keep * (1 / (1 - probability))
+
+
+class _TritonDropout(torch.autograd.Function):
+    """Dropout of x, with the residual added where there is one, by kernels/dropout.py: nothing of
+    size s b h is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        residual: Tensor | None,
+        state: DropoutState,
+        key: philox.Key,
+        probability: float,
+    ) -> Tensor:
+        ctx.mask = (state.sample_ids, state.token_index, *key, probability)
+        return dropout(x, *ctx.mask) if residual is None else dropout_add(x, residual, *ctx.mask)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        return dropout(dy, *ctx.mask), dy if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def saved_mask(probability: float, backend: str, width: int) -> int:
+    """Bytes a token that dropout of so many elements keeps: a mask, which our kernel draws again
+    instead.
+    """
+    return width if probability > 0 and backend == "torch" else 0
+
+
+def drawing_bytes(elements: int, device: str) -> int:
+    """Bytes in which torch's operators draw the random words of so many elements; our kernel has
+    them in registers.
+    """
+    return DROPOUT_COUNTER_BYTES * min(elements // 4, DROPOUT_COUNTERS[device])
+
+
+class Dropout:
+    """One dropout site: `names` name its random stream. Counter (sample, position, hidden // 4),
+    lane hidden % 4. Backend (of hidden states) torch or triton.
+    """
+
+    def __init__(self, probability: float, seed: int, *names: object, backend: str = "torch"):
+        self.probability, self.backend = probability, backend
+        self.key = philox.key(seed, *names)
+        self.words: philox.Key = self.key
+
+    def acts(self, state: DropoutState | None) -> bool:
+        """Whether anything can be dropped."""
+        return self.probability > 0 and state is not None
+
+    def keep_words_on(self, device: torch.device) -> None:
+        """Have the key in tensors: as numbers it would be a constant of a compiled graph, and every
+        layer would need a graph of its own.
+        """
+        k0, k1 = self.key
+        self.words = torch.tensor(k0, device=device), torch.tensor(k1, device=device)
+
+    def hidden(self, x: Tensor, state: DropoutState | None) -> Tensor:
+        """Drop elements of x [s, b, h]; the identity when state is None (evaluation) or the
+        probability is 0.
+        """
+        if not self.acts(state):
+            return x
+        if self.backend == "triton":
+            return _TritonDropout.apply(x, None, state, self.key, self.probability)
+        s, b, h = x.shape
+        # [s, b]
+        rows = torch.broadcast_tensors(state.sample_ids[None, :], state.token_index[:, None])
+        keep = philox.keep_mask(self.words, [word.flatten() for word in rows], h, self.probability)
+        return _apply(x, keep.view(s, b, h), self.probability)
+
+    def add(self, x: Tensor, residual: Tensor, state: DropoutState | None) -> Tensor:
+        """residual + hidden(x)."""
+        if not self.acts(state):
+            return residual + x
+        if self.backend == "triton":
+            return _TritonDropout.apply(x, residual, state, self.key, self.probability)
+        return residual + self.hidden(x, state)

@@ -1,0 +1,99 @@
+"""Embedding lookup whose weight gradient accumulates into `main_grad`.
+
+s sequence, b batch, h hidden, v rows of the table. Called from model/block.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.workspace import SCRATCH_BYTES
+from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from megatron.model.spec import ParameterSpec
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+
+
+def embedding_weight_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
+    """main_grad [v, h] += dy [s, b, h] at the rows ids [s, b]; deterministic, no dense matrix of
+    the weight's size.
+    """
+    ids, dy = ids.flatten(), dy.flatten(0, -2)
+    if main_grad.is_cuda:
+        # sorts the ids and adds in order, where index_add_ adds atomically
+        main_grad.index_put_((ids,), dy.to(main_grad.dtype), accumulate=True)
+        return
+    step = max(1, SCRATCH_BYTES // (dy.shape[1] * main_grad.element_size()))
+    for row in range(0, ids.shape[0], step):
+        # goes row by row here, where index_put_ adds from all threads at once
+        rows = dy[row : row + step].to(main_grad.dtype)
+        main_grad.index_add_(0, ids[row : row + step], rows)
+
+
+def embedding_grad_scratch(tokens: int, hidden: int, grad: int, device: str) -> int:
+    """Bytes of `embedding_weight_grad`'s widened gradients, for elements of `grad` bytes."""
+    whole = tokens * hidden * grad
+    return whole if device == "cuda" else min(SCRATCH_BYTES, whole)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids: Tensor, weight: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (ids,) = ctx.saved_tensors
+        assert not getattr(ctx.weight, "overwrite_main_grad", False), (
+            "of a tied matrix the head's product comes first"
+        )
+        embedding_weight_grad(dy, ids, ctx.weight.main_grad)
+        return None, None
+
+
+class _VocabularyParallelEmbedding(torch.autograd.Function):
+    """Forward: rows of this rank's part of the table, zeros elsewhere, summed over the axis (under
+    SP each rank keeps its part of the sequence). Backward: under SP an all-gather of dy, else
+    nothing.
+    """
+
+    @staticmethod
+    def forward(ctx, ids: Tensor, weight: nn.Parameter, tp: TensorParallel) -> Tensor:
+        local = ids - tp.axis.rank * weight.shape[0]
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        local.masked_fill_(elsewhere, 0)
+        ctx.save_for_backward(local, elsewhere)
+        ctx.weight, ctx.tp = weight, tp
+        y = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return reduce_scatter(y, tp.axis) if tp.sequence else all_reduce(y, tp.axis)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        local, elsewhere = ctx.saved_tensors
+        assert not getattr(ctx.weight, "overwrite_main_grad", False), (
+            "of a tied matrix the head's product comes first"
+        )
+        dy = all_gather(dy, ctx.tp.axis) if ctx.tp.sequence else dy
+        embedding_weight_grad(
+            dy.masked_fill(elsewhere.unsqueeze(-1), 0), local, ctx.weight.main_grad
+        )
+        return None, None, None
+
+
+class Embedding(nn.Module):
+    """Rows of a table [v, h] by ids [s, b] -> [s, b, h] (under SP this rank's s / size). With `tp`
+    each tensor-parallel rank holds v / size rows.
+    """
+
+    def __init__(self, weight: ParameterSpec, tp: TensorParallel = DENSE):
+        super().__init__()
+        self.tp = tp
+        self.weight = weight.parameter(tp)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return _Embedding.apply(ids, self.weight)
+        return _VocabularyParallelEmbedding.apply(ids, self.weight, self.tp)

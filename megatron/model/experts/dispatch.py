@@ -1,0 +1,367 @@
+"""How tokens come to the ranks of their experts, and back.
+
+An assignment is one choice of a token: T tokens have T k assignments. They are sorted by expert, so
+that what goes to one rank lies together, and what comes is put in the order of the experts here.
+
+    alltoall     each assignment's row goes to the rank of its expert, and its output comes back: a
+                 rank sends T k h (ep - 1) / ep elements each way (balanced).
+    allgather    every rank has the rows of all, takes those of its experts, and the sum of all
+                 ranks' outputs is scattered: T h (ep - 1) elements each way. Less where ep < k.
+
+Ranks that share the matrices of an expert (etp) first have each other's rows, and at the end the
+sum of their parts. Rows never meet in an addition whose order is not fixed: a token's outputs are
+gathered and added up choice by choice, and so are the gradients of its row. Which assignment goes
+where is a plan of integers, made once: a recomputation is given the same plan. The host waits once,
+for the numbers of rows; not at all where every assignment stays on this rank and the experts'
+products read the numbers on the device. T tokens of this rank, h hidden, N rows of this rank's
+experts. Called from model/experts/moe.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.distributed.collectives import (
+    all_gather,
+    all_to_all,
+    all_to_all_rows,
+    reduce_scatter,
+    start_all_to_all_rows,
+)
+from megatron.distributed.groups import Axis
+from megatron.distributed.turns import give_way
+from megatron.model.experts.experts import TRITON, RowCounts
+from megatron.model.experts.router import count_of
+from megatron.model.tensor_parallel import TensorParallel
+
+
+class Assignments(NamedTuple):
+    """Which rows are taken of tokens with k assignments each."""
+
+    order: Tensor  # [n] assignments, in the order of the rows
+    place: Tensor  # [T, k] the row of each assignment; 0 where it has none
+    taken: Tensor | None  # [T, k] whether it has one; None: all have
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """Rows to and from the ranks of an axis: how many to each, and from each."""
+
+    axis: Axis
+    send: list[int]
+    receive: list[int]
+
+
+class DispatchPlan(NamedTuple):
+    """Which assignment goes where."""
+
+    assignments: Assignments
+    exchange: RowExchange | None  # with ranks that hold other experts
+    spread: RowExchange | None  # with ranks that hold other parts of the same experts
+    order: Tensor | None  # [N] of the rows that came, in the order of the experts here
+    place: Tensor | None  # its inverse
+    counts: RowCounts
+
+
+def assignments_by_expert(
+    experts: Tensor, keep: Tensor | None, count: int
+) -> tuple[Tensor, Assignments]:
+    """(how many assignments each of `count` experts has, the assignments [T, k] in their order).
+    Those that are not kept come last.
+    """
+    flat = experts.flatten() if keep is None else torch.where(keep, experts, count).flatten()
+    order = flat.argsort(stable=True)
+    place = inverse_of(order).view(experts.shape)
+    return count_of(flat, count + 1)[:count], Assignments(order, place, keep)
+
+
+def _first(assignments: Assignments, count: int, taken: Tensor) -> Assignments:
+    """The assignments that are taken, which are the first ones in the order of the rows."""
+    return assignments._replace(
+        order=assignments.order[:count], place=assignments.place.masked_fill(~taken, 0)
+    )
+
+
+def _sums(numbers: list[int], size: int) -> list[int]:
+    """The sum of each `size` numbers."""
+    return [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """The place of each number in a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def transposed_order(counts: Tensor, total: int) -> Tensor:
+    """Rows lie source by source [sources, experts]: their order [total] expert by expert."""
+    starts = counts.flatten().cumsum(0) - counts.flatten()
+    ordered = counts.t().flatten()
+    first = starts.view(counts.shape).t().flatten()
+    shift = first - (ordered.cumsum(0) - ordered)
+    index = torch.arange(total, device=counts.device)
+    return index + shift.repeat_interleave(ordered, output_size=total)
+
+
+class _TakeRows(torch.autograd.Function):
+    """x [T, ...] -> the rows [n, ...] of assignments. Backward: a token's rows, added up choice by
+    choice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, assignments: Assignments) -> Tensor:
+        ctx.assignments = assignments
+        return x.index_select(0, assignments.order // assignments.place.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _add_up(dy, ctx.assignments), None
+
+
+class _CombineRows(torch.autograd.Function):
+    """Rows [n, ...] of assignments -> [T, ...], a token's rows added up choice by choice."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, assignments: Assignments) -> Tensor:
+        ctx.assignments = assignments
+        return _add_up(rows, assignments)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        assignments = ctx.assignments
+        return dy.index_select(0, assignments.order // assignments.place.shape[1]), None
+
+
+class _TakeWeights(torch.autograd.Function):
+    """The weights [T, k] of assignments -> [n] of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, assignments: Assignments) -> Tensor:
+        ctx.assignments = assignments
+        return weights.flatten().index_select(0, assignments.order)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        assignments = ctx.assignments
+        if len(dy) == 0:
+            return dy.new_zeros(assignments.place.shape), None
+        found = dy[assignments.place]
+        if assignments.taken is not None:
+            found = found.masked_fill(~assignments.taken, 0)
+        return found, None
+
+
+def _add_up(rows: Tensor, assignments: Assignments) -> Tensor:
+    """The rows [n, ...] of each token's assignments -> their sum [T, ...], in fp32 or wider."""
+    tokens, k = assignments.place.shape
+    if len(rows) == 0:
+        return rows.new_zeros((tokens, *rows.shape[1:]))
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total: Tensor | None = None
+    for choice in range(k):
+        part = rows.index_select(0, assignments.place[:, choice])
+        if assignments.taken is not None:
+            part.masked_fill_(~assignments.taken[:, choice].view(-1, *[1] * (rows.dim() - 1)), 0)
+        total = part.to(wide) if total is None else total.add_(part)
+    assert total is not None
+    return total.to(rows.dtype)
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; `place` is its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        ctx.place = place
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return dy.index_select(0, ctx.place), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Tensors with a row for each assignment, to the ranks of its expert, or `back`; each is the
+    other's adjoint.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: RowExchange, back: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.back = exchange, back
+        return _exchanged(tensors, exchange, back)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        sent = [dy for dy, is_needed in zip(dys, needed) if is_needed]
+        found = iter(_exchanged(sent, ctx.exchange, not ctx.back))
+        return None, None, *(next(found) if is_needed else None for is_needed in needed)
+
+
+def _exchanged(tensors: Sequence[Tensor], exchange: RowExchange, back: bool) -> tuple[Tensor, ...]:
+    """What comes for these; all are on their way while another pass may run."""
+    there, here = exchange.send, exchange.receive
+    if back:
+        there, here = here, there
+    coming = [start_all_to_all_rows(rows, there, here, exchange.axis) for rows in tensors]
+    give_way()
+    return tuple(rows.wait() for rows in coming)
+
+
+class _Spread(torch.autograd.Function):
+    """Rows [n, ...] of each rank of an axis -> the rows of all; or `back`, from a part of the sum
+    of each row to this rank's rows, summed. Each is the other's adjoint.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, spread: RowExchange, back: bool) -> Tensor:
+        ctx.spread, ctx.back = spread, back
+        return (_summed if back else _spread)(rows, spread)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return (_spread if ctx.back else _summed)(dy, ctx.spread), None, None
+
+
+def _spread(rows: Tensor, spread: RowExchange) -> Tensor:
+    """The rows of all ranks; numbers differ, so that each sends its own to all."""
+    size = spread.axis.size
+    copies = rows.repeat(size, *[1] * (rows.dim() - 1))
+    return all_to_all_rows(copies, [len(rows)] * size, spread.receive, spread.axis)
+
+
+def _summed(rows: Tensor, spread: RowExchange) -> Tensor:
+    """The sum of the ranks' parts of this rank's rows, in the order of the ranks."""
+    size, own = spread.axis.size, spread.receive[spread.axis.rank]
+    parts = all_to_all_rows(rows, spread.receive, [own] * size, spread.axis)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return parts.view(size, own, *rows.shape[1:]).sum(0, dtype=wide).to(rows.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """x [T, ...] of every rank of an axis -> [size T, ...]; or `back`, the sum over the axis of
+    this rank's part. Each is the other's adjoint.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, back: bool) -> Tensor:
+        ctx.axis, ctx.back = axis, back
+        return (reduce_scatter if back else all_gather)(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return (all_gather if ctx.back else reduce_scatter)(dy, ctx.axis), None, None
+
+
+class AllToAll:
+    """Rows go where they are needed. `grid`: the ranks that share each expert's matrices and those
+    that hold other experts; `count`: experts of a layer; `backend`: of their products.
+    """
+
+    def __init__(self, grid: TensorParallel, count: int, backend: str):
+        self.grid, self.count, self.backend = grid, count, backend
+        # all experts are here, and their products need no numbers on the host
+        self.stays_uncounted = grid.experts.size == grid.axis.size == 1 and backend == TRITON
+
+    @torch.no_grad()
+    def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
+        """Where assignments [T, k] go whose experts these are; `keep`: those that go anywhere."""
+        ep, etp = self.grid.experts, self.grid.axis
+        chosen, assignments = assignments_by_expert(experts, keep, self.count)
+        if keep is None and self.stays_uncounted:
+            return DispatchPlan(assignments, None, None, None, None, RowCounts.of(TRITON, chosen))
+        coming = all_gather(all_to_all(chosen.view(ep.size, -1), ep).flatten(), etp)
+        numbers = torch.cat([chosen, coming]).tolist()  # the host waits here
+        mine, theirs = numbers[: self.count], numbers[self.count :]
+        here = self.count // ep.size
+        if keep is not None:
+            assignments = _first(assignments, sum(mine), keep)
+        sources = _sums(theirs, here)  # rows from each rank of ep, of each rank of etp
+        own = sources[etp.rank * ep.size :][: ep.size]
+        coming = coming.view(-1, here)
+        order = transposed_order(coming, sum(theirs)) if len(sources) > 1 else None
+        return DispatchPlan(
+            assignments,
+            RowExchange(ep, _sums(mine, here), own) if ep.size > 1 else None,
+            self._spread(sum(own), _sums(sources, ep.size)),
+            order,
+            None if order is None else inverse_of(order),
+            self._counts(coming, theirs),
+        )
+
+    def _counts(self, coming: Tensor, numbers: list[int]) -> RowCounts:
+        """Of the rows that come, [sources, experts here], and the same on the host."""
+        here = coming.shape[1]
+        return RowCounts.of(
+            self.backend, coming, (sum(numbers[expert::here]) for expert in range(here))
+        )
+
+    def _spread(self, own: int, of_ranks: list[int]) -> RowExchange | None:
+        """The exchange of rows with the ranks that share each expert's matrices."""
+        etp = self.grid.axis
+        return RowExchange(etp, [own] * etp.size, of_ranks) if etp.size > 1 else None
+
+    def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
+        """x [T, h] and the weights of its assignments [T, k] -> those of the experts here, [N, h]
+        and [N].
+        """
+        rows = _TakeRows.apply(x, plan.assignments)
+        of_rows = _TakeWeights.apply(weights, plan.assignments)
+        if plan.exchange is not None:
+            rows, of_rows = _Exchange.apply(plan.exchange, False, rows, of_rows)
+        return self._ordered(rows, plan), self._ordered(of_rows, plan)
+
+    def _ordered(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        """What has come from ranks with other experts, in the order of the experts here."""
+        if plan.spread is not None:
+            rows = _Spread.apply(rows, plan.spread, False)
+        return rows if plan.order is None else _Permute.apply(rows, plan.order, plan.place)
+
+    def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        """What the experts made of the rows [N, h] -> the sum for each token [T, h]."""
+        if plan.order is not None:
+            rows = _Permute.apply(rows, plan.place, plan.order)
+        if plan.spread is not None:
+            rows = _Spread.apply(rows, plan.spread, True)
+        if plan.exchange is not None:
+            (rows,) = _Exchange.apply(plan.exchange, True, rows)
+        return _CombineRows.apply(rows, plan.assignments)
+
+
+class AllGather:
+    """All rows go everywhere. Arguments and methods are those of AllToAll."""
+
+    def __init__(self, grid: TensorParallel, count: int, backend: str):
+        self.grid, self.count, self.backend = grid, count, backend
+        self.axes = [axis for axis in (grid.experts, grid.axis) if axis.size > 1]
+
+    @torch.no_grad()
+    def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
+        here = self.count // self.grid.experts.size
+        own = experts if keep is None else torch.where(keep, experts, self.count)
+        for axis in self.axes:
+            own = all_gather(own, axis)
+        own = own - self.grid.experts.rank * here
+        taken = (own >= 0) & (own < here)
+        counts, assignments = assignments_by_expert(own, taken, here)
+        numbers = counts.tolist()  # the host waits here
+        assignments = _first(assignments, sum(numbers), taken)
+        rows = RowCounts.of(self.backend, counts, numbers)
+        return DispatchPlan(assignments, None, None, None, None, rows)
+
+    def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
+        for axis in self.axes:
+            x, weights = (_Gather.apply(each, axis, False) for each in (x, weights))
+        return _TakeRows.apply(x, plan.assignments), _TakeWeights.apply(weights, plan.assignments)
+
+    def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        y = _CombineRows.apply(rows, plan.assignments)
+        for axis in reversed(self.axes):
+            y = _Gather.apply(y, axis, True)
+        return y

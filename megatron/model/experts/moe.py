@@ -1,0 +1,242 @@
+"""A mixture of experts in the place of a layer's MLP: a router chooses k of E experts for each
+token, whose outputs are weighed and added up; beside them every token may go through a shared
+expert.
+
+The number of choices that each expert had is a sum over tokens like the loss, and comes with it to
+every rank once a step. What the router has decided for a micro-batch is kept where the layer is
+recomputed, so that tokens take the same way again. s sequence, b batch, h hidden, T = s b tokens of
+this rank, E experts. Called from model/block.py, once a layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from megatron.config.derive import GATED
+from megatron.config.groups import ModelConfig
+from megatron.distributed.groups import ALONE, Axis
+from megatron.model.dropout import DropoutState
+from megatron.model.experts.dispatch import AllGather, AllToAll, DispatchPlan
+from megatron.model.experts.experts import Experts, expert_parameters
+from megatron.model.experts.router import (
+    OBJECTIVE,
+    Router,
+    RouterChoice,
+    loss_names,
+    router_parameters,
+)
+from megatron.model.linear import Linear
+from megatron.model.mlp import MLP, mlp_parameters
+from megatron.model.recompute_context import Rebuilder
+from megatron.model.spec import ParameterSpec, TensorSpec, normal, parts_under
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+
+_DISPATCHERS: dict[str, Any] = {"alltoall": AllToAll, "allgather": AllGather}
+
+
+class ExpertParallel(NamedTuple):
+    """What a layer with experts needs to know of ranks. `grid`: those that share the matrices of an
+    expert, and those that hold other experts; `samples`: those that hold other tokens of the same
+    samples.
+    """
+
+    grid: TensorParallel = DENSE
+    samples: Axis = ALONE
+
+
+UNDIVIDED = ExpertParallel()
+
+
+class Routing(NamedTuple):
+    """Where the tokens of a micro-batch go in one layer."""
+
+    choice: RouterChoice
+    plan: DispatchPlan
+
+
+def moe_parameters(
+    config: ModelConfig, name: str, sequence: bool = False
+) -> dict[str, ParameterSpec]:
+    """Router, experts, and the shared expert with its gate [1, h] where there are any."""
+    made = {
+        f"router.{own}": spec
+        for own, spec in router_parameters(config, f"{name}.router", sequence).items()
+    }
+    made |= {
+        f"experts.{own}": spec for own, spec in expert_parameters(config, f"{name}.experts").items()
+    }
+    width = config.moe_shared_expert_intermediate_size
+    if width is not None:
+        shared = mlp_parameters(config, f"{name}.shared_expert", sequence, width)
+        made |= {f"shared_expert.{own}": spec for own, spec in shared.items()}
+    if config.moe_shared_expert_gate:
+        made["shared_expert_gate.weight"] = _shared_expert_gate(config, name, sequence)
+    return made
+
+
+def _shared_expert_gate(config: ModelConfig, name: str, sequence: bool) -> ParameterSpec:
+    tensor = TensorSpec(
+        f"{name}.shared_expert_gate.weight",
+        (1, config.hidden_size),
+        normal(config),
+        "matrix",
+        copies="tp",
+        grad_sum=parts_under(sequence),
+    )
+    return ParameterSpec((tensor,), product=True)
+
+
+def expert_tokens(index: int) -> str:
+    """The name of the numbers of tokens that the experts of a layer had."""
+    return f"layers.{index}.expert-tokens"
+
+
+class MoE(nn.Module):
+    """x [s, b, h] of this rank -> [s, b, h], and in training sums beside it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        index: int,
+        tp: TensorParallel,
+        ep: ExpertParallel,
+        rebuilder: Rebuilder,
+    ):
+        super().__init__()
+        name = f"layers.{index}.mlp"
+        assert config.num_experts is not None
+        self.index, self.rebuilder = index, rebuilder
+        self.layers = sum(config.expert_layers())
+        self.router = Router(config, seed, f"{name}.router", tp, ep.samples)
+        self.experts = Experts(config, f"{name}.experts", ep.grid, rebuilder)
+        self.dispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
+            ep.grid, config.num_experts, config.grouped_gemm_backend
+        )
+        width = config.moe_shared_expert_intermediate_size
+        self.shared_expert = (
+            None if width is None else MLP(config, f"{name}.shared_expert", tp, rebuilder, width)
+        )
+        self.shared_expert_gate = (
+            Linear(_shared_expert_gate(config, name, tp.sequence))
+            if config.moe_shared_expert_gate
+            else None
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        state: DropoutState | None,
+        token_index: Tensor,
+        routings: dict[int, Routing],
+        keeps_routing: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`state`: of training, None in evaluation; `token_index` [s]: positions of x. `routings`:
+        those of the micro-batch that layers keep for their second forward pass, as this one does
+        where it `keeps_routing`.
+        """
+        self.rebuilder.enter("")  # nothing of experts waits on the host
+        logits, scores = self.router.scores(x, state)
+        routing = routings.pop(self.index, None)
+        if routing is None:
+            choice = self.router.choose(scores, token_index, state is not None)
+            routing = Routing(choice, self.dispatcher.plan(choice.experts, choice.keep))
+            if keeps_routing and state is not None:
+                routings[self.index] = routing
+        choice, plan = routing
+        weights = self.router.weights(scores, choice.experts)
+
+        def through_experts(x: Tensor, weights: Tensor) -> Tensor:
+            rows, of_rows = self.dispatcher.rows(x.flatten(0, 1), weights, plan)
+            return self.dispatcher.combine(self.experts(rows, of_rows, plan.counts), plan)
+
+        y = self.rebuilder("moe", through_experts, x, weights).view(x.shape)
+        if self.shared_expert is not None:
+            y = y + self._shared(x)
+        if state is None:
+            return y, {}
+        return y, self._sums(logits, scores, choice)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        assert self.shared_expert is not None
+        y = self.shared_expert(x)
+        return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
+
+    def _sums(self, logits: Tensor, scores: Tensor, choice: RouterChoice) -> dict[str, Tensor]:
+        """Losses, metrics of which are means over the layers with experts, and the tokens of each
+        expert.
+        """
+        losses = self.router.losses(logits, scores, choice)
+        for name, value in losses.items():
+            if name != OBJECTIVE:
+                losses[name] = value / self.layers
+        return {**losses, expert_tokens(self.index): choice.counts}
+
+
+class ExpertBytes(NamedTuple):
+    """Bytes of a layer with experts on one rank, of which all have as many tokens."""
+
+    rows: int  # the tokens of this rank's experts, fc1's input
+    inner: int  # fc1's output
+    activated: int  # fc2's input
+    shared_inner: int  # the same of the shared expert
+    shared_activated: int
+    beside: int  # scores, weights and integers
+    exchange: int  # beside what is kept, while rows go to experts or come back
+    differentiating: int  # while the activation with the rows' weights is differentiated
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, own: int, tokens: int, compute: int, wide: int, etp: int, ep: int
+    ) -> ExpertBytes:
+        """`config`: the model as this rank computes it; `own` tokens of this rank, `tokens` those
+        of its tensor-parallel ranks together; `compute` and `wide` bytes an element.
+        """
+        count, f = config.num_experts, config.moe_ffn_hidden_size
+        assert count is not None and f is not None
+        choices = own * config.moe_router_topk
+        rows = choices * etp
+        is_gated = config.activation in GATED
+        gated = 2 if is_gated else 1
+        width = config.moe_shared_expert_intermediate_size or 0
+        scores = wide * own * count * (2 if loss_names(config) else 1)
+        # the activation's value, and its weighed gradient: one behind the other in one precision
+        once = is_gated and config.activation_backend == "torch" and compute == wide
+        exchange, integers = _exchange_bytes(config, own, compute, wide, rows, etp * ep)
+        return cls(
+            rows=rows * config.hidden_size * compute,
+            inner=rows * gated * f * compute,
+            activated=rows * f * compute,
+            shared_inner=tokens * gated * width * compute,
+            shared_activated=tokens * width * compute,
+            beside=scores + integers + wide * (rows + choices),
+            exchange=exchange,
+            differentiating=(1 if once else 2) * rows * f * compute,
+        )
+
+
+def _exchange_bytes(
+    config: ModelConfig, own: int, compute: int, wide: int, rows: int, sharing: int
+) -> tuple[int, int]:
+    """Bytes beside what is kept while rows go to experts or come back, and of the integers that
+    say which; `sharing` ranks hold all experts, and `rows` come to this one.
+    """
+    choices, h = own * config.moe_router_topk, config.hidden_size
+    if sharing > 1 and config.moe_token_dispatcher_type == "allgather":
+        # of all tokens the sums so far, and what is added to them, widened
+        added = wide + compute + (wide if compute != wide else 0)
+        exchange = rows * h * compute + sharing * own * h * added
+        return exchange, 8 * (choices + rows) + 9 * sharing * choices
+    # what is sent and what comes, and a token's sum
+    exchange = (2 if sharing > 1 else 1) * rows * h * compute + own * h * wide
+    return exchange, 8 * (3 * choices + (2 * rows if sharing > 1 else 0))
+
+
+def sums_beside(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:
+    """(name, how many numbers) of what the layer gives beside its output in training."""
+    assert config.num_experts is not None
+    names = loss_names(config)
+    losses = (*names, OBJECTIVE) if names else ()
+    return (*((name, 1) for name in losses), (expert_tokens(index), config.num_experts + 1))

@@ -1,0 +1,270 @@
+"""The products of a linear layer formed of 8-bit floats (Micikevicius et al., "FP8 formats for deep
+learning", 2022): weights and inputs in e4m3, gradients of outputs in e4m3 or e5m2, each product
+scaled back, summed in fp32 and rounded once.
+
+    y = x W^T      x and W      as they are
+    dx = dy W      dy           as it is, W transposed
+    dW = dy^T x    dy and x     transposed
+
+Hopper takes both factors with the summed dimension contiguous: hence the transposed copies. What
+shares a scale is kernels/fp8.py's matter. Scales are those of the whole layer, in every layout:
+where ranks hold parts of what shares one (a tensor, or a row that is cut), the greatest number is
+found over all of them first. So a layout changes no quantised number, except that under scales of
+a whole tensor the tensor is a micro-batch's.
+
+On a GPU kernels/fp8.py quantises and torch._scaled_mm multiplies; on a CPU both are done by their
+definitions, on fp32 or fp64 numbers. **Never run on a GPU.** s sequence, b batch, i in, o out.
+Marked by model/build.py, called from model/linear.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.groups import PrecisionConfig
+from megatron.distributed.collectives import all_reduce_max
+from megatron.distributed.groups import ALONE, Axis
+from megatron.kernels.fp8 import (
+    Maxima,
+    Quantised,
+    dequantise,
+    find_maxima,
+    maxima_reference,
+    quantise,
+    quantise_by_definition,
+)
+
+SCALINGS = {"tensorwise": "tensor", "rowwise": "row", "blockwise": "block"}
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# of a weight's gradient on a GPU, which is formed in pieces of its rows before it is added: two
+# tiles of 128 x 256 for each multiprocessor of Hopper, which stay in its cache of 50 MB
+PIECE_BYTES = 32 << 20
+# bytes an element of both factors that a CPU takes to quantise and multiply, as measured
+DEFINED = {"tensorwise": 8, "rowwise": 4, "blockwise": 10}
+# the attribute of a weight whose products are formed so
+MARK = "fp8"
+
+
+class Factor(NamedTuple):
+    """A matrix [m, n] of a product, and what is wanted of it. `split`: the dimension that
+    tensor-parallel ranks share, if they do; `of_tokens`: rows are tokens.
+    """
+
+    x: Tensor
+    dtype: torch.dtype
+    split: int | None
+    plain: bool = False
+    transposed: bool = False
+    of_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class Fp8Products:
+    """How the products of one weight [o, i] are formed. `split`: the dimension of the weight that
+    the ranks of `axis` share; `cp`: the ranks that hold other tokens of the same samples.
+    """
+
+    scaling: str  # tensor, row or block
+    grad_dtype: torch.dtype
+    weight_grad: bool  # of 8-bit floats, too
+    split: int | None = None
+    axis: Axis = ALONE
+    cp: Axis = ALONE
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., i] -> [..., o]."""
+        q, w = self._quantise(self._input(x, plain=True), self._weight(weight, plain=True))
+        y = scaled_product(q.q, q.scale, w.q, w.scale, x.dtype, bias)
+        return y.view(*x.shape[:-1], -1)
+
+    def input_grad(
+        self, dy: Tensor, weight: Tensor, *, weight_grad: bool
+    ) -> tuple[Tensor, Tensor | Quantised]:
+        """dx [..., i] of dy [..., o], and what `add_weight_grad` takes in place of dy if that is
+        called next, as `weight_grad` says.
+        """
+        keeps = weight_grad and self.weight_grad
+        own = self._output_grad(dy, plain=True, transposed=keeps)
+        q, w = self._quantise(own, self._weight(weight, transposed=True))
+        dx = scaled_product(q.q, q.scale, w.q_t, w.scale_t, dy.dtype)
+        kept = Quantised(None, None, q.q_t, q.scale_t) if keeps else dy
+        return dx.view(*dy.shape[:-1], -1), kept
+
+    def add_weight_grad(
+        self, dy: Tensor | Quantised, x: Tensor, main_grad: Tensor, overwrite: bool
+    ) -> None:
+        """main_grad [o, i] += dy^T x, or = where it is to `overwrite`: see `input_grad`."""
+        own = self._input(x, transposed=True)
+        if isinstance(dy, Quantised):
+            (q,) = self._quantise(own)
+        else:
+            dy, q = self._quantise(self._output_grad(dy, transposed=True), own)
+        outputs, inputs = main_grad.shape
+        rows = piece_rows(outputs, inputs, main_grad.element_size())
+        pieces = main_grad.split(rows)
+        is_one = self.scaling == "tensor"
+        scales = [dy.scale_t] * len(pieces) if is_one else dy.scale_t.split(rows)
+        for into, factor, scale in zip(pieces, dy.q_t.split(rows), scales, strict=True):
+            part = scaled_product(factor, scale, q.q_t, q.scale_t, main_grad.dtype)
+            if overwrite:
+                into.copy_(part)
+            else:
+                into.add_(part)
+
+    def _weight(self, weight: Tensor, **wanted: bool) -> Factor:
+        return Factor(weight.detach(), E4M3, self.split, of_tokens=False, **wanted)
+
+    def _input(self, x: Tensor, **wanted: bool) -> Factor:
+        """x is cut where the weight's inputs are."""
+        return Factor(x.flatten(0, -2), E4M3, 1 if self.split == 1 else None, **wanted)
+
+    def _output_grad(self, dy: Tensor, **wanted: bool) -> Factor:
+        """dy is cut where the weight's outputs are."""
+        return Factor(dy.flatten(0, -2), self.grad_dtype, 1 if self.split == 0 else None, **wanted)
+
+    def _quantise(self, *factors: Factor) -> list[Quantised]:
+        """Each of the factors in 8 bits, with the scales of the whole tensors that they are parts
+        of.
+        """
+        found = [self._maxima(factor) for factor in factors]
+        _share(self.axis, zip(found, map(self._shares, factors), strict=True))
+        _share(self.cp, zip(found, map(self._shares_positions, factors), strict=True))
+        return [
+            _quantised(factor, self.scaling, maxima)
+            for factor, maxima in zip(factors, found, strict=True)
+        ]
+
+    def _shares(self, factor: Factor) -> tuple[bool, bool]:
+        """Whether ranks of `axis` hold parts of what shares a scale in what is wanted of a factor,
+        as it is and transposed. Blocks never cross ranks.
+        """
+        if factor.split is None or self.scaling == "block":
+            return False, False
+        whole = self.scaling == "tensor"
+        return (
+            factor.plain and (whole or factor.split == 1),
+            factor.transposed and (whole or factor.split == 0),
+        )
+
+    def _shares_positions(self, factor: Factor) -> tuple[bool, bool]:
+        """The same of context-parallel ranks, which hold other tokens."""
+        shares = factor.of_tokens and self.scaling == "tensor" and self.cp.size > 1
+        return shares and factor.plain, shares and factor.transposed
+
+    def _maxima(self, factor: Factor) -> Maxima | None:
+        """This rank's, where others have parts; None where what quantises may find them itself."""
+        if not any((*self._shares(factor), *self._shares_positions(factor))):
+            return None
+        find = find_maxima if factor.x.is_cuda else maxima_reference
+        return find(factor.x, self.scaling)
+
+
+def _share(axis: Axis, wanted: Iterable[tuple[Maxima | None, tuple[bool, bool]]]) -> None:
+    """Let maxima be the greatest over an axis, in place, where they are to be shared: one
+    all-reduce for all of them.
+    """
+    shared = [
+        amax
+        for maxima, which in wanted
+        if maxima is not None
+        for amax, is_shared in zip(maxima, which, strict=True)
+        if is_shared
+    ]
+    if not shared:
+        return
+    greatest = all_reduce_max(torch.cat(shared), axis)
+    for amax, whole in zip(shared, greatest.split([len(amax) for amax in shared]), strict=True):
+        amax.copy_(whole)
+
+
+def _quantised(factor: Factor, scaling: str, maxima: Maxima | None) -> Quantised:
+    make = quantise if factor.x.is_cuda else quantise_by_definition
+    return make(
+        factor.x,
+        factor.dtype,
+        scaling,
+        plain=factor.plain,
+        transposed=factor.transposed,
+        maxima=maxima,
+    )
+
+
+def scaled_product(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """(a scale_a) (b scale_b)^T + bias of a [m, k] and b [n, k] in 8 bits -> [m, n] in `dtype`."""
+    if not a.is_cuda:
+        wide = torch.promote_types(dtype, torch.float32)
+        y = dequantise(a, scale_a).to(wide) @ dequantise(b, scale_b).to(wide).t()
+        return (y if bias is None else y.add_(bias)).to(dtype)
+    if scale_a.shape[1] > 1:
+        # of a piece of the rows too: columns of scales are contiguous
+        scale_a = scale_a.t().contiguous().t()
+    return torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), bias=bias, out_dtype=dtype)
+
+
+def piece_rows(outputs: int, inputs: int, element: int) -> int:
+    """Rows of a weight's gradient that are formed at once."""
+    rows = PIECE_BYTES // (element * inputs) // 128 * 128
+    return min(outputs, max(128, rows))
+
+
+class Scratch(NamedTuple):
+    """Bytes of the temporaries of a linear layer's products, results not counted."""
+
+    forward: int
+    input_grad: int
+    weight_grad: int
+
+
+def scratch(
+    tokens: int, outputs: int, inputs: int, precision: PrecisionConfig, device: str, grad: int
+) -> Scratch:
+    """Of a layer of so many inputs and outputs, where elements of main_grad have `grad` bytes. On a
+    GPU the factors in 8 bits with their scales; a CPU widens them, and rounds by several passes.
+    """
+    x, dy, weight = tokens * inputs, tokens * outputs, outputs * inputs
+    keeps = precision.fp8_wgrad and precision.fp8_recipe != "rowwise"
+    if device != "cuda":
+        element = DEFINED[precision.fp8_recipe]
+        return Scratch(*(element * each for each in (x + weight, dy + weight, keeps * (x + dy))))
+    scales = 1 + (4 / 128 if precision.fp8_recipe == "blockwise" else 0)
+    piece = grad * piece_rows(outputs, inputs, grad) * inputs
+    return Scratch(
+        int(scales * (x + weight)),
+        int(scales * ((1 + keeps) * dy + weight)),
+        keeps * (int(scales * (x + dy)) + piece),
+    )
+
+
+def fp8_products(weight: Tensor) -> Fp8Products | None:
+    """How a weight's products are formed of 8-bit floats; None where they are not."""
+    return getattr(weight, MARK, None)
+
+
+def mark_fp8(
+    weight: nn.Parameter, precision: PrecisionConfig, split: int, axis: Axis, cp: Axis = ALONE
+) -> None:
+    """Let the linear layer of this weight, of which the ranks of `axis` share dimension `split`,
+    form its products of 8-bit floats. `cp`: the context-parallel ranks.
+    """
+    is_shared = axis.size > 1
+    products = Fp8Products(
+        SCALINGS[precision.fp8_recipe],
+        E5M2 if precision.fp8_format == "hybrid" else E4M3,
+        precision.fp8_wgrad and precision.fp8_recipe != "rowwise",
+        split if is_shared else None,
+        axis if is_shared else ALONE,
+        cp,
+    )
+    setattr(weight, MARK, products)

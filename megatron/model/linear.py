@@ -1,0 +1,507 @@
+"""Linear layers with separate input- and weight-gradient functions, whole or shared over
+tensor-parallel ranks.
+
+Weight gradients never appear as `.grad`: each parameter carries `main_grad`, a view of its block's
+gradient buffer (fp32, or fp64 in a float64 run), and the functions below add into it. Where a
+weight's attribute `overwrite_main_grad` is set, main_grad holds nothing to add to: the first
+product overwrites it, which saves clearing and reading it. s sequence, b batch, i in, o out; under
+sequence parallelism s is this rank's part wherever a value lies outside a pair of column- and
+row-parallel layers.
+
+Tensor parallelism (Shoeybi et al. 2019): a column-parallel layer holds some of the outputs, a
+row-parallel layer some of the inputs. Sequence parallelism (Korthikanti et al. 2022) splits each
+all-reduce into a reduce-scatter and an all-gather along the sequence.
+
+Split backward (Qi et al. 2023): inside `deferring_weight_grads` a backward pass computes input and
+bias gradients (B) and leaves the weight gradients to `add_weight_grads` (W). What it leaves holds
+this rank's part of the sequence, never a gathered copy. Collectives of s b h elements each:
+
+    layer        B                       W
+    column       all-reduce of dx        -
+    column, SP   reduce-scatter of dx    all-gather of x
+    row          -                       -
+    row, SP      all-gather of dy        all-gather of dy
+
+An unsplit backward has those of B and column's of W. Weights that are marked form their products
+of 8-bit floats (fp8.py), which adds an all-reduce of maxima under scales of a tensor or a row.
+Called from model/attention/attention.py, model/mlp.py and model/block.py;
+parallel/layer_passes.py opens and empties the list of deferred weight gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.workspace import SCRATCH_BYTES
+from megatron.distributed.collectives import (
+    all_gather,
+    all_reduce,
+    gather_parts,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megatron.distributed.groups import ALONE, Axis
+from megatron.kernels import apex
+from megatron.kernels.fp8 import Quantised
+from megatron.kernels.lang import multiprocessors, operator
+from megatron.model.fp8 import fp8_products
+from megatron.model.opaque import Context
+from megatron.model.spec import ParameterSpec
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+
+
+def linear_weight_grad(
+    dy: Tensor,
+    x: Tensor,
+    main_grad: Tensor,
+    overwrite: bool = False,
+    by_apex: bool = False,
+    rows_vary: bool = False,
+) -> None:
+    """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i]:
+    one GEMM that accumulates in main_grad itself, except on a CPU, where bf16 gradients are rounded
+    once before they are added, and fp16 factors are widened, in temporaries of at most
+    SCRATCH_BYTES. `rows_vary`: s b differs from call to call, and bf16 factors are widened too.
+    """
+    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    if by_apex and main_grad.dtype == torch.float32 and dy.dtype != torch.float32:
+        apex.add_weight_grad(dy, x, main_grad.zero_() if overwrite else main_grad)
+        return
+    beta = 0 if overwrite else 1
+    if main_grad.dtype == dy.dtype:
+        main_grad.addmm_(dy.t(), x, beta=beta)
+        return
+    if dy.is_cuda:
+        # reads bf16 or fp16, adds into fp32
+        torch.addmm(main_grad, dy.t(), x, main_grad.dtype, beta=beta, out=main_grad)
+        return
+    if dy.dtype == torch.bfloat16 and not rows_vary:
+        _add_rounded(dy, x, main_grad, overwrite)
+        return
+    # No CPU GEMM reads fp16 and adds into fp32. One of bf16 with a new number of rows generates
+    # code first, which takes longer than the GEMM.
+    step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))
+    for token in range(0, x.shape[0], step):
+        piece = slice(token, token + step)
+        main_grad.addmm_(
+            dy[piece].t().to(main_grad.dtype),
+            x[piece].to(main_grad.dtype),
+            beta=0 if overwrite and token == 0 else 1,
+        )
+
+
+def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> None:
+    """main_grad [o, i] += dy^T x by bf16 GEMMs that accumulate in fp32 and round their result once
+    (relative error 2^-9), some outputs at a time.
+    """
+    rows = _rows_at_once(x.shape[1], dy.element_size(), main_grad.element_size())
+    for grad, part in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
+        wgrad = part.t() @ x
+        if overwrite:
+            grad.copy_(wgrad)
+        else:
+            grad.add_(wgrad)
+
+
+def _rows_at_once(inputs: int, compute: int, grad: int) -> int:
+    """Rows of a weight gradient whose bf16 GEMM, and its copy in fp32, fit into SCRATCH_BYTES."""
+    return max(1, SCRATCH_BYTES // (inputs * (compute + grad)))
+
+
+# rows and columns that one block of threads of a large product computes on Hopper, at most
+TILE = (128, 256)
+# the attribute of a weight whose gradients are left for later: the list that they are put onto
+DEFERRED = "deferred_grads"
+
+
+def weight_grad_scratch(
+    tokens: int, inputs: int, outputs: int, compute: int, grad: int, device: str, rounded: bool
+) -> int:
+    """Bytes of `linear_weight_grad`'s temporaries, for elements of `compute` and `grad` bytes: none
+    where the GEMM itself adds. `rounded`: by bf16 GEMMs, where a CPU has no other.
+    """
+    if compute == grad or device == "cuda":
+        return 0
+    if rounded:
+        return min(outputs, _rows_at_once(inputs, compute, grad)) * inputs * (compute + grad)
+    widened = min(tokens, max(1, SCRATCH_BYTES // (grad * max(inputs, outputs))))
+    return widened * grad * (inputs + outputs)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear, of 8-bit floats where the weight is marked for them."""
+    fp8 = fp8_products(weight)
+    return F.linear(x, weight, bias) if fp8 is None else fp8.forward(x, weight, bias)
+
+
+def input_grad(
+    dy: Tensor, weight: Tensor, *, weight_grad: bool
+) -> tuple[Tensor, Tensor | Quantised]:
+    """dy [s, b, o] times weight [o, i], and what `add_weight_grad` takes in place of dy; that is
+    called next if `weight_grad`.
+    """
+    fp8 = fp8_products(weight)
+    if fp8 is None:
+        return dy.matmul(weight), dy
+    return fp8.input_grad(dy, weight, weight_grad=weight_grad)
+
+
+def add_weight_grad(dy: Tensor | Quantised, x: Tensor, weight: nn.Parameter) -> None:
+    """Add a weight's gradient in its main_grad, or put it there if that is to be overwritten. `dy`
+    is as `input_grad` returns it, or as it came.
+    """
+    overwrite = getattr(weight, "overwrite_main_grad", False)
+    weight.overwrite_main_grad = False
+    fp8 = fp8_products(weight)
+    if fp8 is not None and fp8.weight_grad:
+        fp8.add_weight_grad(dy, x, weight.main_grad, overwrite)
+        return
+    linear_weight_grad(dy, x, weight.main_grad, overwrite, getattr(weight, "by_apex", False))
+
+
+def bias_grad(dy: Tensor, main_grad: Tensor) -> None:
+    """main_grad [o] += the sum of dy [s, b, o] over tokens, accumulated in main_grad's
+    precision.
+    """
+    main_grad.add_(dy.flatten(0, -2).sum(0, dtype=main_grad.dtype))
+
+
+class WeightGrad(NamedTuple):
+    """A weight gradient left for later, with dy [s, b, o] and x [s, b, i] or what this rank holds
+    of them: the rest is on its axis.
+
+    x is detached: the graph would live on otherwise.
+    """
+
+    weight: nn.Parameter
+    dy: Tensor
+    x: Tensor
+    dy_axis: Axis = ALONE
+    x_axis: Axis = ALONE
+    overlap: bool = True
+
+    def start(self) -> Callable[[], None]:
+        """Set off what is gathered; what it returns waits for that and adds the gradient."""
+        dy, x = start_all_gather(self.dy, self.dy_axis), start_all_gather(self.x, self.x_axis)
+        return lambda: add_weight_grad(dy.wait(), x.wait(), self.weight)
+
+
+class LaterGrad(Protocol):
+    """A weight gradient that a split backward pass leaves for its second half."""
+
+    @property
+    def weight(self) -> nn.Parameter: ...
+
+    @property
+    def overlap(self) -> bool:
+        """Whether what `start` sets off may run beside another one's product."""
+
+    def start(self) -> Callable[[], None]:
+        """Set off what is communicated; what it returns adds the gradient."""
+
+
+@torch.no_grad()
+def add_weight_grads(left: list[LaterGrad]) -> None:
+    """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs
+    beside a product.
+    """
+    started: deque[Callable[[], None]] = deque()
+    while left or started:
+        while left and len(started) < (2 if left[0].overlap else 1):
+            started.append(left.pop(0).start())
+        finish = started.popleft()
+        finish()
+        del finish  # or its tensors would live beside those of the next one
+
+
+@contextlib.contextmanager
+def deferring_weight_grads(module: nn.Module) -> Iterator[list[LaterGrad]]:
+    """While open, backward passes through the module's linear layers put their weight gradients
+    onto this list instead of computing them.
+    """
+    left: list[LaterGrad] = []
+    declared = ((weight, getattr(weight, "spec", None)) for weight in module.parameters())
+    weights = {weight for weight, spec in declared if spec is not None and spec.product}
+    weights |= {layer.weight for layer in module.modules() if isinstance(layer, Linear)}
+    for weight in weights:
+        setattr(weight, DEFERRED, left)
+    try:
+        yield left
+    finally:
+        for weight in weights:
+            delattr(weight, DEFERRED)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (x,) = ctx.saved_tensors
+        deferred = getattr(ctx.weight, DEFERRED, None)
+        frozen = not ctx.needs_input_grad[1]
+        dx, kept = input_grad(dy, ctx.weight, weight_grad=deferred is None and not frozen)
+        if frozen:  # and so is the bias
+            return dx, None, None
+        if deferred is None:
+            add_weight_grad(kept, x, ctx.weight)
+        else:
+            deferred.append(WeightGrad(ctx.weight, dy, x.detach()))
+        if ctx.bias is not None:
+            bias_grad(dy, ctx.bias.main_grad)
+        return dx, None, None
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """Forward: all-gather of x under SP, else nothing. Backward: the adjoint, a sum of dx over the
+    axis, beside the weight gradient's product if that is not left for later; under SP x is gathered
+    a second time for it, so that only this rank's part of x is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
+        if not tp.sequence:
+            return product(x, weight, bias)
+        if not _cuts(tp, x, weight, weight.shape[0]):
+            return product(all_gather(x, tp.axis), weight, bias)
+        whole = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
+        y = x.new_empty((*whole.shape[:-1], weight.shape[0]))
+        for rows, part in gather_parts(x, tp.axis, whole):
+            _linear_into(y[rows], part, weight, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
+        deferred = getattr(weight, DEFERRED, None)
+        x_axis = tp.axis if tp.sequence else ALONE
+        gathering, frozen = None, not ctx.needs_input_grad[1]
+        if frozen:
+            pass
+        elif deferred is None:
+            gathering = start_all_gather(x, x_axis)
+            if not tp.overlap:
+                gathering.wait()
+        else:
+            deferred.append(WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap))
+        dx, kept = input_grad(dy, weight, weight_grad=gathering is not None)
+        start = start_reduce_scatter if tp.sequence else start_all_reduce
+        summing = start(dx, tp.axis)
+        del dx  # under sequence parallelism it is whole, and read once
+        if not tp.overlap:
+            summing.wait()
+        if gathering is not None:
+            add_weight_grad(kept, gathering.wait(), weight)
+        if ctx.bias is not None and not frozen:
+            bias_grad(dy, ctx.bias.main_grad)
+        return summing.wait(), None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """Forward: the sum over the axis of the products (under SP each rank keeps its part of the
+    sequence), then the bias once. Backward: under SP an all-gather of dy, else nothing. The bias
+    sees this rank's part of the sequence, so its gradient is a part of the sum.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
+        if not tp.sequence:
+            y = all_reduce(product(x, weight), tp.axis)
+        elif _cuts(tp, x, weight, weight.shape[0] // 2):
+            # the first half of the outputs is summed beside the product of the second
+            halves = []
+            for half in weight.chunk(2):
+                halves.append(start_reduce_scatter(F.linear(x, half), tp.axis))
+            y = torch.cat([half.wait() for half in halves], dim=-1)
+        else:
+            y = reduce_scatter(product(x, weight), tp.axis)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
+        deferred = getattr(weight, DEFERRED, None)
+        frozen = not ctx.needs_input_grad[1]
+        if deferred is not None and not frozen:
+            deferred.append(
+                WeightGrad(
+                    weight,
+                    dy,
+                    x.detach(),
+                    dy_axis=tp.axis if tp.sequence else ALONE,
+                    overlap=tp.overlap,
+                )
+            )
+        if ctx.bias is not None and not frozen:
+            bias_grad(dy, ctx.bias.main_grad)
+        kept: Tensor | Quantised
+        if tp.sequence and _cuts(tp, dy, weight, weight.shape[1]):
+            whole = dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:]))
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            for rows, part in gather_parts(dy, tp.axis, whole):
+                torch.mm(part.flatten(0, -2), weight, out=dx[rows].flatten(0, -2))
+            kept = whole
+        else:
+            dy = all_gather(dy, tp.axis) if tp.sequence else dy
+            dx, kept = input_grad(dy, weight, weight_grad=deferred is None and not frozen)
+        if deferred is None and not frozen:
+            add_weight_grad(kept, x, weight)
+        return dx, None, None, None
+
+
+def _cuts(tp: TensorParallel, x: Tensor, weight: Tensor, outputs: int) -> bool:
+    """Whether a product is cut into pieces beside which others are communicated. 8-bit floats are
+    quantised whole.
+    """
+    return tp.overlap and fp8_products(weight) is None and worth_cutting(x, outputs)
+
+
+def worth_cutting(x: Tensor, outputs: int) -> bool:
+    """Whether a piece of a product, of x [s, b, i] with so many outputs, keeps a GPU as busy as the
+    whole does: it has a tile for each multiprocessor. On a CPU any has.
+    """
+    tiles = -(-x.shape[:-1].numel() // TILE[0]) * -(-outputs // TILE[1])
+    return not x.is_cuda or tiles >= multiprocessors(x.device)
+
+
+def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    out, x = out.flatten(0, -2), x.flatten(0, -2)
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+_FUNCTIONS: dict[str, Any] = {"whole": _Linear, "column": _ColumnLinear, "row": _RowLinear}
+
+
+def _arguments(
+    kind: str, weight: Tensor, bias: Tensor | None
+) -> tuple[Context, tuple[TensorParallel, ...]]:
+    """What a function of this kind is called with beside tensors, by the operators below."""
+    tp = weight.tensor_parallel
+    context = Context((True, weight.requires_grad), weight=weight, bias=bias, tp=tp)
+    return context, () if kind == "whole" else (tp,)
+
+
+@operator("linear")
+def _opaque_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
+    context, tp = _arguments(kind, weight, bias)
+    return _FUNCTIONS[kind].forward(context, x, weight, bias, *tp)
+
+
+@_opaque_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
+    return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
+
+
+@operator("linear_backward")
+def _opaque_linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str
+) -> Tensor:
+    context, _ = _arguments(kind, weight, bias)
+    if getattr(weight, DEFERRED, None) is not None:
+        # a compiled graph writes something else into them as soon as it has read them
+        dy, x = dy.clone(), x.clone()
+    context.save_for_backward(x)
+    return _FUNCTIONS[kind].backward(context, dy)[0]
+
+
+@_opaque_linear_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save_linear(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, bias, ctx.kind, _ = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _differentiate_linear(ctx: Any, dy: Tensor) -> tuple:
+    dx = torch.ops.megatron.linear_backward(dy, *ctx.saved_tensors, ctx.kind)
+    return dx, None, None, None, None
+
+
+_opaque_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)
+
+
+def _apply(
+    kind: str, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
+) -> Tensor:
+    kind = "whole" if tp.size == 1 else kind
+    if torch.compiler.is_compiling():
+        rows = x.shape[0]
+        if tp.sequence:
+            rows = rows * tp.size if kind == "column" else rows // tp.size
+        return torch.ops.megatron.linear(x, weight, bias, kind, rows)
+    if kind == "whole":
+        return _Linear.apply(x, weight, bias)
+    return _FUNCTIONS[kind].apply(x, weight, bias, tp)
+
+
+def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
+    """x [s, b, i] times weight [o, i] transposed, plus bias [o]: bit-equal to
+    torch.nn.functional.linear.
+    """
+    return _apply("whole", x, weight, bias, DENSE)
+
+
+def column_linear(
+    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
+) -> Tensor:
+    """x [s, b, i] (under SP this rank's s / size) -> [s, b, o / size]."""
+    return _apply("column", x, weight, bias, tp)
+
+
+class Linear(nn.Module):
+    """torch.nn.Linear whose gradients accumulate into `main_grad`: weight [o, i], bias [o]."""
+
+    def __init__(
+        self, weight: ParameterSpec, bias: ParameterSpec | None = None, tp: TensorParallel = DENSE
+    ):
+        super().__init__()
+        self.tp = tp
+        self.weight = weight.parameter(tp)
+        self.bias = None if bias is None else bias.parameter(tp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class ColumnLinear(Linear):
+    """Each rank holds some of the outputs: x [s, b, i] (under SP this rank's s / size) ->
+    [s, b, o / size].
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_linear(x, self.weight, self.bias, self.tp)
+
+
+class RowLinear(Linear):
+    """Each rank holds some of the inputs: x [s, b, i / size] -> [s, b, o] (under SP this rank's
+    s / size).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _apply("row", x, self.weight, self.bias, self.tp)

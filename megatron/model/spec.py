@@ -1,0 +1,298 @@
+"""What a layer declares of the tensors that it holds, and everything else reads.
+
+A *logical tensor* is what a checkpoint names: q, k and v apart, gate and up apart, the real
+vocabulary, no parallelism. Its `TensorSpec` says everything that a run needs to know of it: initial
+values, weight decay, how ranks cut it, whose gradients are added up. A *parameter* of a module may
+fuse several logical tensors, hold padding, or be one rank's share of them; its `ParameterSpec` says
+which. A `Box` is the part of one logical tensor that a rank's parameter holds.
+
+No name is matched anywhere: a new layer declares its tensors here and is complete. Called from
+every module that owns parameters, and read by model/init.py, parallel/blocks.py and the
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.groups import ModelConfig
+from megatron.distributed.groups import ALONE, Axis, Groups
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values: normal(0, `std`), or `value` everywhere where `std` is 0."""
+
+    std: float = 0.0
+    value: float = 0.0
+
+
+ZEROS = Init()
+ONES = Init(value=1.0)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tensor-parallel ranks hold equal parts along `dimension`.
+
+    There are as many parts as ranks, but at most `parts` (key/value heads): then several ranks hold
+    the same one.
+    """
+
+    dimension: int
+    parts: int | None = None
+
+    def count(self, ranks: int) -> int:
+        """Different parts over so many ranks."""
+        return ranks if self.parts is None else min(ranks, self.parts)
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors of the learning rate, the weight decay and Adam's epsilon of one tensor.
+    `decoupled_lr`: it takes the rate of --decoupled-lr, where that is given.
+    """
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+    eps: float = 1.0
+    decoupled_lr: bool = False
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One logical tensor, as its layer declares it.
+
+    `copies`: who holds the same part of it, data-parallel ranks left out: all tensor-parallel ranks
+    ("tp"), those that share a key/value head ("kv"), both ends of a pipeline ("tied"), or nobody.
+    `grad_sum`: those of them whose gradients are parts of a sum. None: nothing is known of it, as
+    of an ordinary module that nobody has declared. `stored`: rows with padding, if there is any.
+    `group`: whose gradients are added up over data-parallel ranks; "dense" is all of them,
+    "expert" those that hold the same experts; a "state" is not trained, but kept with the weights.
+    `expert`: the number of the expert that it is a part of, and how many there are.
+    """
+
+    name: str  # as in a checkpoint: layers.3.attention.q.weight
+    shape: tuple[int, ...]  # global, without padding
+    init: Init
+    kind: str  # matrix, vector, embedding, head, state
+    decay: bool = True
+    shard: Shard | None = None
+    copies: str | None = None
+    grad_sum: tuple[str, ...] | None = ()
+    stored: int | None = None
+    group: str = "dense"
+    multipliers: Multipliers = Multipliers()
+    expert: tuple[int, int] | None = None
+
+    def is_held(self, rank: int, ranks: int) -> bool:
+        """Whether one of so many expert-parallel ranks holds it."""
+        if self.expert is None:
+            return True
+        number, count = self.expert
+        return number * ranks // count == rank
+
+    def local_shape(self, ranks: int) -> tuple[int, ...]:
+        """What one of so many tensor-parallel ranks stores of it, padding included."""
+        shape = [self.shape[0] if self.stored is None else self.stored, *self.shape[1:]]
+        if self.shard is not None:
+            shape[self.shard.dimension] //= self.shard.count(ranks)
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Part of a logical tensor held by a local parameter: rows [start, start + rows) of each of
+    `groups` equal row groups. `spec`: what the model declares of the tensor, where the box is one
+    of a model's.
+    """
+
+    name: str
+    shape: tuple[int, ...]  # the whole logical tensor
+    offset: tuple[int, ...]  # where the part begins
+    extent: tuple[int, ...]  # its size
+    groups: int = 1
+    start: int = 0
+    replicated: str | None = None  # who holds this very part: tp, kv, tied; None: this rank
+    spec: TensorSpec | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def group(self) -> str:
+        """Which data-parallel ranks hold copies of it; "dense" where nothing is declared."""
+        return "dense" if self.spec is None else self.spec.group
+
+    def view(self, local: Tensor) -> Tensor:
+        """[groups, rows, ...] of the local parameter: strided, C-order equal to `extent`."""
+        rows = self.extent[0] // self.groups
+        stride = local.shape[0] // self.groups
+        grouped = local[: stride * self.groups].view(self.groups, stride, *local.shape[1:])
+        return grouped[:, self.start : self.start + rows]
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter of a module: one logical tensor, or several fused along their rows.
+
+    A fused parameter consists of `interleave` equal groups of rows, and each group holds a part of
+    every tensor in turn: per key/value head [its queries | key | value]. `product`: the weight of a
+    linear layer, whose gradient is one matrix product. That product comes first in a backward pass,
+    or is left for later by a split one.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    interleave: int = 1
+    product: bool = False
+
+    @property
+    def decay(self) -> bool:
+        """Whether it takes weight decay."""
+        return self.tensors[0].decay
+
+    @property
+    def multipliers(self) -> Multipliers:
+        """Those of its tensors, which are fused only where they are the same; no weight decay where
+        it takes none.
+        """
+        multipliers = self.tensors[0].multipliers
+        return multipliers if self.decay else replace(multipliers, weight_decay=0.0)
+
+    @property
+    def group(self) -> str:
+        """Whose gradients are added up over data-parallel ranks."""
+        return self.tensors[0].group
+
+    def local_shape(self, ranks: int, expert_rank: int = 0, experts: int = 1) -> tuple[int, ...]:
+        """The shape of the parameter on one of so many tensor-parallel ranks; of experts, on the
+        `expert_rank`-th of `experts` ranks that each hold some.
+        """
+        held = [tensor for tensor in self.tensors if tensor.is_held(expert_rank, experts)]
+        shapes = [tensor.local_shape(ranks) for tensor in held]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def parameter(self, tp: TensorParallel = DENSE) -> nn.Parameter:
+        """A parameter of this rank's shape on the meta device, which carries this declaration."""
+        shape = self.local_shape(tp.size, tp.experts.rank, tp.experts.size)
+        is_trained = self.group != "state"
+        made = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=is_trained)
+        made.spec = self
+        return made
+
+    def boxes(self, tp: TensorParallel = DENSE) -> tuple[Box, ...]:
+        """The parts of logical tensors in this rank's parameter; none where they are all
+        padding.
+        """
+        groups = max(1, self.interleave // tp.size)
+        boxes, start = [], 0
+        for tensor in self.tensors:
+            if not tensor.is_held(tp.experts.rank, tp.experts.size):
+                continue
+            extent = tensor.local_shape(tp.size)
+            boxes += _box(tensor, extent, groups, start, tp)
+            start += extent[0] // groups
+        return tuple(boxes)
+
+
+def _box(
+    tensor: TensorSpec, extent: tuple[int, ...], groups: int, start: int, tp: TensorParallel
+) -> list[Box]:
+    """The box of one tensor; none when this rank's part is padding alone."""
+    offset = [0] * len(extent)
+    if tensor.shard is not None:
+        dimension = tensor.shard.dimension
+        sharing = tp.size // tensor.shard.count(tp.size)  # ranks that hold the same part
+        offset[dimension] = tp.axis.rank // sharing * extent[dimension]
+    real = min(tensor.shape[0] - offset[0], extent[0])
+    if real <= 0 < extent[0]:
+        return []
+    shared = {None: False, "tp": tp.size > 1, "kv": tp.kv.size > 1, "tied": True}[tensor.copies]
+    copies = tensor.copies if shared else None
+    part = (real, *extent[1:])
+    return [Box(tensor.name, tensor.shape, tuple(offset), part, groups, start, copies, tensor)]
+
+
+def vector(
+    name: str,
+    size: int,
+    init: Init = ZEROS,
+    *,
+    shard: Shard | None = None,
+    copies: str | None = None,
+    grad_sum: tuple[str, ...] = (),
+) -> TensorSpec:
+    """A bias or the scale of a norm: [size], without weight decay."""
+    return TensorSpec(name, (size,), init, "vector", False, shard, copies, grad_sum)
+
+
+def normal(config: ModelConfig, *, residual_output: bool = False) -> Init:
+    """Of a matrix: --init-method-std, over sqrt(2 x layers) where it ends a residual branch
+    (GPT-2).
+    """
+    std = config.init_method_std
+    return Init(std / (2 * config.num_layers) ** 0.5 if residual_output else std)
+
+
+def parts_under(sequence: bool) -> tuple[str, ...]:
+    """`grad_sum` of what every tensor-parallel rank holds whole and applies to its own part of the
+    sequence: a part of the sum under sequence parallelism, else the whole.
+    """
+    return ("tp",) if sequence else ()
+
+
+def declare_grad_sum(module: nn.Module, grad_sum: tuple[str, ...]) -> None:
+    """Say of an ordinary module, which every tensor-parallel rank holds whole, whether the ranks'
+    gradients are parts of a sum ("tp",), as between our layers under sequence parallelism
+    (`parts_under`), or whole on each of them ().
+    """
+    for parameter in module.parameters():
+        parameter.grad_sum = grad_sum
+
+
+def spec_of(name: str, parameter: nn.Parameter, config: ModelConfig) -> ParameterSpec:
+    """The declaration of a parameter called `name` in the model; what can be said of one that has
+    none: ranks hold it whole, matrices are drawn, vectors begin with ones, biases with zeros.
+    """
+    if (spec := getattr(parameter, "spec", None)) is not None:
+        return spec
+    shape, is_matrix = tuple(parameter.shape), parameter.dim() > 1
+    bias = name.endswith(".bias")
+    tensor = TensorSpec(
+        name,
+        shape,
+        init=normal(config) if is_matrix else ZEROS if bias else ONES,
+        kind="matrix" if is_matrix else "vector",
+        decay=is_matrix,
+        copies="tp",
+        grad_sum=getattr(parameter, "grad_sum", None),
+    )
+    return ParameterSpec((tensor,))
+
+
+def under(parameters: dict[str, ParameterSpec], name: str) -> dict[str, ParameterSpec]:
+    """The declarations of the submodule called `name`, by their names in it."""
+    inside = f"{name}."
+    return {
+        own.removeprefix(inside): spec for own, spec in parameters.items() if own.startswith(inside)
+    }
+
+
+class Holder(NamedTuple):
+    """The place of a rank among those that hold the same part of a logical tensor."""
+
+    rank: int
+    size: int
+
+
+def holders(box: Box, groups: Groups) -> Axis:
+    """The ranks that hold the same box, data-parallel copies left out."""
+    axes = {None: ALONE, "tp": groups.tp, "kv": groups.kv, "tied": groups.tied}
+    return axes[box.replicated]
+
+
+def whole(tensor: TensorSpec) -> Box:
+    """The whole of a tensor as one box."""
+    return Box(tensor.name, tensor.shape, (0,) * len(tensor.shape), tensor.shape, spec=tensor)

@@ -1,0 +1,568 @@
+"""Flat storage: all parameters of a block are views into one buffer, and so are their gradients.
+
+A block is what lives and dies together: the word embedding, one layer, an untied head. Every tensor
+starts at a multiple of ALIGNMENT elements, so a buffer can be cut anywhere on that grid and torch's
+fused AdamW still gives the same bits (its vector and scalar code differ in rounding). Decayed
+tensors come first: a block is one decayed and one undecayed segment.
+
+What a rank holds of a block follows from the ZeRO stage (Rajbhandari et al. 2020), N ranks sharing
+it:
+
+    stage   weight                   grad                     grad_shard      master, moments
+    0       whole                    whole                    grad            whole
+    1       whole                    whole                    its slice       a slice
+    2       whole                    while a backward runs    a slice         a slice
+    3       while it is needed       while a backward runs    a slice         a slice
+
+Gradients exist from the first backward pass of a step to the update. A frozen block has the weight
+alone, its slice at stage 3. Of an offloaded block (stage 3) what a gather reads is in the host's
+memory: the device has the whole weight while it is needed, and nothing else of it. Called from
+training/pretrain.py, which builds the buffers, and from parallel/zero.py and
+optimizer/optimizer.py in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.groups import Config
+from megatron.config.stages import frozen_units
+from megatron.distributed.groups import Axis, BufferGroups, Groups, one_process
+from megatron.model.additions import check_additions
+from megatron.model.gpt import GPTModel
+from megatron.model.spec import Box, Multipliers, ParameterSpec, holders
+
+ALIGNMENT = 64
+STATE = "state"  # the group of what is kept with the weights and not trained
+
+
+@dataclass(frozen=True)
+class BufferEntry:
+    """One parameter in its block's flat buffers."""
+
+    name: str
+    start: int
+    shape: torch.Size
+    boxes: tuple[Box, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    def view(self, buffer: Tensor, first: int = 0) -> Tensor:
+        """The parameter's part of a buffer that begins with element `first` of the block."""
+        return buffer.narrow(0, self.start - first, self.numel).view(self.shape)
+
+    def runs(self, box: Box) -> Iterator[tuple[int, int, int]]:
+        """A box's contiguous ranges in the flat buffer: (start, stop, its first row in the box)."""
+        width, rows, stride = (
+            math.prod(self.shape[1:]),
+            box.extent[0] // box.groups,
+            self.shape[0] // box.groups,
+        )
+        for group in range(box.groups):
+            first = self.start + (group * stride + box.start) * width
+            yield first, first + rows * width, group * rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the parameters of a unit that the same ranks hold lie in their flat buffer."""
+
+    name: str
+    unit: str  # whose parameters they are
+    group: str  # which of Groups.buffers hold copies of it
+    entries: tuple[BufferEntry, ...]
+    # elements at its beginning: weights of linear layers, whose gradients a split backward pass
+    # leaves for later
+    late: int
+    # (where it ends, what an update rule multiplies there), one after the other
+    ranges: tuple[tuple[int, Multipliers], ...]
+    size: int  # with padding
+
+    @cached_property
+    def cleared(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of a new gradient that no product of a linear layer overwrites."""
+        start, found = 0, []
+        for entry in self.entries:
+            if entry.start < self.late:  # a tensor without an element may end there, too
+                found.append((start, entry.start))
+                start = entry.stop
+        return tuple((first, last) for first, last in (*found, (start, self.size)) if first < last)
+
+    @property
+    def decayed(self) -> int:
+        """Elements at its beginning that take weight decay."""
+        return max(
+            (stop for stop, multipliers in self.ranges if multipliers.weight_decay > 0), default=0
+        )
+
+
+Piece = slice  # of what a rank updates; Block has a method of the type's name
+
+
+class Segment(NamedTuple):
+    """A range of what a rank updates, and what an update rule multiplies there."""
+
+    part: Piece
+    multipliers: Multipliers
+
+
+class Block:
+    """The flat buffers of one block on this rank. `stage` is 0 where one rank alone holds them."""
+
+    grad_place: Tensor | None = None  # of every gradient buffer, where CUDA graphs write to it
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: BufferGroups,
+        stage: int,
+        grad_dtype: torch.dtype | None,
+        on_host: bool = False,
+        in_files: bool = False,
+        offloaded: bool = False,
+    ):
+        # where master weights and moments are: in the host's memory, or in its files (nvme.py)
+        self.on_host, self.in_files = on_host, in_files
+        self.offloaded = offloaded
+        self.plan, self.parameters, self.stage = plan, parameters, stage
+        self.grad_dtype, self.trained = grad_dtype, grad_dtype is not None
+        self.name, self.entries, self.size = plan.name, plan.entries, plan.size
+        self.groups, self.shard = groups, groups.shard
+        mine = _equal_part((0, self.size), self.shard)
+        self.own = mine if stage > 0 else (0, self.size)
+        # what this rank counts, where all count once
+        self.share = _equal_part(mine, groups.replicate)
+        self.weight = torch.zeros(self.size, dtype=dtype, device=device)
+        self._take_parameters()
+        wide = accumulation_dtype(dtype) if self.trained else dtype
+        # autograd counts no writes to it
+        empty = torch.empty(0, dtype=dtype, device=device)
+        self.untracked = empty.set_(self.weight.untyped_storage(), 0, (self.size,), (1,))
+        if stage == 3:
+            self.release()
+        self.grad: Tensor | None = None
+        self.summed: Tensor | None = None  # stages 2 and 3: the slice, once a reduction has come
+        self._build_masters(dtype, wide, device)
+
+    def _take_parameters(self) -> None:
+        """Make the parameters views into the weight."""
+        for entry, parameter in zip(self.entries, self.parameters, strict=True):
+            stored = nn.Parameter(entry.view(self.weight), requires_grad=self.trained)
+            # what it declares stays
+            vars(stored).update(vars(parameter), main_grad=None, label=entry.name)
+            torch.utils.swap_tensors(parameter, stored)
+
+    def _build_masters(self, dtype: torch.dtype, wide: torch.dtype, device: torch.device) -> None:
+        """The master weights, unless files have them, and what a step rounds them to: nothing where
+        they are the weights, nor at stage 3, which rounds when it gathers, unless that is in
+        another memory or they are.
+        """
+        length = self.own[1] - self.own[0]
+        separate = self.stage == 3 or dtype != wide or self.on_host
+        self.master: Tensor | None = None
+        self.rounded: Tensor | None = None
+        if self.offloaded:
+            narrow = dtype != wide or self.in_files
+            self.rounded = host_memory(length, dtype, device) if narrow else None
+            if not self.in_files:
+                self.master = (
+                    torch.zeros(length, dtype=wide) if narrow else host_memory(length, wide, device)
+                )
+            return
+        if not self.in_files:
+            self.master = (
+                torch.zeros(length, dtype=wide, device="cpu" if self.on_host else device)
+                if separate
+                else self.part(self.weight)
+            )
+        if self.stage < 3:
+            self.rounded = self.part(self.weight) if separate else None
+        elif self.on_host:
+            self.rounded = torch.zeros(length, dtype=dtype, device=device)
+
+    def part(self, buffer: Tensor) -> Tensor:
+        """What this rank updates, of one of the block's whole buffers."""
+        return buffer[self.own[0] : self.own[1]]
+
+    def slice(self, buffer: Tensor) -> Tensor:
+        """This rank's slice of a whole buffer: `part`, but at stage 0, where a rank updates all of
+        it.
+        """
+        length = buffer.numel() // self.shard.size
+        return buffer.narrow(0, self.shard.rank * length, length)
+
+    # ---- weights at stage 3
+
+    @property
+    def kept(self) -> Tensor:
+        """What this rank keeps of the weight between its uses."""
+        return self.master if self.rounded is None else self.rounded
+
+    @property
+    def is_released(self) -> bool:
+        return self.weight.untyped_storage().nbytes() == 0
+
+    def release(self) -> None:
+        """Free the whole weight. Views stay, and autograd keeps them: hence the storage goes, not
+        the tensor.
+        """
+        self.weight.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Room for the whole weight, its content undefined."""
+        self.weight.untyped_storage().resize_(self.size * self.weight.element_size())
+
+    # ---- gradients
+
+    @property
+    def grad_shard(self) -> Tensor | None:
+        """The gradient of what this rank updates."""
+        return self.summed if self.stage >= 2 or self.grad is None else self.part(self.grad)
+
+    def _new_grad(self) -> Tensor:
+        return torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
+
+    def keep_grad_place(self) -> None:
+        """Have every gradient buffer to come at the same address: CUDA graphs write there."""
+        assert self.stage < 2
+        self.grad_place = self._new_grad()
+
+    def open(self) -> None:
+        """Give the parameters a `main_grad`: the block's gradient buffer. Weights of linear layers
+        are overwritten by their first product: only what lies between and after them is cleared.
+        """
+        assert self.grad is None
+        self.grad = self._new_grad() if self.grad_place is None else self.grad_place
+        for first, last in self.plan.cleared:
+            self.grad[first:last].zero_()
+        for entry, parameter in zip(self.entries, self.parameters):
+            parameter.main_grad = entry.view(self.grad)
+            if entry.start < self.plan.late:
+                parameter.overwrite_main_grad = True
+
+    def complete(self) -> None:
+        """All passes are over: the gradient of a linear layer's weight that has had no product is
+        zero.
+        """
+        for parameter in self.parameters:
+            if getattr(parameter, "overwrite_main_grad", False):
+                parameter.main_grad.zero_()
+                parameter.overwrite_main_grad = False
+
+    def drop(self) -> None:
+        """The gradient has been used."""
+        self.summed = None
+        if self.grad is not None:
+            self.close()
+
+    def close(self) -> Tensor:
+        """Take the gradient buffer away; it lives as long as the caller keeps it."""
+        grad, self.grad = self.grad, None
+        for parameter in self.parameters:
+            parameter.main_grad = None
+        return grad
+
+    def open_early(self) -> Tensor:
+        """A `main_grad` of zeros for what a split backward pass completes with the input gradient:
+        buffer [size - late], the rest has none.
+        """
+        early = torch.zeros(
+            self.size - self.plan.late, dtype=self.grad_dtype, device=self.weight.device
+        )
+        for entry, parameter in zip(self.entries, self.parameters):
+            if entry.start >= self.plan.late:
+                parameter.main_grad = entry.view(early, self.plan.late)
+        return early
+
+    def close_early(self) -> None:
+        """After the pass; `open` and an addition follow with the weight gradients."""
+        for parameter in self.parameters:
+            parameter.main_grad = None
+
+    # ---- what this rank updates
+
+    def boxes(self, buffer: Tensor, piece: Piece | None = None) -> Iterator[tuple[Box, Tensor]]:
+        """The parts of logical tensors in a buffer as long as `own`, or in one of only a piece of
+        that, each with the view that holds it: whole parameters where they are not cut, else runs
+        of whole rows and parts of rows.
+        """
+        first, last = self._range(piece)
+        for entry in self.entries:
+            for box in entry.boxes:
+                if first <= entry.start and entry.stop <= last:
+                    yield box, entry.view(buffer, first)
+                    continue
+                for start, stop, row in entry.runs(box):
+                    for at, part in _rectangles(
+                        box,
+                        row,
+                        math.prod(entry.shape[1:]),
+                        max(start, first) - start,
+                        min(stop, last) - start,
+                    ):
+                        low = start + at - first
+                        yield part, buffer[low : low + math.prod(part.extent)].view(part.extent)
+
+    def runs(self, entry: BufferEntry, box: Box, buffer: Tensor) -> Iterator[Tensor]:
+        """The flat pieces of a box in a buffer as long as `own`."""
+        for start, stop, _ in entry.runs(box):
+            low, high = max(start, self.own[0]), min(stop, self.own[1])
+            if low < high:
+                yield buffer[low - self.own[0] : high - self.own[0]]
+
+    def counted(self, groups: Groups, piece: Piece | None = None) -> list[Piece]:
+        """The parts of a buffer as in `boxes` that this rank counts, such that over all ranks each
+        element of the model comes once: of those that hold the same parameters each counts a slice;
+        what tensor-parallel ranks share, the first counts.
+        """
+        lowest, highest = self._range(piece)
+        start, ranges = 0, []
+        for entry in self.entries:
+            for box in entry.boxes:
+                if holders(box, groups).rank > 0:
+                    for first, stop, _ in entry.runs(box):
+                        ranges.append((start, first))
+                        start = stop
+        found = []
+        for first, stop in (*ranges, (start, self.size)):
+            low, high = max(first, self.share[0], lowest), min(stop, self.share[1], highest)
+            if low < high:
+                found.append(slice(low - lowest, high - lowest))
+        return found
+
+    def segments(self, piece: Piece | None = None) -> list[Segment]:
+        """The ranges of a buffer as in `boxes` that are updated alike."""
+        first, last = self._range(piece)
+        start, found = first, []
+        for stop, multipliers in self.plan.ranges:
+            if start < min(stop, last):
+                found.append(Segment(slice(start - first, min(stop, last) - first), multipliers))
+            start = max(start, min(stop, last))
+        return found
+
+    def multipliers(self, entry: BufferEntry) -> Multipliers:
+        """What an update rule multiplies at a parameter."""
+        return next(multipliers for stop, multipliers in self.plan.ranges if entry.start < stop)
+
+    def _range(self, piece: Piece | None) -> tuple[int, int]:
+        """The block's elements [first, last) in a piece of what this rank updates; all of that for
+        None.
+        """
+        return self.own if piece is None else (self.own[0] + piece.start, self.own[0] + piece.stop)
+
+
+def _equal_part(whole: tuple[int, int], axis: Axis) -> tuple[int, int]:
+    """This rank's part of the elements [first, last)."""
+    first, last = whole
+    size = (last - first) // axis.size
+    return first + axis.rank * size, first + (axis.rank + 1) * size
+
+
+def _rectangles(box: Box, row: int, width: int, start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """Elements [start, stop) of a run of a box, rows of `width` from the box's `row` on, as (where
+    each begins, box).
+    """
+    while start < stop:
+        first, column = divmod(start, width)
+        extent: tuple[int, ...]
+        if column > 0 or stop - start < width:
+            extent = 1, min(width - column, stop - start)
+        else:
+            extent = (stop - start) // width, *box.extent[1:]
+        offset = box.offset[0] + row + first, *(o + column for o in box.offset[1:])
+        yield start, replace(box, offset=offset, extent=extent, groups=1, start=0)
+        start += math.prod(extent)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Precision of gradients, master weights and moments: fp32, fp64 in a float64 run."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def host_memory(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in the host's memory that a GPU reads by itself: in pinned pages, of which torch takes
+    a power of two. Never run on a GPU.
+    """
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def padded(elements: int, parts: int = 1) -> int:
+    """Elements of a tensor, or of a block of `parts` equal slices, on the grid."""
+    return -(-elements // (ALIGNMENT * parts)) * ALIGNMENT * parts
+
+
+def plan_blocks(
+    model: GPTModel, parts: Callable[[str], int]
+) -> list[tuple[Plan, list[nn.Parameter]]]:
+    """Where every parameter of a model lies, buffer by buffer in the order of the forward pass. A
+    unit has a buffer for each group that its parameters declare; buffers of a group can be cut into
+    `parts(group)` equal slices.
+    """
+    plans, placed = [], set()
+    declared = {
+        parameter: _Declared(name, parameter, spec) for name, parameter, spec in model.declared()
+    }
+    for unit_name, unit in model.units():
+        # a tied head adds none
+        own = [parameter for parameter in unit.parameters() if parameter not in placed]
+        placed.update(own)
+        ordered = _in_buffer_order(model, [declared[parameter] for parameter in own])
+        for group in dict.fromkeys(each.spec.group for each in ordered):
+            members = [each for each in ordered if each.spec.group == group]
+            plan = _lay_out(model, unit_name, group, members, parts(group))
+            plans.append((plan, [each.parameter for each in members]))
+    return plans
+
+
+class _Declared(NamedTuple):
+    """A parameter, and what the model declares of it."""
+
+    name: str
+    parameter: nn.Parameter
+    spec: ParameterSpec
+
+    def is_late(self, model: GPTModel) -> bool:
+        """Whether a split backward pass leaves its gradient for later."""
+        # of a tied head it precedes the embedding's
+        heads = model.head is not None and self.parameter is model.head.weight
+        return self.spec.product or heads
+
+
+def _in_buffer_order(model: GPTModel, own: list[_Declared]) -> list[_Declared]:
+    """Decayed parameters first, of them the late ones, and those together that an update rule
+    treats alike.
+    """
+    kinds = list(dict.fromkeys(each.spec.multipliers for each in own))
+    return sorted(
+        own,
+        key=lambda each: (
+            not each.spec.decay,
+            not each.is_late(model),
+            kinds.index(each.spec.multipliers),
+        ),
+    )
+
+
+def _lay_out(model: GPTModel, unit: str, group: str, members: list[_Declared], parts: int) -> Plan:
+    """The buffer of a unit's parameters that one group holds, in `parts` equal slices."""
+    entries, ranges, end, late_end = [], [], 0, 0
+    for name, parameter, spec in members:
+        entries.append(BufferEntry(name, end, parameter.shape, spec.boxes(model.grid(group))))
+        end += padded(parameter.numel())
+        ranges.append((end, spec.multipliers))
+    for entry, each in zip(entries, members):
+        if each.is_late(model):
+            late_end = entry.start + padded(entry.numel)
+    size = padded(end, parts)
+    ranges[-1] = size, ranges[-1][1]  # padding is zero, and stays it
+    name = unit if group == "dense" else f"{unit} ({group})"
+    return Plan(name, unit, group, tuple(entries), late_end, _joined(ranges), size)
+
+
+def _joined(ranges: list[tuple[int, Multipliers]]) -> tuple[tuple[int, Multipliers], ...]:
+    """Neighbours that are multiplied alike as one range, which ends where the last of them does."""
+    following = [multipliers for _, multipliers in ranges[1:]] + [None]
+    return tuple(each for each, next_one in zip(ranges, following) if each[1] != next_one)
+
+
+def build_blocks(
+    model: GPTModel,
+    device: torch.device,
+    groups: Groups = one_process(),
+    *,
+    stage: int = 0,
+    training: bool = True,
+    narrow_grads: bool = False,
+    host_fraction: float = 0.0,
+    in_files: bool = False,
+    offloaded: bool = False,
+    frozen: Container[str] = (),
+    make: Callable[..., Block] = Block,
+) -> list[Block]:
+    """Give every parameter of a model born on the meta device its storage (zeros), and a
+    `main_grad` when it is trained.
+
+    Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads`
+    accumulates gradients in the model's precision; blocks with about `host_fraction` of the
+    parameters have their master weights in host memory, or `in_files`; those named in `frozen` are
+    not trained. `offloaded`: at stage 3 weights of both are in host memory between their uses.
+    `make` is Block, or takes what it takes. Raises ValueError for a module that cannot train here
+    (megatron/model/additions.py).
+    """
+    check_additions(model)
+    grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
+    plans = plan_blocks(
+        model, lambda group: 1 if group == STATE else groups.buffers[group].replicas.size
+    )
+    trained = [training and plan.unit not in frozen and plan.group != STATE for plan, _ in plans]
+    on_host = on_host_of(
+        [plan.size * train for (plan, _), train in zip(plans, trained)], host_fraction
+    )
+    return [
+        make(
+            plan,
+            parameters,
+            model.dtype if plan.group != STATE else accumulation_dtype(model.dtype),
+            device,
+            groups.buffers[plan.group],
+            stage if plan.group != STATE else 0,
+            grad_dtype if train else None,
+            host,
+            host and in_files,
+            offloaded and stage == 3 and (host or not train) and plan.group != STATE,
+        )
+        for (plan, parameters), train, host in zip(plans, trained, on_host)
+    ]
+
+
+def build_run_blocks(
+    config: Config,
+    model: GPTModel,
+    device: torch.device,
+    groups: Groups,
+    make: Callable[..., Block] = Block,
+) -> list[Block]:
+    """The blocks that the flags of a resolved configuration ask for, made by `make`."""
+    optimizer = config.optimizer
+    return build_blocks(
+        model,
+        device,
+        groups,
+        stage=config.distributed.zero_stage,
+        narrow_grads=optimizer.main_grads_dtype == "bf16",
+        host_fraction=optimizer.optimizer_offload_fraction
+        if optimizer.optimizer_cpu_offload
+        else 0.0,
+        in_files=optimizer.optimizer_nvme_offload is not None,
+        offloaded=optimizer.param_cpu_offload,
+        frozen=frozen_units(config),
+        make=make,
+    )
+
+
+def on_host_of(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Which blocks, of these sizes and in the order of the forward pass, are stepped on the host so
+    that they hold about `fraction` of all elements: the last ones, which have the most time until
+    they are needed. Frozen ones have no elements.
+    """
+    found, left = [], fraction * sum(sizes)
+    for size in reversed(sizes):
+        found.append(left > size / 2 and size > 0)
+        left -= size if found[-1] else 0
+    return found[::-1]

@@ -1,0 +1,49 @@
+"""Layers of given sizes for tests: each declares tensors that no model has."""
+
+from __future__ import annotations
+
+from megatron.config.groups import ModelConfig
+from megatron.model.embedding import Embedding
+from megatron.model.linear import ColumnLinear, Linear, RowLinear
+from megatron.model.norm import Norm, norm_parameters
+from megatron.model.spec import Init, ParameterSpec, Shard, TensorSpec, vector
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+
+DRAWN = Init(std=0.02)
+
+
+def linear(
+    i: int,
+    o: int,
+    bias: bool,
+    tp: TensorParallel = DENSE,
+    kind: type[Linear] = Linear,
+    name: str = "linear",
+) -> Linear:
+    """A linear layer from i to o features, over all ranks."""
+    weight_shard = {ColumnLinear: Shard(0), RowLinear: Shard(1)}.get(kind)
+    bias_shard = Shard(0) if kind is ColumnLinear else None
+    matrix = TensorSpec(f"{name}.weight", (o, i), DRAWN, "matrix", shard=weight_shard)
+    offsets = vector(f"{name}.bias", o, shard=bias_shard)
+    return kind(
+        ParameterSpec((matrix,), product=True), ParameterSpec((offsets,)) if bias else None, tp
+    )
+
+
+def norm(
+    kind: str, size: int, eps: float = 1e-5, backend: str = "torch", name: str = "norm"
+) -> Norm:
+    """A norm of this width."""
+    config = ModelConfig(normalization=kind, norm_epsilon=eps, norm_backend=backend)
+    return Norm(norm_parameters(kind, size, name), config)
+
+
+def table(
+    rows: int,
+    width: int,
+    tp: TensorParallel = DENSE,
+    name: str = "table.weight",
+) -> Embedding:
+    """An embedding of so many rows, over all ranks."""
+    matrix = TensorSpec(name, (rows, width), DRAWN, "embedding", shard=Shard(0))
+    return Embedding(ParameterSpec((matrix,)), tp)

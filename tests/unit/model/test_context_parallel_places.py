@@ -1,0 +1,176 @@
+"""Which positions context-parallel ranks hold: each once, and as much work for all of them; and
+which heads ranks that exchange them have.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.errors import ArgumentErrors
+from megatron.config.validate import resolve
+from megatron.model.attention import context_parallel
+from megatron.model.attention.context_parallel import heads_for_sequence, places_of
+
+
+def visible_pairs(places, starts, window=None):
+    """Of each rank: pairs of its queries with the keys that they see, counted one by one."""
+    positions = np.arange(starts.shape[1])
+    seen = positions[:, None] >= positions[None, :]
+    if window is not None:
+        seen &= positions[:, None] - positions[None, :] < window
+    found = np.zeros(len(places), np.int64)
+    for sample in starts:
+        whole = (seen & (positions[None, :] >= sample[:, None])).sum(1)
+        found += [whole[own].sum() for own in places]
+    return found
+
+
+def documents(length, samples, mean, seed):
+    """Starts [samples, length] of documents whose lengths are log-normal around a mean."""
+    draw = np.random.default_rng(seed)
+    starts = np.zeros((samples, length), np.int32)
+    for sample in starts:
+        at = 0
+        while at < length:
+            sample[at:] = at
+            at += 1 + int(draw.lognormal(np.log(mean) - 0.5, 1.0))
+    return starts
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_without_documents_each_rank_has_a_first_and_a_last_chunk(size):
+    length = 96 * size
+    places = places_of(length, size)
+    assert np.array_equal(np.sort(places.flatten()), np.arange(length))
+    assert all((np.diff(own) > 0).all() for own in places)
+    assert len(set(visible_pairs(places, np.zeros((1, length), np.int32)))) == 1
+    assert (places[0][:48] == np.arange(48)).all()
+    assert (places[0][48:] == np.arange(length - 48, length)).all()
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("size, length, mean", [(2, 2048, 100), (4, 4096, 500), (8, 8192, 1000)])
+def test_documents_are_given_out_by_work(size, length, mean, window):
+    """At most 2% above the mean."""
+    for seed in range(5):
+        starts = documents(length, 2, mean, seed)
+        places = places_of(length, size, starts, window)
+        assert np.array_equal(np.sort(places.flatten()), np.arange(length))
+        assert np.array_equal(places, places_of(length, size, starts.copy(), window))
+        work = visible_pairs(places, starts, window)
+        assert work.max() <= 1.02 * work.mean()
+
+
+def test_long_samples_of_short_documents():
+    """131,072 positions over 8 ranks: the work counted by documents' lengths."""
+    length, size = 131072, 8
+    for seed in range(3):
+        starts = documents(length, 1, 1000, seed)
+        pairs = np.arange(length) - starts[0] + 1
+        work = np.array([pairs[own].sum() for own in places_of(length, size, starts)])
+        assert work.max() <= 1.005 * work.mean()
+        zigzag = np.array([pairs[own].sum() for own in places_of(length, size)])
+        assert zigzag.max() > 1.2 * zigzag.mean()
+
+
+FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64
+--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99"""
+
+
+@pytest.mark.parametrize(
+    "flags, world, text",
+    [
+        ("--context-parallel-size 3", 3, "cuts it into 6 equal parts; the nearest that fits is 66"),
+        (
+            "--context-parallel-size 4 --tensor-model-parallel-size 8 --sequence-parallel "
+            "--seq-length 48",
+            32,
+            "the nearest that fits is 64",
+        ),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a --tensor-model-parallel-size 4",
+            16,
+            "4 ranks do not share out 2 query and 2 key/value heads",
+        ),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 12 --kv-channels 8 "
+            "--group-query-attention --num-query-groups 6",
+            4,
+            "give --cp-comm-type allgather",
+        ),
+        ("--context-parallel-size 2 --torch-compile", 2, "--torch-compile: does not combine"),
+        ("--context-parallel-size 2 --cuda-graphs", 2, "--cuda-graphs: does not combine"),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+            4,
+            "it needs two sizes, .* for example --hierarchical-context-parallel-sizes 2 2",
+        ),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p "
+            "--hierarchical-context-parallel-sizes 2 4",
+            4,
+            "sizes 2 4: two sizes, .* whose product is --context-parallel-size 4; for example",
+        ),
+        (
+            "--context-parallel-size 6 --cp-comm-type a2a+p2p --seq-length 72 "
+            "--hierarchical-context-parallel-sizes 3 2",
+            6,
+            "or a first of --hierarchical-context-parallel-sizes that divides 8",
+        ),
+        (
+            "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2 1",
+            2,
+            "--hierarchical-context-parallel-sizes .*--cp-comm-type a2a.p2p",
+        ),
+        (
+            "--context-parallel-size 4 --cp-comm-type p2p --attention-dropout 0.1 --seq-length 48",
+            4,
+            "in a ring of 4 ranks, four keys at a time, cuts it into 32 equal parts; .* is 64",
+        ),
+        (
+            "--context-parallel-size 4",
+            6,
+            "--tensor-model-parallel-size 1 x --context-parallel-size 4: does not divide the 6 "
+            ".*start 8 .*, or give --context-parallel-size 3$",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_fix(flags, world, text):
+    with pytest.raises(ArgumentErrors, match=text):
+        resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, world, 100)
+
+
+def test_zero_shards_over_all_ranks_that_hold_the_same_parameters():
+    flags = "--context-parallel-size 2 --zero-stage 2 --bf16"
+    assert (
+        resolve(
+            parse_arguments(f"{FLAGS} {flags}".split()).config, 2, 100
+        ).config.distributed.zero_stage
+        == 2
+    )
+    shared = f"{FLAGS} {flags} --zero-shard-size 4"
+    assert (
+        resolve(parse_arguments(shared.split()).config, 8, 100).config.distributed.zero_shard_size
+        == 4
+    )
+    with pytest.raises(ArgumentErrors, match="must divide the 8 data- x context-parallel ranks"):
+        resolve(parse_arguments(shared.replace("size 4", "size 3").split()).config, 8, 100)
+
+
+@pytest.mark.parametrize(
+    "heads, groups, ranks", [(8, 2, 4), (8, 1, 2), (12, 3, 6), (8, 4, 2), (8, 8, 4)]
+)
+def test_a_rank_has_the_keys_that_its_query_heads_read(monkeypatch, heads, groups, ranks):
+    """Also with fewer key/value heads than ranks. Every head holds the number of its group."""
+    q = (torch.arange(heads) // (heads // groups)).view(1, 1, heads, 1)
+    k = torch.arange(groups).view(1, 1, groups, 1)
+    for rank in range(ranks):
+        sent_to_rank = SimpleNamespace(apply=lambda x, axis, to_heads: x[:, :, rank])
+        monkeypatch.setattr(context_parallel, "_AllToAll", sent_to_rank)
+        own_q, own_k, own_v = heads_for_sequence(q, k, k + 100, SimpleNamespace(size=ranks))
+        assert own_q.shape[2] == heads // ranks
+        read = own_k.repeat_interleave(own_q.shape[2] // own_k.shape[2], 2)
+        assert torch.equal(read, own_q) and torch.equal(own_v, own_k + 100)

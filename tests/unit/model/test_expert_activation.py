@@ -1,0 +1,43 @@
+"""The activation of experts with the weight of each row: its gradients, and that of a gate, which
+is written out, beside autograd's.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.model.experts.experts import _WeighedActivation
+from megatron.model.mlp import activate_by
+
+
+def gradients(kind: str, dtype: torch.dtype, gated: bool) -> list[torch.Tensor]:
+    """(output, dx, dweights)."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
+    x, dy = (torch.randn(9, width, generator=generator).to(dtype) for width in (20, 10))
+    weights = torch.rand(9, generator=generator).to(wide)
+    leaves = [each.requires_grad_() for each in (x, weights)]
+    activation = partial(activate_by, "torch", activation=kind)
+    out = _WeighedActivation.apply(*leaves, activation, kind if gated else None)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+def test_gradients_of_a_gate_have_the_bits_of_autograds(kind, dtype):
+    for found, expected in zip(gradients(kind, dtype, True), gradients(kind, dtype, False)):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind", ["swiglu", "geglu"])
+def test_gradients_by_differences(kind, gated):
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    activation = partial(activate_by, "torch", activation=kind)
+
+    def function(x, weights):
+        return _WeighedActivation.apply(x, weights, activation, kind if gated else None)
+
+    assert torch.autograd.gradcheck(function, (x, weights))

@@ -1,0 +1,106 @@
+"""Where assignments go: the plans of dispatch against what they mean, assignment by assignment."""
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.model.experts.dispatch import AllGather, AllToAll, transposed_order
+from megatron.model.experts.router import count_of, first_choices
+from megatron.model.tensor_parallel import DENSE
+
+
+@st.composite
+def choices(draw) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """(the experts of tokens [T, k], which choices are taken, how many experts there are)."""
+    count, tokens = draw(st.integers(2, 6)), draw(st.integers(1, 9))
+    k = draw(st.integers(1, count))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    experts = torch.rand(tokens, count, generator=generator).topk(k).indices
+    keep = torch.rand(tokens, k, generator=generator) < 0.6 if draw(st.booleans()) else None
+    return experts, keep, count
+
+
+@given(
+    choices(),
+    st.sampled_from([AllToAll, AllGather]),
+    st.sampled_from(["torch", "grouped-mm", "triton"]),
+)
+def test_rows_lie_in_the_order_of_experts_and_come_back(case, dispatcher, backend):
+    experts, keep, count = case
+    tokens, k = experts.shape
+    x = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(tokens, k, dtype=torch.float64, requires_grad=True)
+    dispatch = dispatcher(DENSE, count, backend)
+    plan = dispatch.plan(experts, keep)
+    rows, of_rows = dispatch.rows(x, weights, plan)
+    taken = torch.ones_like(experts, dtype=torch.bool) if keep is None else keep
+    assignments = [
+        (token, choice)
+        for expert in range(count)
+        for token in range(tokens)
+        for choice in range(k)
+        if experts[token, choice] == expert and taken[token, choice]
+    ]
+    numbers = [
+        sum(int(experts[assignment]) == expert for assignment in assignments)
+        for expert in range(count)
+    ]
+    assert plan.counts.experts == count
+    # on the host, on the device, or where the products need them
+    waits = backend != "triton" or keep is not None or dispatcher is AllGather
+    assert plan.counts.numbers == (tuple(numbers) if waits else None)
+    ends = None if plan.counts.ends is None else plan.counts.ends.tolist()
+    assert ends == (None if backend == "torch" else list(itertools.accumulate(numbers)))
+    assert torch.equal(rows, torch.stack([x[t] for t, _ in assignments]) if assignments else x[:0])
+    assert of_rows.tolist() == [weights[assignment].item() for assignment in assignments]
+    # an expert multiplies by its number + 1
+    factor = torch.repeat_interleave(
+        torch.arange(1.0, count + 1, dtype=torch.float64), torch.tensor(numbers)
+    )
+    y = dispatch.combine(rows * (of_rows * factor).unsqueeze(1), plan)
+    expected = x * (weights * (experts + 1) * taken).sum(1, keepdim=True)
+    torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-13)
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, (x, weights), dy)
+    wanted = torch.autograd.grad(expected, (x, weights), dy)
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_rows_of_several_sources_in_the_order_of_experts(counts):
+    rows = [
+        (expert, source, number)
+        for source, row in enumerate(counts)
+        for expert, count in enumerate(row)
+        for number in range(count)
+    ]
+    order = transposed_order(torch.tensor(counts), len(rows))
+    assert [rows[index] for index in order.tolist()] == sorted(rows)
+
+
+@given(st.lists(st.integers(0, 5), max_size=30))
+def test_counts(keys):
+    tensor = torch.tensor(keys, dtype=torch.int64)
+    assert count_of(tensor, 6).tolist() == [keys.count(number) for number in range(6)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.1, 0.5, 0.9])), max_size=12),
+    st.integers(0, 5),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_an_expert_takes_the_best_choices_or_the_first(choices, capacity, by_weight, random):
+    order = list(range(len(choices)))
+    random.shuffle(order)
+    experts = torch.tensor([expert for expert, _ in choices], dtype=torch.int64)
+    weights = torch.tensor([weight for _, weight in choices])
+    keep = first_choices(
+        experts, torch.tensor(order, dtype=torch.int64), weights if by_weight else None, capacity, 3
+    )
+    for expert in range(3):
+        own = [i for i, (other, _) in enumerate(choices) if other == expert]
+        own.sort(key=lambda i: (-choices[i][1] if by_weight else 0, order[i]))
+        assert {i for i in own if keep[i]} == set(own[:capacity])

@@ -1,0 +1,567 @@
+"""Each layer against torch's own, forward bit for bit, gradients in float64."""
+
+import dataclasses
+import typing
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.kernels.activation import FUNCTIONS
+from megatron.kernels.attention import attention_reference, keep_mask
+from megatron.kernels.attention_masks import AttentionMask
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from unit.model.made import linear, norm, table
+
+from megatron.config.groups import ModelConfig
+from megatron.model import linear as linear_module
+from megatron.model.attention import attention
+from megatron.model.attention.attention import (
+    CAUSAL,
+    SelfAttention,
+    attention_core,
+    choose_attention,
+)
+from megatron.model.attention.rotary import (
+    RotaryTables,
+    apply_rotary,
+    inverse_frequencies,
+    rotate_projection,
+)
+from megatron.model.dropout import Dropout, DropoutState
+from megatron.model.embedding import embedding_weight_grad
+from megatron.model.linear import add_weight_grads, deferring_weight_grads, linear_weight_grad
+from megatron.model.loss import cross_entropy
+from megatron.model.mlp import MLP, activate
+from megatron.model.norm import NORMS
+
+TIGHT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def randn(*shape, dtype=torch.float64, seed=0, grad=False):
+    x = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )
+    return x.requires_grad_(grad)
+
+
+def materialise(module, dtype=torch.float64):
+    """Random storage and zeroed main_grad for a module born on the meta device."""
+    module.to_empty(device="cpu").to(dtype)
+    for i, p in enumerate(module.parameters()):
+        p.data.copy_(randn(*p.shape, seed=100 + i) * 0.3)
+        p.main_grad = torch.zeros(p.shape, dtype=torch.promote_types(dtype, torch.float32))
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_is_bit_equal_to_torch(dtype, bias):
+    ours = materialise(linear(24, 40, bias), dtype)
+    theirs = nn.Linear(24, 40, bias, dtype=dtype)
+    theirs.load_state_dict(ours.state_dict())
+    x = randn(5, 3, 24, dtype=dtype)
+    assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_gradients_accumulate(bias):
+    ours = materialise(linear(24, 40, bias))
+    theirs = nn.Linear(24, 40, bias, dtype=torch.float64)
+    theirs.load_state_dict(ours.state_dict())
+    x, dy = randn(5, 3, 24, grad=True), randn(5, 3, 40, seed=1)
+    x2 = x.detach().clone().requires_grad_()
+    for _ in range(2):  # a second micro-batch adds
+        ours(x).backward(dy)
+        theirs(x2).backward(dy)
+    torch.testing.assert_close(x.grad, x2.grad, **TIGHT)
+    assert ours.weight.grad is None
+    torch.testing.assert_close(ours.weight.main_grad, theirs.weight.grad, **TIGHT)
+    if bias:
+        torch.testing.assert_close(ours.bias.main_grad, theirs.bias.grad, **TIGHT)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor, in bytes, that any operator newly returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_make_no_dense_temporary(dtype, monkeypatch):
+    monkeypatch.setattr(linear_module, "SCRATCH_BYTES", 1 << 14)
+    monkeypatch.setattr("megatron.model.embedding.SCRATCH_BYTES", 1 << 14)
+    x, dy = randn(4, 2, 256, dtype=dtype), randn(4, 2, 512, dtype=dtype, seed=1)
+    grad = torch.zeros(512, 256)
+    with Largest() as largest:
+        linear_weight_grad(dy, x, grad)
+    assert largest.bytes <= 1 << 14 < grad.nbytes
+    expected = dy.flatten(0, 1).double().T @ x.flatten(0, 1).double()
+    # a bf16 GEMM rounds its result once, to 8 bits
+    bound = 1e-6 + (2**-9 if dtype == torch.bfloat16 else 0)
+    assert (grad - expected).norm() / expected.norm() < bound
+    layer = materialise(linear(256, 512, False), dtype)
+    with deferring_weight_grads(layer) as left:
+        layer(x.clone().requires_grad_()).backward(dy)
+    with Largest() as largest:  # left for later too
+        add_weight_grads(left)
+    assert largest.bytes <= 1 << 14 and torch.equal(layer.weight.main_grad, grad)
+    ids, grad = torch.tensor([[3, 3], [1, 0], [3, 2], [0, 9]]), torch.zeros(3000, 256)
+    with Largest() as largest:
+        embedding_weight_grad(x, ids, grad)
+    assert largest.bytes <= 1 << 14 < grad.nbytes
+    expected = torch.zeros(3000, 256).index_add_(0, ids.flatten(), x.flatten(0, 1).float())
+    torch.testing.assert_close(grad, expected)
+
+
+def test_embedding():
+    ours = materialise(table(11, 8))
+    ids, dy = torch.tensor([[1, 2, 1], [10, 0, 1]]), randn(2, 3, 8)
+    theirs = ours.weight.detach().clone().requires_grad_()
+    y = ours(ids)
+    assert torch.equal(y, F.embedding(ids, theirs))
+    y.backward(dy)
+    F.embedding(ids, theirs).backward(dy)
+    torch.testing.assert_close(ours.weight.main_grad, theirs.grad, **TIGHT)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms(kind):
+    ours = materialise(norm(kind, 16))
+    x, dy = randn(5, 3, 16, grad=True), randn(5, 3, 16, seed=1)
+    x2, weight = x.detach().clone().requires_grad_(), ours.weight.detach().clone().requires_grad_()
+    bias = None if ours.bias is None else ours.bias.detach().clone().requires_grad_()
+    y = ours(x)
+    y2 = (
+        F.layer_norm(x2, (16,), weight, bias, 1e-5)
+        if bias is not None
+        else F.rms_norm(x2, (16,), weight, 1e-5)
+    )
+    torch.testing.assert_close(y, y2, **TIGHT)
+    y.backward(dy)
+    y2.backward(dy)
+    torch.testing.assert_close(x.grad, x2.grad, **TIGHT)
+    torch.testing.assert_close(ours.weight.main_grad, weight.grad, **TIGHT)
+    if bias is not None:
+        torch.testing.assert_close(ours.bias.main_grad, bias.grad, **TIGHT)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_in_bf16_keep_statistics_wide(kind):
+    """|error| of a bf16 result computed with wide statistics: a few roundings of 2^-9 relative to
+    the row's scale.
+    """
+    ours, exact = materialise(norm(kind, 256), torch.bfloat16), norm(kind, 256)
+    materialise(exact)
+    with torch.no_grad():
+        for p, q in zip(exact.parameters(), ours.parameters()):
+            p.copy_(q)
+    x = randn(64, 2, 256, dtype=torch.bfloat16)
+    y, y2 = ours(x).double(), exact(x.double())
+    assert (y - y2).norm() / y2.norm() < 2**-8
+
+
+@pytest.mark.parametrize("flag, table", [("activation", FUNCTIONS), ("normalization", NORMS)])
+def test_every_choice_is_an_entry_of_its_table(flag, table):
+    """So that no choice is computed as another one."""
+    choices = typing.get_args(typing.get_type_hints(ModelConfig)[flag])
+    assert {choice for choice in choices if choice is not None} == set(table)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "apex"])
+def test_a_norm_without_kernels_is_computed_by_torch(backend, monkeypatch):
+    monkeypatch.setitem(NORMS, "RMSNorm", NORMS["RMSNorm"]._replace(kernels=False))
+    ours = materialise(norm("RMSNorm", 8, backend=backend))
+    x = randn(4, 8)
+    expected = F.rms_norm(x, (8,), ours.weight, ours.eps)
+    torch.testing.assert_close(ours.of_sum(x)[0], expected, **TIGHT)
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_activations(activation):
+    x = randn(3, 2, 12, grad=True)
+    assert torch.autograd.gradcheck(lambda z: activate(z, activation), (x,))
+    gate, up = x.chunk(2, -1)
+    expected = {
+        "gelu": lambda: F.gelu(x),
+        "gelu-tanh": lambda: F.gelu(x, approximate="tanh"),
+        "squared-relu": lambda: F.relu(x) ** 2,
+        "swiglu": lambda: F.silu(gate) * up,
+        "geglu": lambda: F.gelu(gate) * up,
+    }[activation]()
+    torch.testing.assert_close(activate(x, activation), expected, **TIGHT)
+
+
+def test_mlp_shapes():
+    config = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=20, activation="swiglu")
+    assert MLP(config).fc1.weight.shape == (40, 8) and MLP(config).fc2.weight.shape == (8, 20)
+
+
+# ---- attention ----
+
+S, B, N, G, D = 12, 2, 4, 2, 8
+
+
+def brute_force(q, k, v, scale, visible, softcap=None):
+    """Attention by loops over samples, heads and queries."""
+    out, lse = torch.zeros(S, B, N, D, dtype=q.dtype), torch.zeros(B, N, S, dtype=q.dtype)
+    for b in range(B):
+        for n in range(N):
+            for i in range(S):
+                keys = [j for j in range(S) if visible(b, i, j)]
+                scores = torch.stack([q[i, b, n] @ k[j, b, n // (N // G)] * scale for j in keys])
+                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+                lse[b, n, i] = torch.logsumexp(scores, 0)
+                out[i, b, n] = sum(
+                    w * v[j, b, n // (N // G)] for w, j in zip(torch.softmax(scores, 0), keys)
+                )
+    return out, lse
+
+
+STARTS = torch.tensor([[0] * 5 + [5] * 4 + [9] * 3, [0] * S], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "plain"])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_core(backend, window, documents):
+    q, k, v = randn(S, B, N, D), randn(S, B, G, D, seed=1), randn(S, B, G, D, seed=2)
+
+    def visible(b, i, j):
+        return (
+            j <= i and (window is None or i - j < window) and (not documents or j >= STARTS[b, i])
+        )
+
+    expected, lse = brute_force(q, k, v, 0.3, visible)
+    mask = AttentionMask(window=window, document_starts=STARTS if documents else None)
+    torch.testing.assert_close(
+        attention_core(q, k, v, scale=0.3, backend=backend, mask=mask), expected, **TIGHT
+    )
+    if backend == "plain":
+        _, got = attention_core(q, k, v, scale=0.3, backend=backend, mask=mask, return_lse=True)
+        torch.testing.assert_close(got, lse, **TIGHT)
+
+
+def test_attention_softcap_and_gradients():
+    q, k, v = randn(S, B, N, D), randn(S, B, G, D, seed=1), randn(S, B, G, D, seed=2)
+    expected, lse = brute_force(q, k, v, 1.0, lambda b, i, j: j <= i, softcap=2.0)
+    out, got = attention_core(q, k, v, scale=1.0, backend="plain", softcap=2.0, return_lse=True)
+    torch.testing.assert_close(out, expected, **TIGHT)
+    torch.testing.assert_close(got, lse, **TIGHT)
+    small = [
+        randn(4, 1, 2, 3, grad=True),
+        randn(4, 1, 1, 3, seed=1, grad=True),
+        randn(4, 1, 1, 3, seed=2, grad=True),
+    ]
+    for backend in ("plain", "sdpa"):
+        cap = 2.0 if backend == "plain" else None
+        assert torch.autograd.gradcheck(
+            lambda *x: attention_core(
+                *x, scale=1.0, backend=backend, softcap=cap, mask=AttentionMask(window=3)
+            ),
+            small,
+        )
+
+
+def test_attention_positions_split_the_keys():
+    """Two halves of the keys, combined by their log-sum-exp, are the whole: what ring attention
+    will do.
+    """
+    q, k, v = randn(S, B, N, D), randn(S, B, G, D, seed=1), randn(S, B, G, D, seed=2)
+    plain = {"scale": 0.5, "backend": "plain", "return_lse": True}
+    whole, lse = attention_core(q, k, v, **plain)
+    early, late = torch.arange(S).split(S // 2)  # the late queries see every early key
+    first, second = (
+        attention_core(
+            q[S // 2 :], k[at], v[at], mask=AttentionMask(q_positions=late, k_positions=at), **plain
+        )
+        for at in (early, late)
+    )
+    total = torch.logaddexp(first[1], second[1])
+    torch.testing.assert_close(total, lse[..., S // 2 :], **TIGHT)
+    parts = sum(
+        out * torch.exp(part - total).permute(2, 0, 1).unsqueeze(-1)
+        for out, part in (first, second)
+    )
+    torch.testing.assert_close(parts, whole[S // 2 :], **TIGHT)
+
+
+def test_choose_attention():
+    config = ModelConfig(attention_dropout=0.1)
+    assert (
+        choose_attention(config, training=True) == "plain"
+        and choose_attention(config, training=False) == "sdpa"
+    )
+    assert (
+        choose_attention(dataclasses.replace(config, attention_dropout=0.0), training=True)
+        == "sdpa"
+    )
+    with pytest.raises(ValueError, match="--attention-dropout"):
+        choose_attention(dataclasses.replace(config, attention_backend="sdpa"), training=True)
+
+
+def test_qkv_rows_are_grouped():
+    """Per key/value head: its query heads, its key, its value."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=4,
+        attention_dropout=0.0,
+    )
+    attention = materialise(SelfAttention(config, 1, 0))
+    x = randn(5, 2, 16)
+    w, b = attention.qkv.weight.view(2, 4, 4, 16), attention.qkv.bias.view(2, 4, 4)
+    q = torch.cat([F.linear(x, w[g, i], b[g, i]) for g in range(2) for i in range(2)], -1).view(
+        5, 2, 4, 4
+    )
+    k, v = (torch.stack([F.linear(x, w[g, i], b[g, i]) for g in range(2)], 2) for i in (2, 3))
+    expected = F.linear(
+        attention_core(q, k, v, scale=0.5).reshape(5, 2, 16),
+        attention.proj.weight,
+        attention.proj.bias,
+    )
+    torch.testing.assert_close(attention(x, None, CAUSAL, None), expected, **TIGHT)
+
+
+# ---- rotary ----
+
+ROPE = ModelConfig(kv_channels=8, position_embedding_type="rope")
+
+
+def test_rotary_is_a_rotation_by_position():
+    x = randn(6, 2, 3, 8)
+    positions = torch.tensor([[0, 5], [1, 6], [2, 7], [3, 8], [4, 9], [5, 10]])
+    y = apply_rotary(x, RotaryTables(ROPE, torch.float64).table(positions))
+    for s in range(6):
+        for b in range(2):
+            for i in range(4):
+                angle = positions[s, b].double() * 10000 ** (-2 * i / 8)
+                z = torch.view_as_complex(
+                    torch.stack([x[s, b, :, i], x[s, b, :, i + 4]], -1)
+                ) * torch.polar(torch.ones_like(angle), angle)
+                torch.testing.assert_close(
+                    torch.stack([y[s, b, :, i], y[s, b, :, i + 4]]),
+                    torch.stack([z.real, z.imag]),
+                    **TIGHT,
+                )
+
+
+def test_rotary_gradient_and_percent():
+    config = dataclasses.replace(ROPE, rotary_percent=0.5)
+    x = randn(3, 1, 2, 8, grad=True)
+    table = RotaryTables(config, torch.float64).table(torch.tensor([[0], [1], [2]]))
+    assert table[0].shape[-1] == 4
+    assert torch.equal(apply_rotary(x, table)[..., 4:], x[..., 4:])
+    assert torch.autograd.gradcheck(lambda z: apply_rotary(z, table), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups, queries, percent", [(2, 3, 1.0), (2, 1, 0.5), (1, 4, 1.0)])
+def test_a_rotated_projection_has_the_bits_of_its_rotated_parts(groups, queries, percent, dtype):
+    config = dataclasses.replace(ROPE, rotary_percent=percent)
+    table = RotaryTables(config, dtype).table(torch.tensor([[0, 4], [1, 5], [2, 0]]))
+    qkv = randn(3, 2, groups, queries + 2, 8, dtype=dtype, seed=5, grad=True)
+    q, k, v = qkv.split((queries, 1, 1), dim=3)
+    parts = apply_rotary(q.flatten(2, 3), table), apply_rotary(k.squeeze(3), table), v.squeeze(3)
+    turned = rotate_projection(qkv, table)
+    assert all(map(torch.equal, turned, parts))
+    # as attention leaves it: [b, n, s, d] in memory
+    gradients = [
+        randn(*x.permute(1, 2, 0, 3).shape, dtype=dtype, seed=seed).permute(2, 0, 1, 3)
+        for seed, x in enumerate(parts)
+    ]
+    wanted, got = (torch.autograd.grad(each, qkv, gradients)[0] for each in (parts, turned))
+    assert torch.equal(got, wanted)
+
+
+def test_rotary_scalings():
+    base, _ = inverse_frequencies(dataclasses.replace(ROPE, kv_channels=128, rotary_base=500000.0))
+    linear, _ = inverse_frequencies(
+        dataclasses.replace(
+            ROPE, kv_channels=128, rotary_base=500000.0, rotary_seq_len_interpolation_factor=4.0
+        )
+    )
+    torch.testing.assert_close(linear, base / 4)
+    llama, _ = inverse_frequencies(
+        dataclasses.replace(ROPE, kv_channels=128, rotary_base=500000.0, use_rope_scaling=True)
+    )
+    wavelength = 2 * torch.pi / base
+    assert torch.equal(llama[wavelength < 8192 / 4], base[wavelength < 8192 / 4])
+    torch.testing.assert_close(llama[wavelength > 8192], base[wavelength > 8192] / 8)
+    between = (wavelength > 8192 / 4) & (wavelength < 8192)
+    assert (
+        between.any()
+        and (llama[between] < base[between]).all()
+        and (llama[between] > base[between] / 8).all()
+    )
+    yarn, scale = inverse_frequencies(
+        dataclasses.replace(
+            ROPE,
+            kv_channels=128,
+            position_embedding_type="yarn",
+            rope_scaling_factor=4.0,
+            rope_original_max_position_embeddings=4096,
+        )
+    )
+    plain, _ = inverse_frequencies(dataclasses.replace(ROPE, kv_channels=128))
+    assert (
+        yarn[0] == plain[0]
+        and torch.isclose(yarn[-1], plain[-1] / 4)
+        and scale == pytest.approx(1.1386294361)
+    )
+
+
+# ---- dropout ----
+
+
+def test_dropout_is_a_function_of_sample_and_position():
+    dropout = Dropout(0.25, 1234, "layers", 3, "mlp.output_dropout")
+    x = torch.ones(6, 4, 10)
+    whole = dropout.hidden(x, DropoutState(torch.arange(4), torch.arange(6)))
+    assert whole.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
+    part = dropout.hidden(x[2:5, 1:3], DropoutState(torch.tensor([1, 2]), torch.arange(2, 5)))
+    assert torch.equal(part, whole[2:5, 1:3])
+    assert torch.equal(dropout.hidden(x, None), x)
+    other = Dropout(0.25, 1234, "layers", 4, "mlp.output_dropout").hidden(
+        x, DropoutState(torch.arange(4), torch.arange(6))
+    )
+    assert not torch.equal(other, whole)
+
+
+def test_attention_dropout_address():
+    dropout = Dropout(0.5, 1, "attention")
+    whole = keep_mask(
+        dropout.key, torch.tensor([7, 8, 9]), torch.arange(2), torch.arange(8), 8, 0.5
+    )
+    part = keep_mask(dropout.key, torch.tensor([8]), torch.arange(2), torch.arange(3, 5), 8, 0.5)
+    assert torch.equal(part, whole[1:2, :, 3:5])
+
+
+# ---- loss ----
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_cross_entropy(softcap, z_loss, monkeypatch):
+    # several chunks
+    monkeypatch.setitem(
+        __import__("megatron.model.loss", fromlist=["x"]).LOSS_CHUNK_BYTES, "cpu", 200
+    )
+    s, b, v, padded = 5, 3, 17, 24
+    logits, labels, weights = (
+        randn(s, b, padded) * 4,
+        torch.randint(0, v, (s, b), generator=torch.Generator().manual_seed(0)),
+        randn(s, b, seed=5),
+    )
+    reference = logits.clone().requires_grad_()
+    z = (
+        reference[..., :v]
+        if softcap is None
+        else softcap * torch.tanh(reference[..., :v] / softcap)
+    )
+    lse = torch.logsumexp(z, -1)
+    expected = F.cross_entropy(z.flatten(0, 1), labels.flatten(), reduction="none").view(s, b)
+    ((expected + z_loss * lse**2) * weights).sum().backward()
+    ours = logits.clone().requires_grad_()
+    inner = ours * 1.0
+    loss, got_lse = cross_entropy(inner, labels, v, softcap)
+    torch.testing.assert_close(loss, expected, **TIGHT)
+    torch.testing.assert_close(got_lse, lse, **TIGHT)
+    ((loss + z_loss * got_lse**2) * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, reference.grad, **TIGHT)
+    assert (ours.grad[..., v:] == 0).all()
+
+
+def test_cross_entropy_gradient_takes_the_logits_storage():
+    logits = randn(4, 2, 64, dtype=torch.float32, grad=True)
+    inner = logits * 1.0
+    loss, _ = cross_entropy(inner, torch.zeros(4, 2, dtype=torch.int64), 64)
+    before = inner.data_ptr()
+    seen = []
+    inner.register_hook(lambda g: seen.append(g.data_ptr()))
+    loss.sum().backward()
+    assert seen == [before]
+
+
+def test_embedding_gradient_has_the_same_bits_every_time_on_many_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        ids, dy = torch.randint(0, 50, (4096, 1)), torch.randn(4096, 1, 64)
+        sums = []
+        for _ in range(20):
+            sums.append(torch.zeros(50, 64))
+            embedding_weight_grad(dy, ids, sums[-1])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(sums[0], other) for other in sums)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: torch.device("cuda"))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_heads_with_a_mask_never_take_all_scores_into_memory(monkeypatch, groups, masked):
+    """torch's memory-efficient kernel takes a mask and no groups, FLASH takes groups and no mask;
+    anything else is its math path.
+    """
+    s, b, n, d = 6, 2, 4, 8
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(s, b, heads, d, dtype=torch.float64, generator=draw).requires_grad_()
+        for heads in (n, groups, groups)
+    )
+    starts = torch.tensor([[0, 0, 0, 3, 3, 3], [0, 1, 1, 1, 1, 5]]) if masked else None
+    mask = AttentionMask(document_starts=starts)
+    expected, _ = attention_reference(q, k, v, scale=0.3, mask=mask)
+    gradients = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    fused, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def recorded(q, k, v, tensor, *, is_causal, scale, enable_gqa):
+        calls.append((k.shape[1], v.shape[1], tensor is not None, is_causal, enable_gqa))
+        return fused(q, k, v, tensor, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", recorded)
+    monkeypatch.setattr(
+        AttentionMask,
+        "dense",
+        lambda self, s, t, device, dense=AttentionMask.dense: dense(
+            self, s, t, torch.device("cpu")
+        ),
+    )
+    out = attention.attention_core(*(x.as_subclass(OnGpu) for x in (q, k, v)), scale=0.3, mask=mask)
+    assert calls == [
+        (n, n, True, False, False) if masked else (groups, groups, False, True, groups != n)
+    ]
+    torch.testing.assert_close(out.as_subclass(torch.Tensor), expected, rtol=1e-13, atol=1e-13)
+    for found, wanted in zip(
+        torch.autograd.grad(out.as_subclass(torch.Tensor).square().sum(), (q, k, v)),
+        gradients,
+        strict=True,
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    calls.clear()
+    attention.attention_core(q, k, v, scale=0.3, mask=mask)  # on a CPU nothing is repeated
+    assert calls[0][:2] == (groups, groups)

@@ -1,0 +1,314 @@
+"""Selective recomputation: bits, matrix products, how long what is rebuilt lives; and the mistakes
+that these find.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from megatron.tools._plan.stages import flops_again
+from test_split_units import (
+    CONFIGS,
+    VOCAB,
+    B,
+    H,
+    S,
+    build,
+    gradients,
+    micro_batch,
+    split,
+    whole,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
+from unit.storages import Storages, no_collector
+
+from megatron.model.recompute import KEPT, WHOLE, LayerRecompute, stage_recompute
+from megatron.model.recompute_context import Rebuilder, Rebuilt
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.schedule import Kind
+
+MODULES = ("layernorm", "qkv", "core_attn", "mlp_act", "mlp")
+CHOICES = [  # mlp includes mlp_act
+    chosen
+    for count in range(1, len(MODULES))
+    for chosen in itertools.combinations(MODULES, count)
+    if not {"mlp", "mlp_act"} <= set(chosen)
+]
+ALL = ("layernorm", "qkv", "core_attn", "mlp")
+# each alone, each that reads what another gives, all; the rest is a campaign
+SOME = [*((each,) for each in MODULES), ("layernorm", "mlp"), ("qkv", "core_attn"), ALL]
+BOTH = [
+    pytest.param(SOME, id="some"),
+    pytest.param([each for each in CHOICES if each not in SOME], marks=pytest.mark.campaign),
+]
+
+
+@functools.cache
+def built(name, dtype):
+    """A model, and what its gradient buffers held at first."""
+    model = build(CONFIGS[name], dtype)
+    return model, gradients(model)
+
+
+def trained(name, training, run_passes=whole, dtype=torch.float32, micro_batches=2):
+    """The gradients of a few micro-batches."""
+    model, before = built(name, dtype)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.main_grad.copy_(before[parameter_name])
+    model.choose_recompute(training)
+    run_passes(model, LayerPasses(), micro_batches)
+    return gradients(model)
+
+
+def equal(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("choices", BOTH)
+@pytest.mark.parametrize("run_passes, dtype", [(whole, torch.bfloat16), (split, torch.float32)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_choice_gives_the_same_bits(name, run_passes, dtype, choices):
+    expected = trained(name, NO_RECOMPUTE, dtype=dtype)
+    for modules in choices:
+        assert equal(trained(name, recomputing(*modules), run_passes, dtype), expected), modules
+
+
+# ---- matrix products
+
+KINDS = {  # of operators; F.linear is one of the first three
+    **dict.fromkeys(("mm", "addmm", "addmm_"), "linear"),
+    **dict.fromkeys(
+        ("bmm", "_scaled_dot_product_flash_attention_for_cpu"),
+        "attention",
+    ),
+}
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by kind, and the FLOPs of those of linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.flops = Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kind = KINDS.get(func.overloadpacket.__name__)
+        self.calls[kind] += 1
+        if kind == "linear":
+            one, other = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+            self.flops += 2 * one.shape[0] * one.shape[1] * other.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def products(name, training, split_backward=False):
+    """Of one layer and one micro-batch, both passes: (linear, attention, FLOPs of linear)."""
+    model, _ = built(name, torch.float64)
+    model.choose_recompute(training)
+    layer, passes = model.layers["0"], LayerPasses()
+    x = torch.randn(S, B, H, dtype=torch.float64)
+    micro = micro_batch(model)
+    with Products() as found:
+        y, saved = passes.forward(layer, x, micro)
+        if split_backward:
+            _, left = passes.backward(Kind.BACKWARD_INPUT, layer, torch.ones_like(y), saved)
+            passes.backward(Kind.BACKWARD_WEIGHT, layer, None, left)
+        else:
+            passes.backward(Kind.BACKWARD, layer, torch.ones_like(y), saved)
+    return found.calls["linear"], found.calls["attention"], found.flops
+
+
+def expected_products(name, training):
+    """4 linear layers, forward and two gradients each, and attention; what is computed again beside
+    that.
+    """
+    config = CONFIGS[name]
+    (choice,) = stage_recompute(training, range(1))
+    plain = config.attention_dropout > 0
+    core = 2 if plain else 1  # products of the core, or one call; and its gradients
+    linear = 12 + (4 if choice.whole else len({"qkv", "mlp"} & choice.modules))
+    again = choice.whole or "core_attn" in choice.modules
+    attention = core * (1 + again) + (4 if plain else 0)
+    # FLOPs of matrices alone: a sequence of no tokens has no attention
+    per_token = 3 * flops_again(config, 0, WHOLE) + flops_again(config, 0, choice)
+    return linear, attention, S * B * per_token
+
+
+@pytest.mark.parametrize("choices", BOTH)
+@pytest.mark.parametrize("split_backward", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_products_are_those_of_the_formula(name, split_backward, choices):
+    for training in (NO_RECOMPUTE, FULL_RECOMPUTE, *(recomputing(*each) for each in choices)):
+        assert products(name, training, split_backward) == expected_products(name, training)
+
+
+def test_rebuilding_for_every_reader_would_be_found(monkeypatch):
+    """A computation that is made again for each tensor that is read of it."""
+    read = Rebuilt.read
+
+    def forgetful(rebuilt, number):
+        again = rebuilt.function, rebuilt.inputs
+        tensor = read(rebuilt, number)
+        if again[0] is not None and not isinstance(again[1][0], tuple):
+            rebuilt.function, rebuilt.inputs = again
+        return tensor
+
+    training = recomputing("core_attn")
+    expected = expected_products("gpt", training)
+    assert products("gpt", training) == expected
+    monkeypatch.setattr(Rebuilt, "read", forgetful)
+    assert products("gpt", training) != expected
+    assert equal(trained("gpt", training), trained("gpt", NO_RECOMPUTE))  # no bit shows it
+
+
+def test_no_reader_comes_twice():
+    rebuilder = Rebuilder()
+    rebuilder.modules = frozenset({"exp"})
+    x = torch.randn(3, requires_grad=True)
+    with rebuilder.forward_pass():
+        y = rebuilder("exp", torch.exp, x).sin()
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="read more often than it was saved"):
+        y.sum().backward()
+
+
+# ---- what it is rebuilt from
+
+
+def test_another_micro_batchs_inputs_would_be_found(monkeypatch):
+    """Of two micro-batches in flight the second's norm is rebuilt from the first's stream."""
+    training = recomputing("layernorm")
+    expected = trained("gpt", NO_RECOMPUTE, split)
+    assert equal(trained("gpt", training, split), expected)
+    make, streams = Rebuilder._rebuilt, {}
+
+    def of_the_first(rebuilder, function, inputs):
+        made = make(rebuilder, function, inputs)
+        made.inputs = streams.setdefault((id(rebuilder), id(function)), made.inputs)
+        return made
+
+    monkeypatch.setattr(Rebuilder, "_rebuilt", of_the_first)
+    assert not equal(trained("gpt", training, split), expected)
+
+
+def test_a_dropout_mask_of_its_own_would_be_found(monkeypatch):
+    """The second run of attention without its dropout."""
+    training = recomputing("core_attn")
+    expected = trained("gpt", NO_RECOMPUTE)
+    run = Rebuilt._run
+
+    def without_dropout(rebuilt):
+        function = rebuilt.function
+        attention = function.func.__self__
+        before, attention.dropout.probability = attention.dropout.probability, 0.0
+        try:
+            run(rebuilt)
+        finally:
+            attention.dropout.probability = before
+
+    assert equal(trained("gpt", training), expected)
+    monkeypatch.setattr(Rebuilt, "_run", without_dropout)
+    with pytest.raises(AssertionError, match="saved other tensors"):
+        trained("gpt", training)
+
+
+# ---- what lives
+
+
+@no_collector()
+def kept(name, training):
+    """Bytes that a layer keeps from its forward to its backward pass."""
+    model = build(CONFIGS[name])
+    model.choose_recompute(training)
+    micro = micro_batch(model)
+    with Storages() as storages:
+        x = torch.randn(S, B, H, dtype=torch.float64)
+        y, saved = LayerPasses().forward(model.layers["0"], x, micro)
+        del x, y
+        bytes_alive = sum(storages.alive().values())
+    del saved
+    return bytes_alive
+
+
+def test_a_hook_that_keeps_the_output_would_be_found(monkeypatch):
+    hidden = S * B * H * 8
+    plain = kept("gqa-swiglu", NO_RECOMPUTE)
+    norms = recomputing("layernorm")
+    assert kept("gqa-swiglu", norms) == plain - 2 * hidden
+    mark = Rebuilder._mark
+
+    def keeping(rebuilder, rebuilt, y):
+        mark(rebuilder, rebuilt, y)
+        rebuilt.output = y.detach()
+
+    monkeypatch.setattr(Rebuilder, "_mark", keeping)
+    assert kept("gqa-swiglu", norms) == plain
+
+
+@no_collector()
+def test_what_is_rebuilt_goes_with_its_last_reader():
+    """In the backward pass no more lives at once than without recomputation."""
+
+    def most(training):
+        model = build(CONFIGS["gqa-swiglu"])
+        model.choose_recompute(training)
+        micro, peak = micro_batch(model), 0
+
+        class Peak(Storages):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                nonlocal peak
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+                peak = max(peak, sum(self.alive().values()))
+                return out
+
+        with Peak():
+            x = torch.randn(S, B, H, dtype=torch.float64)
+            y, saved = LayerPasses().forward(model.layers["1"], x, micro)
+            dy = torch.ones_like(y)
+            del x, y
+            entry, peak = [saved], 0
+            del saved
+            LayerPasses().backward(Kind.BACKWARD, model.layers["1"], dy, entry.pop())
+        return peak
+
+    plain = most(NO_RECOMPUTE)
+    assert most(recomputing(*ALL)) < plain
+    assert most(recomputing("layernorm", "mlp_act")) < plain
+
+
+def test_evaluation_keeps_nothing():
+    model = build(CONFIGS["gpt"])
+    model.choose_recompute(recomputing(*ALL))
+    ids = torch.zeros(B, S, dtype=torch.int64)
+    logits = model.logits(ids)
+    model.choose_recompute(NO_RECOMPUTE)
+    assert torch.equal(model.logits(ids), logits) and logits.shape[-1] == VOCAB
+
+
+# ---- which layers
+
+
+def test_the_choice_of_each_layer():
+    def pairs(layers, **full):
+        return [
+            (each.first, each.last) for each in stage_recompute(recomputing(**full), range(layers))
+        ]
+
+    assert stage_recompute(NO_RECOMPUTE, range(3)) == [KEPT] * 3
+    assert stage_recompute(FULL_RECOMPUTE, range(3)) == [WHOLE] * 3
+    assert stage_recompute(recomputing("mlp"), range(2)) == [LayerRecompute(frozenset({"mlp"}))] * 2
+    assert pairs(5, recompute_num_layers=2) == [
+        (True, False),
+        (False, True),
+        (True, False),
+        (False, True),
+        (True, True),
+    ]
+    block = recomputing(recompute_method="block", recompute_num_layers=2)
+    assert stage_recompute(block, range(4, 7)) == [WHOLE, WHOLE, KEPT]
+    assert stage_recompute(block, range(1)) == [WHOLE]
+    assert stage_recompute(block, range(0)) == []

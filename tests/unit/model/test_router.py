@@ -1,0 +1,29 @@
+"""The router's jitter: multiplies by numbers that are uniform around 1."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.config.groups import ModelConfig
+from megatron.model.dropout import DropoutState
+from megatron.model.experts.router import Router
+
+
+@pytest.mark.parametrize("eps", [0.01, 0.4])
+def test_jitter_is_uniform_around_one(eps):
+    """Mean 1, bounds 1 - eps and 1 + eps, variance eps^2 / 3. The mean of n such numbers has the
+    standard deviation eps / sqrt(3 n), their variance about eps^2 / 3 x sqrt(4 / 5 n); 5 of these.
+    """
+    config = ModelConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, num_experts=4, moe_input_jitter_eps=eps
+    )
+    s, b, h = 32, 4, 64
+    state = DropoutState(torch.arange(b), torch.arange(s))
+    jitter = Router(config, 1, "layers.0.mlp.router")._jitter(
+        torch.ones(s, b, h, dtype=torch.float64), state
+    )
+    n = jitter.numel()
+    assert abs(jitter.mean().item() - 1) < 5 * eps / math.sqrt(3 * n)
+    assert abs(jitter.var().item() * 3 / eps**2 - 1) < 5 * math.sqrt(0.8 / n)
+    assert 1 - eps <= jitter.min() < 1 - 0.99 * eps and 1 + 0.99 * eps < jitter.max() <= 1 + eps

@@ -1,0 +1,218 @@
+"""Linear layers whose weight gradients are left for later: the same bits, the least kept, and the
+collectives of each part.
+"""
+
+import math
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity.ledger import Ledger
+from torch import nn
+from unit.model.made import linear
+
+from megatron.distributed.groups import Layout, build_groups
+from megatron.model import linear as linear_module
+from megatron.model.linear import (
+    ColumnLinear,
+    RowLinear,
+    add_weight_grads,
+    deferring_weight_grads,
+    linear_weight_grad,
+)
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+
+S, B, H, F = 8, 2, 12, 24
+SHARED = ((2, False, True), (2, False, False), (2, True, True), (2, True, False), (4, True, True))
+
+
+def mode(size, sequence, overlap):
+    if size == 1:
+        return DENSE
+    return TensorParallel(
+        build_groups(Layout(tp=size), dist.get_rank(), dist.new_group).tp,
+        sequence=sequence,
+        overlap=overlap,
+    )
+
+
+def pair(tp, dtype=torch.float64):
+    """h -> f -> h, with random parameters and gradients."""
+    layers = (
+        nn.Sequential(linear(H, F, True, tp, ColumnLinear), linear(F, H, True, tp, RowLinear))
+        .to_empty(device="cpu")
+        .to(dtype)
+    )
+    draw = torch.Generator().manual_seed(1)
+    for parameter in layers.parameters():
+        parameter.data.normal_(generator=draw)
+        parameter.main_grad = torch.randn(
+            parameter.shape, dtype=torch.promote_types(dtype, torch.float32), generator=draw
+        )
+    return layers
+
+
+def backward(layers, tp, dtype=torch.float64):
+    """A backward pass through the layers; dx."""
+    draw = torch.Generator().manual_seed(2)
+    x, dy = (
+        torch.randn(S // (tp.size if tp.sequence else 1), B, H, generator=draw).to(dtype)
+        for _ in range(2)
+    )
+    x.requires_grad_()
+    layers(x).backward(dy)
+    return x.grad
+
+
+def gradients(layers):
+    return [parameter.main_grad.clone() for parameter in layers.parameters()]
+
+
+def check_parts(*which):
+    tp = mode(*which)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        expected, layers = pair(tp, dtype), pair(tp, dtype)
+        dx = backward(expected, tp, dtype)
+        before = gradients(layers)
+        with deferring_weight_grads(layers) as left:
+            assert torch.equal(backward(layers, tp, dtype), dx)
+        # biases have theirs
+        assert [torch.equal(a, b) for a, b in zip(gradients(layers), before)] == [
+            True,
+            False,
+            True,
+            False,
+        ]
+        outside, inside = (S // (tp.size if tp.sequence else 1), B, H), (S, B, F // tp.size)
+        assert [(each.dy.shape, each.x.shape) for each in left] == [
+            (outside, inside),
+            (inside, outside),
+        ]
+        assert all(
+            t.dtype == dtype and t.untyped_storage().nbytes() == math.prod(t.shape) * dtype.itemsize
+            for each in left
+            for t in each[1:3]
+        )
+        add_weight_grads(left)
+        assert left == [] and all(
+            torch.equal(a, b) for a, b in zip(gradients(layers), gradients(expected))
+        )
+
+
+@pytest.mark.parametrize("size, sequence, overlap", [(1, False, True), *SHARED])
+def test_two_parts_are_the_whole(gloo_world, size, sequence, overlap):
+    gloo_world(size).run(check_parts, size, sequence, overlap)
+
+
+def count_collectives(*which):
+    """(of B, of W): (kind, caller) -> (how many, bytes of each)."""
+    tp = mode(*which)
+    layers, counts = pair(tp), []
+
+    def counted(part):
+        with Ledger().open() as ledger:
+            part()
+        messages, sent = Counter(), Counter()
+        for call in ledger.calls:
+            # the others are messages to each other rank
+            messages[call.kind, call.caller] += (
+                1 if call.kind == "all-reduce" else 1 / (tp.size - 1)
+            )
+            sent[call.kind, call.caller] += call.bytes
+        counts.append(
+            {
+                key: (round(messages[key], 9), round(sent[key] / messages[key], 6))
+                for key in messages
+                if not key[1].endswith(".forward")
+            }
+        )
+
+    with deferring_weight_grads(layers) as left:
+        counted(lambda: backward(layers, tp))
+    counted(lambda: add_weight_grads(left))
+    return counts
+
+
+@pytest.mark.parametrize("size, sequence, overlap", SHARED)
+def test_collectives_of_each_part(gloo_world, size, sequence, overlap):
+    whole = S * B * H * 8
+    expected = [{("all-reduce", "_ColumnLinear.backward"): (1, 2 * (size - 1) / size * whole)}, {}]
+    if sequence:
+        expected = [
+            {
+                ("reduce-scatter", "_ColumnLinear.backward"): (1, (size - 1) / size * whole),
+                ("all-gather", "_RowLinear.backward"): (1, (size - 1) / size * whole),
+            },
+            {("all-gather", "WeightGrad.start"): (2, (size - 1) / size * whole)},
+        ]
+    assert gloo_world(size).run(count_collectives, size, sequence, overlap) == [expected] * size
+
+
+def order_of_work(overlap):
+    tp, events = mode(2, True, overlap), []
+    layers = pair(tp)
+    with deferring_weight_grads(layers) as left:
+        backward(layers, tp), backward(layers, tp)
+    start, product = linear_module.start_all_gather, linear_module.linear_weight_grad
+    with (
+        mock.patch.object(
+            linear_module,
+            "start_all_gather",
+            lambda x, axis: (axis.size > 1 and events.append("gather")) or start(x, axis),
+        ),
+        mock.patch.object(
+            linear_module,
+            "linear_weight_grad",
+            lambda *args: events.append("product") or product(*args),
+        ),
+    ):
+        add_weight_grads(left)
+    return events
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+def test_a_gather_runs_beside_the_product_before(gloo_world, overlap):
+    """Never more than one ahead, since what is gathered is size times what was kept."""
+    expected = (
+        ["gather", *["gather", "product"] * 3, "product"] if overlap else ["gather", "product"] * 4
+    )
+    assert gloo_world(2).run(order_of_work, overlap) == [expected] * 2
+
+
+def test_a_failed_backward_leaves_no_list_behind(monkeypatch):
+    layers = pair(DENSE)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RuntimeError, match="broken"),
+        deferring_weight_grads(layers),
+    ):
+        patch.setattr(linear_module, "bias_grad", mock.Mock(side_effect=RuntimeError("broken")))
+        backward(layers, DENSE)
+    before = gradients(layers)
+    backward(layers, DENSE)
+    assert not any(torch.equal(a, b) for a, b in zip(gradients(layers), before))
+
+
+def test_linear_layers_outside_are_not_touched():
+    """The head's matrix, which no linear layer of the unit holds, has its gradient at once."""
+    inside, outside = pair(DENSE), pair(DENSE)
+    before = gradients(outside)
+    with deferring_weight_grads(inside) as left:
+        backward(outside, DENSE)
+    assert left == [] and not any(torch.equal(a, b) for a, b in zip(gradients(outside), before))
+
+
+def test_the_gradient_buffer_is_looked_up_when_it_is_written():
+    """It may not exist before."""
+    layer = linear(H, F, False).to_empty(device="cpu").double()
+    layer.weight.data.fill_(1)
+    x, dy = torch.randn(S, B, H, dtype=torch.float64), torch.randn(S, B, F, dtype=torch.float64)
+    with deferring_weight_grads(layer) as left:
+        layer(x.requires_grad_()).backward(dy)
+    layer.weight.main_grad = torch.zeros(F, H, dtype=torch.float64)
+    add_weight_grads(left)
+    expected = torch.zeros(F, H, dtype=torch.float64)
+    linear_weight_grad(dy, x.detach(), expected)
+    assert torch.equal(layer.weight.main_grad, expected)

@@ -1,0 +1,306 @@
+"""A unit's backward in two parts against the whole one, bit for bit, and what is alive between the
+two.
+"""
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from unit.by_hand import (
+    FULL_RECOMPUTE,
+    NO_RECOMPUTE,
+    backward,
+    backward_input,
+    backward_weight,
+    forward,
+    recomputing,
+)
+from unit.storages import Storages, no_collector, of
+
+from megatron.config.groups import ModelConfig
+from megatron.distributed.groups import Layout, build_groups
+from megatron.model.block import LayerBlock
+from megatron.model.gpt import GPTModel
+from megatron.model.init import fill_initial
+from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.parallel.blocks import build_blocks
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.pipeline import loss_gradient
+from megatron.parallel.schedule import Kind
+
+H, F, HEADS, D, S, B, VOCAB = 16, 24, 4, 4, 8, 2, 30
+PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+GPT = ModelConfig(
+    num_layers=2,
+    hidden_size=H,
+    ffn_hidden_size=F,
+    num_attention_heads=HEADS,
+    kv_channels=D,
+    num_query_groups=HEADS,
+    max_position_embeddings=S,
+)
+CONFIGS = {
+    "gpt": GPT,  # learned positions, GELU, biases, dropout everywhere, tied
+    "gqa-swiglu": dataclasses.replace(
+        GPT,
+        **PLAIN,
+        num_query_groups=2,
+        activation="swiglu",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+    ),
+    "mqa-qknorm": dataclasses.replace(
+        GPT,
+        num_query_groups=1,
+        qk_layernorm=True,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        activation="squared-relu",
+        position_embedding_type="rope",
+    ),
+}
+RECOMPUTE = {
+    "plain": NO_RECOMPUTE,
+    "recompute": FULL_RECOMPUTE,
+    "norms": recomputing("layernorm"),
+    "activation": recomputing("mlp_act"),
+    "attention": recomputing("core_attn"),
+    "selective": recomputing("layernorm", "qkv", "core_attn", "mlp"),
+}
+
+
+def build(config, dtype=torch.float64, tp=DENSE, how="plain"):
+    """A model with random gradients: a backward pass adds to what is there."""
+    model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=dtype, seed=5, tp=tp)
+    for block in build_blocks(model, torch.device("cpu")):
+        for entry in block.entries:
+            for box in entry.boxes:
+                fill_initial(box, entry.view(block.weight), 5)
+        block.open()
+        block.grad.normal_(generator=torch.Generator().manual_seed(6))
+        for parameter in block.parameters:
+            parameter.overwrite_main_grad = False
+    model.choose_recompute(RECOMPUTE[how])
+    return model
+
+
+def micro_batch(model, number=0):
+    ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number))
+    samples = number * B + torch.arange(B)
+    return model.micro_batch(
+        ids[:, :-1],
+        ids[:, 1:],
+        torch.ones(B, S),
+        torch.arange(S).expand(B, S),
+        samples,
+        training=True,
+    )
+
+
+def gradients(model):
+    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+
+def start(model, passes, number):
+    """(gradient of the loss, what the forward pass saved)."""
+    y, saved = forward(model, micro_batch(model, number), passes)
+    return loss_gradient(y, 0.5), saved
+
+
+def whole(model, passes, micro_batches):
+    for number in range(micro_batches):
+        dy, saved = start(model, passes, number)
+        backward(model, saved, dy, passes)
+
+
+def split(model, passes, micro_batches):
+    """All B, then all W: micro-batches overlap, each gradient still adds in their order."""
+    left = []
+    for number in range(micro_batches):
+        dy, saved = start(model, passes, number)
+        left += backward_input(model, saved, dy, passes)[1]
+    backward_weight(left, passes)
+
+
+def check_equal(name, how, size=1, sequence=False, overlap=True, micro_batches=1):
+    config, tp = CONFIGS[name], DENSE
+    if size > 1:
+        groups = build_groups(
+            Layout(tp=size), dist.get_rank(), dist.new_group, config.num_query_groups
+        )
+        tp = TensorParallel(groups.tp, groups.kv, sequence=sequence, overlap=overlap)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        model = build(config, dtype, tp)
+        before = gradients(model)
+        whole(model, LayerPasses(), micro_batches)
+        expected = gradients(model)
+        model.choose_recompute(RECOMPUTE[how])
+        for parameter_name, parameter in model.named_parameters():
+            parameter.main_grad.copy_(before[parameter_name])
+        split(model, LayerPasses(), micro_batches)
+        for parameter_name, got in gradients(model).items():
+            assert torch.equal(got, expected[parameter_name]), (dtype, parameter_name)
+            assert not torch.equal(got, before[parameter_name]), (dtype, parameter_name)
+
+
+@pytest.mark.parametrize("how", RECOMPUTE)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_parts_are_the_whole(name, how):
+    check_equal(name, how, micro_batches=2)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        ("gpt", "recompute"),
+        ("gqa-swiglu", "plain"),
+        ("gqa-swiglu", "selective"),
+        ("mqa-qknorm", "plain"),
+    ],
+)
+def test_two_parts_are_the_whole_on_two_ranks(gloo_world, name, how, sequence, overlap):
+    gloo_world(2).run(check_equal, name, how, 2, sequence, overlap)
+
+
+def test_the_backward_may_run_in_another_thread(monkeypatch):
+    """As autograd's does on a GPU."""
+    backward = torch.autograd.backward
+
+    def elsewhere(*args):
+        thread = threading.Thread(target=backward, args=args)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(torch.autograd, "backward", elsewhere)
+    check_equal("gpt", "plain")
+
+
+def test_what_belongs_to_which_part():
+    """B adds every gradient but those of the layers' matrices, W adds those alone."""
+    model, passes = build(CONFIGS["gpt"]), LayerPasses()
+    late = {
+        f"layers.{i}.{name}.weight"
+        for i in (0, 1)
+        for name in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2")
+    }
+
+    def changed(part):
+        before = gradients(model)
+        part()
+        return {
+            name
+            for name, gradient in gradients(model).items()
+            if not torch.equal(gradient, before[name])
+        }
+
+    names, left = {name for name, _ in model.named_parameters()}, []
+    dy, saved = start(model, passes, 0)
+    assert changed(lambda: left.extend(backward_input(model, saved, dy, passes)[1])) == names - late
+    assert [layer for layer, _ in left] == [model.layers["1"], model.layers["0"]] and all(
+        kept for _, kept in left
+    )
+    assert changed(lambda: backward_weight(left, passes)) == late
+    assert not any(hasattr(p, "deferred_grads") for p in model.parameters())
+
+
+def test_recomputing_is_done_once(monkeypatch):
+    model, passes, calls = build(CONFIGS["gpt"], how="recompute"), LayerPasses(), []
+    run = LayerBlock.forward
+    monkeypatch.setattr(
+        LayerBlock, "forward", lambda unit, *args: calls.append(unit) or run(unit, *args)
+    )
+    (_, unit), *_ = (each for each in model.units() if isinstance(each[1], LayerBlock))
+    x = torch.randn(S, B, H, dtype=torch.float64)
+    y, saved = passes.forward(unit, x, micro_batch(model))
+    assert len(calls) == 1
+    _, kept = passes.backward(Kind.BACKWARD_INPUT, unit, torch.ones_like(y), saved)
+    assert len(calls) == 2
+    passes.backward(Kind.BACKWARD_WEIGHT, unit, None, kept)
+    assert len(calls) == 2
+
+
+@no_collector()
+def check_what_stays(name, tp, how="plain"):
+    """After B of a layer the inputs of its linear layers and the gradients of their outputs are
+    alive, nothing else of either pass.
+    """
+    config = CONFIGS[name]
+    model, passes = build(config, tp=tp, how=how), LayerPasses()
+    micro = micro_batch(model)
+    s = S // tp.size if tp.sequence else S
+    draw = torch.Generator().manual_seed(1)
+    for layer_name, unit in model.units():
+        if not isinstance(unit, LayerBlock):
+            continue
+        with Storages() as storages:
+            x, dy = (torch.randn(s, B, H, dtype=torch.float64, generator=draw) for _ in range(2))
+            y, saved = passes.forward(unit, x, micro)
+            output = of(y)
+            del x, y
+            # a unit's output lives with its reader
+            assert storages.settle(lambda alive, output=output: not output & alive.keys()), (
+                layer_name
+            )
+            entry = [saved]
+            del saved
+            dx, kept = passes.backward(Kind.BACKWARD_INPUT, unit, dy, entry.pop())
+            deferred = of(*(t for left in kept for t in (left.x, left.dy)))
+            assert storages.settle(
+                lambda alive, expected=deferred | of(dx, dy): alive.keys() == expected
+            ), layer_name
+            assert sum(storages.alive()[key] for key in deferred) == least_bytes(config, tp), (
+                layer_name
+            )
+            passes.backward(Kind.BACKWARD_WEIGHT, unit, None, kept)
+            assert kept == [] and storages.settle(
+                lambda alive, expected=of(dx, dy): alive.keys() == expected
+            ), layer_name
+
+
+def least_bytes(config, tp):
+    """x and dy of four linear layers of a float64 model; what lies outside a pair of column- and
+    row-parallel layers is this rank's part.
+    """
+    gated = 2 if config.activation == "swiglu" else 1
+    outside = 2 * 2 * H / (tp.size if tp.sequence else 1)  # qkv and fc1's x, proj and fc2's dy
+    queries, groups = HEADS // tp.size, max(1, config.num_query_groups // tp.size)
+    inside = (queries + 2 * groups) * D + queries * D + (gated + 1) * F // tp.size
+    return 8 * S * B * (outside + inside)
+
+
+@pytest.mark.parametrize("how", RECOMPUTE)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_inputs_and_output_gradients_alone_stay(name, how):
+    check_what_stays(name, DENSE, how)
+
+
+def check_what_stays_on_a_rank(name, sequence):
+    groups = build_groups(
+        Layout(tp=2), dist.get_rank(), dist.new_group, CONFIGS[name].num_query_groups
+    )
+    check_what_stays(name, TensorParallel(groups.tp, groups.kv, sequence=sequence))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_stays_on_each_of_two_ranks(gloo_world, name, sequence):
+    gloo_world(2).run(check_what_stays_on_a_rank, name, sequence)
+
+
+@no_collector()
+def test_no_unit_keeps_its_output():
+    """From its forward on, also embedding and head."""
+    model, passes, x = build(CONFIGS["gpt"]), LayerPasses(), None
+    for name, unit in model.units():
+        with Storages() as storages:
+            y, saved = passes.forward(unit, x, micro_batch(model))
+            output, x = of(y), y.clone()
+            del y
+            assert not output & storages.alive().keys(), name
+        assert saved is not None
