@@ -8,9 +8,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+AGENTS = (ROOT / "AGENTS.md").read_text()
 TUTORIAL = (ROOT / "docs/tutorial.md").read_text()
 MAP = (ROOT / "docs/code.md").read_text()
 TEST_COMMAND = "bash scripts/test.sh"
@@ -44,6 +46,9 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> str:
 def test_the_test_command_is_what_ci_runs():
     assert TEST_COMMAND in commands(README)
     assert (ROOT / ".ci/run").read_text().splitlines()[1:] == [TEST_COMMAND]
+    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    steps = [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step]
+    assert steps == [command for command in commands(README) if command.startswith("bash ")]
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +143,8 @@ def test_the_commands_for_gpus_are_valid(clone: Path, environment: dict[str, str
 
 def test_paths_exist_and_every_package_is_on_the_map():
     pattern = r"`([\w.\-/]+(?:/|\.(?:py|sh|sbatch|md|toml|txt|json)))`"
-    for page, home in ((README, ROOT), (TUTORIAL, ROOT / "docs"), (MAP, ROOT / "docs")):
+    pages = (README, ROOT), (AGENTS, ROOT), (TUTORIAL, ROOT / "docs"), (MAP, ROOT / "docs")
+    for page, home in pages:
         named, links = set(re.findall(pattern, page)), set(re.findall(r"\]\(([^)#:]+)\)", page))
         created = {name for name in named if name.startswith(("quickstart/", ".venv/"))}
         missing = sorted(
