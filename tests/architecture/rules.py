@@ -84,7 +84,7 @@ def breaches(root: Path) -> list[str]:
         [
             *root.glob("scripts/**/*.sh"),
             *root.glob("*.md"),
-            *root.glob("docs/*.md"),
+            *root.glob("docs/**/*.md"),
             root / ".ci/run",
         ]
     ):

@@ -89,8 +89,8 @@ def test_overflows_are_decided_with_room():
 
 
 def test_the_documented_numbers_of_configurations():
-    """docs/numerics.md, "The oracle"."""
-    text = " ".join((HERE.parents[1] / "docs/numerics.md").read_text().split())
+    """docs/testing.md, "The second trainer"."""
+    text = " ".join((HERE.parents[1] / "docs/testing.md").read_text().split())
     factors = [[(name, value) for value in values] for name, values in FACTORS.items()]
     pairs = sum(len(a) * len(b) for a, b in combinations(factors, 2))
     covered = set().union(*map(pairs_of, mixed_rows()))

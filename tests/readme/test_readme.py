@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,9 +12,14 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from document_results import documents  # noqa: E402
+
 README = (ROOT / "README.md").read_text()
-AGENTS = (ROOT / "AGENTS.md").read_text()
-TUTORIAL = (ROOT / "docs/tutorial.md").read_text()
+# in the order in which a newcomer reads them: the second continues from the first
+TUTORIALS = [ROOT / f"docs/tutorials/{name}.md" for name in ("first_run", "your_data")]
+INSTALL = (ROOT / "docs/howto/install.md").read_text()
 MAP = (ROOT / "docs/code.md").read_text()
 TEST_COMMAND = "bash scripts/test.sh"
 
@@ -76,12 +82,11 @@ def test_a_second_quickstart_only_reports(
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_tutorials_commands_run(quickstart: str, clone: Path, environment: dict[str, str]):
-    """In their order, after the quickstart; installing is test_install.py's."""
-    listed = commands(TUTORIAL)
+    """In their order, after the quickstart."""
+    listed = [command for page in TUTORIALS for command in commands(page.read_text())]
     assert len(listed) > 10
     for command in listed:
-        if not command.startswith("pip install"):
-            run(command, clone, environment)
+        run(command, clone, environment)
 
 
 def quickstart_did_its_work(shown: str, clone: Path) -> None:
@@ -103,7 +108,7 @@ def quickstart_did_its_work(shown: str, clone: Path) -> None:
 
 def test_the_readme_is_short():
     lines = README.splitlines()
-    assert len(lines) <= 140
+    assert len(lines) <= 120
     marks = re.compile(r"<!-- .*?-->")
     assert not [line for line in lines if len(marks.sub("", line)) > 100]
 
@@ -143,17 +148,15 @@ def test_the_commands_for_gpus_are_valid(clone: Path, environment: dict[str, str
 
 def test_paths_exist_and_every_package_is_on_the_map():
     pattern = r"`([\w.\-/]+(?:/|\.(?:py|sh|sbatch|md|toml|txt|json)))`"
-    pages = (README, ROOT), (AGENTS, ROOT), (TUTORIAL, ROOT / "docs"), (MAP, ROOT / "docs")
-    for page, home in pages:
-        named, links = set(re.findall(pattern, page)), set(re.findall(r"\]\(([^)#:]+)\)", page))
+    for page in (ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "docs/code.md", *TUTORIALS):
+        named = set(re.findall(pattern, page.read_text()))
         created = {name for name in named if name.startswith(("quickstart/", ".venv/"))}
         missing = sorted(
             name
             for name in named - created
             if not (ROOT / name).exists() and name != "metrics.jsonl"
         )
-        missing += sorted(link for link in links if not (home / link).exists())
-        assert not missing, f"a page names what is not there: {missing}"
+        assert not missing, f"{page.name} names what is not there: {missing}"
     named = set(re.findall(pattern, MAP))
     packages = {
         f"megatron/{path.parent.name}/" for path in (ROOT / "megatron").glob("*/__init__.py")
@@ -172,13 +175,46 @@ def test_paths_exist_and_every_package_is_on_the_map():
     )
 
 
-def test_the_tutorial_lists_every_command():
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ +(.+?) *$", page.read_text(), re.M)
+    plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title).lower() for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize(
+    "page", sorted({*documents(), *ROOT.glob("*.md")}), ids=lambda page: page.name
+)
+def test_every_link_leads_somewhere(page: Path):
+    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.S | re.M)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if not link.startswith(("https://", "http://")):
+            file, _, anchor = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_is_in_the_index():
+    index = ROOT / "docs/README.md"
+    linked = {
+        (index.parent / link.split("#")[0]).resolve()
+        for link in re.findall(r"\]\(([^)]+)\)", index.read_text())
+    }
+    missing = {*documents()} - linked - {index, ROOT / "README.md"}
+    assert not missing, f"docs/README.md does not lead to {missing}"
+
+
+def test_the_page_on_installing_lists_every_command():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts.keys() == set(re.findall(r"`(mgpt-[\w-]+)`", TUTORIAL))
+    assert scripts.keys() == set(re.findall(r"`(mgpt-[\w-]+)`", INSTALL))
 
 
 def test_the_expected_loss_is_the_scripts():
     loss, tolerance = re.search(
         r"expected_loss=(\S+) tolerance=(\S+)", (ROOT / "scripts/quickstart.sh").read_text()
     ).groups()
-    assert f"**{loss} ± {tolerance}**" in README and f"{loss} ± {tolerance}" in TUTORIAL
+    assert (
+        f"**{loss} ± {tolerance}**" in README
+        and f"{loss} ± {tolerance}" in TUTORIALS[0].read_text()
+    )
