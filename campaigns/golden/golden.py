@@ -48,7 +48,7 @@ import worker  # noqa: E402
 
 MEASURED = re.compile(  # metrics that depend on the machine
     r"timestamp|throughput|tokens-per-second|mfu|mem-|.*-time$|.*-seconds$|.*-per-second$|"
-    r"data-wait-fraction|pipeline-bubble-fraction|slowest-rank"
+    r"data-wait-fraction|pipeline-bubble-fraction|slowest-rank|goodput.*"
 )
 # Fields that may differ, and why. Numbers of the training are never here.
 MAY_DIFFER = {
