@@ -207,7 +207,7 @@ def plan_validation_worst() -> str:
 
 @figure("plan_experts.rows")
 def plan_experts_rows() -> str:
-    """Published runs of mixtures of experts beside the planner."""
+    """Published runs of mixtures of experts next to the plan."""
     rows = read_rows(RESULTS / "expert_rows.csv")
     return table(
         "run on H100s | published tokens/s | predicted | | what differs",

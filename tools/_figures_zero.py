@@ -1,4 +1,4 @@
-"""Figures of ZeRO: bytes alive, bytes sent, times beside other programs.
+"""Figures of ZeRO: bytes alive, bytes sent, times of other programs.
 
 Called from document_results.py, whose figures enter FIGURES.
 """
@@ -228,7 +228,7 @@ def launches() -> str:
         ]
         rows.append((name, *passes, *sums))
     return table(
-        "model | forward, a layer and micro-batch | backward | a micro-batch beside | "
+        "model | forward, a layer and micro-batch | backward | a micro-batch, outside layers | "
         "a layer and step | a step",
         rows,
     )

@@ -123,7 +123,7 @@ def long_context_table() -> str:
 
 @figure("context_parallel.table")
 def context_parallel_table() -> str:
-    """Attention of context-parallel ranks, forward and backward, beside torch's ring."""
+    """Attention of context-parallel ranks, forward and backward, against torch's ring."""
     rows = [
         (
             row["ranks"],

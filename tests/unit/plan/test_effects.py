@@ -1,5 +1,5 @@
 """Effects that others have published, relative ones, come out of the plan with the right sign and
-within a factor of two (docs/planning.md names the sources, and those that do not).
+within a factor of two (docs/performance.md has the figures, and those that do not).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ EFFECTS = {
     ),
 }
 
-# Those whose sign alone comes out: docs/planning.md names them.
+# Those whose sign alone comes out: docs/performance.md lists them.
 OFF = {
     "collectives of tensor parallelism beside products, 70B": (
         0.09,
