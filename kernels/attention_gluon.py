@@ -21,7 +21,7 @@ compiler shuffles each register twice.
 
 Roofline: 4 b n s t d FLOPs, half of it when causal. A 64 x 128 block of d = 128 is 1,024 clocks of
 products, 528 of exponentials and some 480 instructions a warp; d = 64 halves the products only
-(docs/kernels.md: predictions).
+(docs/results/attention_kernels.md: predictions).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ consumers, and goes over the two others in blocks, which one warp loads through 
 ring of buffers. The longest tiles start first, one a block of threads, and the GPU deals out the
 next one to whichever is free.
 
-Roofline: 14 b n s t d FLOPs, half of it when causal, of which 10 count. docs/kernels.md has
-predictions.
+Roofline: 14 b n s t d FLOPs, half of it when causal, of which 10 count.
+docs/results/attention_kernels.md has predictions.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def configuration(
     products use no tensor cores.
 
     On Hopper by what compiles without spills in the loops and without products that wait for each
-    other, and by how many blocks of threads an SM then holds (docs/kernels.md): up to d = 64 two,
+    other, and by how many blocks of threads an SM then holds: up to d = 64 two,
     of which one multiplies while the other one computes exponentials, beyond one with larger tiles.
     Random bits and soft-caps are left with smaller ones.
     """
