@@ -39,6 +39,7 @@ setup(
     packages=[*PACKAGES, *TOOL_PACKAGES, "megatron.kernels"],
     package_dir={"megatron.kernels": "kernels", "megatron.tools": "tools"},
     package_data={
+        "megatron.config": ["compatibility.toml"],
         "megatron.kernels": ["configurations.json", "measured.json"],
         "megatron.tools._report": ["page.css", "page.js"],
         "megatron.tools._plan": ["devices/*.json"],

@@ -434,13 +434,13 @@ class _Reading:
             self._field(flag, words, written or _shown(flag, words))
         elif (row := compatibility.find(key(flag))) is None:
             self._unknown(flag, words)
-        elif row.verdict in ("equals", "at least") and words and "$" not in row.text:
+        elif row.verdict in ("equals", "at_least") and words and "$" not in row.text:
             self.faults.append(f"{_shown(flag, words)}: it takes no value")
         elif row.verdict in ("equals", "choice", "file"):
             self._rewritten(flag, words, row)
         elif row.verdict == "together":
             self.together[key(flag)] = words
-        elif row.verdict == "at least":
+        elif row.verdict == "at_least":
             self.least.append((flag, row))
         else:
             self.foreign.append((flag, words, row))
@@ -456,10 +456,8 @@ class _Reading:
             self.read(ours, values, written=_shown(flag, words))
 
     def _unknown(self, flag: str, words: Words) -> None:
-        if key(flag) in compatibility.FOLLOWS:
-            self.faults.append(
-                f"{_shown(flag, words)}: unknown flag; {compatibility.FOLLOWS[key(flag)]}"
-            )
+        if advice := compatibility.follows(key(flag)):
+            self.faults.append(f"{_shown(flag, words)}: unknown flag; {advice}")
             return
         near = suggestions(flag)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -567,7 +565,7 @@ class _Reading:
         option, on = options_by_flag()[key(flag)]
         place = (option.group, option.field)
         try:
-            asked = compatibility.ASKS.get((option.names[0], " ".join(words)))
+            asked = compatibility.asks().get((option.names[0], " ".join(words)))
             if asked is not None:
                 self.foreign.append((written, [], asked))
             words, note = compatibility.translate_value(option.names[0], words)

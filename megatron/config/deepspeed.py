@@ -4,11 +4,13 @@ and one that no flag gives is taken, as it wins over our default.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.config import compatibility
 from megatron.config.derive import DEFAULTS, GROUP_OF, METADATA, data_parallel_size
 from megatron.config.errors import UserError, first_faults, shortened
 from megatron.config.groups import Config
@@ -41,185 +43,26 @@ OFFLOAD = (
 PARTITION = "activation_checkpointing.partition_activations"
 INPUTS_ON_HOST = "activation_checkpointing.cpu_checkpointing"
 
-# Keys that are refused with these values, and what to do.
-REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "zero_optimization.offload_optimizer.device": (
-        lambda value: value not in ("cpu", "nvme", "none", None),
-        "no such place here; use cpu or nvme",
-    ),
-    "zero_optimization.offload_param.device": (
-        lambda value: value not in ("cpu", "none", None),
-        "weights are kept on the device or in host memory, not in files; use cpu "
-        "(--param-cpu-offload; master weights and moments may be in files: "
-        "--optimizer-nvme-offload DIR)",
-    ),
-    "zero_optimization.zero_hpz_partition_size": (
-        lambda value: value != 1,
-        "no second copy of the weights is kept inside a node; to gather inside a node give "
-        "--zero-shard-size, which shards all of the stage there, and take this out",
-    ),
-    **dict.fromkeys(
-        (
-            "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_quantized_nontrainable_weights",
-            "zero_optimization.zero_quantized_gradients",
-            "zero_optimization.zeropp_loco_param",
-        ),
-        (bool, "weights and gradients are never quantized on the wire; take it out"),
-    ),
-    "data_types.grad_accum_dtype": (
-        lambda value: DTYPES.get(str(value).lower()) not in ("fp32", "bf16"),
-        "gradients are accumulated in fp32, or in bf16 with --main-grads-dtype bf16; take it out",
-    ),
-    **dict.fromkeys(
-        ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads"),
-        (bool, "master weights are kept in fp32; set it to false"),
-    ),
-    "bf16.bf16_optimizer_states": (
-        bool,
-        "give --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16, and set it to false",
-    ),
-    "fp16.consecutive_hysteresis": (
-        bool,
-        "a step without overflow does not refill the loss scale's hysteresis; set it to false",
-    ),
-    "optimizer.params.adam_w_mode": (
-        lambda value: value is False,
-        "weight decay is always decoupled (AdamW); set it to true",
-    ),
-    "optimizer.params.bias_correction": (
-        lambda value: value is False,
-        "Adam's moments are always corrected for their bias; set it to true",
-    ),
-    "optimizer.params.amsgrad": (bool, "AMSGrad is not supported; set it to false"),
-    "gradient_allreduce_op": (
-        lambda value: value != "mean",
-        'gradients are averaged over the tokens of the global batch; set it to "mean"',
-    ),
+# Sections that are on where they do not say whether they are enabled; the rest of `unsupported`,
+# and these of precisions, are off.
+ON_BY_DEFAULT = {
+    *("compression_training", "sparse_attention", "weight_quantization", "expert_parallel"),
 }
+PRECISIONS = {"fp16", "bf16", "bfloat16"}
 
-# Sections that are refused where they are enabled: the most that can be done about each.
-UNSUPPORTED = {
-    "curriculum_learning": "a sequence length that grows is",
-    "data_efficiency": "curricula and random token dropping are",
-    "progressive_layer_drop": "layers that are dropped in training are",
-    "compression_training": "compression is",
-    "weight_quantization": "quantized training is",
-    "eigenvalue": "quantized training is",
-    "sparse_attention": "attention over chosen blocks is (see --window-size)",
-    "elasticity": "a batch size that follows the number of ranks is",
-    "autotuning": "tuning is (tools/plan.py search finds the fastest layout)",
-    "hybrid_engine": "reinforcement learning is",
-    "expert_parallel": "experts by this section are (give --num-experts and its flags)",
-    "amp": "apex's mixed precision is (give --bf16 or --fp16)",
-    "torch_autocast": "autocast is (give --bf16 or --fp16)",
-    "zero_optimization.zenflow": "an optimizer step that lags behind is",
-}
-# Sections that are off where they do not say that they are enabled.
-OFF_BY_DEFAULT = {"fp16", "bf16", "bfloat16", *UNSUPPORTED} - {
-    "compression_training",
-    "sparse_attention",
-    "weight_quantization",
-    "expert_parallel",
-}
 
-# Keys (and everything under them) that change nothing about the result.
-NOTED = {
-    "steps_per_print": "--log-interval sets how often a line is printed",
-    "wall_clock_breakdown": "--timing-log-level 1 logs timers",
-    "memory_breakdown": "memory is always logged",
-    "dump_state": "--print-config prints the settings",
-    "tensorboard": "use --tensorboard-dir",
-    "wandb": "use --wandb-project",
-    "csv_monitor": "metrics.jsonl is always written",
-    "comet": "metrics.jsonl is always written",
-    "flops_profiler": "throughput and MFU are always logged",
-    "comms_logger": "communication is not logged",
-    **dict.fromkeys(
-        ("monitor_config", "timers", "log_level", "logging"),
-        "docs/logging.md lists the metrics that are always written",
-    ),
-    "checkpoint": "checkpoints have one format, verified and independent of the layout",
-    "nebula": "--async-save writes checkpoints in the background",
-    "aio": "how files of --optimizer-nvme-offload are read and written is chosen here",
-    **dict.fromkeys(
-        ("disable_allgather", "graph_harvesting", "use_data_before_expert_parallelism"),
-        "a choice of communication and kernels, which changes no result",
-    ),
-    "compile": "--torch-compile compiles each transformer layer",
-    "sparse_gradients": "how gradients of the embedding are sent changes no result",
-    "dataloader_drop_last": "every step has a whole global batch",
-    "managed_gradient_accumulation": "gradients are always accumulated over the global batch",
-    "seq_parallel_communication_data_type": "gradients are summed over these ranks in fp32",
-    **dict.fromkeys(
-        ("bf16.check_overflow", "bf16.check_grad_overflow"),
-        "NaN and Inf are always looked for (--nan-policy)",
-    ),
-    "optimizer.legacy_fusion": "--adam-implementation chooses the kernel",
-    **dict.fromkeys(
-        (
-            "optimizer.params.torch_adam",
-            "optimizer.params.fused",
-            "optimizer.params.foreach",
-            "optimizer.params.set_grad_none",
-            "optimizer.params.adam_w_mode",
-            "optimizer.params.bias_correction",
-            "optimizer.params.amsgrad",
-        ),
-        "AdamW; --adam-implementation chooses its kernel",
-    ),
-    "gradient_allreduce_op": "gradients are averaged over the tokens of the global batch",
-    "activation_checkpointing": (
-        "--checkpoint-activations switches recompute on, and --recompute-num-layers says how many "
-        "layers share a saved input"
-    ),
-    "zero_allow_untested_optimizer": "DeepSpeed's optimizers are not used",
-    "zero_force_ds_cpu_optimizer": "DeepSpeed's optimizers are not used",
-    "prescale_gradients": "gradients are summed over ranks, and scaled once",
-    "gradient_predivide_factor": "gradients are summed over ranks, and scaled once",
-    "data_types.grad_accum_dtype": "--main-grads-dtype says what gradients are accumulated in",
-    "zero_optimization": (
-        "layers are gathered and reduced whole, in the order in which they come: no such "
-        "size or threshold is to be chosen"
-    ),
-    "zero_optimization.overlap_comm": (
-        "see --overlap-grad-reduce and --overlap-param-gather, which are on"
-    ),
-    "zero_optimization.reduce_scatter": "gradients are always reduce-scattered",
-    "zero_optimization.offload_optimizer": (
-        "how the offloaded optimizer moves its data is chosen here: see --optimizer-cpu-offload"
-    ),
-    "zero_optimization.offload_param": (
-        "how offloaded weights are moved is chosen here: see --param-cpu-offload"
-    ),
-    "zero_optimization.cpu_offload_use_pin_memory": (
-        "how the offloaded optimizer moves its data is chosen here: see --optimizer-cpu-offload"
-    ),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
-        "checkpoints are independent of the ZeRO stage"
-    ),
-    "zero_optimization.gather_16bit_weights_on_model_save": (
-        "checkpoints are independent of the ZeRO stage"
-    ),
-    "zero_optimization.load_from_fp32_weights": "checkpoints are independent of the ZeRO stage",
-    "zero_optimization.elastic_checkpoint": "checkpoints are independent of the ZeRO stage",
-    "pipeline.partition": "--pipeline-model-parallel-layout says how layers are shared out",
-    "pipeline.activation_checkpoint_interval": "--checkpoint-activations switches recompute on",
-    "pipeline.seed_layers": "every draw is computed from --seed",
-    "pipeline.pipe_partitioned": "--sequence-parallel divides what travels between pipeline ranks",
-    "pipeline.grad_partitioned": "--sequence-parallel divides what travels between pipeline ranks",
-    "fp16.auto_cast": "inputs are token ids",
-    "bf16.immediate_grad_update": (
-        "weight gradients are added where they are accumulated as they are computed"
-    ),
-}
+@functools.cache
+def answers(section: str) -> dict[str, Any]:
+    """Key -> its answer, of a table of compatibility.toml."""
+    table = compatibility.data()["deepspeed"][section]
+    each = table.items() if isinstance(table, dict) else ((row["keys"], row) for row in table)
+    return {key: answer for keys, answer in each for key in keys.split()}
 
 
 # Types of values, where our field does not give them: of SAME the text, and other numbers.
 TEXT = ("optimizer.type", "data_types.grad_accum_dtype", "zero_optimization.offload_param.device")
 NUMBERS = ("gradient_accumulation_steps", "zero_optimization.zero_hpz_partition_size")
 WIRE_KEYS = ("communication_data_type", "fp32_allreduce")
-SINGLE = {*SAME, *REFUSED, *OFFLOAD, *NUMBERS, *WIRE_KEYS}  # keys that are no sections
 DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 
 
@@ -269,7 +112,7 @@ class Comparison:
         if unsupported := _unsupported(key):
             if value in (False, None, {}):
                 return "off here too", ""
-            return "", f"{UNSUPPORTED[unsupported]} not supported; take the section out"
+            return "", f"{answers('unsupported')[unsupported]}; take the section out"
         if value is None:
             return "not set", ""
         if fault := _kind_fault(key, value):
@@ -278,8 +121,8 @@ class Comparison:
             return self._betas(value)
         if key in WIRE_KEYS and value is not False:
             return self._wire(key, value)
-        if key in REFUSED and REFUSED[key][0](value):
-            return "", REFUSED[key][1]
+        if fault := _refusal(key, value):
+            return "", fault
         if key in OFFLOAD:
             device = content["zero_optimization"]["offload_optimizer"].get("device")
             return self._offload(key, value, device)
@@ -470,13 +313,14 @@ def compare_with_deepspeed(path: str, config: Config, chosen: set[str], load: Lo
         result.faults.append(f"--deepspeed_config {path}: cannot be read: {problem}")
         return result
     faults: list[str] = []
+    single = {*SAME, *answers("refused"), *OFFLOAD, *NUMBERS, *WIRE_KEYS}  # keys with no section
     for names, value in _flatten(content):
         key = ".".join(names)
         shown = f"{key[:80]} = {shortened(json.dumps(value), 80)}"
         if any("." in name for name in names):
             note = ""
             fault = "a key with a dot is no section with a setting; write sections as objects"
-        elif any(".".join(names[:count]) in SINGLE for count in range(1, len(names))):
+        elif any(".".join(names[:count]) in single for count in range(1, len(names))):
             note = ""
             fault = "expected a single value, found an object"
         elif key == "scheduler":
@@ -530,7 +374,8 @@ def _is_off(key: str, content: dict, config: Config) -> bool:
         if not isinstance(section, dict):
             return False
         path = ".".join(names[: depth + 1])
-        enabled = section.get("enabled", path not in OFF_BY_DEFAULT)
+        off = (PRECISIONS | answers("unsupported").keys()) - ON_BY_DEFAULT
+        enabled = section.get("enabled", path not in off)
         if enabled == "auto":
             ours = {"fp16": config.precision.fp16}
             ours |= dict.fromkeys(("bf16", "bfloat16"), config.precision.bf16)
@@ -541,9 +386,22 @@ def _is_off(key: str, content: dict, config: Config) -> bool:
 
 
 def _unsupported(key: str) -> str:
-    """The section of UNSUPPORTED that holds a key, or an empty string."""
-    found = (name for name in UNSUPPORTED if key == name or key.startswith(name + "."))
+    """The unsupported section that holds a key, or an empty string."""
+    found = (name for name in answers("unsupported") if key == name or key.startswith(name + "."))
     return next(found, "")
+
+
+def _refusal(key: str, value: Any) -> str:
+    """Why a value of a key is refused; empty when it is not."""
+    row = answers("refused").get(key)
+    if row is None:
+        return ""
+    named = DTYPES.get(value.lower(), value) if isinstance(value, str) else value
+    if "accepted" in row:
+        refused = named not in row["accepted"]
+    else:
+        refused = named in row["refused"] if "refused" in row else bool(value)
+    return row["text"] if refused else ""
 
 
 def _kind_fault(key: str, value: Any) -> str:
@@ -580,9 +438,10 @@ def _without_recompute(key: str, config: Config) -> str:
 
 def _without_a_flag(key: str, value: Any) -> Answer:
     """The answer for a key that none of our flags equals."""
-    names = [name for name in NOTED if key == name or key.startswith(name + ".")]
+    noted = answers("noted")
+    names = [name for name in noted if key == name or key.startswith(name + ".")]
     if names:
-        return NOTED[max(names, key=len)], ""
+        return noted[max(names, key=len)], ""
     if value is False or value is None or value == {}:
         return "off here too", ""
     return "", "not supported; take it out"

@@ -17,11 +17,11 @@ from typing import Any
 
 from megatron.tools._convert.pickles import Record, state_of
 
+from megatron.config.compatibility import recorded_names
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.latent import yarn_scale
 from megatron.config.metadata import flag_name
-from megatron.config.upstream_flags import NAMES
 
 # taken over under the same name where they are there
 SAME = """num_layers hidden_size ffn_hidden_size num_attention_heads max_position_embeddings
@@ -75,7 +75,7 @@ _OTHERS = """_is_global_batch_size_explicitly_specified apply_rope_fusion barrie
 
 def _arguments_of_flags() -> set[str]:
     """The names that other programs' flags have as arguments, with and without what negates."""
-    plain = {name[2:].replace("-", "_") for name in NAMES}
+    plain = {name[2:].replace("-", "_") for name in recorded_names()}
     return plain | {
         name.removeprefix(start)
         for name in plain

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from megatron.config import compatibility, upstream_flags  # noqa: E402
+from megatron.config import compatibility  # noqa: E402
 from megatron.config.arguments import (
     COMMANDS,
     _Reading,
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     """Try them all; the exit code."""
     known, begun = known_flags(), time.monotonic()
     upstream = sorted(
-        {key(name) for name in upstream_flags.NAMES} - {key(name) for name in our_flags()}
+        {key(name) for name in compatibility.recorded_names()} - {key(name) for name in our_flags()}
     )
     result = {}
     for title, flags, read in (("ours", our_flags(), whole), ("upstream", upstream, flags_alone)):

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config import compatibility
 from megatron.config.arguments import options, options_by_flag, parse_arguments
-from megatron.config.compatibility import CHOICES, EQUALS, TABLE, VALUES
+from megatron.config.compatibility import asks, by_value, table
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 
@@ -22,33 +22,37 @@ VALUE_OF = {
 
 def test_the_table_is_consistent():
     # no name stands twice
-    assert len({flag for row in TABLE for flag in row.flags}) == sum(
-        len(row.flags) for row in TABLE
+    assert len({flag for row in table() for flag in row.flags}) == sum(
+        len(row.flags) for row in table()
     )
-    for row in TABLE:
-        assert (
-            row.verdict
-            in "note,only,equals,choice,file,together,at least,not done,refused".split(",")
-            and row.text
-        )
-        assert (row.values != ()) == (row.verdict == "only") or row.verdict == "not done"
-        assert (row.when is None) == (row.otherwise == "")
-        assert (row.choices != ()) == (row.verdict == "choice")
+    fields = {option.field: option for option in options()}
+    for row in table():
+        assert row.flags and row.text
+        assert (row.values != ()) == (row.verdict == "only") or row.verdict == "not_done"
+        assert row.is_conditional == (row.otherwise != "")
+        assert (row.choices is not None) == (row.verdict == "choice")
+        for alternative in (row.when or []) + (row.unless or []):
+            for field, values in alternative.items():
+                each = [value for value in values if value != "None"]
+                assert all(fields[field].load(value) == value for value in each), row.flags
+                assert len(each) == len(values) or fields[field].optional
         for flag in row.flags:
             assert flag.startswith("--") and flag.rstrip("*").replace("*", "") == flag.rstrip("*")
             assert flag not in options_by_flag(), f"{flag} is a field: its row would never act"
-    for row in CHOICES:
-        for value, _ in row.choices:
+        for value in row.choices or {}:
             parse_arguments([row.flags[0], *([value] if value else [])])
-    for row in EQUALS:
-        if row.text.startswith("--config"):
-            continue  # reads a file, see test_settings_files.py
+        if row.verdict not in ("equals", "at_least") or row.text.startswith("--config"):
+            continue  # a file: see test_settings_files.py
         parse_arguments(
             [row.flags[0], *([VALUE_OF.get(row.flags[0], "1")] if "$" in row.text else [])]
         )
     fields = {option.names[0]: option for option in options()}
-    for (flag, theirs), (ours, _) in VALUES.items():
+    for (flag, theirs), ours in by_value("values").items():
         assert fields[flag].parse([ours]) != theirs and theirs not in fields[flag].choices
+    assert all(pair in by_value("values") for pair in (*by_value("value_notes"), *asks()))
+    assert not set(by_value("values")) & set(by_value("refused_values"))
+    for flag, theirs in by_value("refused_values"):
+        assert theirs not in fields[flag].choices
 
 
 def test_a_longer_family_or_an_exact_name_wins():
@@ -346,8 +350,8 @@ def test_notes_change_nothing():
     noted = [
         flag
         for flag, row in compatibility.rows().items()
-        if row.verdict in ("note", "not done")
-        and row.when is None
+        if row.verdict in ("note", "not_done")
+        and not row.is_conditional
         and flag not in options_by_flag()
     ]
     assert len(noted) > 400 and parse_arguments(noted).config == Config()

@@ -18,16 +18,8 @@ from megatron.config.arguments import (
     same_meaning,
     suggestions,
 )
-from megatron.config.compatibility import FOLLOWS, HABITS, TABLE, key
+from megatron.config.compatibility import data, key, recorded_names, table
 from megatron.config.errors import ArgumentErrors
-from megatron.config.upstream_flags import (
-    EARLIER,
-    FORKS,
-    MEGATRON_DEEPSPEED,
-    MEGATRON_LM,
-    NAMES,
-    OTHERS,
-)
 
 OURS = {*options_by_flag(), *map(key, COMMANDS)}
 
@@ -39,12 +31,12 @@ def first_fault(*argv: str) -> str:
 
 
 def test_the_table_answers_the_recorded_names_and_no_other():
-    recorded = {key(name) for name in NAMES}
-    texts = (MEGATRON_LM, MEGATRON_DEEPSPEED, EARLIER, OTHERS, FORKS)
-    assert [len(text.split()) for text in texts[:4]] == [898, 115, 55, 4]
-    assert len(set(NAMES)) == len(NAMES) == sum(len(text.split()) for text in texts)
+    recorded = {key(name) for name in recorded_names()}
+    counts = {source: len(text.split()) for source, text in data()["names"].items()}
+    assert list(counts.values())[:4] == [898, 115, 55, 4]
+    assert len(set(recorded_names())) == len(recorded_names()) == sum(counts.values())
     assert recorded - OURS <= set(compatibility.rows()) <= recorded
-    for row in TABLE:
+    for row in table():
         for flag in row.flags:
             if flag.endswith("*"):
                 assert any(compatibility.find(name) is row for name in recorded), (
@@ -116,8 +108,7 @@ def test_words_in_another_order_and_abbreviations_are_recognized(flag, meant):
 @pytest.mark.full
 def test_every_foreign_flag_would_get_no_hint_of_another_meaning():
     """As if the table did not have it."""
-    names = sorted({key(name) for name in NAMES} - OURS)
-    for name in names:
+    for name in sorted({key(name) for name in recorded_names()} - OURS):
         for other in suggestions(name):
             assert one_edit(name, other) or same_meaning(name, other), (name, other)
 
@@ -185,6 +176,7 @@ def test_habits_are_answered_with_what_to_do(line, answer):
 
 
 def test_a_habit_is_nobodys_flag_and_stands_for_a_known_one():
-    names = [name for text in HABITS.values() for name in text.split()] + list(FOLLOWS)
-    assert len(set(names)) == len(names) and not {*names} & {*OURS, *compatibility.rows()}
-    assert all(ours in OURS or compatibility.find(ours) for ours in HABITS)
+    habits = data()["habits"]
+    short = " ".join([*habits.values(), *data()["follows"]]).split()
+    assert len(set(short)) == len(short) and not {*short} & {*OURS, *compatibility.rows()}
+    assert all(ours in OURS or compatibility.find(ours) for ours in habits)
