@@ -13,7 +13,7 @@ from typing import Any
 from megatron.config import compatibility
 from megatron.config.derive import DEFAULTS, GROUP_OF, METADATA, data_parallel_size
 from megatron.config.errors import UserError, first_faults, shortened
-from megatron.config.groups import Config
+from megatron.config.groups import LR_DECAYS, Config
 from megatron.config.input_files import KINDS, SETTINGS_LIMIT, read_json
 from megatron.config.metadata import flag_name
 
@@ -220,8 +220,8 @@ class Comparison:
         style = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
         if kind not in style or not isinstance(params, dict):
             return "", (
-                "not a schedule here; take the section out and give --lr-decay-style constant, "
-                "linear, cosine, inverse-square-root or WSD with --lr-warmup-iters N"
+                "not a schedule here; take the section out and give --lr-decay-style "
+                f"{', '.join(LR_DECAYS)} with --lr-warmup-iters N"
             )
         known = {name: value for name, value in params.items() if value not in ("auto", None)}
         wrong = [
@@ -313,14 +313,13 @@ def compare_with_deepspeed(path: str, config: Config, chosen: set[str], load: Lo
         result.faults.append(f"--deepspeed_config {path}: cannot be read: {problem}")
         return result
     faults: list[str] = []
-    single = {*SAME, *answers("refused"), *OFFLOAD, *NUMBERS, *WIRE_KEYS}  # keys with no section
     for names, value in _flatten(content):
         key = ".".join(names)
         shown = f"{key[:80]} = {shortened(json.dumps(value), 80)}"
         if any("." in name for name in names):
             note = ""
             fault = "a key with a dot is no section with a setting; write sections as objects"
-        elif any(".".join(names[:count]) in single for count in range(1, len(names))):
+        elif any(_is_single(".".join(names[:count])) for count in range(1, len(names))):
             note = ""
             fault = "expected a single value, found an object"
         elif key == "scheduler":
@@ -336,6 +335,11 @@ def compare_with_deepspeed(path: str, config: Config, chosen: set[str], load: Lo
     faults = list(dict.fromkeys(faults))
     result.faults += first_faults(faults, f"--deepspeed_config {path}")
     return result
+
+
+def _is_single(key: str) -> bool:
+    """Whether a key has a value and is no section."""
+    return any(key in keys for keys in (SAME, answers("refused"), OFFLOAD, NUMBERS, WIRE_KEYS))
 
 
 def _flatten(

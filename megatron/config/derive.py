@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron.config.batch_schedule import schedule_words
 from megatron.config.errors import UserError
-from megatron.config.groups import Config, DistributedConfig
+from megatron.config.groups import LR_DECAYS, Config, DecayKind, DistributedConfig
 from megatron.config.latent import yarn_scale
 from megatron.config.metadata import flag, flag_name
 from megatron.config.schedules import SCHEDULES
@@ -99,6 +99,11 @@ class RunView:
 
     def __getattr__(self, field: str) -> Any:
         return getattr(getattr(self.config, GROUP_OF[field]), field)
+
+    @property
+    def decay_kind(self) -> DecayKind:
+        """The entry of --lr-decay-style in its table."""
+        return LR_DECAYS[self.lr_decay_style]
 
     def show(self, field: str) -> str:
         """`--lr-decay-style cosine`: a flag with its value."""

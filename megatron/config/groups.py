@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron.config.experts import ExpertsConfig
 from megatron.config.latent import LatentConfig
@@ -602,11 +602,50 @@ class TrainingConfig:
     """Elements below which a tensor stays on the device."""
 
 
+class OptimizerKind(NamedTuple):
+    """What rules between flags and the plan know of an update rule. optimizer/update.py has its
+    functions.
+    """
+
+    states: dict[str, str | None]  # buffer -> the field with its precision; None: the master's
+    implementation: str | None  # the field that chooses its implementation, if there are several
+
+
+OPTIMIZERS = {
+    "adam": OptimizerKind(
+        {"exp_avg": "exp_avg_dtype", "exp_avg_sq": "exp_avg_sq_dtype"}, "adam_implementation"
+    ),
+    "sgd": OptimizerKind({"momentum_buffer": None}, None),
+}
+
+
+class DecayKind(NamedTuple):
+    """What rules between flags know of a shape of the learning rate's decay.
+    optimizer/lr_schedule.py has its function.
+    """
+
+    decays: bool  # to --min-lr
+    has_final_decay: bool  # of --lr-wsd-decay-iters or -samples
+
+
+LR_DECAYS = {
+    "constant": DecayKind(decays=False, has_final_decay=False),
+    "linear": DecayKind(decays=True, has_final_decay=False),
+    "cosine": DecayKind(decays=True, has_final_decay=False),
+    "inverse-square-root": DecayKind(decays=True, has_final_decay=False),
+    "WSD": DecayKind(decays=True, has_final_decay=True),
+}
+FINAL_DECAYS = ("exponential", "linear", "cosine", "minus_sqrt")
+WEIGHT_DECAY_CHANGES = ("constant", "linear", "cosine")
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """optimizer"""
 
-    optimizer: Literal["adam", "sgd"] = flag("adam", change=STEPS, deepspeed="optimizer.type")
+    optimizer: Literal[*OPTIMIZERS] = flag(  # type: ignore[valid-type]
+        "adam", change=STEPS, deepspeed="optimizer.type"
+    )
     """adam is AdamW (decoupled weight decay)."""
     adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag(
         "auto",
@@ -676,7 +715,7 @@ class OptimizerConfig:
     schedule. Default: lr."""
     decoupled_min_lr: float | None = flag(None, bound=NOT_NEGATIVE, needs=(DECOUPLED, DECAY))
     """With --decoupled-lr: their learning rate at the end of the decay. Default: min-lr."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    lr_decay_style: Literal[*LR_DECAYS] = "linear"  # type: ignore[valid-type]
     """Shape of the decay after warm-up."""
     lr_decay_iters: int | None = flag(None, bound=POSITIVE)
     """Iterations over which the learning rate decays, warm-up included. Default: train-iters."""
@@ -690,9 +729,8 @@ class OptimizerConfig:
     """Warm-up as a share of the decay."""
     lr_warmup_init: float = flag(0.0, bound=NOT_NEGATIVE, needs=WARMUP)
     """Learning rate at which the warm-up starts."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
-        "exponential",
-        needs=WSD,
+    lr_wsd_decay_style: Literal[*FINAL_DECAYS] = flag(  # type: ignore[valid-type]
+        "exponential", needs=WSD
     )
     """Shape of the final decay of WSD."""
     lr_wsd_decay_iters: int | None = flag(None, bound=POSITIVE, needs=WSD)
@@ -709,7 +747,9 @@ class OptimizerConfig:
     """Weight decay at the start of a run in which it changes."""
     end_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=CHANGING_DECAY)
     """Weight decay at the end of a run in which it changes."""
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay_incr_style: Literal[*WEIGHT_DECAY_CHANGES] = (  # type: ignore[valid-type]
+        "constant"
+    )
     """Shape of the change of weight decay from start to end of the run."""
     clip_grad: float = flag(
         1.0,

@@ -126,9 +126,9 @@ ADAM = Need("--optimizer adam")
 OFFLOADED_ADAM = Need("--optimizer adam", fault=True)
 SGD = Need("--optimizer sgd")
 CPU_OFFLOAD = Need("--optimizer-cpu-offload", fault=True)
-DECAY = Need("a --lr-decay-style that decays", lambda run: run.lr_decay_style != "constant")
+DECAY = Need("a --lr-decay-style that decays", lambda run: run.decay_kind.decays)
 DECOUPLED = Need("--decoupled-lr N", fault=True)
-WSD = Need("--lr-decay-style WSD")
+WSD = Need("--lr-decay-style WSD", lambda run: run.decay_kind.has_final_decay)
 WARMUP = Need(
     "a warm-up (--lr-warmup-iters, -samples or -fraction)",
     lambda run: bool(run.lr_warmup_iters or run.lr_warmup_samples or run.lr_warmup_fraction),

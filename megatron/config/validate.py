@@ -456,7 +456,7 @@ def _decay_is_read(run: RunView) -> bool:
     """Whether the length of the decay means anything: at a constant rate only a warm-up that is a
     share of it does.
     """
-    return run.lr_decay_style != "constant" or run.lr_warmup_fraction is not None
+    return run.decay_kind.decays or run.lr_warmup_fraction is not None
 
 
 def _length(run: RunView) -> Faults:
@@ -486,14 +486,18 @@ def _schedule(run: RunView) -> Faults:
         yield f"{run.show('lr_warmup_fraction')}: contradicts {run.show(field)}; keep one"
     if decay and warmup >= decay and _decay_is_read(run):
         yield f"--lr-warmup-{unit} {warmup}: must be smaller than --lr-decay-{unit} {decay}"
-    if run.lr_decay_style == "WSD" and not final:
-        yield f"--lr-decay-style WSD: give --lr-wsd-decay-{unit}, the length of its final decay"
-    if run.lr_decay_style == "WSD" and final and decay and final + (warmup or 0) > decay:
+    has_final_decay = run.decay_kind.has_final_decay
+    if has_final_decay and not final:
+        yield (
+            f"{run.show('lr_decay_style')}: give --lr-wsd-decay-{unit}, the length of its final "
+            "decay"
+        )
+    if has_final_decay and final and decay and final + (warmup or 0) > decay:
         yield (
             f"--lr-wsd-decay-{unit} {final}: does not fit into --lr-decay-{unit} {decay} "
             "after the warm-up"
         )
-    ends = ("min_lr", "lr_warmup_init") if run.lr_decay_style != "constant" else ("lr_warmup_init",)
+    ends = ("min_lr", "lr_warmup_init") if run.decay_kind.decays else ("lr_warmup_init",)
     for field in ends:
         if run.lr is not None and getattr(run, field) > run.lr and not run.skip_train:
             yield f"{run.show(field)}: greater than {run.show('lr')}"
@@ -511,7 +515,7 @@ def _decoupled(run: RunView) -> Faults:
     shown = run.show("decoupled_lr")
     if run.lr_warmup_init > run.decoupled_lr:
         yield f"{run.show('lr_warmup_init')}: greater than {shown}"
-    if run.lr_decay_style == "constant":
+    if not run.decay_kind.decays:
         return
     if run.decoupled_min_lr is None and run.min_lr > run.decoupled_lr:
         yield f"{run.show('min_lr')}: greater than {shown}; give --decoupled-min-lr"

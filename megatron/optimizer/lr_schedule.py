@@ -9,10 +9,11 @@ training/loop.py, once a step.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron.config.groups import Config
+from megatron.config.groups import FINAL_DECAYS, LR_DECAYS, WEIGHT_DECAY_CHANGES, Config
 from megatron.model.arithmetic import samples_after
 from megatron.model.spec import Multipliers
 
@@ -106,37 +107,85 @@ class ParamSchedule:
         """
         if self.warmup > 0 and samples <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup
-        if self.style == "constant":
-            return self.max_lr
-        if samples > self.decay:
+        if LR_DECAYS[self.style].decays and samples > self.decay:
             return self.min_lr
-        if self.style == "inverse-square-root":
-            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1) / max(samples, 1)))
-        if self.style == "WSD":
-            start = self.decay - self.wsd_decay
-            if samples <= start:
-                return self.max_lr
-            return self.min_lr + (self.max_lr - self.min_lr) * _WSD[self.wsd_style](
-                (samples - start) / self.wsd_decay
-            )
-        ratio = (samples - self.warmup) / max(self.decay - self.warmup, 1)
-        share = 1 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1)
-        return self.min_lr + (self.max_lr - self.min_lr) * share
+        return DECAYS[self.style](self, samples)
 
     def weight_decay(self, samples: int) -> float:
         """Weight decay of the step that brings the run to `samples`."""
-        ratio = min(samples / self.weight_decay_length, 1.0)
-        share = (
-            ratio
-            if self.weight_decay_style != "cosine"
-            else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1)
-        )
+        share = CHANGES[self.weight_decay_style](min(samples / self.weight_decay_length, 1.0))
         return self.start_weight_decay + (self.end_weight_decay - self.start_weight_decay) * share
 
 
-_WSD = {
-    "linear": lambda ratio: 1 - ratio,
-    "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1),
+# ---------------------------------------------------------------- shapes, by the choices of flags
+
+Shape = Callable[[float], float]  # ratio of a length, 0 to 1 -> share of the way between two values
+
+
+def _cosine(ratio: float) -> float:
+    return 0.5 * (math.cos(math.pi * ratio) + 1)
+
+
+def _between(shape: Shape) -> Callable[[ParamSchedule, int], float]:
+    """A decay from the end of the warm-up on."""
+
+    def rate(schedule: ParamSchedule, samples: int) -> float:
+        length = max(schedule.decay - schedule.warmup, 1)
+        share = shape((samples - schedule.warmup) / length)
+        return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * share
+
+    return rate
+
+
+def _inverse_square_root(schedule: ParamSchedule, samples: int) -> float:
+    share = math.sqrt(max(schedule.warmup, 1) / max(samples, 1))
+    return max(schedule.min_lr, schedule.max_lr * share)
+
+
+def _wsd(schedule: ParamSchedule, samples: int) -> float:
+    """Warm-up, stable, decay."""
+    start = schedule.decay - schedule.wsd_decay
+    if samples <= start:
+        return schedule.max_lr
+    share = FINAL[schedule.wsd_style]((samples - start) / schedule.wsd_decay)
+    return schedule.min_lr + (schedule.max_lr - schedule.min_lr) * share
+
+
+# --lr-decay-style: the rate after the warm-up, and before the end of a decay
+DECAYS: dict[str, Callable[[ParamSchedule, int], float]] = {
+    "constant": lambda schedule, samples: schedule.max_lr,
+    "linear": _between(lambda ratio: 1 - ratio),
+    "cosine": _between(_cosine),
+    "inverse-square-root": _inverse_square_root,
+    "WSD": _wsd,
+}
+# --lr-wsd-decay-style
+FINAL: dict[str, Shape] = {
     "exponential": lambda ratio: 2 * 0.5**ratio - 1,
+    "linear": lambda ratio: 1 - ratio,
+    "cosine": _cosine,
     "minus_sqrt": lambda ratio: 1 - math.sqrt(ratio),
 }
+# --weight-decay-incr-style
+CHANGES: dict[str, Shape] = {
+    "constant": lambda ratio: 0.0,
+    "linear": lambda ratio: ratio,
+    "cosine": lambda ratio: _cosine(1 - ratio),
+}
+
+
+def check_tables() -> None:
+    """Raises KeyError for a choice of a flag without a function, or a function without a choice."""
+    for flag, choices, functions in (
+        ("--lr-decay-style", LR_DECAYS, DECAYS),
+        ("--lr-wsd-decay-style", FINAL_DECAYS, FINAL),
+        ("--weight-decay-incr-style", WEIGHT_DECAY_CHANGES, CHANGES),
+    ):
+        if incomplete := sorted(set(choices) ^ set(functions)):
+            raise KeyError(
+                f"{flag} {incomplete[0]}: needs an entry in config/groups.py and a function in "
+                "optimizer/lr_schedule.py"
+            )
+
+
+check_tables()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.groups import Config, OptimizerConfig
+from megatron.config.groups import Config
 from megatron.distributed.groups import Groups, one_process
 from megatron.model.gpt import layer_names
 from megatron.model.init import fill_initial
@@ -29,7 +29,7 @@ from megatron.optimizer.matrices import MatrixRule, other_segments, step_matrice
 from megatron.optimizer.nvme import FileTensor, StateFiles
 from megatron.optimizer.offload import HostSteps
 from megatron.optimizer.state import BlockState, InFiles, InMemory
-from megatron.optimizer.update import UpdateRule
+from megatron.optimizer.update import UpdateRule, rules_of
 from megatron.parallel.blocks import STATE, Block, accumulation_dtype
 from megatron.parallel.grad_norm import clip_coefficient, sum_of_squares
 
@@ -48,15 +48,6 @@ class StepOutcome:
 
 def gather_nothing(block: Block) -> None:
     """In one process nobody else holds the weights."""
-
-
-def rules_of(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
-    """The update rule of the flags, and the same for state in the host's memory."""
-    adam = config.optimizer == "adam"
-    rule = UpdateRule(config, config.adam_implementation if adam else "torch-fused")
-    if rule.implementation in ("apex", "triton"):
-        return rule, replace(rule, implementation="torch-fused")
-    return rule, rule
 
 
 class Optimizer:

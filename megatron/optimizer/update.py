@@ -6,8 +6,9 @@ Called from optimizer/optimizer.py, segment by segment.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megatron.config.groups import OptimizerConfig
+from megatron.config.groups import OPTIMIZERS, OptimizerConfig
 from megatron.kernels import apex
 from megatron.kernels.adamw import adamw_
 
@@ -25,20 +26,36 @@ PIECE = 1 << 19
 PIECE_CUDA = 1 << 23
 
 
-@dataclass(frozen=True)
-class UpdateRule:
-    """How one step changes parameters; `state_names` are the buffers it keeps beside each
-    segment.
+@dataclass
+class Implementation:
+    """One way to compute an update rule.
+
+    `step` takes the flags of the optimizer, and of a piece the master weights, the gradient and the
+    states in the master's precision. With `takes_segments` it takes whole segments in their own
+    precisions, and the rounded weights.
     """
 
+    step: Callable[..., None]
+    takes_segments: bool = False
+    scales_grad: bool = False  # multiplies the gradient by an fp32 coefficient itself
+    skips_on_device: bool = False  # reads found_inf, so that the host need not
+    on_host: str | None = None  # the implementation for state in host memory, if it is another
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How one step changes parameters; `state_names` are the buffers it keeps of each segment."""
+
     config: OptimizerConfig
-    implementation: str  # torch-fused, torch, apex, triton
+    implementation: str  # a key of RULES[config.optimizer]
+
+    @cached_property
+    def chosen(self) -> Implementation:
+        return RULES[self.config.optimizer][self.implementation]
 
     @cached_property
     def state_names(self) -> tuple[str, ...]:
-        return (
-            ("exp_avg", "exp_avg_sq") if self.config.optimizer == "adam" else ("momentum_buffer",)
-        )
+        return tuple(OPTIMIZERS[self.config.optimizer].states)
 
     def state_dtype(self, name: str, wide: torch.dtype) -> torch.dtype:
         """What a buffer is stored in; `wide` is the precision of master weights.
@@ -46,15 +63,16 @@ class UpdateRule:
         A bf16 exp_avg_sq is rounded to nearest: it cannot decay while 1 - beta2 is under half a
         spacing of bf16 (2^-9 to 2^-8).
         """
-        narrow = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
-        return torch.bfloat16 if narrow.get(name) == "bf16" else wide
+        field = OPTIMIZERS[self.config.optimizer].states[name]
+        is_narrow = field is not None and getattr(self.config, field) == "bf16"
+        return torch.bfloat16 if is_narrow else wide
 
-    @cached_property
+    @property
     def skips_on_device(self) -> bool:
         """Whether a found_inf word on the device suppresses the step, without the host having to
         look.
         """
-        return self.implementation in ("torch-fused", "triton")
+        return self.chosen.skips_on_device
 
     def apply(
         self,
@@ -79,128 +97,186 @@ class UpdateRule:
         before and is advanced by the caller; `eps_multiplier` is of Adam's epsilon; found_inf 1
         leaves everything as it is when skips_on_device.
         """
-        eps = self.config.adam_eps * eps_multiplier
-        # one pass over everything, narrow or not; never run on a GPU yet
-        if self.implementation == "triton":
-            scalars = step, coefficient, found_inf, lr
-            self._by_kernel(master, grad, states, out, *scalars, eps, weight_decay)
-            return
-        size = PIECE_CUDA if master.is_cuda else PIECE
-        update, folds = self._chosen(coefficient)
         settings = {
-            "count": step + 1,
-            "divisor": 1 / coefficient if folds else None,
             "found_inf": found_inf,
             "lr": lr,
             "weight_decay": weight_decay,
-            "eps": eps,
+            "eps": self.config.adam_eps * eps_multiplier,
         }
         stored = [grad, *(states[name] for name in self.state_names)]
+        if self.chosen.takes_segments:
+            scalars = {"step": step, "coefficient": coefficient, **settings}
+            self.chosen.step(self.config, master, *stored, out, **scalars)
+            return
+        scales = self.chosen.scales_grad and coefficient.dtype == torch.float32
+        settings |= {"count": step + 1, "divisor": 1 / coefficient if scales else None}
+
+        size = PIECE_CUDA if master.is_cuda else PIECE
         weights = pieces_of(master, size)
         rounded = [None] * len(weights) if out is None else pieces_of(out, size)
         for wide, weight, result in zip(
             _widened(stored, master, size), weights, rounded, strict=True
         ):
-            if not folds:
+            if not scales:
                 wide[0].mul_(coefficient)
-            update(weight, *wide, **settings)
+            self.chosen.step(self.config, weight, *wide, **settings)
             if result is not None:
                 result.copy_(weight)
 
-    def _chosen(self, coefficient: Tensor) -> tuple[Callable[..., None], bool]:
-        """What updates a piece, and whether it multiplies the gradient by the coefficient."""
-        if self.config.optimizer == "sgd":
-            return self._sgd, False
-        if self.implementation == "torch-fused":
-            return self._fused, coefficient.dtype == torch.float32  # the kernel reads an fp32 word
-        return (self._apex if self.implementation == "apex" else self._loop), False
 
-    def _by_kernel(
-        self, master, grad, states, out, step, coefficient, found_inf, lr, eps, weight_decay
-    ) -> None:
-        moments = states["exp_avg"], states["exp_avg_sq"]
-        betas = self.config.adam_beta1, self.config.adam_beta2
-        scalars = step, coefficient, found_inf, lr
-        adamw_(master, grad, *moments, out, *scalars, *betas, eps, weight_decay)
+# ---------------------------------------------------------------- rules
 
-    def _fused(
-        self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
-    ) -> None:
-        # what torch.optim.adamw.adamw calls, without its 30 us of bookkeeping for each piece
-        torch._fused_adamw_(
-            [weight],
-            [grad],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            [count],
-            lr=lr,
-            beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-            found_inf=found_inf,
+
+def _triton_adamw(
+    config,
+    master,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    out,
+    *,
+    step,
+    coefficient,
+    found_inf,
+    lr,
+    eps,
+    weight_decay,
+) -> None:
+    # one pass over everything, narrow or not; never run on a GPU yet
+    scalars = step, coefficient, found_inf, lr
+    betas = config.adam_beta1, config.adam_beta2
+    adamw_(master, grad, exp_avg, exp_avg_sq, out, *scalars, *betas, eps, weight_decay)
+
+
+def _fused_adamw(
+    config, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
+) -> None:
+    # what torch.optim.adamw.adamw calls, without its 30 us of bookkeeping for each piece
+    torch._fused_adamw_(
+        [weight],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [count],
+        lr=lr,
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+        found_inf=found_inf,
+    )
+
+
+def _loop_adamw(
+    config, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
+) -> None:
+    adamw(
+        [weight],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [count - 1],
+        foreach=False,
+        amsgrad=False,
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
+
+
+def _apex_adamw(
+    config, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
+) -> None:
+    # never run: apex was not installed on any machine of ours
+    multi_tensor_adam, applier = apex.symbols("adam")
+    overflow = torch.zeros(1, dtype=torch.int, device=weight.device)
+    applier(
+        multi_tensor_adam,
+        overflow,
+        [[grad], [weight], [exp_avg], [exp_avg_sq]],
+        lr,
+        config.adam_beta1,
+        config.adam_beta2,
+        eps,
+        int(count.item()),
+        1,
+        True,
+        weight_decay,
+    )
+
+
+def _sgd(
+    config, weight, grad, momentum_buffer, *, count, divisor, found_inf, lr, weight_decay, eps
+) -> None:
+    sgd(
+        [weight],
+        [grad],
+        [momentum_buffer],
+        fused=True,
+        weight_decay=weight_decay,
+        momentum=config.sgd_momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        found_inf=found_inf,
+    )
+
+
+# --optimizer -> its implementations by name; config/groups.py has what flags know of each rule
+RULES: dict[str, dict[str, Implementation]] = {
+    "adam": {
+        "triton": Implementation(
+            _triton_adamw, takes_segments=True, skips_on_device=True, on_host="torch-fused"
+        ),
+        "apex": Implementation(_apex_adamw, on_host="torch-fused"),
+        "torch-fused": Implementation(_fused_adamw, scales_grad=True, skips_on_device=True),
+        "torch": Implementation(_loop_adamw),
+    },
+    "sgd": {"torch-fused": Implementation(_sgd, skips_on_device=True)},
+}
+
+
+def rules_of(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
+    """The update rule of the flags, and the same for state in the host's memory."""
+    field = OPTIMIZERS[config.optimizer].implementation
+    name = next(iter(RULES[config.optimizer])) if field is None else getattr(config, field)
+    rule = UpdateRule(config, name)
+    on_host = rule.chosen.on_host
+    return rule, rule if on_host is None else replace(rule, implementation=on_host)
+
+
+def check_tables() -> None:
+    """Raises KeyError for an entry of OPTIMIZERS or RULES that the other table lacks, and TypeError
+    for an implementation that does not take the states of its rule.
+    """
+    if incomplete := sorted(OPTIMIZERS.keys() ^ RULES.keys()):
+        raise KeyError(
+            f"--optimizer {incomplete[0]}: needs an entry in config/groups.py and an "
+            "implementation in optimizer/update.py"
         )
+    for optimizer, implementations in RULES.items():
+        states = list(OPTIMIZERS[optimizer].states)
+        if not implementations:
+            raise KeyError(f"--optimizer {optimizer}: has no implementation in optimizer/update.py")
+        for name, implementation in implementations.items():
+            takes = list(inspect.signature(implementation.step).parameters)
+            if takes[3 : 3 + len(states)] != states:
+                raise TypeError(
+                    f"--optimizer {optimizer}: {name} must take the states {', '.join(states)} "
+                    "behind the flags, the weights and the gradient"
+                )
 
-    def _loop(
-        self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
-    ) -> None:
-        adamw(
-            [weight],
-            [grad],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            [count - 1],
-            foreach=False,
-            amsgrad=False,
-            beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=False,
-        )
 
-    def _apex(
-        self, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
-    ) -> None:
-        # never run: no machine with apex was at hand
-        multi_tensor_adam, applier = apex.symbols("adam")
-        overflow = torch.zeros(1, dtype=torch.int, device=weight.device)
-        applier(
-            multi_tensor_adam,
-            overflow,
-            [[grad], [weight], [exp_avg], [exp_avg_sq]],
-            lr,
-            self.config.adam_beta1,
-            self.config.adam_beta2,
-            eps,
-            int(count.item()),
-            1,
-            True,
-            weight_decay,
-        )
-
-    def _sgd(
-        self, weight, grad, momentum_buffer, *, count, divisor, found_inf, lr, weight_decay, eps
-    ) -> None:
-        sgd(
-            [weight],
-            [grad],
-            [momentum_buffer],
-            fused=True,
-            weight_decay=weight_decay,
-            momentum=self.config.sgd_momentum,
-            lr=lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            found_inf=found_inf,
-        )
+check_tables()
 
 
 def pieces_of(buffer: Tensor, size: int) -> Sequence[Tensor]:

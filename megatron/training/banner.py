@@ -14,7 +14,7 @@ import torch
 from megatron import __version__
 from megatron.config.derive import data_parallel_size, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
-from megatron.config.groups import Config, ModelConfig
+from megatron.config.groups import OPTIMIZERS, Config, ModelConfig
 from megatron.distributed.groups import describe_layout, layout_of
 from megatron.model.arithmetic import (
     active_parameters,
@@ -24,6 +24,7 @@ from megatron.model.arithmetic import (
 )
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.recompute import recompute_text
+from megatron.optimizer.update import RULES
 from megatron.training.advisor import Advisor, Forecast
 from megatron.training.length import epoch_lines, length_line
 from megatron.training.neighbours import megatron_core_lines
@@ -177,8 +178,9 @@ def _kernel_lines(config: Config, device: torch.device) -> list[str]:
     model = config.model
     _, kernels = choose_kernels(config, device)
     chosen = [f"{operator} {choice.implementation}" for operator, choice in kernels.items()]
-    if config.optimizer.optimizer == "sgd":
-        chosen.append("sgd torch-fused")
+    if OPTIMIZERS[config.optimizer.optimizer].implementation is None:
+        (implementation,) = RULES[config.optimizer.optimizer]
+        chosen.append(f"{config.optimizer.optimizer} {implementation}")
     if model.torch_compile:
         chosen.append("layers compiled by torch.compile")
     chosen.append(f"recompute {recompute_text(config.training)}")

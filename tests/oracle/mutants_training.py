@@ -22,7 +22,7 @@ from megatron.optimizer import lr_schedule, optimizer, update
 from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
-from megatron.optimizer.update import UpdateRule
+from megatron.optimizer.update import RULES
 from megatron.parallel import blocks
 from megatron.training import evaluate, loop, prepare, pretrain, step
 from megatron.training.run import Run
@@ -262,7 +262,7 @@ def adamw(
 
     def make(original):
         def apply(
-            self,
+            config,
             weight,
             grad,
             exp_avg,
@@ -275,7 +275,7 @@ def adamw(
             weight_decay,
             eps,
         ):
-            beta1, beta2, t = self.config.adam_beta1, self.config.adam_beta2, int(count)
+            beta1, beta2, t = config.adam_beta1, config.adam_beta2, int(count)
             if swap:
                 beta1, beta2 = beta2, beta1
             g = grad if divisor is None else grad / divisor
@@ -313,7 +313,7 @@ for name, make in {
     "weight decay in the gradient": adamw(decay="in the gradient"),
     "weight decay without the rate": adamw(decay="without the rate"),
 }.items():
-    mutant("optimizer", name, "llama", UpdateRule, "_fused")(make)
+    mutant("optimizer", name, "llama", RULES["adam"]["torch-fused"], "step")(make)
 
 mutant("optimizer", "weight decay of vectors", "gpt-files", ParameterSpec, "decay")(
     to(property(lambda self: True))

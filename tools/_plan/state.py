@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.config.derive import expert_ranks, replica_count
-from megatron.config.groups import Config, PrecisionConfig
+from megatron.config.groups import OPTIMIZERS, Config, PrecisionConfig
 from megatron.distributed.groups import expert_cut
 from megatron.optimizer.nvme import SLOTS, in_pages, part_room
 from megatron.parallel.blocks import STATE, Block, on_host_of
@@ -39,10 +39,9 @@ def precisions(config: Config) -> Precisions:
     compute, wide = element_sizes(config.precision)
     chosen = {"fp32": wide, "bf16": 2}
     optimizer = config.optimizer
-    moments = (
-        chosen[optimizer.exp_avg_dtype] + chosen[optimizer.exp_avg_sq_dtype]
-        if optimizer.optimizer == "adam"
-        else wide
+    moments = sum(
+        wide if field is None else chosen[getattr(optimizer, field)]
+        for field in OPTIMIZERS[optimizer.optimizer].states.values()
     )
     gradient = chosen[optimizer.main_grads_dtype]
     return Precisions(

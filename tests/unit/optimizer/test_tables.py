@@ -1,0 +1,100 @@
+"""Tables of optimizers and schedules: every choice of a flag is complete, or refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.config import groups
+from megatron.config.arguments import options
+from megatron.config.groups import LR_DECAYS, OPTIMIZERS, DecayKind, OptimizerKind
+from megatron.optimizer import lr_schedule, update
+from megatron.optimizer.update import RULES, Implementation
+
+
+@pytest.mark.parametrize(
+    "field, table",
+    [
+        ("optimizer", RULES),
+        ("adam_implementation", {"auto": None, **RULES["adam"]}),
+        ("lr_decay_style", lr_schedule.DECAYS),
+        ("lr_wsd_decay_style", lr_schedule.FINAL),
+        ("weight_decay_incr_style", lr_schedule.CHANGES),
+    ],
+)
+def test_the_choices_of_a_flag_are_the_entries_of_its_table(field, table):
+    (option,) = (option for option in options() if option.field == field)
+    assert set(option.choices) == set(table)
+
+
+def test_the_fields_that_an_optimizer_names_exist():
+    fields = {field.name for field in dataclasses.fields(groups.OptimizerConfig)}
+    for kind in OPTIMIZERS.values():
+        named = {*kind.states.values(), kind.implementation} - {None}
+        assert named <= fields
+
+
+def with_lion(monkeypatch, **implementations):
+    monkeypatch.setitem(OPTIMIZERS, "lion", OptimizerKind({"exp_avg": "exp_avg_dtype"}, None))
+    monkeypatch.setitem(RULES, "lion", implementations)
+
+
+def complete(config, weight, grad, exp_avg, **settings):
+    """An update rule that takes its state."""
+
+
+def without_state(config, weight, grad, **settings):
+    """An update rule that forgets its state."""
+
+
+def test_an_optimizer_without_functions_is_refused(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "lion", OptimizerKind({"exp_avg": "exp_avg_dtype"}, None))
+    with pytest.raises(KeyError, match="--optimizer lion: needs an entry in config/groups.py and"):
+        update.check_tables()
+
+
+def test_functions_without_an_optimizer_are_refused(monkeypatch):
+    monkeypatch.setitem(RULES, "lion", {"torch": Implementation(complete)})
+    with pytest.raises(KeyError, match="--optimizer lion: needs an entry"):
+        update.check_tables()
+
+
+def test_an_optimizer_without_an_implementation_is_refused(monkeypatch):
+    with_lion(monkeypatch)
+    with pytest.raises(KeyError, match="--optimizer lion: has no implementation"):
+        update.check_tables()
+
+
+def test_an_implementation_that_does_not_take_its_states_is_refused(monkeypatch):
+    with_lion(monkeypatch, torch=Implementation(without_state))
+    with pytest.raises(TypeError, match="--optimizer lion: torch must take the states exp_avg"):
+        update.check_tables()
+    with_lion(monkeypatch, torch=Implementation(complete))
+    update.check_tables()
+
+
+@pytest.mark.parametrize(
+    "flag, functions",
+    [
+        ("--lr-decay-style", lr_schedule.DECAYS),
+        ("--lr-wsd-decay-style", lr_schedule.FINAL),
+        ("--weight-decay-incr-style", lr_schedule.CHANGES),
+    ],
+)
+def test_a_shape_without_a_choice_or_a_function_is_refused(flag, functions, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(functions, "step", lambda *args: 0.0)
+        with pytest.raises(KeyError, match=f"{flag} step: needs an entry in config/groups.py"):
+            lr_schedule.check_tables()
+    monkeypatch.delitem(functions, "linear")
+    with pytest.raises(KeyError, match=f"{flag} linear: needs an entry"):
+        lr_schedule.check_tables()
+
+
+def test_an_entry_names_everything_that_rules_read():
+    with pytest.raises(TypeError):
+        DecayKind(decays=True)
+    with pytest.raises(TypeError):
+        OptimizerKind({"exp_avg": None})
+    assert all(isinstance(kind, DecayKind) for kind in LR_DECAYS.values())
