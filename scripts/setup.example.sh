@@ -21,7 +21,7 @@
 #   export NCCL_DEBUG=WARN                    # INFO: what NCCL found, in the log of each rank
 #   SRUN_FLAGS="--mpi=none --network=..."     # more flags for srun, if your site wants some
 
-# What launch.sh sets, unless it is set here (docs/launching.md, "What is set for you").
+# What launch.sh sets, unless it is set here (docs/howto/network.md).
 #   export NCCL_LAUNCH_ORDER_IMPLICIT=0
 #   export PYTORCH_ALLOC_CONF=expandable_segments:False
 
