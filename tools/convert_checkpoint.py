@@ -70,9 +70,9 @@ from megatron.tools._convert.megatron_deepspeed import (
     tensor_parallel_size,
 )  # noqa: E402
 from megatron.tools._convert.megatron_lm import map_tensors, our_parameter
-from megatron.tools._convert.models import MappedFile, Pair, check_shapes, first_rows, own_share
+from megatron.tools._convert.models import Pair, check_shapes, first_rows, own_share
 from megatron.tools._convert.mp_ranks import MpRanks  # noqa: E402
-from megatron.tools._convert.pickles import ARGUMENT_CLASSES, read_torch_file  # noqa: E402
+from megatron.tools._convert.pickles import read_torch_file  # noqa: E402
 from megatron.tools._convert.zero_folder import ZeroFolder, find_folder  # noqa: E402
 
 from megatron.checkpoint.manifest import list_iterations  # noqa: E402
@@ -344,7 +344,7 @@ def open_deepspeed(
                 f"{folder}: a Hugging Face model of {len(zero.ranks)} tensor-parallel ranks "
                 "is not read: save it without AutoTP"
             )
-        beside = next(
+        place = next(
             (
                 place
                 for place in (given, folder, folder.parent)
@@ -352,12 +352,12 @@ def open_deepspeed(
             ),
             None,
         )
-        if beside is None:
+        if place is None:
             raise UserError(
-                f"{given}: no config.json there: put that of the Hugging Face model beside "
+                f"{given}: no config.json there: put that of the Hugging Face model next to "
                 "the folder of the partitions"
             )
-        described = read_json(beside / "config.json")
+        described = read_json(place / "config.json")
         head = head_names(described, names)
         if head is not None and _is_shared(zero, *(names.get(name, "") for name in head)):
             del names[head[1]]
@@ -365,7 +365,7 @@ def open_deepspeed(
         pairs = take_parts(rules, {name: zero.ranks[0][theirs] for name, theirs in names.items()})
         return Foreign(
             fields,
-            _tokenizer_of(beside),
+            _tokenizer_of(place),
             pairs,
             f"deepspeed {described['model_type']}",
             (WEIGHTS_ONLY, *left_out(described, names)),
@@ -421,7 +421,7 @@ def _arguments(folder: Path, ranks: MpRanks | None, *, needed: bool) -> Any:
 def _common_arguments(folder: Path) -> Any:
     if not (folder / "common.pt").is_file():
         raise UserError(f"{folder}: has no common.pt: give the model's flags with --config FILE")
-    common = read_torch_file(MappedFile(folder / "common.pt"), ARGUMENT_CLASSES)
+    common = read_torch_file(folder / "common.pt")
     if not isinstance(common, dict) or "args" not in common:
         raise UserError(
             f"{folder / 'common.pt'}: holds no arguments: give the model's flags with --config FILE"

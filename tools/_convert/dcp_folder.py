@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.tools._convert.models import MappedFile
-from megatron.tools._convert.pickles import DCP_CLASSES, Record, read_pickle, read_torch_file
+from megatron.tools._convert.pickles import Record, map_tensor, read_metadata
 from torch import Tensor
 
+from megatron.checkpoint.boxes import Dims
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 
 
@@ -46,7 +47,7 @@ class DcpFolder:
         self.folder = folder
         self._files: dict[str, MappedFile] = {}
         path = folder / ".metadata"
-        metadata = read_pickle(bytes(MappedFile(path).bytes), DCP_CLASSES, path)
+        metadata = read_metadata(path)
         try:
             self.tensors, self.others = _described(metadata)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -60,8 +61,8 @@ class DcpFolder:
         if chunk.file not in self._files:
             self._files[chunk.file] = MappedFile(self.folder / chunk.file)
         file = self._files[chunk.file]
-        value = read_torch_file(file, start=chunk.start, length=chunk.length)
-        if not isinstance(value, Tensor) or value.numel() != math.prod(chunk.extent):
+        value = map_tensor(file, chunk.start, chunk.length)
+        if value.numel() != math.prod(chunk.extent):
             raise CheckpointError(
                 f"{file.path}: byte {chunk.start}: a tensor of shape {list(chunk.extent)} is "
                 "expected"
@@ -104,6 +105,6 @@ def _described(metadata: Record) -> tuple[dict[str, Described], list[str]]:
 
 def _size(value: Any) -> Dims:
     """A torch.Size."""
-    if value.kind != "torch.Size":
-        raise UserError(f"a size is {value.kind}")
-    return tuple(int(n) for n in (value.args or ((),))[0])
+    if not isinstance(value, torch.Size):
+        raise UserError(f"a size is {value!r}")
+    return tuple(value)

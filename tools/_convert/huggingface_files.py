@@ -36,11 +36,11 @@ from megatron.tools._convert.models import (
 )
 from torch import Tensor
 
+from megatron.checkpoint.boxes import Dims, Shapes
 from megatron.checkpoint.files import sync_folder
 from megatron.checkpoint.manifest import HEADER_LIMIT, CheckpointError, encode_header
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES, TORCH_DTYPES, Checkpoint
-from megatron.checkpoint.shapes import Dims, Shapes
 from megatron.config.errors import UserError
 from megatron.config.input_files import InputError, JsonObject, parse_json
 from megatron.config.input_files import read_json as read_file

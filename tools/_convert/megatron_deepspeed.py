@@ -20,7 +20,7 @@ from megatron.tools._convert.huggingface_rules import Rule
 from megatron.tools._convert.megatron_lm import map_tensors
 from megatron.tools._convert.models import Held, Pair, Whole
 from megatron.tools._convert.mp_ranks import join_ranks
-from megatron.tools._convert.pickles import Record, state_of
+from megatron.tools._convert.pickles import Record, namespace, state_of
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.config.derive import GATED
@@ -102,7 +102,7 @@ def megatron_arguments(args: Any) -> Record:
     state["normalization"] = norms.get(norm, norm)
     if state.get("num_experts") in ([1], [0]):
         state["num_experts"] = None
-    return Record("argparse.Namespace", (), state)
+    return namespace(state)
 
 
 def tensor_parallel_size(folder: Path, states: list[dict[str, Any]]) -> int:

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from megatron.tools._convert.models import Pair, Part, Whole
 
-from megatron.checkpoint.boxes import intersect
-from megatron.checkpoint.shapes import Dims
+from megatron.checkpoint.boxes import Dims, intersect
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.model.build import declared

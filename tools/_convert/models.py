@@ -16,9 +16,9 @@ import torch
 from megatron.tools._convert.huggingface import some_names
 from torch import Tensor
 
+from megatron.checkpoint.boxes import Dims
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.save_plan import BoxTensor
-from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import InputError, open_regular

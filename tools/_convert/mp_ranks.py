@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.tools._convert.models import MappedFile, Part, Whole, whole_part
-from megatron.tools._convert.pickles import ARGUMENT_CLASSES, Record, read_torch_file
+from megatron.tools._convert.models import Part, Whole, whole_part
+from megatron.tools._convert.pickles import Record, read_torch_file
 from torch import Tensor
 
-from megatron.checkpoint.boxes import intersect
+from megatron.checkpoint.boxes import Dims, intersect
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.shapes import Dims
 
 FILE = "model_optim_rng.pt"
 ROWS = re.compile(
@@ -48,9 +47,7 @@ class MpRanks:
         if len(found) != self.pp * self.tp or not found:
             ranks = f"{self.pp * self.tp} ranks (tp {self.tp}, pp {self.pp}) are numbered"
             raise CheckpointError(f"{folder}: has {len(found)} files mp_rank_*/{FILE}; {ranks}")
-        self.files = {
-            key: read_torch_file(MappedFile(path), ARGUMENT_CLASSES) for key, path in found.items()
-        }
+        self.files = {key: read_torch_file(path) for key, path in found.items()}
 
     @property
     def args(self) -> Record:

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.tools._convert.models import Held, MappedFile, Part, box_part, whole_part
-from megatron.tools._convert.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
+from megatron.tools._convert.models import Held, Part, box_part, whole_part
+from megatron.tools._convert.pickles import Record, read_torch_file
 from torch import Tensor
 
+from megatron.checkpoint.boxes import Dims, Shapes
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.shapes import Dims, Shapes
 
 Paths = dict[int, Path]  # by rank
 State = dict[str, Any]  # what a file holds
@@ -80,10 +80,10 @@ def _find_partitions(folder: Path) -> dict[int, Paths]:
             raise CheckpointError(
                 f"{path}: not a partition of ZeRO (experts have no counterpart here)"
             )
-        beside = found.setdefault(int(match[2]), {}).setdefault(int(match[1]), path)
-        if beside != path:
+        other = found.setdefault(int(match[2]), {}).setdefault(int(match[1]), path)
+        if other != path:
             raise CheckpointError(
-                f"{path}: {beside.name} is of the same rank: files of two saves lie in "
+                f"{path}: {other.name} is of the same rank: files of two saves lie in "
                 "one folder; remove those of the other"
             )
     if sorted(found) != list(range(len(found))):
@@ -107,7 +107,7 @@ def _tensors(state: State, path: Path, stage: int, partitions: list[Partition]) 
 
 
 def _read(path: Path) -> State:
-    content = read_torch_file(MappedFile(path), DEEPSPEED_CLASSES)
+    content = read_torch_file(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds no dictionary: not a file of DeepSpeed")
     return content
@@ -178,10 +178,7 @@ def _shapes(state: State, path: Path) -> list[Shapes]:
             f"{path}: holds no param_shapes: saved without ZeRO, or by DeepSpeed older than 0.6"
         )
     return [
-        {
-            name: tuple(size.args[0]) if isinstance(size, Record) and size.args else ()
-            for name, size in shapes.items()
-        }
+        {name: tuple(size) if isinstance(size, torch.Size) else () for name, size in shapes.items()}
         for shapes in groups
     ]
 

@@ -18,7 +18,7 @@ from megatron.tools._convert.megatron_arguments import (
     stores_norms_minus_one,
 )
 from megatron.tools._convert.megatron_deepspeed import megatron_arguments
-from megatron.tools._convert.pickles import Record
+from megatron.tools._convert.pickles import Record, namespace
 from test_convert_ranks import convert
 from test_huggingface import LLAMA, VOCAB, build, tokens
 from test_lost_fields import MODELS
@@ -33,7 +33,7 @@ LEAST = {"num_layers": 3, "hidden_size": 48, "num_attention_heads": 6}
 
 
 def record(**changes) -> Record:
-    return Record("argparse.Namespace", (), {**LEAST, **changes})
+    return namespace({**LEAST, **changes})
 
 
 def fields(**changes) -> dict:
@@ -415,5 +415,5 @@ def test_experts_latent_attention_and_norms_minus_one(tmp_path, name, spelling):
         assert torch.allclose(
             loaded.logits(tokens()), ours.logits(tokens()), rtol=1e-12, atol=1e-12
         )
-    assert stores_norms_minus_one(Record("Namespace", (), vars(arguments))) == minus_one
+    assert stores_norms_minus_one(namespace(vars(arguments))) == minus_one
     assert VOCAB == held["embedding.word.weight"].shape[0]

@@ -4,17 +4,22 @@ one is refused by name.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
+from test_checkpoint_damage import RUN_STATE
 
+from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.run_state import check_run_state, config_of, from_saved
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.optimizer import lr_schedule
 from megatron.optimizer.lr_schedule import ParamSchedule
 from megatron.training import resume
+from megatron.training.resume import check_complete
 from megatron.training.run import Progress
 
 SCHEDULE = {
@@ -88,3 +93,33 @@ def test_a_setting_of_the_model_that_is_not_known_is_refused():
         config_of(state)
     del state["config"]["model"]["embedding_scale"]
     assert config_of(state).model == ModelConfig()
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        (lambda state: state.pop("scaler"), "its state lacks scaler"),
+        (lambda state: state.pop("optimizer_steps"), "its state lacks optimizer_steps"),
+        (lambda state: state.update(iteration=3), "its state is of iteration 3"),
+        (
+            lambda state: state["schedule"].pop("decay"),
+            "state.schedule is not what a run writes there",
+        ),
+        (
+            lambda state: state["schedule"].update(decoupled_max_lr=1.0),
+            "state.schedule is not what a run writes there",
+        ),
+    ],
+)
+def test_a_state_that_lacks_what_a_run_goes_on_with(tmp_path, change, fault):
+    state = {
+        **copy.deepcopy(RUN_STATE),
+        "schedule": dict(SCHEDULE),
+        "scheduled_samples": 4,
+        "skipped_samples": 0,
+    }
+    checkpoint = SimpleNamespace(state=state, iteration=2, path=tmp_path)
+    check_complete(checkpoint, weights_alone=False)
+    change(state)
+    with pytest.raises(CheckpointError, match=f"cannot be loaded: {fault}"):
+        check_complete(checkpoint, weights_alone=False)

@@ -17,8 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.tools._convert.models import MappedFile
-from megatron.tools._convert.pickles import DEEPSPEED_CLASSES, Record, read_torch_file
+from megatron.tools._convert.pickles import CLASSES, Record, read_torch_file
 from torch import Tensor
 
 # of the optimizer: names and whole fp32 tensors in the order in which they are flattened
@@ -90,7 +89,7 @@ def differences(root: Path) -> list[str]:
     for path in sorted(folder.glob("*.pt")):
         if path.name.startswith("layer_"):  # a pipeline's weights in bf16: nothing of them is read
             continue
-        content = read_torch_file(MappedFile(path), DEEPSPEED_CLASSES)
+        content = read_torch_file(path)
         if path.name.endswith("_model_states.pt"):
             # stage 1 leaves them out
             for name in ("frozen_param_shapes", "frozen_param_fragments"):
@@ -117,7 +116,7 @@ def differences(root: Path) -> list[str]:
 def deepspeed_classes():
     """DeepSpeed's classes that its pickles name, as empty ones, while a file is written."""
     modules = {}
-    for full in DEEPSPEED_CLASSES:
+    for full in CLASSES:
         module, _, name = full.rpartition(".")
         if module.startswith("deepspeed."):
             modules.setdefault(module, types.ModuleType(module))
