@@ -210,7 +210,9 @@ def ours(
     def save(folder: Path) -> float:
         saver = the_saver()
         # the memory is that of the first save, the folder a new one
-        saver.strategy.destination = replace(saver.strategy.destination, root=folder)
+        saver.destination = replace(saver.destination, root=folder)
+        if saver.staged is not None:
+            saver.staged.destination = saver.destination
         saver.save(1, pairs, {"iteration": 1})
         free = time.perf_counter()
         if not saver.finalize():

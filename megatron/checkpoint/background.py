@@ -1,5 +1,5 @@
-"""A process beside each rank that writes shards and commits checkpoints while training goes on: no
-torch, no lock shared with the trainer.
+"""A process of each rank that writes shards and commits checkpoints while training continues:
+without torch, without a lock shared with the trainer.
 
 The trainer puts the bytes of a shard's file into memory that both see (a memfd), in one wave or,
 where that memory is smaller than the file, in several. Commands and answers are lines of JSON on
@@ -18,17 +18,16 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import commit, not_saved
-from megatron.checkpoint.files import write_shard_file
-from megatron.checkpoint.local.flush import copy_shard, limited
-from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.progress import WriteProgress
+from megatron.checkpoint.files import WriteProgress, split_header, write_shard_file
+from megatron.checkpoint.manifest import CheckpointError, shard_file
 from megatron.checkpoint.retention import Policy, retire
 from megatron.config.input_files import JsonObject
 
@@ -37,6 +36,8 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 PDEATHSIG = 1  # prctl: a signal for when the parent dies
 NICE = 10  # training comes first
+MB = 1e6
+BURST = 0.1  # seconds of the rate that may go at once
 
 
 class Background:
@@ -201,6 +202,53 @@ def _copy(command: JsonObject, memory: memoryview, commands: BinaryIO) -> JsonOb
         verify=command["verify"],
         progress=WriteProgress(command["iteration"], record["bytes"]),
     )
+
+
+def limited(
+    data: Iterable[memoryview],
+    rate: float | None,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[memoryview]:
+    """The same bytes, at most `rate` MB/s of them (None: as fast as they are taken): a token bucket
+    of BURST seconds.
+    """
+    if rate is None:
+        yield from data
+        return
+    most = max(1, int(rate * MB * BURST))
+    tokens = float(most)
+    last = clock()
+    for part in data:
+        while len(part):
+            piece = part[:most]
+            part = part[most:]
+            now = clock()
+            tokens = min(most, tokens + (now - last) * rate * MB)
+            last = now
+            if tokens < len(piece):
+                sleep((len(piece) - tokens) / (rate * MB))
+            # below 0 when it had to sleep: what has come since is added the next time
+            tokens -= len(piece)
+            yield piece
+
+
+def copy_shard(
+    source: Path, folder: Path, index: int, record: JsonObject, rate: float | None, **options: Any
+) -> JsonObject:
+    """Write the shard file `source` into `folder`; options and result as write_shard_file's.
+
+    Raises CheckpointError when it is not what `record`, its entry in a manifest, says.
+    """
+    what = f"the local copy of {shard_file(index)}"
+    with open(source, "rb", buffering=0) as file:
+        pieces = map(memoryview, iter(lambda: file.read(m.CHUNK), b""))
+        header, data = split_header(pieces, what)
+        written = write_shard_file(folder, index, header, limited(data, rate), **options)
+    if not written.items() <= record.items():
+        raise CheckpointError(f"{what} is damaged: its bytes are not those that were written")
+    return written
 
 
 def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memoryview]:

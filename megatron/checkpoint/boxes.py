@@ -1,31 +1,30 @@
-"""Boxes of logical tensors: their keys in a shard, what two have in common, whether many cover a
-tensor. Pure; no torch.
+"""Shapes and boxes of logical tensors: what two boxes have in common, and whether many cover a
+tensor. No torch here.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-import re
 from bisect import bisect_left
-from pathlib import Path
+from typing import Any
 
-from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.shapes import Dims
+from megatron.config.input_files import InputError, expect
 
+Dims = tuple[int, ...]  # a size or an offset in each dimension
+Shapes = dict[str, Dims]  # of tensors by name
 Box = tuple[Dims, Dims]  # offset, extent
 
 
-def box_key(name: str, offset: Dims) -> str:
-    """`name@o0,o1,...`: the key of a box in its shard."""
-    return f"{name}@{','.join(map(str, offset))}"
-
-
-def parse_key(key: str, path: Path) -> tuple[str, Dims]:
-    match = re.fullmatch(r"([^@]+)@(\d+(?:,\d+)*|)", key)
-    if not match:
-        raise CheckpointError(f"{path}: tensor key {key!r} is not of the form name@offsets")
-    return match[1], tuple(map(int, match[2].split(","))) if match[2] else ()
+def shapes_of(value: Any) -> Shapes:
+    """Shapes of tensors by name, from JSON. Raises InputError."""
+    expect(value, dict)
+    for name, shape in value.items():
+        if type(shape) is not list or any(
+            type(size) is not int or not 0 <= size < 2**63 for size in shape
+        ):
+            raise InputError(f"the shape of {name[:60]} is not a list of natural numbers")
+    return {name: tuple(shape) for name, shape in value.items()}
 
 
 def intersect(

@@ -51,8 +51,8 @@ class Attempt:
     """The temporary `folder` of one save: inside `with` it is there, made and in the end removed by
     the first rank, and held by all while they live.
 
-    `state` is what is saved beside tensors; a rank writes `own` of `shards`, from number `index` on
-    (None where it writes none). All ranks make an attempt together, and learn of each
+    `state` is the JSON that is saved with the tensors; a rank writes `own` of `shards`, from number
+    `index` on (None where it writes none). All ranks make an attempt together, and learn of each
     other's part in it; CheckpointError is raised on all of them when their states differ.
     """
 

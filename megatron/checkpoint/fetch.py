@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.manifest import CheckpointError, DigestTable
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # are used
 BATCH = 2 << 20
 THREADS = 2  # that read and verify; hashing and reading leave Python's lock alone
-# runs on their way or read, beside the one in use and the one before it: all the memory that
-# reading takes
+# runs being read or waiting, in addition to the one in use and the one before it: this bounds the
+# memory of reading
 AHEAD = 3
 
 
@@ -31,15 +31,13 @@ class DamageError(CheckpointError):
     """Tensor data that are not what was saved, or cannot be read."""
 
 
-class Range(Protocol):
+@dataclass(frozen=True)
+class Range:
     """Bytes [start, stop) of a shard's data that are wanted."""
 
-    @property
-    def shard(self) -> Any: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
+    shard: ShardFile
+    start: int
+    stop: int
 
 
 Wanted = TypeVar("Wanted", bound=Range)
@@ -144,7 +142,7 @@ class Fetcher:
 
     def _runs(self, ranges: Iterable[Wanted]) -> Iterator[_Run]:
         """Ranges put together while they follow one another in one shard without a chunk between
-        them that nobody wants.
+        them that is not wanted.
         """
         before = self._last
         run = None

@@ -1,5 +1,5 @@
-"""Files that are durable when a function returns, folders that tell whether their maker lives, and
-bytes digested as they are written.
+"""Files that are durable when a function returns, folders that show whether their maker is alive,
+and shards digested as they are written and read back.
 
 Nothing here imports torch: the writer process (background.py) starts with it.
 """
@@ -7,17 +7,21 @@ Nothing here imports torch: the writer process (background.py) starts with it.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.integrity import read_back
 from megatron.checkpoint.manifest import (
+    HEADER_LIMIT,
+    CheckpointError,
     DigestTable,
     chunk_hasher,
     shard_file,
@@ -25,9 +29,17 @@ from megatron.checkpoint.manifest import (
     table_file,
 )
 
+logger = logging.getLogger(__name__)
+
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
 BUFFERS = 1024  # most buffers that one pwritev takes
 AHEAD = 8 << 20  # bytes after which the kernel is asked to begin to write them to the disk
+GB = 1e9
+QUIET = 10.0  # seconds between two lines of progress
+_FIX = (
+    "The disk, its controller or its network damages data: look at the system's log, and give "
+    "another --save folder"
+)
 
 
 @contextmanager
@@ -126,6 +138,34 @@ def clean(root: Path, attempt: str) -> None:
             path.unlink(missing_ok=True)
 
 
+# ---- shards --------------------------------------------------------------------------------------
+
+
+class WriteProgress:
+    """Called with the bytes of a shard as they are written; logs progress every QUIET seconds."""
+
+    def __init__(
+        self, iteration: int, total: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.iteration = iteration
+        self.total = total
+        self.clock = clock
+        self.done = 0
+        self.start = self.last = clock()
+
+    def __call__(self, count: int) -> None:
+        self.done += count
+        now = self.clock()
+        if now - self.last < QUIET or self.done >= self.total:
+            return
+        self.last = now
+        rate = self.done / (now - self.start)
+        logger.info(
+            f" saving iteration {self.iteration}: {self.done / GB:.2f} of {self.total / GB:.2f} GB "
+            f"of this rank, {rate / GB:.2f} GB/s, ETA {(self.total - self.done) / rate:.0f} s"
+        )
+
+
 def write_shard_file(
     folder: Path,
     index: int,
@@ -167,8 +207,8 @@ def _write_data(
     chunks, and its bytes.
 
     A chunk is digested, then written: the digest leaves it in the cache, which saves the write more
-    than the digest takes. The disk writes meanwhile: what is left to the fsync in the end is
-    little.
+    than the digest takes. The disk writes at the same time, so that little remains for the fsync
+    at the end.
     """
     hasher = chunk_hasher()
     digests = []
@@ -203,3 +243,82 @@ def _chunks(data: Iterable[memoryview]) -> Iterator[list[memoryview]]:
                 space = m.CHUNK
     if parts:
         yield parts
+
+
+def split_header(pieces: Iterator[memoryview], what: str) -> tuple[bytes, Iterator[memoryview]]:
+    """The bytes of a shard file before its data, and the pieces of its data; `what` it is."""
+    head = bytearray()
+    for piece in pieces:
+        head += piece
+        end = 8 + int.from_bytes(head[:8], "little")
+        if end > HEADER_LIMIT:
+            break
+        if end <= len(head):
+            return bytes(head[:end]), chain([memoryview(head)[end:]], pieces)
+    raise CheckpointError(f"{what} is damaged: it has no header")
+
+
+def read_back(path: Path, table: DigestTable) -> None:
+    """Compare every byte of the shard at `path` and of its digest table with `table`, which was
+    made of the bytes in memory.
+
+    The files must be durable: the page cache's copy is dropped first, so that the disk answers (a
+    tmpfs has no disk, and some file systems keep their copy). Raises CheckpointError with the file
+    and the range of bytes that came back different.
+    """
+    _compare(path, table.size, _parts(table))
+    raw = table.encode()
+    _compare(path.with_suffix(".digests"), len(raw), [(0, len(raw), m.chunk_digest(raw))])
+
+
+def is_whole(path: Path, table: DigestTable) -> bool:
+    """Whether every byte of a shard is as its table says. The page cache may answer."""
+    try:
+        _compare(path, table.size, _parts(table), from_disk=False)
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _parts(table: DigestTable) -> Iterator[tuple[int, int, bytes]]:
+    """(start, stop, digest) in the file."""
+    yield 0, table.data_start, table.header
+    for index, digest in enumerate(table.chunks):
+        start = table.data_start + index * table.chunk
+        yield start, min(start + table.chunk, table.size), digest
+
+
+def _compare(
+    path: Path, size: int, parts: Iterable[tuple[int, int, bytes]], *, from_disk: bool = True
+) -> None:
+    failure = f"{path}: read back from the disk:"
+    with open(path, "rb", buffering=0) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise CheckpointError(
+                f"{failure} {found} bytes instead of the {size} that were written. {_FIX}"
+            )
+        if from_disk:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        buffer = memoryview(bytearray(min(m.CHUNK, size)))
+        hasher = chunk_hasher()
+        for start, stop, digest in parts:
+            hasher.reset()
+            at = start
+            while at < stop:
+                try:
+                    count = os.preadv(file.fileno(), [buffer[: stop - at]], at)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{failure} bytes {at} to {stop - 1} cannot be read: {error.strerror}. "
+                        f"{_FIX}"
+                    ) from error
+                if count == 0:
+                    raise CheckpointError(f"{failure} it ends at byte {at}. {_FIX}")
+                hasher.update(buffer[:count])
+                at += count
+            if hasher.digest() != digest:
+                raise CheckpointError(
+                    f"{failure} bytes {start} to {stop - 1} are not those that were written. {_FIX}"
+                )

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.boxes import parse_key, tiles
-from megatron.checkpoint.fetch import BATCH, Fetcher
+from megatron.checkpoint.boxes import Dims, Shapes, shapes_of, tiles
+from megatron.checkpoint.fetch import BATCH, Fetcher, Range
 from megatron.checkpoint.manifest import (
     ITEM_BYTES,
     MANIFEST,
@@ -32,11 +31,11 @@ from megatron.checkpoint.manifest import (
     decode_manifest,
     iteration_folder,
     list_iterations,
+    parse_key,
     shard_file,
     table_digest,
     table_file,
 )
-from megatron.checkpoint.shapes import Dims, Shapes, shapes_of
 from megatron.config.errors import some
 from megatron.config.input_files import InputError, JsonObject, open_regular, parse_json
 
@@ -166,8 +165,8 @@ class Index:
         self._compare_with_expected()
 
     def _compare_with_expected(self) -> None:
-        """The state of a run names all its tensors: one that no rank has written would be missed by
-        nobody else.
+        """The state of a run lists all its tensors: one that no rank has written is found here
+        alone.
         """
         try:
             expected = shapes_of(self.state.get("tensors", {}))
@@ -193,7 +192,7 @@ class Index:
             yield _open_shard(self.path, *records[0])
             return
         with ThreadPoolExecutor(OPENERS) as threads:
-            for first in range(0, len(records), 4 * OPENERS):  # so many headers at a time in memory
+            for first in range(0, len(records), 4 * OPENERS):  # bounds the headers in memory
                 yield from threads.map(
                     lambda record: _open_shard(self.path, *record),
                     records[first : first + 4 * OPENERS],
@@ -219,34 +218,20 @@ class Index:
             stored.rows.extend((shard.number, entry.start, *offset, *entry.shape))
 
     def encode(self) -> bytes:
-        """All of it, for ranks of the same job: JSON (its length before it), then every tensor's
-        rows; compressed.
-        """
+        """All of it, for other ranks of the job."""
         content = {
             "head": self._head.hex(),
             "manifest": self.manifest,
             "shards": [[shard.data_start, shard.chunk] for shard in self.shards],
             "tensors": [
-                [name, stored.dtype, stored.shape, len(stored.rows)]
+                [name, stored.dtype, stored.shape, stored.rows.tolist()]
                 for name, stored in self.tensors.items()
             ],
         }
-        text = json.dumps(content).encode()
-        return zlib.compress(
-            b"".join(
-                [
-                    struct.pack("<Q", len(text)),
-                    text,
-                    *(stored.rows.tobytes() for stored in self.tensors.values()),
-                ]
-            ),
-            1,
-        )
+        return zlib.compress(json.dumps(content).encode(), 1)
 
     def _take(self, known: bytes) -> None:
-        raw = memoryview(zlib.decompress(known))
-        at = 8 + struct.unpack_from("<Q", raw)[0]
-        content = json.loads(bytes(raw[8:at]))
+        content = json.loads(zlib.decompress(known))
         self._head = bytes.fromhex(content["head"])
         self.manifest = content["manifest"]
         seen = load_bytes(self.path / MANIFEST, MANIFEST_HEAD) if self.path.is_dir() else b""
@@ -255,23 +240,13 @@ class Index:
                 f"{self.path}: the checkpoint that rank 0 found there is not seen from here: "
                 "is --load on a file system that all nodes share?"
             )
-        for number, (record, (data_start, chunk)) in enumerate(
-            zip(self.manifest["shards"], content["shards"], strict=True)
-        ):
-            self.shards.append(
-                ShardFile(
-                    number,
-                    self.path / shard_file(number),
-                    record["bytes"],
-                    record["table_digest"],
-                    data_start,
-                    chunk,
-                )
-            )
-        for name, dtype, shape, count in content["tensors"]:
-            rows = array("q", bytes(raw[at : at + 8 * count]))
-            self.tensors[name] = StoredTensor(tuple(shape), dtype, self.shards, rows)
-            at += 8 * count
+        pairs = zip(self.manifest["shards"], content["shards"], strict=True)
+        for number, (record, (start, chunk)) in enumerate(pairs):
+            path = self.path / shard_file(number)
+            digest = record["table_digest"]
+            self.shards.append(ShardFile(number, path, record["bytes"], digest, start, chunk))
+        for name, dtype, shape, rows in content["tensors"]:
+            self.tensors[name] = StoredTensor(tuple(shape), dtype, self.shards, array("q", rows))
 
     def _names_of(self, shard: ShardFile, start: int, stop: int) -> str:
         """The tensors that have any of the bytes [start, stop) of a shard's data."""
@@ -295,7 +270,7 @@ class Index:
 
         `part`: (i, n), the i-th of n about equal parts of it.
         """
-        spans = list(_spans(self.shards))
+        spans = list(_all_data(self.shards))
         low, high = (len(spans) * at // part[1] for at in (part[0], part[0] + 1))
         done = 0
         total = sum(span.stop - span.start for span in spans[low:high])
@@ -311,20 +286,11 @@ class Index:
         self.fetcher.close()
 
 
-class _Span(NamedTuple):
-    """Bytes of a shard's data."""
-
-    shard: ShardFile
-    start: int
-    stop: int
-
-
-def _spans(shards: list[ShardFile]) -> Iterator[_Span]:
-    """All data of all shards."""
+def _all_data(shards: list[ShardFile]) -> Iterator[Range]:
     for shard in shards:
         step = max(1, BATCH // shard.chunk) * shard.chunk
         for start in range(0, shard.data_bytes, step):
-            yield _Span(shard, start, min(start + step, shard.data_bytes))
+            yield Range(shard, start, min(start + step, shard.data_bytes))
 
 
 def _open_shard(

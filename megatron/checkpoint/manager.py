@@ -1,7 +1,5 @@
-"""The checkpoints that a run writes, one at a time, on all ranks together (docs/checkpoint.md).
-
-How a save is carried out is a strategy's: `synchronous.py` while training waits, `staged.py` in the
-background while it goes on.
+"""The checkpoints that a run writes, one at a time, on all ranks together (docs/checkpoint.md):
+while training waits, or in the background (`staged.py`).
 """
 
 from __future__ import annotations
@@ -9,28 +7,72 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.files import GB
 from megatron.checkpoint.index import read_manifest
-from megatron.checkpoint.manifest import (
-    iteration_folder,
-    list_iterations,
-)
-from megatron.checkpoint.progress import Saved
+from megatron.checkpoint.manifest import iteration_folder, list_iterations
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.retention import Policy
+from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.save_plan import not_empty
-from megatron.checkpoint.staged import StagedSave, StagedStrategy
-from megatron.checkpoint.synchronous import Destination, SaveRequest, SynchronousStrategy
+from megatron.checkpoint.staged import StagedSave, StagedSaves
+from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.desync import DesyncCheck
     from megatron.checkpoint.local.checkpoints import LocalCheckpoints
-    from megatron.checkpoint.save_plan import BoxTensor
+    from megatron.checkpoint.save_plan import BoxTensor, Pairs
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a run's checkpoints go, and how. `rate`: the most MB/s of a rank in the background;
+    `before`: iterations that were there before this run, on the first rank.
+    """
+
+    root: Path
+    ranks: Ranks
+    retention: Policy
+    verify: bool
+    rate: float | None
+    before: list[int]
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """One save: the (box, tensor) `pairs` that this rank writes, and the JSON `state`. `local`: the
+    local tier has the shards; `began`: when it started, by time.perf_counter.
+    """
+
+    iteration: int
+    pairs: Pairs
+    state: dict[str, Any]
+    replicas: DesyncCheck | None
+    local: bool
+    began: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that went well: `bytes` of all ranks in `seconds`, for `stall` of which training
+    waited.
+    """
+
+    folder: str
+    bytes: int
+    seconds: float
+    stall: float
+
+    def __str__(self) -> str:
+        return (
+            f" saved checkpoint {self.folder}: {self.bytes / GB:.2f} GB in {self.seconds:.1f} s, "
+            f"{self.bytes / GB / self.seconds:.2f} GB/s; training waited {self.stall:.1f} s"
+        )
 
 
 class CheckpointManager:
@@ -61,12 +103,8 @@ class CheckpointManager:
         self.report = report
         before = list_iterations(Path(root)) if ranks.first else []
         to = Destination(Path(root), ranks, retention, verify, rate, before)
-        self.strategy: SynchronousStrategy | StagedStrategy
-        self.strategy = (
-            SynchronousStrategy(to)
-            if memory is None
-            else StagedStrategy(to, memory, local_checkpoints)
-        )
+        self.destination = to
+        self.staged = None if memory is None else StagedSaves(to, memory, local_checkpoints)
         self.pending: StagedSave | None = None
         self.went_well = True  # the last save
         self.stall = 0.0  # seconds that the last one has held training up
@@ -90,21 +128,38 @@ class CheckpointManager:
                 "for it; a longer --save-interval avoids that"
             )
         try:
-            if replicas is not None and not self.strategy.compares_later:
+            if replicas is not None and not (self.staged and self.staged.staging):
                 replicas.check(self.ranks)
             pairs = not_empty(pairs)
             local = self.local_checkpoints is not None and self.local_checkpoints.save(
                 iteration, pairs, state
             )
             request = SaveRequest(iteration, pairs, state, replicas, local, began)
-            self.pending = self.strategy.start(request)
+            if self.staged is not None and (self.staged.staging or local):
+                self.pending = self.staged.start(request)
+            else:
+                self._save_now(request)
         except (UserError, OSError) as error:
-            self.strategy.close()  # its process may wait for the rest of a shard
+            self.close()  # its process may wait for the rest of a shard
             self._failed(iteration, error)
             return
         self.stall = time.perf_counter() - began
         if self.pending is None:
             self._committed(request)
+
+    def _save_now(self, request: SaveRequest) -> None:
+        to = self.destination
+        save_checkpoint(
+            to.root,
+            request.iteration,
+            request.pairs,
+            request.state,
+            to.ranks,
+            verify=to.verify,
+            before=to.before,
+        )
+        if to.ranks.first:
+            retire(to.root, to.retention, request.iteration)
 
     def before_update(self) -> None:
         """The tensors are about to change: wait for what a save under way still reads of them."""
@@ -117,7 +172,9 @@ class CheckpointManager:
         """1 for each phase of a save under way that this rank has done its part of. Their sums over
         all ranks go to `advance`. Empty where nothing is ever in the background.
         """
-        return [0.0] * self.strategy.phases if self.pending is None else self.pending.ready()
+        if self.pending is not None:
+            return self.pending.ready()
+        return [] if self.staged is None else [0.0, 0.0]
 
     def advance(self, sums: Sequence[float]) -> None:
         """All ranks call this after the same step: go on to the next phase when every one is ready
@@ -139,8 +196,9 @@ class CheckpointManager:
         return self.went_well
 
     def close(self) -> None:
-        """End what runs beside the training, whatever it does."""
-        self.strategy.close()
+        """End the writer process, if there is one, whatever it does."""
+        if self.staged is not None:
+            self.staged.background.close()
 
     def _next_phase(self, save: StagedSave) -> None:
         try:
@@ -167,7 +225,7 @@ class CheckpointManager:
         self.went_well = True
         if not self.ranks.first:
             return
-        folder = self.strategy.destination.root / iteration_folder(request.iteration)
+        folder = self.destination.root / iteration_folder(request.iteration)
         manifest, _ = read_manifest(folder)
         size = sum(shard["bytes"] for shard in manifest["shards"])
         seconds = time.perf_counter() - request.began

@@ -18,8 +18,8 @@ from typing import Any
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from megatron.checkpoint.boxes import Dims
 from megatron.checkpoint.run_state import check_run_state
-from megatron.checkpoint.shapes import Dims
 from megatron.config.errors import UserError
 from megatron.config.input_files import JsonObject, parse_json
 
@@ -85,6 +85,18 @@ class Entry:
     shape: Dims
     start: int
     stop: int
+
+
+def box_key(name: str, offset: Dims) -> str:
+    """`name@o0,o1,...`: the key of a box in its shard."""
+    return f"{name}@{','.join(map(str, offset))}"
+
+
+def parse_key(key: str, path: Path) -> tuple[str, Dims]:
+    match = re.fullmatch(r"([^@]+)@(\d+(?:,\d+)*|)", key)
+    if not match:
+        raise CheckpointError(f"{path}: tensor key {key!r} is not of the form name@offsets")
+    return match[1], tuple(map(int, match[2].split(","))) if match[2] else ()
 
 
 def encode_header(tensors: list[tuple[str, str, Dims]], metadata: dict[str, str]) -> bytes:
@@ -260,7 +272,7 @@ def _require_format(content: JsonObject) -> None:
 
 
 def _require_fields(content: JsonObject) -> None:
-    """Raise ValueError or KeyError unless the fields beside those of single shards have their
+    """Raise ValueError or KeyError unless the fields other than those of single shards have their
     types.
     """
     if (

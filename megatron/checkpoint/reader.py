@@ -11,15 +11,16 @@ import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import intersect
-from megatron.checkpoint.fetch import BATCH, DamageError
-from megatron.checkpoint.index import Index, Piece, ShardFile, StoredTensor, newest_first
+from megatron.checkpoint.fetch import BATCH, DamageError, Range
+from megatron.checkpoint.index import Index, Piece, StoredTensor, newest_first
 from megatron.checkpoint.manifest import (
     MANIFEST,
     TRACKER,
@@ -273,14 +274,10 @@ class Checkpoint(Index):
         )
 
 
-class _Batch(NamedTuple):
-    """Rows [row, row + rows) of a cut: they, and what lies between them, are the bytes [start,
-    stop) of a shard's data.
-    """
+@dataclass(frozen=True)
+class _Batch(Range):
+    """Rows [row, row + rows) of a cut, and what lies between them."""
 
-    shard: ShardFile
-    start: int
-    stop: int
     cut: _Cut
     row: int
     rows: int
@@ -332,28 +329,20 @@ class _Cut:
         )
         block = data.view(self.dtype).as_strided([batch.rows, *inner], self.strides)
         start = batch.row - self.offset[0]
-        for at, to, part in row_blocks(self.view, len(self.strides), start, start + batch.rows):
+        for at, to, part in _row_blocks(self.view, len(self.strides), start, start + batch.rows):
             part[(slice(None), *columns)].copy_(block[at - start : to - start])
 
 
-def row_blocks(view: Tensor, dims: int, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+def _row_blocks(
+    view: Tensor, dims: int, start: int, stop: int
+) -> Iterator[tuple[int, int, Tensor]]:
     """Rows [start, stop) of a box held by `view`, as (first, last + 1, tensor [rows, ...]) blocks
-    that alias `view`.
-
-    A view has the box's `dims` dimensions, or leading group dimensions before them whose rows
-    follow one another (Box.view).
+    that alias `view`: [groups, rows, ...] (Box.view), or one group without its dimension.
     """
-    groups = view.shape[: view.ndim - dims]
-    if not groups:
-        yield start, stop, view[start:stop]
-        return
-    rows = view.shape[len(groups)]
+    if view.ndim == dims:
+        view = view[None]
+    rows = view.shape[1]
     for group in range(start // rows, -(-stop // rows)):
-        index: list[int] = []
-        rest = group
-        for size in reversed(groups):
-            rest, at = divmod(rest, size)
-            index.insert(0, at)
         low = max(start, group * rows)
         high = min(stop, (group + 1) * rows)
-        yield low, high, view[tuple(index)][low - group * rows : high - group * rows]
+        yield low, high, view[group, low - group * rows : high - group * rows]

@@ -66,7 +66,7 @@ def retire(root: Path, policy: Policy, newest: int) -> list[int]:
         except OSError:
             return gone
         for iteration in gone:
-            # the next save clears away what is left
+            # the next save removes the rest
             shutil.rmtree(_trash(root, iteration, attempt), ignore_errors=True)
     return gone
 

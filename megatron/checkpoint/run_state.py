@@ -1,8 +1,7 @@
-"""What a checkpoint says of its run, beside tensors: types and ranges of every value, checked
-before any is used.
+"""The JSON state of a checkpoint: types and ranges of every value, checked before any is used.
 
-A manifest carries a digest, not a signature: whoever can write the folder can write any state with
-a right digest.
+A manifest carries a digest, not a signature: anyone who can write to the folder can write any state
+with a matching digest.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from megatron.checkpoint.shapes import shapes_of
+from megatron.checkpoint.boxes import shapes_of
 from megatron.config.arguments import Option, options_by_field
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError, JsonObject, expect

@@ -1,7 +1,7 @@
-"""A save in the background: the strategy of --async-save.
+"""Saves in the background (--async-save).
 
 Training waits for a copy of this rank's shard into host memory (`Staging`), or for none where the
-shard lies in the local tier; a process beside it writes the file (background.py). How far all ranks
+shard lies in the local tier; a separate process writes the file (background.py). How far all ranks
 have come travels in the sum that ends every training step: no collective is added to it but two
 small ones when the shards are written and when the checkpoint is committed.
 """
@@ -24,12 +24,12 @@ from megatron.checkpoint import manifest as m
 from megatron.checkpoint.background import Background
 from megatron.checkpoint.commit import Attempt, not_saved
 from megatron.checkpoint.manifest import ALIGN, CheckpointError
-from megatron.checkpoint.synchronous import Destination, SaveRequest, SynchronousStrategy
 from megatron.checkpoint.writer import in_file_order, shard_bytes, shard_header
 from megatron.config.input_files import JsonObject
 
 if TYPE_CHECKING:
     from megatron.checkpoint.local.checkpoints import LocalCheckpoints
+    from megatron.checkpoint.manager import Destination, SaveRequest
     from megatron.checkpoint.save_plan import BoxTensor, Pairs
 
 GIB = 1 << 30
@@ -127,14 +127,12 @@ class Staging:
         return self.copied is None or self.copied.query()
 
 
-class StagedStrategy:
-    """Starts saves that a process beside this rank carries out.
+class StagedSaves:
+    """Starts saves that a writer process of this rank carries out.
 
     `memory`: bytes of host memory for this rank's shard. With `local_checkpoints` none is taken: a
-    shard is copied from there, and a save whose shards are not whole there is synchronous.
+    shard is copied from there.
     """
-
-    phases = 2
 
     def __init__(
         self, destination: Destination, memory: int, local_checkpoints: LocalCheckpoints | None
@@ -147,18 +145,8 @@ class StagedStrategy:
         if local_checkpoints is None:
             self.staging = Staging(self.background, destination.ranks.device)
 
-    @property
-    def compares_later(self) -> bool:
-        """Whether replicas are compared while a save is under way."""
-        return self.staging is not None
-
-    def start(self, request: SaveRequest) -> StagedSave | None:
-        """The save under way; None where the checkpoint is committed already. Raises UserError on
-        every rank where anything prevents the save on one.
-        """
-        if self.staging is None and not request.local:
-            SynchronousStrategy(self.destination).start(request)
-            return None
+    def start(self, request: SaveRequest) -> StagedSave:
+        """Begin a save. Raises UserError on every rank where anything prevents it on one."""
         root = self.destination.root
         ranks = self.destination.ranks
         attempt = Attempt(
@@ -182,10 +170,6 @@ class StagedStrategy:
 
             attempt.gather_or_raise(hand_over)
             return StagedSave(self, request, attempt, opened.pop_all())
-
-    def close(self) -> None:
-        """End the writer process, whatever it does."""
-        self.background.close()
 
     def _copy(self, attempt: Attempt, opened: ExitStack) -> None:
         path, record = self.local_checkpoints.shard(attempt.iteration, attempt.index)
@@ -223,14 +207,14 @@ class StagedSave:
     """
 
     def __init__(
-        self, strategy: StagedStrategy, request: SaveRequest, attempt: Attempt, opened: ExitStack
+        self, saves: StagedSaves, request: SaveRequest, attempt: Attempt, opened: ExitStack
     ):
-        self.strategy = strategy
+        self.saves = saves
         self.request = request
         self.attempt = attempt
         self.opened = opened  # the attempt and files, until the save is over
-        self.replicas = request.replicas if strategy.compares_later else None
-        self.handed_over = strategy.staging is None  # all of this rank's shard
+        self.replicas = request.replicas if saves.staging is not None else None
+        self.handed_over = saves.staging is None  # all of this rank's shard
         self.outcome: JsonObject | None = None  # of this rank's part of the phase
         self.records: list[JsonObject] | None = None  # of all shards, once they are written
 
@@ -253,7 +237,7 @@ class StagedSave:
         if self.replicas is not None:
             self.replicas.wait()
         waited = time.perf_counter() - began
-        staging = self.strategy.staging
+        staging = self.saves.staging
         if staging is not None and staging.copied is not None:
             torch.cuda.current_stream().wait_event(staging.copied)
         return waited
@@ -262,19 +246,19 @@ class StagedSave:
         """See what has become of this rank's part of the phase."""
         if self.outcome is not None:
             return
-        ranks = self.strategy.destination.ranks
+        ranks = self.saves.destination.ranks
         if not (self.request.pairs if self.phase == 0 else ranks.first):
             self.outcome = {"result": None}
             return
-        staging = self.strategy.staging
+        staging = self.saves.staging
         try:
             if not self.handed_over and (wait or staging.is_here):
                 staging.hand_over()
                 self.handed_over = True
             if self.handed_over:
-                self.outcome = self.strategy.background.answer(wait=wait)
+                self.outcome = self.saves.background.answer(wait=wait)
         except CheckpointError as error:
-            where = f"{self.strategy.destination.root}: the checkpoint of iteration"
+            where = f"{self.saves.destination.root}: the checkpoint of iteration"
             text = f"{where} {self.request.iteration} was not saved: {error}"
             self.outcome = {"error": text}
 
@@ -282,7 +266,7 @@ class StagedSave:
         """All ranks call this when every one has done its part; whether the checkpoint is
         committed. Raises UserError on every rank where one's part has failed.
         """
-        ranks = self.strategy.destination.ranks
+        ranks = self.saves.destination.ranks
         results = self.attempt.gather_or_raise(partial(_result_of, self.outcome, ranks.who))
         if self.phase == 1:
             return True
@@ -296,7 +280,7 @@ class StagedSave:
         return False
 
     def _commit(self) -> None:
-        to = self.strategy.destination
+        to = self.saves.destination
         what = {
             "attempt": self.attempt.name,
             "shards": self.records,
@@ -305,12 +289,12 @@ class StagedSave:
             "retention": asdict(to.retention),
         }
         try:
-            self.strategy.send("commit", self.attempt, what)
+            self.saves.send("commit", self.attempt, what)
         except CheckpointError as error:
             self.outcome = {"error": str(error)}
 
     def close(self) -> None:
-        """Files are closed, and what is left of the attempt goes."""
+        """Close the files and remove the temporary folder."""
         self.opened.close()
 
 

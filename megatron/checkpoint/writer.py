@@ -13,23 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.boxes import box_key
 from megatron.checkpoint.commit import Attempt, commit, not_saved, not_writable
-from megatron.checkpoint.files import new_file, write_all, write_shard_file
-from megatron.checkpoint.manifest import encode_header, iteration_folder
-from megatron.checkpoint.progress import WriteProgress
+from megatron.checkpoint.files import WriteProgress, new_file, write_all, write_shard_file
+from megatron.checkpoint.manifest import box_key, encode_header, iteration_folder
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
 from megatron.checkpoint.save_plan import BoxTensor, Pairs, in_parts, not_empty
 from megatron.config.input_files import JsonObject
-
-if TYPE_CHECKING:
-    pass
 
 PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
 # most shards that a rank writes at a time, for a file takes one write at a time; bytes of the least

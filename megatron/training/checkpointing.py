@@ -18,9 +18,8 @@ from megatron.checkpoint.desync import DesyncCheck
 from megatron.checkpoint.lease import Lease, take_lease
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id
 from megatron.checkpoint.local.rebuild import LocalCheckpoint
-from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.manager import CheckpointManager, Saved
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.progress import Saved
 from megatron.checkpoint.ranks import ONE, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.retention import Policy
@@ -57,7 +56,7 @@ def locate_checkpoint(
     config: Config, ranks: Ranks = ONE, local_checkpoints: LocalCheckpoints | None = None
 ) -> Checkpoint | None:
     """The checkpoint that --load names, or a newer one of the local tier; None for a first start.
-    Rank 0 finds it and the others open that one, whatever appears meanwhile.
+    Rank 0 finds it and the others open that one, whatever appears in the meantime.
 
     Raises UserError when it must exist and does not, is damaged, or is not the same one on every
     rank.
@@ -192,8 +191,8 @@ def _own_pairs(config: Config, optimizer: Optimizer) -> list[tuple[Box, Tensor]]
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of the run as it stands, or begin to, when --save is given. A failed save
-    is said, and stops nothing.
+    """Write a checkpoint of the run's current state, or begin to, when --save is given. A failed
+    save is logged, and training continues.
     """
     if run.checkpoints is None:
         return

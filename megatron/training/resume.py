@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors, and what a run that loads one must share with it.
+"""The JSON state of a checkpoint, and what a run that loads one must share with it.
 
 Called from training/prepare.py, training/checkpointing.py and training/banner.py.
 """
@@ -88,7 +88,7 @@ def device_name(device: torch.device) -> str:
 
 
 def continuity(checkpoint: Checkpoint, run: Run) -> str:
-    """For the log: whether the run goes on with the bits of one that was never interrupted, and if
+    """For the log: whether the run continues bit for bit as one that was never interrupted, and if
     not, what makes them differ.
     """
     if (
@@ -170,7 +170,7 @@ def _same_sums(theirs: dict[str, Any], ours: dict[str, Any], chunk: int) -> bool
 
 
 def check_complete(checkpoint: Checkpoint, *, weights_alone: bool) -> None:
-    """Raises CheckpointError unless the state holds all that a run goes on with, and is of the
+    """Raises CheckpointError unless the state holds all that a run resumes from, and is of the
     folder's iteration.
     """
     state = checkpoint.state

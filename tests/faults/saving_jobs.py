@@ -25,17 +25,16 @@ from megatron.checkpoint import manifest, writer  # noqa: E402
 from megatron.checkpoint.local import saves, xor  # noqa: E402
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id  # noqa: E402
 from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
-from megatron.checkpoint.manager import CheckpointManager  # noqa: E402
+from megatron.checkpoint.manager import CheckpointManager, SaveRequest  # noqa: E402
 from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
 from megatron.checkpoint.save_plan import own_part  # noqa: E402
 from megatron.checkpoint.staged import (  # noqa: E402
     StagedSave,
-    StagedStrategy,
+    StagedSaves,
     Staging,
     staging_bytes,
 )
-from megatron.checkpoint.synchronous import SaveRequest  # noqa: E402
 from megatron.model.spec import Box, Holder  # noqa: E402
 
 SHAPES = {
@@ -213,7 +212,7 @@ def node_folder(root: Path, node: int) -> Path:
 
 def uncopied_to_partner(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """A mutant: a node's shards lie on that node alone."""
-    with mock.patch.object(saves, "partner_transfers", lambda *args: []):
+    with mock.patch.object(saves, "partner_copies", lambda *args: []):
         in_tiers(root, first, ranks, tell)
 
 
@@ -230,14 +229,14 @@ def without_a_piece(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
 
 def early(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """A mutant: a save counts when it has begun."""
-    start = StagedStrategy.start
+    start = StagedSaves.start
 
-    def started(strategy: StagedStrategy, request: SaveRequest) -> StagedSave | None:
-        save = start(strategy, request)
+    def started(saves: StagedSaves, request: SaveRequest) -> StagedSave:
+        save = start(saves, request)
         tell(str(request.iteration))
         return save
 
-    with mock.patch.object(StagedStrategy, "start", started):
+    with mock.patch.object(StagedSaves, "start", started):
         in_background(root, first, ranks, tell)
 
 

@@ -190,7 +190,8 @@ def _refused(path: Path, error: BaseException) -> CheckpointError:
     named = re.search(r"GLOBAL (\S+)", str(error))
     inner = re.search(r"WeightsUnpickler error: (.*)", str(error))
     text = inner[1] if inner else str(error).partition("\n")[0] or type(error).__name__
-    text = _refusal(named[1]) if named else text
+    if named:  # builtins are named without their module
+        text = _refusal(named[1] if "." in named[1] else f"builtins.{named[1]}")
     return CheckpointError(f"{path}: the pickle in it is refused: {text}")
 
 

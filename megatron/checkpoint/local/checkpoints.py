@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.checkpoint.files import GB
 from megatron.checkpoint.index import newest_first, read_manifest
 from megatron.checkpoint.local.nodes import (
     RUN_FILE,
@@ -21,19 +22,12 @@ from megatron.checkpoint.local.nodes import (
     new_run,
     read_run,
 )
-from megatron.checkpoint.local.rebuild import (
-    Found,
-    LocalCheckpoint,
-    newest_local,
-    rebuild_lost,
-    restore_copies,
-)
+from megatron.checkpoint.local.rebuild import Found, LocalCheckpoint, newest_local, restore
 from megatron.checkpoint.local.saves import require_redundancy, require_space, save_local
 from megatron.checkpoint.manifest import (
     CheckpointError,
     shard_file,
 )
-from megatron.checkpoint.progress import GB
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import shard_bytes
@@ -95,24 +89,19 @@ class LocalCheckpoints:
             + (f"iteration {newest}" if shared else "none")
             + (", which is not whole" if newest > found.iteration else "")
         )
-        return self._open(run, found)
+        return LocalCheckpoint(self.nodes, run, found)
 
     def _newest_whole(self, run: RunId, oldest: int) -> Found | None:
-        """The newest local checkpoint of iteration `oldest` or later; what XOR parity blocks
-        can make is there then.
+        """The newest local checkpoint of iteration `oldest` or later, with what a lost node had
+        on a new one.
         """
         found = newest_local(self.nodes, run, oldest)
         while found is not None:
-            whole = rebuild_lost(self.nodes, run, found)
+            whole = restore(self.nodes, run, found, copies=self.redundancy == "partner")
             if whole is not None:
                 return whole
             found = newest_local(self.nodes, run, oldest, before=found.iteration)
         return None
-
-    def _open(self, run: RunId, found: Found) -> LocalCheckpoint:
-        if self.redundancy == "partner":
-            found = restore_copies(self.nodes, run, found)
-        return LocalCheckpoint(self.nodes, run, found)
 
     def require_space(self, own_bytes: int, flushes: bool) -> None:
         """Raise CheckpointError on every rank when a node has no space for the run's checkpoints,
@@ -156,8 +145,8 @@ class LocalCheckpoints:
 
 
 def _look(load: str, save: str | None) -> tuple[dict[str, str] | None, list[int], bool]:
-    """The run that goes on, the iterations of `load`, and whether that has a run's id which is not
-    its own.
+    """The run that continues, the iterations of `load`, and whether that folder has the id of
+    another run.
     """
     run = read_run(load) if _same(load, save) else None
     return (
@@ -174,9 +163,9 @@ def _same(load: str | None, save: str | None) -> bool:
 
 
 def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> RunId | None:
-    """Which run saves to `save` from now on, `load` being what its state was loaded from. One that
-    goes on there is the one it was; any other is a new one, which shall not take the local
-    checkpoints of the one before for its own. None when it saves none locally (`local`).
+    """The run that saves to `save` from now on; its state was loaded from `load`. A run that
+    continues there keeps its id. Any other run gets a new one, so that it does not take the local
+    checkpoints of the one before. None when it saves nothing locally (`local`).
     """
 
     def first() -> dict[str, str] | None:

@@ -122,7 +122,7 @@ def own_folder(root: Path) -> None:
     if wrong:
         raise CheckpointError(
             f"--local-checkpoint-dir {root}: {wrong}: give the name of a new folder in it or "
-            "beside it, which is made with mode 0700"
+            "next to it, which is made with mode 0700"
         )
 
 

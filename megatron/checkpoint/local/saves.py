@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,20 +26,14 @@ from megatron.checkpoint.files import (
     clean,
     hold,
     new_file,
+    split_header,
     sync_folder,
     write_all,
     write_shard_file,
 )
+from megatron.checkpoint.local.exchange import Owner, Stream, exchange
 from megatron.checkpoint.local.nodes import Nodes, RunId, own_folder
-from megatron.checkpoint.local.transfers import ShardTransfer, in_rounds, send_shards
-from megatron.checkpoint.local.xor import (
-    Stream,
-    exchange,
-    stripes_in,
-    stripes_of,
-    xor_block_header,
-    xor_groups_of,
-)
+from megatron.checkpoint.local.xor import stripes_in, stripes_of, xor_block_header, xor_groups_of
 from megatron.checkpoint.manifest import (
     ALIGN,
     FORMAT,
@@ -87,8 +80,8 @@ def save_local(
         gathered = attempt.gather_or_raise(
             lambda: (attempt.write_own(pairs), datetime.now(UTC).isoformat(timespec="seconds"))
         )
-        entries = [entry for entry, _ in gathered]
-        described = attempt.add_redundancy(redundancy, entries)
+        records = [entry for entry, _ in gathered if entry is not None]
+        described = attempt.add_redundancy(redundancy, records)
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -96,7 +89,7 @@ def save_local(
             "attempt": attempt.name,
             "created": gathered[0][1],
             "run": asdict(run),
-            "shards": [entry for entry in entries if entry is not None],
+            "shards": records,
             **described,
             "state": state,
         }
@@ -105,24 +98,16 @@ def save_local(
         return attempt.root / iteration_folder(iteration)
 
 
-def partner_transfers(nodes: Nodes, sizes: list[int | None]) -> list[ShardTransfer]:
-    """Every rank's shard, of `sizes` bytes by rank (None: it has none), goes to the rank of the
-    same place on the next node.
-    """
-    numbers = {
-        rank: number
-        for number, rank in enumerate(rank for rank, size in enumerate(sizes) if size is not None)
-    }
+def partner_copies(nodes: Nodes, records: list[JsonObject]) -> list[Stream]:
+    """Every rank's shard goes to the rank at the same place on the next node."""
     after = [*nodes.members[1:], nodes.members[0]]
-    return in_rounds(
-        [
-            ShardTransfer(numbers[rank], sizes[rank], rank, to)
-            for here, there in zip(nodes.members, after)
-            for rank, to in zip(here, there)
-            if rank in numbers
-        ],
-        nodes.members,
-    )
+    partner = {
+        rank: to for here, there in zip(nodes.members, after) for rank, to in zip(here, there)
+    }
+    return [
+        Stream.copy(number, record["bytes"], partner[record["rank"]])
+        for number, record in enumerate(records)
+    ]
 
 
 class NodeAttempt(Attempt):
@@ -161,90 +146,58 @@ class NodeAttempt(Attempt):
         written = write_shard(self.folder, self.index, self.shards, self.iteration, pairs)
         return written | self.ranks.who
 
-    def add_redundancy(self, redundancy: str, entries: list[JsonObject | None]) -> JsonObject:
-        """Add copies or XOR parity blocks of all ranks' shards; `entries` are those of the shards
-        by rank. Returns what the manifest says of parity blocks.
+    def add_redundancy(self, redundancy: str, records: list[JsonObject]) -> JsonObject:
+        """Add copies or XOR parity blocks of all shards, whose entries are `records`. Returns what
+        the manifest says of parity blocks.
         """
-        if redundancy == "xor":
-            return self.add_xor_blocks(entries)
+        owners = [record["rank"] for record in records]
         if redundancy == "partner":
-            sizes = [None if entry is None else entry["bytes"] for entry in entries]
-            records = [entry for entry in entries if entry is not None]
-            self.take(partner_transfers(self.nodes, sizes), self.folder, records)
-        return {}
-
-    def take(self, transfers: list[ShardTransfer], source: Path, records: list[JsonObject]) -> None:
-        """Carry shards from `source` on one node into this folder on another; all are verified as
-        they arrive.
-        """
-
-        def write(number: int, pieces: Iterator[memoryview]) -> None:
-            header, rest = _split(pieces)
-            written = write_shard_file(self.folder, number, header, rest)
-            if any(records[number][key] != value for key, value in written.items()):
-                raise CheckpointError(
-                    f"{self.folder}: {shard_file(number)} changed on its way from another node"
-                )
-
-        fault = send_shards(
-            transfers, self.ranks, lambda number: source / shard_file(number), write
-        )
-        self.gather_or_raise(lambda: raise_fault(fault))
-
-    def add_xor_blocks(self, entries: list[JsonObject | None]) -> JsonObject:
-        """Give every rank an XOR parity block of its stripe; `entries` are those of all ranks'
-        shards. Returns what the manifest says of the blocks.
-        """
+            copies = partner_copies(self.nodes, records)
+            self.make(copies, records, owners.__getitem__, self.folder)
+        if redundancy != "xor":
+            return {}
+        numbers = {rank: number for number, rank in enumerate(owners)}
         stripes = stripes_of(self.nodes.members)
-        shards = [record for record in entries if record is not None]
-        writers = [rank for rank, record in enumerate(entries) if record is not None]
-        sets = [
-            [writers.index(rank) if rank in writers else None for rank in ranks]
-            for ranks in stripes
-        ]
+        sets = [[numbers.get(rank) for rank in ranks] for ranks in stripes]
         streams = [
             stripe.xor_block(place, rank)
-            for stripe, ranks in zip(stripes_in(shards, sets), stripes)
+            for stripe, ranks in zip(stripes_in(records, sets), stripes)
             for place, rank in enumerate(ranks)
         ]
-        made = self.make(streams, len(shards), writers.__getitem__, self.folder)
+        made = self.make(streams, records, owners.__getitem__, self.folder)
         return {"sets": sets, "parities": [made[stream.number] for stream in streams]}
 
     def make(
         self,
         streams: list[Stream],
-        shards: int,
-        owner: Callable[[int], int],
+        records: Sequence[JsonObject],
+        owner: Owner,
         source: Path,
-        records: Sequence[JsonObject] = (),
+        shards: int | None = None,
     ) -> dict[int, JsonObject]:
         """Make files out of others, which rank `owner(number)` has in `source`. Returns their
-        entries by number; from number `shards` on they are XOR parity blocks. Files whose entries
-        are in `records` must become the same again.
+        entries by number; a file with an entry in `records` must become the same again. From
+        number `shards` on (default: behind the records) they are XOR parity blocks.
         """
+        blocks = len(records) if shards is None else shards
         made: list[tuple[int, JsonObject]] = []
 
         def write(number: int, pieces: Iterator[memoryview]) -> None:
-            header, rest = (
-                _split(pieces)
-                if number < shards
+            header, data = (
+                split_header(pieces, shard_file(number))
+                if number < blocks
                 else (xor_block_header(self.iteration, number), pieces)
             )
-            entry = write_shard_file(self.folder, number, header, rest)
-            if number < len(records) and any(
-                records[number][key] != value for key, value in entry.items()
-            ):
+            entry = write_shard_file(self.folder, number, header, data)
+            if number < len(records) and not entry.items() <= records[number].items():
                 raise CheckpointError(f"{self.folder}: {shard_file(number)} is not what was saved")
             made.append((number, entry))
 
-        fault = exchange(
-            streams, self.ranks, owner, lambda number: source / shard_file(number), write
-        )
-        return {
-            number: entry
-            for entries in self.gather_or_raise(lambda: raise_fault(fault, made))
-            for number, entry in entries
-        }
+        def carry_out() -> list[tuple[int, JsonObject]]:
+            exchange(streams, self.ranks, owner, lambda number: source / shard_file(number), write)
+            return made
+
+        return {number: entry for each in self.gather_or_raise(carry_out) for number, entry in each}
 
     def publish(self, manifest: bytes, on: Callable[[int], bool] = lambda node: True) -> None:
         """Add the manifest and give the folder its name, in the place of one that is there, on the
@@ -281,24 +234,6 @@ class NodeAttempt(Attempt):
         ):
             os.rename(self.root / iteration_folder(iteration), self._trash(iteration))
             shutil.rmtree(self._trash(iteration), ignore_errors=True)
-
-
-def raise_fault(fault: Exception | None, result: Any = None) -> Any:
-    """The result; raises the fault where there is one."""
-    if fault is not None:
-        raise fault
-    return result
-
-
-def _split(pieces: Iterator[memoryview]) -> tuple[bytes, Iterator[memoryview]]:
-    """A shard's bytes before the data, and the pieces of its data."""
-    head = bytearray()
-    for piece in pieces:
-        head += piece
-        end = 8 + int.from_bytes(head[:8], "little")
-        if end <= len(head):
-            return bytes(head[:end]), chain([memoryview(head)[end:]], pieces)
-    raise CheckpointError("a shard from another node has no header")
 
 
 def _not_done(root: Path, iteration: int, done: str, error: Exception) -> str:
@@ -342,7 +277,7 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
         part = "a copy" if kinds[0] == 2 else " or ".join(f"1/{size - 1}" for size in kinds)
         logger.info(
             f" {flag}: {len(sizes)} nodes in {len(groups)} XOR group(s) of "
-            f"{' and '.join(map(str, kinds))}; beside its own shards a "
+            f"{' and '.join(map(str, kinds))}; in addition to its own shards a "
             f"node keeps {part} of the largest's bytes, and one node of each group may be lost"
         )
 

@@ -21,10 +21,10 @@ from reshard_cases import start
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.files import write_shard_file
-from megatron.checkpoint.local import checkpoints, nodes, rebuild, saves, transfers, xor
+from megatron.checkpoint.local import checkpoints, exchange, nodes, rebuild, saves, xor
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.local.nodes import Nodes, RunId, find_nodes
-from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local, restore_copies
+from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local
 from megatron.checkpoint.local.saves import save_local
 from megatron.checkpoint.ranks import Ranks
 from megatron.distributed.groups import Axis
@@ -76,8 +76,7 @@ def small(mutant: str | None = None, chunk: int = 256) -> Iterator[None]:
     """Chunks and messages so small that every shard has several, and a mutant."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(manifest, "CHUNK", chunk))
-        stack.enter_context(mock.patch.object(transfers, "PIECE", 1000))
-        stack.enter_context(mock.patch.object(xor, "WINDOW", 300))
+        stack.enter_context(mock.patch.object(exchange, "WINDOW", 300))
         if mutant is not None:
             stack.enter_context(MUTANTS[mutant]())
         yield
@@ -121,11 +120,10 @@ def restart(
     with small(mutant), logged() as lines:
         joined = join(root, each)
         tier = LocalCheckpoints(Path(root, str(dist.get_rank() // each)), all_ranks(), "none")
+        tier.redundancy = "partner"  # also where one node is left
         found = tier._newest_whole(run, oldest)
         if found is None:
             return None, [], lines, 0
-        if "sets" not in found.content:
-            found = restore_copies(joined, run, found)
         checkpoint, faults, fetched, wanted = (
             LocalCheckpoint(joined, run, found),
             [],
@@ -261,16 +259,16 @@ def die_while_saving(root: Path, each: int, iteration: int, seed: int, who: int,
 
 def _copies_at_home() -> contextlib.AbstractContextManager:
     """The partner is the node itself."""
-    real = saves.partner_transfers
+    real = saves.partner_copies
 
-    def near(joined: nodes.Nodes, sizes: list) -> list:
+    def near(joined: nodes.Nodes, records: list) -> list:
         return [
-            transfer
-            for transfer in real(joined, sizes)
-            if any({transfer.source, transfer.to} <= set(ranks) for ranks in joined.members)
+            copy
+            for copy in real(joined, records)
+            if any({records[copy.number]["rank"], copy.to} <= set(on) for on in joined.members)
         ]
 
-    return mock.patch.object(saves, "partner_transfers", near)
+    return mock.patch.object(saves, "partner_copies", near)
 
 
 class _Anyone:
@@ -303,26 +301,8 @@ def _unverified(folder: Path, number: int, header: bytes, data: Iterator[memoryv
 
 
 @contextlib.contextmanager
-def _damaged_on_the_way() -> Iterator[None]:
-    """One bit of what this rank sends changes."""
-    real, preadv = transfers._send, os.preadv
-
-    def flipped(file: int, buffers: list, at: int) -> int:
-        got = preadv(file, buffers, at)
-        buffers[0][-1] ^= 1
-        return got
-
-    def send(*args: object) -> None:
-        with mock.patch.object(os, "preadv", flipped):
-            real(*args)
-
-    with mock.patch.object(transfers, "_send", send):
-        yield
-
-
-@contextlib.contextmanager
 def _damaged_and_unverified() -> Iterator[None]:
-    with _damaged_on_the_way(), mock.patch.object(saves, "write_shard_file", _unverified):
+    with _damaged_pieces(), mock.patch.object(saves, "write_shard_file", _unverified):
         yield
 
 
@@ -336,18 +316,17 @@ def _incomplete_xor_blocks() -> contextlib.AbstractContextManager:
 
 
 def _damaged_pieces() -> contextlib.AbstractContextManager:
-    real = transfers.ShardFiles.read
+    real = exchange.ShardFiles.read
 
-    def read(files: transfers.ShardFiles, number: int, at: int, size: int) -> torch.Tensor:
+    def read(files: exchange.ShardFiles, number: int, at: int, size: int) -> torch.Tensor:
         piece = real(files, number, at, size)
         piece[-1] ^= dist.get_rank() == 0
         return piece
 
-    return mock.patch.object(transfers.ShardFiles, "read", read)
+    return mock.patch.object(exchange.ShardFiles, "read", read)
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "no copies": lambda: mock.patch.object(saves, "partner_transfers", lambda nodes, sizes: []),
     "copies at home": _copies_at_home,
     "nothing is read to the end": lambda: mock.patch.object(
         rebuild, "_is_whole", lambda folder, number: True
@@ -361,10 +340,9 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "the folder of any run": lambda: mock.patch.object(RunId, "folder", "run"),
     "any run": _any_run,
     "saves are one": _one_name,
-    "damaged on the way": _damaged_on_the_way,
     "damaged and unverified": _damaged_and_unverified,
     "a piece in no XOR block": _incomplete_xor_blocks,
-    "damaged while it is made": _damaged_pieces,
+    "damaged on the way": _damaged_pieces,
     "XOR groups of three": lambda: mock.patch.object(xor, "XOR_GROUP", 3),
     "the oldest first": lambda: mock.patch.object(
         rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True
@@ -373,9 +351,6 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
         checkpoints,
         "new_run",
         lambda save: checkpoints.read_run(save) or nodes.new_run(save),
-    ),
-    "a copy is the same run": lambda: mock.patch.object(
-        nodes.os.path, "realpath", lambda path: "everywhere"
     ),
     "thinned before it is written": lambda: mock.patch.object(
         saves.NodeAttempt, "_make", _thin_first(saves.NodeAttempt._make)

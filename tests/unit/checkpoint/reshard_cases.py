@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import same_bits
 
-from megatron.checkpoint import reader
 from megatron.checkpoint.manifest import iteration_folder
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.arguments import parse_arguments
@@ -150,19 +149,6 @@ def start(
 def start_apart(arguments: tuple[str, ...], roots: list[Path]) -> str:
     """The same, each rank loading from a folder of its own."""
     return start((*arguments, "--load", str(roots[dist.get_rank()])))
-
-
-def load_what_the_first_finds(arguments: tuple[str, ...], root: Path) -> list[str]:
-    """Rank 0 finds iteration 3 although iteration 6 is there by now; no other rank looks for
-    itself. What differs from iteration 3.
-    """
-
-    def find(folder: Path, step: int | None) -> list[int]:
-        assert dist.get_rank() == 0
-        return [3]
-
-    with mock.patch.object(reader, "_candidates", find):
-        return load_and_compare(arguments, saved(root))
 
 
 def load_and_compare(

@@ -15,7 +15,7 @@ from megatron.checkpoint.manifest import MANIFEST, iteration_folder
 from megatron.config.arguments import parse_arguments
 
 MOST = 1.02  # of the fullest rank by the mean
-BASE = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
+BASE = """--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512
 --micro-batch-size 1 --train-iters 1 --mock-data
     --tokenizer-type NullTokenizer --vocab-size 50256 --lr 1e-3"""
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
@@ -23,19 +23,17 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
     --group-query-attention --num-query-groups 2 --bf16"""
 TP, PP, ZERO = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--zero-stage"
 LAYOUTS = {  # name: (ranks, flags)
-    **{f"dp{dp} zero0": (dp, "") for dp in range(1, 17)},
-    **{f"dp{dp} zero{1 + dp % 3}": (dp, f"{ZERO} {1 + dp % 3}") for dp in (2, 7, 9, 16)},
+    **{f"dp{dp} zero0": (dp, "") for dp in (1, 3, 8, 16)},
+    **{f"dp{dp} zero{1 + dp % 3}": (dp, f"{ZERO} {1 + dp % 3}") for dp in (7, 9)},
     **{
         f"tp{tp} dp{dp} zero{stage}": (tp * dp, f"{TP} {tp} {ZERO} {stage}")
-        for tp in (2, 4)
-        for dp, stage in [(3, 0), (3, 1), (8, 0), (8, 2), (16, 3)]
+        for tp, dp, stage in [(2, 8, 0), (2, 8, 2), (4, 3, 1), (4, 4, 3)]
     },
     **{
         f"tp{tp} dp{dp}, kv heads shared": (tp * dp, f"{TP} {tp} {LLAMA} {more}")
-        for tp, dp, more in [(4, 4, ""), (4, 5, f"{ZERO} 1")]
+        for tp, dp, more in [(4, 5, f"{ZERO} 1")]
     },
     "hybrid shards": (16, f"{TP} 2 {ZERO} 3 --zero-shard-size 2"),
-    "hybrid shards of 4": (12, f"{ZERO} 2 --zero-shard-size 4"),
     "pp2": (16, f"{TP} 2 {PP} 2"),
     "pp2 zero1": (16, f"{TP} 2 {PP} 2 {ZERO} 1"),
     "pp2 dp first": (12, f"{PP} 2 --use-tp-pp-dp-mapping"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,10 +93,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_every_box_has_one_owner(layout, kv_heads):
-    assert wrongly_owned(layout, kv_heads, _owns) == []
+def test_every_box_has_one_owner(kv_heads):
+    assert not any(wrongly_owned(layout, kv_heads, _owns) for layout in LAYOUTS)
 
 
 @pytest.mark.parametrize("rule", [_without_replicas, _without_kv, _shifted])
@@ -209,51 +207,13 @@ def test_shards_are_numbered_by_rank_and_a_rank_without_boxes_writes_none(gloo_w
 # ---- an iteration that exists already ------------------------------------------------------------
 
 
-def test_the_same_again_is_kept(gloo_world, tmp_path):
-    for _ in range(2):
-        assert gloo_world(2).run(save, tmp_path, 1, 1, BOTH) == [("iter_0000001", [])] * 2
-        before = (tmp_path / "iter_0000001" / "MANIFEST.json").stat().st_ino
-    assert (tmp_path / "iter_0000001" / "MANIFEST.json").stat().st_ino == before and listing(
-        tmp_path
-    ) == WHOLE
-
-
-@pytest.mark.parametrize(
-    ("seed", "cut_seed", "state", "text"),
-    [
-        (2, BOTH, STATE, "tensors"),
-        (1, BOTH, STATE | {"scale": 2.0}, "scale"),
-        (1, 1, STATE, "how tensors are cut into shards"),
-    ],
-)
-def test_a_different_one_is_refused_on_every_rank(
-    gloo_world, tmp_path, seed, cut_seed, state, text
-):
+def test_a_different_cut_is_refused_on_every_rank(gloo_world, tmp_path):
     gloo_world(2).run(save, tmp_path, 1, 1, BOTH)
-    first, second = gloo_world(2).run(save, tmp_path, 1, seed, cut_seed, state)
-    assert (
-        first == second
-        and f"iter_0000001 exists already, is whole, and differs from this run in: {text}."
-        in first[0]
-    )
+    first, second = gloo_world(2).run(save, tmp_path, 1, 1, 1, STATE)
+    text = "differs from this run in: how tensors are cut into shards."
+    assert first == second and f"iter_0000001 exists already, is whole, and {text}" in first[0]
     loads(find_checkpoint(tmp_path), example(1))
     assert listing(tmp_path) == WHOLE
-
-
-def test_a_damaged_one_is_moved_aside_and_the_first_rank_says_so(gloo_world, tmp_path):
-    gloo_world(2).run(save, tmp_path, 1, 1, BOTH)
-    shard = tmp_path / "iter_0000001" / "shard-00001.safetensors"
-    raw = bytearray(shard.read_bytes())
-    raw[-3] ^= 1
-    shard.write_bytes(raw)
-    (first, said), second = gloo_world(2).run(save, tmp_path, 1, 5, BOTH)
-    assert (
-        first == "iter_0000001"
-        and second == (first, [])
-        and "It was moved to iter_0000001.damaged-" in said[0]
-        and len(said) == 1
-    )
-    loads(find_checkpoint(tmp_path), example(5))
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -270,16 +230,13 @@ def assert_one_error(outcomes, text: str, root) -> None:
 
 
 def save_with_little_room(
-    root, iteration: int, small: int, rows: dict[int, int], limit: int | None
+    root, iteration: int, small: int, rows: dict[int, int]
 ) -> tuple[str, list[str]]:
-    """Every rank owns rows of 4 KiB. On rank `small` no file may exceed `limit` bytes; it writes
-    when the other has, which finds room.
-    """
+    """Every rank owns rows of 4 KiB. Rank `small` writes when the other has, which finds space."""
     rank, first = dist.get_rank(), 0
     for other in range(rank):
         first += rows[other]
     box = Box("w", (sum(rows.values()), 1024), (first, 0), (rows[rank], 1024))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     real = writer.write_shard
 
     def late(folder, index, *args, **options):
@@ -294,7 +251,6 @@ def save_with_little_room(
 
     if rank == small:
         writer.write_shard = late
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if limit is None else limit, hard))
     try:
         outcome = save_checkpoint(
             root, iteration, [(box, torch.ones(rows[rank], 1024))], STATE, ranks=all_ranks()
@@ -303,7 +259,6 @@ def save_with_little_room(
         outcome = str(error)
     finally:
         writer.write_shard = real
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     dist.barrier()
     return outcome, []
 
@@ -311,12 +266,12 @@ def save_with_little_room(
 KEPT = "Older checkpoints are untouched (newest: iteration 1)."
 
 
-@pytest.mark.parametrize("small", [0, 1])
-def test_disk_full_on_one_of_two_ranks(gloo_world, tmp_path, small):
+def test_disk_full_on_one_of_two_ranks(gloo_world, tmp_path):
+    small = 1
     with mounted(tmp_path, "size=2m"):
         gloo_world(2).run(save, tmp_path, 1, 1, BOTH)
         outcomes = gloo_world(2).run(
-            save_with_little_room, tmp_path, 2, small, {small: 600, 1 - small: 10}, None
+            save_with_little_room, tmp_path, 2, small, {small: 600, 1 - small: 10}
         )
         assert_one_error(
             outcomes,
@@ -331,20 +286,6 @@ def test_disk_full_on_one_of_two_ranks(gloo_world, tmp_path, small):
             "iter_0000002"
         ] * 2
         loads(find_checkpoint(tmp_path), example(2))
-
-
-@pytest.mark.parametrize("small", [0, 1])
-def test_file_size_limit_on_one_of_two_ranks(gloo_world, tmp_path, small):
-    gloo_world(2).run(save, tmp_path, 1, 1, BOTH)
-    outcomes = gloo_world(2).run(
-        save_with_little_room, tmp_path, 2, small, {0: 100, 1: 100}, 1 << 17
-    )
-    assert_one_error(
-        outcomes,
-        f"rank {small}: {tmp_path}: the checkpoint of iteration 2 was not saved: File too large",
-        tmp_path,
-    )
-    assert KEPT in outcomes[0][0]
 
 
 def test_several_failed_ranks_are_named_in_one_error(gloo_world, tmp_path):
@@ -385,8 +326,9 @@ def save_failing_on(
         setattr(module, name, real)
 
 
-@pytest.mark.parametrize("call", ["open", "pwritev", "fsync", "rename"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("call", "rank"), [("open", 0), ("fsync", 0), ("rename", 0), ("pwritev", 1), ("fsync", 1)]
+)
 def test_any_failing_system_call_of_any_rank(gloo_world, tmp_path, call, rank):
     """Each call of one rank's save fails in turn: one error on both, or the save was complete
     before it; nothing waits for ever.

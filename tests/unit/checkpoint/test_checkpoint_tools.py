@@ -67,15 +67,20 @@ def run(tool, *words) -> int:
     return tool.main([str(word) for word in words])
 
 
+def export(root: Path, folder: Path, *more: str) -> int:
+    return run(convert_checkpoint, "--load", root, "--to-huggingface", folder, *more)
+
+
+def take_over(folder: Path, root: Path) -> int:
+    return run(convert_checkpoint, "--from-huggingface", folder, "--save", root)
+
+
 @pytest.mark.parametrize(
     "case", ["gpt2", "llama tied, gqa, eps", "mistral", "qwen2", "qwen3 window", "llama yarn"]
 )
 def test_exported_models_load_in_transformers_and_come_back(tmp_path, case, capsys):
     _, model, held = save_run(tmp_path / "run", case)
-    assert (
-        run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
-        == 0
-    )
+    assert export(tmp_path / "run", tmp_path / "hf") == 0
     them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").eval()
     assert them.dtype == torch.float64 and them.config.eos_token_id == VOCAB - 1
     with torch.no_grad():
@@ -85,16 +90,7 @@ def test_exported_models_load_in_transformers_and_come_back(tmp_path, case, caps
 
     them.save_pretrained(tmp_path / "again")  # as transformers writes it
     capsys.readouterr()
-    assert (
-        run(
-            convert_checkpoint,
-            "--from-huggingface",
-            tmp_path / "again",
-            "--save",
-            tmp_path / "back",
-        )
-        == 0
-    )
+    assert take_over(tmp_path / "again", tmp_path / "back") == 0
     assert (
         f"--config {tmp_path}/back/model.json --load {tmp_path}/back --finetune"
         in capsys.readouterr().out
@@ -113,16 +109,8 @@ def test_exported_models_load_in_transformers_and_come_back(tmp_path, case, caps
 
 def test_a_run_trains_on_from_an_imported_model(tmp_path, capsys):
     save_run(tmp_path / "run", "llama")
-    run(
-        convert_checkpoint,
-        "--load",
-        tmp_path / "run",
-        "--to-huggingface",
-        tmp_path / "hf",
-        "--dtype",
-        "fp32",
-    )
-    run(convert_checkpoint, "--from-huggingface", tmp_path / "hf", "--save", tmp_path / "imported")
+    export(tmp_path / "run", tmp_path / "hf", "--dtype", "fp32")
+    take_over(tmp_path / "hf", tmp_path / "imported")
     flags = f"""--config {tmp_path}/imported/model.json --load {tmp_path}/imported --finetune
     --save {tmp_path}/new
         --mock-data --vocab-size {VOCAB - 1} --tokenizer-type NullTokenizer --seq-length 24
@@ -148,17 +136,7 @@ def test_precision_of_the_export(tmp_path, flag, dtype):
 
     _, _, held = save_run(tmp_path / "run", "llama", PrecisionConfig(bf16=True))
     chosen = ["--dtype", flag] if flag else []
-    assert (
-        run(
-            convert_checkpoint,
-            "--load",
-            tmp_path / "run",
-            "--to-huggingface",
-            tmp_path / "hf",
-            *chosen,
-        )
-        == 0
-    )
+    assert export(tmp_path / "run", tmp_path / "hf", *chosen) == 0
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert same_bits(exported["lm_head.weight"], held["head.weight"].to(dtype))
     assert (
@@ -169,20 +147,14 @@ def test_precision_of_the_export(tmp_path, flag, dtype):
 def test_large_exports_are_cut_into_files_with_an_index(tmp_path, monkeypatch):
     _, model, held = save_run(tmp_path / "run", "gpt2 untied, tanh")
     monkeypatch.setattr(huggingface_files, "FILE", 30_000)
-    assert (
-        run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
-        == 0
-    )
+    assert export(tmp_path / "run", tmp_path / "hf") == 0
     files = sorted(p.name for p in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all((tmp_path / "hf" / name).stat().st_size < 40_000 for name in files)
     them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").eval()
     with torch.no_grad():
         assert difference(model.logits(tokens()), them(tokens()).logits) < 1e-12
-    assert (
-        run(convert_checkpoint, "--from-huggingface", tmp_path / "hf", "--save", tmp_path / "back")
-        == 0
-    )
+    assert take_over(tmp_path / "hf", tmp_path / "back") == 0
     with Checkpoint(find_checkpoint(tmp_path / "back")) as checkpoint:
         assert all(same_bits(checkpoint.read_tensor(name), held[name]) for name in held)
 
@@ -203,19 +175,13 @@ def test_tokenizer_files_go_along(tmp_path):
         "tokenizer": None,
     }
     save_checkpoint(tmp_path / "run", 1, pairs(held), state)
-    assert (
-        run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
-        == 0
-    )
+    assert export(tmp_path / "run", tmp_path / "hf") == 0
     assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (
         tmp_path / "my_tokenizer.json"
     ).read_bytes()
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == VOCAB - 1
     (tmp_path / "my_tokenizer.json").unlink()  # moved away: the export goes on and says so
-    assert (
-        run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "second")
-        == 0
-    )
+    assert export(tmp_path / "run", tmp_path / "second") == 0
     assert not (tmp_path / "second" / "tokenizer.json").exists()
 
 
@@ -232,7 +198,7 @@ def test_refusals(tmp_path, capsys):
     save_checkpoint(
         tmp_path / "odd", 1, pairs(held), {"config": config.to_dict(), "vocab_size": VOCAB}
     )
-    run(convert_checkpoint, "--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
+    export(tmp_path / "run", tmp_path / "hf")
     pickled, traversal = tmp_path / "pickled", tmp_path / "traversal"
     for folder in (pickled, traversal):
         folder.mkdir()

@@ -15,11 +15,10 @@ from checkpoint_cases import example, loads, pairs, save_in_shards
 from logged import silently
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.background import Background
+from megatron.checkpoint.background import BURST, Background, copy_shard, limited
 from megatron.checkpoint.index import Index
-from megatron.checkpoint.local import checkpoints, flush
+from megatron.checkpoint.local import checkpoints
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
-from megatron.checkpoint.local.flush import BURST, copy_shard, limited
 from megatron.checkpoint.local.nodes import RunId
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.manifest import CheckpointError
@@ -120,7 +119,7 @@ def test_a_copy_that_is_not_compared_is_caught(source, tmp_path, monkeypatch):
     raw[-1] ^= 4
     path.write_bytes(raw)
     (tmp_path / "copy").mkdir()
-    record = flush.copy_shard(
+    record = copy_shard(
         path, tmp_path / "copy", 0, {"file": Any(), "bytes": Any(), "table_digest": Any()}, None
     )
     assert record["table_digest"] != Index(source).manifest["shards"][0]["table_digest"]
@@ -171,11 +170,11 @@ def saver(tmp_path):
 
 def held_up(each: CheckpointManager, iteration: int, meanwhile) -> bool:
     """Save; the writer process begins when `meanwhile` is over. Whether the save went well."""
-    each.strategy.background.start()
-    os.kill(each.strategy.background.process.pid, signal.SIGSTOP)
+    each.staged.background.start()
+    os.kill(each.staged.background.process.pid, signal.SIGSTOP)
     each.save(iteration, pairs(tensors(iteration)), {})
     meanwhile()
-    os.kill(each.strategy.background.process.pid, signal.SIGCONT)
+    os.kill(each.staged.background.process.pid, signal.SIGCONT)
     return each.finalize()
 
 
@@ -247,7 +246,7 @@ def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
 def test_the_writer_keeps_to_the_rate(saver, local):
     """4 MB/s of 4 MB, less the burst; from the node and from memory. The control has no rate."""
     each = saver(4.0, local)
-    each.strategy.background.start()
+    each.staged.background.start()
 
     def seconds(iteration: int) -> float:
         began = time.monotonic()
@@ -256,6 +255,6 @@ def test_the_writer_keeps_to_the_rate(saver, local):
         return time.monotonic() - began
 
     limited_to = seconds(1)
-    each.strategy.destination = replace(each.strategy.destination, rate=None)
+    each.staged.destination = replace(each.staged.destination, rate=None)
     assert limited_to >= 4e6 / 4e6 - BURST
     assert min(seconds(iteration) for iteration in range(2, 7)) < limited_to

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from checkpoint_cases import example, pairs
 from reshard_cases import BASE, FEATURES, start
 
-from megatron.checkpoint import files, integrity
-from megatron.checkpoint.integrity import read_back
-from megatron.checkpoint.manifest import CheckpointError, DigestTable, list_iterations
+from megatron.checkpoint import files
+from megatron.checkpoint.files import read_back
+from megatron.checkpoint.manifest import CHUNK, CheckpointError, DigestTable, list_iterations
 from megatron.checkpoint.writer import save_checkpoint
 
 
@@ -84,7 +84,7 @@ def test_short_reads_and_bounded_memory(shard, monkeypatch):
     read_back(path, table)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < integrity.PIECE + (1 << 16) < table.size
+    assert peak < CHUNK + (1 << 16) < table.size
 
 
 def test_the_disk_is_asked_and_not_the_page_cache(shard, monkeypatch):

@@ -124,17 +124,20 @@ def test_an_owner_elsewhere_that_renews_is_alive(tmp_path, monkeypatch):
 
 def test_of_two_that_follow_one_dead_owner_one_runs(tmp_path, monkeypatch):
     path = write(tmp_path, elsewhere(), age=3600)
-    stamp = module._stamp(path)
-    first = take_lease(tmp_path, "")
-    # the second has judged the dead one
-    monkeypatch.setattr(module, "_stamp", lambda path: stamp if path.name == NAME else (0, 0))
-    monkeypatch.setattr(module, "read_owner", lambda path: None)
-    monkeypatch.setattr(module, "_now", lambda root: 1e12)
-    with pytest.raises(CheckpointError, match="another run is writing there"):
+    first = []
+
+    def slow(*given: object) -> str:
+        """The second run has judged the dead owner when the first takes the folder over."""
+        monkeypatch.undo()
+        first.append(take_lease(tmp_path, ""))
+        return "it was dead"
+
+    monkeypatch.setattr(module, "_death", slow)
+    with pytest.raises(CheckpointError, match="another run is writing there: process"):
         take_lease(tmp_path, "")
-    monkeypatch.undo()
-    assert read_owner(path) == first.owner
-    first.release()
+    assert read_owner(path) == first[0].owner
+    first[0].release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_whose_folder_was_taken_over_ends(tmp_path):

@@ -92,11 +92,11 @@ def keeps_the_moment(root, made) -> bool:
     """Whether a save is of the values at its call, however late it is written."""
     data = tensors()
     background = made(root, enough(data))
-    os.kill(background.strategy.background.process.pid, signal.SIGSTOP)
+    os.kill(background.staged.background.process.pid, signal.SIGSTOP)
     background.save(1, pairs(data), STATE)
     for tensor in data.values():
         tensor.zero_()
-    os.kill(background.strategy.background.process.pid, signal.SIGCONT)
+    os.kill(background.staged.background.process.pid, signal.SIGCONT)
     assert background.finalize()
     try:
         loads(find_checkpoint(root), tensors())
@@ -131,7 +131,7 @@ def step(each: CheckpointManager) -> None:
 def test_training_goes_on_while_it_is_written_and_then_it_stands(tmp_path, made, log_lines):
     background = made(tmp_path, enough(tensors()))
     background.save(1, pairs(tensors()), STATE)
-    process = background.strategy.background.process.pid
+    process = background.staged.background.process.pid
     step(background)  # hands the copy over
     os.kill(process, signal.SIGSTOP)
     for _ in range(3):
@@ -171,9 +171,9 @@ import sys, os, signal, time
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(Path(__file__).parent)!r}]
 from test_manager import *
 each = CheckpointManager({str(tmp_path)!r}, ONE, enough(tensors()))
-os.kill(each.strategy.background.process.pid, signal.SIGSTOP)
+os.kill(each.staged.background.process.pid, signal.SIGSTOP)
 each.save(1, pairs(tensors()), STATE)
-print(each.strategy.background.process.pid, flush=True)
+print(each.staged.background.process.pid, flush=True)
 time.sleep(60)
 """
     with subprocess.Popen(
@@ -243,7 +243,7 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
     def save(iteration: int) -> None:
         hit = iteration == 2 and ranks.world.rank == victim
         if hit:
-            process = each.strategy.background.process.pid
+            process = each.staged.background.process.pid
             os.kill(process, signal.SIGKILL if when == "before" else signal.SIGSTOP)
             state = os.WEXITED if when == "before" else os.WSTOPPED
             os.waitid(os.P_PID, process, os.WNOWAIT | state)
@@ -251,7 +251,7 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
         for _ in range(3):
             end_of_step()
         if hit and when == "during":
-            os.kill(each.strategy.background.process.pid, signal.SIGKILL)
+            os.kill(each.staged.background.process.pid, signal.SIGKILL)
         each.finalize()
 
     try:

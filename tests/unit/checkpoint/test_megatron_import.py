@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import random
-import re
 import signal
 import zipfile
 from pathlib import Path
@@ -380,8 +379,8 @@ class Poison:
         ][self.way]
 
 
-# Python 3.12 calls its io _io; torch names builtins without their module
-NAMES = ["posix.system", "(builtins.)?exec", f"{open.__module__}.open", "_io.FileIO"]
+# Python 3.12 calls its io _io
+NAMES = ["posix.system", "builtins.exec", f"{open.__module__}.open", "_io.FileIO"]
 
 
 @pytest.fixture
@@ -432,8 +431,7 @@ def test_poison_is_refused_by_name_and_does_nothing(theirs, tmp_path, where, way
     touched = tmp_path / "touched"
     raw = poison(theirs, where, Poison(touched, way))
     code, told = convert("--from-megatron", theirs, "--save", tmp_path / "run")
-    refused = f"it names {NAMES[way]}, which has no place in a checkpoint"
-    assert code == 2 and re.search(refused, told), told
+    assert code == 2 and f"it names {NAMES[way]}, which has no place in a checkpoint" in told, told
     assert not touched.exists() and not (tmp_path / "run").exists()
     if where in ("metadata", "planner"):  # the poison works on those who unpickle
         pickle.loads(raw)

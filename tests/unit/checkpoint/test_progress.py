@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.progress import Saved, WriteProgress
+from megatron.checkpoint.files import WriteProgress
+from megatron.checkpoint.manager import Saved
 
 
 def test_lines_of_a_long_save(log_lines):

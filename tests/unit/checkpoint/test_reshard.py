@@ -20,7 +20,6 @@ from reshard_cases import (
     distance,
     flags,
     load_and_compare,
-    load_what_the_first_finds,
     saved,
     saving,
     start,
@@ -142,9 +141,7 @@ def test_on_the_same_layout_a_run_goes_on_bit_for_bit(on, runs, tmp_path, featur
     assert whole[3:] == resumed and len(resumed) == 3
 
 
-PAIRS = [
-    row for row in TABLE if row.feature in ("mqa-fp64", "untied-fp64") and row.source != row.target
-]
+PAIRS = [row for row in TABLE if row.feature == "mqa-fp64" and row.source != row.target]
 
 
 @pytest.mark.parametrize(("feature", "source", "target"), PAIRS)
@@ -206,7 +203,6 @@ def test_the_pairs_cover_every_kind_of_layout_against_every_other():
 
 
 ROWS = [
-    Row("gqa-fp16", "tp2", "dp2zero2"),
     Row("gqa-fp16", "dp2zero3", "dp2zero3"),
     Row("ramp-fp64", "pp2v2", "dp2zero2"),
     Row("ledger-fp64", "dp2", "tp2sp"),
@@ -235,27 +231,19 @@ def test_scaler_ramp_up_and_ledger_go_on_elsewhere(table, tmp_path, row):
     ],
 )
 def test_a_broken_resume_is_seen_in_the_table(table, tmp_path, mutant, told):
-    found = faults(table.measure(ROWS[1], tmp_path, mutant))
+    found = faults(table.measure(ROWS[0], tmp_path, mutant))
     assert any(told in fault for fault in found) and "tensors differ 3 iterations later" in found
 
 
 @pytest.mark.parametrize(
     ("source", "target", "more", "said"),
     [
-        ("dp2zero2", "dp2zero3", "", "resumes bit for bit"),
         ("dp2zero1", "dp2zero3", "--micro-batch-size 2", "resumes bit for bit"),
-        ("dp2", "dp2zero2", "--micro-batch-size 2 --clip-grad 0", "resumes bit for bit"),
         (
             "dp2",
             "dp2zero1",
             "",
             "resumes from the same state, not bit for bit: --zero-stage 0 -> 1",
-        ),
-        (
-            "dp2zero1",
-            "dp2zero2",
-            "",
-            "resumes from the same state, not bit for bit: --zero-stage 1 -> 2",
         ),
         (
             "dp4zero3shard2",
@@ -287,11 +275,9 @@ def test_a_run_says_what_another_stage_does_to_its_bits(on, tmp_path, source, ta
     ("mutant", "feature", "layout"),
     [
         ("tensor-parallel ranks other than the first own nothing", "tied-bf16", "tp2"),
-        ("every data-parallel copy owns", "tied-bf16", "dp2"),
         ("every holder of a key/value head owns it", "gqa-untied", "tp4sp"),
         ("both ends of a pipeline own a tied matrix", "tied-bf16", "pp2"),
         ("every data-parallel copy owns", "tied-bf16", "dp4zero3shard2"),
-        ("a slice's owner is the first of all copies of the model", "tied-bf16", "dp2zero2"),
     ],
 )
 def test_a_wrong_owner_saves_nothing(on, tmp_path, mutant, feature, layout):
@@ -321,11 +307,8 @@ def test_a_tensor_that_nobody_owns_is_missed(on, tmp_path):
     ("mutant", "feature", "layout"),
     [
         ("read at the beginning", "gqa-untied", "tp2"),
-        ("read at the beginning", "tied-bf16", "tp4sp"),
-        ("weights are not published", "tied-bf16", "dp2"),
         ("weights are not published", "tied-bf16", "pp4"),
         ("read at the beginning", "tied-bf16", "dp2zero3"),
-        ("weights are not published", "tied-bf16", "dp2zero1"),
         (None, "tied-bf16", "tp2"),
     ],
 )
@@ -398,10 +381,3 @@ def test_ranks_that_see_different_folders_do_not_start(gloo_world, runs, tmp_pat
     assert all(
         "exit code 0" in text for text in gloo_world(2).run(start_apart, arguments, [ours, ours])
     )
-
-
-def test_all_ranks_take_the_checkpoint_that_the_first_finds(gloo_world, runs):
-    root = runs("gqa-untied", "tp2")
-    assert gloo_world(2).run(
-        load_what_the_first_finds, flags("gqa-untied", "tp2", "--load", root), root
-    ) == [[], []]

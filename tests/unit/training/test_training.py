@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from megatron.checkpoint import synchronous
+from megatron.checkpoint import manager
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.errors import UserError
 from megatron.data.loader import Source
@@ -493,7 +493,7 @@ def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
     """A full disk at iteration 4: the run goes on, saves later, and says so; when the last save
     fails the exit code is 1.
     """
-    save_checkpoint = synchronous.save_checkpoint
+    save_checkpoint = manager.save_checkpoint
 
     def full_at(*iterations):
         def save(root, iteration, *rest, **ranks):
@@ -501,7 +501,7 @@ def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
                 raise OSError(28, "No space left on device")
             return save_checkpoint(root, iteration, *rest, **ranks)
 
-        monkeypatch.setattr(synchronous, "save_checkpoint", save)
+        monkeypatch.setattr(manager, "save_checkpoint", save)
 
     full_at(4)
     assert len(run(tmp_path / "a", "--save-interval", 4)) == 12

@@ -1,0 +1,191 @@
+"""Moves files between nodes: each is copied, or is the XOR of several that other ranks have."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.ranks import Ranks
+from megatron.config.errors import UserError
+from megatron.distributed.collectives import is_gloo
+from megatron.distributed.p2p import Receiving, Sending
+
+WINDOW = 1 << 20  # bytes of one message
+IN_FLIGHT = 2  # windows whose messages are on their way
+SENDS = 8  # a rank sends fewer messages than this per window
+
+PathOf = Callable[[int], Path]  # of a file, by its number
+Owner = Callable[[int], int]  # the rank that reads a file, by its number
+Part = tuple[int, int]  # a file's number, and a byte in it
+
+
+@dataclass(frozen=True)
+class Stream:
+    """File `number` as rank `to` makes it: runs of bytes, each the XOR of as many bytes of the
+    files in `parts` (zeros after the end of a file).
+    """
+
+    number: int
+    to: int
+    runs: tuple[tuple[int, tuple[Part, ...]], ...]
+
+    @classmethod
+    def copy(cls, number: int, size: int, to: int) -> Stream:
+        return cls(number, to, ((size, ((number, 0),)),))
+
+    @property
+    def size(self) -> int:
+        return sum(length for length, _ in self.runs)
+
+    def windows(self) -> Iterator[tuple[int, list[Part]]]:
+        """The runs, cut into messages."""
+        for length, parts in self.runs:
+            for start in range(0, length, WINDOW):
+                yield min(WINDOW, length - start), [(number, at + start) for number, at in parts]
+
+
+@dataclass
+class ShardFiles:
+    """The files that a rank reads. What cannot be read is sent as zeros, since the receiver counts
+    on the bytes; the first fault is kept.
+    """
+
+    path: PathOf
+    open: dict[int, int] = field(default_factory=dict)
+    fault: Exception | None = None
+
+    def read(self, number: int, at: int, size: int) -> Tensor:
+        """The bytes from `at` on; zeros after the end of the file."""
+        piece = torch.zeros(size, dtype=torch.uint8)
+        try:
+            if number not in self.open:
+                self.open[number] = os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC)
+            os.preadv(self.open[number], [memoryview(piece.numpy())], at)
+        except OSError as error:
+            self.fault = self.fault or error
+        return piece
+
+    def close(self) -> None:
+        for file in self.open.values():
+            os.close(file)
+
+
+def exchange(
+    streams: Iterable[Stream],
+    ranks: Ranks,
+    owner: Owner,
+    path: PathOf,
+    write: Callable[[int, Iterator[memoryview]], None],
+) -> None:
+    """Make the files of `streams`: `owner(number)` reads a file at `path(number)`, and
+    `write(number, pieces)` takes what a rank makes.
+
+    All ranks call this with the same streams in the same order. An error is raised when everything
+    has been moved. Over NCCL messages pass through the device (never run).
+    """
+    fault: Exception | None = None
+    for turn in _turns(streams, owner):
+        files = ShardFiles(path)
+        pieces = _pieces(turn, ranks, owner, files)
+        try:
+            for stream in turn:
+                if stream.to == ranks.world.rank:
+                    write(stream.number, pieces)
+        except (OSError, UserError) as error:
+            fault = fault or error
+        for _ in pieces:  # other ranks wait for messages, even if nothing can be written here
+            pass
+        files.close()
+        fault = files.fault or fault
+    if fault is not None:
+        raise fault
+
+
+def _turns(streams: Iterable[Stream], owner: Owner) -> list[list[Stream]]:
+    """The streams that run at the same time: a rank makes one, and sends fewer than SENDS
+    messages per window.
+    """
+    turns: list[tuple[dict[int, Stream], Counter[int]]] = []  # by the rank that makes it
+    for stream in streams:
+        numbers = {number for _, parts in stream.runs for number, _ in parts}
+        sends = Counter(map(owner, numbers))
+        for turn, busy in turns:
+            fits = all(busy[rank] + count < SENDS for rank, count in sends.items())
+            if fits and stream.to not in turn:
+                break
+        else:
+            turn, busy = {}, Counter()
+            turns.append((turn, busy))
+        turn[stream.to] = stream
+        busy.update(sends)
+    return [list(turn.values()) for turn, _ in turns]
+
+
+@dataclass
+class _Window:
+    """A window of every stream of a turn. `made`: the bytes of the one that this rank makes."""
+
+    made: Tensor | None = None
+    receiving: list[Receiving] = field(default_factory=list)
+    sending: list[Sending] = field(default_factory=list)
+
+    def finish(self) -> Iterator[memoryview]:
+        """Wait for the messages; the piece, if this rank makes one."""
+        for message in self.receiving:
+            self.made.bitwise_xor_(message.wait().cpu())
+        for sent in self.sending:
+            sent.wait()
+        if self.made is not None:
+            yield memoryview(self.made.numpy())
+
+
+def _pieces(
+    turn: list[Stream], ranks: Ranks, owner: Owner, files: ShardFiles
+) -> Iterator[memoryview]:
+    """The stream of a turn that this rank makes, while it sends what other ranks need. Every rank
+    starts its messages in the same order.
+    """
+    in_flight: deque[_Window] = deque()
+    for windows in zip_longest(*(stream.windows() for stream in turn)):
+        started = _Window()
+        for stream, window in zip(turn, windows, strict=True):
+            if window is not None:
+                _start(started, stream.to, *window, ranks, owner, files)
+        in_flight.append(started)
+        if len(in_flight) == IN_FLIGHT:
+            yield from in_flight.popleft().finish()
+    while in_flight:
+        yield from in_flight.popleft().finish()
+
+
+def _start(
+    window: _Window,
+    to: int,
+    size: int,
+    parts: list[Part],
+    ranks: Ranks,
+    owner: Owner,
+    files: ShardFiles,
+) -> None:
+    """Start the messages of this rank for `size` bytes that rank `to` makes of `parts`."""
+    world = ranks.world
+    device = ranks.device if world.size > 1 and not is_gloo(world) else torch.device("cpu")
+    if to == world.rank:
+        window.made = torch.zeros(size, dtype=torch.uint8)
+    for number, at in parts:
+        reader = owner(number)
+        if to != world.rank:
+            if reader == world.rank:
+                piece = files.read(number, at, size).to(device)
+                window.sending.append(Sending(piece, to, world, 0))
+        elif reader == world.rank:
+            window.made.bitwise_xor_(files.read(number, at, size))
+        else:
+            window.receiving.append(Receiving((size,), torch.uint8, device, reader, world, 0))
