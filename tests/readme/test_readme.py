@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ README = (ROOT / "README.md").read_text()
 TUTORIALS = [ROOT / f"docs/tutorials/{name}.md" for name in ("first_run", "your_data")]
 INSTALL = (ROOT / "docs/howto/install.md").read_text()
 MAP = (ROOT / "docs/code.md").read_text()
+PAGES = sorted({*documents(), *ROOT.glob("*.md")})
 TEST_COMMAND = "bash scripts/test.sh"
 
 
@@ -146,18 +148,46 @@ def test_the_commands_for_gpus_are_valid(clone: Path, environment: dict[str, str
     assert "tp8 cp1 pp4 dp4" in dry_run(found[1], given, 128, clone, environment)
 
 
-def test_paths_exist_and_every_package_is_on_the_map():
-    pattern = r"`([\w.\-/]+(?:/|\.(?:py|sh|sbatch|md|toml|txt|json)))`"
-    for page in (ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "docs/code.md", *TUTORIALS):
-        named = set(re.findall(pattern, page.read_text()))
-        created = {name for name in named if name.startswith(("quickstart/", ".venv/"))}
-        missing = sorted(
-            name
-            for name in named - created
-            if not (ROOT / name).exists() and name != "metrics.jsonl"
-        )
-        assert not missing, f"{page.name} names what is not there: {missing}"
-    named = set(re.findall(pattern, MAP))
+PATHS = r"`([\w.\-/]+(?:/|\.(?:py|sh|sbatch|md|toml|txt|json)))`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_paths_that_a_page_names_exist(page: Path):
+    """Those of the checkout's folders; what other programs have is named with a folder of theirs."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"quickstart", ".venv"}
+    named = set(re.findall(PATHS, page.read_text()))
+    ours = {name for name in named if name.split("/")[0] in folders}
+    missing = sorted(name for name in ours if not (ROOT / name).exists())
+    assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+FLAGS = r"(?<![\w-])--[a-z0-9][\w-]*"
+# of pip, ruff, Slurm, py-spy and lm-eval
+OTHERS_FLAGS = {
+    *("--fix", "--index-url", "--python-version", "--platform", "--target"),
+    *("--account", "--qos", "--batch", "--pid"),
+    *("--model", "--model_args", "--tasks", "--batch_size"),
+}
+
+
+@cache
+def known_flags() -> set[str]:
+    """The program's, which docs/flags.md lists, and those of our programs and scripts."""
+    patterns = ("tools/*.py", "tools/_*/*.py", "benchmarks/*.py", "kernels/tools/*.py")
+    patterns += ("campaigns/*/*.py", "tests/**/*.py", "scripts/**/*.*")
+    sources = [file for each in patterns for file in ROOT.glob(each) if file != Path(__file__)]
+    found = [file.read_text() for file in (ROOT / "docs/flags.md", *sources)]
+    return {flag for text in found for flag in re.findall(FLAGS, text)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_flags_that_a_page_names_exist(page: Path):
+    unknown = set(re.findall(FLAGS, page.read_text())) - known_flags() - OTHERS_FLAGS
+    assert not unknown, f"{page.name} names flags that do not exist: {sorted(unknown)}"
+
+
+def test_every_package_is_on_the_map():
+    named = set(re.findall(PATHS, MAP))
     packages = {
         f"megatron/{path.parent.name}/" for path in (ROOT / "megatron").glob("*/__init__.py")
     }
@@ -182,9 +212,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
 
 
-@pytest.mark.parametrize(
-    "page", sorted({*documents(), *ROOT.glob("*.md")}), ids=lambda page: page.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_leads_somewhere(page: Path):
     text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.S | re.M)
     for link in re.findall(r"\]\(([^)]+)\)", text):
