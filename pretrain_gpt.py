@@ -26,7 +26,7 @@ from megatron.config.streams import escape_unencodable
 from megatron.distributed.launchers import given_rank, rough_launch
 from megatron.training.early import early_signals
 
-PATIENCE = 8.0  # seconds that rank 0 has to say what is wrong, and its launcher to end the others
+PATIENCE = 8.0  # seconds for rank 0 to print the error, and its launcher to end the others
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
                 advisor=advisor,
             )
     except UserError as error:
-        tell(error)
+        print_error(error)
         return 2
     except Exception as error:
         if not hasattr(error, "__notes__"):  # else pretrain has noted rank, layout and iteration
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         raise
 
 
-def tell(error: UserError) -> None:
+def print_error(error: UserError) -> None:
     """Print an error once a job: by rank 0, and by another rank only if the launcher lets it live
     on, which means that rank 0 has not failed.
 
@@ -73,12 +73,12 @@ def tell(error: UserError) -> None:
     launch = rough_launch()
     rank = launch.rank
     if rank > 0:
-        # raised on several ranks together: the first of them speaks
+        # raised on several ranks together: the first of them prints it
         if getattr(error, "rank", 0) > 0:
             return
-        # the one who failed has said it and has the exit code
+        # the rank that failed has printed it and has the exit code
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        time.sleep(PATIENCE + launch.local_rank / 2)  # nor do the ranks of a node speak at a time
+        time.sleep(PATIENCE + launch.local_rank / 2)  # and the ranks of a node one after the other
     text = error.faults[0] if isinstance(error, ArgumentErrors) and rank > 0 else str(error)
     print(
         f"rank {rank}: {text}" if rank > 0 and not text.startswith("rank ") else text,

@@ -9,11 +9,11 @@ The machine should be quiet.
 Every side unscales and clips the gradient by one coefficient and updates fp32 master weights and
 moments of 16 flat tensors, each as large as a layer 768 wide: 113M parameters, 14 GB for all sides.
 Ours is one pass; the peers' are the passes that ZeRO-Offload makes: widen, scale, update, round
-(peers/adam_step.py). Each side is a process of its own that takes steps when it is told
-to and sleeps meanwhile. A round is one turn of a few steps of each side, in turning order; a ratio
+(peers/adam_step.py). Each side is a separate process that takes steps on request
+and sleeps in between. A round is one turn of a few steps of each side, in turning order; a ratio
 is a peer's seconds by ours in the same round; it counts when other processes used less than --quiet
 cores in both turns. A row passes by ratio_rule.py. CPU seconds, of which every round counts, are
-judged beside elapsed ones. Equal work shows in how far the weights have moved (its move by
+judged next to elapsed ones. Equal work shows in how far the weights have moved (its move by
 ours). Our bf16 moments have no peer and no goal.
 """
 
@@ -55,7 +55,7 @@ PATIENCE = 600.0  # seconds for one turn
 
 
 class Side:
-    """A process that takes steps when it is told to."""
+    """A process that takes steps on request."""
 
     def __init__(self, name: str, threads: int, segments: int, size: int, peers: Path):
         self.name = name

@@ -7,9 +7,9 @@ checkpoints and DeepSpeed, in 1 and 2 processes.
 Every rank holds an equal share of a GPT's fp32 weights and Adam moments
 (peers/checkpoint_rank.py), and every system saves the same bytes into a new folder, on
 tmpfs and on disk; DeepSpeed, whose format holds bf16 weights too, is shown without a goal. All
-systems are alive together and take turns, in turning order; each sleeps meanwhile. One turn of each
-is not counted (buffers, processes and plans are made then; its stall is the column `first stall`),
-and in one more the memory is sampled instead. Every rank may use its share of the cores.
+systems are alive together and take turns, in turning order; each sleeps in between. One turn of
+each is not counted (buffers, processes and plans are made then; its stall is the column `first
+stall`), and in one more the memory is sampled instead. Every rank may use its share of the cores.
 
 total   from the first rank's begin to the last rank's end, everything fsynced: by the system itself
 (ours, DCP), else by each rank afterwards
@@ -162,7 +162,7 @@ def turn(group: Group, folder: Path) -> Row:
     """One save into a new folder, which is deleted afterwards."""
     folder.mkdir()
     if group.system != COPY:
-        # nobody pays for what another has left unwritten
+        # no system pays for what another has not written yet
         subprocess.run(["sync", "-f", str(folder)], check=True)
     try:
         busy, cpu, wall = busy_seconds(), cpu_seconds(group), time.perf_counter()

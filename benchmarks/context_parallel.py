@@ -11,7 +11,7 @@ Gloo. megatron-core's context parallelism is Transformer Engine's and runs on GP
 A turn is one forward and backward pass of one system in fp32, timed from a barrier to the last
 rank's end, after it was checked once against attention of one process in float64. Systems take
 turns; a pair is one turn of each, its ratio torch's seconds by ours, where the faster of torch's
-two ways in the median stands for torch. Passed by ratio_rule.py.
+two ways in the median represents torch. Passed by ratio_rule.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SHAPES = {  # name: positions, query heads, key/value heads
 }
 HEAD_DIM, SAMPLES = 64, 1
 SIZES = (2, 4)
-OURS = {  # of --cp-comm-type, and the groups of so many ranks
+OURS = {  # of --cp-comm-type, and the groups of that number of ranks
     "p2p": lambda size: {"cp_ring": size},
     "allgather": lambda size: {},
     "a2a": lambda size: {"cp_heads": size},
@@ -200,7 +200,7 @@ def work(rank: int, size: int, rounds: int, port: int, out: Path) -> None:
 
 
 def judged(rows: list[dict]) -> list[dict]:
-    """Each of our types beside torch's faster way."""
+    """Each of our types next to torch's faster way."""
     found = []
     for row in rows:
         medians = {

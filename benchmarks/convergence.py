@@ -9,8 +9,8 @@ seeds each: is the loss equal at equal tokens, and what does a token cost?
 Every run trains on the same tokens (scripts/quickstart.sh) with the same batch, AdamW, schedule and
 rule of initial weights, in fp32 on one thread, without dropout; each trainer draws weights and
 order from the seed in its own way. litgpt cannot express learned positions nor nanoGPT rotary ones,
-so that each stands beside ours in its own shape: litgpt beside the quickstart's Llama shape,
-nanoGPT beside GPT-2's (learned positions, LayerNorm, GELU, biases) of the same width and depth.
+so that each is compared in its own shape: litgpt with the quickstart's Llama shape,
+nanoGPT with GPT-2's (learned positions, LayerNorm, GELU, biases) of the same width and depth.
 CHECKOUT is a clone of nanoGPT at the commit below; its train.py runs unchanged. It draws any window
 again and again, so it runs twice: as it comes, and with windows drawn without replacement, as the
 others do (the shims are in benchmarks/peers/).
@@ -330,7 +330,7 @@ def same_start(prefix: Path, tokenizer: Path, places: dict) -> dict[str, float]:
 
 def curves_parser(text: str) -> argparse.ArgumentParser:
     """The command line that all programs have whose runs train on the quickstart's tokens; `text`:
-    what --help says first.
+    what --help prints first.
     """
     parser = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -156,7 +156,7 @@ def run(kind: str, work: TrainedWork, data: Path, tokenizer: Path) -> dict:
     return {"kind": kind, "seed": work.seed, **found, "cpu_seconds": cpu, **facts}
 
 
-# ---- what the tables say -------------------------------------------------------------------------
+# ---- what the tables show ------------------------------------------------------------------------
 
 
 def final_losses(runs: Iterable[dict], kind: str) -> dict[int, float]:
@@ -247,7 +247,7 @@ def draw(document: dict) -> str:
 
 
 def legend(y: float) -> list[str]:
-    """Names beside their colours."""
+    """Names next to their colours."""
     parts, width = [], (WIDTH - LEFT - RIGHT) // len(KINDS)
     for i, (kind, each) in enumerate(KINDS.items()):
         x = LEFT + i * width
@@ -278,7 +278,7 @@ def missing(runs: list[dict], seeds: int) -> list[tuple[str, int]]:
 
 
 def measure(document: dict, args: argparse.Namespace, work: TrainedWork) -> None:
-    """Run what is missing, so many at a time; the file is written after each."""
+    """Run what is missing, a few at a time; the file is written after each."""
     files = args.data.resolve(), args.tokenizer_model.resolve()
     document["unigram_loss"] = unigram_loss(work, *files)
     document["sizes"] = {kind: sizes(kind, work, *files) for kind in KINDS}

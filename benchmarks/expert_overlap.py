@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON of every run")
     arguments = parser.parse_args()
     if not own_loopback():
-        raise SystemExit("no network namespace of its own: the kernel refuses (root is needed)")
+        raise SystemExit("no separate network namespace: the kernel refuses (root is needed)")
     document = {
         "started": datetime.now().isoformat(timespec="seconds"),
         "machine": machine(),

@@ -75,7 +75,7 @@ class StepTime(NamedTuple):
 
 
 def work_of(layers: int, micro_batches: int, rounds: int) -> Work:
-    """The work of one size; our console says nothing before its last step."""
+    """The work of one size; our console prints nothing before its last step."""
     steps = WARMUP + rounds * TURN + 1
     return Work(
         layers=layers,

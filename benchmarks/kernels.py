@@ -1,5 +1,5 @@
-"""The kernels of kernels/ on a GPU, beside PyTorch's, torch.compile's and Liger's, against what the
-device can do: one call of at most 9 minutes.
+"""The kernels of kernels/ on a GPU, next to PyTorch's, torch.compile's and Liger's, against what
+the device can do: one call of at most 9 minutes.
 
     python benchmarks/kernels.py --out FOLDER                      # kernels.json and kernels.md
     python benchmarks/kernels.py --out FOLDER --parts attention
@@ -25,7 +25,7 @@ memory     norms, rotary embedding, activations, 8-bit floats, dropout, cross-en
 weights, AdamW and the gradient's norm: bytes that must be moved, by time
 
 Where a result is cheap to know, ours is compared with fp32 before it is timed; an error above the
-bound is a row of its own, a fault. `predicted` was written before anything was measured. Times are
+bound is a separate row, a fault. `predicted` was written before anything was measured. Times are
 medians over events around single calls, after three calls to warm up, with a buffer of twice the L2
 cache overwritten in between; the device sleeps while the host enqueues a call, so host time is not
 counted. The implementations of a case take turns. Results are written after every case, so that an
@@ -60,7 +60,7 @@ if not torch.cuda.is_available():
     sys.path.append(str(ROOT / "tests" / "kernels"))
     import interpreter
 
-    interpreter.mend()
+    interpreter.patch()
 
 from megatron.benchmarks.peers.kernel_cases import PARTS
 from megatron.benchmarks.peers.one_call import OneCall
@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tiny", action="store_true", help="small shapes, one repetition")
-    parser.add_argument("--minutes", type=float, default=8.5, help="begin no case after so many")
+    parser.add_argument("--minutes", type=float, default=8.5, help="begin no case after this time")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.tiny:

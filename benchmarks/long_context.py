@@ -1,4 +1,4 @@
-"""What the planner says of Llama 3 8B over long sequences, on one GPU and on eight:
+"""What the planner predicts of Llama 3 8B over long sequences, on one GPU and on eight:
 `python benchmarks/long_context.py` writes docs/results/long_context.json. No GPU is needed.
 
 Every layer is recomputed. Pieces of the MLP are as long as the hidden size. Eight GPUs share the

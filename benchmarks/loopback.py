@@ -1,5 +1,5 @@
 """Bytes on the wire between processes of one machine: the counters of a loopback interface that
-nobody else uses.
+no other process uses.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Raw:
 
 
 def timed(side: Callable[[], None]) -> dict[str, float]:
-    """Seconds, and cores that others used meanwhile."""
+    """Seconds, and cores that others used in that time."""
     begun, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
     side()
     seconds = time.perf_counter() - begun

@@ -9,11 +9,11 @@ from flags and its rank alone, what it would write; nothing is trained. It makes
 the processes save them together, `owner` and `balanced` in turn; a time is from the first process's
 begin to the last one's end.
 
-One machine has one memory and one disk, whoever writes: there balance can gain little but the
-second core. On a cluster processes have links of their own to the storage, and a save takes as long
-as the fullest one: shown by holding every writer to --link MB/s (`--save-rate-limit`), on tmpfs,
-where nothing else limits them. Stages of ZeRO: 0, where all of a stage's data-parallel ranks hold
-all state, and 1, where each holds a slice of it, which ours writes in place, so that there is
+One machine has one memory and one disk, whichever rank writes: there balance can gain little but
+the second core. On a cluster processes have links of their own to the storage, and a save takes as
+long as the fullest one: shown by holding every writer to --link MB/s (`--save-rate-limit`), on
+tmpfs, where nothing else limits them. Stages of ZeRO: 0, where all of a stage's data-parallel ranks
+hold all state, and 1, where each holds a slice of it, which ours writes in place, so that there is
 nothing left to balance but what tensor-parallel ranks share.
 """
 
@@ -73,8 +73,8 @@ COLOURS = {"owner": "#dd8a3d", "balanced": "#4f86c6"}
 
 
 def optimizers(config: Config, ranks: int) -> Iterator[tuple[Groups, Optimizer]]:
-    """Every rank's, of a job of so many ranks, on the meta device: what a rank computes at its
-    start, without processes and without memory.
+    """Every rank's, of a job of that number of ranks, on the meta device: what a rank computes at
+    its start, without processes and without memory.
     """
     config = resolve(config, ranks, None).config
     for rank in range(ranks):
@@ -115,7 +115,7 @@ def imbalance(sizes: list[int]) -> float:
 
 
 def serve(rank: int, ranks: int, store: str, plans: dict[str, Pairs], pipe: Connection) -> None:
-    """One process: saves what it is told, (mode, folder, MB/s or None), and answers (begin,
+    """One process: saves on request, (mode, folder, MB/s or None), and answers (begin,
     end).
     """
     torch.set_num_threads(1)

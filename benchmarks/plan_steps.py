@@ -1,4 +1,4 @@
-"""Steps of this machine against what `tools/plan.py step` says of them.
+"""Steps of this machine against what `tools/plan.py step` predicts of them.
 
     python benchmarks/plan_steps.py --out docs/results/plan_steps.json
 
@@ -8,8 +8,9 @@ then: a shared machine drifts by a tenth in a quarter of an hour. `--hardware FI
 measurement for all. A layout's step is the median of its iterations, its error the median of its
 rounds' errors. None of the layouts is one that `measure` fits to.
 
-`others` of a row is how many cores other programs kept busy beside it: above some hundredths the
-machine was not quiet, and steps of more processes than free cores are slower than any plan says.
+`others` of a row is how many cores other programs kept busy during it: above some hundredths the
+machine was not quiet, and steps of more processes than free cores are slower than any plan
+predicts.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def busy_seconds() -> tuple[float, float]:
 
 
 def timed(run: ShortRun, environment: dict[str, str]) -> tuple[Sample, float]:
-    """(a run's step, how many cores others used meanwhile)."""
+    """(a run's step, how many cores others used in that time)."""
     before, own_before, began = *busy_seconds(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         sample = run_sample(timed_run(Path(folder), run, environment), WARM)

@@ -13,7 +13,7 @@ step to the end of its last step; ours is `pretrain_gpt.py` itself, timed by the
 console lines. A round runs ours
 and each peer once, in turning order. A ratio is our tokens per second by the peer's in the same
 round; it passes by ratio_rule.py. The table ends with the mean loss of the last steps of both
-sides: equal work gives equal losses (litgpt alone draws weights of its own). A pair counts when
+sides: equal work gives equal losses (litgpt alone draws its own weights). A pair counts when
 other processes used less than --quiet cores during both of its runs; the JSON keeps every run,
 counted or not. On a machine that never is quiet, --cpu-time compares tokens per CPU second on one
 thread instead: less than the whole truth, but steady. torch.compile is off everywhere, AdamW is
@@ -210,7 +210,7 @@ def our_flags(work: Work) -> list[str]:
         --lr-warmup-iters {work.lr_warmup} --clip-grad 1 --adam-beta2 0.95 --weight-decay 0.1
         --eval-iters 0 --log-interval {work.warmup}
         --tensor-model-parallel-size {work.tensor_parallel}"""
-    # every core computes: there is nothing to communicate beside
+    # every core computes: there is no communication to overlap
     serial = ["--no-overlap-grad-reduce"] * (work.data_parallel > 1)
     stages = (
         f"""--pipeline-model-parallel-size {work.pipeline_parallel}
@@ -257,7 +257,7 @@ def command_of(who: str, work: Work, peers: Path, start: Path) -> list[str]:
 
 def our_answer(lines: list[tuple[str, float]], work: Work) -> dict:
     """Throughput between the console lines of the last warm-up step and of the last step; each line
-    with the CPU seconds used by then.
+    with the CPU seconds used until then.
     """
     stamps, losses = {}, []
     for line, cpu in lines:
@@ -282,7 +282,7 @@ def cpu_seconds(pid: int) -> float:
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     seconds = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with suppress(OSError):  # it may end meanwhile
+        with suppress(OSError):  # it may have ended
             seconds += cpu_seconds(int(child))
     return seconds
 
@@ -310,8 +310,8 @@ def wait_until_quiet(quiet: float, patience: float = 600.0) -> None:
 def watched(
     command: list[str], threads: int, **environ: str
 ) -> tuple[list[tuple[str, float]], dict]:
-    """Run a job to its end: its lines, each with the CPU seconds used by then, and its exit code,
-    its seconds and how busy the machine was with other work.
+    """Run a job to its end: its lines, each with the CPU seconds used until then, and its exit
+    code, its seconds and how busy the machine was with other work.
     """
     environ = {
         **os.environ,

@@ -1,5 +1,5 @@
 """The processes of one system that take turns with others on one machine: they do something when
-they are told to and sleep meanwhile.
+they are asked to and sleep in between.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Group:
         for rank in self.ranks:
             rank.stdin.write(what + "\n")
             rank.stdin.flush()
-        answers, told = [], []
+        answers, lines = [], []
         patience = threading.Timer(PATIENCE, self.kill)
         patience.start()
         for rank in self.ranks:
@@ -69,12 +69,12 @@ class Group:
                 if line.startswith("TURN "):
                     answers.append(json.loads(line.removeprefix("TURN ")))
                     break
-                told.append(line)
+                lines.append(line)
             else:
                 patience.cancel()
                 self.errors.seek(0)
                 raise RuntimeError(
-                    f"{self.system} ended:\n{''.join(told[-40:])}{self.errors.read()[-4000:]}"
+                    f"{self.system} ended:\n{''.join(lines[-40:])}{self.errors.read()[-4000:]}"
                 )
         patience.cancel()
         return answers

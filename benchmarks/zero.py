@@ -23,7 +23,7 @@ dispatched operator
 --time      DeepSpeed runs twice: with the small buckets of the memory table, and as it comes
             (`deepspeed-N-default`). All programs keep freed memory (turn_group.py). Elapsed and CPU
             seconds of steps taken in turn by all systems of a row, which are alive together and
-            sleep meanwhile. A pair is one turn of ours and one of a peer; its ratio is the peer's
+            sleep in between. A pair is one turn of ours and one of a peer; its ratio is the peer's
             seconds by ours; it counts when other processes used less than --quiet cores in both. A
             row passes by ratio_rule.py.
             With 1 micro-batch also our stage 2 by our stage 1 (at most 1.05).
@@ -72,7 +72,7 @@ MODEL = Work(
     warmup=100,
     threads=1,
 )
-SYSTEMS = {  # system -> the row that it stands in
+SYSTEMS = {  # system -> its row
     **{f"ours-{stage}": str(stage) for stage in range(4)},
     "ours-3-keep": "3, kept gathered",
     **{f"deepspeed-{stage}": str(stage) for stage in range(4)},
@@ -412,7 +412,7 @@ def main(argv: list[str]) -> None:
     both = not (args.memory or args.time)
     if (args.memory or both) and not own_loopback():
         raise RuntimeError(
-            "the kernel gives this user no network of its own, so bytes on the wire cannot "
+            "the kernel gives this user no separate network, so bytes on the wire cannot "
             "be counted; run as root"
         )
     parts = {

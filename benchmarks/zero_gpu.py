@@ -4,19 +4,19 @@ communication (torch's fake process group).
     python benchmarks/zero_gpu.py --out FOLDER           # on a GPU: zero_gpu.json and zero_gpu.md
     python benchmarks/zero_gpu.py --out FOLDER --tiny    # to try it: small shapes, also on a CPU
 
-Every case is a process of its own, with a fresh allocator, which builds the run of
+Every case is a separate process, with a fresh allocator, which builds the run of
 pretrain_gpt.py's flags and takes its steps on random tokens. A case that runs out of memory is
 recorded as such. Parts (--parts), in this order until --minutes are used up; the rest is listed as
 not run:
 
 stages   1.3B parameters, 8 ranks, ZeRO 0 to 3, 1 and 4 micro-batches, and 4 with full recompute
-users    two experiments of others, at stages 0 to 3, beside the figures that they published
+users    two experiments of others, at stages 0 to 3, next to the figures that they published
 (research notes: DeepSpeed, ZeRO-2 against ZeRO-3)
 offload  1.3B, stage 2: a step of 8k, 16k and 32k tokens on each rank, with the optimizer on the
 host and without
-params   weights on the host too: 1.3B, stage 3, beside the optimizer alone there; 2.7B on one rank
-that shares with nobody, 4k and 16k tokens a
-         micro-batch, beside all of it on the GPU
+params   weights on the host too: 1.3B, stage 3, next to the optimizer alone there; 2.7B on one rank
+that shares with no other, 4k and 16k tokens a
+         micro-batch, next to all of it on the GPU
 more     1 micro-batch with full recompute, and 2.7B parameters at stages 1 to 3
 
 Memory: torch.cuda.memory_allocated between two steps and its most within them, against
@@ -193,7 +193,7 @@ def cases(parts: list[str]) -> list[Case]:
     return [case for case in found if case.part in parts]
 
 
-# ---------------------------------------------------------------- one case, in a process of its own
+# ---------------------------------------------------------------- one case, in a separate process
 
 
 class RandomTokens:
@@ -256,7 +256,7 @@ def make_streams_wait() -> None:
 
 
 def build(flags: list[str], ranks: int, device: torch.device) -> Run:
-    """What training/pretrain.py builds, as rank 0 of so many, with random tokens for data."""
+    """What training/pretrain.py builds, as rank 0 of `ranks`, with random tokens for data."""
     parsed = parse_arguments(flags).config
     vocab = parsed.data.vocab_size + 1
     config = resolve(parsed, ranks, vocab).config
@@ -385,8 +385,8 @@ def measure(case: Case, tiny: bool) -> dict[str, Any]:
     run.exits.close()
     dist.destroy_process_group()
     plan = rank_memories(run.config, run.vocab_size, case.ranks, device.type)[0]
-    beside = 0 if cuda else plan.static["host"]  # a CPU's own memory
-    planned = plan.total + beside
+    on_host = 0 if cuda else plan.static["host"]  # a CPU's own memory
+    planned = plan.total + on_host
     tokens = case.micro_batch * case.accumulation * run.config.data.seq_length
     return {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
@@ -400,7 +400,7 @@ def measure(case: Case, tiny: bool) -> dict[str, Any]:
         "between_kinds": kinds | {"other": between - sum(kinds.values())},
         "peak": peak,
         "reserved": torch.cuda.max_memory_reserved() if cuda else None,
-        "planned_between": plan.resident - plan.static["gradients"] + beside,
+        "planned_between": plan.resident - plan.static["gradients"] + on_host,
         "planned_kinds": {**plan.static, **plan.peak.bytes},
         "planned_peak": planned,
         "planned_when": plan.peak.when,
@@ -460,8 +460,8 @@ def tables(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
         (
-            "MiB; `other` is what lives between two steps beside the run's own buffers (work "
-            "spaces of libraries, scalars)."
+            "MiB; `other` is what lives between two steps in addition to the run's own buffers "
+            "(workspaces of libraries, scalars)."
         ),
         "",
         (
@@ -587,11 +587,11 @@ def main(argv: list[str]) -> int:
         document["rows"].append(row)
         # an interrupted measurement keeps what it has
         (args.out / "zero_gpu.json").write_text(json.dumps(document, indent=1) + "\n")
-        told = row.get("failed") or (
+        outcome = row.get("failed") or (
             f"peak {row['peak'] / MIB:.1f} MiB, planned {row['error_percent']:+.2f}%, "
             f"{row['milliseconds']:.1f} ms"
         )
-        print(f"{_what(row)}: {told}", flush=True)
+        print(f"{_what(row)}: {outcome}", flush=True)
     text = (
         ("Small shapes: these figures only try the tool.\n\n" if args.tiny else "")
         + tables(document["rows"])

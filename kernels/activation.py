@@ -58,7 +58,7 @@ def activation_reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 @dataclass(frozen=True)
 class ActivationConfiguration:
     """`block` columns a program; `programs` of the backward with a bias share all rows between
-    them, so many tiles ahead of the sums.
+    them, that number of tiles ahead of the sums.
     """
 
     row: Row
@@ -214,7 +214,7 @@ def backward_kernel(
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """A block of columns of every so many rows a program; without a bias of one row."""
+    """A block of columns of every n-th row a program; without a bias of one row."""
     column, known, program, programs = columns_of_program(width, BLOCK)
     whole = width * (2 if GATE else 1)
     sum_a = tl.zeros([BLOCK], tl.float32)

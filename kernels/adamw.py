@@ -93,7 +93,7 @@ def adamw_kernel(
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program takes every so many blocks, so that the scalars in float64 are few."""
+    """Each program takes every n-th block, so that the scalars in float64 are few."""
     if tl.load(found_inf) == 0:
         factor, rate, widening = scalars_of_step(step, coefficient, lr, LOG1, LOG2)
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, tl.num_programs(0) * BLOCK):

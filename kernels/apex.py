@@ -1,7 +1,7 @@
 """NVIDIA's apex, where it is installed: found by the functions that are used of it, since PyPI has
 another package `apex` and a build may lack some.
 
-Nothing of this has run yet: no machine with apex was at hand. Each function does what PyTorch's
+Nothing of this has run yet: no machine with apex was available. Each function does what PyTorch's
 own, or a kernel here, does too.
 """
 

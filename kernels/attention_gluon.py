@@ -63,7 +63,7 @@ except ImportError:
     warpgroup_mma = warpgroup_mma_wait = None
 
     def jit(function: Any, **_: Any) -> Any:
-        """The function as it is: nobody can call it."""
+        """The function as it is: it cannot be called."""
         return function
 
 
@@ -203,7 +203,7 @@ def _produce(
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
 ):
-    """The loading warp: blocks in the order in which consumers let go of them, k of a block before
+    """The loading warp: blocks in the order in which consumers release them, k of a block before
     v of the one before it.
     """
     q, k, v, table, buffers, barriers, sizes = given
@@ -561,7 +561,7 @@ def make_ring(x, COUNT: gl.constexpr):
 
 @jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT mbarriers whose phases end with so many arrivals."""
+    """COUNT mbarriers whose phases end with that number of arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for each in gl.static_range(COUNT):
         mbarrier.init(made.index(each), count=ARRIVALS)

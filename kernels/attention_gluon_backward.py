@@ -1,4 +1,4 @@
-"""The backward pass of flash attention on Hopper, written out warp by warp in Gluon beside
+"""The backward pass of flash attention on Hopper, written out warp by warp in Gluon next to
 attention_gluon.py: a kernel for dk and dv (attention_gluon_dkv.py), then one for dq
 (attention_gluon_dq.py), so that every sum has one order.
 

@@ -4,7 +4,7 @@ A block of threads holds q and dout of 128 queries, 64 for each consumer, and go
 values that they see; dS is an operand of dq += dS k as it lies in registers.
 
 A consumer's step: the product of dq for the block before and the scores of this one, then dP, and
-beside that the exponentials. dP is not issued with the scores: with both under way beside dq, 64
+next to the exponentials. dP is not issued with the scores: with both in flight next to dq, 64
 queries x 128 keys need more registers than a thread has.
 """
 

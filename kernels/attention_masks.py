@@ -297,7 +297,7 @@ def places_of_queries(
     q_positions, starts, b, rows, s, POSITIONS: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
     """(positions, starts of their documents) [M] of the queries `rows` of sample b. Where the mask
-    knows no positions they count 0, 1, 2, ...; where it knows no documents nobody reads the starts.
+    knows no positions they count 0, 1, 2, ...; where it knows no documents the starts are not read.
     """
     q_at = tl.load(q_positions + rows, mask=rows < s, other=0) if POSITIONS else rows
     start = tl.load(starts + b * s + rows, mask=rows < s, other=0) if DOCUMENTS else rows

@@ -97,7 +97,7 @@ def case(row: Row, device: torch.device, tiny: bool, dtype: torch.dtype = torch.
 
 
 def wrong(case: Case) -> str:
-    """What is wrong with a case's results beside the definition's; nothing: ""."""
+    """What is wrong with a case's results, compared with the definition's; nothing: ""."""
     for actual, expected in zip(case.call(), case.expected(), strict=True):
         wide = expected.double()
         error = float((actual.double() - wide).norm() / wide.norm())

@@ -6,8 +6,8 @@ A row belongs to an operator, an architecture and a key (of attention, head dime
 fixed tiles; for one that follows its input's width, the most elements that a program takes,
 elements or bytes a thread, programs in all, from which the operator's `configuration()` makes a
 launch. `spills` and `shared` are the bytes that it may spill and what it needs of shared memory,
-`serialised` says why its matrix products may wait for each other (kernels/tools/listing.py),
-`measured` says by what it won and is absent where no GPU has had a say; a row `refused` says why
+`serialised` is why its matrix products may wait for each other (kernels/tools/listing.py),
+`measured` is by what it won and is absent where no GPU has measured it; a row `refused` holds why
 there is none.
 
 A GPU takes the row of its own architecture, or where there is none the newest row that is not newer

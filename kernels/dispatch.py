@@ -33,7 +33,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "grad-norm": ("triton", "apex", "torch"),
     "adam": ("triton", "apex", "torch-fused", "torch"),
 }
-# What is for the asking alone, and what whoever takes it should know.
+# What runs only when it is asked for, and what to know before you ask.
 FLAWS = {
     ("attention", "gluon"): "compiled, and checked on a CPU; never run on a GPU",
     ("attention", "fa4"): "never run; torch calls its part of it a prototype",
@@ -102,7 +102,7 @@ MEASURED: Mapping[tuple[str, str, int], Measurement] = read_measured(
 
 @dataclass(frozen=True)
 class Choice:
-    """What computes an operator; `because` says why something that would be tried before it was
+    """What computes an operator; `because` is why something that would be tried before it was
     passed over, or what is known of what is taken.
     """
 
@@ -126,7 +126,7 @@ def choose(
 ) -> Choice:
     """The implementation of an operator. `unable` maps implementations to what they cannot do of
     what is asked; `unmeasured`: whether `auto` takes Triton's without a measurement (None: as
-    CHECKED says).
+    in CHECKED).
 
     Raises UserError when `wanted` is not `auto` and cannot be had.
     """

@@ -261,7 +261,7 @@ def find_maxima(x: Tensor, scaling: str) -> Maxima:
 
 
 def _scale(count: int, length: int, scaling: str, device: torch.device) -> Tensor:
-    """Room for the scales of `count` rows of so many elements."""
+    """Room for the scales of `count` rows of `length` elements."""
     if scaling == "block":
         blocks = -(-length // BLOCK)
         return torch.empty(blocks, count, dtype=torch.float32, device=device).t()

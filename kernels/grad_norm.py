@@ -5,7 +5,7 @@ g^2.
 
 Squares of fp32 numbers have 48 bits and exponents far from float64's ends: in float64 each is
 exact, none overflows (3e38 squared is 1e77) or vanishes, and the sum is as good as the number of
-additions in a row allows, 1e-16 times a few hundred. So the sum's own word says whether anything
+additions in a row allows, 1e-16 times a few hundred. So the sum itself shows whether anything
 was infinite or not a number, and no second pass or flag is needed. Each program adds up every so
 many blocks, lane by lane; its sum goes to a buffer that one more reduction adds up in a fixed
 order: the same bits every time.

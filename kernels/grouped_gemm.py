@@ -132,7 +132,7 @@ def weight_kernel(
     end = tl.load(ends + expert)
     start = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     above = place // across * M + tl.arange(0, M)
-    beside = place % across * N + tl.arange(0, N)
+    within = place % across * N + tl.arange(0, N)
     total = tl.zeros([M, N], tl.float32)
     for row in tl.range(start, end, K):
         rows = (row + tl.arange(0, K)).to(tl.int64)
@@ -143,20 +143,20 @@ def weight_kernel(
             other=0.0,
         )
         b = tl.load(
-            x + rows[:, None] * inner + beside[None, :],
-            mask=known[:, None] & (beside < inner)[None, :],
+            x + rows[:, None] * inner + within[None, :],
+            mask=known[:, None] & (within < inner)[None, :],
             other=0.0,
         )
         total = tl.dot(a, b, total, input_precision="ieee")
-    out = grad + (expert.to(tl.int64) * width + above)[:, None] * inner + beside[None, :]
-    inside = (above < width)[:, None] & (beside < inner)[None, :]
+    out = grad + (expert.to(tl.int64) * width + above)[:, None] * inner + within[None, :]
+    inside = (above < width)[:, None] & (within < inner)[None, :]
     if not OVERWRITE:
         total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
     store_rounded(out, total, inside)
 
 
 def configuration(what: str, itemsize: int, arch: int = HOPPER) -> Row:
-    """The tiles of "rows" or "weight" for operands of so many bytes."""
+    """The tiles of "rows" or "weight" for operands of `itemsize` bytes."""
     return find(f"grouped_gemm {what}", arch, bytes=itemsize)
 
 
@@ -166,7 +166,7 @@ def _sizes(row: Row) -> dict[str, int]:
 
 
 def unfit(itemsize: int, arch: int) -> str | None:
-    """Why a GPU cannot run the kernels for operands of so many bytes; None where it can."""
+    """Why a GPU cannot run the kernels for operands of `itemsize` bytes; None where it can."""
     reasons = (configuration(what, itemsize, arch).unfit(arch) for what in ("rows", "weight"))
     return next((reason for reason in reasons if reason), None)
 

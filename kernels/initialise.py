@@ -52,7 +52,7 @@ def _pair(w, v, STD: tl.constexpr, ANGLE: tl.constexpr):
 @jit
 def normals(row, block, k0, k1, STD: tl.constexpr, ANGLE: tl.constexpr):
     """The field's normals [ROWS, 4 BLOCKS] of rows [ROWS] and blocks [BLOCKS] of four columns,
-    which a thread has beside each other.
+    which a thread has next to each other.
     """
     zero = tl.zeros([1, 1], tl.uint32)
     w0, w1, w2, w3 = philox4x32(

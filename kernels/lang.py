@@ -1,5 +1,5 @@
 """Triton where it is installed, and what a compile without a GPU needs to know of a kernel. CPU
-builds of torch come without Triton: the plain PyTorch definitions beside the kernels work there
+builds of torch come without Triton: the plain PyTorch definitions next to the kernels work there
 too.
 
 A kernel runs compiled on CUDA tensors, and on CPU tensors in Triton's interpreter
@@ -26,7 +26,7 @@ else:
     triton = tl = None
 
     def jit(function: Callable, **_: Any) -> Callable:
-        """The function as it is: nobody can call it."""
+        """The function as it is: it cannot be called."""
         return function
 
 

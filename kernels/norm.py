@@ -253,7 +253,7 @@ def backward_kernel(
     BLOCK: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """Every so many tiles of ROWS whole rows a program, whose parameter gradients it adds up."""
+    """Every n-th tile of ROWS whole rows a program, whose parameter gradients it adds up."""
     column = tl.arange(0, BLOCK)
     w = tl.load(weight + column, mask=column < width, other=0.0)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -406,7 +406,7 @@ def wide_backward_kernel(
     CENTRE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some columns of every so many rows a program; the rows' projections are known."""
+    """Some columns of every n-th row a program; the rows' projections are known."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = column < width
     w = load_fp32(weight + column, known)

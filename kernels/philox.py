@@ -88,7 +88,7 @@ def fill(
 
 
 def _rows_at_once(out: Tensor, blocks: int) -> int:
-    """So many rows that the words of a step stay in the cache, where they are written out."""
+    """As many rows as keep the words of a step in the cache, where they are written out."""
     if torch.compiler.is_compiling():
         return max(1, out.shape[0])
     threads = 1 if out.is_cuda else torch.get_num_threads()

@@ -4,7 +4,7 @@ projection, forward and backward.
     z = norm(x; weight, bias) of each query and key head (norm.py), in fp32
     y[i] = z[i] cos[i] + z[p(i)] sin[i] for the first r channels, p(i) = i + r/2 or i - r/2, the
     other channel of a pair (rotary.py); y = z beyond them, y = x for value heads
-    backward: dz[i] = dy[i] cos[i] + dy[p(i)] sin[p(i)], and from dz as norm.py says
+    backward: dz[i] = dy[i] cos[i] + dy[p(i)] sin[p(i)], and from dz as in norm.py
 
 qkv, y, dy, dx [s, b, g, q + 2, d], contiguous: g groups of q query heads, a key and a value head.
 Weights and biases [d], two of each: queries' and keys'. cos and sin [s, b, 1, r] in fp32, (cos,
@@ -146,13 +146,13 @@ def forward_kernel(
         z += load_parameters(q_bias, k_bias, is_key, channel, known)
     if TURN:
         other = partner(channel, HALF)
-        beside = load_fp32(start + other[None, :], inside) - mean[:, None]
-        beside = beside * rstd[:, None] * load_parameters(q_weight, k_weight, is_key, other, known)
+        paired = load_fp32(start + other[None, :], inside) - mean[:, None]
+        paired = paired * rstd[:, None] * load_parameters(q_weight, k_weight, is_key, other, known)
         if CENTRE:
-            beside += load_parameters(q_bias, k_bias, is_key, other, known)
+            paired += load_parameters(q_bias, k_bias, is_key, other, known)
         turn = load_angles(cos, row, per_token, batch, table_s, table_b, channel, inside, 2 * HALF)
         cross = load_angles(sin, row, per_token, batch, table_s, table_b, channel, inside, 2 * HALF)
-        z = tl.where((channel < 2 * HALF)[None, :], z * turn + beside * cross, z)
+        z = tl.where((channel < 2 * HALF)[None, :], z * turn + paired * cross, z)
     z = tl.where(is_value[:, None], raw, z)
     store_rounded(y + (row.to(tl.int64) * width)[:, None] + channel[None, :], z, inside)
 
@@ -175,10 +175,10 @@ def turned_back(
 ):
     """dz [ROWS, BLOCK] of turned heads' `grad`, which begin at dy + start [ROWS, 1]."""
     other = partner(channel, HALF)
-    beside = load_fp32(dy + start + other[None, :], inside)
+    paired = load_fp32(dy + start + other[None, :], inside)
     turn = load_angles(cos, row, per_token, batch, table_s, table_b, channel, inside, 2 * HALF)
     cross = load_angles(sin, row, per_token, batch, table_s, table_b, other, inside, 2 * HALF)
-    return tl.where((channel < 2 * HALF)[None, :], grad * turn + beside * cross, grad)
+    return tl.where((channel < 2 * HALF)[None, :], grad * turn + paired * cross, grad)
 
 
 @jit
@@ -205,7 +205,7 @@ def backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every so many tiles of ROWS heads a program, whose parameter gradients it adds up: partials
+    """Every n-th tile of ROWS heads a program, whose parameter gradients it adds up: partials
     [dweight of queries, of keys, dbias of queries, of keys] [programs, width].
     """
     channel = tl.arange(0, BLOCK)
@@ -264,8 +264,8 @@ def backward_kernel(
 def _shared(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, form: QKNormConfiguration
 ) -> dict[str, Any]:
-    """What both kernels are told: sizes, tables and launch. Where there are no tables, what stands
-    in for them is not read.
+    """The arguments of both kernels: sizes, tables and launch. Where there are no tables, what is
+    passed for them is not read.
     """
     s, b, g, heads, d = qkv.shape
     shared = {

@@ -36,7 +36,7 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @jit
 def keep_bits(c0, c1, c2, c3, k0, k1, threshold):
-    """int32 of the counters' broadcast shape: bit i says that lane i, an element of the four at
+    """int32 of the counters' broadcast shape: bit i is set where lane i, an element of the four at
     this counter, is kept by dropout.
     """
     w0, w1, w2, w3 = philox4x32(c0, c1, c2, c3, k0, k1)

@@ -121,7 +121,7 @@ make_environment() {
         flock -n 9 || { echo "Another installation is writing $(basename "$venv"); waiting for it." && flock 9; }
     fi
     if [ ! -e "$unfinished" ] && has_pins "$venv/bin/python"; then
-        return  # the other script made it meanwhile
+        return  # another script has made it
     fi
     if [ -e "$unfinished" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         base=$(find_python) || fail "No Python 3.11, 3.12 or 3.13 on PATH." \

@@ -66,7 +66,7 @@ done
 wait "$child" 2>/dev/null  # the child's own code, where the last `wait` ended by a signal just as the child did
 again=$?
 [ "$again" -eq 127 ] || code=$again
-for _ in {1..100}; do  # the last words of the rank are in the log before Slurm ends what is left of the task
+for _ in {1..100}; do  # the last words of the rank are in the log before Slurm ends the rest of the task
     [ -n "$tee" ] && kill -0 "$tee" 2>/dev/null || break
     sleep 0.1
 done

@@ -1,4 +1,4 @@
-# Sourced by train.sbatch. `preset NAME` sets three variables, or says which names there are and returns 1:
+# Sourced by train.sbatch. `preset NAME` sets three variables, or prints which names there are and returns 1:
 #   model       flags of pretrain_gpt.py: the published shape, and learning rate and batch as far as they are published
 #   vocabulary  tokens of the published tokenizer
 #   fits        micro-batch, parallel sizes and recompute with which it fits GPUs of 80 GB (LAYOUT in train.sbatch replaces them)
@@ -9,7 +9,7 @@
 # Llama: config.json of Llama-3.2-1B and of Llama-3.1-8B, -70B, -405B; peak learning rates from Dubey et al. 2024, table 3 (the 1B model was
 # distilled: its rate is ours), schedule and first batch of 4M tokens from section 3.4. Their rotary scaling came in with long sequences:
 # --no-use-rope-scaling trains as they began, at 8192.
-# Speedrun: the model, batch and schedule that modded-nanogpt's track 3 holds fixed, as far as flags can say them, for a run of 5,625 steps of
+# Speedrun: the model, batch and schedule that modded-nanogpt's track 3 holds fixed, as far as flags can express them, for a run of 5,625 steps of
 # 524,288 tokens; docs/recipe.md lists what they cannot.
 
 gpt3_common=(--seq-length 2048 --activation gelu-tanh --hidden-dropout 0 --attention-dropout 0 --bf16

@@ -2,7 +2,7 @@
 # From an empty machine to a trained GPT: real text, a tokenizer, training with a resume in a second process, a report page, generated text, and the
 # validation loss against the expected one (the exit code is 1 when they differ). Under 5 minutes on two CPU cores after the downloads.
 #   bash scripts/quickstart.sh
-# Everything goes into quickstart/ and .venv/. Interrupted, it goes on where it stopped when started again; finished, it only reports again.
+# Everything goes into quickstart/ and .venv/. Interrupted, it continues where it stopped when started again; finished, it only reports again.
 set -euo pipefail
 begun=$SECONDS
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

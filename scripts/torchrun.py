@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-        if code != USER_ERROR or rank > 0:  # else rank 0 has just said all there is to say
+        if code != USER_ERROR or rank > 0:  # else rank 0 has printed the message
             print(
                 f"rank {rank} (process {failure.pid}) ended first here, exit code {code}",
                 file=sys.stderr,

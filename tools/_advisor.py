@@ -1,4 +1,4 @@
-"""What the planner and the exporters say of a run: the advisor that pretrain_gpt.py hands to it
+"""What the planner and the exporters know of a run: the advisor that pretrain_gpt.py hands to it
 (megatron/training/advisor.py).
 """
 

@@ -38,7 +38,7 @@ def study_two_cores() -> str:
 
 
 def table(header: str, rows: Iterable[Iterable[object]]) -> str:
-    """A Markdown table on lines of its own; `header` holds the columns' names between bars."""
+    """A Markdown table on its own lines; `header` holds the columns' names between bars."""
     lines = [f"| {header} |", "|---" * (header.count("|") + 1) + "|"]
     return "\n".join(["", *lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""])
 
@@ -230,7 +230,7 @@ def _expert_cells(row: Row, found: Any) -> tuple[str, ...]:
 
 @figure("plan_validation.memory")
 def plan_validation_memory() -> str:
-    """What the plan says of layouts that fitted and of those that ran out of memory."""
+    """What the plan predicts of layouts that fitted and of those that ran out of memory."""
     words = ("yes", "tight", "no")
     rows = []
     for name, counted in result("plan_validation")["memory"].items():

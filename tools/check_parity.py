@@ -72,7 +72,7 @@ SIZES = {
 
 
 class Words(NamedTuple):
-    """What a layout says."""
+    """The settings of a layout."""
 
     ranks: int
     flags: tuple[str, ...]

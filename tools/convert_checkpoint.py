@@ -118,7 +118,7 @@ def export(
     kind: str | None = None,
 ) -> list[str]:
     """Write `target` in Hugging Face's format, as a model of type `kind` or of the first family
-    that computes the model; returns lines to show. Raises UserError naming what stands in the way.
+    that computes the model; returns lines to show. Raises UserError naming what prevents it.
     """
 
     def find() -> str | None:
@@ -373,7 +373,7 @@ def open_deepspeed(
     if qkv_order is None:
         raise UserError(
             f"{folder}: Megatron-DeepSpeed has laid the rows of query_key_value in two ways "
-            "and says nowhere in which: give --qkv-order "
+            "and does not record in which: give --qkv-order "
             "grouped (its code before 4 December 2024, change #441) or --qkv-order stacked "
             "(since then)"
         )
@@ -498,7 +498,7 @@ def take_over(source: Path, foreign: Foreign, save: str, ranks: Ranks) -> list[s
 
 
 def convert(flags: argparse.Namespace, ranks: Ranks) -> list[str]:
-    """Carry out what the flags say; returns lines to show. Raises UserError."""
+    """Carry out the conversion of the flags; returns lines to show. Raises UserError."""
     if flags.to_huggingface:
         return export(
             flags.load,

@@ -1,5 +1,5 @@
 """Write docs/flags.md from the configuration groups and the compatibility table; `--check` only
-says whether it is current.
+checks whether it is current.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def summary(checkpoint: Checkpoint) -> list[str]:
 
 
 def shares(shards: list[dict[str, Any]]) -> list[str]:
-    """Bytes by pipeline stage and by rank, where the manifest says who wrote what."""
+    """Bytes by pipeline stage and by rank, where the manifest records who wrote what."""
     stages: dict[int, dict[int, list[dict[str, Any]]]] = {}
     for record in shards:
         if isinstance(record.get("rank"), int) and isinstance(record.get("pp"), int):
@@ -150,7 +150,7 @@ def verify(checkpoint: Checkpoint) -> str:
 
 
 def reporter(verb: str) -> Callable[[int, int], None]:
-    """Told (bytes done, in all), says every 5 seconds how far it is."""
+    """Prints the progress every 5 seconds; called with (bytes done, in all)."""
     begin = last = time.monotonic()
 
     def report(done: int, total: int) -> None:

@@ -4,7 +4,7 @@
 
 memory: a table of memory by pipeline rank, which stage of ZeRO fits, and whether communication
 hides behind computation.
-    --device-memory GIB   what a device has (80); the first line says whether the run fits
+    --device-memory GIB   what a device has (80); the first line is whether the run fits
     --mfu SHARE           what training reaches of its peak (0.4); the peak is --peak-tflops
                           (989: H100)
     --bandwidth GB/S      what one rank sends at (50: one 400 Gb/s adapter)
@@ -23,7 +23,8 @@ explain: what a change of one flag would bring.
     --gpus-per-node N     (8)
     --gpu-hour-price D    dollars of a GPU hour, for the cost of the run
     --json                step alone: one JSON object
-validate FILE.csv ... [--out FILE.json]: published rows beside predictions, row by row and by group.
+validate FILE.csv ... [--out FILE.json]: published rows next to predictions, row by row and by
+group.
     --kept-out            also apart: rows that the shipped constants were fitted to, and those kept
                           out of that fit, which a digest of model and layout chooses
     --unseen FILE.csv     more rows, none of which was fitted to
@@ -33,7 +34,7 @@ measured: rows of such a CSV file, or metrics.jsonl of runs.
                           and without the rows that are kept out
 measure --out FILE.json: the constants of this machine, measured in a minute.
 
-No data file is read; the tokenizer is, unless --vocab-size says how many entries it has. Exit code
+No data file is read; the tokenizer is, unless --vocab-size gives its number of entries. Exit code
 2: flags that pretrain_gpt.py would refuse.
 """
 
@@ -101,7 +102,7 @@ class Own:
 
 
 def take_own(what: str, argv: list[str]) -> Own:
-    """What a command's own flags say. Raises ArgumentErrors."""
+    """Parse a command's own flags. Raises ArgumentErrors."""
     own = Own(dict(NUMBERS.get(what, {})), {}, set(), [])
     named = {"--hardware", "--out"} if what in (*OF_A_DEVICE, *OF_FILES) else set()
     named |= {"--unseen"} if what == "validate" else set()
@@ -131,7 +132,7 @@ def take_own(what: str, argv: list[str]) -> Own:
 
 
 def without_files(config: Config) -> Config:
-    """The same run on computed tokens; where --vocab-size says how many entries the tokenizer has,
+    """The same run on computed tokens; where --vocab-size gives the tokenizer's number of entries,
     without its files, too.
     """
     data = config.data
@@ -176,7 +177,7 @@ def asked(argv: list[str], *, is_layout_given: bool = True) -> tuple[Config, int
 
 def plan(what: str, own: Own) -> list[str]:
     """The lines that `memory` or `checkpoint` prints. Raises UserError for what the user can
-    mend.
+    fix.
     """
     config, vocab_size, world_size = asked(own.rest)
     config = resolve(config, world_size, vocab_size).config
@@ -236,7 +237,7 @@ def time_lines(what: str, own: Own) -> list[str]:
 
 
 def validate(own: Own) -> list[str]:
-    """Rows of files beside their predictions; --out takes them as JSON."""
+    """Rows of files next to their predictions; --out takes them as JSON."""
     if not own.rest and "--unseen" not in own.words:
         raise UserError("validate: a file of rows is missing: tools/plan.py validate rows.csv")
     rows = [row for path in own.rest for row in read_rows(path)]
@@ -278,7 +279,7 @@ def written_out(
 
 
 def run(what: str, argv: list[str]) -> list[str]:
-    """The lines of a command. Raises UserError for what the user can mend."""
+    """The lines of a command. Raises UserError for what the user can fix."""
     own = take_own(what, argv)
     if what in OF_A_DEVICE:
         return time_lines(what, own)

@@ -167,7 +167,7 @@ def schedule_of(arguments: argparse.Namespace) -> Schedule:
 
 
 def measured_schedule(arguments: argparse.Namespace, line: Timeline) -> Schedule:
-    """The schedule of a measured step. Raises UserError where a flag says something else."""
+    """The schedule of a measured step. Raises UserError where a flag contradicts it."""
     found = {
         "--schedule": (arguments.schedule, line.schedule),
         "--ranks": (arguments.ranks, len(line.rows)),
@@ -238,7 +238,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--pairs",
         action="store_true",
-        help="each backward pass beside a forward pass (--overlap-moe-expert-parallel-comm)",
+        help="each backward pass next to a forward pass (--overlap-moe-expert-parallel-comm)",
     )
     flags.add_argument(
         "--exchanged",

@@ -71,8 +71,8 @@ from megatron.distributed.peers import run_for
 from megatron.distributed.setup import choose_device, make_groups, read_launch
 
 NAMED, NOT_IN_ORDER = 3, 2  # exit codes
-SPEAK = 0.5  # seconds by which the nodes follow each other where rank 0 is silent
-PATIENCE = 8.0  # seconds in which rank 0 says what is wrong, and its launcher ends the others
+STAGGER = 0.5  # seconds by which the nodes follow each other where rank 0 is silent
+PATIENCE = 8.0  # seconds in which rank 0 prints what is wrong, and its launcher ends the others
 CACHES = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"  # folders, where they are set
 
 
@@ -178,15 +178,17 @@ def needs_of(config: Config, launch: Launch, further: str) -> Needs:
 
 
 def silent_leader(launch: Launch, hosts: list[str], why: str) -> tuple[list[str], int]:
-    """What a rank says when rank 0 cannot be reached: the first rank of a node after the other, so
-    that one does, whose end ends the others.
+    """What a rank prints when rank 0 cannot be reached: the first rank of a node after the other,
+    so that one does, whose end ends the others.
     """
     host = hosts[0] if hosts else None
     text = (
         f"{host or launch.address}: rank 0, which the others report to, does not answer rank "
         f"{launch.rank} ({why}): look whether its process runs, and at the network between them"
     )
-    time.sleep(SPEAK * (launch.rank // max(1, launch.local_size)) % 10 + SPEAK * launch.local_rank)
+    time.sleep(
+        STAGGER * (launch.rank // max(1, launch.local_size)) % 10 + STAGGER * launch.local_rank
+    )
     faults = [Fault(text, host)]
     return [f"fault: {text}", verdict(faults)], NAMED if host else NOT_IN_ORDER
 
@@ -263,7 +265,7 @@ def check(argv: list[str]) -> tuple[list[str], int]:
     return [], code
 
 
-def tell(error: UserError, rank: int) -> int:
+def print_error(error: UserError, rank: int) -> int:
     """Print an error by rank 0, and by another rank only if the launcher lets it live on, which
     means that rank 0 has not failed; the exit code.
     """
@@ -284,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         lines, code = check(argv)
     except UserError as error:
-        return tell(error, rough_launch().rank)
+        return print_error(error, rough_launch().rank)
     print("".join(f"{line}\n" for line in lines), end="", flush=True)
     sys.stderr.flush()
     os._exit(code)  # threads that wait for others may never come back

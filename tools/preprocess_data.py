@@ -373,7 +373,7 @@ def output_prefixes(prefix: str, keys: tuple[str, ...]) -> list[str]:
 
 
 def preprocess(arguments: argparse.Namespace) -> list[dict]:
-    """Do what the flags say; returns the sidecar of each key. Raises UserError."""
+    """Carry out the flags; returns the sidecar of each key. Raises UserError."""
     begun = time.monotonic()
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
     config = DataConfig(**{name: getattr(arguments, name) for name in names})
@@ -555,7 +555,7 @@ def parser() -> argparse.ArgumentParser:
         "--json-keys",
         nargs="+",
         default=["text"],
-        help="keys whose text is encoded, each to files of its own",
+        help="keys whose text is encoded, each to its own files",
     )
     flags.add_argument(
         "--output-prefix",

@@ -6,8 +6,8 @@ r"""One page about a run, or about several runs side by side.
 RUN is a run folder (--save) or a metrics.jsonl file. The page holds curves (loss, learning rate,
 gradient norm, throughput, time of an iteration, memory and whatever else was logged), the final
 values, goodput, where the steps of a profile went, events, and what the configurations differ in.
-The folder of a study (tools/study.py) adds its chart with error bars and its table, or makes a page
-of its own. A page is one file without links to others. In a browser the curves can be drawn over
+The folder of a study (tools/study.py) adds its chart with error bars and its table, or makes a
+separate page. A page is one file without links to others. In a browser the curves can be drawn over
 iterations, samples, tokens or time, smoothed, with a logarithmic axis, and enlarged by dragging;
 without JavaScript they are shown over iterations.
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--output",
         metavar="PAGE",
-        help="where the page goes (default: report.html beside the metrics of one run, or in the "
+        help="where the page goes (default: report.html next to the metrics of one run, or in the "
         "folder of one study; of several in the current folder)",
     )
     parser.add_argument(
@@ -74,8 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     judged = None if expected is None else verdict(runs[0].rows, expected, arguments.tolerance)
     text = page(runs, judged, arguments.tolerance is not None, sections)
     folders = [*(run.metrics.parent for run in runs), *studies]
-    beside = folders[0] if len(folders) == 1 else Path()
-    output = Path(arguments.output) if arguments.output else beside / "report.html"
+    folder_of_run = folders[0] if len(folders) == 1 else Path()
+    output = Path(arguments.output) if arguments.output else folder_of_run / "report.html"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text, encoding="utf-8")
     print(f"report: {output}")

@@ -5,7 +5,7 @@
 
 The YAML file gives flags of pretrain_gpt.py by their names without dashes: `base` for all rows,
 `grid` with a list of values a flag (every combination is a row), `exclude`, and `rows` one by one;
-beside them `repeats`, `iterations`, `warmup`, `launcher: local` or `sbatch`. docs/studies.md
+next to them `repeats`, `iterations`, `warmup`, `launcher: local` or `sbatch`. docs/studies.md
 explains it, and studies/ holds two. FOLDER/raw.jsonl has a line for every run; it is appended to
 and never changed, so that a runner may be killed and started again. Exit code: 0 done, 1 a row did
 other work than the rest, 2 a mistake in the study.
@@ -29,7 +29,7 @@ from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Progress, at once."""
     print(line, flush=True)
 
@@ -82,13 +82,13 @@ def main(argv: list[str] | None = None) -> int:
             print(listing(plan))
             return 0
         folder = arguments.folder or Path("runs", plan.name)
-        run_study(plan, folder, say, retry_failed=arguments.retry_failed)
+        run_study(plan, folder, log, retry_failed=arguments.retry_failed)
         return 0 if write(folder) else 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         return 130
 
 

@@ -273,7 +273,7 @@ def has_key() -> bool:
 
 
 def save(made: Described) -> None:
-    """Save both. Raises UserError with what wandb says."""
+    """Save both. Raises UserError with wandb's message."""
     try:
         made.workspace.save()
         made.report.save()

@@ -1,5 +1,5 @@
 """One side of benchmarks/adam.py: an optimizer step on a CPU, from bf16 gradients to bf16
-weights, taken when it is told to (turns.py).
+weights, taken on request (turns.py).
 
     python adam_step.py SIDE THREADS SEGMENTS SIZE
 

@@ -1,4 +1,4 @@
-"""One rank of a job whose state is saved by one system whenever it is told to: ours, raw pwrite,
+"""One rank of a job whose state is saved by one system on request: ours, raw pwrite,
 safetensors, torch.save, torch DCP, DeepSpeed.
 
     python checkpoint_rank.py SYSTEM HIDDEN     # with the variables of torchrun

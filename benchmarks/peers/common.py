@@ -200,7 +200,7 @@ def report(
     versions: dict[str, str],
     **more: float,
 ) -> None:
-    """Print the answer as JSON on a line of its own: throughput from the end of the last warm-up
+    """Print the answer as JSON on its own line: throughput from the end of the last warm-up
     step to the end of the last step, and `more`.
 
     With several processes rank 0 prints the sum of their CPU seconds and the mean of their losses;

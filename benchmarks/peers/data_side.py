@@ -220,7 +220,7 @@ def child(name: str, folder: Path, scratch: Path) -> dict:
 
 def main() -> None:
     name, folder, scratch = sys.argv[1:]
-    if name.startswith("ours/") and not __package__:  # a peer may have a `megatron` of its own
+    if name.startswith("ours/") and not __package__:  # a peer may have its own `megatron`
         sys.path[0] = str(Path(__file__).resolve().parents[2])
     print(json.dumps(child(name, Path(folder), Path(scratch))))
 

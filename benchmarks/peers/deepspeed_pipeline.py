@@ -74,7 +74,7 @@ def main() -> None:
         batches = iter(
             [(batch[:, :-1], batch[:, 1:]) for batch in rank_samples(tokens, step, work, 0)]
         )
-        # every stage is told
+        # every stage gets it
         losses.append(engine.train_batch(batches).item() * engine.is_last_stage())
     report(work, clock, losses, parameters, {"deepspeed": deepspeed.__version__})
 

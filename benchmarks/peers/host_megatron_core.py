@@ -1,5 +1,5 @@
 """megatron-core's side of benchmarks/host_time.py: megatron_core.py's run, with its shims, in one
-process, which takes its steps as turns.py says.
+process, which takes its steps as turns.py defines.
 """
 
 from __future__ import annotations

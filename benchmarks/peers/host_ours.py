@@ -1,5 +1,5 @@
 """Our side of benchmarks/host_time.py: pretrain_gpt.py's own run, which takes its steps as turns.py
-says.
+defines.
 
     python host_ours.py --num-layers 4 ...     # the flags of pretrain_gpt.py
 """

@@ -1,5 +1,5 @@
 """torchtitan's side of benchmarks/host_time.py: its Trainer with its Llama 3 in one process, which
-takes its steps as turns.py says.
+takes its steps as turns.py defines.
 
     python host_torchtitan.py [fsdp|bare] START ...
 

@@ -1,6 +1,6 @@
 """The cases of benchmarks/kernels.py: what is computed, by whom, and how much work it is.
 
-A case builds its tensors, hands over one call for each implementation, and lets go of them. What is
+A case builds its tensors, hands over one call for each implementation, and frees them. What is
 checked before a case is timed uses the same calls.
 """
 

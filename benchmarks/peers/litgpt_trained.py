@@ -1,10 +1,10 @@
 """litgpt's own pretrain command, trained to the end. Run by benchmarks/convergence.py.
 
-Shims beside those of litgpt_pretrain.py, each where litgpt has no setting for what the other side
-does: initial weights are drawn from the GPT-2 rule (litgpt's is GPT-NeoX's); AdamW decays matrices
-alone (litgpt hands over all weights as one group); the learning rate of a step is that of its last
-micro-batch, counted from 1 (litgpt counts from 0, half a step less). With --same_start it begins
-with our weights and reads our windows.
+Shims in addition to those of litgpt_pretrain.py, each where litgpt has no setting for what the
+other side does: initial weights are drawn from the GPT-2 rule (litgpt's is GPT-NeoX's); AdamW
+decays matrices alone (litgpt hands over all weights as one group); the learning rate of a step is
+that of its last micro-batch, counted from 1 (litgpt counts from 0, half a step less). With
+--same_start it begins with our weights and reads our windows.
 """
 
 from __future__ import annotations

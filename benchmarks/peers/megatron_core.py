@@ -36,7 +36,7 @@ def on_cpu(factory):
 
 
 class Stream:
-    """What stands for a CUDA stream, and for an event of one: there is nothing to wait for."""
+    """Replaces a CUDA stream and its events: there is nothing to wait for."""
 
     def wait_stream(self, stream: Stream) -> None:
         pass
@@ -49,7 +49,7 @@ class Stream:
 
 
 class InOrder:
-    """What stands for torch's coalescing manager: waits for the collectives sent inside it."""
+    """Replaces torch's coalescing manager: waits for the collectives sent inside it."""
 
     def __init__(self):
         self.works = []

@@ -35,7 +35,7 @@ def settings(work: TrainedWork, data: Path, out: Path) -> list[str]:
 
 
 class WindowsOnce:
-    """Stands in for torch.randint: places of windows that do not overlap, each once an epoch; or
+    """Replaces torch.randint: places of windows that do not overlap, each once an epoch; or
     the given ones, [n] places. The second draw of train.py is for its evaluation before the first
     step, and takes none of these.
     """

@@ -169,7 +169,7 @@ class Job:
         found.append(moment())
         _, held = self.computed(Kind.BACKWARD_INPUT, stage, dy, held)
         del _
-        found.append(moment())  # what is left may hold dy
+        found.append(moment())  # the remaining references may hold dy
         self.computed(Kind.BACKWARD_WEIGHT, stage, None, held)
         return [*found, moment()]
 

@@ -1,4 +1,4 @@
-"""The model of the plain PyTorch loop in the shape of GPT-2, with a head of its own."""
+"""The model of the plain PyTorch loop in the shape of GPT-2, with its own head."""
 
 from __future__ import annotations
 

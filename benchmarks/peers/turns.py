@@ -1,4 +1,4 @@
-"""A training process that takes steps when it is told to, so that several systems can be measured
+"""A training process that takes steps on request, so that several systems can be measured
 in turn on one machine.
 """
 
@@ -14,7 +14,7 @@ from live_bytes import LiveBytes
 
 
 class Turns:
-    """An iterator of the steps to take. Lines of standard input say how many come next; each such
+    """An iterator of the steps to take. Lines of standard input give how many come next; each such
     turn is answered by a line `TURN {...}`.
 
     `time N`: N steps, timed. `watch N`: N steps while live bytes are counted; the answer is about

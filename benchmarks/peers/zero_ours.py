@@ -1,4 +1,4 @@
-"""pretrain_gpt.py's own run, which takes its steps as turns.py says. Run by
+"""pretrain_gpt.py's own run, which takes its steps as turns.py defines. Run by
 benchmarks/zero.py.
 
     python zero_ours.py --zero-stage 2 ...     # the flags of pretrain_gpt.py, with the variables of

@@ -9,9 +9,9 @@ weights, moments and checkpoint files, the state in its manifest, the most bytes
 and the bytes that it sent.
 
 Bits depend on the processor and on torch's version, so `compare` first looks whether those of the
-file are these. Where they are not, it makes the runs of the recorded commit again, in a work tree
-of its own, and compares with those. `--only WORD` takes the runs whose name has this word in it;
-`--tree DIR` runs another checkout.
+file are these. Where they are not, it makes the runs of the recorded commit again, in a
+separate work tree, and compares with those. `--only WORD` takes the runs whose name has this word
+in it; `--tree DIR` runs another checkout.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def machine() -> dict[str, str]:
 
 
 def record_commit(commit: str, word: str) -> dict[str, Any]:
-    """The runs of a commit, in a work tree of its own, by another process: this one may have
+    """The runs of a commit, in a separate work tree, by another process: this one may have
     imported the program.
     """
     with tempfile.TemporaryDirectory(prefix="golden_tree_") as folder:
@@ -191,8 +191,8 @@ def launch_ranks(tree: Path, argv: list[str], size: int) -> list[dict[str, Any]]
             process.join(10)
             process.kill()
     if any(measured is None for _, measured, _ in given):
-        told = "\n".join(f"rank {rank}: {text[-3000:]}" for rank, _, text in given)
-        raise RuntimeError(f"{' '.join(argv)}\n{told}")
+        outputs = "\n".join(f"rank {rank}: {text[-3000:]}" for rank, _, text in given)
+        raise RuntimeError(f"{' '.join(argv)}\n{outputs}")
     return [measured for _, measured, _ in given]
 
 

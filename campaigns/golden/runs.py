@@ -1,7 +1,7 @@
 """The recorded runs: every schedule, ZeRO stage, precision, and what else may change numbers.
 
 A run is a command line (`BASE`, then its own flags: a later one wins), and the launches that follow
-it in the same folder. Each launch may have a layout of its own.
+it in the same folder. Each launch may have its own layout.
 """
 
 from __future__ import annotations

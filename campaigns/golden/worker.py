@@ -98,7 +98,7 @@ class LivePeak(TorchDispatchMode):
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """What happens meanwhile belongs to a step."""
+        """What happens inside belongs to a step."""
         before, self.inside = self.inside, True
         self.sample()
         try:

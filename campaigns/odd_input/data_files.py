@@ -65,7 +65,7 @@ def tokens_of(raw: bytes) -> list[int]:
 
 def jsonl(count: int, seed: int, folder: Path) -> Verdicts:
     """Damaged lines, surrogates, deep nesting: refused with nothing left behind, or the tokens that
-    the text says.
+    the text has.
     """
     rng, verdicts = random.Random(seed), Verdicts()
     path, out = folder / "a.jsonl", folder / "out"
@@ -112,7 +112,7 @@ def jsonl(count: int, seed: int, folder: Path) -> Verdicts:
                 raise
             made = IndexedDataset(str(out / "x_text_document")).tokens.tolist()
             if made != tokens_of(raw):
-                raise Wrong("other tokens than the text says")
+                raise Wrong("other tokens than those of the text")
             return "accepted"
 
         verdicts.case(f"{number} {kind} {what} {policy}", read, must_refuse=refuse)
@@ -183,7 +183,7 @@ def use(config: DataConfig) -> str:
 
 def tokenizer_files(count: int, seed: int, folder: Path) -> Verdicts:
     """Damaged files of every kind, and vocabularies whose meaning is damaged. Each case has a
-    process of its own: libraries may abort.
+    separate process: libraries may abort.
     """
     rng, verdicts, base, work = random.Random(seed), Verdicts(), folder / "base", folder / "work"
     base.mkdir()
@@ -272,8 +272,8 @@ def tokenizer_files(count: int, seed: int, folder: Path) -> Verdicts:
 
 
 def in_child(config: DataConfig) -> str:
-    """`use` in a process of its own, whose abort is a finding and not the end of the campaign."""
-    out, into = os.pipe()
+    """`use` in a separate process, whose abort is a finding and not the end of the campaign."""
+    out, into = os.output()
     child = os.fork()
     if child == 0:
         try:
@@ -286,8 +286,8 @@ def in_child(config: DataConfig) -> str:
         os.write(into, answer.encode(errors="replace")[:8000])
         os._exit(0)
     os.close(into)
-    with open(out, "rb") as told:
-        answer = told.read().decode(errors="replace")
+    with open(out, "rb") as output:
+        answer = output.read().decode(errors="replace")
     os.waitpid(child, 0)
     if answer.startswith("refused "):
         raise UserError(answer)

@@ -122,13 +122,13 @@ def _one(option: Option, value: Any) -> bool:
     return number and (option.kind is float or type(value) is str or value == int(value))
 
 
-def says(text: str) -> dict[str, dict[str, Any]]:
+def settings_of(text: str) -> dict[str, dict[str, Any]]:
     """An independent reading: every scalar as text."""
     return yaml.load(text, yaml.BaseLoader)
 
 
 def same_meaning(option: Option, given: Any, taken: Any) -> bool:
-    """Whether a field's value is what BaseLoader's texts say."""
+    """Whether a field's value is that of BaseLoader's texts."""
     if isinstance(taken, (tuple, list)):
         each = given if isinstance(given, list) else [given]
         return len(each) == len(taken) and all(
@@ -157,7 +157,7 @@ def configurations(count: int, seed: int, folder: Path) -> Verdicts:
         if faults:
             raise ArgumentErrors(faults)
         if text is not None:
-            content, taken = says(text.decode()), config.to_dict()
+            content, taken = settings_of(text.decode()), config.to_dict()
             for (group, field), option in by_place.items():
                 if field in (content.get(group) or {}) and not same_meaning(
                     option, content[group][field], taken[group][field]

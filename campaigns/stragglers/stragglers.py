@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--log-interval", type=int, default=100)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--json", help="write the results to this file, beside its other parts")
+    parser.add_argument("--json", help="write the results to this file, next to its other parts")
     parser.add_argument("--keep", help="keep the files of the runs in this folder")
     options = parser.parse_args()
     results: dict[str, Any] = {
@@ -225,7 +225,7 @@ def main() -> int:
 
 
 def as_promised(name: str, result: dict[str, Any]) -> bool:
-    """Whether a part shows what the module says."""
+    """Whether a part shows what the module claims."""
     if name == "clean":
         controls = "false_names_at_threshold_0", "false_names_without_bounds_of_noise"
         return not result["false_names"] and all(result[control] for control in controls)

@@ -1,8 +1,8 @@
 """From a measurement to a choice: `python kernels/tools/adopt.py kernels.json` writes what
 benchmarks/kernels.py has found into kernels/measured.json.
 
-That file is what `auto` goes by (kernels/dispatch.py), and the banner says it. Of each operator on
-the measured architecture, all cases together:
+That file is what `auto` goes by (kernels/dispatch.py), and the banner prints it. Of each operator
+on the measured architecture, all cases together:
 
 - The ratio is the time of PyTorch's implementation by the kernel's, both summed over the operator's
   cases, of each turn; the median of all turns, and
@@ -57,10 +57,12 @@ def judge(kernel: Times, rival: Times) -> dict[str, Any]:
 
 def adopted(results: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     """(a row for each operator that was measured whole, why others were not). Raises ValueError for
-    a file that says nothing about a GPU.
+    a file without measurements of a GPU.
     """
     if results.get("tiny", True) or results.get("architecture") is None:
-        raise ValueError("measured with --tiny or on a CPU, which says nothing about a GPU's speed")
+        raise ValueError(
+            "measured with --tiny or on a CPU, which shows nothing about a GPU's speed"
+        )
     # operator -> case -> role -> row
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for row in results["rows"]:

@@ -1,4 +1,4 @@
-"""What the machine code of a compiled kernel says, read from the listing that `nvdisasm -c` prints:
+"""What the machine code of a compiled kernel does, read from the listing that `nvdisasm -c` prints:
 its loops, and matrix products that wait for each other.
 
 A loop is what can come back to a block of instructions that every way into it passes. The compiler
@@ -176,7 +176,7 @@ def overlapped(code: str) -> int:
 
 def unguarded(code: str) -> int:
     """How many arrivals at an mbarrier can follow a wait for wgmma without a barrier of threads
-    between them: one thread says that a buffer has been read, and other warps may still read it.
+    between them: one thread signals that a buffer has been read, and other warps may still read it.
     """
     found, following = blocks(code)
     waited = [False] * len(found)  # whether a wait without a barrier since may come before a block

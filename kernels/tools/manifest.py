@@ -14,13 +14,13 @@ source, its options and the architecture, from which nothing else can come out. 
 each kernel compiles to; --rows is for trying configurations; --write is for a change that is meant.
 
 The rows come from the functions `aot(architecture)` of kernels/*.py, which take the table
-kernels/configurations.json. Rules, whatever the manifest says: matrix products use wgmma on sm_90,
+kernels/configurations.json. Rules, independent of the manifest: matrix products use wgmma on sm_90,
 tcgen05 on sm_100 and nothing older, on sm_80 tensor cores and asynchronous copies; no wgmma waits
-for the one before it (`serialised`), no thread says that a buffer has been read before all warps
+for the one before it (`serialised`), no thread signals that a buffer has been read before all warps
 have read it (`unguarded`), no more bytes are spilled and no more shared memory is needed than the
-table's row says. What begins with hot_ is counted in the loop that does most of the work
+table's row. What begins with hot_ is counted in the loop that does most of the work
 (kernels/tools/listing.py). The manifest is keyed by Triton's version: with another one only the
-rules are checked. Compilation runs in processes of its own: the compiler can abort, and the row
+rules are checked. Compilation runs in separate processes: the compiler can abort, and the row
 that it did that with is named.
 """
 
@@ -398,7 +398,7 @@ def main() -> int:
 def keep_or_compare(
     arguments: argparse.Namespace, found: dict[str, Facts], selected: dict[str, Any]
 ) -> list[str]:
-    """Write what was found into the manifest, or say what differs from it."""
+    """Write what was found into the manifest, or report what differs from it."""
     version = lang.triton.__version__
     manifest = json.loads(MANIFEST.read_text())
     for name in selected if arguments.only or arguments.rows else ():

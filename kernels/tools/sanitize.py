@@ -7,7 +7,7 @@
 
 The last is of the kernels in Gluon, alone since they may hang.
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor an allocation of its own, without which memcheck
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 gives every tensor its own allocation, without which memcheck
 sees the allocator's blocks and not their ends. Without a GPU the same calls run in Triton's
 interpreter, to try the tool. Results are not looked at: tests/kernels does that.
 """
@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
     sys.path.append(str(ROOT / "tests" / "kernels"))
     import interpreter
 
-    interpreter.mend()
+    interpreter.patch()
 
 from megatron.kernels.activation import KINDS, activation, activation_backward
 from megatron.kernels.adamw import adamw_

@@ -6,14 +6,14 @@ Nothing else tunes, and nothing while a model runs.
     python kernels/tools/tune.py --out tuned.jsonl --write
     python kernels/tools/tune.py --out tuned.jsonl --tiny
 
-The first needs no GPU: it says what each candidate for sm_90 compiles to (--arch 80, 100). The
-second, on a GPU, writes a line for each row of the table and goes on where the file ends. --write
+The first needs no GPU: it prints what each candidate for sm_90 compiles to (--arch 80, 100). The
+second, on a GPU, writes a line for each row of the table and continues where the file ends. --write
 puts what won into the table; then run manifest.py --write. --tiny takes small shapes and few
 candidates, also on a CPU: to try the program.
 
 For each row: candidates are compiled ahead of time, in processes of their own; those that break a
 rule of the gate (shared memory, spilled bytes beyond the frozen row's, no wgmma or serialised ones)
-are dropped. What is left is timed beside the frozen row, a call of each in turn, the four best and
+are dropped. The others are timed next to the frozen row, a call of each in turn, the four best and
 the frozen one for longer. The winner must be faster than the frozen row by more than both the noise
 of the two medians and 1%, its result must be the definition's, and all variants of it must pass the
 gate: then it is written. A row is measured where it is looked up: on a GPU newer than the row's
@@ -49,7 +49,7 @@ if __name__ == "__main__" and not torch.cuda.is_available() and "--tiny" in sys.
     sys.path.append(str(ROOT / "tests" / "kernels"))
     import interpreter
 
-    interpreter.mend()
+    interpreter.patch()
 
 from megatron.benchmarks.peers.one_call import OneCall
 from megatron.kernels import (
@@ -323,7 +323,7 @@ def tune(row: Row, arch: int, clock: Clock, jobs: int) -> dict[str, Any]:
 
 
 def taken(table: list[Row], lines: list[dict[str, Any]]) -> list[Row]:
-    """The table with what won in place of, or beside, what was frozen."""
+    """The table with what won in place of, or in addition to, what was frozen."""
     rows = {(row.operator, frozenset(row.key.items()), row.arch): row for row in table}
     for line in lines:
         place = line["operator"], frozenset(line["key"].items()), line["arch"]
@@ -370,12 +370,12 @@ def make_parser() -> argparse.ArgumentParser:
         help='rows whose operator and key contain it, as in "attention dq 128"',
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="lines of results, which a later call goes on with"
+        "--out", type=Path, metavar="FILE", help="lines of results, which a later call continues"
     )
     parser.add_argument(
         "--write", action="store_true", help="put what won into kernels/configurations.json"
     )
-    parser.add_argument("--minutes", type=float, default=8.5, help="begin no row after so many")
+    parser.add_argument("--minutes", type=float, default=8.5, help="begin no row after this time")
     parser.add_argument(
         "--compile-only", action="store_true", help="compile the candidates and show what they need"
     )

@@ -21,7 +21,7 @@ if not IS_CUDA:
     sys.path.append(str(ROOT / "tests" / "kernels"))
     import interpreter
 
-    interpreter.mend()
+    interpreter.patch()
 
 
 def message(error: Exception) -> str:

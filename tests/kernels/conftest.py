@@ -8,7 +8,7 @@ import torch
 from megatron.kernels import lang
 
 if lang.interpreted():
-    interpreter.mend()
+    interpreter.patch()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
 
 import interpreter
 
-interpreter.mend()
+interpreter.patch()
 
 from megatron.kernels import cases, self_check
 

@@ -53,7 +53,7 @@ def narrow_to_8(values: np.ndarray, kind: tl.dtype) -> np.ndarray:
     )
 
 
-def mend() -> None:
+def patch() -> None:
     """Change the interpreter of this process; again does nothing."""
     if getattr(Builder, "honest", False):
         return

@@ -120,7 +120,7 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
 
 
 def compare(config: ModelConfig, how: str) -> None:
-    interpreter.mend()
+    interpreter.patch()
     torchs, ours = passes(config, how), passes(dataclasses.replace(config, **TRITON), how)
     assert any(not torch.equal(torchs[name], ours[name]) for name in torchs)
     for name, expected in torchs.items():  # keys' biases have no gradient but noise

@@ -57,7 +57,7 @@ class Fault:
 
 
 def judge(findings: Findings, needs: Needs, limits: Limits, hosts: Sequence[str]) -> list[Fault]:
-    """Every fault. `hosts` are those on which the launcher has placed the ranks, where it says."""
+    """Every fault. `hosts` are those on which the launcher has placed the ranks, where known."""
     return [
         *missing_ranks(findings, hosts),
         *folders(findings),
@@ -77,8 +77,8 @@ def leave_out(faults: list[Fault]) -> list[str]:
 
 
 def missing_ranks(findings: Findings, hosts: Sequence[str]) -> list[Fault]:
-    """Ranks that have not answered, by node. One that never came is where the launcher says, else
-    where its neighbours are.
+    """Ranks that have not answered, by node. One that never came is where the launcher placed it,
+    else where its neighbours are.
     """
     found: dict[tuple[str | None, str], list[int]] = {}
     for rank, how in findings.missing.items():

@@ -1,4 +1,4 @@
-"""What the network carries: between pairs of nodes, each on a connection of its own, so that a node
+"""What the network carries: between pairs of nodes, each on its own connection, so that a node
 is blamed and not a group; and within every group of every axis of the layout.
 
 Called from tools/_preflight/meeting.py.
@@ -75,7 +75,7 @@ def pair_speed(
     seconds: float,
 ) -> float:
     """GB/s that two ranks exchange, first one way, then the other, on a process group of their own.
-    Raises RuntimeError after so many seconds.
+    Raises RuntimeError after the time limit.
     """
     timeout = timedelta(seconds=seconds)
     mine = int(rank > partner)
@@ -100,7 +100,7 @@ def pair_speed(
 
 
 class AxisLinks:
-    """Measures every axis; `doing` says at what it is."""
+    """Measures every axis; `doing` names the current one."""
 
     def __init__(self) -> None:
         self.doing = "making the process groups of the layout"

@@ -1,7 +1,7 @@
 """How the ranks of a preflight meet and report, in stages, through the rendezvous store: rank 0
 opens a stage, every rank does its part within a limit and puts the result into the store, and who
 has put none is missing. No collective decides anything, so that a rank that is stopped, hangs or
-cannot be reached holds nobody up for longer than that.
+cannot be reached delays no other for longer than that.
 
 Called from tools/preflight.py.
 """
@@ -148,7 +148,7 @@ class Member:
         """
         meeting = self.meeting
         token = meeting.wait("token")
-        # what goes wrong here, the look at --save will say
+        # what goes wrong here, the check of --save will report
         run_for(self._limit() / 2, lambda: self.probe.leave_mark(token))
         meeting.put("arrived", {"node": self.node})
         self._look(json.loads(meeting.wait("everybody", arrival=True)))
@@ -228,7 +228,7 @@ class Member:
 
 
 class Leader:
-    """What rank 0 does beside its part as a member."""
+    """What rank 0 does in addition to its part as a member."""
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting

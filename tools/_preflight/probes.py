@@ -81,7 +81,8 @@ class Facts:
 
 
 class Probe:
-    """One rank's look around; `doing` says at what it is, for the case that it does not come back.
+    """One rank's look around; `doing` names the current probe, for the case that it does not come
+    back.
 
     `choose` gives the device and the backend, or raises. `first_of_node`: files, folders and disk
     are looked at by one rank of a node.

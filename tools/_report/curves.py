@@ -17,8 +17,8 @@ MOST_POINTS = 1200  # of a curve; longer ones keep the lowest and highest point 
 MOST_POINTS_OF_A_CHART = 6000
 FEWEST_POINTS_TO_SMOOTH = 120
 GIB = 2**30
-# Okabe and Ito's colours that can be told apart with any colour vision, without the yellow, which
-# is too pale for lines on white
+# Okabe and Ito's colours that can be distinguished with any colour vision, without the yellow,
+# which is too pale for lines on white
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1e293b")
 DASHES = ("", "7 3", "2 3")  # as many runs again as there are colours, each time
 PREDICTED = "predicted-iteration-time"
@@ -93,7 +93,7 @@ def charts(runs: list[LoggedRun]) -> tuple[list[Chart], list[Chart]]:
     was logged have no `drawn` curve in the first list and are left out of the second.
 
     One run's curves of a chart have a colour each. Of several runs each has a colour, and a chart
-    shows one metric of them, but a prediction beside its measurement.
+    shows one metric of them, but a prediction next to its measurement.
     """
     names = sorted({name for run in runs for row in run.rows for name in row})
     validation = [

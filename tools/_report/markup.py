@@ -24,12 +24,12 @@ def escaped(text: object) -> str:
 
 
 def square(colour: str) -> str:
-    """A filled square, beside the name of what has this colour."""
+    """A filled square, next to the name of what has this colour."""
     return f'<span class=swatch style="background:{colour}"></span>'
 
 
 def swatch(number: int, run: LoggedRun) -> str:
-    """A run's name beside its colour."""
+    """A run's name next to its colour."""
     return square(COLOURS[number % len(COLOURS)]) + escaped(run.name)
 
 

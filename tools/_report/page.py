@@ -1,6 +1,6 @@
 """The report page: sections one below the other, each a function of the runs that returns HTML.
 
-Called from tools/report.py. A section of its own is one more function in `page`.
+Called from tools/report.py. A new section is one more function in `page`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def page(
     further_sections: Sequence[str] = (),
 ) -> str:
     """The HTML text of one run or many, or of `further_sections` alone. `judged` is whether the
-    loss is as expected and the sentence that says so, of the first run; it is marked as good only
+    loss is as expected and that sentence, of the first run; it is marked as good only
     if `judged_strictly`.
     """
     if not runs:
@@ -178,7 +178,7 @@ def final_values(runs: list[LoggedRun]) -> str:
 
 
 def prediction(runs: list[LoggedRun]) -> str:
-    """Predicted beside measured step time, of the runs that logged a prediction."""
+    """Predicted next to measured step time, of the runs that logged a prediction."""
     rows = []
     for number, run in enumerate(runs):
         predicted, measured = last(run.rows, PREDICTED), median(run.rows, "iteration-time")
@@ -195,7 +195,7 @@ def prediction(runs: list[LoggedRun]) -> str:
     if not rows:
         return ""
     names = ["", "predicted", "measured, median", "error of the prediction"]
-    return "<h2>Prediction beside measurement</h2>" + sheet(names, rows, numbers=True)
+    return "<h2>Prediction and measurement</h2>" + sheet(names, rows, numbers=True)
 
 
 def differences_section(runs: list[LoggedRun]) -> str:
@@ -205,7 +205,7 @@ def differences_section(runs: list[LoggedRun]) -> str:
     unknown = [run.name for run in runs if run.config is None]
     note = (
         f"<p class=note>The configuration of {escaped(', '.join(unknown))} is not known: there is "
-        "no metrics.config.json beside its metrics.</p>"
+        "no metrics.config.json next to its metrics.</p>"
         if unknown
         else ""
     )
@@ -262,7 +262,7 @@ def switches(runs: list[LoggedRun], choices: int, life: float, strength: int) ->
 
 
 def strength_text(life: float) -> str:
-    """What the switch says of a strength of smoothing."""
+    """The switch's label of a strength of smoothing."""
     return f"exponential mean, {picture.short(life)} iterations" if life else "none"
 
 
@@ -426,23 +426,23 @@ def events(runs: list[LoggedRun]) -> str:
 def listed(run: LoggedRun, several: bool) -> str:
     """The events of a run in their order."""
     counts = Counter(mark.kind for mark in run.marks)
-    told = ", ".join(f"{KINDS[kind]} {counts[kind]:,}" for kind in KINDS if counts[kind])
+    summary = ", ".join(f"{KINDS[kind]} {counts[kind]:,}" for kind in KINDS if counts[kind])
     rows = [
         ("" if mark.iteration is None else f"iteration {mark.iteration:,}", mark.text)
         for mark in run.marks[:MOST_EVENTS]
     ]
     left = f"<p class=note>The first {MOST_EVENTS} of {len(run.marks):,}.</p>"
     return (
-        f"<details><summary>{escaped(run.name) if several else told}</summary>{pairs(rows)}"
+        f"<details><summary>{escaped(run.name) if several else summary}</summary>{pairs(rows)}"
         f"{left if len(run.marks) > MOST_EVENTS else ''}</details>"
     )
 
 
 def configuration(run: LoggedRun, several: bool) -> str:
-    """Everything that metrics.config.json says of a run."""
+    """Everything that metrics.config.json holds of a run."""
     if run.config is None:
         return (
-            f"<p class=note>No metrics.config.json beside {escaped(run.metrics)}: the run's "
+            f"<p class=note>No metrics.config.json next to {escaped(run.metrics)}: the run's "
             "configuration is not known.</p>"
         )
     plain = {name: value for name, value in run.config.items() if not isinstance(value, dict)}
@@ -467,7 +467,7 @@ def units(runs: list[LoggedRun]) -> str:
 
 
 def verdict(rows: list[Metrics], expected: float, tolerance: float | None) -> Judged:
-    """(as expected?, the sentence that says so). Without a tolerance any loss that is a number is
+    """(as expected?, that sentence). Without a tolerance any loss that is a number is
     as expected.
     """
     got = last(rows, "lm loss validation")

@@ -191,5 +191,5 @@ def _events(chart: Chart, runs: list[LoggedRun], x: Scale, top: float, bottom: f
 
 
 def mark_colour(number: int, runs: list[LoggedRun]) -> str:
-    """The colour of a run's events: its own beside other runs, grey when it is alone."""
+    """The colour of a run's events: its own next to other runs, grey when it is alone."""
     return COLOURS[number % len(COLOURS)] if len(runs) > 1 else GREY

@@ -32,7 +32,7 @@ KINDS = {
     "skipped": "skipped steps",
     "other": "other event",
 }
-# words in the name of an event that say its kind, the first that fits
+# words in the name of an event that give its kind, the first that fits
 _KIND_OF = (
     ("restart", ("start", "resume")),
     ("checkpoint", ("checkpoint", "save")),
@@ -56,7 +56,7 @@ BOOKKEEPING = {
     "pipeline_timeline",
     "local_checkpoint_dir",
 }
-_BANNER = ("versions", "device", "layout", "kernels")  # what the flags do not say
+_BANNER = ("versions", "device", "layout", "kernels")  # what is not in the flags
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Mark:
 class LoggedRun:
     """One run: rows by iteration, `config` as in metrics.config.json (None without that file), and
     its marks in the order of their iterations. `goodput` is None without events, `steps` are those
-    of a profile; `trace_fault` says why it could not be read.
+    of a profile; `trace_fault` is why it could not be read.
     """
 
     name: str
@@ -89,8 +89,8 @@ class LoggedRun:
 
 
 def load_runs(paths: list[str]) -> list[LoggedRun]:
-    """The runs of some folders or metrics files, each under the shortest name that tells it from
-    the others.
+    """The runs of some folders or metrics files, each under the shortest name that distinguishes it
+    from the others.
 
     UserError for a missing file, one that is no metrics file, one without a row, and one given
     twice.
@@ -136,7 +136,7 @@ def _profile(metrics: Path, config: dict[str, Any] | None) -> tuple[tuple[StepPa
 
 
 def short_names(files: list[Path]) -> list[str]:
-    """The name of each run's folder, with as many folders above it as tell all apart; a file that
+    """The name of each run's folder, with as many folders above it as distinguish all; a file that
     is not called metrics.jsonl counts as a folder.
     """
     whole = [
@@ -162,7 +162,7 @@ def median(rows: list[Metrics], name: str) -> float | None:
 
 
 def marks_of_rows(rows: list[Metrics]) -> list[Mark]:
-    """Restarts, checkpoints, evaluations and skipped steps, as far as the rows tell."""
+    """Restarts, checkpoints, evaluations and skipped steps, as far as the rows show."""
     marks = []
     skipped = 0.0
     for row in rows:
@@ -191,8 +191,8 @@ def _checkpoint(row: Metrics) -> str:
 
 def read_events(path: Path) -> list[Mark]:
     """The marks of a file with one JSON object a line: `event` is its name, `iteration` and
-    `timestamp` or `time` say when. The first start is none. No file has no marks; lines that are no
-    events, as a kill leaves them, are skipped.
+    `timestamp` or `time` give when. The first start is none. No file has no marks; lines that are
+    no events, as a kill leaves them, are skipped.
     """
     if not path.is_file():
         return []
@@ -236,7 +236,7 @@ def _event(name: str, event: dict[str, Any]) -> str:
 
 
 def merged(rows: list[Mark], events: list[Mark]) -> list[Mark]:
-    """Marks of both sources by iteration; those without one come last. What rows say of something
+    """Marks of both sources by iteration; those without one come last. What rows hold of something
     that is an event too is added to the event. Of a checkpoint written in the background that is
     the last one begun before.
     """
@@ -295,7 +295,7 @@ def training_seconds(rows: list[Metrics]) -> list[float] | None:
 
 
 def elapsed_seconds(rows: list[Metrics]) -> list[float] | None:
-    """Seconds of the clock since the first row, whatever happened meanwhile."""
+    """Seconds of the clock since the first row, whatever happened in between."""
     if any("timestamp" not in row for row in rows):
         return None
     elapsed = [row["timestamp"] - rows[0]["timestamp"] for row in rows]
@@ -357,7 +357,7 @@ def flattened(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def differences(runs: list[LoggedRun]) -> list[tuple[str, list[str]]]:
-    """(flag, value in each run) where the runs differ, flags first, then what the banner says of
+    """(flag, value in each run) where the runs differ, flags first, then what the banner has of
     the machine. A run without the flag or without a configuration has `-`; BOOKKEEPING is left out.
     """
     tables = [_settings(run.config) for run in runs]

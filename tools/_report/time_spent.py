@@ -20,13 +20,13 @@ def goodput_section(runs: list[LoggedRun]) -> str:
     known = [(number, run) for number, run in enumerate(runs) if run.goodput is not None]
     if not known:
         return ""
-    told = _causes(runs[0].goodput) if len(runs) == 1 else _goodputs(known)
+    body = _causes(runs[0].goodput) if len(runs) == 1 else _goodputs(known)
     faults = (
         f"<p class=note>{escaped(run.name + ': ') if len(runs) > 1 else ''}{escaped(fault)}.</p>"
         for _, run in known
         if (fault := run.goodput.fault())
     )
-    return f"<h2>Goodput</h2>{told}{''.join(faults)}"
+    return f"<h2>Goodput</h2>{body}{''.join(faults)}"
 
 
 def _causes(found: Goodput) -> str:
@@ -92,7 +92,7 @@ def step_section(runs: list[LoggedRun]) -> str:
     first = ["run"] if len(runs) > 1 else []
     return (
         "<h2>Where the steps went</h2><p class=note>Means over the steps that --profile recorded, "
-        "in milliseconds and percent of the step. Recording takes time of its own, most of it in "
+        "in milliseconds and percent of the step. Recording takes time itself, most of it in "
         f"the part host.</p>{faults}"
         + sheet([*first, "rank", "", "steps", "ms", *heads], rows, numbers=True)
     )

@@ -93,8 +93,8 @@ def _bar(row: Outline, left: float, y: float, scale: float) -> list[str]:
         parts.append(f'<path {line} stroke="{PREDICTED}" stroke-width="3"/>')
         end = max(end, x)
     later = f" ({row.status} later)" if row.status != FINISHED else ""
-    told = f"{row.samples[0]:.4g}  {row.verdict}{later}"
-    return [*parts, _text(end + 8, y + 14, told, "start", "12px")]
+    label = f"{row.samples[0]:.4g}  {row.verdict}{later}"
+    return [*parts, _text(end + 8, y + 14, label, "start", "12px")]
 
 
 def _error_bar(low: float, high: float, y: float) -> str:
@@ -105,8 +105,8 @@ def _error_bar(low: float, high: float, y: float) -> str:
 
 def _why(row: Outline, width: float) -> str:
     """Status and reason of a row without a finished run, as far as there is room."""
-    told = " ".join(f"{row.status}: {row.failure}".strip(": ").split())
-    return shortened(told, int((width - 20) / LETTER))
+    label = " ".join(f"{row.status}: {row.failure}".strip(": ").split())
+    return shortened(label, int((width - 20) / LETTER))
 
 
 def _axis(left: float, scale: float, most: float, bottom: float) -> list[str]:

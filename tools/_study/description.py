@@ -25,9 +25,9 @@ from megatron.config.yaml_text import parse_yaml
 
 WORLD, MEMORY, NAME = "world-size", "memory-limit", "name"  # keys of a row that are no flags
 LAUNCHERS = ("local", "sbatch")
-# flags that a study gives itself: every row logs each iteration, into a folder of its own
+# flags that a study gives itself: every row logs each iteration, into its own folder
 OWN = {
-    "train-iters": "the study's `iterations` says it",
+    "train-iters": "the study's `iterations` sets it",
     "log-interval": "a study logs every iteration",
     "eval-iters": "a study times training alone",
     "metrics-file": "every run has one in the study's folder",
@@ -46,8 +46,8 @@ SHORT = {
     "micro-batch-size": "mbs",
     "global-batch-size": "gbs",
 }
-# settings outside the groups of layout, logging and checkpoints that say how a step is computed and
-# not what it computes, beside those whose rule of change is rounding or another kernel
+# settings outside the groups of layout, logging and checkpoints that define how a step is computed
+# and not what it computes, in addition to those whose rule of change is rounding or another kernel
 HOW = {
     "cuda_graphs",
     "recompute",
@@ -71,10 +71,10 @@ HOW = {
 class StudyRow:
     """One configuration of a study, run `repeats` times.
 
-    `key` is a digest of everything that the file says of it: what makes a run known again.
+    `key` is a digest of everything that the file holds of it: what makes a run known again.
     `memory_limit` is the GiB that each process may allocate on the host. `refusal` is why the
     program takes no such run; `config`, `work`, `layers` and `precision` are unknown then: settings
-    unlike the defaults, the digest of those that say what is computed, and what the bound on its
+    unlike the defaults, the digest of those that define what is computed, and what the bound on its
     losses depends on.
     """
 
@@ -110,7 +110,7 @@ class StudyPlan:
     at_once: int
 
     def header(self) -> dict[str, Any]:
-        """What the raw rows need beside them to become a table."""
+        """What the raw rows need in addition to become a table."""
         fields = {name: value for name, value in asdict(self).items() if name != "rows"}
         rows = [{"key": row.key, "name": row.name, "settings": row.settings} for row in self.rows]
         return json.loads(json.dumps({"kind": "study", **fields, "rows": rows}))
@@ -366,7 +366,7 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 def _is_work(key: str) -> bool:
-    """Whether a setting says what a step computes, and not how, where or what is logged of it."""
+    """Whether a setting defines what a step computes, not how, where or what is logged."""
     group, field = key.split(".")
     if group in ("distributed", "logging", "checkpoint", "evaluation") or field in HOW:
         return False

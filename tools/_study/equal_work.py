@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 # before they are added over ranks), it adds no more roundings than there were.
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 NARROW_FACTOR = 4.0  # of two draws of the same rounding one is hardly ever further off by more
-ROWS_THAT_SHOW_ROUNDING = 4  # beside the reference
+ROWS_THAT_SHOW_ROUNDING = 4  # in addition to the reference
 FP64_GATE = 1e-10  # relative; 2^-53 times the 1e5 roundings of a run, and room
 
 

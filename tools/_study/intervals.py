@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from random import Random  # type: ignore[attr-defined]  # mypy finds kernels/random.py
 
 RESAMPLES = 10_000
-ENOUGH = 6  # below so many values no interval between two of them holds a median in 95% of cases
+ENOUGH = (
+    6  # below this number of values no interval between two of them holds a median in 95% of cases
+)
 # 97.5% quantiles of Student's t with 1, 2, ... degrees of freedom; beyond, the next lower entry
 STUDENT = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -35,8 +37,8 @@ def _bootstrap(ordered: tuple[float, ...]) -> tuple[float, float]:
 
 
 def coverage(values: int) -> float:
-    """Share of cases in which the range of so many values holds the median of what they are drawn
-    from.
+    """Share of cases in which the range of that number of values holds the median of what they are
+    drawn from.
     """
     return 1 - 2 * 0.5**values
 
@@ -44,7 +46,7 @@ def coverage(values: int) -> float:
 def ratio_interval(ratios: Sequence[float]) -> tuple[float, float]:
     """95% interval of the typical ratio of interleaved pairs: Student's t on their logarithms.
 
-    Unlike the bootstrap it says something of two or three pairs, for which it is wide. One pair
+    Unlike the bootstrap it holds for two or three pairs, for which it is wide. One pair
     decides nothing: (0, infinity).
     """
     if len(ratios) < 2:

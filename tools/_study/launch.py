@@ -1,8 +1,8 @@
-"""Starts the runs of a study, here or as Slurm jobs, and says how each has ended.
+"""Starts the runs of a study, here or as Slurm jobs, and reports how each has ended.
 
 Called from study/runner.py. A run that a killed runner has left behind is found again by the folder
-that its command line or its job's name holds: here it is ended, as nobody knows what disturbed it;
-a job goes on and is waited for.
+that its command line or its job's name holds: here it is ended, as what disturbed it is unknown;
+a job continues and is waited for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMAND_SECONDS = 60  # that a program of Slurm may take to answer
 
 
 class StudyRun(NamedTuple):
-    """One run of one row, in a folder of its own."""
+    """One run of one row, in its own folder."""
 
     row: StudyRow
     repeat: int
@@ -77,7 +77,7 @@ class Launcher(Protocol):
         """Start it."""
 
     def find(self, run: StudyRun) -> Running | None:
-        """What goes on of a run that an earlier runner has started; None: it must be run again."""
+        """The processes of a run that an earlier runner started; None: run it again."""
 
 
 def make_launcher(plan: StudyPlan) -> Launcher:
@@ -107,7 +107,7 @@ class LocalLauncher:
         self.plan = plan
 
     def command(self, run: StudyRun) -> list[str]:
-        """`env` and `prlimit` say on the command line what else a run depends on."""
+        """`env` and `prlimit` show on the command line what else a run depends on."""
         row, cores = run.row, len(os.sched_getaffinity(0))
         settings = {"OMP_NUM_THREADS": str(max(1, cores // row.world_size))}
         settings |= self.plan.environment
@@ -122,7 +122,7 @@ class LocalLauncher:
         return [*command, str(PROGRAM), *flags_of(self.plan, run)]
 
     def start(self, run: StudyRun) -> Running:
-        """Start it in a session of its own, so that Ctrl-C reaches the runner alone."""
+        """Start it in its own session, so that Ctrl-C reaches the runner alone."""
         with open(run.log, "wb") as log:
             process = subprocess.Popen(
                 self.command(run),
@@ -134,7 +134,7 @@ class LocalLauncher:
         return _LocalRun(run, process, self.plan.timeout * 60)
 
     def find(self, run: StudyRun) -> Running | None:
-        """End what is left of it, on this machine: it must be run again."""
+        """End its remaining processes on this machine: it must be run again."""
         end_processes(run.metrics)
         return None
 
@@ -232,7 +232,7 @@ class SlurmLauncher:
         ]
 
     def start(self, run: StudyRun) -> Running:
-        """Submit it. Raises UserError with what sbatch says when it takes no such job."""
+        """Submit it. Raises UserError with sbatch's message when it takes no such job."""
         try:
             done = _slurm(*self.command(run))
         except FileNotFoundError as error:
@@ -271,10 +271,10 @@ class _SlurmRun:
         text = (
             self._study_run.log.read_text(errors="replace") if self._study_run.log.exists() else ""
         )
-        told = re.search(r"\] the ranks ended with exit code (\d+)", text)
+        message = re.search(r"\] the ranks ended with exit code (\d+)", text)
         if state != TIMED_OUT and "] time is nearly over" in text:
             state = TIMED_OUT
-        return Ending(int(told[1]) if told else code, state, host)
+        return Ending(int(message[1]) if message else code, state, host)
 
     def end(self) -> None:
         """Jobs go on without their runner: the next one waits for them."""
@@ -334,20 +334,20 @@ def status_of(ending: Ending, log: str, done: int, iterations: int) -> tuple[str
     if ending.state in BY_STATE:
         reason = f"{ending.state} {where}" if ending.state != TIMED_OUT else f"no end {where}"
         return BY_STATE[ending.state], reason
-    told = error_line(log)
+    message = error_line(log)
     if found := NO_MEMORY.search(log):
         line = next(line for line in log.split("\n") if found[0] in line)
         return "out of memory", f"{_cut(line)}, {where}"
     if ending.code == USER_ERROR and not done:
-        return "refused", told
+        return "refused", message
     if ending.code > 128:
-        return "killed", f"{_signal(ending.code - 128)} {where}: {told}"
-    return "crashed", f"{told}, {where}, exit code {ending.code}"
+        return "killed", f"{_signal(ending.code - 128)} {where}: {message}"
+    return "crashed", f"{message}, {where}, exit code {ending.code}"
 
 
 def error_line(log: str) -> str:
-    """What a failed run says of its failure: the last exception, or the first words after the lines
-    of its banner and its iterations.
+    """What a failed run printed of its failure: the last exception, or the first words after the
+    lines of its banner and its iterations.
     """
     lines = [re.sub(r"^\[rank ?\d+\]:? ", "", line).rstrip() for line in log.split("\n")]
     lines = [line for line in lines if line.strip() and not LAUNCHER_LINE.match(line)]
@@ -355,10 +355,10 @@ def error_line(log: str) -> str:
         if EXCEPTION.match(line):
             return _cut(line)
     last = max((index for index, line in enumerate(lines) if RUN_LINE.match(line)), default=-1)
-    told = lines[last + 1 : last + 3]
-    if told and not told[0].endswith(":"):  # else what is wrong follows
-        told = told[:1]
-    return _cut(" ".join(told)) or "it said nothing"
+    message = lines[last + 1 : last + 3]
+    if message and not message[0].endswith(":"):  # else what is wrong follows
+        message = message[:1]
+    return _cut(" ".join(message)) or "it printed nothing"
 
 
 def _cut(line: str) -> str:

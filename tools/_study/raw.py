@@ -22,7 +22,7 @@ Line = dict[str, Any]
 
 
 class RawRows(NamedTuple):
-    """What the lines say: the header, the runs by (row key, repeat), predictions by row key."""
+    """The lines: the header, the runs by (row key, repeat), predictions by row key."""
 
     header: Line | None
     runs: dict[tuple[str, int], Line]

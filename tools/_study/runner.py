@@ -40,10 +40,10 @@ from megatron import __version__
 from megatron.config.errors import UserError
 from megatron.observe.tracking import config_file, read_metrics
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def run_study(plan: StudyPlan, folder: Path, say: Say, *, retry_failed: bool = False) -> None:
+def run_study(plan: StudyPlan, folder: Path, log: Log, *, retry_failed: bool = False) -> None:
     """Carry out every run of the study that has no raw row in `folder` yet; a row that has failed
     is not run again, unless `retry_failed`. Raises UserError.
     """
@@ -53,13 +53,13 @@ def run_study(plan: StudyPlan, folder: Path, say: Say, *, retry_failed: bool = F
         found = raw.read(folder)
         if found.header != plan.header():
             raw.append(folder, plan.header())
-        _refused_rows(plan, folder, found, say)
+        _refused_rows(plan, folder, found, log)
         if plan.hardware is not None:
-            _predictions(plan, folder, found, say)
+            _predictions(plan, folder, found, log)
         if retry_failed:
             good = {key: line for key, line in found.runs.items() if line["status"] == raw.FINISHED}
             found = found._replace(runs=good)
-        _Rounds(plan, folder, launcher, found, say).carry_out()
+        _Rounds(plan, folder, launcher, found, log).carry_out()
 
 
 def turns(plan: StudyPlan) -> list[tuple[StudyRow, int]]:
@@ -84,9 +84,9 @@ class _Rounds:
     """The runs that are left; at most `at_once` of them at a time."""
 
     def __init__(
-        self, plan: StudyPlan, folder: Path, launcher: Launcher, found: raw.RawRows, say: Say
+        self, plan: StudyPlan, folder: Path, launcher: Launcher, found: raw.RawRows, log: Log
     ) -> None:
-        self.plan, self.folder, self.launcher, self.say = plan, folder, launcher, say
+        self.plan, self.folder, self.launcher, self.log = plan, folder, launcher, log
         self.ended = set(found.runs)
         self.failed = {
             key for (key, _), line in found.runs.items() if line["status"] != raw.FINISHED
@@ -148,7 +148,7 @@ class _Rounds:
             seconds = statistics.median(line["iteration_s"][self.plan.warmup :])
             shown = f"{line['tokens'] / seconds:,.0f} tokens/s, {seconds:.4g} s an iteration"
         runs = len(self.order)
-        self.say(f"[{line['order'] + 1}/{runs}] {run.row.name}, r{run.repeat}: {shown}")
+        self.log(f"[{line['order'] + 1}/{runs}] {run.row.name}, r{run.repeat}: {shown}")
 
 
 def run_line(
@@ -200,23 +200,23 @@ def _line_of(row: StudyRow, repeat: int, status: str, reason: str) -> dict[str, 
     }
 
 
-def _refused_rows(plan: StudyPlan, folder: Path, found: raw.RawRows, say: Say) -> None:
+def _refused_rows(plan: StudyPlan, folder: Path, found: raw.RawRows, log: Log) -> None:
     for row in plan.rows:
         if row.refusal is not None:
-            say(f"row {row.name} is refused: {row.refusal}")
+            log(f"row {row.name} is refused: {row.refusal}")
             if (row.key, 0) not in found.runs:
                 line = _line_of(row, 0, raw.REFUSED, row.refusal)
                 raw.append(folder, {**line, "started": _now()})
 
 
-def _predictions(plan: StudyPlan, folder: Path, found: raw.RawRows, say: Say) -> None:
-    """Keep what tools/plan.py predicts of every row; where it says nothing, nothing."""
+def _predictions(plan: StudyPlan, folder: Path, found: raw.RawRows, log: Log) -> None:
+    """Keep what tools/plan.py predicts of every row; where it predicts nothing, nothing."""
     rows = [row for row in plan.rows if row.refusal is None and row.key not in found.predictions]
     if not rows:
         return
     hardware = str(plan.hardware)
     if plan.hardware == MEASURE:
-        hardware = str(_measured(plan, folder, say))
+        hardware = str(_measured(plan, folder, log))
     for row in rows:
         words = ["--world-size", str(row.world_size), "--hardware", hardware, "--json"]
         command = [*_plan_tool(), "step", *row.flags, *words]
@@ -226,10 +226,10 @@ def _predictions(plan: StudyPlan, folder: Path, found: raw.RawRows, say: Say) ->
         except ValueError:
             predicted = None
         if isinstance(predicted, dict) and "step_s" in predicted:
-            told = {"key": row.key, "name": row.name, "command": _told(command)}
-            raw.append(folder, {"kind": "prediction", **told, "prediction": predicted})
+            row_of = {"key": row.key, "name": row.name, "command": _told(command)}
+            raw.append(folder, {"kind": "prediction", **row_of, "prediction": predicted})
         else:
-            say(f"row {row.name}: tools/plan.py step predicts nothing")
+            log(f"row {row.name}: tools/plan.py step predicts nothing")
 
 
 def _plan_tool() -> list[str]:
@@ -238,11 +238,11 @@ def _plan_tool() -> list[str]:
     return [sys.executable, tool.origin]
 
 
-def _measured(plan: StudyPlan, folder: Path, say: Say) -> Path:
+def _measured(plan: StudyPlan, folder: Path, log: Log) -> Path:
     """The file of what this machine can do, measured once for a study. Raises UserError."""
     path = folder / "hardware.json"
     if not path.exists():
-        say("measuring this machine for the predictions: a few minutes")
+        log("measuring this machine for the predictions: a few minutes")
         command = [*_plan_tool(), "measure", "--out", str(path)]
         environment = {**os.environ, **plan.environment}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -278,7 +278,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Name, clocks, temperature and use of each GPU, as nvidia-smi says them."""
+    """Name, clocks, temperature and use of each GPU, as nvidia-smi prints them."""
     fields = "name,clocks.sm,clocks.mem,temperature.gpu,utilization.gpu"
     try:
         done = subprocess.run(

@@ -51,7 +51,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Summary:
-    """All rows, best first and failures last, with what the notes under the table say."""
+    """All rows, best first and failures last, with the notes under the table."""
 
     header: Line
     rows: tuple[Outline, ...]
@@ -60,7 +60,7 @@ class Summary:
 
 
 def summary(raw: RawRows) -> Summary:
-    """Everything that the raw rows say. Raises UserError where there is no header."""
+    """Everything in the raw rows. Raises UserError where there is no header."""
     header = raw.header
     if header is None:
         raise UserError("no raw rows of a study: run it first")
@@ -183,8 +183,8 @@ def _notes(
     for (letter, found), lines in zip(agreements.items(), works.values(), strict=True):
         notes.append(_equal_work(letter, found, lines))
     if len(works) > 1:
-        told = zip(agreements, _differ(works), strict=True)
-        notes += [f"Work {letter}: {text}." for letter, text in told]
+        groups = zip(agreements, _differ(works), strict=True)
+        notes += [f"Work {letter}: {text}." for letter, text in groups]
     if done:
         notes += [_machines(done), *_warnings(done)]
     going = [found for found in runs.values() if all(x["status"] == FINISHED for x in found)]
@@ -289,7 +289,7 @@ FAILURES = ["row", "status", "finished runs", "reason"]
 
 
 def cells_of(found: Summary) -> dict[str, list[str]]:
-    """The columns of the rows that ran, by their headings; those that say nothing are left out."""
+    """The columns of the rows that ran, by heading, without the empty ones."""
     ran = [row for row in found.rows if row.speed is not None]
     columns = {heading: [cell(row) for row in ran] for heading, cell in CELLS.items()}
     if len({row.work for row in ran}) < 2:

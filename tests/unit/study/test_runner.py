@@ -111,7 +111,7 @@ BANNER = (
     "code, state, log, done, status, reason",
     [
         (0, "", BANNER, 10, "ok", ""),
-        (0, "", BANNER, 9, "crashed", "it said nothing, after iteration 9 of 10, exit code 0"),
+        (0, "", BANNER, 9, "crashed", "it printed nothing, after iteration 9 of 10, exit code 0"),
         (2, "", "1 fault in the settings:\n  --lr: gone\n", 0, "refused", "--lr: gone"),
         (1, "", BANNER + "iteration 2: NaN\n  more\n", 1, "crashed", "iteration 2: NaN, after"),
         (
