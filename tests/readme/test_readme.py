@@ -153,7 +153,7 @@ PATHS = r"`([\w.\-/]+(?:/|\.(?:py|sh|sbatch|md|toml|txt|json)))`"
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_paths_that_a_page_names_exist(page: Path):
-    """Those of the checkout's folders; what other programs have is named with a folder of theirs."""
+    """Those in the checkout; other programs' files are named with their folder."""
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"quickstart", ".venv"}
     named = set(re.findall(PATHS, page.read_text()))
     ours = {name for name in named if name.split("/")[0] in folders}
