@@ -1,0 +1,85 @@
+"""Commands of pretrain_gpt.py on the pages of docs/: their flags are read and resolved, on computed
+tokens, since data and tokenizers are the reader's.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.config.arguments import parse_arguments
+from megatron.config.validate import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = {
+    *("--data-path", "--train-data-path", "--valid-data-path"),
+    *("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file"),
+}
+# what a reader puts in, and settings that a checkpoint gives
+INCOMPLETE = re.compile(r"<|\.\.\.|FLAGS|--use-checkpoint-args|--config ")
+
+
+@cache
+def preset(name: str) -> dict[str, list[str]]:
+    """The flags that `preset NAME` sets, by the name of their variable."""
+    script = f'source scripts/presets.sh && preset {name} && printf "%s\\n" "${{{{}}[@]}}"'
+    return {
+        variable: subprocess.run(
+            ["bash", "-c", script.replace("{}", variable)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for variable in ("model", "fits")
+    }
+
+
+def commands() -> Iterator[tuple[str, str, str]]:
+    """(page, preset named before it, command) of every complete command in an indented block."""
+    for page in sorted((ROOT / "docs").glob("*/*.md")):
+        text, named = page.read_text().replace("\\\n", " "), ""
+        for line in text.splitlines():
+            named = (re.findall(r"preset ([\w.-]+)", line) or [named])[-1]
+            if line.startswith("    ") and "pretrain_gpt.py" in line:
+                if not INCOMPLETE.search(line):
+                    command = line.split("  #")[0].replace("$((vocabulary - 1))", "128255")
+                    yield page.stem, named, " ".join(command.split())
+
+
+CASES = list(commands())
+
+
+def words_of(command: str, named: str) -> list[str]:
+    """The flags, with those of the preset and computed tokens."""
+    words: list[str] = []
+    for word in shlex.split(command.partition("pretrain_gpt.py")[2]):
+        variable = re.fullmatch(r"\$\{(model|fits)\[@\]\}", word)
+        words += preset(named)[variable[1]] if variable else [word]
+    kept, dropping = [], False
+    for word in words:
+        if word.startswith("--"):
+            dropping = word in DATA
+        kept += [] if dropping else [word]
+    return kept if "--mock-data" in kept else [*kept, "--mock-data", "--vocab-size", "128255"]
+
+
+def test_there_are_commands():
+    assert len(CASES) >= 6 and len({page for page, _, _ in CASES}) >= 5, CASES
+
+
+@pytest.mark.parametrize(
+    "page, named, command", CASES, ids=[f"{page}-{i}" for i, (page, _, _) in enumerate(CASES)]
+)
+def test_the_flags_of_a_command_are_valid(page: str, named: str, command: str):
+    words = words_of(command, named)
+    ranks = re.search(r"--world-size (\d+)|--nproc-per-node (\d+)", command)
+    read = parse_arguments(words)
+    resolve(read.config, int(ranks[1] or ranks[2]) if ranks else 1, None)
+    assert read.not_done == [], read.not_done
