@@ -4,7 +4,7 @@
 #   bash scripts/gpu.sh                 the next one without a result
 #   bash scripts/gpu.sh NAME [STAGE ...]
 # Results go to OUT (gpu-results/NAME), and the record of a whole script on a GPU to docs/results/gpu/NAME.json. PYTHON names the
-# interpreter whose torch sees the GPU (python3). docs/performance.md has what each script decides, and which wheels to carry.
+# interpreter whose torch sees the GPU (python3). docs/howto/gpu_window.md has what each script decides, and which wheels to carry.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 python="${PYTHON:-python3}"
