@@ -97,7 +97,7 @@ class Step:
             rates=LearningRates(1e-4, 1e-4),
             weight_decay=0.1,
             grad_sq_sum=self.squares,
-            grad_factor=1.0,
+            grad_scale=1.0,
         ).deferred.values():
             step_on_host()
         self.optimizer.files.expect((), read=False)  # all is written

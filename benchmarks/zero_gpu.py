@@ -75,8 +75,8 @@ from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.zero import Zero
 from megatron.training.exit import ExitConditions
 from megatron.training.run import Progress, Run
-from megatron.training.step import StepHandle, forward_backward, update
-from megatron.training.timing import OwnTimes, Timing
+from megatron.training.step import PendingStep, all_reduce_totals, forward_backward, update
+from megatron.training.timing import Timing
 
 COMMON = (
     "--mock-data --tokenizer-type NullTokenizer --bf16 --lr 1e-4 --train-iters 100 --eval-iters 0"
@@ -267,7 +267,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
     zero, passes = Zero(model, blocks, groups, config.distributed), LayerPasses()
     seq, samples = config.data.seq_length, config.training.micro_batch_size
     timers = Timers()
-    timing = Timing(timers, OwnTimes(device, groups.world, timers), None, EventLog(None, 0, timers))
+    timing = Timing(timers, None, None, EventLog(None, 0, timers))
     return Run(
         config=config,
         groups=groups,
@@ -329,7 +329,7 @@ def static_kinds(run: Run) -> dict[str, int]:
     }
 
 
-def take_steps(run: Run, count: int) -> tuple[list[float], list[StepHandle]]:
+def take_steps(run: Run, count: int) -> tuple[list[float], list[PendingStep]]:
     """Real steps: the milliseconds of each, and what it left to be read."""
     cuda, marks, pendings = run.device.type == "cuda", [], []
 
@@ -343,7 +343,9 @@ def take_steps(run: Run, count: int) -> tuple[list[float], list[StepHandle]]:
         gradients = forward_backward(
             run, first_sample=0, batch_size=run.config.training.global_batch_size, loss_scale=1.0
         )
-        pendings.append(update(run, gradients, rates=LearningRates(1e-4, 1e-4), weight_decay=0.1))
+        totals = all_reduce_totals(run, gradients)
+        rates = LearningRates(1e-4, 1e-4)
+        pendings.append(update(run, gradients, totals, rates=rates, weight_decay=0.1))
         mark()
     if cuda:
         torch.cuda.synchronize()

@@ -15,8 +15,8 @@ import statistics
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,21 +46,17 @@ from megatron.model.gpt import GPTModel  # noqa: E402
 from megatron.model.init import fill_initial  # noqa: E402
 from megatron.model.stages import Stage  # noqa: E402
 from megatron.parallel.blocks import build_blocks  # noqa: E402
-from megatron.parallel.layer_passes import LayerPasses, Passes  # noqa: E402
-from megatron.parallel.pipeline import (
-    Computation,
-    Pipeline,
-    Recording,
-    StepSums,
-    Weights,
-    acknowledgements,
-    loss_gradient,
-)  # noqa: E402
+from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
+from megatron.parallel.messages import StageMessages  # noqa: E402
+from megatron.parallel.pipeline import Pipeline, StepState, StepSums, Weights  # noqa: E402
+from megatron.parallel.recording import Recording  # noqa: E402
 from megatron.parallel.schedule import (
     COMPUTATIONS,
     Action,
     Kind,
+    Message,
     Schedule,
+    acknowledgements,
     build_schedule,
     forward_only,
     makes,
@@ -158,32 +154,38 @@ class Job:
         """A stage's forward pass, input gradient and weight gradient for one micro-batch: what
         `moment` gave before them and after each.
         """
-        layers, last = self.pipeline.layers[stage], stage + 1 == len(self.placement)
+        last = stage + 1 == len(self.placement)
         found = [moment()]
         micro = self.micro_batch(self.tokens(0))  # alive until the end, as in a step
-        held = deque([micro] * len(layers))
-        x = None if stage == 0 else torch.zeros(self.pipeline.shape)
-        y, held = self.computed(Kind.FORWARD, stage, x, held)
-        dy = loss_gradient(y, 1.0) if last else torch.ones_like(y)
-        del x, y
+        messages = StageMessages(
+            self.placement, self.groups, {}, self.pipeline.shape, self.model.dtype, CPU
+        )
+        step = StepState(iter([micro]), messages, 1.0, 1.0)
+        if stage > 0:
+            messages.inbox[Message(Kind.FORWARD, stage, 0)] = torch.zeros(self.pipeline.shape)
+        self.pipeline.forward(step, Action(Kind.FORWARD, stage, 0))
+        if not last:
+            y = _made(messages, Message(Kind.FORWARD, stage + 1, 0))
+            messages.inbox[Message(Kind.BACKWARD, stage, 0)] = torch.ones_like(y)
+            del y
         found.append(moment())
-        _, held = self.computed(Kind.BACKWARD_INPUT, stage, dy, held)
-        del _
+        self.pipeline.backward(step, Action(Kind.BACKWARD_INPUT, stage, 0))
+        if stage > 0:
+            _made(messages, Message(Kind.BACKWARD, stage - 1, 0))
         found.append(moment())  # the remaining references may hold dy
-        self.computed(Kind.BACKWARD_WEIGHT, stage, None, held)
+        self.pipeline.backward(step, Action(Kind.BACKWARD_WEIGHT, stage, 0))
         return [*found, moment()]
-
-    def computed(self, kind: Kind, stage: int, x: Tensor | None, held: deque[Any]) -> Any:
-        """(the result of a computation, what it leaves)."""
-        work = Computation(Action(kind, stage, 0), x, held)
-        self.pipeline.compute([work])
-        return work.x, work.left
 
     def step(self, schedule: Schedule, scale: float = 1.0) -> StepSums:
         """One run of a schedule."""
-        return self.pipeline.run(
-            schedule, lambda index: self.micro_batch(self.tokens(index)), scale
-        )
+        count = range(schedule.micro_batches)
+        micro_batches = (self.micro_batch(self.tokens(index)) for index in count)
+        return self.pipeline.run(schedule, micro_batches, scale)
+
+
+def _made(messages: StageMessages, message: Message) -> Tensor:
+    """The result of a computation, taken away from the next stage."""
+    return (messages.inbox if message in messages.inbox else messages.outbox).pop(message)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -326,20 +328,19 @@ class Sleeper(Layer):
         self.stage = stage
 
 
-class SleepingPasses(Passes):
+class SleepingPasses:
     """Passes that only sleep. `costs`: seconds by kind, then by stage."""
 
     def __init__(self, costs: dict[str, list[float]], shape: tuple[int, int, int]):
-        self.costs, self.out, self.scalars = costs, torch.zeros(shape), {}
+        self.costs, self.out = costs, torch.zeros(shape)
 
-    def begin(self, scale: float, objectives: set[str]) -> None:
-        pass
-
-    def forward(self, layer: Sleeper, x: Tensor | None, micro: Any) -> tuple[Tensor, None]:
+    def forward(
+        self, layer: Sleeper, x: Tensor | None, micro: Any, scalars: Any
+    ) -> tuple[Tensor, None]:
         return self._sleep("F", layer)
 
     def backward(
-        self, kind: Kind, layer: Sleeper, dy: Tensor | None, saved: Any
+        self, kind: Kind, layer: Sleeper, dy: Tensor | None, saved: Any, aux_scale: float
     ) -> tuple[Tensor, None]:
         parts = {
             Kind.BACKWARD: "IW",
@@ -380,7 +381,7 @@ def sleeps(
         all_reduce(torch.zeros(1), groups.pp)
         recording = Recording(CPU)
         cpu, begin = time.thread_time(), time.perf_counter()
-        pipeline.run(schedule, lambda index: None, 1.0, recording)
+        pipeline.run(schedule, repeat(None), 1.0, recording)
         cpu, wall = time.thread_time() - cpu, time.perf_counter() - begin
         spans = [
             [
@@ -462,7 +463,7 @@ def against_torch(
     parts = batch.chunk(micro_batches)
 
     def ours() -> float:
-        sums = job.pipeline.run(schedule, lambda index: job.micro_batch(parts[index]), 1.0).losses
+        sums = job.pipeline.run(schedule, map(job.micro_batch, parts), 1.0).losses
         return float(sum(each[0] for each in sums.values())) if sums else 0.0
 
     sides: dict[str, Callable[[], float]] = {"ours": ours, "torch": lambda: theirs.step(batch)}

@@ -19,7 +19,7 @@ import pretrain_gpt  # noqa: E402
 from megatron.model.block import HeadBlock  # noqa: E402
 from megatron.model.gpt import GPTModel  # noqa: E402
 from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
-from megatron.training import loop  # noqa: E402
+from megatron.training import loop, step  # noqa: E402
 
 
 class Ended(Exception):
@@ -33,8 +33,8 @@ class Watched:
         self.turns = Turns(self.finish)
         self.run = None
         self.forward_backward, self.update, self.finish_step = (
-            loop.forward_backward,
-            loop.update,
+            step.forward_backward,
+            step.update,
             loop.finish_step,
         )
         self.micro_batch, self.backward = GPTModel.micro_batch, LayerPasses.backward
@@ -71,12 +71,8 @@ class Watched:
 def main() -> int:
     watched = Watched()
     with (
-        mock.patch.multiple(
-            loop,
-            forward_backward=watched.on_step,
-            update=watched.on_update,
-            finish_step=watched.on_finish_step,
-        ),
+        mock.patch.multiple(step, forward_backward=watched.on_step, update=watched.on_update),
+        mock.patch.object(loop, "finish_step", watched.on_finish_step),
         mock.patch.object(GPTModel, "micro_batch", lambda *a, **k: watched.on_micro_batch(*a, **k)),
         mock.patch.object(LayerPasses, "backward", lambda *a: watched.on_backward(*a)),
     ):

@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_leaves
 STEP = (
     ("megatron.training.loop", "forward_backward"),
     ("megatron.training.loop", "update"),
+    ("megatron.training.step", "forward_backward"),
+    ("megatron.training.step", "update"),
 )
 # Functions of torch.distributed that send, and which argument holds what a rank gives.
 SENDERS = {

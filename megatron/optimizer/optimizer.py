@@ -210,20 +210,20 @@ class Optimizer:
         rates: LearningRates,
         weight_decay: float,
         grad_sq_sum: Tensor,
-        grad_factor: Tensor | float,
+        grad_scale: Tensor | float,
     ) -> StepOutcome:
         """Update the weights from the gradients, whose sum of squares over all ranks is
         `grad_sq_sum`, and all-gather them block by block. Of `rates` each tensor takes the one that
         it declares.
 
-        `grad_factor` (float64 scalar or number) turns the accumulated gradient into that of the
+        `grad_scale` (float64 scalar or number) turns the accumulated gradient into that of the
         mean loss per valid token: nominal tokens / (valid tokens x loss scale). A non-finite
         gradient or factor leaves weights, moments and step count as they are. The steps of blocks
         on the host are not carried out: the outcome holds them.
         """
-        norm = grad_sq_sum.sqrt() * grad_factor
+        norm = grad_sq_sum.sqrt() * grad_scale
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
-        coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_factor).to(self.wide)
+        coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_scale).to(self.wide)
         deferred: dict[Block, Callable[[], None]] = {}
         without_host = self.rule.skips_on_device and norm.is_cuda and self.matrix_rule is None
         if without_host or not found_inf.item():

@@ -1,8 +1,7 @@
 """Proof that a schedule is right, for any lists of actions: complete, in order, its messages
 matched, free of deadlock, bounded in memory.
 
-Called from the tests, for every schedule; parallel/pipeline.py and parallel/simulate.py take from
-it who sends what to whom.
+Called from the tests, for every schedule.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.parallel.schedule import Action, Kind, Message, Schedule, makes, needs, send_of
+from megatron.parallel.schedule import (
+    WORDS,
+    Action,
+    Kind,
+    Message,
+    Schedule,
+    channel_of,
+    makes,
+    needs,
+    send_of,
+    source_of,
+)
 
-WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "input gradient",
-    Kind.BACKWARD_WEIGHT: "weight gradient",
-    Kind.REBUILD: "rebuild",
-    Kind.SEND_FORWARD: "send of the output",
-    Kind.RECEIVE_FORWARD: "receive of the input",
-    Kind.SEND_BACKWARD: "send of the input's gradient",
-    Kind.RECEIVE_BACKWARD: "receive of the output's gradient",
-}
 # of the gradients
 PARTS = {Kind.BACKWARD: "IW", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHT: "W"}
 SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
@@ -146,30 +145,6 @@ def _awaited(
         if needed is not None and not messages.arrived(needed, rank):
             return action, needed
     return None
-
-
-def channel_of(
-    action: Action, placement: tuple[int, ...]
-) -> tuple[Place, Message] | tuple[None, None]:
-    """(sender, receiver) and the message of a send or receive; a neighbour that does not exist is
-    rank -1.
-    """
-    kind, stage, micro = action
-    if kind is Kind.SEND_FORWARD or kind is Kind.RECEIVE_FORWARD:
-        receiver = stage + 1 if kind is Kind.SEND_FORWARD else stage
-        ends, message = (receiver - 1, receiver), Message(Kind.FORWARD, receiver, micro)
-    elif kind is Kind.SEND_BACKWARD or kind is Kind.RECEIVE_BACKWARD:
-        receiver = stage - 1 if kind is Kind.SEND_BACKWARD else stage
-        ends, message = (receiver + 1, receiver), Message(Kind.BACKWARD, receiver, micro)
-    else:
-        return None, None
-    sender, receiver = (placement[end] if 0 <= end < len(placement) else -1 for end in ends)
-    return (sender, receiver), message
-
-
-def source_of(message: Message, placement: tuple[int, ...]) -> int:
-    """The rank that sends a message."""
-    return placement[message.stage + (-1 if message.kind is Kind.FORWARD else 1)]
 
 
 def _error(schedule: Schedule, place: Place, problem: str) -> ScheduleError:

@@ -15,7 +15,7 @@ another is replayed, so that all of them share one pool.
 
 The first step is made without graphs: kernels are compiled and libraries set up there. Embedding,
 head, evaluation and a layer with the table of positions never have graphs. Called from
-parallel/pipeline.py as LayerPasses are. s sequence, b batch, h hidden.
+parallel/pipeline.py like LayerPasses. s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
@@ -33,8 +33,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.config.errors import UserError
 from megatron.model.block import Layer, LayerBlock, MicroBatch, WithScalars
-from megatron.parallel.layer_passes import LayerPasses, LostGradientError, every_gradient_arrives
-from megatron.parallel.schedule import Kind
+from megatron.model.gpt import GPTModel
+from megatron.parallel.layer_passes import (
+    LayerPasses,
+    LostGradientError,
+    check_all_params_got_grads,
+)
+from megatron.parallel.pipeline import Pipeline, StepState, StepSums, objectives_of
+from megatron.parallel.schedule import Kind, Schedule
 
 STEPS_WITHOUT = 1
 
@@ -119,22 +125,22 @@ class GraphedPasses(LayerPasses):
     Raises UserError where there is no GPU.
     """
 
-    def __init__(self, device: torch.device, graph: type[CudaGraph] = CudaGraph):
-        super().__init__()
+    def __init__(self, model: GPTModel, device: torch.device, graph: type[CudaGraph] = CudaGraph):
+        super().__init__(objectives=objectives_of(model))
         if graph is CudaGraph and device.type != "cuda":
             raise UserError("--cuda-graphs: needs a GPU; drop the flag")
         self.graph = graph
         self.steps = 0
+        # whose results other computations read, when the next replay has overwritten them
+        self.first = {chunk[0][1] for chunk in model.chunks}
+        self.last = {chunk[-1][1] for chunk in model.chunks}
         self.slots: dict[int, MicroBatchSlot] = {}  # by the identity of their micro-batches
         self.free: list[MicroBatchSlot] = []
         self.captured: dict[tuple[Layer, int], CapturedLayer] = {}
         self.backward_pool: Any = None
 
-    def begin(self, scale: float, objectives: set[str]) -> None:
-        super().begin(scale, objectives)
-        self.steps += torch.is_grad_enabled()
-
     def place(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch in a slot, where graphs read it."""
         if not torch.is_grad_enabled() or self.steps <= STEPS_WITHOUT:
             return micro
         if self.free:
@@ -146,32 +152,35 @@ class GraphedPasses(LayerPasses):
             self.slots[id(copied)] = slot
         return slot.micro
 
-    def leave(self, micro: MicroBatch) -> None:
+    def free_slot(self, micro: MicroBatch) -> None:
+        """A micro-batch has had its last pass."""
         if id(micro) in self.slots:
             self.free.append(self.slots[id(micro)])
 
-    def handed_on(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.clone()
-
     def forward(
-        self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False
+        self,
+        layer: Layer,
+        x: Tensor | None,
+        micro: MicroBatch,
+        scalars: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Any]:
         slot = self.slots.get(id(micro))
         if slot is None or not is_captured(layer):
-            return super().forward(layer, x, micro, again)
+            return super().forward(layer, x, micro, scalars)
         key = layer, slot.index
         if key not in self.captured:
             self.captured[key] = self._capture_forward(layer, x, slot)
         captured = self.captured[key]
         captured.x.data.copy_(x)  # what autograd has saved of it is to be read again
         captured.forward.replay()
-        return captured.y.detach(), captured
+        y = captured.y.detach()
+        return copied(y) if layer in self.last else y, captured
 
     def backward(
-        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any, aux_scale: float = 0.0
     ) -> tuple[Tensor | None, Any]:
         if not isinstance(saved, CapturedLayer):
-            return super().backward(kind, layer, dy, saved)
+            return super().backward(kind, layer, dy, saved, aux_scale)
         assert kind is Kind.BACKWARD, "a split backward pass is not captured"
         weights = self.parameters[layer]
         overwrites = are_overwritten(weights)
@@ -182,7 +191,7 @@ class GraphedPasses(LayerPasses):
         graph.replay()
         for weight in weights if overwrites else ():
             weight.overwrite_main_grad = False
-        return dx, None
+        return copied(dx) if layer in self.first else dx, None
 
     def _capture_forward(self, layer: Layer, x: Tensor, slot: MicroBatchSlot) -> CapturedLayer:
         if not self.captured:
@@ -208,13 +217,34 @@ class GraphedPasses(LayerPasses):
             return dx
 
         try:
-            with every_gradient_arrives([get_gradient_edge(captured.y)], ()):
+            with check_all_params_got_grads([get_gradient_edge(captured.y)], ()):
                 return graph, graph.capture(differentiate)
         except LostGradientError as error:
             raise UserError(
                 "--cuda-graphs: what a captured backward pass computes is in main_grad, and these "
                 f"parameters leave their gradient to autograd: {error.names}; drop the flag"
             ) from error
+
+
+class GraphedPipeline(Pipeline):
+    """A pipeline whose micro-batches are in slots as long as they are in flight."""
+
+    passes: GraphedPasses
+
+    def run(
+        self, schedule: Schedule, micro_batches: Iterator[MicroBatch], *args: Any, **kwargs: Any
+    ) -> StepSums:
+        self.passes.steps += torch.is_grad_enabled()
+        return super().run(schedule, map(self.passes.place, micro_batches), *args, **kwargs)
+
+    def release_micro_batch(self, step: StepState, micro: int) -> None:
+        self.passes.free_slot(step.micro_batches[micro])
+        super().release_micro_batch(step, micro)
+
+
+def copied(x: Tensor) -> Tensor:
+    """A result that outlives the next replay."""
+    return x.clone()
 
 
 def are_overwritten(weights: Sequence[Tensor]) -> bool:

@@ -16,7 +16,7 @@ hidden.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.distributed.collectives import all_gather
 from megatron.distributed.groups import ALONE, Axis
-from megatron.distributed.turns import Turns
 from megatron.model.block import Layer, MicroBatch, WithScalars
 from megatron.model.linear import LaterGrad, add_weight_grads, deferring_weight_grads
 from megatron.model.recompute_context import Parked
@@ -65,102 +64,76 @@ class LostGradientError(RuntimeError):
         )
 
 
-class Passes:
-    """What the executor asks of passes beside carrying them out, where nothing keeps a place."""
-
-    def place(self, micro: MicroBatch) -> MicroBatch:
-        """The micro-batch that passes are to be given in place of this one, from its first forward
-        pass on.
-        """
-        return micro
-
-    def leave(self, micro: MicroBatch) -> None:
-        """What `place` returned has had its last pass."""
-
-    def expect(self, passes: Sequence[tuple[Layer, Kind, int]]) -> None:
-        """Before a step, or an evaluation: these passes on these micro-batches come, in this
-        order.
-        """
-
-    def together(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
-        """A backward pass of one layer and a forward pass of one, on another micro-batch."""
-        forward()
-        backward()
-
-    def handed_on(self, x: Tensor | None) -> Tensor | None:
-        """The result of a stage's last layer as something that may live as long as it is read."""
-        return x
-
-
-class LayerPasses(Passes):
-    """Carries out passes of layers; adds up the scalars that they return. `sharing`: the ranks that
-    hold the same input of a layer, and keep a share of it each where it is recomputed.
+class LayerPasses:
+    """Carries out passes of layers. `sharing`: the ranks that hold the same input of a layer, and
+    keep a share of it each where it is recomputed; `objectives`: auxiliary outputs of layers that
+    are differentiated along with the loss.
     """
 
-    def __init__(self, sharing: Axis = ALONE):
-        self.sharing = sharing
-        self.scalars: dict[str, Tensor] = {}  # by name, of all forward passes since `begin`
-        self.objectives: set[str] = set()
-        self.scale = 0.0
-        self.turns: Turns | None = None
+    def __init__(self, sharing: Axis = ALONE, objectives: Iterable[str] = ()):
+        self.sharing, self.objectives = sharing, frozenset(objectives)
         # of the layers that have been differentiated
         self.parameters: dict[Layer, list[nn.Parameter]] = {}
 
-    def begin(self, scale: float, objectives: set[str]) -> None:
-        """Before a step: gradients will be those of scale x objective, which scalars of these names
-        are part of.
-        """
-        self.scale, self.objectives = scale, objectives
-        self.scalars = {}
-
-    def together(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
-        """Each runs while the exchanges of the other one travel."""
-        if self.turns is None:
-            self.turns = Turns()
-        # what a backward pass sends first needs little before it
-        self.turns.together(backward, forward)
-
     def forward(
-        self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False
+        self,
+        layer: Layer,
+        x: Tensor | None,
+        micro: MicroBatch,
+        scalars: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Graph | Inputs | None]:
         """The output [s, b, h], detached, and what the backward pass needs: the layer's graph, its
-        inputs alone where it is recomputed, None where nothing is to be differentiated.
-
-        `again`: the second forward pass of recomputation, which always builds the graph. What a
-        layer returns beside its output has been counted by then.
+        inputs alone where it is recomputed, None where nothing is differentiated. Auxiliary outputs
+        are added to `scalars`, if there are any.
         """
-        differentiated = torch.is_grad_enabled()
-        keeps_inputs = differentiated and layer.recompute.whole and not again
-        with torch.set_grad_enabled(differentiated and not keeps_inputs):
-            leaf, own = self._entry(x)
-            y = layer(own, micro)
-            del own
-        scalars: dict[str, Tensor] = {}
+        if torch.is_grad_enabled() and layer.recompute.whole:
+            return self._forward_without_graph(layer, x, micro, scalars)
+        leaf = None if x is None else x.detach().requires_grad_(torch.is_grad_enabled())
+        return self.graph_of(leaf, layer(leaf, micro), scalars)
+
+    def graph_of(
+        self, leaf: Tensor | None, y: Tensor | WithScalars, scalars: dict[str, Tensor] | None
+    ) -> tuple[Tensor, Graph | None]:
+        """The output of a layer, detached, and its graph, whose input gradient is that of `leaf`.
+        `scalars`: None in a second forward pass, whose auxiliary outputs have been counted.
+        """
+        auxiliary: dict[str, Tensor] = {}
         if isinstance(y, WithScalars):
-            y, scalars = y
-        for name, value in scalars.items() if not again else ():
-            self.scalars[name] = self.scalars.get(name, 0.0) + value.detach().double()
-        if keeps_inputs:
-            return y, self._inputs(x, micro) if layer.recompute.first else Inputs(None, micro)
+            y, auxiliary = y
+            add_scalars(scalars, auxiliary)
         if not y.requires_grad:
             return y.detach(), None
         objectives = [
             (get_gradient_edge(value), value.dtype)
-            for name, value in scalars.items()
+            for name, value in auxiliary.items()
             if name in self.objectives and value.requires_grad
         ]
         return y.detach(), Graph(leaf, get_gradient_edge(y), objectives)
 
-    def _entry(self, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """(the leaf whose gradient is that of x [s, b, h], x as the layer reads it)."""
-        own = None if x is None else x.detach().requires_grad_(torch.is_grad_enabled())
-        return own, own
+    # ---- full recomputation
+
+    def _forward_without_graph(
+        self, layer: Layer, x: Tensor | None, micro: MicroBatch, scalars: dict[str, Tensor] | None
+    ) -> tuple[Tensor, Inputs]:
+        """The first forward pass of a layer that is recomputed."""
+        with torch.no_grad():
+            y = layer(x, micro)
+        if isinstance(y, WithScalars):
+            y, auxiliary = y
+            add_scalars(scalars, auxiliary)
+        return y, self._inputs(x, micro) if layer.recompute.first else Inputs(None, micro)
+
+    def forward_again(self, layer: Layer, saved: Inputs) -> tuple[Tensor, Any]:
+        """The second forward pass: the output [s, b, h], and the layer's graph."""
+        x = self._input_of(saved)
+        leaf = None if x is None else x.detach().requires_grad_()
+        return self.graph_of(leaf, layer(leaf, saved.micro), None)
 
     def rebuild(self, layer: Layer, saved: Inputs, following: Inputs) -> tuple[Any, Inputs]:
-        """The forward pass of a layer once more, before the backward pass of another layer of its
+        """The second forward pass of a layer, before the backward pass of another layer of its
         group: (what its own backward pass needs, the same of the layer that reads its output).
         """
-        y, graph = self.forward(layer, self._input_of(saved), saved.micro, again=True)
+        y, graph = self.forward_again(layer, saved)
         return graph, following._replace(x=y)
 
     def _inputs(self, x: Tensor | None, micro: MicroBatch) -> Inputs:
@@ -177,32 +150,40 @@ class LayerPasses(Passes):
             return saved.x
         return all_gather(saved.x, self.sharing).view(saved.shape)
 
+    # ---- backward passes
+
     def backward(
-        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any, aux_scale: float = 0.0
     ) -> tuple[Tensor | None, list[LaterGrad] | None]:
         """A backward pass, whole or one half of a split one: (the gradient of the input [s, b, h],
         what the second half needs). Both are None where there is no such thing.
 
         `dy` is the gradient of the output, None of the second half; `saved` is what `forward`, or
-        the first half, has left. The first half adds all gradients but those of linear layers'
-        weights. What it leaves may hold dy, which is not to be written before the second half.
+        the first half, has left; `aux_scale` multiplies the layer's part of the objective. The
+        first half adds all gradients but those of linear layers' weights. What it leaves may hold
+        dy, which is not to be written before the second half.
         """
         if kind is Kind.BACKWARD_WEIGHT:
             add_weight_grads(saved)
-            fold_grads(self.parameters[layer])
+            accumulate_into_main_grad(self.parameters[layer])
             return None, None
         if saved is None:  # a frozen embedding
             return None, None
         if isinstance(saved, Inputs):
             # the output has no name here: it would live as long as the backward pass
-            saved = self.forward(layer, self._input_of(saved), saved.micro, again=True)[1]
+            saved = self.forward_again(layer, saved)[1]
         if kind is Kind.BACKWARD:
-            return self._differentiate(layer, saved, dy), None
+            return self._differentiate(layer, saved, dy, aux_scale), None
         with deferring_weight_grads(layer) as left:
-            return self._differentiate(layer, saved, dy, left), left
+            return self._differentiate(layer, saved, dy, aux_scale, left), left
 
     def _differentiate(
-        self, layer: Layer, graph: Graph, dy: Tensor, left: Sequence[LaterGrad] = ()
+        self,
+        layer: Layer,
+        graph: Graph,
+        dy: Tensor,
+        aux_scale: float,
+        left: Sequence[LaterGrad] = (),
     ) -> Tensor | None:
         """The gradient of x; those of parameters are in their main_grad, in `left`, or (where that
         is to come first) still in `.grad`.
@@ -210,18 +191,25 @@ class LayerPasses(Passes):
         edges, gradients = [graph.output], [dy]
         for edge, dtype in graph.objectives:
             edges.append(edge)
-            gradients.append(torch.full((), self.scale, dtype=dtype, device=dy.device))
+            gradients.append(torch.full((), aux_scale, dtype=dtype, device=dy.device))
         first = layer not in self.parameters
         if first:
             self.parameters[layer] = list(layer.parameters())
-        with every_gradient_arrives(edges, left) if first else contextlib.nullcontext():
+        with check_all_params_got_grads(edges, left) if first else contextlib.nullcontext():
             torch.autograd.backward(edges, gradients)
-            fold_grads(self.parameters[layer])
+            accumulate_into_main_grad(self.parameters[layer])
         return None if graph.x is None else graph.x.grad
 
 
+def add_scalars(totals: dict[str, Tensor] | None, auxiliary: dict[str, Tensor]) -> None:
+    """Add the auxiliary outputs of a layer, in float64; nothing where they have been counted."""
+    if totals is not None:
+        for name, value in auxiliary.items():
+            totals[name] = totals.get(name, 0.0) + value.detach().double()
+
+
 @torch.no_grad()
-def fold_grads(parameters: Sequence[nn.Parameter]) -> None:
+def accumulate_into_main_grad(parameters: Sequence[nn.Parameter]) -> None:
     """Add what autograd accumulated in `.grad` to `main_grad`. Where a split backward pass has no
     main_grad yet it stays, for the second half.
     """
@@ -237,7 +225,7 @@ def fold_grads(parameters: Sequence[nn.Parameter]) -> None:
 
 
 @contextlib.contextmanager
-def every_gradient_arrives(
+def check_all_params_got_grads(
     edges: Sequence[GradientEdge], left: Sequence[LaterGrad]
 ) -> Iterator[None]:
     """Around a backward pass from `edges`: LostGradientError when a parameter that the graph uses

@@ -9,7 +9,7 @@ left stays on the device, and so does what is read with no pass of a transformer
 The host waits for nothing: streams wait for events. A storage that several tensors share goes once.
 Buffers go by their bytes from one layer to the next and from step to step; the copy into one waits
 for the copy out of it. On a CPU the copies are made at once, in the same order and number. Called
-from parallel/pipeline.py as LayerPasses are; tools/_plan/engine.py takes `Route` and `HostPool`.
+from parallel/pipeline.py like LayerPasses; tools/_plan/engine.py takes `Route` and `HostPool`.
 Never run on a GPU. s sequence, b batch, h hidden.
 """
 
@@ -27,7 +27,8 @@ from megatron.model.block import Layer, MicroBatch
 from megatron.model.recompute_context import Parked
 from megatron.parallel.graphs import tensors_of
 from megatron.parallel.layer_passes import Inputs, LayerPasses
-from megatron.parallel.schedule import Kind
+from megatron.parallel.pipeline import Pipeline, StepSums
+from megatron.parallel.schedule import Kind, Schedule
 
 Pass = tuple[Layer, Kind, int]  # of a layer on a micro-batch
 Key = tuple[Layer, int]
@@ -233,8 +234,14 @@ class OffloadingPasses(LayerPasses):
     of fewer elements than `smallest` stay.
     """
 
-    def __init__(self, device: torch.device, smallest: int, sharing: Axis = ALONE):
-        super().__init__(sharing)
+    def __init__(
+        self,
+        device: torch.device,
+        smallest: int,
+        sharing: Axis = ALONE,
+        objectives: Iterable[str] = (),
+    ):
+        super().__init__(sharing, objectives)
         self.smallest = smallest
         self.copies = HostCopies(device)
         self.routes: dict[int, Route] = {}  # by identity of their passes, which they keep
@@ -243,48 +250,49 @@ class OffloadingPasses(LayerPasses):
         self.coming: dict[Key, Any] = {}  # the events of what has been fetched
         self.going: Departed | None = None  # still on the device, too
         self.one: Tensor | None = None  # element, the memory of all leaves
-        self.parks = False  # the input of the pass that runs may leave
-        self.inputs: dict[int, frozenset[int]] = {}  # storages of micro-batches, by identity
 
-    def expect(self, passes: Sequence[Pass]) -> None:
+    def prepare_passes(self, passes: Sequence[Pass]) -> None:
+        """Before a step, or an evaluation: these passes come, in this order."""
         if id(passes) not in self.routes:
             self.routes[id(passes)] = Route(passes)
         self.route, self.at = self.routes[id(passes)], -1
         assert not self.away and not self.coming, "an offloaded tensor was never read"
 
-    def place(self, micro: MicroBatch) -> MicroBatch:
-        self.inputs[id(micro)] = storages_of(tensors_of(micro))
-        return micro
-
-    def leave(self, micro: MicroBatch) -> None:
-        del self.inputs[id(micro)]
-
     def forward(
-        self, layer: Layer, x: Tensor | None, micro: MicroBatch, again: bool = False
+        self,
+        layer: Layer,
+        x: Tensor | None,
+        micro: MicroBatch,
+        scalars: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Any]:
-        if again:  # within another pass
-            return super().forward(layer, x, micro, again)
         self._begin()
-        if not self.route.leaves[self.at] or not torch.is_grad_enabled():
-            found = super().forward(layer, x, micro)
-            self._end()
-            return found
-        self.parks = True
-        try:
-            with layer.parking() as saved:
-                y, kept = super().forward(layer, x, micro)
-        finally:
-            self.parks = False
-        parked = [each for place in saved if (each := place()) is not None]
-        if isinstance(kept, Inputs):
-            assert isinstance(kept.x, Tensor)
-            parked = [Parked(kept.x, LAYER_INPUT)]
-            kept = kept._replace(x=parked[0])
-        _, _, number = self.route.passes[self.at]
-        departed = self.copies.send(self._going(layer, micro, parked))
-        self.away[layer, number] = departed
+        departed = None
+        if self.route.leaves[self.at] and torch.is_grad_enabled():
+            y, kept, parked = self._forward_parking(layer, x, micro, scalars)
+            _, _, number = self.route.passes[self.at]
+            departed = self.copies.send(self._going(layer, micro, parked))
+            self.away[layer, number] = departed
+        else:
+            y, kept = super().forward(layer, x, micro, scalars)
         self._end(departed)
         return y, kept
+
+    def _forward_parking(
+        self, layer: Layer, x: Tensor | None, micro: MicroBatch, scalars: dict[str, Tensor] | None
+    ) -> tuple[Tensor, Any, list[Parked]]:
+        """A forward pass, and the tensors it saves that may move to the host."""
+        if layer.recompute.whole:
+            y, inputs = super().forward(layer, x, micro, scalars)
+            assert isinstance(inputs, Inputs) and isinstance(inputs.x, Tensor)
+            parked = [Parked(inputs.x, LAYER_INPUT)]
+            return y, inputs._replace(x=parked[0]), parked
+        with layer.parking() as saved:
+            leaf, own = self._entry(x)
+            output = layer(own, micro)
+            del own
+        y, graph = self.graph_of(leaf, output, scalars)
+        del output
+        return y, graph, [each for place in saved if (each := place()) is not None]
 
     def rebuild(self, layer: Layer, saved: Inputs, following: Inputs) -> tuple[Any, Inputs]:
         self._begin()
@@ -293,10 +301,10 @@ class OffloadingPasses(LayerPasses):
         return found
 
     def backward(
-        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any, aux_scale: float = 0.0
     ) -> tuple[Tensor | None, Any]:
         self._begin()
-        found = super().backward(kind, layer, dy, saved)
+        found = super().backward(kind, layer, dy, saved, aux_scale)
         self._end()
         return found
 
@@ -318,8 +326,9 @@ class OffloadingPasses(LayerPasses):
         self.going = departed
 
     def _entry(self, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if x is None or not (self.parks and torch.is_grad_enabled()):
-            return super()._entry(x)
+        """(the leaf whose gradient is that of x [s, b, h], x as the layer reads it)."""
+        if x is None:
+            return None, None
         if self.one is None:
             self.one = x.new_empty(())
         leaf = self.one.expand(x.shape).requires_grad_()
@@ -334,7 +343,7 @@ class OffloadingPasses(LayerPasses):
         """The storages of a forward pass that leave: those that the chosen modules alone keep,
         neither weights nor parts of the micro-batch.
         """
-        staying = self.inputs[id(micro)] | storages_of(layer.parameters())
+        staying = storages_of(tensors_of(micro)) | storages_of(layer.parameters())
         of_storage: dict[int, list[Parked]] = {}
         for each in parked:
             assert each.tensor is not None
@@ -351,6 +360,16 @@ class OffloadingPasses(LayerPasses):
             for each in sharing:
                 each.leave(found[-1].read)
         return found
+
+
+class OffloadingPipeline(Pipeline):
+    """A pipeline whose passes know their order, which decides what leaves the device."""
+
+    passes: OffloadingPasses
+
+    def run(self, schedule: Schedule, *args: Any, **kwargs: Any) -> StepSums:
+        self.passes.prepare_passes(self.prepare(schedule).passes)
+        return super().run(schedule, *args, **kwargs)
 
 
 def storages_of(tensors: Iterable[Tensor | nn.Parameter]) -> frozenset[int]:

@@ -40,6 +40,17 @@ class Kind(enum.Enum):
     __hash__ = object.__hash__  # Enum's runs in Python, for each of millions of actions
 
 
+WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "input gradient",
+    Kind.BACKWARD_WEIGHT: "weight gradient",
+    Kind.REBUILD: "rebuild",
+    Kind.SEND_FORWARD: "send of the output",
+    Kind.RECEIVE_FORWARD: "receive of the input",
+    Kind.SEND_BACKWARD: "send of the input's gradient",
+    Kind.RECEIVE_BACKWARD: "receive of the output's gradient",
+}
 COMPUTATIONS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 
 
@@ -140,6 +151,30 @@ def makes(action: Action, placement: Sequence[int]) -> Message | None:
     ):
         return Message(Kind.BACKWARD, stage - 1, micro)
     return None
+
+
+def channel_of(
+    action: Action, placement: tuple[int, ...]
+) -> tuple[tuple[int, int], Message] | tuple[None, None]:
+    """(sender, receiver) and the message of a send or receive; a neighbour that does not exist is
+    rank -1.
+    """
+    kind, stage, micro = action
+    if kind is Kind.SEND_FORWARD or kind is Kind.RECEIVE_FORWARD:
+        receiver = stage + 1 if kind is Kind.SEND_FORWARD else stage
+        ends, message = (receiver - 1, receiver), Message(Kind.FORWARD, receiver, micro)
+    elif kind is Kind.SEND_BACKWARD or kind is Kind.RECEIVE_BACKWARD:
+        receiver = stage - 1 if kind is Kind.SEND_BACKWARD else stage
+        ends, message = (receiver + 1, receiver), Message(Kind.BACKWARD, receiver, micro)
+    else:
+        return None, None
+    sender, receiver = (placement[end] if 0 <= end < len(placement) else -1 for end in ends)
+    return (sender, receiver), message
+
+
+def source_of(message: Message, placement: tuple[int, ...]) -> int:
+    """The rank that sends a message."""
+    return placement[message.stage + (-1 if message.kind is Kind.FORWARD else 1)]
 
 
 def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, int]]:

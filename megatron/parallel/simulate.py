@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from megatron.parallel.check import SENDS, channel_of, walk
-from megatron.parallel.schedule import Action, Kind, Message, Schedule, needs
+from megatron.parallel.check import SENDS, walk
+from megatron.parallel.schedule import Action, Kind, Message, Schedule, channel_of, needs
 from megatron.parallel.timeline import Span, Timeline
 
 

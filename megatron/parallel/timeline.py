@@ -12,8 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megatron.config.errors import UserError
-from megatron.parallel.check import WORDS
-from megatron.parallel.schedule import COMPUTATIONS, Kind
+from megatron.parallel.schedule import COMPUTATIONS, WORDS, Kind
 
 
 class Span(NamedTuple):

@@ -16,8 +16,8 @@ import torch
 from megatron.config.groups import TrainingConfig
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.groups import Axis
-from megatron.training.arriving import Arriving, sent
 from megatron.training.early import SIGNAL_CODES, Early
+from megatron.training.host_copy import AsyncHostCopy, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,11 @@ class ExitConditions:
         over = limit is not None and (time.monotonic() - self.start) / 60 > limit
         return [*(float(self.received is number) for number in SIGNAL_CODES), float(over)]
 
-    def ask(self, axis: Axis, device: torch.device) -> Arriving:
+    def ask(self, axis: Axis, device: torch.device) -> AsyncHostCopy:
         """Begin to exchange requests between all ranks."""
-        return Arriving(all_reduce(sent(self.requests(), device), axis))
+        return AsyncHostCopy(all_reduce(to_device(self.requests(), device), axis))
 
-    def take(self, asked: Arriving) -> bool:
+    def take(self, asked: AsyncHostCopy) -> bool:
         """Read what all ranks have asked for; whether a signal is among it. What ranks do next must
         depend on `agreed` alone.
         """

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron.config.stages import frozen_units
 from megatron.data.loader import Source
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import PEERS
-from megatron.model.arithmetic import flops_per_iteration, global_batch_size_at, iterations_for
+from megatron.model.arithmetic import flops_per_iteration, iterations_for
 from megatron.model.gpt import layer_names
 from megatron.observe.console import evaluation_lines, training_line
 from megatron.observe.expert_load import load_metrics
@@ -34,21 +35,20 @@ from megatron.observe.metrics import (
 )
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.parallel.drawing import draw
-from megatron.parallel.pipeline import Recording
+from megatron.parallel.recording import Recording
 from megatron.parallel.timeline import Timeline
 from megatron.training.checkpointing import finalize, save, save_local
 from megatron.training.evaluate import evaluate
 from megatron.training.exit import Exit
 from megatron.training.garbage import collect_after, collected_evaluation, manual_collection
 from megatron.training.passes import schedule_of
-from megatron.training.run import Progress, Run
+from megatron.training.run import Progress, Run, finished, is_logged
 from megatron.training.sample_text import write_sample
 from megatron.training.step import (
-    Report,
-    StepHandle,
-    forward_backward,
+    PendingStep,
+    StepMetrics,
     non_finite_micro_batches,
-    update,
+    train_step,
 )
 from megatron.training.timing import rows_of_ranks
 
@@ -70,19 +70,7 @@ class Interval:
     started: float
     iterations: int = 0
     outside: float = 0.0  # seconds of evaluation and checkpoints, which are no part of an iteration
-    last: Report | None = None
-
-
-def finished(config: Config, progress: Progress) -> bool:
-    """Whether the run has reached --train-iters or --train-samples."""
-    if config.training.train_iters is not None:
-        return progress.iteration >= config.training.train_iters
-    return progress.consumed_samples >= config.training.train_samples
-
-
-def is_logged(config: Config, progress: Progress) -> bool:
-    """Whether the iteration that `progress` has counted last ends with a console line."""
-    return progress.iteration % config.logging.log_interval == 0 or finished(config, progress)
+    last: StepMetrics | None = None
 
 
 def last_iteration(config: Config, progress: Progress) -> int:
@@ -96,7 +84,7 @@ def last_iteration(config: Config, progress: Progress) -> int:
     )
 
 
-def finish_step(run: Run, pending: StepHandle | None, interval: Interval) -> None:
+def finish_step(run: Run, pending: PendingStep | None, interval: Interval) -> None:
     """Read the last step's verdict, which the next step's learning rate and loss scale depend on,
     and act on it.
 
@@ -138,17 +126,17 @@ def finish_step(run: Run, pending: StepHandle | None, interval: Interval) -> Non
         )
 
 
-def _count_skipped(run: Run, report: Report) -> None:
+def _count_skipped(run: Run, report: StepMetrics) -> None:
     run.progress.skipped_samples += report.batch_size
     run.progress.open_skipped += 1
     run.timing.events.skipped += 1
 
 
-def _samples(report: Report) -> str:
+def _samples(report: StepMetrics) -> str:
     return f"{report.first_sample}..{report.first_sample + report.batch_size - 1}"
 
 
-def _blame(run: Run, report: Report) -> str:
+def _blame(run: Run, report: StepMetrics) -> str:
     failed, size = non_finite_micro_batches(run, report), run.config.training.micro_batch_size
     lines = [
         (
@@ -172,9 +160,8 @@ def _blame(run: Run, report: Report) -> str:
 
 def pipeline_timeline(run: Run, recording: Recording, batch_size: int) -> Timeline:
     """The step just recorded, of this rank's pipeline; rank 0 writes --pipeline-timeline."""
-    timeline = run.pipeline.timeline(
-        schedule_of(run, batch_size // run.chunk, training=True), recording
-    )
+    schedule = schedule_of(run, batch_size // run.chunk, training=True)
+    timeline = recording.timeline(schedule, run.groups.pp)
     if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
         Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")
     return timeline
@@ -222,14 +209,14 @@ def log(
     return Interval(time.perf_counter())
 
 
-def _timing_metrics(run: Run, report: Report) -> dict[str, float]:
+def _timing_metrics(run: Run, report: StepMetrics) -> dict[str, float]:
     """Goodput, and which rank keeps the others waiting."""
     metrics: dict[str, float] = {}
     if run.config.checkpoint.save is not None:
         metrics |= run.timing.events.goodput(run.progress.iteration)
     watch = run.timing.stragglers
     if watch is not None:
-        metrics |= watch.add(rows_of_ranks(report.own_times, run.groups.world.size))
+        metrics |= watch.add(rows_of_ranks(report.rank_times, run.groups.world.size))
     return metrics
 
 
@@ -307,7 +294,7 @@ def _weight_metrics(run: Run) -> dict[str, float]:
     return metrics
 
 
-def _layer_norms(run: Run, report: Report) -> dict[str, float]:
+def _layer_norms(run: Run, report: StepMetrics) -> dict[str, float]:
     """What --log-layer-norms asks for, of the last step's gradient and the weights after it; all
     ranks take part in one sum. A frozen layer has no gradient, and a tied head no weights of its
     own.
@@ -423,55 +410,6 @@ def due_after(run: Run) -> Due:
     )
 
 
-def _times_ranks(run: Run) -> bool:
-    """Whether ranks tell each other how long their own part of a step takes."""
-    return run.config.logging.log_straggler and run.groups.world.size > 1
-
-
-def train_step(
-    run: Run, pending: StepHandle | None, interval: Interval
-) -> tuple[StepHandle, LearningRates, Recording | None]:
-    """One step: its report on its way, its learning rates, and the times of its passes where there
-    is a pipeline. `pending`: the report of the step before, which is taken in on the way.
-    """
-    config, progress = run.config, run.progress
-    if run.profiler is not None:
-        interval.outside += run.profiler.next_step(progress.iteration)
-    batch_size = global_batch_size_at(progress.consumed_samples, config)
-    if run.scaler.dynamic:  # this backward's scale depends on the last step's verdict
-        finish_step(run, pending, interval)
-        pending = None
-    loss_scale = run.scaler.scale
-    times_ranks = _times_ranks(run)
-    recording = Recording(run.device) if run.groups.pp.size > 1 or times_ranks else None
-    gradients = forward_backward(
-        run,
-        first_sample=progress.consumed_samples,
-        batch_size=batch_size,
-        loss_scale=loss_scale,
-        recording=recording,
-    )
-    finish_step(run, pending, interval)
-    if times_ranks:
-        run.timing.own_times.end_lap(recording)
-    clock = progress.scheduled_samples + batch_size
-    after = Progress(progress.iteration + 1, progress.consumed_samples + batch_size)
-    logs = is_logged(config, after)
-    learning_rates = run.schedule.learning_rates(clock)
-    with run.timers("optimizer"), run.timing.own_times.optimizer():
-        pending = update(
-            run,
-            gradients,
-            rates=learning_rates,
-            weight_decay=run.schedule.weight_decay(clock),
-            layer_norms=config.logging.log_layer_norms and logs,
-            own_times=run.timing.own_times.table() if times_ranks and logs else None,
-        )
-    progress.iteration += 1
-    progress.consumed_samples += batch_size
-    return pending, learning_rates, recording
-
-
 def _pause(run: Run, due: Due, exit_now: Exit | None) -> Exit | None:
     """What comes between two steps: evaluation and checkpoint. The reason to stop, if there is one
     by now.
@@ -494,37 +432,41 @@ def train(run: Run) -> Exit:
     """Train until the run ends or an exit condition holds; a checkpoint is written before returning
     (with --save), or the exit code is 1.
     """
-    with manual_collection(run.config.training):
-        return _train(run)
-
-
-def _train(run: Run) -> Exit:
-    config, progress = run.config, run.progress
+    config, progress, timer = run.config, run.progress, run.timing.rank_timer
     interval, pending = Interval(time.perf_counter()), None
-    run.timing.own_times.begin()
-    while not finished(config, progress):
-        PEERS.iteration = progress.iteration + 1
-        pending, learning_rates, recording = train_step(run, pending, interval)
-        iteration, due = progress.iteration, due_after(run)
-        if any(due) or pending.is_here or run.exits.check(iteration):
-            finish_step(run, pending, interval)
-            pending = None
-        # on a GPU a signal is seen one iteration late, by all ranks in the same one
-        exit_now = run.exits.check(iteration)
-        run.timing.events.step(iteration)
-        if run.lease is not None:
-            run.lease.check()
-        with run.timing.own_times.outside():
-            if due.log:
-                interval = log(run, interval, learning_rates, recording)
-            paused = time.perf_counter()
-            exit_now = _pause(run, due, exit_now)
-            interval.outside += time.perf_counter() - paused
-            collect_after(iteration, config.training)
-        if exit_now and (progress.evaluation_due or not due.end):
-            return (
-                exit_now
-                if finalize(run)
-                else Exit(f"{exit_now.reason}, but the last save failed", 1)
-            )
-    return Exit(COMPLETE, 0 if finalize(run) else 1)
+
+    def finish_previous() -> None:
+        nonlocal pending
+        step, pending = pending, None
+        finish_step(run, step, interval)
+
+    with manual_collection(config.training):
+        if timer is not None:
+            timer.begin()
+        while not finished(config, progress):
+            PEERS.iteration = progress.iteration + 1
+            if run.profiler is not None:
+                interval.outside += run.profiler.next_step(progress.iteration)
+            pending = step = train_step(run, finish_previous)
+            iteration, due = progress.iteration, due_after(run)
+            if any(due) or step.scalars.is_here or run.exits.check(iteration):
+                finish_previous()
+            # on a GPU a signal is seen one iteration late, by all ranks in the same one
+            exit_now = run.exits.check(iteration)
+            run.timing.events.step(iteration)
+            if run.lease is not None:
+                run.lease.check()
+            with nullcontext() if timer is None else timer.outside():
+                if due.log:
+                    interval = log(run, interval, step.learning_rates, step.result.recording)
+                paused = time.perf_counter()
+                exit_now = _pause(run, due, exit_now)
+                interval.outside += time.perf_counter() - paused
+                collect_after(iteration, config.training)
+            if exit_now and (progress.evaluation_due or not due.end):
+                return (
+                    exit_now
+                    if finalize(run)
+                    else Exit(f"{exit_now.reason}, but the last save failed", 1)
+                )
+        return Exit(COMPLETE, 0 if finalize(run) else 1)

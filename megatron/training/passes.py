@@ -7,6 +7,7 @@ Called from training/step.py and training/evaluate.py.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from megatron.data.loader import Batch, Source
 from megatron.model.attention.context_parallel import ContextParallel, places_of_ranks
 from megatron.model.block import MicroBatch
-from megatron.parallel.pipeline import Recording
+from megatron.parallel.recording import Recording
 from megatron.parallel.schedule import Schedule, build_schedule, forward_only
 from megatron.training.run import Run
 
@@ -25,19 +26,18 @@ OF_POSITIONS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class MicroBatchSums(NamedTuple):
-    """What the forward passes of this rank's micro-batches gave (float64)."""
+    """Sums of the forward passes of this rank's micro-batches (float64)."""
 
     # [micro-batches] loss sums over this rank's valid tokens; 0 where another rank counts them
     # (`Run.counts`)
     losses: Tensor
     tokens: Tensor  # [micro-batches] its valid tokens; as the losses
-    # what layers returned beside their output, over all micro-batches: those of GPTModel.scalars,
-    # one behind the other
+    # auxiliary outputs of layers over all micro-batches: those of GPTModel.scalars, concatenated
     scalars: Tensor
 
 
 def schedule_of(run: Run, micro_batches: int, *, training: bool) -> Schedule:
-    """What the pipeline ranks do for so many micro-batches."""
+    """What the pipeline ranks do for this number of micro-batches."""
     ranks, distributed = run.groups.pp.size, run.config.distributed
     if not training:
         return forward_only(run.pipeline.placement, micro_batches)
@@ -66,32 +66,10 @@ def run_micro_batches(
     """
     training, count = scale is not None, samples // run.chunk
     sums = torch.zeros(2, count, dtype=torch.float64, device=run.device)
-
-    def micro_batch(index: int) -> MicroBatch:
-        with run.timers("data") if training else contextlib.nullcontext():
-            batch = source.batch(
-                run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size
-            )
-            if run.model.cp.size > 1:
-                batch = share_positions(batch, run.model.cp, run.config.model.window_size)
-            batch = batch.to(run.device)
-        if run.counts:
-            sums[1, index] = batch.loss_mask.sum()
-        return run.model.micro_batch(
-            batch.tokens,
-            batch.labels,
-            batch.loss_mask,
-            batch.position_ids,
-            batch.sample_ids,
-            batch.document_starts,
-            batch.places,
-            training=training,
-        )
-
     with torch.set_grad_enabled(training):
         found = run.pipeline.run(
             schedule_of(run, count, training=training),
-            micro_batch,
+            micro_batches_of(run, source, first, sums[1], training=training),
             scale or 0.0,
             recording,
             aux_scale=_aux_scale(run, source, first, samples, scale),
@@ -102,6 +80,25 @@ def run_micro_batches(
     return MicroBatchSums(sums[0], sums[1], _scalars(run, found.scalars))
 
 
+def micro_batches_of(
+    run: Run, source: Source, first: int, tokens: Tensor, *, training: bool
+) -> Iterator[MicroBatch]:
+    """This rank's micro-batches from sample `first` on, one for each element of `tokens`, which
+    gets its number of valid tokens.
+    """
+    for index in range(len(tokens)):
+        with run.timers("data") if training else contextlib.nullcontext():
+            batch = source.batch(
+                run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size
+            )
+            if run.model.cp.size > 1:
+                batch = share_positions(batch, run.model.cp, run.config.model.window_size)
+            batch = batch.to(run.device)
+        if run.counts:
+            tokens[index] = batch.loss_mask.sum()
+        yield run.model.micro_batch(**vars(batch), training=training)
+
+
 def _aux_scale(
     run: Run, source: Source, first: int, samples: int, scale: float | None
 ) -> float | None:
@@ -110,7 +107,7 @@ def _aux_scale(
     are means over all tokens, whatever the loss leaves out. Every rank counts the valid tokens of
     the whole batch, for the first backward pass comes before the last batch is read.
     """
-    if scale is None or not run.pipeline.objectives or not source.eod_mask_loss:
+    if scale is None or not run.pipeline.passes.objectives or not source.eod_mask_loss:
         return scale
     with run.timers("data"):
         return scale * source.valid_tokens(first, samples) / (samples * source.seq_length)

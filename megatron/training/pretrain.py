@@ -24,6 +24,7 @@ from megatron.config.groups import Config
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
 from megatron.distributed.groups import ALONE, Groups, group_options, layout_of
+from megatron.distributed.interleaver import Interleaver
 from megatron.distributed.launchers import Launch, slurm_job
 from megatron.distributed.logs import job_log
 from megatron.distributed.peers import PEERS
@@ -52,10 +53,10 @@ from megatron.observe.tracking import Tracker
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.parallel.blocks import build_run_blocks
-from megatron.parallel.graphs import GraphedPasses
+from megatron.parallel.graphs import GraphedPasses, GraphedPipeline
 from megatron.parallel.layer_passes import LayerPasses
-from megatron.parallel.offload import OffloadingPasses
-from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.offload import OffloadingPasses, OffloadingPipeline
+from megatron.parallel.pipeline import Pipeline, objectives_of
 from megatron.parallel.zero import Zero
 from megatron.training.advisor import Advisor, Forecast, NoAdvisor, Verdict
 from megatron.training.banner import describe
@@ -325,16 +326,20 @@ def _build_pipeline(
             compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
     sharing = groups.tp if config.training.distribute_saved_activations else ALONE
-    passes = LayerPasses(sharing)
+    kind: type[Pipeline] = Pipeline
+    passes = LayerPasses(sharing, objectives_of(model))
     if config.training.activation_offload:
         smallest = config.training.min_offloaded_tensor_size
-        passes = OffloadingPasses(device, smallest, sharing)
+        kind = OffloadingPipeline
+        passes = OffloadingPasses(device, smallest, sharing, passes.objectives)
     if config.training.cuda_graphs:
         for block in zero.trained:
             block.keep_grad_place()
-        passes = GraphedPasses(device)
+        kind, passes = GraphedPipeline, GraphedPasses(model, device)
     placement, shape = placement_of(config), hidden_shape(config)
-    return Pipeline(model, zero, passes, placement, shape, groups, device)
+    in_pairs = config.distributed.overlap_moe_expert_parallel_comm
+    overlapped = Interleaver().run_overlapped if in_pairs else None
+    return kind(model, zero, passes, placement, shape, groups, device, overlapped)
 
 
 def _introduce(

@@ -100,3 +100,15 @@ class Run:
     def own_samples(self, first: int) -> int:
         """The first sample of this rank's micro-batch in the chunk that starts at `first`."""
         return first + self.config.training.micro_batch_size * self.groups.dp.rank
+
+
+def finished(config: Config, progress: Progress) -> bool:
+    """Whether the run has reached --train-iters or --train-samples."""
+    if config.training.train_iters is not None:
+        return progress.iteration >= config.training.train_iters
+    return progress.consumed_samples >= config.training.train_samples
+
+
+def is_logged(config: Config, progress: Progress) -> bool:
+    """Whether the iteration that `progress` has counted last ends with a console line."""
+    return progress.iteration % config.logging.log_interval == 0 or finished(config, progress)

@@ -1,5 +1,4 @@
-"""One optimizer step: forward and backward over the micro-batches, update, and the report that the
-host reads when it must.
+"""One optimizer step.
 
 Called from training/loop.py.
 """
@@ -7,36 +6,46 @@ Called from training/loop.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import waiting
+from megatron.model.arithmetic import global_batch_size_at
 from megatron.model.block import ScalarSpec
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.optimizer.optimizer import StepOutcome
-from megatron.parallel.pipeline import Recording
-from megatron.training.arriving import Arriving, sent
+from megatron.parallel.recording import Recording
+from megatron.training.host_copy import AsyncHostCopy, to_device
 from megatron.training.passes import MicroBatchSums, run_micro_batches
-from megatron.training.run import Run
+from megatron.training.run import Progress, Run, is_logged
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """What the backward passes of one global batch left behind on this rank, beside the gradient
-    buffers.
-    """
+class BackwardResult:
+    """The sums of this rank's micro-batches; their gradients are in the gradient buffers."""
 
     first_sample: int
     batch_size: int
     loss_scale: float
     sums: MicroBatchSums
+    recording: Recording | None = None
+
+
+class Totals(NamedTuple):
+    """What all ranks have in common after the all-reduce of a step, on the device (float64)."""
+
+    grad_sq_sum: Tensor  # of the accumulated gradient
+    sums: MicroBatchSums
+    requests: Tensor  # ranks that ask for an exit or are ready to save
+    rank_times: Tensor  # RankTimer.table of all ranks; empty unless this step logs it
 
 
 @dataclass(frozen=True)
-class Report:
+class StepMetrics:
     """One step, read on the host; the same on every rank. Losses are sums over tokens, of all
     ranks' i-th micro-batches.
     """
@@ -48,63 +57,109 @@ class Report:
     skipped: bool
     losses: list[float]
     tokens: list[float]
-    scalars: dict[str, float]  # what layers returned beside their output: sums over tokens
+    scalars: dict[str, float]  # auxiliary outputs of layers: sums over tokens
     counts: dict[str, list[float]]  # the same, of those that are several numbers
-    # ranks that asked for an end (ExitConditions.requests), then those that are ready for more of a
-    # save (CheckpointManager.ready)
+    # ranks that asked for an exit (ExitConditions.requests), then those that are ready for more of
+    # a save (CheckpointManager.ready)
     requests: list[float]
-    own_times: list[float]  # of all ranks, OwnTimes.table's rows; empty but at a log line
+    rank_times: list[float]  # RankTimer.table's rows; empty unless the step is logged
     loss: float  # the mean per valid token; NaN without one
     # This rank's share of the gradient's squares by layer, as of `grad_norm` (--log-layer-norms in
-    # a step that is logged): the one thing here that is on the device and not the same everywhere.
+    # a step that is logged): the only field that is on the device and differs between ranks.
     layer_grad_sq_sums: Tensor | None
 
 
-class StepHandle:
-    """A step whose scalars are on their way to the host."""
+@dataclass
+class PendingStep:
+    """A step whose scalars are on their way to the host, which reads them one step later."""
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        outcome: StepOutcome,
-        specs: tuple[ScalarSpec, ...],
-        sums: MicroBatchSums,
-        requests: Tensor,
-        own_times: Tensor,
-        layer_grad_sq_sums: Tensor | None = None,
-    ):
-        self.gradients, self.specs = gradients, specs  # of the layers' scalars
-        self.layer_grad_sq_sums = layer_grad_sq_sums
-        self.ranks_asked = len(requests)
-        verdict = torch.stack([outcome.grad_norm, outcome.skipped.double()])
-        self.scalars = Arriving(torch.cat([verdict, *sums, requests, own_times]))
-        self.is_here = self.scalars.is_here
+    result: BackwardResult
+    outcome: StepOutcome
+    totals: Totals
+    specs: tuple[ScalarSpec, ...]  # of the layers' scalars
+    learning_rates: LearningRates
+    layer_grad_sq_sums: Tensor | None = None
+    scalars: AsyncHostCopy = field(init=False)
 
-    def read(self) -> Report:
+    def __post_init__(self) -> None:
+        verdict = torch.stack([self.outcome.grad_norm, self.outcome.skipped.double()])
+        _, sums, requests, rank_times = self.totals
+        self.scalars = AsyncHostCopy(torch.cat([verdict, *sums, requests, rank_times]))
+
+    def read(self) -> StepMetrics:
         """Wait for the scalars (not for work queued after them)."""
-        norm, skipped, *rest = self.scalars.read()
-        g = self.gradients
-        count = g.sums.losses.numel()
-        losses, tokens, rest = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        named: dict[str, list[float]] = {}
-        for spec in self.specs:
-            named[spec.name], rest = rest[: spec.size], rest[spec.size :]
-        single = {spec.name for spec in self.specs if spec.size == 1}
-        return Report(
-            g.first_sample,
-            g.batch_size,
-            g.loss_scale,
-            norm,
-            bool(skipped),
-            losses,
-            tokens,
-            {name: values[0] for name, values in named.items() if name in single},
-            {name: values for name, values in named.items() if name not in single},
-            rest[: self.ranks_asked],
-            rest[self.ranks_asked :],
-            sum(losses) / sum(tokens) if sum(tokens) else float("nan"),
-            self.layer_grad_sq_sums,
+        result, sums = self.result, self.totals.sums
+        sizes = [
+            *(1, 1, len(sums.losses), len(sums.tokens)),
+            *(spec.size for spec in self.specs),
+            *(len(self.totals.requests), len(self.totals.rank_times)),
+        ]
+        values = iter(self.scalars.read())
+        parts = [[next(values) for _ in range(size)] for size in sizes]
+        (norm,), (skipped,), losses, tokens, *auxiliary, requests, rank_times = parts
+        named = list(zip(self.specs, auxiliary, strict=True))
+        return StepMetrics(
+            first_sample=result.first_sample,
+            batch_size=result.batch_size,
+            loss_scale=result.loss_scale,
+            grad_norm=norm,
+            skipped=bool(skipped),
+            losses=losses,
+            tokens=tokens,
+            scalars={spec.name: values[0] for spec, values in named if spec.size == 1},
+            counts={spec.name: values for spec, values in named if spec.size > 1},
+            requests=requests,
+            rank_times=rank_times,
+            loss=sum(losses) / sum(tokens) if sum(tokens) else float("nan"),
+            layer_grad_sq_sums=self.layer_grad_sq_sums,
         )
+
+
+def train_step(run: Run, finish_previous: Callable[[], None]) -> PendingStep:
+    """Forward and backward over the micro-batches of a global batch, one reduction, update.
+
+    `finish_previous` acts on the outcome of the step before. It is called as late as possible, so
+    that the host queues this step's work while the device still computes.
+    """
+    config, progress, timer = run.config, run.progress, run.timing.rank_timer
+    batch_size = global_batch_size_at(progress.consumed_samples, config)
+    if run.scaler.dynamic:  # the loss scale depends on that outcome
+        finish_previous()
+
+    # 1. Forward and backward passes. Layers are gathered and reduced as they run.
+    result = forward_backward(
+        run,
+        first_sample=progress.consumed_samples,
+        batch_size=batch_size,
+        loss_scale=run.scaler.scale,
+        recording=Recording(run.device) if run.groups.pp.size > 1 or timer is not None else None,
+    )
+    finish_previous()
+    if timer is not None:
+        timer.end_lap(result.recording)
+        timer.begin_update()
+    after = Progress(progress.iteration + 1, progress.consumed_samples + batch_size)
+    logged = is_logged(config, after)
+
+    with run.timers("optimizer"):
+        # 2. One all-reduce carries everything that ranks must agree on.
+        totals = all_reduce_totals(run, result, rank_times=timer is not None and logged)
+
+        # 3. Update the shards that this rank owns. Their weights reach the other ranks behind the
+        # next forward pass. Schedules count the samples of steps that were not skipped.
+        samples = progress.scheduled_samples + batch_size
+        pending = update(
+            run,
+            result,
+            totals,
+            rates=run.schedule.learning_rates(samples),
+            weight_decay=run.schedule.weight_decay(samples),
+            layer_norms=config.logging.log_layer_norms and logged,
+        )
+    if timer is not None:
+        timer.end_update()
+    progress.iteration, progress.consumed_samples = after.iteration, after.consumed_samples
+    return pending
 
 
 def forward_backward(
@@ -114,7 +169,7 @@ def forward_backward(
     batch_size: int,
     loss_scale: float,
     recording: Recording | None = None,
-) -> Gradients:
+) -> BackwardResult:
     """Fill the gradient buffers with the gradient of loss sum x loss_scale / nominal tokens of
     samples [first, first + batch_size).
 
@@ -129,61 +184,62 @@ def forward_backward(
         )
         with waiting(_for_all(run)):
             run.zero.end_step()
-    return Gradients(first_sample, batch_size, loss_scale, sums)
+    return BackwardResult(first_sample, batch_size, loss_scale, sums, recording)
+
+
+def all_reduce_totals(run: Run, result: BackwardResult, *, rank_times: bool = False) -> Totals:
+    """Sum over all ranks what the update and the loop depend on, in one message."""
+    timer = run.timing.rank_timer
+    ready = run.checkpoints.ready() if run.checkpoints is not None else ()
+    requests = to_device([*run.exits.requests(), *ready], run.device)
+    parts = [
+        run.optimizer.grad_sq_sum().reshape(1),
+        *result.sums,
+        requests,
+        timer.table().flatten() if rank_times else requests[:0],
+    ]
+    with waiting(_for_all(run)):
+        summed = all_reduce(torch.cat(parts), run.groups.world)
+    grad_sq_sum, losses, tokens, scalars, requests, times = summed.split(list(map(len, parts)))
+    return Totals(grad_sq_sum[0], MicroBatchSums(losses, tokens, scalars), requests, times)
 
 
 def update(
     run: Run,
-    gradients: Gradients,
+    result: BackwardResult,
+    totals: Totals,
     *,
     rates: LearningRates,
     weight_decay: float,
-    own_times: Tensor | None = None,
     layer_norms: bool = False,
-) -> StepHandle:
-    """Step the optimizer; the gradient becomes that of the mean loss per valid token. All that
-    ranks must agree on travels in one sum, and so does `own_times`, a table of all ranks.
+) -> PendingStep:
+    """Step the optimizer; the gradient becomes that of the mean loss per valid token.
     `layer_norms`: take the squares by layer, too.
     """
-    ready = run.checkpoints.ready() if run.checkpoints is not None else ()
-    requests = sent([*run.exits.requests(), *ready], run.device)
-    grad_sq_sum = run.optimizer.grad_sq_sum().reshape(1)
-    with waiting(_for_all(run)):
-        table = requests[:0] if own_times is None else own_times.flatten()
-        parts = [grad_sq_sum, *gradients.sums, requests, table]
-        totals = all_reduce(torch.cat(parts), run.groups.world)
-    grad_sq_sum, losses, tokens, scalars, requests, table = totals.split(list(map(len, parts)))
-    nominal = gradients.batch_size * run.config.data.seq_length
-    # a non-finite loss makes the factor, so the step, non-finite
-    factor = nominal / (tokens.sum() * gradients.loss_scale) + 0 * losses.sum()
+    _, tokens, scalars = totals.sums
+    nominal = result.batch_size * run.config.data.seq_length
+    # a non-finite loss makes the scale, so the step, non-finite
+    grad_scale = nominal / (tokens.sum() * result.loss_scale) + 0 * totals.sums.losses.sum()
     # before the step, which changes gradients
-    by_layer = run.optimizer.layer_grad_sq_sums() * factor.square() if layer_norms else None
-    _before_update(run)
+    by_layer = run.optimizer.layer_grad_sq_sums() * grad_scale.square() if layer_norms else None
+    if run.checkpoints is not None:  # a save in the background may still read the weights
+        with run.timers("save-checkpoint"):
+            run.checkpoints.before_update()
     outcome = run.optimizer.step(
-        rates=rates, weight_decay=weight_decay, grad_sq_sum=grad_sq_sum[0], grad_factor=factor
+        rates=rates,
+        weight_decay=weight_decay,
+        grad_sq_sum=totals.grad_sq_sum,
+        grad_scale=grad_scale,
     )
-    _after_update(run, outcome, scalars)
-    sums = MicroBatchSums(losses, tokens, scalars)
-    return StepHandle(gradients, outcome, run.model.scalars, sums, requests, table, by_layer)
-
-
-def _after_update(run: Run, outcome: StepOutcome, scalars: Tensor) -> None:
-    """Let ZeRO have the steps that are left to do, and routers the counts of this one."""
     for block, step_on_host in outcome.deferred.items():
         # carried out while the next forward pass computes the block before
         run.zero.defer(block, step_on_host)
     run.model.update_routers(scalars, outcome.skipped)
-
-
-def _before_update(run: Run) -> None:
-    """Wait for what a save in the background still reads."""
-    if run.checkpoints is not None:
-        with run.timers("save-checkpoint"):
-            run.checkpoints.before_update()
+    return PendingStep(result, outcome, totals, run.model.scalars, rates, by_layer)
 
 
 def _for_all(run: Run) -> Callable[[float], str]:
-    """What is said when a sum at the end of the step fails."""
+    """The message when a sum at the end of the step fails."""
     return lambda seconds: (
         f"rank {run.groups.rank} had done its part of the step and waited {seconds:.1f} s "
         "for all others to do theirs. The rank whose output lacks this message"
@@ -199,23 +255,22 @@ class NonFinite:
     in_loss: bool  # else in a gradient only
 
 
-def non_finite_micro_batches(run: Run, report: Report) -> list[NonFinite]:
+def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[NonFinite]:
     """Run a skipped step's micro-batches again, one by one, and name those with a non-finite loss
     or gradient, whichever rank they ran on.
 
     The weights have not moved and a step is a pure function, so the same ones fail. The gradient
     buffers are overwritten.
     """
-    scale = report.loss_scale / (report.batch_size * run.config.data.seq_length)
+    scale = metrics.loss_scale / (metrics.batch_size * run.config.data.seq_length)
     found = torch.zeros(
-        len(report.losses), run.groups.dp.size, 2, dtype=torch.float64, device=run.device
+        len(metrics.losses), run.groups.dp.size, 2, dtype=torch.float64, device=run.device
     )
-    for index in range(len(report.losses)):
+    for index in range(len(metrics.losses)):
         run.optimizer.zero_grad()
+        first = metrics.first_sample + index * run.chunk
         with run.zero.watching() as grad_sq_sum:
-            sums = run_micro_batches(
-                run, run.data.train, report.first_sample + index * run.chunk, run.chunk, scale=scale
-            )
+            sums = run_micro_batches(run, run.data.train, first, run.chunk, scale=scale)
         found[index, run.groups.dp.rank] = torch.stack(
             [~torch.isfinite(sums.losses[0]), ~torch.isfinite(grad_sq_sum)]
         ).double()

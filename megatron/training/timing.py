@@ -1,8 +1,8 @@
-"""What a rank does of each step itself, without what it waits for others: a slow rank makes all
-others wait, so the time of a step is the same on every rank and names none.
+"""Per-rank compute time, without waits for other ranks: a slow rank makes all others wait, so the
+time of a step is the same on every rank and names none.
 
-Called from training/loop.py; the verdict is observe/stragglers.py's. What the run writes of its
-time is made here, too.
+Called from training/loop.py and training/step.py; observe/stragglers.py judges. The run's timers
+and event log are made here, too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from megatron.distributed.ranges import named
 from megatron.observe.events import EventLog
 from megatron.observe.metrics import Timers
 from megatron.observe.stragglers import BLOCKS, SECTIONS, StragglerWatch
-from megatron.parallel.pipeline import Recording
-from megatron.training.arriving import sent
+from megatron.parallel.recording import Recording
+from megatron.training.host_copy import to_device
 
 
-class OwnTimes:
-    """The laps of one rank since the last log line. A lap ends just before the step's reduction:
-    it holds the optimizer of the step before, and the passes of this one.
+class RankTimer:
+    """Per-rank compute time, excluding time spent waiting for other ranks: the laps since the last
+    log line. A lap ends just before the step's reduction: it holds the optimizer of the step
+    before, and the passes of this one.
 
     On a GPU the passes are timed there, by events of the step before, which have come; all else is
     the host's time. The longer of the two is what the rank needs for a lap.
@@ -37,7 +38,7 @@ class OwnTimes:
 
     def __init__(self, device: torch.device, world: Axis, timers: Timers):
         self.device, self.world = device, world
-        self.timers = timers  # of which `data` waits for nobody
+        self.timers = timers  # of which `data` is never a wait for other ranks
         self.laps: list[list[float]] = []  # seconds by section
         self.before: Recording | None = None
         self.begin()
@@ -50,17 +51,18 @@ class OwnTimes:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """While what is done, such as an evaluation, is no part of a lap."""
+        """Around what is no part of a lap, such as an evaluation."""
         stopped = busy_clock()
         yield
         self.begun += busy_clock() - stopped
 
-    @contextlib.contextmanager
-    def optimizer(self) -> Iterator[None]:
-        """While the optimizer steps."""
-        begun = busy_clock()
-        yield
-        self.optimizer_seconds += busy_clock() - begun
+    def begin_update(self) -> None:
+        """The optimizer begins."""
+        self.update_begun = busy_clock()
+
+    def end_update(self) -> None:
+        """The optimizer ends."""
+        self.optimizer_seconds += busy_clock() - self.update_begun
 
     def end_lap(self, recording: Recording) -> None:
         """Close a lap, in which `recording` was made."""
@@ -81,16 +83,18 @@ class OwnTimes:
         """
         row, self.laps = summary(self.laps), []
         table = torch.zeros(self.world.size, len(row), dtype=torch.float64, device=self.device)
-        table[self.world.rank] = sent(row, self.device)
+        table[self.world.rank] = to_device(row, self.device)
         return table
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Where a run's time goes. `stragglers`: on rank 0 of several, with --log-straggler."""
+    """Where a run's time goes. `rank_timer`: on all of several ranks with --log-straggler;
+    `stragglers`: on rank 0 of them.
+    """
 
     timers: Timers
-    own_times: OwnTimes
+    rank_timer: RankTimer | None
     stragglers: StragglerWatch | None
     events: EventLog  # that of rank 0 writes
 
@@ -101,15 +105,16 @@ def make_timing(
     """That of a run which goes on from an iteration; all ranks call it together. `closing` closes
     the file of events.
     """
-    timers, stragglers = Timers(in_trace=named), None
+    timers, rank_timer, stragglers = Timers(in_trace=named), None, None
     if config.logging.log_straggler and groups.world.size > 1:
+        rank_timer = RankTimer(ranks.device, groups.world, timers)
         nodes = ranks.gather_or_raise(socket.gethostname)
         if groups.rank == 0:
             stages = [groups.layout.coordinates(rank)["pp"] for rank in range(len(nodes))]
             stragglers = StragglerWatch(stages, config.logging.straggler_threshold, nodes=nodes)
     events = EventLog(config.checkpoint.save if groups.rank == 0 else None, iteration, timers)
     closing.callback(events.close)
-    return Timing(timers, OwnTimes(ranks.device, groups.world, timers), stragglers, events)
+    return Timing(timers, rank_timer, stragglers, events)
 
 
 def rows_of_ranks(numbers: Sequence[float], ranks: int) -> list[list[float]]:

@@ -17,7 +17,7 @@ import torch
 from distributed.pool import warm_context
 
 import pretrain_gpt
-from megatron.distributed.turns import Turns
+from megatron.distributed.interleaver import Interleaver
 from megatron.model.experts import dispatch
 from megatron.parallel import pipeline
 from megatron.training import pretrain  # noqa: F401  # before the ranks are forked
@@ -114,7 +114,7 @@ def _rank(folder: Path, rank: int, ranks: int, fault: Fault, port: int, flags: l
         return real_take(step, action)
 
     def exchange(*given):
-        if Turns.current is not None:
+        if Interleaver.current is not None:
             met.append("exchange")
             if is_victim and where == f"exchange {met.count('exchange')}":
                 _meet(folder, fault, bool(pause))

@@ -231,7 +231,7 @@ def test_a_whole_optimizer(device):
                 rates=LearningRates(1e-2, 1e-2),
                 weight_decay=0.1,
                 grad_sq_sum=optimizer.grad_sq_sum(),
-                grad_factor=0.5,
+                grad_scale=0.5,
             )
             assert outcome.skipped == (step == 3)
             norms.append(outcome.grad_norm)

@@ -651,6 +651,6 @@ mutant("loss", "gradients of means of micro-batches", "documents", HeadBlock, "f
 
 @mutant("loss", "gradients divided by all tokens, masked ones too", "documents", Optimizer, "step")
 def _(original):
-    return lambda self, *, grad_factor, **kwargs: original(
-        self, grad_factor=grad_factor * 0 + 1.0, **kwargs
+    return lambda self, *, grad_scale, **kwargs: original(
+        self, grad_scale=grad_scale * 0 + 1.0, **kwargs
     )

@@ -220,23 +220,23 @@ def _(original):
 # ---- batches
 
 
-@mutant("batch", "the normaliser of the whole batch under ramp-up", "ramp-up", loop, "update")
+@mutant("batch", "the normaliser of the whole batch under ramp-up", "ramp-up", step, "update")
 def _(original):
-    def changed(run, gradients, **kwargs):
+    def changed(run, gradients, totals, **kwargs):
         more = run.config.training.global_batch_size / gradients.batch_size
         step_with = run.optimizer.step
 
-        def stepped(*, grad_factor, **rest):
-            return step_with(grad_factor=grad_factor * more, **rest)
+        def stepped(*, grad_scale, **rest):
+            return step_with(grad_scale=grad_scale * more, **rest)
 
         with mock.patch.object(run.optimizer, "step", stepped):
-            return original(run, gradients, **kwargs)
+            return original(run, gradients, totals, **kwargs)
 
     return changed
 
 
 @mutant(
-    "batch", "a ramp-up that grows one increment early", "ramp-up", loop, "global_batch_size_at"
+    "batch", "a ramp-up that grows one increment early", "ramp-up", step, "global_batch_size_at"
 )
 def _(original):
     def size_at(consumed, config):
@@ -417,12 +417,12 @@ def _(original):
 
 @mutant("clipping", "clipped before the division by valid tokens", "documents", Optimizer, "step")
 def _(original):
-    def changed(self, *, grad_sq_sum, grad_factor, **kwargs):
+    def changed(self, *, grad_sq_sum, grad_scale, **kwargs):
         real = optimizer.clip_coefficient
         with mock.patch.object(
-            optimizer, "clip_coefficient", lambda norm, limit: real(norm / grad_factor, limit)
+            optimizer, "clip_coefficient", lambda norm, limit: real(norm / grad_scale, limit)
         ):
-            return original(self, grad_sq_sum=grad_sq_sum, grad_factor=grad_factor, **kwargs)
+            return original(self, grad_sq_sum=grad_sq_sum, grad_scale=grad_scale, **kwargs)
 
     return changed
 
@@ -517,20 +517,20 @@ def _(original):
     )
 
 
-@mutant("schedule", "a learning rate one step late", "gpt-files", loop, "update")
+@mutant("schedule", "a learning rate one step late", "gpt-files", step, "update")
 def _(original):
-    def changed(run, gradients, *, rates, **others):
+    def changed(run, gradients, totals, *, rates, **others):
         late = run.schedule.learning_rates(run.progress.scheduled_samples)
-        return original(run, gradients, rates=late, **others)
+        return original(run, gradients, totals, rates=late, **others)
 
     return changed
 
 
-@mutant("schedule", "a weight decay one step late", "mixed-5", loop, "update")
+@mutant("schedule", "a weight decay one step late", "mixed-5", step, "update")
 def _(original):
-    def changed(run, gradients, *, weight_decay, **others):
+    def changed(run, gradients, totals, *, weight_decay, **others):
         late = run.schedule.weight_decay(run.progress.scheduled_samples)
-        return original(run, gradients, weight_decay=late, **others)
+        return original(run, gradients, totals, weight_decay=late, **others)
 
     return changed
 
@@ -663,12 +663,13 @@ def _(original):
 # ---- loss scaling
 
 
-@mutant("scaler", "gradients unscaled by the first scale", "fp16-overflows", loop, "update")
+@mutant("scaler", "gradients unscaled by the first scale", "fp16-overflows", step, "update")
 def _(original):
-    def changed(run, gradients, **kwargs):
+    def changed(run, gradients, totals, **kwargs):
         return original(
             run,
             dataclasses.replace(gradients, loss_scale=run.config.precision.initial_loss_scale),
+            totals,
             **kwargs,
         )
 
@@ -762,7 +763,7 @@ def _(original):
 # ---- logging and evaluation
 
 
-@mutant("logging", "the loss a mean of micro-batches' means", "documents", step.StepHandle, "read")
+@mutant("logging", "the loss a mean of micro-batches' means", "documents", step.PendingStep, "read")
 def _(original):
     def read(handle):
         report = original(handle)
@@ -1004,7 +1005,7 @@ def _(original):
     return load_with(original, finetune=False)
 
 
-@mutant("resume", "the data state dropped at a resume", "resume", loop, "forward_backward")
+@mutant("resume", "the data state dropped at a resume", "resume", step, "forward_backward")
 def _(original):
     begun = {}
 
@@ -1015,7 +1016,7 @@ def _(original):
     return changed
 
 
-@mutant("resume", "finetuning reads on in the data", "finetune", loop, "forward_backward")
+@mutant("resume", "finetuning reads on in the data", "finetune", step, "forward_backward")
 def _(original):
     def changed(run, *, first_sample, **kwargs):
         return original(

@@ -261,7 +261,7 @@ MUTANTS = (
         "local instead of global token count",
         STEP,
         "nominal / (tokens.sum() * ",
-        "nominal / (all_reduce(gradients.tokens.sum(), run.groups.tp) * run.groups.dp.size * ",
+        "nominal / (all_reduce(result.sums.tokens.sum(), run.groups.tp) * run.groups.dp.size * ",
         ("fp64-uneven-tp2-dp2",),
     ),
     Mutant(
@@ -296,9 +296,9 @@ MUTANTS = (
     Mutant(
         "an overflow noticed by one rank alone",
         STEP,
-        "grad_sq_sum=grad_sq_sum[0]",
+        "grad_sq_sum=totals.grad_sq_sum",
         (
-            "grad_sq_sum=grad_sq_sum[0].nan_to_num(1.0, 1.0, 1.0) "
+            "grad_sq_sum=totals.grad_sq_sum.nan_to_num(1.0, 1.0, 1.0) "
             "if run.optimizer.grad_sq_sum().isfinite() else run.optimizer.grad_sq_sum()"
         ),
         ("fp16-gpt-tp2-sp",),
@@ -327,9 +327,10 @@ MUTANTS = (
     ),
     Mutant(
         "a gradient scaled on its way to the stage before",
-        PIPELINE,
-        "(self.inbox if here else self.outbox)[to] = y",
-        "(self.inbox if here else self.outbox)[to] = y if forward else y / len(self.placement)",
+        "megatron/parallel/messages.py",
+        "(self.inbox if stays else self.outbox)[message] = x",
+        "(self.inbox if stays else self.outbox)[message] = "
+        "x if message.kind is Kind.FORWARD else x / len(self.placement)",
         ("fp64-m5-pp2-1f1b",),
     ),
     Mutant(
@@ -344,36 +345,37 @@ MUTANTS = (
         "samples of another micro-batch on every stage",
         "megatron/training/passes.py",
         "first + index * run.chunk",
-        "first + (index + run.groups.pp.rank) % count * run.chunk",
+        "first + (index + run.groups.pp.rank) % len(tokens) * run.chunk",
         ("fp64-m5-pp2-1f1b",),
     ),
     Mutant(
         "weight gradients of another micro-batch",
         PIPELINE,
-        "held = self.held.pop((stage, micro))",
-        "held = self.held.pop((stage, micro))\n"
-        "        if kind is Kind.BACKWARD_WEIGHT:\n"
-        "            lists = [each for each in (*self.held.values(), held) if "
+        "dy, saved = step.input_of(action), step.saved.pop((stage, micro))",
+        "dy, saved = step.input_of(action), step.saved.pop((stage, micro))\n"
+        "        if action.kind is Kind.BACKWARD_WEIGHT:\n"
+        "            lists = [each for each in (*step.saved.values(), saved) if "
         "isinstance(each[-1], list)]\n"
-        "            held = deque([*kept] for kept in lists[0])",
+        "            saved = deque([*kept] for kept in lists[0])",
         ("fp64-m5-pp2-zero-bubble",),
     ),
     Mutant(
         "no embedding gradient in the split backward",
         PIPELINE,
-        "                work.x, kept = self.passes.backward(kind, layer, work.x, held.pop())\n",
-        "                lost = work.action.kind is Kind.BACKWARD_INPUT and not "
+        "                    dy, kept = self.passes.backward(kind, layer, dy, saved.pop(), "
+        "step.aux_scale)\n",
+        "                    lost = action.kind is Kind.BACKWARD_INPUT and not "
         "layer.reads_weight_backward\n"
-        "                work.x, kept = (held.pop(), None) if lost else self.passes.backward("
-        "kind, layer, work.x, held.pop())\n",
+        "                    dy, kept = (saved.pop(), None) if lost else self.passes.backward("
+        "kind, layer, dy, saved.pop(), step.aux_scale)\n",
         ("fp64-m5-pp2-zero-bubble",),
     ),
     Mutant(
         "no dropout in the second run of recomputation",
         "megatron/parallel/layer_passes.py",
-        "saved = self.forward(layer, self._input_of(saved), saved.micro, again=True)[1]",
-        """saved = self.forward(layer, self._input_of(saved), __import__("dataclasses").replace(
-            saved.micro, dropout=None, hidden_dropout=None), again=True)[1]""",
+        "saved = self.forward_again(layer, saved)[1]",
+        """saved = self.forward_again(layer, saved._replace(micro=__import__("dataclasses").replace(
+            saved.micro, dropout=None, hidden_dropout=None)))[1]""",
         ("fp64-recompute-pp2-zero-bubble",),
     ),
     Mutant(
@@ -424,7 +426,7 @@ MUTANTS = (
     Mutant(
         "a norm of each stage",
         STEP,
-        "grad_sq_sum=grad_sq_sum[0]",
+        "grad_sq_sum=totals.grad_sq_sum",
         "grad_sq_sum=run.optimizer.grad_sq_sum()",
         ("fp64-m5-pp2-1f1b",),
     ),

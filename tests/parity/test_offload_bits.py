@@ -87,7 +87,7 @@ def test_the_same_bits(gloo_world, kept, layout, feature, precision, choice):
 def host_bytes(flags: tuple[str, ...]) -> tuple[int, int]:
     """Bytes of the buffers of the host that a run has made, and that its plan has counted."""
     made: dict[bool, list[HostPool]] = {True: [], False: []}
-    expect, planned = OffloadingPasses.expect, PlannedPasses.expect
+    expect, planned = OffloadingPasses.prepare_passes, PlannedPasses.prepare_passes
 
     def noted(self, passes):
         made[True].append(self.copies.pool)
@@ -98,8 +98,8 @@ def host_bytes(flags: tuple[str, ...]) -> tuple[int, int]:
         planned(self, passes)
 
     with (
-        mock.patch.object(OffloadingPasses, "expect", noted),
-        mock.patch.object(PlannedPasses, "expect", noted_in_the_plan),
+        mock.patch.object(OffloadingPasses, "prepare_passes", noted),
+        mock.patch.object(PlannedPasses, "prepare_passes", noted_in_the_plan),
     ):
         run_case(flags)
     return sum(made[True][-1].made), max((sum(pool.made) for pool in made[False]), default=0)

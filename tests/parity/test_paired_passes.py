@@ -11,7 +11,7 @@ import torch
 from parity.layouts import Row
 from parity.worker import Outcome, run_case
 
-from megatron.distributed.turns import Turns
+from megatron.distributed.interleaver import Interleaver
 from megatron.model.experts import dispatch, experts
 
 FLAG = "--overlap-moe-expert-parallel-comm"
@@ -56,7 +56,7 @@ class Journal:
         self.count = 0
 
     def note(self, what: str, number: int) -> None:
-        turns = Turns.current
+        turns = Interleaver.current
         self.events.append((what, -1 if turns is None else turns.running, number))
 
     def start(self, real):

@@ -24,6 +24,7 @@ from megatron.config.recompute import layer_words
 from megatron.config.validate import resolve
 from megatron.parallel.blocks import Block
 from megatron.parallel.layer_passes import Inputs, LayerPasses
+from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.zero import Zero
 
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
@@ -177,7 +178,7 @@ def parts(outcomes: list[Outcome]) -> tuple:
 @contextlib.contextmanager
 def wrong_micro_batch() -> Iterator[None]:
     """A layer is rebuilt from the input that it had in the first micro-batch of the step."""
-    inputs, begin, kept_inputs = {}, LayerPasses.begin, LayerPasses._inputs
+    inputs, begin, kept_inputs = {}, Pipeline.run, LayerPasses._inputs
     forward = LayerPasses.forward
     running = []
 
@@ -191,12 +192,12 @@ def wrong_micro_batch() -> Iterator[None]:
     def of_the_first(self, x, micro):
         return inputs.setdefault(running[-1], kept_inputs(self, x, micro))._replace(micro=micro)
 
-    def forgetting(self, *args):
+    def forgetting(self, *args, **kwargs):
         inputs.clear()
-        begin(self, *args)
+        return begin(self, *args, **kwargs)
 
     with (
-        mock.patch.object(LayerPasses, "begin", forgetting),
+        mock.patch.object(Pipeline, "run", forgetting),
         mock.patch.object(LayerPasses, "forward", remembering),
         mock.patch.object(LayerPasses, "_inputs", of_the_first),
     ):

@@ -32,7 +32,7 @@ from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
 from megatron.parallel.blocks import Block
 from megatron.parallel.graphs import GraphedPasses
-from megatron.training import loop, pretrain, record
+from megatron.training import loop, pretrain, record, step
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
         return real_track(tracker, iteration, row)
 
     real_track = Tracker.log
-    loop_train, real_update, real_evaluate = loop.train, loop.update, loop.evaluate
+    loop_train, real_update, real_evaluate = loop.train, step.update, loop.evaluate
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         # the world goes on
@@ -112,7 +112,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
                     pretrain, "choose_device", lambda launch, config: (torch.device("cpu"), "gloo")
                 )
             )
-        stack.enter_context(mock.patch.object(loop, "update", update))
+        stack.enter_context(mock.patch.object(step, "update", update))
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
         stack.enter_context(mock.patch.object(Tracker, "log", track))
         for name in patches:

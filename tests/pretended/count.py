@@ -110,30 +110,31 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
 
     from megatron.parallel.pipeline import Pipeline
     from megatron.parallel.schedule import Kind
-    from megatron.training import loop
+    from megatron.training import loop, step
 
     compute = {
         Kind.FORWARD: launches.within("forward", Pipeline.compute),
         Kind.BACKWARD: launches.within("backward", Pipeline.compute),
     }
-    step = loop.train_step
+    train_one = loop.train_step
 
     def train_step(run: Any, *rest: Any) -> Any:
         launches.part = "rest" if run.progress.iteration + 1 == COUNTED else ""
         try:
-            return step(run, *rest)
+            return train_one(run, *rest)
         finally:
             launches.part = ""
 
-    def on_compute(pipeline: Any, works: Any) -> Any:
-        return compute[works[0].action.kind](pipeline, works)
+    def on_compute(pipeline: Any, state: Any, unit: Any) -> Any:
+        return compute[unit[0].kind](pipeline, state, unit)
 
     def run_kernel(kernel: Any, *args: Any, **kwargs: Any) -> None:
         launches.add()
 
-    update = launches.within("optimizer", loop.update)
+    update = launches.within("optimizer", step.update)
     with (
-        mock.patch.multiple(loop, train_step=train_step, update=update),
+        mock.patch.object(loop, "train_step", train_step),
+        mock.patch.object(step, "update", update),
         mock.patch.object(Pipeline, "compute", on_compute),
         mock.patch.object(JITFunction, "run", run_kernel),
     ):

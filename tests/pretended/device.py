@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.distributed.turns import Turns
+from megatron.distributed.interleaver import Interleaver
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("megatron", "kernels"))
@@ -332,9 +332,9 @@ def in_both_threads(modes: Sequence[Any]) -> contextlib.AbstractContextManager[A
     """Meanwhile the second of two passes that take turns is under these modes, which torch keeps by
     thread.
     """
-    real = Turns._second
+    real = Interleaver._second
 
-    def second(self: Turns, work: Callable[[], Any]) -> Any:
+    def second(self: Interleaver, work: Callable[[], Any]) -> Any:
         def under_the_modes() -> Any:
             with contextlib.ExitStack() as stack:
                 for mode in modes:
@@ -343,7 +343,7 @@ def in_both_threads(modes: Sequence[Any]) -> contextlib.AbstractContextManager[A
 
         return real(self, under_the_modes)
 
-    return mock.patch.object(Turns, "_second", second)
+    return mock.patch.object(Interleaver, "_second", second)
 
 
 @contextlib.contextmanager

@@ -57,35 +57,47 @@ def forward(
     passes: LayerPasses | None = None,
     x: Tensor | None = None,
     chunk: int = 0,
+    scalars: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, list[Any]]:
     """A stage's output, and what each layer saved for its backward pass."""
     passes, saved = passes or LayerPasses(), []
+    scalars = {} if scalars is None else scalars
     for _, layer in model.chunks[chunk]:
-        x, kept = passes.forward(layer, x, micro)
+        x, kept = passes.forward(layer, x, micro, scalars)
         saved.append(kept)
     return x, saved
 
 
 def backward(
-    model: GPTModel, saved: list[Any], dy: Tensor, passes: LayerPasses, chunk: int = 0
+    model: GPTModel,
+    saved: list[Any],
+    dy: Tensor,
+    passes: LayerPasses,
+    chunk: int = 0,
+    aux_scale: float = 0.0,
 ) -> Tensor | None:
     """Add all gradients; the gradient of the stage's input. `saved` is consumed."""
     for _, layer in reversed(model.chunks[chunk]):
-        dy, _ = passes.backward(Kind.BACKWARD, layer, dy, saved.pop())
+        dy, _ = passes.backward(Kind.BACKWARD, layer, dy, saved.pop(), aux_scale)
     return dy
 
 
 def backward_input(
-    model: GPTModel, saved: list[Any], dy: Tensor, passes: LayerPasses, chunk: int = 0
+    model: GPTModel,
+    saved: list[Any],
+    dy: Tensor,
+    passes: LayerPasses,
+    chunk: int = 0,
+    aux_scale: float = 0.0,
 ) -> tuple[Tensor | None, list[Any]]:
     """The gradient of the stage's input, and what `backward_weight` needs. `saved` is consumed."""
     left = []
     for _, layer in reversed(model.chunks[chunk]):
         if layer.splits_backward:
-            dy, kept = passes.backward(Kind.BACKWARD_INPUT, layer, dy, saved.pop())
+            dy, kept = passes.backward(Kind.BACKWARD_INPUT, layer, dy, saved.pop(), aux_scale)
             left.append((layer, kept))
         else:
-            dy, _ = passes.backward(Kind.BACKWARD, layer, dy, saved.pop())
+            dy, _ = passes.backward(Kind.BACKWARD, layer, dy, saved.pop(), aux_scale)
     return dy, left
 
 

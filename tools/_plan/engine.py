@@ -24,7 +24,6 @@ from megatron.distributed.silent import SilentGroup
 from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
 from megatron.parallel.blocks import Block
-from megatron.parallel.layer_passes import Passes
 from megatron.parallel.offload import HostPool, Key, Pass, Route
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import Kind, Schedule
@@ -204,7 +203,7 @@ class Kept:
 
 
 @dataclass
-class PlannedPasses(Passes):
+class PlannedPasses:
     """In place of LayerPasses: passes that compute nothing. `units`: what a micro-batch keeps of
     each layer; `shape` [s, b, h].
     """
@@ -215,7 +214,7 @@ class PlannedPasses(Passes):
     senders: set[Layer]
     shape: tuple[int, int, int]
     dtype: torch.dtype
-    scalars: dict[str, Tensor] = field(default_factory=dict)
+    objectives: frozenset[str] = frozenset()
     route: Route = field(default_factory=lambda: Route(()))
     at: int = -1  # the pass that runs
     pool: HostPool[int] = field(default_factory=lambda: HostPool(int))
@@ -224,15 +223,13 @@ class PlannedPasses(Passes):
     coming: dict[Key, Kept] = field(default_factory=dict)  # what is on its way back
     going: Kept | None = None  # what the pass before has sent to the host
 
-    def begin(self, scale: float, objectives: set[str]) -> None:
-        """Before a step."""
-
-    def expect(self, passes: Sequence[Pass]) -> None:
+    def prepare_passes(self, passes: Sequence[Pass]) -> None:
+        """Before a step: these passes come, in this order."""
         self.route, self.at = Route(passes), -1
 
-    def together(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
-        """Two passes, as LayerPasses.together: each is at its worst moment while the tokens of the
-        other one travel.
+    def run_overlapped(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
+        """The two passes of a pair: each is at its worst moment while the tokens of the other one
+        travel.
         """
         self.is_paired = True
         forward()
@@ -279,7 +276,9 @@ class PlannedPasses(Passes):
             kept.x = None
         return Kept(x, Held(self.ledger, "activations", size))
 
-    def forward(self, layer: Layer, x: Tensor | None, _: Any) -> tuple[Tensor, Kept]:
+    def forward(
+        self, layer: Layer, x: Tensor | None, micro: Any, scalars: dict[str, Tensor]
+    ) -> tuple[Tensor, Kept]:
         """A forward pass, as LayerPasses.forward. What a layer keeps includes its input, which is
         counted as long as it is there.
         """
@@ -333,7 +332,7 @@ class PlannedPasses(Passes):
         return graph
 
     def backward(
-        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Kept
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Kept, aux_scale: float = 0.0
     ) -> tuple[Tensor | None, Kept | None]:
         """A backward pass, as LayerPasses.backward."""
         name = self.names[layer]
@@ -416,9 +415,21 @@ def run_step(
     passes = PlannedPasses(ledger, of_layer, names, senders, shape, model.dtype)
     # what stands in for layers' passes and for micro-batches has their methods alone
     stand_in: Any = passes
-    pipeline = Pipeline(model, zero, stand_in, schedule.placement, shape, groups, META)
-    make: Any = lambda micro: Held(ledger, "activations", inputs)  # noqa: E731
-    pipeline.run(schedule, make, scale=1.0)
+    pipeline = Pipeline(
+        model,
+        zero,
+        stand_in,
+        schedule.placement,
+        shape,
+        groups,
+        META,
+        run_overlapped=passes.run_overlapped,
+    )
+    passes.prepare_passes(pipeline.prepare(schedule).passes)
+    micro_batches: Any = (
+        Held(ledger, "activations", inputs) for _ in range(schedule.micro_batches)
+    )
+    pipeline.run(schedule, micro_batches, 1.0)
     ledger.moment = "end of the step"
     zero.end_step()
     ledger.look()

@@ -34,7 +34,7 @@ from megatron.distributed.collectives import (
     start_all_to_all_rows,
 )
 from megatron.distributed.groups import Axis
-from megatron.distributed.turns import give_way
+from megatron.distributed.interleaver import yield_turn
 from megatron.model.experts.experts import TRITON, RowCounts
 from megatron.model.experts.router import count_of
 from megatron.model.tensor_parallel import TensorParallel
@@ -210,7 +210,7 @@ def _exchanged(tensors: Sequence[Tensor], exchange: RowExchange, back: bool) -> 
     if back:
         there, here = here, there
     coming = [start_all_to_all_rows(rows, there, here, exchange.axis) for rows in tensors]
-    give_way()
+    yield_turn()
     return tuple(rows.wait() for rows in coming)
 
 

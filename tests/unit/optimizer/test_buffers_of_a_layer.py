@@ -99,7 +99,8 @@ def gradients_by_range(groups: Groups, stage: int, schedule: str) -> list[tuple]
             ids[:, :-1], ids[:, 1:], torch.ones(B, S), positions, samples, training=True
         )
 
-    pipeline.run(build_schedule(schedule, 1, 1, MICRO_BATCHES), micro_batch, 1.0)
+    micro_batches = map(micro_batch, range(MICRO_BATCHES))
+    pipeline.run(build_schedule(schedule, 1, 1, MICRO_BATCHES), micro_batches, 1.0)
     zero.end_step()
     return [(named(block), block.own, block.grad_shard.clone()) for block in blocks]
 

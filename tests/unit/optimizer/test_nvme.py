@@ -339,7 +339,7 @@ def bytes_with_state_in_files(folder: Path) -> tuple[int, int, int]:
             rates=LearningRates(1e-3, 1e-3),
             weight_decay=0.1,
             grad_sq_sum=grad_sq_sum,
-            grad_factor=1.0,
+            grad_scale=1.0,
         ).deferred.values():
             step_on_host()
         optimizer.squared_weight_norm()

@@ -139,7 +139,7 @@ def test_adamw_equals_torch(implementation, dtype, bound):
         for group in theirs.param_groups:
             group["lr"] = lr
         theirs.step()
-        outcome = take_step(opt, lr=lr, weight_decay=0.1, grad_factor=0.5)
+        outcome = take_step(opt, lr=lr, weight_decay=0.1, grad_scale=0.5)
         assert outcome.grad_norm.item() == pytest.approx(
             expected.item(), rel=1e-6 if dtype == torch.float32 else 1e-13
         )
@@ -204,7 +204,7 @@ def furthest_from_torch(tied: bool, style: str) -> float:
             rates=ours.learning_rates(samples),
             weight_decay=0.1,
             grad_sq_sum=opt.grad_sq_sum(),
-            grad_factor=1.0,
+            grad_scale=1.0,
         )
     return max(
         ((parameter - twins[name]).norm() / twins[name].norm()).item()
@@ -238,7 +238,7 @@ def test_sgd_equals_torch():
         for name, parameter in gpt.named_parameters():
             twins[name].grad = parameter.main_grad.clone()
         theirs.step()
-        take_step(opt, lr=0.1, weight_decay=0.1, grad_factor=1.0)
+        take_step(opt, lr=0.1, weight_decay=0.1, grad_scale=1.0)
     for name, parameter in gpt.named_parameters():
         torch.testing.assert_close(parameter.detach(), twins[name].detach(), rtol=1e-12, atol=1e-14)
 
@@ -249,8 +249,8 @@ def test_bf16_weights_follow_fp32_masters():
     for step in range(3):
         random_grads(opt, step)
         random_grads(wide_opt, step)
-        take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
-        take_step(wide_opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
+        take_step(opt, lr=1e-3, weight_decay=0.1, grad_scale=1.0)
+        take_step(wide_opt, lr=1e-3, weight_decay=0.1, grad_scale=1.0)
     for ours, full in zip(opt.blocks, wide_opt.blocks):
         assert (
             ours.master.dtype == torch.float32
@@ -264,7 +264,7 @@ def test_bf16_weights_follow_fp32_masters():
 def test_a_non_finite_gradient_changes_nothing(implementation, poison):
     gpt, opt = build(torch.bfloat16, adam_implementation=implementation)
     random_grads(opt, 0)
-    take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0)
+    take_step(opt, lr=1e-3, weight_decay=0.1, grad_scale=1.0)
     before = [
         x.clone()
         for x in (
@@ -275,9 +275,9 @@ def test_a_non_finite_gradient_changes_nothing(implementation, poison):
     ]
     random_grads(opt, 1)
     opt.blocks[1].grad[70] = poison
-    assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=1.0).skipped == 1
+    assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_scale=1.0).skipped == 1
     random_grads(opt, 2)
-    assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_factor=float("nan")).skipped == 1
+    assert take_step(opt, lr=1e-3, weight_decay=0.1, grad_scale=float("nan")).skipped == 1
     after = [
         *(block.master for block in opt.blocks),
         *(opt.kept[block].tensors[name] for name in opt.state_names for block in opt.trained),

@@ -81,9 +81,13 @@ def outcome(
         for action in actions
     )
     with torch.set_grad_enabled(training):
-        sums = pipeline.run(
-            schedule, lambda index: batch(pipeline.model, index, training), 0.5
-        ).losses
+        order = dict.fromkeys(
+            action.micro
+            for action in schedule.actions[pipeline.rank]
+            if action.kind is Kind.FORWARD
+        )
+        micro_batches = (batch(pipeline.model, index, training) for index in order)
+        sums = pipeline.run(schedule, micro_batches, 0.5).losses
     gradients = (
         {entry.name: entry.view(block.grad).clone() for block in blocks for entry in block.entries}
         if training

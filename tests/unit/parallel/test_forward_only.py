@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.parallel.pipeline import UNRECEIVED
+from megatron.parallel.messages import MAX_UNACKNOWLEDGED
 from megatron.parallel.schedule import (
     COMPUTATIONS,
     Kind,
@@ -57,7 +57,7 @@ def ends(schedule, limit):
 def test_evaluation_that_waits_for_old_sends_ends(name, virtual, ranks):
     for micro_batches in (1, 2, 3, 5, 13):
         schedule = forward_only(place(name, ranks, virtual), micro_batches)
-        assert ends(schedule, UNRECEIVED) and ends(schedule, 1)
+        assert ends(schedule, MAX_UNACKNOWLEDGED) and ends(schedule, 1)
 
 
 def test_the_machine_sees_a_circle():
@@ -68,5 +68,9 @@ def test_the_machine_sees_a_circle():
     crossed = Schedule(
         "crossed", (0, 1, 0), 3, ((*late[: uses[0]], *posts, *late[uses[0] :]), schedule.actions[1])
     )
-    assert ends(crossed, UNRECEIVED), "receives posted at the last moment are late, not wrong"
-    assert not ends(Schedule("never", (0, 1, 0), 3, (tuple(late), schedule.actions[1])), UNRECEIVED)
+    assert ends(crossed, MAX_UNACKNOWLEDGED), (
+        "receives posted at the last moment are late, not wrong"
+    )
+    assert not ends(
+        Schedule("never", (0, 1, 0), 3, (tuple(late), schedule.actions[1])), MAX_UNACKNOWLEDGED
+    )

@@ -41,7 +41,7 @@ ROWS = (
 def at_once(self: GraphedPasses, micro: MicroBatch) -> MicroBatch:
     """A micro-batch leaves its slot while it is still in flight."""
     placed = PLACE(self, micro)
-    GraphedPasses.leave(self, placed)
+    GraphedPasses.free_slot(self, placed)
     return placed
 
 
@@ -49,7 +49,7 @@ PLACE = GraphedPasses.place
 MUTANTS = {
     "gradient buffers move": (Block, "keep_grad_place", lambda self: None),
     "a micro-batch is not copied": (graphs, "copy_tensors", lambda source, target: None),
-    "a result is overwritten before it is read": (GraphedPasses, "handed_on", lambda self, x: x),
+    "a result is overwritten before it is read": (graphs, "copied", lambda x: x),
     "main_grad is never overwritten": (graphs, "are_overwritten", lambda weights: False),
     "a slot is given away too early": (GraphedPasses, "place", at_once),
 }

@@ -43,17 +43,17 @@ class Counted(LayerPasses):
             "in flight": len(self.inputs) + len(self.stash),
         }
 
-    def forward(self, layer, x, micro, again=False):
-        result = super().forward(layer, x, micro, again)
+    def forward(self, layer, x, micro, scalars):
+        result = super().forward(layer, x, micro, scalars)
         if layer in self.firsts:
             self.inputs.append(StorageWeakRef(x.untyped_storage()))
         self.look()
         return result
 
-    def backward(self, kind, layer, dy, saved):
+    def backward(self, kind, layer, dy, saved, aux_scale=0.0):
         # what the computation before has left; this one's input is still held by its caller
         self.look()
-        dx, kept = super().backward(kind, layer, dy, saved)
+        dx, kept = super().backward(kind, layer, dy, saved, aux_scale)
         if kind is Kind.BACKWARD_INPUT and layer in self.firsts:
             # of the layer's first product: the output of a norm
             self.stash.append(StorageWeakRef(kept[-1].x.untyped_storage()))

@@ -5,6 +5,7 @@ says so.
 from __future__ import annotations
 
 import json
+from itertools import repeat
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,6 @@ from unit.by_hand import KeptWeights
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
 from megatron.model.block import Layer
-from megatron.parallel.layer_passes import Passes
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import COMPUTATIONS, Kind, build_schedule, place
 
@@ -25,7 +25,7 @@ RANKS, MICRO_BATCHES = 4, 8
 SHAPE = (1, 1, 1)
 
 
-class Clocked(Passes):
+class Clocked:
     """Stands in for the passes of a model with one layer a stage: a pass advances this rank's
     clock, and its output is the time at which it ended.
 
@@ -34,18 +34,15 @@ class Clocked(Passes):
     """
 
     def __init__(self, costs: dict[str, list[float]]):
-        self.costs, self.clock, self.spans, self.scalars = costs, 0.0, [], {}
-
-    def begin(self, scale: float, objectives: set[str]) -> None:
-        pass
+        self.costs, self.clock, self.spans = costs, 0.0, []
 
     def forward(
-        self, layer: Clock, x: torch.Tensor | None, micro: None
+        self, layer: Clock, x: torch.Tensor | None, micro: None, scalars: dict
     ) -> tuple[torch.Tensor, None]:
         return self.backward(Kind.FORWARD, layer, x, micro)
 
     def backward(
-        self, kind: Kind, layer: Clock, x: torch.Tensor | None, saved: None
+        self, kind: Kind, layer: Clock, x: torch.Tensor | None, saved: None, aux_scale: float = 0.0
     ) -> tuple[torch.Tensor, None]:
         begin = self.clock if x is None else max(self.clock, x.item())
         self.clock = begin + sum(self.costs[part][layer.stage] for part in PARTS[kind])
@@ -82,7 +79,7 @@ def clocked_step(name: str, costs: dict[str, list[float]]) -> list[dict]:
     )
     passes = Clocked(costs)
     pipeline = Pipeline(model, KeptWeights(), passes, placement, SHAPE, groups, torch.device("cpu"))
-    pipeline.run(schedule, lambda index: None, 1.0)
+    pipeline.run(schedule, repeat(None), 1.0)
     actions = [a for a in schedule.actions[groups.pp.rank] if a.kind in COMPUTATIONS]
     spans = zip(actions, passes.spans, strict=True)
     return [

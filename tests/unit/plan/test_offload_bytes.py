@@ -73,8 +73,7 @@ def alive(config: Config) -> tuple[int, int]:
     """
     model, micro = model_and_micro_batch(config)
     passes = OffloadingPasses(torch.device("cpu"), config.training.min_offloaded_tensor_size)
-    passes.expect(passes_of(model))
-    passes.place(micro)
+    passes.prepare_passes(passes_of(model))
     kept = []
     with launches_of_nothing(), Storages() as storages:
         for _ in range(MICRO_BATCHES):
@@ -185,7 +184,12 @@ def each_reader_its_own() -> Iterator[None]:
 @contextlib.contextmanager
 def graph_keeps_the_input() -> Iterator[None]:
     """The leaf of a layer's graph is its input, as without offload."""
-    with mock.patch.object(offload.OffloadingPasses, "_entry", offload.LayerPasses._entry):
+
+    def entry(self, x):
+        leaf = None if x is None else x.detach().requires_grad_()
+        return leaf, leaf
+
+    with mock.patch.object(offload.OffloadingPasses, "_entry", entry):
         yield
 
 

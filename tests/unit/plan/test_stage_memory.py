@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
+from itertools import repeat
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.model.tensor_parallel import TensorParallel
 from megatron.parallel.blocks import Block, build_blocks
-from megatron.parallel.layer_passes import LayerPasses, Passes
+from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline, loss_gradient
 from megatron.parallel.schedule import Kind, Schedule, build_schedule
 from megatron.parallel.simulate import Costs
@@ -216,18 +217,14 @@ def test_what_a_stage_keeps_is_what_autograd_keeps(model, distributed, recompute
     ]
 
 
-class CountingPasses(Passes):
+class CountingPasses:
     """Counts pairs of layer and micro-batch from the forward pass to the weight gradient."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
-        self.scalars: dict[str, torch.Tensor] = {}
-
-    def begin(self, scale: float, objectives: set[str]) -> None:
-        pass
 
     def forward(
-        self, layer: Layer, x: torch.Tensor | None, micro: object
+        self, layer: Layer, x: torch.Tensor | None, micro: object, scalars: dict
     ) -> tuple[torch.Tensor, None]:
         if isinstance(layer, LayerBlock):
             self.now += 1
@@ -235,7 +232,7 @@ class CountingPasses(Passes):
         return torch.empty(2, device="meta"), None
 
     def backward(
-        self, kind: Kind, layer: Layer, dy: torch.Tensor | None, saved: object
+        self, kind: Kind, layer: Layer, dy: torch.Tensor | None, saved: object, aux_scale: float
     ) -> tuple[torch.Tensor, None]:
         if isinstance(layer, LayerBlock):
             self.now -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -272,7 +269,7 @@ def test_what_is_in_flight(ranks, m):
             (1, 1, 1),
             groups,
             torch.device("meta"),
-        ).run(schedule, lambda micro: None)
+        ).run(schedule, repeat(None))
         return passes.most
 
     assert peaks("gpipe") == [m] * ranks

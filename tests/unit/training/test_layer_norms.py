@@ -11,7 +11,7 @@ from parity.worker import Outcome, one_thread, run_case
 
 from megatron.distributed.groups import ALONE
 from megatron.parallel import blocks
-from megatron.training import loop
+from megatron.training import step
 
 FLAGS = (
     *BASE,
@@ -111,9 +111,9 @@ def test_only_steps_that_are_logged_take_them():
         taken.append(layer_norms)
         return real(*arguments, layer_norms=layer_norms, **settings)
 
-    real = loop.update
+    real = step.update
     flags = (*FLAGS, "--num-layers", "1", "--train-iters", "5", "--log-interval", "2")
-    with mock.patch.object(loop, "update", update), one_thread():
+    with mock.patch.object(step, "update", update), one_thread():
         outcome = run_case(flags)
         without = run_case(tuple(flag for flag in flags if flag != "--log-layer-norms"))
     assert taken == [False, True, False, True, True, *[False] * 5]

@@ -63,7 +63,9 @@ def build() -> GPTModel:
     return model
 
 
-def objective(model: GPTModel, passes: LayerPasses) -> tuple[float, Tensor, list]:
+def objective(
+    model: GPTModel, passes: LayerPasses, scalars: dict[str, Tensor] | None = None
+) -> tuple[float, Tensor, list]:
     """(scale x objective, the head's sums, what the layers saved) of a micro-batch."""
     ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(1))
     micro = model.micro_batch(
@@ -74,23 +76,23 @@ def objective(model: GPTModel, passes: LayerPasses) -> tuple[float, Tensor, list
         torch.arange(B),
         training=True,
     )
-    passes.begin(SCALE, {PENALTY})
-    sums, saved = forward(model, micro, passes)
-    return SCALE * (sums[0] + passes.scalars[PENALTY]).item(), sums, saved
+    scalars = {} if scalars is None else scalars
+    sums, saved = forward(model, micro, passes, scalars=scalars)
+    return SCALE * (sums[0] + scalars[PENALTY]).item(), sums, saved
 
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_auxiliary_loss_is_part_of_what_is_differentiated(split, recompute):
     """Against finite differences of loss and penalty together."""
-    model, passes = build(), LayerPasses()
+    model, passes = build(), LayerPasses(objectives={PENALTY})
     model.choose_recompute(FULL_RECOMPUTE if recompute else NO_RECOMPUTE)
     _, sums, saved = objective(model, passes)
     dy = loss_gradient(sums, SCALE)
     if split:
-        backward_weight(backward_input(model, saved, dy, passes)[1], passes)
+        backward_weight(backward_input(model, saved, dy, passes, aux_scale=SCALE)[1], passes)
     else:
-        backward(model, saved, dy, passes)
+        backward(model, saved, dy, passes, aux_scale=SCALE)
     for name in ("layers.0.mlp.fc1.weight", "layers.1.final_norm.weight", "embedding.word.weight"):
         weight = dict(model.named_parameters())[name]
         draw = torch.Generator().manual_seed(2)
@@ -115,11 +117,12 @@ def test_an_auxiliary_loss_is_part_of_what_is_differentiated(split, recompute):
 def test_a_second_forward_pass_counts_nothing_twice():
     found = []
     for recompute in (False, True):
-        model, passes = build(), LayerPasses()
+        model, passes = build(), LayerPasses(objectives={PENALTY})
         model.choose_recompute(FULL_RECOMPUTE if recompute else NO_RECOMPUTE)
-        _, sums, saved = objective(model, passes)
-        backward(model, saved, loss_gradient(sums, SCALE), passes)
-        found.append({name: value.item() for name, value in passes.scalars.items()})
+        scalars = {}
+        _, sums, saved = objective(model, passes, scalars)
+        backward(model, saved, loss_gradient(sums, SCALE), passes, aux_scale=SCALE)
+        found.append({name: value.item() for name, value in scalars.items()})
     assert found[0] == found[1] and found[0][COUNT] > 0
 
 

@@ -19,6 +19,7 @@ from megatron.data.loader import Source
 from megatron.model.block import HeadBlock
 from megatron.observe.tracking import read_metrics
 from megatron.training import checkpointing, loop, prepare, pretrain
+from megatron.training import step as training_step
 from pretrain_gpt import main
 from tools import compare_runs
 
@@ -269,7 +270,9 @@ def test_exit_duration(tmp_path):
 )
 def test_a_signal_saves_and_exits(tmp_path, monkeypatch, number, code, flags):
     monkeypatch.setattr(
-        loop, "forward_backward", signalling(loop.forward_backward, number, after=3)
+        training_step,
+        "forward_backward",
+        signalling(training_step.forward_backward, number, after=3),
     )
     run(tmp_path / "a", "--train-iters", 12, *flags, code=code)
     assert find_checkpoint(tmp_path / "a").name == "iter_0000003"

@@ -17,10 +17,10 @@ from unit.zero.tracker import LiveBytes, Span
 from megatron.config.arguments import parse_arguments
 from megatron.distributed import collectives
 from megatron.model import embedding, linear, linear_cross_entropy
-from megatron.optimizer import clip, update
-from megatron.parallel import blocks, reduction, zero
+from megatron.optimizer import update
+from megatron.parallel import blocks, grad_norm, reduction, zero
 from megatron.parallel.blocks import Block
-from megatron.training import loop, pretrain
+from megatron.training import loop, pretrain, step
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def pieces_of(size: int | None, head: int | None = None) -> Iterator[None]:
             for module in (linear, embedding, reduction):
                 stack.enter_context(mock.patch.object(module, "SCRATCH_BYTES", size))
             stack.enter_context(mock.patch.object(collectives, "ROUND_BYTES", size))
-            stack.enter_context(mock.patch.object(clip, "PIECE", size // 8))
+            stack.enter_context(mock.patch.object(grad_norm, "PIECE", size // 8))
             stack.enter_context(mock.patch.object(update, "PIECE", size // 16))
         yield
 
@@ -118,8 +118,8 @@ def measure(
     real_host_memory = blocks.host_memory
     real_train, real_forward_backward, real_update, real_evaluate = (
         loop.train,
-        loop.forward_backward,
-        loop.update,
+        step.forward_backward,
+        step.update,
         loop.evaluate,
     )
     parsed = parse_arguments(list(flags))
@@ -129,8 +129,8 @@ def measure(
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         stack.enter_context(mock.patch.object(pretrain, "train", train))
         stack.enter_context(mock.patch.object(blocks, "host_memory", host_memory))
-        stack.enter_context(mock.patch.object(loop, "forward_backward", forward_backward))
-        stack.enter_context(mock.patch.object(loop, "update", updated))
+        stack.enter_context(mock.patch.object(step, "forward_backward", forward_backward))
+        stack.enter_context(mock.patch.object(step, "update", updated))
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
         stack.enter_context(pieces_of(pieces, head))
         stack.enter_context(launches_of_nothing())

@@ -504,16 +504,16 @@ def losses_of(flags: tuple[str, ...], gpu: PretendedGPU | None = None) -> list[f
     """Each step's loss in a run through pretrain.py on this rank."""
     parsed, reports = parse_arguments(list(flags)), []
 
-    def read(pending: step.StepHandle) -> step.Report:
+    def read(pending: step.PendingStep) -> step.StepMetrics:
         reports.append(real_read(pending))
         return reports[-1]
 
-    real_read = step.StepHandle.read
+    real_read = step.PendingStep.read
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         # the world goes on
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
-        stack.enter_context(mock.patch.object(step.StepHandle, "read", read))
+        stack.enter_context(mock.patch.object(step.PendingStep, "read", read))
         stack.enter_context(gpu or contextlib.nullcontext())
         assert pretrain.pretrain(parsed.config, parsed.notes) == 0
     return [report.loss for report in reports]

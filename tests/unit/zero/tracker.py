@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
-from megatron.distributed.turns import Turns
+from megatron.distributed.interleaver import Interleaver
 
 KINDS = (
     "parameters",
@@ -128,9 +128,9 @@ def in_both_threads(mode: TorchDispatchMode) -> AbstractContextManager[Any]:
     """Meanwhile the second of two computations that take turns is under a mode of the first, which
     torch keeps by thread.
     """
-    real = Turns._second
+    real = Interleaver._second
 
-    def second(self: Turns, work: Callable[[], Any]) -> Any:
+    def second(self: Interleaver, work: Callable[[], Any]) -> Any:
         def under_the_mode() -> Any:
             _push_mode(mode)
             try:
@@ -140,7 +140,7 @@ def in_both_threads(mode: TorchDispatchMode) -> AbstractContextManager[Any]:
 
         return real(self, under_the_mode)
 
-    return mock.patch.object(Turns, "_second", second)
+    return mock.patch.object(Interleaver, "_second", second)
 
 
 class LiveBytes(TorchDispatchMode):

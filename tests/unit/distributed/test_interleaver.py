@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from megatron.distributed.turns import AbandonedError, Turns, give_way
+from megatron.distributed.interleaver import AbandonedError, Interleaver, yield_turn
 
 
 def speaker(said: list[str], name: str, times: int):
@@ -16,7 +16,7 @@ def speaker(said: list[str], name: str, times: int):
     def speak() -> str:
         for number in range(times):
             said.append(f"{name}{number}")
-            give_way()
+            yield_turn()
         said.append(f"{name} ends")
         return name
 
@@ -34,13 +34,13 @@ def speaker(said: list[str], name: str, times: int):
 )
 def test_they_take_turns(first, second, order):
     said: list[str] = []
-    turns = Turns()
+    turns = Interleaver()
     for _ in range(2):  # the thread is kept
         said.clear()
-        found = turns.together(speaker(said, "a", first), speaker(said, "b", second))
+        found = turns.run_overlapped(speaker(said, "a", first), speaker(said, "b", second))
         assert found == ("a", "b") and " ".join(said) == order
-    give_way()  # nobody is there
-    assert Turns.current is None
+    yield_turn()  # nobody is there
+    assert Interleaver.current is None
 
 
 def test_each_has_a_thread_that_differentiates():
@@ -49,9 +49,9 @@ def test_each_has_a_thread_that_differentiates():
     def work():
         threads.add(threading.current_thread())
         assert torch.is_grad_enabled()
-        give_way()
+        yield_turn()
 
-    Turns().together(work, work)
+    Interleaver().run_overlapped(work, work)
     assert len(threads) == 2
 
 
@@ -66,7 +66,7 @@ def test_one_that_gives_way_within_a_backward_pass():
         @staticmethod
         def backward(ctx, dy):
             said.append("dy is on its way")
-            give_way()
+            yield_turn()
             said.append("dy is there")
             return 2 * dy
 
@@ -78,7 +78,7 @@ def test_one_that_gives_way_within_a_backward_pass():
         other = torch.ones(3, requires_grad=True)
         return (3 * other).sum()
 
-    _, z = Turns().together(lambda: y.sum().backward(), forward)
+    _, z = Interleaver().run_overlapped(lambda: y.sum().backward(), forward)
     assert said == ["dy is on its way", "forward pass", "dy is there"]
     assert torch.equal(x.grad, torch.full((3,), 2.0)) and z.requires_grad
 
@@ -92,23 +92,23 @@ def test_a_failure_ends_both(fails, late):
         def run() -> None:
             try:
                 if late:
-                    give_way()
+                    yield_turn()
                 if index == fails:
                     raise ValueError("no such thing")
-                give_way()
-                give_way()
+                yield_turn()
+                yield_turn()
             except BaseException as error:
                 ends[index] = error
                 raise
 
         return run
 
-    turns = Turns()
+    turns = Interleaver()
     with pytest.raises(ValueError, match="no such thing"):
-        turns.together(work(0), work(1))
-    assert Turns.current is None and isinstance(ends[fails], ValueError)
+        turns.run_overlapped(work(0), work(1))
+    assert Interleaver.current is None and isinstance(ends[fails], ValueError)
     if late or fails == 1:  # else it never began
         assert isinstance(ends[1 - fails], AbandonedError)
     said: list[str] = []
-    turns.together(speaker(said, "a", 1), speaker(said, "b", 1))
+    turns.run_overlapped(speaker(said, "a", 1), speaker(said, "b", 1))
     assert len(said) == 4

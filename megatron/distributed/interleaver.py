@@ -23,10 +23,10 @@ class AbandonedError(RuntimeError):
     """The other of two computations has failed, so that this one is not carried on."""
 
 
-class Turns:
+class Interleaver:
     """Runs two computations at a time, the second in a thread that is kept."""
 
-    current: ClassVar[Turns | None] = None  # of the two that run now
+    current: ClassVar[Interleaver | None] = None  # of the two that run now
 
     def __init__(self) -> None:
         cuda = torch.cuda.is_initialized()  # a thread begins on the first device
@@ -40,15 +40,15 @@ class Turns:
         self.over = [False, False]
         self.failed = False
 
-    def together(
+    def run_overlapped(
         self, first: Callable[[], First], second: Callable[[], Second]
     ) -> tuple[First, Second]:
         """The results of both, which begin with `first`. Raises what one of them raises."""
-        assert Turns.current is None and torch.is_grad_enabled()
+        assert Interleaver.current is None and torch.is_grad_enabled()
         self._begin()
         problem: BaseException | None = None
         coming = self.thread.submit(self._second, second)
-        Turns.current = self
+        Interleaver.current = self
         try:
             found = first()
         except BaseException as error:
@@ -56,7 +56,7 @@ class Turns:
         self.over[0], self.running = True, 1
         self.turn[1].release()
         wait([coming])
-        Turns.current = None
+        Interleaver.current = None
         if problem is None or isinstance(problem, AbandonedError):
             other = coming.result()
         if problem is not None:
@@ -79,7 +79,7 @@ class Turns:
         if self.failed:
             raise AbandonedError("the other of two passes has failed")
 
-    def give_way(self) -> None:
+    def yield_turn(self) -> None:
         """Let the other one run until it gives way itself, or is over."""
         self._go_on()
         this = self.running
@@ -97,7 +97,7 @@ def _begin_on(device: int | None) -> None:
         torch.cuda.set_device(device)
 
 
-def give_way() -> None:
+def yield_turn() -> None:
     """An exchange has been started: where two computations run, the other one's turn."""
-    if Turns.current is not None:
-        Turns.current.give_way()
+    if Interleaver.current is not None:
+        Interleaver.current.yield_turn()

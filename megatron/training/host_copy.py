@@ -1,6 +1,6 @@
-"""Numbers on their way between the host and the device, for which neither waits.
+"""Copies of a few numbers between the host and the device that neither waits for.
 
-Called from training/step.py and training/exit.py.
+Called from training/step.py, training/exit.py and training/timing.py.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ from torch import Tensor
 from megatron.distributed.peers import idle
 
 
-def sent(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Float64 numbers of the host, on the device: from pinned memory, so that nobody waits."""
-    here = torch.tensor(numbers, dtype=torch.float64)
+def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Float64 numbers of the host, on the device: from pinned memory, so that nothing waits."""
+    host = torch.tensor(numbers, dtype=torch.float64)
     if device.type == "cuda":
-        here = torch.empty(here.shape, dtype=here.dtype, pin_memory=True).copy_(here)
-    there = torch.empty(here.shape, dtype=here.dtype, device=device)
-    return there.copy_(here, non_blocking=True)
+        host = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+    target = torch.empty(host.shape, dtype=host.dtype, device=device)
+    return target.copy_(host, non_blocking=True)
 
 
-class Arriving:
-    """Numbers of the device that the host reads when it must."""
+class AsyncHostCopy:
+    """A device tensor copied to pinned host memory."""
 
     def __init__(self, numbers: Tensor):
         self.event = None
+        self.numbers = numbers
         if numbers.is_cuda:
             self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self.numbers.copy_(numbers, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
-        else:
-            self.numbers = numbers
         # reading does not wait: on a CPU; the same on every rank
         self.is_here = self.event is None
 

@@ -1,0 +1,121 @@
+"""Activations and their gradients on the way from one stage to the next.
+
+A receive is posted before its computation, which waits for it. A send is started and not awaited:
+the schedule itself proves that it has arrived, when a later message comes back from that rank. What
+stays on the rank is handed over as it is. Called from parallel/pipeline.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from megatron.distributed.groups import Groups
+from megatron.distributed.p2p import Receiving, Sending
+from megatron.distributed.peers import waiting
+from megatron.parallel.schedule import WORDS, Action, Kind, Message, channel_of, source_of
+
+MAX_UNACKNOWLEDGED = 2  # sends in flight to a rank in evaluation, where no message comes back
+
+
+class StageMessages:
+    """The messages of this rank in one run of a schedule. `shape`: [s, b, h] of each;
+    `acknowledgements`: how many of our sends to a rank each message from it proves to have arrived
+    (schedule.acknowledgements). Raises PeerError when a neighbor dies or hangs.
+    """
+
+    def __init__(
+        self,
+        placement: tuple[int, ...],
+        groups: Groups,
+        acknowledgements: dict[Message, tuple[int, int]],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.placement, self.groups, self.rank = placement, groups, groups.pp.rank
+        self.acknowledgements = acknowledgements
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.inbox: dict[Message, Receiving | Tensor] = {}
+        self.outbox: dict[Message, Tensor] = {}
+        self.sending: dict[int, deque[Sending]] = {}  # by receiver, oldest first
+        self.num_arrived: dict[int, int] = {}  # of the sends to each rank
+
+    def put(self, message: Message, x: Tensor) -> None:
+        """Hand a result to the computation that reads it: here, or behind the send that follows."""
+        stays = self.placement[message.stage] == self.rank
+        (self.inbox if stays else self.outbox)[message] = x
+
+    def take(self, message: Message, action: Action) -> Tensor:
+        """Wait for the input of a computation [s, b, h]."""
+        coming = self.inbox.pop(message)
+        if isinstance(coming, Tensor):
+            return coming
+        with self._waiting_for(
+            source_of(message, self.placement),
+            f"send {_describe(message)} to the {WORDS[action.kind]} pass of stage {action.stage}",
+        ):
+            x = coming.wait()
+        to, count = self.acknowledgements[message]
+        while self.num_arrived.get(to, 0) < count:
+            self._finish_send(to)  # has arrived: does not wait
+        return x
+
+    def send(self, action: Action) -> None:
+        """Start to send a result."""
+        (_, to), message = channel_of(action, self.placement)
+        queue = self.sending.setdefault(to, deque())
+        channel = self.groups.channel(self.rank, to)
+        with self._waiting_for(to, f"take {_describe(message)}"):
+            queue.append(Sending(self.outbox.pop(message), to, channel, self._tag(message)))
+            # in evaluation no message comes back that would prove an arrival
+            if not torch.is_grad_enabled() and len(queue) > MAX_UNACKNOWLEDGED:
+                self._finish_send(to)
+
+    def receive(self, action: Action) -> None:
+        """Post a receive."""
+        (source, _), message = channel_of(action, self.placement)
+        channel = self.groups.channel(source, self.rank)
+        with self._waiting_for(source, f"send {_describe(message)}"):
+            self.inbox[message] = Receiving(
+                self.shape, self.dtype, self.device, source, channel, self._tag(message)
+            )
+
+    def finish(self) -> None:
+        """Wait until all sends have arrived."""
+        for to, queue in self.sending.items():
+            with self._waiting_for(to, "take the last messages of the step"):
+                while queue:
+                    queue.popleft().wait()
+        assert not (self.inbox or self.outbox), "the schedule left messages behind"
+
+    def _finish_send(self, to: int) -> None:
+        """Wait for the oldest send to a rank, and free its tensor."""
+        self.sending[to].popleft().wait()
+        self.num_arrived[to] = self.num_arrived.get(to, 0) + 1
+
+    def _tag(self, message: Message) -> int:
+        number = message.micro * len(self.placement) + message.stage
+        return 2 * number + (message.kind is Kind.BACKWARD)
+
+    def _waiting_for(self, other: int, what: str) -> AbstractContextManager[None]:
+        """Around a wait for a neighbor; names both ranks if it fails."""
+
+        def text(seconds: float) -> str:
+            ranks = self.groups.pp.ranks
+            stages = [str(stage) for stage, rank in enumerate(self.placement) if rank == other]
+            named = f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)} (rank {ranks[other]})"
+            return (
+                f"rank {ranks[self.rank]} waited {seconds:.1f} s for pipeline {named} to "
+                f"{what}. That rank"
+            )
+
+        return waiting(text)
+
+
+def _describe(message: Message) -> str:
+    kind = "activations" if message.kind is Kind.FORWARD else "the gradient"
+    return f"{kind} of micro-batch {message.micro}"
