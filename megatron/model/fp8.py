@@ -47,7 +47,7 @@ PIECE_BYTES = 32 << 20
 # bytes an element of both factors that a CPU takes to quantise and multiply, as measured
 DEFINED = {"tensorwise": 8, "rowwise": 4, "blockwise": 10}
 # the attribute of a weight whose products are formed so
-MARK = "fp8"
+FP8 = "fp8"
 
 
 class Factor(NamedTuple):
@@ -247,11 +247,6 @@ def scratch(
     )
 
 
-def fp8_products(weight: Tensor) -> Fp8Products | None:
-    """How a weight's products are formed of 8-bit floats; None where they are not."""
-    return getattr(weight, MARK, None)
-
-
 def mark_fp8(
     weight: nn.Parameter, precision: PrecisionConfig, split: int, axis: Axis, cp: Axis = ALONE
 ) -> None:
@@ -267,4 +262,4 @@ def mark_fp8(
         axis if is_shared else ALONE,
         cp,
     )
-    setattr(weight, MARK, products)
+    setattr(weight, FP8, products)

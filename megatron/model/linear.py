@@ -53,7 +53,7 @@ from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import apex
 from megatron.kernels.fp8 import Quantised
 from megatron.kernels.lang import multiprocessors, operator
-from megatron.model.fp8 import fp8_products
+from megatron.model.fp8 import FP8
 from megatron.model.opaque import Context
 from megatron.model.spec import ParameterSpec
 from megatron.model.tensor_parallel import DENSE, TensorParallel
@@ -137,19 +137,17 @@ def weight_grad_scratch(
     return widened * grad * (inputs + outputs)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear, of 8-bit floats where the weight is marked for them."""
-    fp8 = fp8_products(weight)
+    fp8 = getattr(weight, FP8, None)
     return F.linear(x, weight, bias) if fp8 is None else fp8.forward(x, weight, bias)
 
 
-def input_grad(
-    dy: Tensor, weight: Tensor, *, weight_grad: bool
-) -> tuple[Tensor, Tensor | Quantised]:
+def dgrad(dy: Tensor, weight: Tensor, *, weight_grad: bool) -> tuple[Tensor, Tensor | Quantised]:
     """dy [s, b, o] times weight [o, i], and what `add_weight_grad` takes in place of dy; that is
     called next if `weight_grad`.
     """
-    fp8 = fp8_products(weight)
+    fp8 = getattr(weight, FP8, None)
     if fp8 is None:
         return dy.matmul(weight), dy
     return fp8.input_grad(dy, weight, weight_grad=weight_grad)
@@ -157,11 +155,11 @@ def input_grad(
 
 def add_weight_grad(dy: Tensor | Quantised, x: Tensor, weight: nn.Parameter) -> None:
     """Add a weight's gradient in its main_grad, or put it there if that is to be overwritten. `dy`
-    is as `input_grad` returns it, or as it came.
+    is as `dgrad` returns it, or as it came.
     """
     overwrite = getattr(weight, "overwrite_main_grad", False)
     weight.overwrite_main_grad = False
-    fp8 = fp8_products(weight)
+    fp8 = getattr(weight, FP8, None)
     if fp8 is not None and fp8.weight_grad:
         fp8.add_weight_grad(dy, x, weight.main_grad, overwrite)
         return
@@ -195,7 +193,7 @@ class WeightGrad(NamedTuple):
         return lambda: add_weight_grad(dy.wait(), x.wait(), self.weight)
 
 
-class LaterGrad(Protocol):
+class DeferredWgrad(Protocol):
     """A weight gradient that a split backward pass leaves for its second half."""
 
     @property
@@ -210,7 +208,7 @@ class LaterGrad(Protocol):
 
 
 @torch.no_grad()
-def add_weight_grads(left: list[LaterGrad]) -> None:
+def add_weight_grads(left: list[DeferredWgrad]) -> None:
     """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs
     beside a product.
     """
@@ -224,11 +222,11 @@ def add_weight_grads(left: list[LaterGrad]) -> None:
 
 
 @contextlib.contextmanager
-def deferring_weight_grads(module: nn.Module) -> Iterator[list[LaterGrad]]:
+def deferring_weight_grads(module: nn.Module) -> Iterator[list[DeferredWgrad]]:
     """While open, backward passes through the module's linear layers put their weight gradients
     onto this list instead of computing them.
     """
-    left: list[LaterGrad] = []
+    left: list[DeferredWgrad] = []
     declared = ((weight, getattr(weight, "spec", None)) for weight in module.parameters())
     weights = {weight for weight, spec in declared if spec is not None and spec.product}
     weights |= {layer.weight for layer in module.modules() if isinstance(layer, Linear)}
@@ -246,14 +244,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
-        return product(x, weight, bias)
+        return gemm(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         (x,) = ctx.saved_tensors
         deferred = getattr(ctx.weight, DEFERRED, None)
         frozen = not ctx.needs_input_grad[1]
-        dx, kept = input_grad(dy, ctx.weight, weight_grad=deferred is None and not frozen)
+        dx, kept = dgrad(dy, ctx.weight, weight_grad=deferred is None and not frozen)
         if frozen:  # and so is the bias
             return dx, None, None
         if deferred is None:
@@ -278,9 +276,9 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
-            return product(x, weight, bias)
+            return gemm(x, weight, bias)
         if not _cuts(tp, x, weight, weight.shape[0]):
-            return product(all_gather(x, tp.axis), weight, bias)
+            return gemm(all_gather(x, tp.axis), weight, bias)
         whole = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
         y = x.new_empty((*whole.shape[:-1], weight.shape[0]))
         for rows, part in gather_parts(x, tp.axis, whole):
@@ -301,7 +299,7 @@ class _ColumnLinear(torch.autograd.Function):
                 gathering.wait()
         else:
             deferred.append(WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap))
-        dx, kept = input_grad(dy, weight, weight_grad=gathering is not None)
+        dx, kept = dgrad(dy, weight, weight_grad=gathering is not None)
         start = start_reduce_scatter if tp.sequence else start_all_reduce
         summing = start(dx, tp.axis)
         del dx  # under sequence parallelism it is whole, and read once
@@ -327,7 +325,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
-            y = all_reduce(product(x, weight), tp.axis)
+            y = all_reduce(gemm(x, weight), tp.axis)
         elif _cuts(tp, x, weight, weight.shape[0] // 2):
             # the first half of the outputs is summed beside the product of the second
             halves = []
@@ -335,7 +333,7 @@ class _RowLinear(torch.autograd.Function):
                 halves.append(start_reduce_scatter(F.linear(x, half), tp.axis))
             y = torch.cat([half.wait() for half in halves], dim=-1)
         else:
-            y = reduce_scatter(product(x, weight), tp.axis)
+            y = reduce_scatter(gemm(x, weight), tp.axis)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -364,7 +362,7 @@ class _RowLinear(torch.autograd.Function):
             kept = whole
         else:
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
-            dx, kept = input_grad(dy, weight, weight_grad=deferred is None and not frozen)
+            dx, kept = dgrad(dy, weight, weight_grad=deferred is None and not frozen)
         if deferred is None and not frozen:
             add_weight_grad(kept, x, weight)
         return dx, None, None, None
@@ -374,7 +372,7 @@ def _cuts(tp: TensorParallel, x: Tensor, weight: Tensor, outputs: int) -> bool:
     """Whether a product is cut into pieces beside which others are communicated. 8-bit floats are
     quantised whole.
     """
-    return tp.overlap and fp8_products(weight) is None and worth_cutting(x, outputs)
+    return tp.overlap and getattr(weight, FP8, None) is None and worth_cutting(x, outputs)
 
 
 def worth_cutting(x: Tensor, outputs: int) -> bool:
@@ -449,6 +447,9 @@ _opaque_linear.register_autograd(_differentiate_linear, setup_context=_save_line
 def _apply(
     kind: str, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
 ) -> Tensor:
+    """A linear layer, whole or shared over tensor-parallel ranks: as an operator that hides what it
+    does to `main_grad` where torch.compile traces, else as an autograd function.
+    """
     kind = "whole" if tp.size == 1 else kind
     if torch.compiler.is_compiling():
         rows = x.shape[0]
@@ -486,7 +487,7 @@ class Linear(nn.Module):
         self.bias = None if bias is None else bias.parameter(tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return _apply("whole", x, self.weight, self.bias, DENSE)
 
 
 class ColumnLinear(Linear):
@@ -495,7 +496,7 @@ class ColumnLinear(Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight, self.bias, self.tp)
+        return _apply("column", x, self.weight, self.bias, self.tp)
 
 
 class RowLinear(Linear):

@@ -252,7 +252,8 @@ class Block:
         for first, last in self.plan.cleared:
             self.grad[first:last].zero_()
         for entry, parameter in zip(self.entries, self.parameters):
-            parameter.main_grad = entry.view(self.grad)
+            view = self.grad.narrow(0, entry.start, entry.numel)
+            parameter.main_grad = view.view(entry.shape)
             if entry.start < self.plan.late:
                 parameter.overwrite_main_grad = True
 

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.distributed.collectives import all_gather
 from megatron.distributed.groups import ALONE, Axis
 from megatron.model.block import Layer, MicroBatch, WithScalars
-from megatron.model.linear import LaterGrad, add_weight_grads, deferring_weight_grads
+from megatron.model.linear import DeferredWgrad, add_weight_grads, deferring_weight_grads
 from megatron.model.recompute_context import Parked
 from megatron.parallel.schedule import Kind
 
@@ -154,7 +154,7 @@ class LayerPasses:
 
     def backward(
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any, aux_scale: float = 0.0
-    ) -> tuple[Tensor | None, list[LaterGrad] | None]:
+    ) -> tuple[Tensor | None, list[DeferredWgrad] | None]:
         """A backward pass, whole or one half of a split one: (the gradient of the input [s, b, h],
         what the second half needs). Both are None where there is no such thing.
 
@@ -183,7 +183,7 @@ class LayerPasses:
         graph: Graph,
         dy: Tensor,
         aux_scale: float,
-        left: Sequence[LaterGrad] = (),
+        left: Sequence[DeferredWgrad] = (),
     ) -> Tensor | None:
         """The gradient of x; those of parameters are in their main_grad, in `left`, or (where that
         is to come first) still in `.grad`.
@@ -226,7 +226,7 @@ def accumulate_into_main_grad(parameters: Sequence[nn.Parameter]) -> None:
 
 @contextlib.contextmanager
 def check_all_params_got_grads(
-    edges: Sequence[GradientEdge], left: Sequence[LaterGrad]
+    edges: Sequence[GradientEdge], left: Sequence[DeferredWgrad]
 ) -> Iterator[None]:
     """Around a backward pass from `edges`: LostGradientError when a parameter that the graph uses
     was given no gradient.

@@ -8,14 +8,16 @@ Called from parallel/pipeline.py for the pairs of a schedule.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from megatron.distributed.ranges import named
 from megatron.model.block import Layer
-from megatron.parallel.schedule import Action, Kind
+from megatron.parallel.schedule import WORDS, Action, Kind
 
 if TYPE_CHECKING:
     from megatron.parallel.pipeline import Pipeline, StepState
@@ -32,7 +34,7 @@ class _BackwardPass:
 
     def run(self, layer: Layer, kind: Kind) -> None:
         """One layer."""
-        with self.pipeline.named(kind, layer, self.action.micro):
+        with _named(self.pipeline, kind, layer, self.action.micro):
             if kind is Kind.REBUILD:
                 self.pipeline.rebuild(layer, self.saved)
                 return
@@ -54,11 +56,16 @@ class _ForwardPass:
 
     def run(self, layer: Layer, kind: Kind) -> None:
         """One layer."""
-        with self.pipeline.named(kind, layer, self.action.micro):
+        with _named(self.pipeline, kind, layer, self.action.micro):
             self.x, saved = self.pipeline.passes.forward(
                 layer, self.x, self.micro_batch, self.step.scalars
             )
         self.saved.append(saved)
+
+
+def _named(pipeline: Pipeline, kind: Kind, layer: Layer, micro: int) -> AbstractContextManager[Any]:
+    """The range of a pass in a profiler's trace."""
+    return named(WORDS[kind], pipeline.names[layer], "micro-batch", micro)
 
 
 def run_pair(pipeline: Pipeline, step: StepState, backward: Action, forward: Action) -> None:

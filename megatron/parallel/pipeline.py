@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
@@ -192,7 +191,7 @@ class Pipeline:
         x = step.input_of(action)
         for layer, kind in self.calls[Kind.FORWARD, stage]:
             self.weights.acquire(layer, kind, micro)
-            with self.named(kind, layer, micro):
+            with named(WORDS[kind], self.names[layer], "micro-batch", micro):
                 x, kept = self.passes.forward(layer, x, micro_batch, step.scalars)
             self.weights.release(layer, kind, micro)
             saved.append(kept)
@@ -205,7 +204,7 @@ class Pipeline:
         deferred: deque[Any] = deque()  # for the second half
         for layer, kind in self.calls[action.kind, stage]:
             self.weights.acquire(layer, kind, micro)
-            with self.named(kind, layer, micro):
+            with named(WORDS[kind], self.names[layer], "micro-batch", micro):
                 if kind is Kind.REBUILD:
                     self.rebuild(layer, saved)
                 else:
@@ -223,10 +222,6 @@ class Pipeline:
     def release_micro_batch(self, step: StepState, micro: int) -> None:
         """A micro-batch has had its last computation on this rank."""
         del step.micro_batches[micro]
-
-    def named(self, kind: Kind, layer: Layer, micro: int) -> AbstractContextManager[Any]:
-        """The range of a pass in a profiler's trace."""
-        return named(WORDS[kind], self.names[layer], "micro-batch", micro)
 
 
 class StepState:

@@ -21,7 +21,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from megatron.parallel.blocks import Block
 from megatron.parallel.grad_norm import sum_of_squares
 from megatron.parallel.layer_passes import Call
 from megatron.parallel.reduction import sum_copies, sum_partial_gradients
-from megatron.parallel.schedule import Kind
+from megatron.parallel.schedule import COMPUTATIONS, Kind
 
 Buffers = tuple[Block, ...]  # of one layer
 
@@ -63,6 +63,19 @@ def _of_layers(buffers_of: dict[Layer, Buffers]) -> set[Block]:
     }
 
 
+class PassPlan(NamedTuple):
+    """What ZeRO does around a pass of one kind of a layer."""
+
+    opens: Buffers = ()  # give these a gradient buffer
+    opens_early: Buffers = ()  # or one for what a split backward pass completes in its first half
+    adds_early: Buffers = ()  # which its second half adds
+    waits_for: Buffers = ()  # stages 0 to 2: the weights of this step have arrived
+    gathers: Buffers = ()  # stage 3: gather the weights before the pass, and free them afterwards
+    updates_next: Block | None = None  # of which the deferred update runs behind the pass
+    completes: Buffers = ()  # these have one more pass of their period
+    frees_reduced: bool = False  # activations are most after it: free what has been reduced
+
+
 class Zero:
     """What the executor calls before and after each pass. Where one rank alone holds a block,
     nothing is sent.
@@ -85,8 +98,33 @@ class Zero:
         self.gather_stream, self.reduce_stream = (
             torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
         )
-        self.following = dict(pairwise(blocks))
+        following = dict(pairwise(blocks))
+        self.users = Counter(block for buffers in self.buffers_of.values() for block in buffers)
+        self.plans = {
+            (layer, kind): self._plan(layer, kind, following.get(buffers[-1]))
+            for layer, buffers in self.buffers_of.items()
+            for kind in (*COMPUTATIONS, Kind.REBUILD)
+        }
         self._begin_with_nothing()
+
+    def _plan(self, layer: Layer, kind: Kind, following: Block | None) -> PassPlan:
+        """What this stage does around a pass."""
+        buffers = self.buffers_of[layer]
+        trained = tuple(block for block in buffers if block.trained)
+        backward = kind in (*COMPLETING, Kind.BACKWARD_INPUT)
+        splits = kind is Kind.BACKWARD_INPUT and self.stage >= 2
+        reads = self.stage == 3 and _reads_weight(layer, kind)
+        resident = self.stage < 3 and kind is not Kind.BACKWARD_WEIGHT
+        return PassPlan(
+            opens=trained if backward and not splits else (),
+            opens_early=trained if splits else (),
+            adds_early=trained if kind is Kind.BACKWARD_WEIGHT and self.stage >= 2 else (),
+            waits_for=buffers if resident else (),
+            gathers=buffers if reads else (),
+            updates_next=following if resident else None,
+            completes=buffers if kind in COMPLETING else (),
+            frees_reduced=kind is Kind.FORWARD and layer in self.last,
+        )
 
     def _begin_with_nothing(self) -> None:
         """What passes change; between two steps all of it is empty but `deferred`, `gathering` and
@@ -123,65 +161,55 @@ class Zero:
         """These passes will come now, in this order."""
         assert not self.needs and self.reducing is None
         passes: Counter[Block] = Counter()
-        users = Counter(block for buffers in self.buffers_of.values() for block in buffers)
         for layer, kind in calls:
-            buffers = self.buffers_of[layer]
-            for block in buffers:
-                passes[block] += kind in COMPLETING
-            if self.stage == 3 and _reads_weight(layer, kind):
-                self.needs.append(buffers)
+            plan = self.plans[layer, kind]
+            passes.update(plan.completes)
+            if plan.gathers:
+                self.needs.append(plan.gathers)
         self.remaining = Counter(self.needs)
         for block, count in passes.items():
             # Of a matrix that is both embedding and head the two ends of other micro-batches may
             # come between those of one: one sum a step.
-            often = self.stage >= 2 and (users[block] == 1 or self.groups.pp.size == 1)
-            self.period[block] = users[block] if often else count
+            often = self.stage >= 2 and (self.users[block] == 1 or self.groups.pp.size == 1)
+            self.period[block] = self.users[block] if often else count
         self.due = dict(self.period)
         if self.needs and self.overlap_gather:
             self._gather_all(self.needs[0])
 
     def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
-        """Before a pass of a layer on a micro-batch: its weights are whole and its gradients have
+        """Before a pass of a layer on a micro-batch: make its weights whole, and give its gradients
         buffers, as far as the pass needs them.
         """
-        if kind is Kind.FORWARD and layer in self.last:
-            # A gradient of the micro-batch before has had this stage's pass to be reduced; after it
-            # activations are most.
-            with self._beside(self.reduce_stream):
-                self._finish()
-            self._let_go()
-        buffers = self.buffers_of[layer]
-        trained = [block for block in buffers if block.trained]
-        if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
-            self.early[layer, micro] = [block.open_early() for block in trained]
-        elif kind is not Kind.FORWARD and kind is not Kind.REBUILD:
-            self._open(trained)
-        if kind is Kind.BACKWARD_WEIGHT:
+        plan = self.plans[layer, kind]
+        if plan.frees_reduced:
+            # A gradient of the micro-batch before has had this stage's pass to be reduced.
+            self._free_reduced()
+        for block in plan.opens:
+            if block.grad is None:
+                self._open(block)
+        if plan.opens_early:
+            self.early[layer, micro] = [block.open_early() for block in plan.opens_early]
+        if plan.adds_early:
             # what the first half has completed
-            for block, early in zip(trained, self.early.pop((layer, micro), ())):
+            for block, early in zip(plan.adds_early, self.early.pop((layer, micro), ())):
                 block.grad[block.plan.late :].copy_(early)
-        elif self.stage < 3:
-            for block in buffers:
+        for block in plan.waits_for:
+            if block in self.deferred or block in self.gathering:
                 self._arrive(block)
-        elif _reads_weight(layer, kind):
-            self._acquire_gathered(buffers)
+        if plan.gathers:
+            self._acquire_gathered(plan.gathers)
 
     def release(self, layer: Layer, kind: Kind, micro: int) -> None:
-        """After the pass: let go of the weights, reduce the gradients that are complete."""
-        buffers = self.buffers_of[layer]
-        if self.stage == 3 and _reads_weight(layer, kind):
-            self._release_gathered(buffers, read_again=kind is Kind.REBUILD)
-        elif self.stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
-            # The pass is queued. What the host has to do for the layer that comes next, it does
-            # now, while the GPU computes.
-            following = self.following.get(buffers[-1])
-            if following in self.deferred:
-                self._carry_out(following)
-        if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
-            for block in buffers:
-                if block.trained:
-                    block.close_early()
-        for block in buffers if kind in COMPLETING else ():
+        """After the pass: free the weights, reduce the gradients that are complete."""
+        plan = self.plans[layer, kind]
+        if plan.gathers:
+            self._release_gathered(plan.gathers, read_again=kind is Kind.REBUILD)
+        if plan.updates_next in self.deferred:
+            # The pass is queued. The host updates what comes next while the GPU computes.
+            self._carry_out(plan.updates_next)
+        for block in plan.opens_early:
+            block.close_early()
+        for block in plan.completes:
             self.due[block] -= 1
             if self.due[block] == 0 and block.trained:
                 self.due[block] = self.period[block]
@@ -319,17 +347,21 @@ class Zero:
 
     # ---- gradients
 
-    def _open(self, blocks: list[Block]) -> None:
-        """Give each of a layer's blocks a gradient buffer, unless it has one."""
-        for block in blocks:
-            if block.grad is not None:
-                continue
-            # never two gradients of the vocabulary's size
-            if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):
-                with self._beside(self.reduce_stream):
-                    self._finish()
-            self._let_go()
-            block.open()
+    def _open(self, block: Block) -> None:
+        """Give a block a gradient buffer."""
+        # never two gradients of the vocabulary's size
+        if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):
+            with self._beside(self.reduce_stream):
+                self._finish()
+        self._let_go()
+        block.open()
+
+    def _free_reduced(self) -> None:
+        """Wait for the reduction that is on its way, and free gradient buffers."""
+        if self.reducing is not None:
+            with self._beside(self.reduce_stream):
+                self._finish()
+        self._let_go()
 
     def _let_go(self) -> None:
         """Free the gradient buffers that have been reduced."""

@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "no sum of a row-parallel layer's outputs",
         f"{MODEL}/linear.py",
-        "y = all_reduce(product(x, weight), tp.axis)",
-        "y = product(x, weight)",
+        "y = all_reduce(gemm(x, weight), tp.axis)",
+        "y = gemm(x, weight)",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
@@ -381,8 +381,8 @@ MUTANTS = (
     Mutant(
         "reduced when the input gradients are complete",
         ZERO,
-        "for block in buffers if kind in COMPLETING else ():",
-        "for block in buffers if kind in COMPLETING or kind is Kind.BACKWARD_INPUT else ():",
+        "completes=buffers if kind in COMPLETING else ()",
+        "completes=buffers if kind in COMPLETING or kind is Kind.BACKWARD_INPUT else ()",
         ("fp64-documents-pp2-zero-bubble-v-dp2",),
     ),
     Mutant(

@@ -17,7 +17,7 @@ from megatron.config.validate import resolve
 from megatron.distributed.groups import ALONE, Layout, build_groups
 from megatron.model import fp8
 from megatron.model.build import build_model
-from megatron.model.fp8 import fp8_products, mark_fp8, piece_rows
+from megatron.model.fp8 import FP8, mark_fp8, piece_rows
 from megatron.model.linear import add_weight_grads, deferring_weight_grads
 
 S, B, I, O = 80, 2, 192, 320
@@ -173,9 +173,7 @@ def in_fp8(flags):
     config = resolved(flags)
     groups = build_groups(Layout(), 0, lambda *_: None)
     model = build_model(config, 100, groups, torch.device("cpu"))
-    return {
-        name for name, parameter in model.named_parameters() if fp8_products(parameter) is not None
-    }
+    return {name for name, parameter in model.named_parameters() if hasattr(parameter, FP8)}
 
 
 def test_the_wide_linear_layers_of_the_layers_that_are_named():
@@ -251,7 +249,7 @@ def test_a_gpu_is_given_what_its_products_take(recipe, form):
         weight = torch.nn.Parameter(torch.empty(O, 256, device="cuda", dtype=torch.bfloat16))
         main_grad = torch.empty(O, 256, device="cuda")
         mark_fp8(weight, precision, 0, ALONE)
-        products = fp8_products(weight)
+        products = getattr(weight, FP8, None)
         x = torch.empty(64, 2, 256, device="cuda", dtype=torch.bfloat16)
         bias = torch.empty(O, device="cuda", dtype=torch.bfloat16)
         y = products.forward(x, weight, bias)
