@@ -43,10 +43,10 @@ if not __package__:  # run as a file: this folder's `kernels` and `data` must hi
 
 from megatron.benchmarks import ratio_rule
 from megatron.benchmarks.training import machine, wait_until_quiet
+from megatron.tools._plan.schedule_check import check  # noqa: E402
+from megatron.tools._plan.simulate import Costs, simulate  # noqa: E402
 
-from megatron.parallel.check import check  # noqa: E402
 from megatron.parallel.schedule import Kind, build_schedule  # noqa: E402
-from megatron.parallel.simulate import Costs, simulate  # noqa: E402
 from megatron.parallel.timeline import Span, Timeline  # noqa: E402
 
 # stages a rank

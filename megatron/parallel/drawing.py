@@ -9,7 +9,6 @@ import math
 import statistics
 
 from megatron.parallel.schedule import Action, Kind, Schedule
-from megatron.parallel.simulate import peak_activations
 from megatron.parallel.timeline import Timeline, in_pairs
 
 WIDTH, LEFT, RIGHT, ROW, GAP = 1000, 58, 12, 20, 4  # pixels
@@ -27,6 +26,33 @@ COLOURS = {  # of a rank's even and odd stages
     Kind.BACKWARD_WEIGHT: ("#dd8a3d", "#f2c396"),
 }
 Panel = tuple[str, Timeline]  # title
+
+
+def peak_activations(
+    schedule: Schedule, held: tuple[float, ...] | None = None, deferred: float = 1.0
+) -> tuple[float, ...]:
+    """The most that each rank holds at a time, by the order of its list alone.
+
+    A forward pass of stage s adds held[s]: bytes, or by default that stage's share of a rank's
+    layers, so that one micro-batch on a whole rank is 1. The backward pass gives it back; where it
+    is split the input gradient keeps the part `deferred` of it until the weight gradient.
+    """
+    held = held or (schedule.ranks / schedule.stages,) * schedule.stages
+    kept = {
+        Kind.FORWARD: 1.0,
+        Kind.BACKWARD: -1.0,
+        Kind.BACKWARD_INPUT: deferred - 1,
+        Kind.BACKWARD_WEIGHT: -deferred,
+    }
+    peaks = []
+    for rank in range(schedule.ranks):
+        now = peak = 0.0
+        for kind, stage, _ in schedule.in_memory(rank):
+            if kind in kept:
+                now += kept[kind] * held[stage]
+                peak = max(peak, now)
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def schedule_of(line: Timeline) -> Schedule:

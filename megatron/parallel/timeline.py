@@ -1,6 +1,6 @@
 """When each rank computed what in one step: simulated or measured.
 
-Made by parallel/simulate.py and parallel/pipeline.py; drawn by tools/plot_schedule.py.
+Made by tools/_plan/simulate.py and parallel/recording.py; drawn by tools/plot_schedule.py.
 """
 
 from __future__ import annotations

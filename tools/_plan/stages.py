@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.tools._plan.memory import MemoryPlan, schedule_of, stage_parameters
+from megatron.tools._plan.simulate import Costs, simulate
 
 from megatron.config.groups import Config, ModelConfig
 from megatron.model.arithmetic import core_flops, elements, padded_vocab_size, unit_flops
@@ -13,7 +14,6 @@ from megatron.model.mlp import always_rebuilt, saved_widths
 from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.schedule import Kind, Schedule
-from megatron.parallel.simulate import Costs, simulate
 
 
 def stage_lines(plan: MemoryPlan) -> list[str]:

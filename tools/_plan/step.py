@@ -13,6 +13,7 @@ from megatron.tools._plan.hardware import Hardware, Pricing, Seconds
 from megatron.tools._plan.memory import stage_expert_parameters, stage_parameters
 from megatron.tools._plan.operations import Operations
 from megatron.tools._plan.program import OURS, Program
+from megatron.tools._plan.simulate import Costs, simulate
 from megatron.tools._plan.state import expert_shard_size, precisions, shard_size
 from megatron.tools._plan.work import Exchange, Product, UnitWork, Work
 
@@ -24,7 +25,6 @@ from megatron.model.offload import stage_offload
 from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.schedule import Schedule, build_schedule
-from megatron.parallel.simulate import Costs, simulate
 
 # FlashAttention whose speed a backend of attention has
 GENERATIONS = {"fa4": 3, "gluon": 3}

@@ -8,9 +8,9 @@ import dataclasses
 import random
 
 import pytest
+from megatron.tools._plan.schedule_check import ScheduleError, check
 from random_schedules import random_placement, random_schedule, runs
 
-from megatron.parallel.check import ScheduleError, check
 from megatron.parallel.schedule import (
     Action,
     Kind,

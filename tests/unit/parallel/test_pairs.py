@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from megatron.tools._plan.schedule_check import ScheduleError, check
+from megatron.tools._plan.simulate import Costs, simulate
 
 from megatron.config.errors import UserError
 from megatron.config.schedules import SCHEDULES
-from megatron.parallel.check import ScheduleError, check
-from megatron.parallel.drawing import ROW, draw, schedule_of
+from megatron.parallel.drawing import ROW, draw, peak_activations, schedule_of
 from megatron.parallel.schedule import Action, Kind, build_schedule
-from megatron.parallel.simulate import Costs, peak_activations, simulate
 from megatron.parallel.timeline import Span, Timeline
 
 SIZES = [

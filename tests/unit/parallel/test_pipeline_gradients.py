@@ -7,9 +7,8 @@ from __future__ import annotations
 import pipeline_cases as cases
 import pytest
 import torch
+from megatron.tools._plan.schedule_check import check
 from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
-
-from megatron.parallel.check import check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

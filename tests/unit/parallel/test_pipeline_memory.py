@@ -9,12 +9,12 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 from megatron.benchmarks.peers.pipeline_rank import TINY, VIRTUAL, Job, memory
+from megatron.tools._plan.schedule_check import check
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
 from megatron.model.block import Layer
-from megatron.parallel.check import check
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.schedule import Kind, build_schedule, forward_only
 

@@ -8,10 +8,11 @@ import random
 import time
 
 import pytest
+from megatron.tools._plan.schedule_check import check
+from megatron.tools._plan.simulate import Costs, simulate
 from random_schedules import random_placement
 
 from megatron.config.schedules import SCHEDULES
-from megatron.parallel.check import check
 from megatron.parallel.schedule import (
     BUILDERS,
     COMPUTATIONS,
@@ -20,7 +21,6 @@ from megatron.parallel.schedule import (
     forward_only,
     place,
 )
-from megatron.parallel.simulate import Costs, simulate
 
 SIZES = [
     (ranks, m) for ranks in (1, 2, 3, 4, 5, 8) for m in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 20)

@@ -21,6 +21,7 @@ from megatron.tools._plan.memory import (
     schedule_of,
     stage_parameters,
 )
+from megatron.tools._plan.simulate import Costs
 from megatron.tools._plan.stages import stage_costs, stage_lines
 from test_memory import (
     BATCH,
@@ -60,7 +61,6 @@ from megatron.parallel.blocks import Block, build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline, loss_gradient
 from megatron.parallel.schedule import Kind, Schedule, build_schedule
-from megatron.parallel.simulate import Costs
 
 LLAMA = {
     **DRY,

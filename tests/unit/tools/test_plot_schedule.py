@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import plot_schedule
+from megatron.tools._plan.simulate import Costs, simulate
 
 from megatron.parallel import drawing
 from megatron.parallel.schedule import Kind, build_schedule
-from megatron.parallel.simulate import Costs, simulate
 from megatron.parallel.timeline import Span, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -1,5 +1,4 @@
-"""The time line of a schedule and what its activations take, from the cost of each computation and
-message.
+"""The time line of a schedule, from the cost of each computation and message.
 
 Called from tools/_plan/stages.py and tools/plot_schedule.py.
 """
@@ -9,7 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from megatron.parallel.check import SENDS, walk
+from megatron.tools._plan.schedule_check import SENDS, walk
+
 from megatron.parallel.schedule import Action, Kind, Message, Schedule, channel_of, needs
 from megatron.parallel.timeline import Span, Timeline
 
@@ -126,30 +126,3 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         else:
             link.posted.append(clock[rank])
     return Timeline(schedule.name, placement, schedule.micro_batches, tuple(map(tuple, rows)))
-
-
-def peak_activations(
-    schedule: Schedule, held: tuple[float, ...] | None = None, deferred: float = 1.0
-) -> tuple[float, ...]:
-    """The most that each rank holds at a time, by the order of its list alone.
-
-    A forward pass of stage s adds held[s]: bytes, or by default that stage's share of a rank's
-    layers, so that one micro-batch on a whole rank is 1. The backward pass gives it back; where it
-    is split the input gradient keeps the part `deferred` of it until the weight gradient.
-    """
-    held = held or (schedule.ranks / schedule.stages,) * schedule.stages
-    kept = {
-        Kind.FORWARD: 1.0,
-        Kind.BACKWARD: -1.0,
-        Kind.BACKWARD_INPUT: deferred - 1,
-        Kind.BACKWARD_WEIGHT: -deferred,
-    }
-    peaks = []
-    for rank in range(schedule.ranks):
-        now = peak = 0.0
-        for kind, stage, _ in schedule.in_memory(rank):
-            if kind in kept:
-                now += kept[kind] * held[stage]
-                peak = max(peak, now)
-        peaks.append(peak)
-    return tuple(peaks)
