@@ -1,9 +1,8 @@
 """Mixed-precision optimizer over flat blocks: fp32 master weights and moments of what this rank
 updates, one norm, one fused pass a block.
 
-Blocks that are stepped on the host (offload.py) are not stepped at once: their steps are in the
-outcome, and training/step.py hands them to ZeRO, which carries each out before its weights are
-needed. What it keeps of a block is in memory or in files: state.py is how both are read and
+Blocks that are stepped on the host (offload.py) are not stepped at once: ZeRO carries out each of
+their steps before the block's weights are needed. What it keeps of a block is in memory or in files: state.py is how both are read and
 written. Update rules act element by element on slices (update.py), or on whole matrices
 (matrices.py). Called from training/step.py, once a step.
 """
@@ -38,16 +37,19 @@ MASTER = "master"  # beside the names of the rule's states: what is kept of a bl
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step gave: scalars that are still on the device, and what is left to do."""
+    """The result of a step, still on the device."""
 
     grad_norm: Tensor  # before clipping, float64
     skipped: Tensor  # 1.0 where the step was skipped
-    # the steps of blocks that are stepped on the host: to be called before their weights are read
-    deferred: dict[Block, Callable[[], None]]
 
 
 def gather_nothing(block: Block) -> None:
-    """In one process nobody else holds the weights."""
+    """In one process no other rank needs the weights."""
+
+
+def step_now(block: Block, step_on_host: Callable[[], None]) -> None:
+    """Without ZeRO the host does not put off its step."""
+    step_on_host()
 
 
 class Optimizer:
@@ -59,11 +61,13 @@ class Optimizer:
         config: Config,
         groups: Groups = one_process(),
         all_gather_weights: Callable[[Block], None] = gather_nothing,
+        defer: Callable[[Block, Callable[[], None]], None] = step_now,
         matrix_rule: MatrixRule | None = None,
     ):
-        """`all_gather_weights` is called with each block whose weights have changed. `matrix_rule`
-        updates the matrices of layers, the rule of the flags all else. Raises ValueError where
-        state on the host needs it.
+        """`all_gather_weights` is called with each block whose weights have changed; `defer` with
+        each that is stepped on the host, and its step, to be called before the weights are read.
+        `matrix_rule` updates the matrices of layers, the rule of the flags all else. Raises
+        ValueError where state on the host needs it.
         """
         if matrix_rule is not None and any(block.on_host for block in blocks):
             raise ValueError(
@@ -73,7 +77,8 @@ class Optimizer:
         self.matrix_rule = matrix_rule
         device = blocks[0].weight.device
         self.chosen, _ = choose_kernels(config, device)
-        self.blocks, self.groups, self.all_gather_weights = blocks, groups, all_gather_weights
+        self.blocks, self.groups = blocks, groups
+        self.all_gather_weights, self.defer = all_gather_weights, defer
         self.config = self.chosen.optimizer
         self.trained = [block for block in blocks if block.trained]
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
@@ -219,18 +224,17 @@ class Optimizer:
         `grad_scale` (float64 scalar or number) turns the accumulated gradient into that of the
         mean loss per valid token: nominal tokens / (valid tokens x loss scale). A non-finite
         gradient or factor leaves weights, moments and step count as they are. The steps of blocks
-        on the host are not carried out: the outcome holds them.
+        on the host are not carried out: `defer` gets them.
         """
         norm = grad_sq_sum.sqrt() * grad_scale
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_scale).to(self.wide)
-        deferred: dict[Block, Callable[[], None]] = {}
         without_host = self.rule.skips_on_device and norm.is_cuda and self.matrix_rule is None
         if without_host or not found_inf.item():
             assert not self.waiting, "a step on the host that no forward pass has asked for"
             self.waiting = {block for block in self.blocks if block.on_host}
             if self.waiting:
-                deferred = self._defer(rates, weight_decay, coefficient, found_inf)
+                self._defer_host_steps(rates, weight_decay, coefficient, found_inf)
             for block in self.trained:
                 if not block.on_host:
                     self._update(
@@ -250,25 +254,23 @@ class Optimizer:
                         block.drop()
                     self.all_gather_weights(block)
         self.steps += 1 - found_inf
-        return StepOutcome(norm, found_inf, deferred)
+        return StepOutcome(norm, found_inf)
 
-    def _defer(
+    def _defer_host_steps(
         self, rates: LearningRates, weight_decay: float, coefficient: Tensor, found_inf: Tensor
-    ) -> dict[Block, Callable[[], None]]:
-        """The steps of blocks on the host, to be carried out before their weights are read."""
+    ) -> None:
+        """Hand over the steps of blocks on the host."""
         self.host.begin()
         if self.files is not None:
             self.files.expect(tuple(self.files.dtypes))
         scalars = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()}
         count = self.steps.to("cpu", copy=True)
-        deferred: dict[Block, Callable[[], None]] = {}
         for block in self.trained:
             if block.on_host:
                 update = partial(
                     self._update, self.host_rule, block, count, rates, weight_decay, **scalars
                 )
-                deferred[block] = partial(self._step_on_host, block, update)
-        return deferred
+                self.defer(block, partial(self._step_on_host, block, update))
 
     def _update(
         self,

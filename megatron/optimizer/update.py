@@ -7,7 +7,7 @@ Called from optimizer/optimizer.py, segment by segment.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -111,17 +111,24 @@ class UpdateRule:
         scales = self.chosen.scales_grad and coefficient.dtype == torch.float32
         settings |= {"count": step + 1, "divisor": 1 / coefficient if scales else None}
 
+        # Piece by piece: widen what is narrow, update, round back what has changed.
         size = PIECE_CUDA if master.is_cuda else PIECE
-        weights = pieces_of(master, size)
-        rounded = [None] * len(weights) if out is None else pieces_of(out, size)
-        for wide, weight, result in zip(
-            _widened(stored, master, size), weights, rounded, strict=True
-        ):
+        scratch = _scratch(stored, master, size)
+        rounded = [] if out is None else pieces_of(out, size)
+        cut = zip(*(pieces_of(buffer, size) for buffer in (master, *stored)), strict=True)
+        for index, (weight, *pieces) in enumerate(cut):
+            wide = [
+                piece if room is None else room[: piece.numel()].copy_(piece)
+                for piece, room in zip(pieces, scratch)
+            ]
             if not scales:
                 wide[0].mul_(coefficient)
             self.chosen.step(self.config, weight, *wide, **settings)
-            if result is not None:
-                result.copy_(weight)
+            if rounded:
+                rounded[index].copy_(weight)
+            for piece, value in zip(pieces[1:], wide[1:]):
+                if value is not piece:
+                    piece.copy_(value)
 
 
 # ---------------------------------------------------------------- rules
@@ -284,24 +291,11 @@ def pieces_of(buffer: Tensor, size: int) -> Sequence[Tensor]:
     return (buffer,) if buffer.numel() <= size else buffer.split(size)
 
 
-def _widened(stored: list[Tensor], master: Tensor, size: int) -> Iterator[list[Tensor]]:
-    """Pieces of `size` elements of a gradient and states in the precision of `master`. What has
-    been done to those of states is stored, rounded, before the next ones come.
-    """
+def _scratch(stored: list[Tensor], master: Tensor, size: int) -> list[Tensor | None]:
+    """Room for a piece of each of the gradient and the states that is narrower than `master`."""
     narrow = [buffer.dtype != master.dtype for buffer in stored]
-    cut = zip(*(pieces_of(buffer, size) for buffer in stored), strict=True)
     if not any(narrow):
-        yield from map(list, cut)
-        return
+        return [None] * len(stored)
     # one allocation: the C library would trim several, step by step
     rooms = iter(master.new_empty(sum(narrow), min(size, master.numel())))
-    scratch = [next(rooms) if each else None for each in narrow]
-    for pieces in cut:
-        wide = [
-            piece if room is None else room[: piece.numel()].copy_(piece)
-            for piece, room in zip(pieces, scratch)
-        ]
-        yield wide
-        for piece, value in zip(pieces[1:], wide[1:]):
-            if value is not piece:
-                piece.copy_(value)
+    return [next(rooms) if each else None for each in narrow]

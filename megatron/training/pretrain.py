@@ -307,7 +307,7 @@ def _build_engine(
         pipeline = _build_pipeline(config, vocab_size, groups, device)
         zero: Zero = pipeline.weights  # type: ignore[assignment]
         with raise_on_all_ranks(groups.world, device):
-            optimizer = Optimizer(zero.blocks, config, groups, zero.all_gather_weights)
+            optimizer = Optimizer(zero.blocks, config, groups, zero.all_gather_weights, zero.defer)
     return pipeline, optimizer
 
 

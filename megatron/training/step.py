@@ -231,9 +231,6 @@ def update(
         grad_sq_sum=totals.grad_sq_sum,
         grad_scale=grad_scale,
     )
-    for block, step_on_host in outcome.deferred.items():
-        # carried out while the next forward pass computes the block before
-        run.zero.defer(block, step_on_host)
     run.model.update_routers(scalars, outcome.skipped)
     return PendingStep(result, outcome, totals, run.model.scalars, rates, by_layer)
 
