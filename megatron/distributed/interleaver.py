@@ -1,7 +1,7 @@
 """Two computations of a rank of which one runs at a time: one that has started an exchange with
-other ranks gives way to the other, so that the exchange travels beside it.
+other ranks yields to the other, so that the exchange overlaps its computation.
 
-Each has a thread of its own, since both are in the midst of passes of autograd when they give way.
+Each has its own thread, since both are in the midst of passes of autograd when they give way.
 They give way at the same places on all ranks and nowhere else, so that all ranks start their
 collectives in the same order. Called from parallel/layer_passes.py; layers give way.
 """

@@ -29,7 +29,7 @@ from megatron.config.errors import UserError
 from megatron.parallel.blocks import Block
 
 # what O_DIRECT wants addresses, offsets and sizes to be multiples of, in bytes; blocks begin at
-# multiples of so many elements
+# multiples of this number of elements
 PAGE = 4096
 PART = 1 << 21  # elements: 8 MiB in fp32
 SLOTS = 4  # parts that are in memory: the one in use, those on their way in, those on their way out
@@ -249,12 +249,12 @@ class FileTensor:
 
 
 def in_pages(elements: int) -> int:
-    """What so many elements take up in a file, in elements."""
+    """Elements that a number of elements takes up in a file."""
     return -(-elements // PAGE) * PAGE
 
 
 def part_room(lengths: Sequence[int]) -> int:
-    """Elements that a slot has for each kind, for blocks of which a rank keeps so many."""
+    """Elements that a slot has for each kind, for blocks of which a rank keeps these lengths."""
     return min(PART, max(map(in_pages, lengths), default=0))
 
 

@@ -2,9 +2,9 @@
 updates, one norm, one fused pass a block.
 
 Blocks that are stepped on the host (offload.py) are not stepped at once: ZeRO carries out each of
-their steps before the block's weights are needed. What it keeps of a block is in memory or in files: state.py is how both are read and
-written. Update rules act element by element on slices (update.py), or on whole matrices
-(matrices.py). Called from training/step.py, once a step.
+their steps before the block's weights are needed. What it keeps of a block is in memory or in
+files: state.py is how both are read and written. Update rules act element by element on slices
+(update.py), or on whole matrices (matrices.py). Called from training/step.py, once a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.optimizer.update import UpdateRule, rules_of
 from megatron.parallel.blocks import STATE, Block, accumulation_dtype
 from megatron.parallel.grad_norm import clip_coefficient, sum_of_squares
 
-MASTER = "master"  # beside the names of the rule's states: what is kept of a block
+MASTER = "master"  # next to the names of the rule's states: what is kept of a block
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def step_now(block: Block, step_on_host: Callable[[], None]) -> None:
 
 
 class Optimizer:
-    """Owns what a step needs beside blocks: moments, the step count."""
+    """Owns what a step needs in addition to blocks: moments, the step count."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 those of a pass, for models so small that the host is slower than the GPU.
 
 A graph repeats kernels on the addresses that it was captured with. So everything that a pass reads
-or writes has a place of its own: a layer's input and the gradient of its output are copied to such
+or writes has its own place: a layer's input and the gradient of its output are copied to such
 places, micro-batches are copied into *slots*, of which there are as many as micro-batches between
 their forward and their backward pass, and gradient buffers and weights stay where they are
 (parallel/blocks.py). A layer has a forward graph for each slot, and two backward graphs, since the
@@ -65,7 +65,7 @@ class CudaGraph:
         stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), garbage_collector_off():
-            # other threads, such as NCCL's watchdog, may ask the GPU meanwhile
+            # other threads, such as NCCL's watchdog, may query the GPU during the capture
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 return work()
@@ -201,7 +201,7 @@ class GraphedPasses(LayerPasses):
         y = graph.capture(lambda: layer(place, slot.micro))
         if isinstance(y, WithScalars):
             raise RuntimeError(
-                "--cuda-graphs: a layer that returns scalars beside its output is not captured; "
+                "--cuda-graphs: a layer that returns auxiliary outputs is not captured; "
                 "drop the flag"
             )
         return CapturedLayer(place, y, torch.empty_like(y.detach()), graph)

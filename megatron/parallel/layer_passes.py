@@ -1,6 +1,6 @@
 """The passes of one layer: with graphs.py the only code that calls autograd.
 
-Each layer is an autograd graph of its own, from a detached input to its output. A backward pass is
+Each layer is a separate autograd graph, from a detached input to its output. A backward pass is
 whole, or in two parts: first the gradient of the input, later the gradients of the weights of
 linear layers (Qi et al. 2023). Both ways give the same bits. With full recomputation (Chen et al.
 2016) the input of a group of layers is kept alone, and their graphs are built again before the
@@ -231,7 +231,7 @@ def check_all_params_got_grads(
     """Around a backward pass from `edges`: LostGradientError when a parameter that the graph uses
     was given no gradient.
 
-    Each main_grad gets a version counter of its own for the time, which counts whatever is written
+    Each main_grad gets its own version counter for the time, which counts whatever is written
     to it.
     """
     parameters = _parameters_in(edges)

@@ -2,8 +2,8 @@
 
 Which pass comes when is fixed by the schedule, so nothing is learnt in a first step. A forward
 pass ends with copies of what its layer keeps to pinned buffers, on a stream of their own. They have
-the time of the next pass: behind that one the memory on the device is let go. What a pass will read
-comes back beside the pass before it, on a third stream. What would have to come back before it has
+the time of the next pass: behind that one the memory on the device is freed. What a pass will read
+comes back during the pass before it, on a third stream. What would have to come back before it has
 left stays on the device, and so does what is read with no pass of a transformer layer in between.
 
 The host waits for nothing: streams wait for events. A storage that several tensors share goes once.
@@ -54,7 +54,7 @@ class Route:
                     first[layer, micro] = index
             elif kind in READING and (layer, micro) in first:
                 forward = first.pop((layer, micro))
-                # let go behind the next pass, and fetched before the last
+                # freed behind the next pass, and fetched before the last
                 is_away = index > forward + 2
                 if is_away and before[index] > before[self._end(forward)]:
                     self.leaves[forward] = True
@@ -83,7 +83,7 @@ class HostPool(Generic[Buffer]):
         self.made: list[int] = []  # their bytes
 
     def take(self, size: int) -> Buffer:
-        """A buffer of so many bytes."""
+        """A buffer of `size` bytes."""
         free = self.free.get(size)
         if free:
             return free.pop(0)
@@ -203,7 +203,7 @@ class HostCopies:
             return self.returning.record_event()
 
     def _copy_back(self, storage: Storage) -> None:
-        """The buffer is free for whoever waits until it has been read."""
+        """The buffer is free again once it has been read."""
         assert storage.buffer is not None and storage.tensor is not None
         storage.tensor.copy_(storage.buffer.memory.view(storage.dtype), non_blocking=True)
         self.pool.give(storage.size, storage.buffer)
@@ -216,7 +216,7 @@ class HostCopies:
 
 
 class _LayerInput(torch.autograd.Function):
-    """x [s, b, h], with a graph that ends in a leaf of this shape without memory of its own: who
+    """x [s, b, h], with a graph that ends in a leaf of this shape without its own memory: who
     saves x keeps x, and the graph does not.
     """
 

@@ -257,7 +257,7 @@ def communicate(
     """Add sends and receives to each rank's computations, of which some are `pairs`.
 
     A send follows its computation. A receive is posted one computation before the one that waits
-    for it, so that it travels beside that one; earlier where the sender sends it before what is
+    for it, so that it travels during that one; earlier where the sender sends it before what is
     needed sooner: messages from one rank to another are received in the order in which they leave.
     """
     bare = Schedule("", tuple(placement), 0, tuple(map(tuple, orders)), pairs)

@@ -6,9 +6,10 @@ group of ranks that hold its parameters, and each block its own groups. A block'
 reduce-scattered over the ranks that share it as soon as its last backward pass is over: of the step
 at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two blocks have a
 gradient buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers
-a block before a pass needs it, beside the computation of the block before, in the order that the
-schedule fixes, and frees it afterwards. No hook, no bucket, no threshold. What an offloaded block
-gathers comes from the host's memory, likewise beside the block before.
+a block before a pass needs it, overlapped with the computation of the block before, in the order
+that the schedule fixes, and frees it afterwards. There are no hooks, buckets or thresholds: a
+PassPlan says what happens around each pass. What an offloaded block gathers comes from the host's
+memory, overlapped in the same way.
 
 Under a split backward pass the gradients of norms, biases and positions exist before those of the
 matrices: a small buffer keeps them from one half to the other. Called from parallel/pipeline.py
@@ -141,7 +142,7 @@ class Zero:
         self.period: dict[Block, int] = {}
         self.due: dict[Block, int] = {}
         self.reducing: tuple[Block, Tensor, Handle] | None = None
-        # gradient buffers that a stream of its own may still read, and the event after which none
+        # gradient buffers that a side stream may still read, and the event after which none
         # does
         self.spent: list[tuple[Tensor, Any]] = []
         # stage 0: sums on their way back to all ranks
@@ -219,7 +220,7 @@ class Zero:
         """All passes that began with `begin_step` are over; when it returns the gradients are
         complete.
         """
-        with self._beside(self.reduce_stream):
+        with self._on_stream(self.reduce_stream):
             if self.stage < 2 and not self.overlap_reduce:
                 for block in self.trained:
                     self._reduce(block)
@@ -255,7 +256,7 @@ class Zero:
         """
         if self.stage in (1, 2):
             assert block not in self.gathering
-            with self._beside(self.gather_stream):
+            with self._on_stream(self.gather_stream):
                 self.gathering[block] = start_all_gather(
                     block.part(block.weight), block.groups.shard_gather, out=block.weight
                 )
@@ -321,7 +322,7 @@ class Zero:
             self._carry_out(block)
         if block.is_released:
             block.allocate()
-            with self._beside(self.gather_stream):
+            with self._on_stream(self.gather_stream):
                 own = block.part(block.untracked)
                 # of an offloaded block from the host, never run on a GPU
                 own.copy_(block.kept, non_blocking=True)
@@ -351,19 +352,19 @@ class Zero:
         """Give a block a gradient buffer."""
         # never two gradients of the vocabulary's size
         if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):
-            with self._beside(self.reduce_stream):
+            with self._on_stream(self.reduce_stream):
                 self._finish()
-        self._let_go()
+        self._free_spent()
         block.open()
 
     def _free_reduced(self) -> None:
         """Wait for the reduction that is on its way, and free gradient buffers."""
         if self.reducing is not None:
-            with self._beside(self.reduce_stream):
+            with self._on_stream(self.reduce_stream):
                 self._finish()
-        self._let_go()
+        self._free_spent()
 
-    def _let_go(self) -> None:
+    def _free_spent(self) -> None:
         """Free the gradient buffers that have been reduced."""
         for _, event in self.spent:
             torch.cuda.current_stream().wait_event(event)
@@ -375,7 +376,7 @@ class Zero:
         if self.watched is not None:
             self.watched += sum_of_squares([block.close()], block.weight.device)
         elif self.stage >= 2 or self.overlap_reduce:
-            with self._beside(self.reduce_stream):
+            with self._on_stream(self.reduce_stream):
                 self._reduce(block)
                 if not self.overlap_reduce:
                     self._finish()
@@ -412,8 +413,8 @@ class Zero:
                 self.spent.append((grad, self.reduce_stream.record_event()))
 
     @contextlib.contextmanager
-    def _beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """On a GPU: in the order of a stream of its own, after all that is queued now, so that no
+    def _on_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """On a GPU: in the order of a side stream, after all that is queued now, so that no
         wait holds up the passes.
         """
         if stream is None:

@@ -230,7 +230,7 @@ def _consumed(run: Run) -> dict[str, float]:
 
 
 def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
-    """The row of an interval of so many seconds an iteration (names and units: metrics.py)."""
+    """The row of an interval with this time per iteration (names and units: metrics.py)."""
     config, progress, report = run.config, run.progress, interval.last
     seq, batch = config.data.seq_length, report.batch_size
     loss = progress.open_loss / progress.open_steps if progress.open_steps else report.loss

@@ -1,4 +1,4 @@
-"""What one run is made of, and where it stands.
+"""What one run consists of, and its progress.
 
 Made by training/pretrain.py, and handed to every function of the loop.
 """
@@ -33,8 +33,8 @@ from megatron.training.timing import Timing
 
 @dataclass
 class Progress:
-    """Where a run stands: all that changes beside weights and optimizer state, and what a
-    checkpoint keeps of it.
+    """The progress of a run: all that changes in addition to weights and optimizer state.
+    Checkpoints hold it.
     """
 
     iteration: int = 0

@@ -102,7 +102,7 @@ class Timing:
 def make_timing(
     config: Config, groups: Groups, ranks: Ranks, iteration: int, closing: contextlib.ExitStack
 ) -> Timing:
-    """That of a run which goes on from an iteration; all ranks call it together. `closing` closes
+    """The timing of a run that starts at an iteration; all ranks call it together. `closing` closes
     the file of events.
     """
     timers, rank_timer, stragglers = Timers(in_trace=named), None, None

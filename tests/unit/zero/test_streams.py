@@ -77,10 +77,10 @@ def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
 @pytest.mark.parametrize(
     "function, row",
     [
-        *(("_beside", row(stage)) for stage in range(4)),
+        *(("_on_stream", row(stage)) for stage in range(4)),
         *(("_arrive", row(stage)) for stage in (1, 3)),
         *(("_finish", row(stage)) for stage in (0, 2)),
-        ("_let_go", row(2)),
+        ("_free_spent", row(2)),
         ("end_step", row(0)),
         ("end_step", row(2)),
         ("_received", row(0, 1, 2)),
