@@ -49,7 +49,7 @@ class StageMessages:
         stays = self.placement[message.stage] == self.rank
         (self.inbox if stays else self.outbox)[message] = x
 
-    def take(self, message: Message, action: Action) -> Tensor:
+    def wait_for(self, message: Message, action: Action) -> Tensor:
         """Wait for the input of a computation [s, b, h]."""
         coming = self.inbox.pop(message)
         if isinstance(coming, Tensor):

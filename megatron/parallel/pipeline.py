@@ -258,12 +258,12 @@ class StepState:
         kind, stage, micro = action
         if kind is Kind.FORWARD:
             message = Message(Kind.FORWARD, stage, micro)
-            return None if stage == 0 else self.messages.take(message, action)
+            return None if stage == 0 else self.messages.wait_for(message, action)
         if kind is Kind.BACKWARD_WEIGHT:
             return None
         if stage + 1 == self.num_stages:
             return loss_gradient(self.losses[micro], self.loss_scale)
-        return self.messages.take(Message(Kind.BACKWARD, stage, micro), action)
+        return self.messages.wait_for(Message(Kind.BACKWARD, stage, micro), action)
 
     def store_outputs(self, action: Action, y: Tensor, saved: deque[Any]) -> None:
         """Keep what the backward pass needs, and hand the output to the next stage."""

@@ -83,8 +83,8 @@ def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
         ("_free_spent", row(2)),
         ("end_step", row(0)),
         ("end_step", row(2)),
-        ("_received", row(0, 1, 2)),
-        ("_settle", row(0, 1, 2)),
+        ("wait_for", row(0, 1, 2)),
+        ("_finish_send", row(0, 1, 2)),
         ("step", row(1, flags=HOST)),
         ("step", row(3, 1, flags=PARAM_HOST)),
         *(
