@@ -102,7 +102,7 @@ def _rank(folder: Path, rank: int, ranks: int, fault: Fault, port: int, flags: l
     met: list[str] = []
 
     def take(step, action):
-        if step.pipeline.device.type == "meta":  # the plan, which the first rank makes
+        if step.messages.device.type == "meta":  # the plan, which the first rank makes
             return real_take(step, action)
         met.append(f"{action.kind.value} {action.stage} {action.micro}")
         if not is_victim and met[-1] == pause and met.count(pause) == 2:
@@ -120,7 +120,7 @@ def _rank(folder: Path, rank: int, ranks: int, fault: Fault, port: int, flags: l
                 _meet(folder, fault, bool(pause))
         return real_exchange(*given)
 
-    real_take, pipeline._Step.take = pipeline._Step.take, take
+    real_take, pipeline.StepState.input_of = pipeline.StepState.input_of, take
     real_exchange, dispatch.start_all_to_all_rows = dispatch.start_all_to_all_rows, exchange
     try:
         code = pretrain_gpt.main(flags)

@@ -287,13 +287,17 @@ def test_messages_between_stages(gloo_world, layout, precision, activation, grad
     for rank, calls in enumerate(gloo_world(row.world).run(count, flags)):
         scalars = 1 + 2 * MICRO_BATCHES + 3  # squares, losses and tokens, requests to end
         scalars += row.world * (1 + len(SECTIONS))  # at each log line the times of all ranks
-        due = Counter({("update", None, 2 * (row.world - 1) / row.world * scalars * FP64): 1})
+        due = Counter(
+            {("all_reduce_totals", None, 2 * (row.world - 1) / row.world * scalars * FP64): 1}
+        )
         for below, above in pairwise(placement):
             for source, target in ((below, above), (above, below)):
                 if source == rank // tp != target:
-                    due["_Step.send", target * tp + rank % tp, SEQ // tp * HIDDEN * activation] += (
-                        MICRO_BATCHES
-                    )
+                    due[
+                        "StageMessages.send",
+                        target * tp + rank % tp,
+                        SEQ // tp * HIDDEN * activation,
+                    ] += MICRO_BATCHES
         if placement[0] != placement[-1] and rank // tp in (placement[0], placement[-1]):
             due["sum_partial_gradients", None, 50 // tp * HIDDEN * gradient] = 1
         across = [
@@ -304,7 +308,7 @@ def test_messages_between_stages(gloo_world, layout, precision, activation, grad
                 "raise_on_all_ranks",
                 "Ranks.gather_or_raise",
                 "_weight_metrics",
-                "Pipeline.timeline",
+                "Recording.timeline",
             )
             and len({other // tp for other in (*call.ranks, rank)}) > 1
         ]
