@@ -52,6 +52,14 @@ def step_now(block: Block, step_on_host: Callable[[], None]) -> None:
     step_on_host()
 
 
+def _check_matrix_rule(rule: MatrixRule | None, blocks: Iterable[Block]) -> None:
+    if rule is not None and any(block.on_host for block in blocks):
+        raise ValueError(
+            "an update rule of whole matrices acts on state on the device alone; do "
+            "without --optimizer-cpu-offload"
+        )
+
+
 class Optimizer:
     """Owns what a step needs in addition to blocks: moments, the step count."""
 
@@ -69,11 +77,7 @@ class Optimizer:
         `matrix_rule` updates the matrices of layers, the rule of the flags all else. Raises
         ValueError where state on the host needs it.
         """
-        if matrix_rule is not None and any(block.on_host for block in blocks):
-            raise ValueError(
-                "an update rule of whole matrices acts on state on the device alone; do "
-                "without --optimizer-cpu-offload"
-            )
+        _check_matrix_rule(matrix_rule, blocks)
         self.matrix_rule = matrix_rule
         device = blocks[0].weight.device
         self.chosen, _ = choose_kernels(config, device)
@@ -90,15 +94,16 @@ class Optimizer:
         # until the next step: they are counted when it is logged
         self.keeps_gradients = config.logging.log_num_zeros_in_grad
         dtypes = {name: self.rule.state_dtype(name, self.wide) for name in self.rule.state_names}
-        self.files = self._open_files(config.optimizer.optimizer_nvme_offload, dtypes)
+        self.files = self._open_files(dtypes)
         self.state_names = tuple(dtypes)
         self.kept = {block: self._state_of(block, dtypes) for block in blocks}
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
-    def _open_files(self, folder: str | None, dtypes: dict[str, torch.dtype]) -> StateFiles | None:
+    def _open_files(self, dtypes: dict[str, torch.dtype]) -> StateFiles | None:
         in_files = [block for block in self.blocks if block.in_files]
         if not in_files:
             return None
+        folder = self.config.optimizer_nvme_offload
         return StateFiles(folder, in_files, {MASTER: self.wide, **dtypes})
 
     def _state_of(self, block: Block, dtypes: dict[str, torch.dtype]) -> BlockState:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,17 +112,27 @@ class UpdateRule:
         scales = self.chosen.scales_grad and coefficient.dtype == torch.float32
         settings |= {"count": step + 1, "divisor": 1 / coefficient if scales else None}
 
-        # Piece by piece: widen what is narrow, update, round back what has changed.
+        self._apply_in_pieces(
+            [master, *stored], out, coefficient=None if scales else coefficient, **settings
+        )
+
+    def _apply_in_pieces(
+        self, buffers: list[Tensor], out: Tensor | None, coefficient: Tensor | None, **settings: Any
+    ) -> None:
+        """Update [master, gradient, *states] piece by piece: widen what is narrow, update, round
+        back what has changed.
+        """
+        master, *stored = buffers
         size = PIECE_CUDA if master.is_cuda else PIECE
         scratch = _scratch(stored, master, size)
         rounded = [] if out is None else pieces_of(out, size)
-        cut = zip(*(pieces_of(buffer, size) for buffer in (master, *stored)), strict=True)
+        cut = zip(*(pieces_of(buffer, size) for buffer in buffers), strict=True)
         for index, (weight, *pieces) in enumerate(cut):
             wide = [
                 piece if room is None else room[: piece.numel()].copy_(piece)
                 for piece, room in zip(pieces, scratch)
             ]
-            if not scales:
+            if coefficient is not None:
                 wide[0].mul_(coefficient)
             self.chosen.step(self.config, weight, *wide, **settings)
             if rounded:

@@ -36,7 +36,7 @@ class _BackwardPass:
         """One layer."""
         with _named(self.pipeline, kind, layer, self.action.micro):
             if kind is Kind.REBUILD:
-                self.pipeline.rebuild(layer, self.saved)
+                self.pipeline.rebuild(self.action.stage, layer, self.saved)
                 return
             aux_scale = self.step.aux_scale
             self.dy, _ = self.pipeline.passes.backward(

@@ -93,9 +93,6 @@ class Pipeline:
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
         chunks = ([layer for _, layer in chunk] for chunk in model.chunks)
         self.layers: dict[int, list[Layer]] = dict(zip(own, chunks, strict=True))  # by stage
-        self.index_in_stage = {
-            layer: index for layers in self.layers.values() for index, layer in enumerate(layers)
-        }
         self.names = {layer: name for chunk in model.chunks for name, layer in chunk}
         self.calls = {
             (kind, stage): calls_of(kind, layers)
@@ -206,7 +203,7 @@ class Pipeline:
             self.weights.acquire(layer, kind, micro)
             with named(WORDS[kind], self.names[layer], "micro-batch", micro):
                 if kind is Kind.REBUILD:
-                    self.rebuild(layer, saved)
+                    self.rebuild(stage, layer, saved)
                 else:
                     dy, kept = self.passes.backward(kind, layer, dy, saved.pop(), step.aux_scale)
                     if kind is Kind.BACKWARD_INPUT:
@@ -214,9 +211,9 @@ class Pipeline:
             self.weights.release(layer, kind, micro)
         step.store_gradient(action, dy, deferred)
 
-    def rebuild(self, layer: Layer, saved: deque[Any]) -> None:
+    def rebuild(self, stage: int, layer: Layer, saved: deque[Any]) -> None:
         """Full recomputation: run a layer again, up to the input of the layer that follows it."""
-        index = self.index_in_stage[layer]
+        index = self.layers[stage].index(layer)
         saved[index], saved[index + 1] = self.passes.rebuild(layer, saved[index], saved[index + 1])
 
     def release_micro_batch(self, step: StepState, micro: int) -> None:

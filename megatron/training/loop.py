@@ -428,6 +428,19 @@ def _pause(run: Run, due: Due, exit_now: Exit | None) -> Exit | None:
     return exit_now
 
 
+def _between_steps(
+    run: Run, interval: Interval, step: PendingStep, due: Due, exit_now: Exit | None
+) -> tuple[Interval, Exit | None]:
+    """Log, evaluate and save what is due; the interval that goes on, and the reason to stop."""
+    if due.log:
+        interval = log(run, interval, step.learning_rates, step.result.recording)
+    paused = time.perf_counter()
+    exit_now = _pause(run, due, exit_now)
+    interval.outside += time.perf_counter() - paused
+    collect_after(run.progress.iteration, run.config.training)
+    return interval, exit_now
+
+
 def train(run: Run) -> Exit:
     """Train until the run ends or an exit condition holds; a checkpoint is written before returning
     (with --save), or the exit code is 1.
@@ -457,12 +470,7 @@ def train(run: Run) -> Exit:
             if run.lease is not None:
                 run.lease.check()
             with nullcontext() if timer is None else timer.outside():
-                if due.log:
-                    interval = log(run, interval, step.learning_rates, step.result.recording)
-                paused = time.perf_counter()
-                exit_now = _pause(run, due, exit_now)
-                interval.outside += time.perf_counter() - paused
-                collect_after(iteration, config.training)
+                interval, exit_now = _between_steps(run, interval, step, due, exit_now)
             if exit_now and (progress.evaluation_due or not due.end):
                 return (
                     exit_now

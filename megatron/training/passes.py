@@ -84,9 +84,10 @@ def micro_batches_of(
     run: Run, source: Source, first: int, tokens: Tensor, *, training: bool
 ) -> Iterator[MicroBatch]:
     """This rank's micro-batches from sample `first` on, one for each element of `tokens`, which
-    gets its number of valid tokens.
+    gets its number of valid tokens. No batch outlives its micro-batch.
     """
-    for index in range(len(tokens)):
+
+    def micro_batch(index: int) -> MicroBatch:
         with run.timers("data") if training else contextlib.nullcontext():
             batch = source.batch(
                 run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size
@@ -96,7 +97,9 @@ def micro_batches_of(
             batch = batch.to(run.device)
         if run.counts:
             tokens[index] = batch.loss_mask.sum()
-        yield run.model.micro_batch(**vars(batch), training=training)
+        return run.model.micro_batch(**vars(batch), training=training)
+
+    return map(micro_batch, range(len(tokens)))
 
 
 def _aux_scale(

@@ -433,10 +433,15 @@ def run_step(
     ledger.moment = "end of the step"
     zero.end_step()
     ledger.look()
+    _check_all_freed(ledger)
+    return ledger.result(passes.pool.pinned(device))
+
+
+def _check_all_freed(ledger: Ledger) -> None:
+    """Behind a step nothing but gradients is alive."""
     left = {
         kind: size
         for kind, size in ledger.now.items()
         if size and kind not in ("gradients", "scratch")
     }
     assert not left, left
-    return ledger.result(passes.pool.pinned(device))
