@@ -223,8 +223,8 @@ class Watched:
         self.compute, self.live, self.peak = pipeline.compute, live, 0
         pipeline.compute = self.watched
 
-    def watched(self, works: Any) -> None:
-        self.compute(works)
+    def watched(self, *computation: Any) -> None:
+        self.compute(*computation)
         self.peak = max(self.peak, self.live.now)
 
 
