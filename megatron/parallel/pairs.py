@@ -71,14 +71,15 @@ def _named(pipeline: Pipeline, kind: Kind, layer: Layer, micro: int) -> Abstract
 def run_pair(pipeline: Pipeline, step: StepState, backward: Action, forward: Action) -> None:
     """Run both, two layers at a time until one of them is over."""
     first, second = _BackwardPass(pipeline, step, backward), _ForwardPass(pipeline, step, forward)
-    weights = pipeline.weights
+    weights, run_overlapped = pipeline.weights, pipeline.run_overlapped
+    assert run_overlapped is not None, "a schedule of pairs needs an Interleaver"
     for calls in zip_longest(first.calls, second.calls):
         todo = [(each, call) for each, call in zip((first, second), calls) if call is not None]
         for each, call in todo:
             weights.acquire(*call, each.action.micro)
         runs = [partial(each.run, *call) for each, call in todo]
         if len(runs) == 2:
-            pipeline.run_overlapped(*runs)
+            run_overlapped(*runs)
         else:
             runs[0]()
         for each, call in todo:
