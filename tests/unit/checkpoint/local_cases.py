@@ -347,11 +347,6 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "the oldest first": lambda: mock.patch.object(
         rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True
     ),
-    "a new start is the old run": lambda: mock.patch.object(
-        checkpoints,
-        "new_run",
-        lambda save: checkpoints.read_run(save) or nodes.new_run(save),
-    ),
     "thinned before it is written": lambda: mock.patch.object(
         saves.NodeAttempt, "_make", _thin_first(saves.NodeAttempt._make)
     ),

@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from checkpoint_cases import same_bits
 
@@ -276,25 +275,7 @@ def _read_at_the_beginning() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _rounded_moments() -> Iterator[None]:
-    read = Checkpoint.read_all
-
-    def wrong(self: Checkpoint, pairs) -> None:
-        pairs = list(pairs)
-        read(self, pairs)
-        for box, into in pairs:
-            if box.name.startswith("optimizer."):
-                into.copy_(into.to(torch.float16))
-
-    with mock.patch.object(Checkpoint, "read_all", wrong):
-        yield
-
-
 MUTANTS: dict[str, Callable] = {
-    "a slice's owner is the first of all copies of the model": _owns(
-        lambda box, groups: groups.dense.replicas.rank == 0
-    ),
     "tensor-parallel ranks other than the first own nothing": _owns(
         lambda box, groups: groups.dense.replicas.rank == groups.tp.rank == 0
     ),
@@ -321,7 +302,6 @@ MUTANTS: dict[str, Callable] = {
     "the loss scale begins anew": lambda: mock.patch.object(
         LossScaler, "load", lambda self, state: None
     ),
-    "moments are rounded to half precision": _rounded_moments,
     "weights are not published": lambda: mock.patch.object(
         Optimizer, "all_gather_updated", lambda self: None
     ),
