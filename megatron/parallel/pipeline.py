@@ -63,7 +63,8 @@ class RankSchedule(NamedTuple):
     """A schedule as one rank runs it."""
 
     schedule: Schedule
-    units: list[tuple[Action, ...]]  # actions, and pairs of them
+    # actions, and pairs of them, each with the words that name it in a trace
+    units: list[tuple[tuple[Action, ...], list[object]]]
     acknowledgements: dict[Message, tuple[int, int]]
     calls: list[Call]
     passes: list[tuple[Layer, Kind, int]]  # the calls with their micro-batches
@@ -107,12 +108,15 @@ class Pipeline:
         if id(schedule) not in self.prepared:
             assert schedule.placement == self.placement
             units = list(schedule.units(self.rank))
+            named_units = [
+                (unit, _words(unit) if unit[0].kind in COMPUTATIONS else []) for unit in units
+            ]
             computations = [unit for unit in units if unit[0].kind in COMPUTATIONS]
             last_use = {action.micro: action for unit in computations for action in unit}
             passes = [each for unit in computations for each in self._passes_of(unit)]
             self.prepared[id(schedule)] = RankSchedule(
                 schedule,
-                units,
+                named_units,
                 acknowledgements(schedule, self.rank),
                 [(layer, kind) for layer, kind, _ in passes],
                 passes,
@@ -155,11 +159,11 @@ class Pipeline:
         )
         aux_scale = loss_scale if aux_scale is None else aux_scale
         step = StepState(micro_batches, messages, loss_scale, aux_scale)
-        for unit in plan.units:
+        for unit, words in plan.units:
             action = unit[0]
             if action.kind in COMPUTATIONS:
                 begun = None if recording is None else recording.begin()
-                with named(*_words(unit)):
+                with named(*words):
                     self.compute(step, unit)
                 if recording is not None:
                     recording.add(unit, begun)
@@ -169,7 +173,8 @@ class Pipeline:
                 messages.send(action)
             else:
                 messages.receive(action)
-        step.finish()
+        messages.finish()
+        assert not (step.saved or step.micro_batches), "the schedule left something undone"
         return StepSums(step.losses, step.scalars)
 
     def compute(self, step: StepState, unit: tuple[Action, ...]) -> None:
@@ -281,11 +286,6 @@ class StepState:
             self.saved[stage, micro] = deferred
         if kind is not Kind.BACKWARD_WEIGHT and stage > 0:
             self.messages.put(Message(Kind.BACKWARD, stage - 1, micro), dx)
-
-    def finish(self) -> None:
-        """Wait for the last sends."""
-        self.messages.finish()
-        assert not (self.saved or self.micro_batches), "the schedule left something undone"
 
 
 def calls_of(kind: Kind, layers: Sequence[Layer]) -> list[Call]:

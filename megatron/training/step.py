@@ -6,7 +6,7 @@ Called from training/loop.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from megatron.distributed.peers import waiting
 from megatron.model.arithmetic import global_batch_size_at
 from megatron.model.block import ScalarSpec
 from megatron.optimizer.lr_schedule import LearningRates
-from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.recording import Recording
 from megatron.training.host_copy import AsyncHostCopy, to_device
 from megatron.training.passes import MicroBatchSums, run_micro_batches
@@ -69,22 +68,16 @@ class StepMetrics:
     layer_grad_sq_sums: Tensor | None
 
 
-@dataclass
+@dataclass(frozen=True)
 class PendingStep:
     """A step whose scalars are on their way to the host, which reads them one step later."""
 
     result: BackwardResult
-    outcome: StepOutcome
     totals: Totals
     specs: tuple[ScalarSpec, ...]  # of the layers' scalars
     learning_rates: LearningRates
-    layer_grad_sq_sums: Tensor | None = None
-    scalars: AsyncHostCopy = field(init=False)
-
-    def __post_init__(self) -> None:
-        verdict = torch.stack([self.outcome.grad_norm, self.outcome.skipped.double()])
-        _, sums, requests, rank_times = self.totals
-        self.scalars = AsyncHostCopy(torch.cat([verdict, *sums, requests, rank_times]))
+    scalars: AsyncHostCopy  # norm, skipped, and of the totals what `read` takes apart
+    layer_grad_sq_sums: Tensor | None
 
     def read(self) -> StepMetrics:
         """Wait for the scalars (not for work queued after them)."""
@@ -232,7 +225,9 @@ def update(
         grad_scale=grad_scale,
     )
     run.model.update_routers(scalars, outcome.skipped)
-    return PendingStep(result, outcome, totals, run.model.scalars, rates, by_layer)
+    verdict = torch.stack([outcome.grad_norm, outcome.skipped.double()])
+    copy = AsyncHostCopy(torch.cat([verdict, *totals.sums, totals.requests, totals.rank_times]))
+    return PendingStep(result, totals, run.model.scalars, rates, copy, by_layer)
 
 
 def _for_all(run: Run) -> Callable[[float], str]:
