@@ -15,7 +15,7 @@ from megatron.checkpoint.manifest import MANIFEST, iteration_folder
 from megatron.config.arguments import parse_arguments
 
 MOST = 1.02  # of the fullest rank by the mean
-BASE = """--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512
+BASE = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
 --micro-batch-size 1 --train-iters 1 --mock-data
     --tokenizer-type NullTokenizer --vocab-size 50256 --lr 1e-3"""
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
