@@ -108,7 +108,7 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
     """Tell the counter where the run is."""
     from triton.runtime.jit import JITFunction
 
-    from megatron.parallel.pipeline import Pipeline
+    from megatron.parallel.pipeline import Pipeline, StepState
     from megatron.parallel.schedule import Kind
     from megatron.training import loop, step
 
@@ -131,10 +131,19 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
     def run_kernel(kernel: Any, *args: Any, **kwargs: Any) -> None:
         launches.add()
 
-    update = launches.within("optimizer", step.update)
+    optimizer = {
+        name: launches.within("optimizer", getattr(step, name))
+        for name in ("all_reduce_totals", "update")
+    }
+    # what a pass reads is no part of it
+    inputs = {
+        name: launches.within("rest", getattr(StepState, name))
+        for name in ("micro_batch", "input_of")
+    }
     with (
         mock.patch.object(loop, "train_step", train_step),
-        mock.patch.object(step, "update", update),
+        mock.patch.multiple(step, **optimizer),
+        mock.patch.multiple(StepState, **inputs),
         mock.patch.object(Pipeline, "compute", on_compute),
         mock.patch.object(JITFunction, "run", run_kernel),
     ):
