@@ -25,7 +25,16 @@ import torch
 import torch.nn.functional as F
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.lang import (
+    HOPPER,
+    Compiled,
+    capability,
+    jit,
+    next_power_of_2,
+    operator,
+    tl,
+    triton,
+)
 from torch import Tensor
 
 # kind -> the function of a
@@ -79,8 +88,8 @@ def configuration(
         arch,
         kind="bias" if bias and direction == "backward" else "gated" if kind in GATED else "plain",
     )
-    block = min(triton.next_power_of_2(width), row.numbers["block"])
-    programs = max(row.numbers.get("programs", 0) // triton.cdiv(width, block), 1)
+    block = min(next_power_of_2(width), row.numbers["block"])
+    programs = max(row.numbers.get("programs", 0) // -(-width // block), 1)
     return ActivationConfiguration(
         row, block, row.numbers["num_warps"], programs, row.numbers.get("prefetch", 1)
     )
@@ -281,13 +290,11 @@ def activation_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx, dbias in fp32: empty without a bias)."""
     width = _width(x, bias, kind)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx, partials, form = _room_for_backward(x, bias, kind)
     if dx.numel() == 0:
-        return dx, torch.zeros(0 if bias is None else x.shape[-1], device=x.device)
-    form = configuration("backward", kind, width, bias is not None, capability(x.device))
+        return dx, partials.sum(0)
     rows = dy.numel() // width
-    programs = rows if bias is None else min(form.programs, rows)
-    partials = torch.empty(0 if bias is None else programs, x.shape[-1], device=x.device)
+    programs = rows if bias is None else len(partials)
     backward_kernel[(triton.cdiv(width, form.block) * programs,)](
         dy.contiguous(),
         x.contiguous(),
@@ -303,14 +310,26 @@ def activation_backward(
         PREFETCH=form.prefetch,
         num_warps=form.num_warps,
     )
-    return dx, partials.new_empty(0) if bias is None else partials.sum(0)
+    return dx, partials.sum(0)
+
+
+def _room_for_backward(
+    x: Tensor, bias: Tensor | None, kind: str
+) -> tuple[Tensor, Tensor, ActivationConfiguration]:
+    """(dx, the partial sums of dbias [programs, n], empty without a bias, how the kernel is
+    launched).
+    """
+    width, rows = _width(x, bias, kind), x.numel() // x.shape[-1]
+    form = configuration("backward", kind, width, bias is not None, capability(x.device))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    shape = (0, 0) if bias is None else (min(form.programs, rows), x.shape[-1])
+    return dx, torch.empty(shape, device=x.device), form
 
 
 @activation_backward.register_fake
 def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(
-        0 if bias is None else x.shape[-1], dtype=torch.float32
-    )
+    dx, partials, _ = _room_for_backward(x, bias, kind)
+    return dx, partials.sum(0)
 
 
 def aot(arch: int = HOPPER) -> Iterator[Compiled]:

@@ -28,7 +28,12 @@ from typing import Any
 
 import torch
 from megatron.kernels import attention_gluon, attention_gluon_backward, lang, philox
-from megatron.kernels.attention_backward import backward, tanh, why_not_atomic
+from megatron.kernels.attention_backward import (
+    backward,
+    room_for_backward,
+    tanh,
+    why_not_atomic,
+)
 from megatron.kernels.attention_launch import (
     RUNTIME,
     Options,
@@ -497,9 +502,22 @@ def _flash_attention_backward(
 
 @_flash_attention_backward.register_fake
 def _(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], *_: Any
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Sequence[Tensor],
+    scale: float,
+    softcap: float | None,
+    causal: bool,
+    *others: Any,
 ) -> list[Tensor]:
-    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+    *_, drop, key, _, first_head, deterministic, tile, gluon = others
+    options = Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile)
+    keys = attention_gluon_backward.KEYS if gluon else 0
+    gradients, room = room_for_backward(dout, out, lse, qkv, causal, options, keys)
+    del room
+    return gradients
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:

@@ -580,10 +580,8 @@ def _prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> tup
     [s, b g, m, d].
     """
     (b, n, s), (m, d) = lse.shape, out.shape[2:]
-    rows = -(-s // TILE) * TILE
-    base, delta = (
-        torch.empty(b, n, rows, dtype=torch.float32, device=out.device) for _ in range(2)
-    )
+    base, delta = _room_for_rows(lse)
+    rows = base.shape[2]
     prepare = find("attention prepare", lang.capability(out.device))
     prepare_kernel[(rows // prepare.numbers["M"], b * n)](
         out,
@@ -603,6 +601,42 @@ def _prepare(out: Tensor, dout: Tensor, lse: Tensor, dlse: Tensor | None) -> tup
         **prepare.launch(),
     )
     return base, delta
+
+
+def _room_for_rows(lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers of each query [b, n, s], the last dimension padded to whole tiles."""
+    *heads, s = lse.shape
+    shape = (*heads, -(-s // TILE) * TILE)
+    return torch.empty(shape, device=lse.device), torch.empty(shape, device=lse.device)
+
+
+def room_for_backward(
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Sequence[Tensor],
+    causal: bool,
+    options: Options,
+    keys: int = 0,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(the gradients, all else that `backward` allocates). `keys`: that a program takes, by default
+    those of our Triton kernel.
+    """
+    gradients, (dq, dk, dv) = room_for_gradients(qkv)
+    q, k, v = by_key_head(qkv)
+    groups = q.shape[2:4]
+    read = (q, k, v, out.unflatten(2, groups), dout.unflatten(2, groups))
+    room = [aligned(x.flatten(1, 2)) for x in read] + [*_room_for_rows(lse)]
+    if not options.deterministic:
+        room.append(torch.empty(dq.shape, dtype=torch.float32, device=dq.device))
+    if not keys:
+        kernel = "dkv" if options.deterministic else "dkv_dq"
+        arch = lang.capability(q.device)
+        keys = configuration(kernel, q.shape[-1], options, causal, q.dtype, arch).N
+    (t, heads, _), m = dk.shape, q.shape[3]
+    programs = -(-t // keys) * heads
+    count = m // heads_of_a_program(programs, m, lang.multiprocessors(q.device))
+    return gradients, [*room, room_for_parts(dk, count), room_for_parts(dv, count)]
 
 
 def _launch_dkv(call: _Call, dk: Tensor, dv: Tensor, sum_of_dq: Tensor | None) -> None:

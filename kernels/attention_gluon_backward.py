@@ -43,6 +43,7 @@ from megatron.kernels.configurations import find
 from torch import Tensor
 
 CONSUMERS = 2  # of ROWS rows each: together the TILE rows that a row of a mask's table serves
+KEYS = CONSUMERS * ROWS  # that one program takes
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _launch_dkv(call: Any, dk: Tensor, dv: Tensor) -> None:
     """dk and dv [t, b g, d] of a prepared call."""
     (s, _, m, d), (t, groups, _), mask = call.q.shape, call.k.shape, call.mask
     layout = configuration("dkv", d)
-    programs = -(-t // (CONSUMERS * ROWS)) * groups
+    programs = -(-t // KEYS) * groups
     members = heads_of_a_program(programs, m, lang.multiprocessors(call.q.device))
     parts = [room_for_parts(x, m // members) for x in (dk, dv)]
     dkv_kernel[(programs * (m // members),)](

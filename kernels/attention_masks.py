@@ -92,11 +92,6 @@ def attention_mask(
     )
 
 
-def table_bytes(length: int, samples: int) -> int:
-    """Bytes of document_starts and of both tables, of samples of this length."""
-    return 4 * samples * (length + 2 * 4 * -(-length // TILE))
-
-
 def positions(given: Tensor | None, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device, dtype=torch.int32) if given is None else given
 

@@ -32,9 +32,16 @@ else:
 
 HOPPER = 90
 
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 LIBRARY = torch.library.Library("megatron", "FRAGMENT")
-# what each operator of this project calls, by its name
+# what each operator of this project calls, and its fake, by its name
 CALLED: dict[str, Callable] = {}
+FAKES: dict[str, Callable] = {}
 
 
 class Operator:
@@ -53,7 +60,10 @@ class Operator:
         return self.overload(*args, **kwargs)
 
     def register_fake(self, function: Callable) -> None:
-        """What shapes and types the results have."""
+        """What shapes and types the results have. The planner counts what the function allocates:
+        it makes the operator's workspace too.
+        """
+        FAKES[self.name] = function
         torch.library.register_fake(self.name, function, lib=LIBRARY)
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
@@ -135,6 +145,6 @@ def multiprocessors(device: torch.device) -> int:
     """
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
+        if device.type == "cuda" and torch.cuda.is_available()
         else 132
     )

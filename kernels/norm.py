@@ -29,7 +29,16 @@ from typing import Any
 import torch
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.lang import (
+    HOPPER,
+    Compiled,
+    capability,
+    jit,
+    next_power_of_2,
+    operator,
+    tl,
+    triton,
+)
 from torch import Tensor
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -77,7 +86,7 @@ def configuration(
     on each of 132 processors, which is what its registers allow. What that leaves to hide memory's
     latency behind are two rows (fp32: one) of each operand on their way.
     """
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     if block > WIDEST[direction]:  # pieces of a row at once
         row = find(f"norm {direction}", arch, kind="wide")
         return NormConfiguration(
@@ -567,24 +576,29 @@ def norm_backward(
     """
     _check(total, weight)
     assert dy.shape == total.shape and dy.dtype == total.dtype
+    dx, partials, form = _room_for_backward(total, statistics)
+    if dx.numel():
+        _launch_backward(dy, total, weight, statistics, dtotal, dx, partials, form)
+    return dx, partials.sum(1)
+
+
+def _room_for_backward(
+    total: Tensor, statistics: Tensor
+) -> tuple[Tensor, Tensor, NormConfiguration]:
+    """(dx, the partial sums [1 or 2, programs, n], how the kernel is launched)."""
     width, rows, kinds = total.shape[-1], total.numel() // total.shape[-1], statistics.shape[0]
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-    if not rows:
-        return dx, torch.zeros(kinds, width, device=dx.device)
-    form = configuration("backward", width, dy.dtype, capability(dy.device))
-    programs = min(form.programs, triton.cdiv(rows, form.rows))
-    partials = torch.empty(kinds, programs, width, device=dx.device)
-    _launch_backward(dy, total, weight, statistics, dtotal, dx, partials, form)
-    return dx, partials.sum(1)
+    form = configuration("backward", width, total.dtype, capability(total.device))
+    programs = min(form.programs, -(-rows // form.rows))
+    return dx, torch.empty(kinds, programs, width, device=total.device), form
 
 
 @norm_backward.register_fake
 def _(
     dy: Tensor, total: Tensor, weight: Tensor, statistics: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return total.new_empty(total.shape), total.new_empty(
-        statistics.shape[0], total.shape[-1], dtype=torch.float32
-    )
+    dx, partials, _ = _room_for_backward(total, statistics)
+    return dx, partials.sum(1)
 
 
 def _row(

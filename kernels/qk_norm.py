@@ -27,7 +27,16 @@ from typing import Any
 import torch
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.lang import (
+    HOPPER,
+    Compiled,
+    capability,
+    jit,
+    next_power_of_2,
+    operator,
+    tl,
+    triton,
+)
 from megatron.kernels.norm import norm_reference, normed_rows, row_means, tile_of_rows
 from megatron.kernels.rotary import rotary_reference
 from torch import Tensor
@@ -71,7 +80,7 @@ class QKNormConfiguration:
 def configuration(direction: str, d: int, arch: int = HOPPER) -> QKNormConfiguration:
     """Of "forward" or "backward", for heads of d channels."""
     row = find(f"qk_norm {direction}", arch)
-    block = triton.next_power_of_2(d)
+    block = next_power_of_2(d)
     rows = max(1, row.numbers["block"] // block)
     return QKNormConfiguration(
         row, rows, block, row.numbers["num_warps"], row.numbers.get("programs", 0)
@@ -364,26 +373,29 @@ def qk_norm_backward(
     _check(qkv, q_weight, k_weight)
     _check(dy)
     assert dy.shape == qkv.shape and dy.dtype == qkv.dtype
-    d = qkv.shape[-1]
-    kinds, rows = statistics.shape
-    dx = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    if not rows:
-        return dx, torch.zeros(2 * kinds, d, device=qkv.device)
-    form = configuration("backward", d, capability(qkv.device))
-    programs = min(form.programs, triton.cdiv(rows, form.rows))
-    partials = torch.empty(2 * kinds, programs, d, device=qkv.device)
-    backward_kernel[(programs,)](
-        dy,
-        qkv,
-        q_weight,
-        k_weight,
-        statistics=statistics,
-        dx=dx,
-        partials=partials,
-        CENTRE=kinds == 2,
-        **_shared(qkv, cos, sin, form),
-    )
+    dx, partials, form = _room_for_backward(qkv, statistics)
+    if dx.numel():
+        backward_kernel[(partials.shape[1],)](
+            dy,
+            qkv,
+            q_weight,
+            k_weight,
+            statistics=statistics,
+            dx=dx,
+            partials=partials,
+            CENTRE=len(statistics) == 2,
+            **_shared(qkv, cos, sin, form),
+        )
     return dx, partials.sum(1)
+
+
+def _room_for_backward(qkv: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """(dx, the partial sums [2 or 4, programs, d], how the kernel is launched)."""
+    d, (kinds, rows) = qkv.shape[-1], statistics.shape
+    form = configuration("backward", d, capability(qkv.device))
+    programs = min(form.programs, -(-rows // form.rows))
+    dx = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    return dx, torch.empty(2 * kinds, programs, d, device=qkv.device), form
 
 
 @qk_norm_backward.register_fake
@@ -396,8 +408,8 @@ def _(
     sin: Tensor | None,
     statistics: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    gradients = qkv.new_empty(2 * statistics.shape[0], qkv.shape[-1], dtype=torch.float32)
-    return qkv.new_empty(qkv.shape), gradients
+    dx, partials, _ = _room_for_backward(qkv, statistics)
+    return dx, partials.sum(1)
 
 
 def aot(arch: int = HOPPER) -> Iterator[Compiled]:

@@ -21,4 +21,3 @@ HEAD_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 # thread (torch gives a thread no less), whose part of the working set stays in its core's cache; a
 # GPU wants few launches instead.
 DROPOUT_COUNTERS = {"cpu": 1 << 15, "cuda": 1 << 22}
-DROPOUT_COUNTER_BYTES = 48

@@ -20,7 +20,7 @@ from megatron.model.fp8 import mark_fp8
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels, compute_dtype
 from megatron.model.spec import ParameterSpec
-from megatron.model.stages import pipeline_stages
+from megatron.model.stages import Stage, pipeline_stages
 from megatron.model.tensor_parallel import TensorParallel
 
 
@@ -29,6 +29,23 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
     meta device. `device` is where it will run, which decides what kernels its layers take;
     `vocab_size` is the tokenizer's.
     """
+    padded = padded_vocab_size(vocab_size, config.model, groups.tp.size)
+    stages = zip(pipeline_stages(config, padded), placement_of(config), strict=True)
+    own = tuple(stage for stage, rank in stages if rank == groups.pp.rank)
+    model = build_stages(config, vocab_size, groups, device, own)
+    model.choose_recompute(config.training)
+    model.choose_offload(config.training)
+    return model
+
+
+def build_stages(
+    config: Config,
+    vocab_size: int,
+    groups: Groups,
+    device: torch.device,
+    stages: tuple[Stage, ...],
+) -> GPTModel:
+    """These stages of the model; no layer is recomputed or offloaded."""
     distributed = config.distributed
     tp = TensorParallel(
         groups.tp,
@@ -38,8 +55,6 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
     )
     padded = padded_vocab_size(vocab_size, config.model, tp.size)
     chosen, _ = choose_kernels(config, device)
-    stages = zip(pipeline_stages(config, padded), placement_of(config), strict=True)
-    own = tuple(stage for stage, rank in stages if rank == groups.pp.rank)
     model = GPTModel(
         chosen.model,
         vocab_size=vocab_size,
@@ -49,11 +64,9 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
         tp=tp,
         cp=ContextParallel.of(groups, distributed.cp_comm_type),
         ep=ExpertParallel(TensorParallel(groups.etp, experts=groups.ep), groups.tp_cp),
-        stages=own,
+        stages=stages,
     )
     _mark_fp8(model, config, groups)
-    model.choose_recompute(config.training)
-    model.choose_offload(config.training)
     return model
 
 

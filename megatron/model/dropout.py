@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.config.workspace import DROPOUT_COUNTER_BYTES, DROPOUT_COUNTERS
 from megatron.kernels import philox
 from megatron.kernels.dropout import dropout, dropout_add
 
@@ -50,20 +49,6 @@ class _TritonDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         return dropout(dy, *ctx.mask), dy if ctx.needs_input_grad[1] else None, None, None, None
-
-
-def saved_mask(probability: float, backend: str, width: int) -> int:
-    """Bytes a token that dropout of so many elements keeps: a mask, which our kernel draws again
-    instead.
-    """
-    return width if probability > 0 and backend == "torch" else 0
-
-
-def drawing_bytes(elements: int, device: str) -> int:
-    """Bytes in which torch's operators draw the random words of so many elements; our kernel has
-    them in registers.
-    """
-    return DROPOUT_COUNTER_BYTES * min(elements // 4, DROPOUT_COUNTERS[device])
 
 
 class Dropout:

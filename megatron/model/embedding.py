@@ -31,12 +31,6 @@ def embedding_weight_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
         main_grad.index_add_(0, ids[row : row + step], rows)
 
 
-def embedding_grad_scratch(tokens: int, hidden: int, grad: int, device: str) -> int:
-    """Bytes of `embedding_weight_grad`'s widened gradients, for elements of `grad` bytes."""
-    whole = tokens * hidden * grad
-    return whole if device == "cuda" else min(SCRATCH_BYTES, whole)
-
-
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids: Tensor, weight: nn.Parameter) -> Tensor:

@@ -44,8 +44,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # of a weight's gradient on a GPU, which is formed in pieces of its rows before it is added: two
 # tiles of 128 x 256 for each multiprocessor of Hopper, which stay in its cache of 50 MB
 PIECE_BYTES = 32 << 20
-# bytes an element of both factors that a CPU takes to quantise and multiply, as measured
-DEFINED = {"tensorwise": 8, "rowwise": 4, "blockwise": 10}
 # the attribute of a weight whose products are formed so
 FP8 = "fp8"
 
@@ -217,34 +215,6 @@ def piece_rows(outputs: int, inputs: int, element: int) -> int:
     """Rows of a weight's gradient that are formed at once."""
     rows = PIECE_BYTES // (element * inputs) // 128 * 128
     return min(outputs, max(128, rows))
-
-
-class Scratch(NamedTuple):
-    """Bytes of the temporaries of a linear layer's products, results not counted."""
-
-    forward: int
-    input_grad: int
-    weight_grad: int
-
-
-def scratch(
-    tokens: int, outputs: int, inputs: int, precision: PrecisionConfig, device: str, grad: int
-) -> Scratch:
-    """Of a layer of so many inputs and outputs, where elements of main_grad have `grad` bytes. On a
-    GPU the factors in 8 bits with their scales; a CPU widens them, and rounds by several passes.
-    """
-    x, dy, weight = tokens * inputs, tokens * outputs, outputs * inputs
-    keeps = precision.fp8_wgrad and precision.fp8_recipe != "rowwise"
-    if device != "cuda":
-        element = DEFINED[precision.fp8_recipe]
-        return Scratch(*(element * each for each in (x + weight, dy + weight, keeps * (x + dy))))
-    scales = 1 + (4 / 128 if precision.fp8_recipe == "blockwise" else 0)
-    piece = grad * piece_rows(outputs, inputs, grad) * inputs
-    return Scratch(
-        int(scales * (x + weight)),
-        int(scales * ((1 + keeps) * dy + weight)),
-        keeps * (int(scales * (x + dy)) + piece),
-    )
 
 
 def mark_fp8(

@@ -123,20 +123,6 @@ TILE = (128, 256)
 DEFERRED = "deferred_grads"
 
 
-def weight_grad_scratch(
-    tokens: int, inputs: int, outputs: int, compute: int, grad: int, device: str, rounded: bool
-) -> int:
-    """Bytes of `linear_weight_grad`'s temporaries, for elements of `compute` and `grad` bytes: none
-    where the GEMM itself adds. `rounded`: by bf16 GEMMs, where a CPU has no other.
-    """
-    if compute == grad or device == "cuda":
-        return 0
-    if rounded:
-        return min(outputs, _rows_at_once(inputs, compute, grad)) * inputs * (compute + grad)
-    widened = min(tokens, max(1, SCRATCH_BYTES // (grad * max(inputs, outputs))))
-    return widened * grad * (inputs + outputs)
-
-
 def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear, of 8-bit floats where the weight is marked for them."""
     fp8 = getattr(weight, FP8, None)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.config.groups import ModelConfig
 from megatron.config.workspace import LOSS_CHUNK_BYTES
 from megatron.distributed.collectives import all_gather
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
@@ -21,20 +20,6 @@ from megatron.model.tensor_parallel import DENSE, TensorParallel
 def _chunks(logits: Tensor):
     rows = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
-
-
-def widened_bytes(
-    model: ModelConfig, tokens: int, width: int, compute: int, wide: int, device: str
-) -> int:
-    """Temporary bytes of `Columns` for `width` logits of each of these tokens in a forward or a
-    backward pass: a chunk of probabilities, and the logits that they are made of where those are
-    widened or soft-capped. None with our kernel.
-    """
-    if model.cross_entropy_backend == "triton":
-        return 0
-    rows = min(tokens, max(1, LOSS_CHUNK_BYTES[device] // (4 * width)))
-    chunk = rows * width * wide
-    return chunk if compute == wide and model.final_logit_softcapping is None else 2 * chunk
 
 
 def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:

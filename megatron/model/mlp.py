@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.kernels.activation import activation as activation_forward
-from megatron.kernels.activation import activation_backward, apply_function, configuration
+from megatron.kernels.activation import activation_backward, apply_function
 from megatron.model.linear import ColumnLinear, RowLinear, column_linear
 from megatron.model.opaque import add_gradient
 from megatron.model.recompute_context import Rebuilder
@@ -208,14 +208,6 @@ def saved_widths(model: ModelConfig) -> tuple[int, int]:
     """
     f = model.ffn_hidden_size
     return (2 * f if model.activation in GATED else f), f
-
-
-def bias_sum_bytes(model: ModelConfig, tokens: int) -> int:
-    """Bytes in which our activation's backward pass adds up the gradient of fc1's bias."""
-    if model.activation_backend != "triton" or not model.add_bias_linear:
-        return 0
-    programs = configuration("backward", model.activation, model.ffn_hidden_size, True).programs
-    return 4 * min(programs, tokens) * saved_widths(model)[0]
 
 
 class MLP(nn.Module):

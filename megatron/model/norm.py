@@ -138,14 +138,12 @@ class NormKind(NamedTuple):
 
     function: type[torch.autograd.Function]  # of (x, weight, bias if there is one, eps)
     bias: bool
-    statistics: int  # numbers a token that it saves with its input
-    widens: bool  # torch's operators convert whole tensors to fp32
     kernels: bool  # kernels/norm.py and apex compute it
 
 
 NORMS = {
-    "LayerNorm": NormKind(_LayerNorm, bias=True, statistics=2, widens=False, kernels=True),
-    "RMSNorm": NormKind(_RMSNorm, bias=False, statistics=1, widens=True, kernels=True),
+    "LayerNorm": NormKind(_LayerNorm, bias=True, kernels=True),
+    "RMSNorm": NormKind(_RMSNorm, bias=False, kernels=True),
 }
 
 
@@ -160,22 +158,6 @@ def norm_parameters(
     return {"weight": ParameterSpec((scale,))} | (
         {"bias": ParameterSpec((bias,))} if NORMS[kind].bias else {}
     )
-
-
-def saved_statistics(kind: str, wide: int) -> int:
-    """Bytes a token that a norm saves with its input, `wide` of a number: the reciprocal
-    deviation, and LayerNorm's mean.
-    """
-    return wide * NORMS[kind].statistics
-
-
-def temporary_bytes(kind: str, backend: str, compute: int, wide: int) -> tuple[int, int]:
-    """Bytes an element in which a norm is computed and differentiated, of numbers of `compute`
-    bytes: torch's operators widen all of RMSNorm's tensors, the kernels what a program holds.
-    """
-    if backend != "torch" or not NORMS[kind].widens:
-        return 0, 0
-    return 2 * wide + (compute if compute != wide else 0), 3 * wide
 
 
 class Norm(nn.Module):

@@ -15,7 +15,6 @@ from test_attention import assert_near
 
 from megatron.config.groups import ModelConfig
 from megatron.model.attention.attention import SelfAttention, mask_of
-from megatron.model.attention.attention_bytes import AttentionBytes
 from megatron.model.attention.rotary import RotaryTables
 
 pytestmark = pytest.mark.table(traits=each_value)
@@ -191,7 +190,10 @@ def test_norms_of_heads_stay_in_the_projection(device, groups, rotary, kind):
     sizes["k_norm.bias"] = sizes["k_norm.weight"]
     for name, expected, actual in zip(names, *results, strict=True):
         assert (actual - expected).norm() < 3e-6 * sizes[name], name
-    counted = AttentionBytes(config, S, B, 4, 4, "cuda", False)
-    assert counted.norms_projection and counted.takes_projection
+    # the layer's input, the projection and the normed one, the output; three numbers a head
+    heads, groups, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    projection, output = (4 * S * B * n * d for n in (heads + 2 * groups, heads))
+    each = 2 if config.normalization == "LayerNorm" else 1
+    numbers = 4 * S * B * (heads + each * (heads + 2 * groups))
     tables = 2 * table[0].nbytes if rotary else 0
-    assert sum(kept.values()) == counted.saved() + x.nbytes + tables
+    assert sum(kept.values()) == x.nbytes + 2 * projection + output + numbers + tables

@@ -343,7 +343,7 @@ class PlannedPasses:
         unit = self.units[layer].rebuilt or self.units[layer]
         if kind is Kind.BACKWARD_WEIGHT:
             self.ledger.moment = f"weight gradients of {name}"
-            self.ledger.look(unit.weight, unit.scratch)
+            self.ledger.look(unit.weight)
             saved.let_go()
             self._end()
             return None, None
@@ -355,7 +355,6 @@ class PlannedPasses:
             left = Kept(None, Held(self.ledger, "activations", unit.deferred))
         else:
             self.ledger.look(unit.backward + waiting)
-            self.ledger.look(unit.forming + waiting, unit.scratch)
         dx = None
         saved.let_go()
         if saved.has_input:

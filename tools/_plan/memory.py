@@ -14,7 +14,6 @@ from megatron.tools._plan.activations import (
     Shape,
     UnitBytes,
     input_bytes,
-    loss_bytes,
     unit_bytes,
 )
 from megatron.tools._plan.engine import META, CountedBlock, CountedGroup, Ledger, Peak, run_step
@@ -140,7 +139,7 @@ class PlannedSteps:
         padded = padded_vocab_size(vocab_size, config.model, tp)
         self.stages = pipeline_stages(config, padded)
         self.schedule = schedule_of(config, world_size, steady=True)
-        self.shape = Shape(config, padded, device)
+        self.shape = Shape(config, vocab_size, device)
         self.shard = shard_size(config, world_size)
         self.layout = layout_of(config, world_size)
 
@@ -163,7 +162,7 @@ class PlannedSteps:
         model = build_model(config, self.vocab_size, groups, torch.device(self.device))
         inside = with_state_on_the_device(config)
         blocks = build_run_blocks(inside, model, META, groups, make=partial(CountedBlock, ledger))
-        inputs = input_bytes(shape) + (loss_bytes(shape) if model.head is not None else 0)
+        inputs = input_bytes(shape)
         zero = Zero(model, blocks, groups, config.distributed)
         units = units or self.units_of(rank)
         hidden = hidden_shape(config)

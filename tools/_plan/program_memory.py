@@ -10,6 +10,7 @@ from megatron.tools._plan.memory import PlannedSteps
 from megatron.tools._plan.program import Program
 
 from megatron.config.groups import Config
+from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.stages import Stage
 
 # Bytes of a logit, where torch's operators compute the loss of bf16 logits. From the forward pass
@@ -46,8 +47,13 @@ def _kept_of_layer(program: Program, shape: Shape) -> int:
     of the MLP are one norm and one projection each.
     """
     gathered = 2 * (shape.whole - shape.hidden) if program.gathered_inputs else 0
-    gate = shape.activated if program.activated_gate else 0
+    gate = _activated(shape) if program.activated_gate else 0
     return gathered + gate + (2 * shape.hidden if program.normed else 0)
+
+
+def _activated(shape: Shape) -> int:
+    """Bytes of fc2's input."""
+    return shape.tokens * shape.model.ffn_hidden_size * shape.compute
 
 
 def _keeping(unit: UnitBytes, more: int) -> UnitBytes:
@@ -60,7 +66,12 @@ def _keeping(unit: UnitBytes, more: int) -> UnitBytes:
 def _head(program: Program, shape: Shape, unit: UnitBytes) -> UnitBytes:
     if not program.whole_logits:
         return unit
-    logits = shape.tokens * shape.padded_vocab
+    padded = padded_vocab_size(
+        shape.vocab_size,
+        shape.config.model,
+        shape.config.distributed.tensor_model_parallel_size,
+    )
+    logits = shape.tokens * padded
     gradients = LOGIT_GRADIENTS * logits
     return replace(
         unit,

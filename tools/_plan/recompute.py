@@ -32,7 +32,8 @@ from megatron.tools._plan.stages import flops_again
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.recompute import FULL, NONE, words_of
-from megatron.model.mlp import always_rebuilt
+from megatron.model.arithmetic import head_widths
+from megatron.model.mlp import always_rebuilt, saved_widths
 from megatron.model.recompute import KEPT, LayerRecompute, choice_of
 
 OPTIONS = (
@@ -142,12 +143,13 @@ def seconds_again(shape: Shape, what: str, layer: int = 0) -> float:
     machine, choice, tokens = Machine(), choice_of(words_of_layer(shape, layer, what)), shape.tokens
     if shape.config.model.expert_layers()[layer]:
         return _seconds_with_experts(shape, choice, layer)
-    q, k = shape.attention.widths
+    q, k = head_widths(shape.model)
+    inner, activated = (tokens * shape.compute * width for width in saved_widths(shape.model))
     heads = tokens * shape.compute * (q + 2 * k)
     moved = {
         "layernorm": 4 * shape.hidden,
-        "mlp_act": shape.inner + shape.activated,
-        "mlp": shape.whole + 2 * shape.inner + shape.activated,
+        "mlp_act": inner + activated,
+        "mlp": shape.whole + 2 * inner + activated,
         "qkv": shape.whole + 3 * heads,
         "core_attn": heads + tokens * shape.compute * q,
     }
@@ -161,7 +163,7 @@ def seconds_again(shape: Shape, what: str, layer: int = 0) -> float:
 
 def _seconds_with_experts(shape: Shape, choice: LayerRecompute, layer: int) -> float:
     """By the difference between a backward pass with and without it, as plan/step.py counts."""
-    machine, operations = Machine(), Operations(shape.config, shape.padded_vocab)
+    machine, operations = Machine(), Operations(shape.config, shape.vocab_size)
     seconds = []
     for each in (KEPT, choice):
         work = operations.layer(layer, each).backward_input
@@ -314,12 +316,11 @@ def _flat(shape: Shape, layer: int, what: str) -> UnitBytes:
     graph = unit.rebuilt
     if graph is None:
         return unit
-    again = graph.saved - shape.hidden
+    again = graph.saved - unit.saved
     return dataclasses.replace(
         unit,
         backward=again + max(graph.forward, graph.backward),
         split=again + max(graph.forward, graph.split),
-        forming=again + graph.forming,
         rebuilt=None,
     )
 

@@ -221,7 +221,7 @@ class StepModel:
         """
         if not kind.modules:
             return layer
-        shape = Shape(self.config, self.operations.vocab * self.operations.tp)
+        shape = Shape(self.config, self.vocab_size)
         leaving = leaving_bytes(shape, index, kind.choice, kind.modules)
         copy = Work(exchanges=(Exchange("copy", "host", leaving.total if leaving else 0, "pass"),))
         return dataclasses.replace(

@@ -168,7 +168,9 @@ def _addend(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """What torch's kernel adds to scores."""
     if seen is None:
         return None
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
+        ~seen, float("-inf")
+    )
 
 
 def _by_head(*tensors: Tensor) -> list[Tensor]:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import ALONE, Axis
 from megatron.model.dropout import DropoutState
@@ -173,65 +172,6 @@ class MoE(nn.Module):
             if name != OBJECTIVE:
                 losses[name] = value / self.layers
         return {**losses, expert_tokens(self.index): choice.counts}
-
-
-class ExpertBytes(NamedTuple):
-    """Bytes of a layer with experts on one rank, of which all have as many tokens."""
-
-    rows: int  # the tokens of this rank's experts, fc1's input
-    inner: int  # fc1's output
-    activated: int  # fc2's input
-    shared_inner: int  # the same of the shared expert
-    shared_activated: int
-    beside: int  # scores, weights and integers
-    exchange: int  # beside what is kept, while rows go to experts or come back
-    differentiating: int  # while the activation with the rows' weights is differentiated
-
-    @classmethod
-    def of(
-        cls, config: ModelConfig, own: int, tokens: int, compute: int, wide: int, etp: int, ep: int
-    ) -> ExpertBytes:
-        """`config`: the model as this rank computes it; `own` tokens of this rank, `tokens` those
-        of its tensor-parallel ranks together; `compute` and `wide` bytes an element.
-        """
-        count, f = config.num_experts, config.moe_ffn_hidden_size
-        assert count is not None and f is not None
-        choices = own * config.moe_router_topk
-        rows = choices * etp
-        is_gated = config.activation in GATED
-        gated = 2 if is_gated else 1
-        width = config.moe_shared_expert_intermediate_size or 0
-        scores = wide * own * count * (2 if loss_names(config) else 1)
-        # the activation's value, and its weighed gradient: one behind the other in one precision
-        once = is_gated and config.activation_backend == "torch" and compute == wide
-        exchange, integers = _exchange_bytes(config, own, compute, wide, rows, etp * ep)
-        return cls(
-            rows=rows * config.hidden_size * compute,
-            inner=rows * gated * f * compute,
-            activated=rows * f * compute,
-            shared_inner=tokens * gated * width * compute,
-            shared_activated=tokens * width * compute,
-            beside=scores + integers + wide * (rows + choices),
-            exchange=exchange,
-            differentiating=(1 if once else 2) * rows * f * compute,
-        )
-
-
-def _exchange_bytes(
-    config: ModelConfig, own: int, compute: int, wide: int, rows: int, sharing: int
-) -> tuple[int, int]:
-    """Bytes beside what is kept while rows go to experts or come back, and of the integers that
-    say which; `sharing` ranks hold all experts, and `rows` come to this one.
-    """
-    choices, h = own * config.moe_router_topk, config.hidden_size
-    if sharing > 1 and config.moe_token_dispatcher_type == "allgather":
-        # of all tokens the sums so far, and what is added to them, widened
-        added = wide + compute + (wide if compute != wide else 0)
-        exchange = rows * h * compute + sharing * own * h * added
-        return exchange, 8 * (choices + rows) + 9 * sharing * choices
-    # what is sent and what comes, and a token's sum
-    exchange = (2 if sharing > 1 else 1) * rows * h * compute + own * h * wide
-    return exchange, 8 * (3 * choices + (2 * rows if sharing > 1 else 0))
 
 
 def sums_beside(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:

@@ -1,0 +1,366 @@
+"""What a unit of the model keeps and takes, measured: the real layer runs its passes on tensors of
+the meta device, and the bytes of their storages are counted while it does.
+
+The layer's code sees tensors of the device that is planned for (`PlannedDevice`), so that it takes
+the kernels of that device. Nothing is computed and nothing is sent. What an operator allocates
+inside a kernel, its fake allocates too (kernels/).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from megatron.kernels.lang import FAKES
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.config.derive import attention_ranks, expert_ranks
+from megatron.config.groups import Config
+from megatron.distributed.groups import ALONE, Layout, build_groups
+from megatron.distributed.silent import SilentGroup
+from megatron.model.block import MicroBatch
+from megatron.model.build import build_stages, hidden_shape
+from megatron.model.experts.router import OBJECTIVE
+from megatron.model.gpt import GPTModel
+from megatron.model.recompute import LayerRecompute
+from megatron.model.stages import Stage
+from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.offload import OffloadingPasses
+from megatron.parallel.schedule import Kind
+
+META = torch.device("meta")
+SPLIT = "zero-bubble"  # stands for all schedules whose backward passes come in two halves
+_ATEN = torch.ops.aten
+
+
+class PlannedDevice(TorchFunctionMode):
+    """Tensors of the meta device are on `device` for all Python code that asks. `rows`: of this
+    rank's tokens that an expert has, in place of what routing counts.
+    """
+
+    def __init__(self, device: str, rows: float = 0.0):
+        super().__init__()
+        self.device, self.rows = torch.device(device), rows
+        self.answers: dict[Any, Callable[..., Any]] = {
+            Tensor.is_cuda.__get__: lambda _: self.device.type == "cuda",
+            Tensor.device.__get__: lambda _: self.device,
+            Tensor.tolist: self._counts,
+            torch.nn.functional.scaled_dot_product_attention: self._fused_attention,
+        }
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        answer = self.answers.get(function)
+        if answer is not None:
+            return answer(*args, **kwargs)
+        if kwargs.get("device") == self.device:
+            kwargs = {**kwargs, "device": META}
+        if len(args) > 1 and isinstance(args[1], torch.device):  # x.to(device)
+            args = (args[0], META, *args[2:])
+        return function(*args, **kwargs)
+
+    def _counts(self, counts: Tensor) -> list[int]:
+        """Whole numbers whose mean is `rows`."""
+        ends = [math.floor(index * self.rows + 1e-9) for index in range(counts.numel() + 1)]
+        return [end - start for start, end in zip(ends, ends[1:])]
+
+    def _fused_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float,
+        enable_gqa: bool,
+    ) -> Tensor:
+        """By the kernel that torch takes on this device."""
+        if mask is not None:  # turned into what is added to the scores
+            mask = torch.empty_like(mask, dtype=q.dtype)
+        if self.device.type == "cpu":
+            cpu = _ATEN._scaled_dot_product_flash_attention_for_cpu
+            return cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)[0]
+        if mask is None and q.element_size() == 2:
+            return _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[
+                0
+            ]
+        if mask is not None:
+            mask = mask.expand(*q.shape[:2], *mask.shape[-2:])
+        efficient = _ATEN._scaled_dot_product_efficient_attention
+        return efficient(q, k, v, mask, True, 0.0, is_causal, scale=scale)[0]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages of meta tensors that were made while it is open and are alive, without
+    those of `weights`.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.weights = {weight.untyped_storage()._cdata for weight in weights}
+        self.now = self.peak = 0
+        # by identity of torch's storage, which lives as long as the memory: its bytes, and the last
+        # dimension of the tensor that it was made for
+        self.known: dict[int, tuple[Any, int, int]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        fake = FAKES.get(function.name()) if function.namespace == "megatron" else None
+        if fake is None:
+            out = function(*args, **(kwargs or {}))
+        else:
+            super().__enter__()
+            try:
+                out = fake(*args, **(kwargs or {}))
+            finally:
+                super().__exit__(None, None, None)
+        with torch._C.DisableTorchFunction():
+            for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+                if isinstance(tensor, Tensor):
+                    self._see(tensor)
+        return out
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known or key in self.weights or not tensor.is_meta:
+            return
+        size = storage.nbytes()
+        width = tensor.shape[-1] if tensor.dim() else 1
+        self.known[key] = weakref.ref(storage, lambda _: self._forget(key)), size, width
+        self.add(size)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self.known.pop(key)[1]
+
+    def add(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def of_width(self, width: int) -> int:
+        """Bytes of tensors whose last dimension is this."""
+        return sum(size for _, size, each in self.known.values() if each == width)
+
+
+class _Room:
+    """Bytes that are counted as long as this object lives."""
+
+    def __init__(self, live: LiveBytes, size: int):
+        self.live, self.size = live, size
+        live.add(size)
+
+    def __del__(self) -> None:
+        self.live.add(-self.size)
+
+
+class MeasuredGroup(SilentGroup):
+    """Counts what collectives take. `exchanges`: the bytes that were alive at each all-to-all."""
+
+    live: LiveBytes
+
+    def __init__(self, gloo: bool):
+        super().__init__(gloo)
+        self.exchanges: list[int] = []
+
+    def hold(self, what: str, result: Tensor, beside: int) -> _Room:
+        if what == "all-to-all":
+            self.exchanges.append(self.live.now)
+        return _Room(self.live, beside)
+
+
+class PassBytes(NamedTuple):
+    """Of one pass: what it leaves, its peak, and what was alive at each all-to-all. Weights, the
+    micro-batch and the gradient of the output are not counted.
+    """
+
+    left: int
+    peak: int
+    exchanges: tuple[int, ...]
+    logits: int  # of what it leaves
+
+
+class LayerRun:
+    """One unit of a model on one rank, the only one of `stage`, and its passes: a backward pass is
+    that of what the last forward pass kept.
+    """
+
+    def __init__(self, config: Config, vocab_size: int, device: str, stage: Stage):
+        self.config = config
+        group = MeasuredGroup(device != "cuda")
+        self.mode = PlannedDevice(device, _rows_of_expert(config))
+        self.model = _on_meta(config, vocab_size, device, stage, group)
+        ((_, self.layer),) = self.model.chunks[0]
+        weights = [*self.model.parameters()]
+        self.live = group.live = LiveBytes([*weights, *(each.main_grad for each in weights)])
+        self.group = group
+        shape = hidden_shape(config)
+        self.hidden = math.prod(shape) * self.model.dtype.itemsize
+        shares = config.training.distribute_saved_activations
+        with self.running():
+            self.passes = OffloadingPasses(
+                META,
+                config.training.min_offloaded_tensor_size,
+                self.model.tp.axis if shares else ALONE,
+                [OBJECTIVE],
+            )
+            self.micro = _micro_batch(self.model, config)
+        self.inputs = self.live.now
+        self.output: tuple[torch.Size, torch.dtype] = torch.Size(), self.model.dtype
+        self.kept: list[Any] = []  # by the last pass
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes of this run come in two halves."""
+        is_split = self.config.distributed.pipeline_schedule == SPLIT
+        return is_split and self.layer.splits_backward
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """While layers' code runs."""
+        with self.mode, self.live:
+            yield
+
+    def _input(self) -> Tensor | None:
+        """[s, b, h]; the embedding has none."""
+        if self.model.embedding is not None:
+            return None
+        return torch.empty(hidden_shape(self.config), dtype=self.model.dtype, device=META)
+
+    def forward(self, choice: LayerRecompute) -> PassBytes:
+        """A forward pass."""
+        self.kept = []
+        with self.running():
+            self.layer.choose_recompute(choice)
+            self._begin()
+            x = self._input()
+            y, kept = LayerPasses.forward(self.passes, self.layer, x, self.micro, {})
+            self.kept, self.output = [kept], (y.shape, y.dtype)
+            del x, y, kept
+        return self._measured(0)
+
+    def backward(self, kind: Kind) -> PassBytes:
+        """A backward pass, or one half of one."""
+        with self.running():
+            shape, dtype = self.output
+            halved = kind is Kind.BACKWARD_WEIGHT
+            dy = None if halved else torch.empty(shape, dtype=dtype, device=META)
+            size = 0 if dy is None else dy.nbytes
+            self._begin()
+            dx, left = LayerPasses.backward(self.passes, kind, self.layer, dy, self.kept.pop(), 1.0)
+            self.kept = [left]
+            del dx, dy, left
+        return self._measured(size)
+
+    def leaving(
+        self, choice: LayerRecompute, modules: frozenset[str]
+    ) -> tuple[list[int], bool, bool]:
+        """(bytes of the storages that go to the host where the inputs of `modules` do, whether the
+        layer's input is one of them, whether nothing reads it).
+        """
+        self.kept = []
+        passes, layer = self.passes, self.layer
+        layer.choose_recompute(choice)
+        layer.offloaded = modules
+        if choice.whole and not choice.first:  # keeps nothing
+            return [], False, False
+        with self.running():
+            x = self._input()
+            assert x is not None
+            own = x.untyped_storage()._cdata
+            y, kept, parked = passes._forward_parking(layer, x, self.micro, {})
+            passes.one = None
+            del x, y
+            is_unread = own not in self.live.known and not choice.whole
+            going = passes._going(layer, self.micro, parked)
+            leaves = any(each.tensor.untyped_storage()._cdata == own for each in going)
+            return [each.size for each in going], leaves, is_unread
+
+    def _begin(self) -> None:
+        self.live.peak, self.group.exchanges = self.live.now, []
+
+    def _measured(self, output: int) -> PassBytes:
+        """Of the pass that has ended; `output`: bytes of the gradient of its output."""
+        given = self.inputs + output
+        head = self.model.head
+        return PassBytes(
+            self.live.now - self.inputs,
+            self.live.peak - given,
+            tuple(each - given for each in self.group.exchanges),
+            0 if head is None else self.live.of_width(head.weight.shape[0]),
+        )
+
+
+def _rows_of_expert(config: Config) -> float:
+    """Rows that an expert has where all have as many: of one rank's tokens, or where all ranks'
+    are gathered of theirs.
+    """
+    if config.model.num_experts is None:
+        return 0.0
+    s, b, _ = hidden_shape(config)
+    etp, ep = expert_ranks(config)
+    gathered = etp * ep if config.model.moe_token_dispatcher_type == "allgather" else 1
+    return s * b * config.model.moe_router_topk * gathered / config.model.num_experts
+
+
+def _on_meta(
+    config: Config, vocab_size: int, device: str, stage: Stage, group: SilentGroup
+) -> GPTModel:
+    """A stage of the first rank, with gradient buffers."""
+    distributed = config.distributed
+    tp, cp = distributed.tensor_model_parallel_size, distributed.context_parallel_size
+    etp, ep = expert_ranks(config)
+    ranks = math.lcm(tp * cp, etp * ep)
+    layout = Layout(tp=tp, cp=cp, dp=ranks // (tp * cp), ep=ep, etp=etp)
+    heads, ring = attention_ranks(distributed)
+    groups = build_groups(
+        layout,
+        0,
+        lambda ranks, group_desc: group,
+        config.model.num_query_groups,
+        cp_heads=heads,
+        cp_ring=ring,
+        experts=config.model.num_experts is not None,
+    )
+    model = build_stages(config, vocab_size, groups, torch.device(device), (stage,))
+    narrow = config.optimizer.main_grads_dtype == "bf16"
+    wide = torch.promote_types(model.dtype, torch.float32)
+    for module in model.modules():
+        for name, declared in module._parameters.items():
+            if declared is None:
+                continue
+            weight = nn.Parameter(
+                torch.empty(declared.shape, dtype=model.dtype, device=META), declared.requires_grad
+            )
+            vars(weight).update(vars(declared))
+            weight.main_grad = torch.empty(
+                declared.shape, dtype=torch.bfloat16 if narrow else wide, device=META
+            )
+            module._parameters[name] = weight
+    return model
+
+
+def _micro_batch(model: GPTModel, config: Config) -> MicroBatch:
+    """What layers read of a micro-batch, as parallel/pipeline.py gives it to them."""
+    data, cp = config.data, config.distributed.context_parallel_size
+    samples, length = config.training.micro_batch_size, data.seq_length
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    own = samples, length // cp
+    return model.micro_batch(
+        numbers(*own),
+        numbers(*own),
+        numbers(*own, dtype=torch.float32),
+        numbers(*own),
+        numbers(samples),
+        numbers(samples, length) if data.reset_attention_mask else None,
+        numbers(cp, length // cp) if cp > 1 else None,
+        training=True,
+    )
