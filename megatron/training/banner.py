@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+import megatron
 from megatron import __version__
 from megatron.config.derive import data_parallel_size, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
@@ -27,7 +30,6 @@ from megatron.model.recompute import recompute_text
 from megatron.optimizer.update import RULES
 from megatron.training.advisor import Advisor, Forecast
 from megatron.training.length import epoch_lines, length_line
-from megatron.training.neighbours import megatron_core_lines
 from megatron.training.resume import device_name
 
 if TYPE_CHECKING:
@@ -193,3 +195,25 @@ def _kernel_lines(config: Config, device: torch.device) -> list[str]:
     ):
         lines.append("--attention-dropout 0 allows a faster attention")
     return [*lines, *remarks(kernels)]
+
+
+def megatron_core_lines() -> list[str]:
+    """One line for the banner if the distribution megatron-core is installed, else none.
+
+    It is a namespace package without megatron/__init__.py, so `import megatron` always finds this
+    package; `megatron.core` is found as well only where both are installed in one folder.
+    """
+    try:
+        version = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return []
+    installed = (
+        f"megatron-core {version} is installed in this environment; this run does not use it. "
+    )
+    if any((Path(folder) / "core").is_dir() for folder in megatron.__path__):
+        return [installed + "Both share the folder `megatron`: `import megatron.core` works, too."]
+    home = Path(megatron.__file__).parent
+    return [
+        installed + f"Here `import megatron` means {home}, so `import megatron.core` fails: "
+        "run programs that need megatron-core in another environment."
+    ]
