@@ -17,7 +17,8 @@ from megatron.config.errors import UserError
 from megatron.distributed.collectives import is_gloo
 from megatron.distributed.p2p import Receiving, Sending
 
-WINDOW = 1 << 20  # bytes of one message
+WINDOW = 1 << 20  # bytes of one message, of which a rank that XORs several files holds many
+PIECE = 8 << 20  # bytes of one message of a copy
 IN_FLIGHT = 2  # windows whose messages are on their way
 SENDS = 8  # a rank sends fewer messages than this per window
 
@@ -47,8 +48,9 @@ class Stream:
     def windows(self) -> Iterator[tuple[int, list[Part]]]:
         """The runs, cut into messages."""
         for length, parts in self.runs:
-            for start in range(0, length, WINDOW):
-                yield min(WINDOW, length - start), [(number, at + start) for number, at in parts]
+            size = WINDOW if len(parts) > 1 else PIECE
+            for start in range(0, length, size):
+                yield min(size, length - start), [(number, at + start) for number, at in parts]
 
 
 @dataclass

@@ -77,6 +77,7 @@ def small(mutant: str | None = None, chunk: int = 256) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(manifest, "CHUNK", chunk))
         stack.enter_context(mock.patch.object(exchange, "WINDOW", 300))
+        stack.enter_context(mock.patch.object(exchange, "PIECE", 1000))
         if mutant is not None:
             stack.enter_context(MUTANTS[mutant]())
         yield
