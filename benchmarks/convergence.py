@@ -20,7 +20,7 @@ but for rounding: the model, the optimizer and the schedule are then the same. F
 evaluated on the same 224 windows of held-out text: ours by pretrain_gpt.py, the
 peers by their own model and one common function. The criterion, fixed before the first run: two
 trainers are equal when the 95% interval of the difference of their means (Welch's t) holds zero and
-lies within the quickstart's tolerance of 0.02. A peer that draws windows with replacement sees
+lies within 0.02. A peer that draws windows with replacement sees
 fewer different tokens and is not held to it. Seeds take turns; CPU seconds of one thread are the
 main figure of speed.
 """
@@ -62,7 +62,7 @@ NANOGPT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
 WORK = TrainedWork()
 SEEDS = 5
 EVALUATED = 28  # batches, as in the quickstart
-TOLERANCE = 0.02  # of the quickstart's expected loss
+TOLERANCE = 0.02  # of a difference of losses that counts as none
 # from our start: roundings of fp32, which 20 steps multiply, and the digits of our console
 SAME_STEPS, SAME_WITHIN = 20, 1e-5
 RATE = re.compile(r"iteration +(\d+)/.*\| learning rate: (\S+)")

@@ -1,4 +1,4 @@
-"""The quickstart's whole training run in very different layouts: do the curves lie on each other?
+"""The quickstart's model trained in very different layouts: do the curves lie on each other?
 
     bash scripts/quickstart.sh                       # once: the token file
     python benchmarks/layout_curves.py --out docs/results/layout_curves.json \\

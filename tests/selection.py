@@ -4,15 +4,17 @@ Three sizes of a run: the default (minutes), `-m "not campaign"` (everything but
 `bash scripts/test.sh full`) and `-m campaign` (hours). Tests that only the second one runs are
 marked `full`: by hand, or by code where they are rows of a table.
 
-A table is a parametrized test that is marked `table`, with these arguments, or that runs on several
-processes (`gloo_world`), with `each_axis`:
-- traits: gives what a row shows, of its parameters; by default `pairs`;
+A table is a parametrized test that is marked `table`, with these arguments, that has several
+parameters, or that runs on several processes (`gloo_world`), with `each_axis`:
+- traits: gives what a row shows, of its parameters; by default `each_value`;
 - always: ids of rows that the default command runs as well.
 
 Its default rows show every trait that any of its rows of at most MOST_RANKS ranks shows: with
-`pairs` every pair of values of two parameters or, in the tables of parity, of a feature and an axis
-of the layout, and each precision. What a new feature or layout needs is therefore chosen without
-being listed.
+`each_value` every value of a parameter or, in the tables of parity, every feature, axis of the
+layout and precision. What a new feature or layout needs is therefore chosen without being listed.
+Pairs of values are seen by `full`.
+
+Of a parametrized test that is marked `default("id", ...)` the default command runs these rows.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
-from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -79,19 +80,17 @@ def axes(layout: str) -> set[str]:
     return {re.sub(r"\d+(\+p2p)?$", "", word) for word in layout.split()} & AXES
 
 
-def traits_of_row(layout: str, *features: str) -> Traits:
-    """Of a row of the table of parity: each feature with each axis and with each other, each pair
-    of schedule and ZeRO stage, and the other words of the layout.
+def traits_of_row(row: Any) -> Traits:
+    """Of a row of the table of parity: its feature, precision, axes, schedule and the other words
+    of its layout without a number.
     """
-    words = layout.split()
-    fine = [word for word in words if FINE.fullmatch(word)]
-    others = [word for word in words if not re.search(r"\d", word)]
+    words = row.layout.split()
     return frozenset(
         [
-            *others,
-            *product(features, axes(layout)),
-            *combinations(features, 2),
-            *combinations(sorted(fine), 2),
+            row.feature,
+            row.precision,
+            *axes(row.layout),
+            *(word for word in words if FINE.fullmatch(word) or not re.search(r"\d", word)),
         ]
     )
 
@@ -100,6 +99,8 @@ def each_value(parameters: dict[str, Any]) -> Traits:
     """The values, for parameters that do not act on each other; of a layout its axes."""
     found: set[Hashable] = set()
     for name, value in parameters.items():
+        if hasattr(value, "layout") and hasattr(value, "feature"):
+            return traits_of_row(value)
         shown = axes_of(value) or {repr(value)}
         found |= {(name, text) for text in shown}
     return frozenset(found)
@@ -120,19 +121,6 @@ def axes_of(value: Any) -> set[str]:
     return {f"{name} {min(each, 3)}" for name, each in own if isinstance(each, int)}
 
 
-def pairs(parameters: dict[str, Any]) -> Traits:
-    """The pairs of values that a row of a table shows; of one parameter alone, its values."""
-    for value in parameters.values():
-        if hasattr(value, "layout"):
-            # a narrow run takes three in one process and more steps: each pair is seen by `full`
-            return traits_of_row(value.layout, value.feature) | {value.precision}
-    given = {name: repr(value) for name, value in parameters.items()}
-    if "layout" in given:
-        del given["layout"]
-        return traits_of_row(parameters["layout"], *given.values())
-    return frozenset([*given.items(), *combinations(given.items(), 2)])
-
-
 MOST_RANKS = 4  # of a default row: each rank's process costs seconds to start, on two cores
 
 
@@ -141,10 +129,18 @@ def ranks_of(parameters: dict[str, Any]) -> int:
     return max((getattr(value, "world", 0) for value in parameters.values()), default=0)
 
 
+def cost_of(parameters: dict[str, Any]) -> float:
+    """Of a row, in CPU time, roughly: its ranks, times the micro-batches of a step that come with
+    some words of its layout.
+    """
+    layout = " ".join(str(getattr(value, "layout", "")) for value in parameters.values())
+    return 1.0 + ranks_of(parameters) * (1 + ("pp" in layout) + 2 * ("paired" in layout))
+
+
 def default_rows(
     given: Sequence[dict[str, Any]],
     ids: Sequence[str],
-    traits: Callable[[dict[str, Any]], Traits] = pairs,
+    traits: Callable[[dict[str, Any]], Traits] = each_value,
     always: Iterable[str] = (),
 ) -> set[int]:
     """Which rows of a table, given by their parameters, the default command runs: `always`, and a
@@ -156,10 +152,22 @@ def default_rows(
     candidates = sorted({*few, *named})
     chosen = cover(
         [traits(given[index]) for index in candidates],
-        [1.0 + ranks_of(given[index]) for index in candidates],
+        [cost_of(given[index]) for index in candidates],
         [place for place, index in enumerate(candidates) if index in named],
     )
     return {candidates[place] for place in chosen}
+
+
+def named_rows(rows: Sequence[pytest.Item], names: Sequence[str]) -> set[int]:
+    """Which rows `default(names)` chooses; all of those that were asked for by their id.
+
+    Raises pytest.UsageError for a name that no row has.
+    """
+    ids = [row.callspec.id for row in rows]
+    unknown = sorted(set(names) - set(ids))
+    if unknown and not any("::" in str(each) for each in rows[0].config.args):
+        raise pytest.UsageError(f"{rows[0].location[2]}: no row is called {unknown}, only {ids}")
+    return {i for i, each in enumerate(ids) if each in names} or set(range(len(rows)))
 
 
 def mark_tables(items: Iterable[pytest.Item]) -> None:
@@ -168,14 +176,21 @@ def mark_tables(items: Iterable[pytest.Item]) -> None:
     for item in items:
         given = hasattr(item, "callspec") and not item.get_closest_marker("campaign")
         given = given and not item.get_closest_marker("gpu")
-        if given and (item.get_closest_marker("table") or "gloo_world" in item.fixturenames):
+        named = item.get_closest_marker("table") or item.get_closest_marker("default")
+        if given and (
+            named or "gloo_world" in item.fixturenames or len(item.callspec.params) > 1
+        ):
             tables[item.nodeid.split("[")[0], item.function].append(item)
     for rows in tables.values():
-        marked = rows[0].get_closest_marker("table")
-        options = marked.kwargs if marked else {"traits": each_axis}
-        chosen = default_rows(
-            [row.callspec.params for row in rows], [row.callspec.id for row in rows], **options
-        )
+        if named := rows[0].get_closest_marker("default"):
+            chosen = named_rows(rows, named.args)
+        else:
+            marked = rows[0].get_closest_marker("table")
+            on_ranks = "gloo_world" in rows[0].fixturenames
+            options = marked.kwargs if marked else {"traits": each_axis} if on_ranks else {}
+            chosen = default_rows(
+                [row.callspec.params for row in rows], [row.callspec.id for row in rows], **options
+            )
         for index, row in enumerate(rows):
             if index not in chosen:
                 row.add_marker("full")
@@ -186,20 +201,19 @@ def mark_tables(items: Iterable[pytest.Item]) -> None:
 LONG_FILES = tuple(
     f"tests/{name}.py"
     for name in (
+        "readme/test_readme",  # the quickstart
         "parity/test_layouts",
-        "slurm/test_slurm",
-        "readme/test_readme",
-        "unit/checkpoint/test_reshard",
-        "kernels/test_manifest",
-        "parity/test_check_parity",
-        "unit/zero/test_live_bytes",
-        "unit/distributed/test_processes",
-        "unit/zero/test_zero",
-        "unit/zero/test_streams",
-        "parity/test_mutants",
         "oracle/test_oracle",
-        "faults/test_pipeline_faults",
-        "faults/test_silent_rank",
+        "parity/test_expert_parallel",
+        "unit/training/test_training",
+        "unit/checkpoint/test_reshard",
+        "kernels/test_attention",
+        "unit/zero/test_zero",
         "faults/test_training_kill",
+        "unit/zero/test_live_bytes",
+        "kernels/test_self_check",
+        "parity/test_context_parallel",
+        "unit/checkpoint/test_checkpoint_balance",
+        "unit/checkpoint/test_tiers",
     )
 )

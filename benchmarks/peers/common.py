@@ -99,7 +99,7 @@ class Work:
 
 @dataclass(frozen=True)
 class TrainedWork(Work):
-    """A whole training run: the quickstart's model, batch and schedule (scripts/quickstart.sh)."""
+    """A whole training run of the quickstart's model and batch (scripts/quickstart.sh)."""
 
     layers: int = 4
     hidden: int = 128

@@ -140,6 +140,7 @@ def test_a_function_that_has_no_name_elsewhere_is_refused(gloo_world):
     "number",
     [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL],
 )
+@pytest.mark.full
 def test_nothing_is_left_when_pytest_is_interrupted(tmp_path, number):
     """A pytest that has a world is ended by a signal in the middle of a test."""
     (tmp_path / "test_wait.py").write_text(

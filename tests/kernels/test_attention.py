@@ -152,6 +152,15 @@ def assert_near(got, want, low):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.default(
+    "causal",
+    "odd_gqa",
+    "full_softcap_dropout_d96",
+    "window",
+    "documents_window_dropout",
+    "positions",
+    "d128",
+)
 def test_equals_the_definition(device, name):
     tensors, gradients, (s, t, has), options, tile = make(name, device)
     plain = attention_mask(s, t, **has)
@@ -277,6 +286,7 @@ def test_parts_of_the_keys_join_by_lse(device):
 
 
 @pytest.mark.parametrize("logit", [-300.0, 300.0, 20000.0])
+@pytest.mark.default("20000.0")
 def test_extreme_logits(device, logit):
     """A common part of all scores changes lse, and nothing else."""
     tensors, gradients, (s, t, _), _, tile = make("odd_gqa", device)
@@ -307,6 +317,7 @@ def test_extreme_logits(device, logit):
 
 @pytest.mark.parametrize("where", ["q", "k", "dout"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.default("nan-q", "inf-k", "nan-dout")
 def test_bad_numbers_stay_in_their_rows(device, where, bad):
     """Nothing is spoilt that the definition does not spoil; out and lse are spoilt just there."""
     (q, k, v), (dout, dlse), (s, t, _), _, tile = make("odd_gqa", device)
@@ -358,6 +369,7 @@ def test_dropout_mask_is_that_of_the_model(device):
 
 
 @pytest.mark.parametrize("programs", [1, 4])
+@pytest.mark.default("4")
 def test_a_program_takes_the_heads_that_keep_the_gpu_busy(device, monkeypatch, programs):
     """All four, or two at a time; the other tests are so small that each head has its own
     program.

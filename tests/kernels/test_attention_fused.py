@@ -38,6 +38,7 @@ def results(attend, qkv, dout, dlse, **options):
 
 @pytest.mark.parametrize("g, m", FORMS)
 @pytest.mark.parametrize("programs", [1, 12])
+@pytest.mark.default("1-2-2", "12-1-4")
 def test_same_bits_as_of_the_parts(device, monkeypatch, g, m, programs):
     """Where one program takes all heads of a key and where it takes some; dk and dv are the fused
     gradient's own.
@@ -101,6 +102,7 @@ CONFIG = ModelConfig(
 
 
 @pytest.mark.parametrize("groups, rotary", [(8, True), (4, True), (2, True), (2, False), (1, True)])
+@pytest.mark.default("2-False", "4-True")
 def test_a_layer_copies_nothing(device, monkeypatch, groups, rotary):
     """Allocated are products of matrices, the output, one gradient, and the rows' statistics; kept
     are x, the projection, the output and lse.
@@ -149,6 +151,7 @@ def test_a_layer_copies_nothing(device, monkeypatch, groups, rotary):
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("groups, rotary", [(8, True), (2, True), (2, False)])
+@pytest.mark.default("2-False-LayerNorm", "2-True-RMSNorm")
 def test_norms_of_heads_stay_in_the_projection(device, groups, rotary, kind):
     """Outputs and gradients are those of norms, rotation and attention apart; what is kept is what
     the plan counts.

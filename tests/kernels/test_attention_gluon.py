@@ -80,6 +80,7 @@ def test_equals_the_definition(interpreted, name):
 @pytest.mark.parametrize(
     "layout", [{"stages": 2}, {"stages": 3, "pingpong": 0}, {"stages": 4, "consumers": 3}], ids=str
 )
+@pytest.mark.default("{'stages': 4, 'consumers': 3}")
 def test_order_does_not_matter(interpreted, monkeypatch, layout):
     """Programs with three tiles each, in twelve orders that starve one partition or another, or the
     copies.

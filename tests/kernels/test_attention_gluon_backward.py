@@ -376,6 +376,16 @@ def job():
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.default(
+    "held operands are not waited for",
+    "the phase of full does not change",
+    "the producer does not wait",
+    "buffers are not released",
+    "dk takes q of another block",
+    "dv is not waited for",
+    "no fence before the store",
+    "too few bytes for a block of the ring",
+)
 def test_mutants_are_found(interpreted, monkeypatch, job, name):
     """In whatever order things happen."""
     which, old, new, message = MUTANTS[name]

@@ -104,6 +104,7 @@ def test_closed_form(device, window, by_query):
 
 @pytest.mark.parametrize("by_query", [True, False])
 @pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.default("40-False")
 def test_tables(device, window, by_query):
     generator = torch.Generator().manual_seed(3)
     for s, t in SIZES:

@@ -19,6 +19,7 @@ def ampere(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["odd_gqa", "full_softcap_dropout_d96"])
+@pytest.mark.default("odd_gqa")
 def test_pointers_are_as_good_as_descriptors(device, name, monkeypatch):
     """Rows and columns beyond the last, strided views, dropout; in the interpreter the same
     bits.

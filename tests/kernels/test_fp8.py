@@ -169,6 +169,7 @@ def test_products_of_a_pass_forward_and_backward(scaling, device):
         assert (found - exact).norm() < 2**-4 * exact.norm()
 
 
+@pytest.mark.full
 def test_operator_is_well_formed(device):
     x = torch.randn(130, 64, device=device)
     for scaling in SCALINGS:

@@ -93,6 +93,7 @@ def test_weight_gradients(device, counts, o, i, dtype, overwrite):
             assert torch.equal(grad[expert], start[expert])
 
 
+@pytest.mark.full
 def test_equal_inputs_give_equal_bits(device):
     x, dy, weight, ends = draw((5, 0, 70, 1), 72, 48, torch.float32, device)
     grads = [torch.empty_like(weight) for _ in range(2)]

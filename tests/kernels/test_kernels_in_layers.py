@@ -116,6 +116,7 @@ def test_backends_agree(name, index, device):
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "qk norm, half rotation, biases"])
+@pytest.mark.default("llama")
 def test_a_compiled_layer_calls_the_kernels_as_they_are(name, device):
     """Their operators are not traced: every number is the same."""
     config = dataclasses.replace(MODELS[name], attention_backend="triton")
@@ -127,6 +128,7 @@ def test_a_compiled_layer_calls_the_kernels_as_they_are(name, device):
 
 
 @pytest.mark.parametrize("name", ["llama", "qk norm, half rotation, biases", "layer norm of heads"])
+@pytest.mark.default("qk norm, half rotation, biases")
 def test_a_compiled_layer_has_the_eager_gradients(monkeypatch, name, device):
     """In fp32, where a conversion to fp32 returns its argument. Operators are traced and
     differentiated, and no code is generated.

@@ -5,6 +5,7 @@ roundings, dropout included.
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from megatron.kernels.dispatch import OPERATORS, flag_of
 
@@ -12,7 +13,7 @@ from pretrain_gpt import main
 
 MODEL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 "
-    "--micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer "
+    "--micro-batch-size 1 --global-batch-size 1 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 60 --lr 1e-2 --train-iters 2 --log-interval 1 --eval-iters 0 "
     "--normalization RMSNorm --swiglu --position-embedding-type rope "
     "--hidden-dropout 0.1 --attention-dropout 0.1 --reset-attention-mask --reset-position-ids"
@@ -65,6 +66,7 @@ LATENT = (
 ).split()
 
 
+@pytest.mark.full
 def test_losses_of_latent_attention_agree(one_thread, capsys, tmp_path):
     """Values are filled up with zeros to the width of keys."""
     but_rotary = [operator for operator in TRITON if operator != "rotary"]

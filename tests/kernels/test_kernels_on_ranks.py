@@ -168,6 +168,7 @@ def copies(config: ModelConfig, how: str) -> None:
         *((name, how) for name in ("gpt", "llama") for how in TYPES),
     ],
 )
+@pytest.mark.default("gpt-a2a", "llama-in two parts")
 def test_kernels_on_two_ranks(gloo_world, name, how):
     gloo_world(2).run(compare, CONFIGS[name], how)
 
@@ -175,6 +176,7 @@ def test_kernels_on_two_ranks(gloo_world, name, how):
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="these ranks have CPU tensors, which take the interpreter"
 )
+@pytest.mark.full
 def test_attention_copies_nothing_on_two_ranks(gloo_world):
     gloo_world(2).run(
         copies,

@@ -67,6 +67,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the child is an i
         ("crash", "its process ended with SIGSEGV"),
     ],
 )
+@pytest.mark.default("raise-its process ended with exit code 1: RuntimeError: PTXAS failed")
 def test_a_fault_costs_its_operator_alone(check, how, reason):
     """The first variant of the second of three operators: its other variant is not tried after an
     end of the process, the third operator is checked.
@@ -85,6 +86,7 @@ def has_passed(variant: Variant) -> bool:
 
 
 @on_cpu
+@pytest.mark.full
 def test_a_hang_costs_its_operator_alone(check, monkeypatch):
     monkeypatch.setattr(self_check, "LIMIT_S", 20.0)
     found = check("norm=hang")
@@ -175,6 +177,7 @@ def specialisation(kernel, args, kwargs) -> tuple:
 
 @on_cpu
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.default("norms of heads")
 def test_the_variants_are_those_that_a_run_launches(name, monkeypatch, tmp_path, one_thread):
     """Every launch of a step has the specialisation of a launch of the check."""
     from triton.runtime.interpreter import InterpretedFunction

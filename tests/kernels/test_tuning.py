@@ -140,6 +140,7 @@ def test_every_operator_is_right_at_the_size_that_is_compared(row, device):
     assert cases.wrong(cases.case(row, device, True)) == ""
 
 
+@pytest.mark.full
 def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     def call(*arguments: str) -> str:
         monkeypatch.setattr(
@@ -165,6 +166,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     assert configurations.FILE.read_text() == table  # tiny results are not written
 
 
+@pytest.mark.full
 def test_compiled_candidates_and_what_they_need():
     row = find("dropout", 80)
     wide = replace(row, numbers={"block": 4096, "per_thread": 128})

@@ -17,9 +17,9 @@ from selection import cover  # noqa: E402
 
 GLOBAL_BATCH = 8
 BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16
---global-batch-size {GLOBAL_BATCH} --train-iters 5
+--global-batch-size {GLOBAL_BATCH} --train-iters 3
 --mock-data --tokenizer-type NullTokenizer --vocab-size 49 --make-vocab-size-divisible-by 1
---lr 1e-2 --lr-warmup-iters 3 --log-interval 1
+--lr 1e-2 --lr-decay-style constant --lr-warmup-iters 2 --log-interval 1
 --eval-iters 1 --log-params-norm""".split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 LLAMA = (

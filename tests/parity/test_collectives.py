@@ -324,6 +324,7 @@ LARGE = """--hidden-size 128 --num-attention-heads 8 --seq-length 256 --micro-ba
 --hidden-dropout 0 --attention-dropout 0 --vocab-size 511""".split()
 
 
+@pytest.mark.full
 def test_the_loopback_interface_saw_these_bytes():
     """Within 5%, on a fresh pair of processes with an interface of their own where possible; else
     what the machine sends beside can only add.

@@ -14,7 +14,10 @@ from parity.worker import Outcome, reference, run_case
 from megatron.optimizer import nvme
 from megatron.optimizer.lr_schedule import LearningRates
 
-RATES = "--decoupled-lr 3e-2 --decoupled-min-lr 2e-3 --min-lr 1e-3 --lr-warmup-init 1e-3"
+RATES = (
+    "--lr-decay-style cosine --decoupled-lr 3e-2 --decoupled-min-lr 2e-3 --min-lr 1e-3 "
+    "--lr-warmup-init 1e-3"
+)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ def same_bits(ones: list[Outcome], others: list[Outcome]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.default("bf16", "dp2-zero2")
 def test_a_second_rate_that_is_the_first_changes_no_bit(gloo_world, kind):
     ranks, more = KINDS[kind]
     world, flags = gloo_world(ranks), (*SHORT, *more.split())

@@ -12,7 +12,7 @@ from parity.worker import run_case
 
 # tiles of 128 on each of two ranks, in both directions and over the tokens of a micro-batch
 SIZES = """--hidden-size 256 --ffn-hidden-size 256 --num-attention-heads 4 --kv-channels 64
---seq-length 128 --micro-batch-size 1 --global-batch-size 4 --train-iters 5
+--seq-length 128 --micro-batch-size 1 --global-batch-size 4 --train-iters 3
 --fp8-min-width 128 --hidden-dropout 0 --attention-dropout 0 --swiglu --disable-bias-linear
 --normalization RMSNorm --position-embedding-type rope --group-query-attention
 --num-query-groups 2 --fp64"""
@@ -64,6 +64,7 @@ def test_a_layout_changes_no_quantised_number(gloo_world, row):
 @pytest.mark.parametrize(
     "layout, recipe", [("tp2 sp", TENSOR), ("tp2 sp", WISE_ROWS), ("cp2", TENSOR)]
 )
+@pytest.mark.full
 def test_scales_of_what_a_rank_holds_are_another_run(gloo_world, layout, recipe):
     row = Fp8Row(layout, "llama", fp8=recipe)
     outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), ("own_maxima",))

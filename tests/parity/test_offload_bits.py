@@ -73,6 +73,10 @@ def counted(flags: tuple[str, ...]) -> tuple[Outcome, int]:
 
 
 @pytest.mark.parametrize("layout, feature, precision, choice", ROWS)
+@pytest.mark.default(
+    "pp2 interleaved v2 dropout fp32 all",
+    "pp2 zero-bubble dp2 zero3 dropout bf16 all",
+)
 def test_the_same_bits(gloo_world, kept, layout, feature, precision, choice):
     world, flags = gloo_world(ranks_of(layout)), flags_of(layout, feature, precision)
     if flags not in kept:

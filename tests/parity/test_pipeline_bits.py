@@ -35,6 +35,7 @@ def same(one, other) -> bool:
 @pytest.mark.parametrize(
     "flags", [f"{ADAM} --hidden-dropout 0.1", f"{SGD} {LLAMA}"], ids=["adam-dropout", "sgd-llama"]
 )
+@pytest.mark.default("adam-dropout-interleaved v2", "adam-dropout-zero-bubble-v")
 def test_the_same_bits_as_one_process(gloo_world, flags, schedule):
     flags = (*BASE, *COMMON.split(), *flags.split())
     outcomes = gloo_world(2).run(run_case, (*flags, *Row(f"pp2 {schedule}", "gpt").words.flags))

@@ -28,6 +28,7 @@ def test_a_random_layout_is_the_same_run(gloo_world, seed):
     assert not faults(case, gloo_world), case.line
 
 
+@pytest.mark.full
 def test_another_run_is_noticed(gloo_world):
     """Negative control: in the layout other dropout, weights and samples."""
     case = first(lambda case: not case.is_resumed)
@@ -51,6 +52,7 @@ def test_another_narrow_run_is_noticed(gloo_world):
     assert faults(with_flags(case, "--lr", "0.07"), gloo_world)
 
 
+@pytest.mark.full
 def test_a_resume_without_the_optimizers_state_is_noticed(gloo_world):
     """Negative control of runs that resume elsewhere."""
     case = first(lambda case: case.is_resumed and "sgd" not in case.flags)
@@ -62,6 +64,7 @@ def test_a_case_is_a_function_of_its_seed():
     assert Draw(3).case() == Draw(3).case() != Draw(4).case()
 
 
+@pytest.mark.full
 def test_every_pair_of_layout_flags_is_drawn():
     """Within a thousand cases, but for pairs that the program refuses."""
     pairs: Counter[tuple[str, str]] = Counter()

@@ -50,7 +50,10 @@ PRECISIONS = {
     "fp8": "--bf16 --fp8-format e4m3 --fp8-min-width 16",
 }
 VOCAB = 50  # tokens of BASE
-STEPS = "--train-iters 3 --lr-warmup-iters 1 --num-layers 4 --micro-batch-size 1"
+STEPS = (
+    "--train-iters 3 --lr-warmup-iters 1 --num-layers 4 --global-batch-size 4 "
+    "--micro-batch-size 1"
+)
 
 CI = (  # layout, feature, precision, choices; small worlds first
     ("dp1", "dropout", "fp16", "uneven groups, qkv"),
@@ -132,6 +135,13 @@ def ranks_of(layout: str) -> int:
 
 
 @pytest.mark.parametrize("layout, feature, precision, choice", rows())
+@pytest.mark.default(
+    "tp2 sp gqa2-qknorm fp32 all",
+    "cp2 a2a gqa2-qknorm fp32 all",
+    "pp2 gpipe dropout fp32 groups",
+    "pp2 zero-bubble-v gqa2-qknorm fp32 all",
+    "pp2 zero-bubble dp2 zero3 dropout bf16 all",
+)
 def test_the_same_bits(gloo_world, kept, layout, feature, precision, choice):
     world, flags = gloo_world(ranks_of(layout)), flags_of(layout, feature, precision)
     if flags not in kept:
@@ -284,7 +294,7 @@ def test_a_rebuilt_layer_is_gathered_once_for_rebuilding_and_backward(gloo_world
     steps, micro_batches = 2, 2
     flags = (
         *flags_of("dp2 zero3", "llama", "fp32"),
-        *f"--num-layers 9 --train-iters {steps} --micro-batch-size 2 --eval-iters 0".split(),
+        *f"--num-layers 9 --train-iters {steps} --eval-iters 0".split(),
         *CHOICES[choice].split(),
     )
     expected = 2 * steps * micro_batches

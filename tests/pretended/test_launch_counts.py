@@ -21,7 +21,7 @@ from pretended.test_launches import compiled_environment
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[1] / "docs/results/launches.json"
-OFTEN = ("Llama", "GPT-2, dropout 0.1")  # in every run of the tests
+OFTEN = "Llama"  # in every run of the tests
 
 pytestmark = [
     pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler())),
@@ -48,26 +48,25 @@ def ceilings(name: str) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def often(tmp_path_factory) -> dict[str, dict[str, int]]:
     """OFTEN and a fault, by one process."""
-    return counted(tmp_path_factory.mktemp("counted"), *OFTEN, f"{OFTEN[0]}+fault")
+    return counted(tmp_path_factory.mktemp("counted"), OFTEN, f"{OFTEN}+fault")
 
 
-@pytest.mark.parametrize("name", OFTEN)
-def test_a_step_launches_what_is_recorded(often, name):
-    assert often[name] == ceilings(name)
+def test_a_step_launches_what_is_recorded(often):
+    assert often[OFTEN] == ceilings(OFTEN)
 
 
-@pytest.mark.campaign
+@pytest.mark.full
 def test_a_step_of_every_other_case_launches_what_is_recorded(tmp_path):
-    names = [name for name in CASES if name not in OFTEN]
+    names = [name for name in CASES if name != OFTEN]
     assert counted(tmp_path, *names) == {name: ceilings(name) for name in names}
 
 
 def test_one_more_operator_in_a_layer_is_found(often):
-    found = often[f"{OFTEN[0]}+fault"]
+    found = often[f"{OFTEN}+fault"]
     layers, micro_batches = QUICK
     more = {"forward": layers * micro_batches}
-    expected = {part: count + more.get(part, 0) for part, count in ceilings(OFTEN[0]).items()}
-    assert found == expected and found != ceilings(OFTEN[0])
+    expected = {part: count + more.get(part, 0) for part, count in ceilings(OFTEN).items()}
+    assert found == expected and found != ceilings(OFTEN)
 
 
 def test_what_is_recorded_is_of_every_case_as_it_is():

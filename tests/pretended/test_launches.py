@@ -44,6 +44,7 @@ def faults(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_every_kernel_is_launched(tmp_path, arch):
     """Once at least; which kernels there are the list of compiled ones says."""
     found, lines = launch(tmp_path, "--arch", str(arch), "--quick")

@@ -53,7 +53,11 @@ OFTEN = (
     "sample text",
     "short",
 )  # the others are a campaign
-DEFAULT = ("fp16", "zero 3", "experts, pairs")
+DEFAULT = ("zero 3", "experts, pairs")
+ALONE = {  # faults with a test of their own
+    "devices": "test_a_mix_of_devices_is_found",
+    "order": "test_an_operator_without_a_deterministic_form_is_found",
+}
 WAITS = ("item", "pageable", "number", "not pinned", "mask", "synchronize", "backward")
 SHARE = 0.7  # of an iteration's operations: the forward and backward passes have more
 
@@ -74,9 +78,11 @@ def train(folder: Path, names: list[str]) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def often(tmp_path_factory, request) -> dict[str, dict]:
     """Those of OFTEN and of the faults that are tested, by one process."""
-    tested = {item.callspec.id for item in request.session.items if hasattr(item, "callspec")}
+    items = [item for item in request.session.items if item.path == request.path]
+    tested = {item.callspec.id if hasattr(item, "callspec") else item.name for item in items}
+    tested |= {fault for fault, test in ALONE.items() if test in tested}
     names = [name for name in OFTEN if name in tested]
-    names += [f"short+{fault}" for fault in FAULTS if fault in {*tested, "devices", "order"}]
+    names += [f"short+{fault}" for fault in FAULTS if fault in tested]
     return train(tmp_path_factory.mktemp("pretended"), names)
 
 
@@ -153,7 +159,7 @@ def test_every_other_run_waits_for_nothing_else(tmp_path, name):
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, marks=[] if fault in ("item", "mask") else pytest.mark.full)
+        pytest.param(fault, marks=[] if fault == "item" else pytest.mark.full)
         for fault in WAITS
     ],
 )
@@ -171,7 +177,7 @@ def test_a_wait_in_a_step_is_found(often, fault):
 
 
 def test_every_fault_is_tried():
-    assert {*WAITS, "devices", "order"} == set(FAULTS)
+    assert {*WAITS, *ALONE} == set(FAULTS)
 
 
 def test_a_mix_of_devices_is_found(often):
@@ -181,6 +187,7 @@ def test_a_mix_of_devices_is_found(often):
     assert re.search("Expected all tensors to be on the same|two different devices", wrong)
 
 
+@pytest.mark.full
 def test_an_operator_without_a_deterministic_form_is_found(often):
     (wrong,) = faults(CASES["short"], often["short+order"])
     assert "aten.cumsum.default does not have a deterministic implementation" in wrong

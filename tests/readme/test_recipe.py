@@ -68,6 +68,7 @@ def without_data(flags: str) -> str:
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, "8 micro-batches"), (8, "1 micro-batches")])
+@pytest.mark.full
 def test_the_run_is_what_the_page_says(ranks, batch, clone, environment):
     flags = f'"${{model[@]}}" "${{fits[@]}}" {without_data(run_flags())} --world-size {ranks}'
     shown = shell(f"{PREPARE} && python pretrain_gpt.py {flags} --dry-run", clone, environment)

@@ -66,6 +66,7 @@ def check_parameters(found: int, published: float) -> None:
 
 
 @pytest.mark.parametrize("name", FITTING)
+@pytest.mark.default("gpt3-125m", "gpt3-13b", "llama-1b", "llama-8b", "llama-70b", "speedrun-124m")
 def test_published_shape_fits_80_gb(name, capsys):
     ranks, published = FITTING[name]
     found, gib = dry_run(name, ranks, capsys)
@@ -73,6 +74,7 @@ def test_published_shape_fits_80_gb(name, capsys):
     assert gib < USABLE_GIB
 
 
+@pytest.mark.full
 def test_stages_of_the_largest_preset(capsys):
     """16 stages of 126 layers: one layer less at both ends, where embedding and head are."""
     assert (

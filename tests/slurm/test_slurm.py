@@ -153,6 +153,7 @@ def test_killed_rank_controller_and_node_under_srun(cluster, undisturbed, tmp_pa
     check_same_run(job.save, undisturbed, capsys)
 
 
+@pytest.mark.full
 def test_scancel_saves_and_is_final(cluster, tmp_path):
     job = Job(cluster, tmp_path, "srun", ("--train-iters", "100000", "--save-interval", "100000"))
     job.reaches(5)
@@ -223,6 +224,7 @@ def test_a_container_a_setup_file_and_names_with_spaces(cluster, tmp_path):
     assert len({(path.parts[0], path.parent.name) for path in logs}) == 4, logs.keys()
 
 
+@pytest.mark.full
 def test_sigusr1_to_the_launcher_alone_reaches_every_rank(tmp_path):
     """Slurm's cgroup plugin signals only the process that srun started; here the plugin signals all
     its children too.

@@ -48,6 +48,7 @@ def test_every_side_does_the_same_work(side):
     )
 
 
+@pytest.mark.full
 def test_a_side_answers_its_turns(tmp_path):
     side = tool.Side("torch fused", 1, 1, 64, tmp_path)
     try:

@@ -46,6 +46,7 @@ def test_memory_of_a_process_and_its_children():
     assert len(pids) == 2 and 120 <= found < 150
 
 
+@pytest.mark.full
 def test_a_measurement(tmp_path):
     out, table = tmp_path / "out.json", tmp_path / "page.md"
     table.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")

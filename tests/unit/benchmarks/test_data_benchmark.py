@@ -19,6 +19,7 @@ def run_child(name: str, folder: Path, scratch: Path) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_our_side_runs(tmp_path):
     data.write_lines(tmp_path / "integers.jsonl", ["7 " * 1499 + "4000"] * 1000, 1)
     assert run_child("ours/integers", tmp_path, tmp_path)["tokens"] == 1000 * 1501

@@ -53,6 +53,7 @@ def page_faults(ours: bool, environment: dict[str, str]) -> int:
     )
 
 
+@pytest.mark.full
 def test_the_settings_of_peers_keep_memory_as_our_mallopt_does():
     pages = 8 * (32 << 20) // 4096
     assert page_faults(False, {}) >= 0.5 * pages / 512  # huge pages make few faults, never none

@@ -49,6 +49,7 @@ def test_the_interval_does_not_depend_on_the_order_and_narrows_with_pairs():
     assert many[1] - many[0] < few[1] - few[0]
 
 
+@pytest.mark.full
 def test_the_interval_covers_the_true_median_as_often_as_it_says():
     draw, covered = random.Random(7), 0
     for _ in range(60):

@@ -209,6 +209,7 @@ def test_the_learning_rate_warms_up_and_ends_at_zero():
         ),
     ],
 )
+@pytest.mark.full
 def test_the_plain_loop_computes_our_losses(tmp_path, shape, groups, layer, ends):
     work = replace(TINY, shape=shape, query_groups=groups)
     tool.write_start(tmp_path / "start", work, tool.our_flags(work))

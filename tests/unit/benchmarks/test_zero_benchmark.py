@@ -95,6 +95,7 @@ def test_a_turn_takes_the_steps_it_is_told_to_and_answers(monkeypatch, capsys):
     assert above == {"resident": 0, "between": 1, "forward": 5, "passes": 5, "update": 3, "peak": 5}
 
 
+@pytest.mark.full
 def test_our_own_run_takes_turns():
     flags = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16
     --micro-batch-size 1 --global-batch-size 2 --train-iters 9

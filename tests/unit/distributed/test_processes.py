@@ -143,6 +143,7 @@ def test_a_restart_by_torchrun_meets_again():
     ] == [("1", 3.0, 1)] * 2
 
 
+@pytest.mark.full
 def test_a_flag_that_differs_is_one_message():
     """Of rank 0; torchrun ends the others before they speak, and counts them as failed neither."""
     ended = torchrun(3, "flags")
@@ -170,6 +171,7 @@ def started(launcher: Path, flags: str) -> subprocess.CompletedProcess[str]:
         ("--num-layers 2 --mock-data", "--hidden-size is required"),
     ],
 )
+@pytest.mark.default("--num-layer 2---num-layers")
 def test_under_our_torchrun_a_mistake_is_its_message_and_nothing_else(flags, message):
     ended = started(ROOT / "scripts" / "torchrun.py", flags)
     assert ended.returncode == 2 and ended.stdout == "" and ended.stderr.count(message) == 1, (
@@ -196,6 +198,7 @@ def test_a_fault_of_the_program_keeps_its_traceback_rank_and_code():
     )
 
 
+@pytest.mark.full
 def test_srun_starts_too_and_a_collective_that_hangs_ends_in_time(srun):
     tasks = srun([0, 1], 2, "hang", 0.1)
     shown = lines("".join(task.communicate(timeout=300)[0] for task in tasks))
@@ -207,6 +210,7 @@ def test_srun_starts_too_and_a_collective_that_hangs_ends_in_time(srun):
     assert 5 < shown[1]["waited"] < 200 and shown[1]["threads"] == max(1, CORES // 2)
 
 
+@pytest.mark.full
 def test_mpirun_starts_too():
     """Its variables alone, as for two ranks of one host."""
     with socket.socket() as probe:

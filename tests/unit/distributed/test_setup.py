@@ -49,6 +49,7 @@ def faults(mode: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+@pytest.mark.full
 def test_freed_memory_is_used_again_without_page_faults():
     pages = (36 << 20) // resource.getpagesize()
     assert faults("keep") < pages / 100 < faults("as it is")

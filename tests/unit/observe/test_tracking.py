@@ -467,6 +467,7 @@ def test_redaction_knows_names():
 
 
 @pytest.mark.parametrize("key, reason", [(None, "no key"), (SECRET, "cannot be reached")])
+@pytest.mark.default("None-no key")
 def test_without_a_key_or_a_network_wandb_records_offline(tmp_path, key, reason):
     code = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\n"

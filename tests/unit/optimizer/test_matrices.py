@@ -138,6 +138,7 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.default("pp2 1f1b dp2 zero2-matrices", "tp2 sp dp2 zero3-matrices")
 def test_every_layout_updates_as_one_process(gloo_world, alone, layout, change):
     """tp4 has more ranks than key/value heads: two ranks hold the same part of a matrix."""
     words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2

@@ -285,6 +285,7 @@ def test_checkpoints_are_those_of_a_run_in_memory(gloo_world, tmp_path, more):
 # ---------------------------------------------------------------- memory, faults
 
 
+@pytest.mark.full
 def test_memory_is_bounded_by_the_ring(tmp_path):
     """Filled in, stepped, summed and read for a checkpoint, nothing of the optimizer's state is in
     memory but the ring and one tensor of a part.
@@ -406,6 +407,7 @@ def test_a_folder_that_will_not_do_ends_all_ranks_before_training(
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
+@pytest.mark.default("pwritev")
 def test_a_disk_that_fails_in_a_step_leaves_the_last_checkpoint(tmp_path, one_thread, call):
     (disk, save), real = (tmp_path / "disk", tmp_path / "save"), getattr(os, call)
     disk.mkdir()

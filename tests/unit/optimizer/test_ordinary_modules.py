@@ -282,6 +282,13 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("layout", "flags"), RUNS, ids=str)
+@pytest.mark.default(
+    f"dp2 zero3 kept-{FULL}",
+    "dp4 zero3 shard2-",
+    "tp2 sp dp2 zero3-",
+    f"pp2 1f1b-{FULL}",
+    f"pp2 zero-bubble dp2 zero2-{FULL}",
+)
 def test_every_layout_trains_them_as_one_process(gloo_world, alone, layout, flags):
     words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2
     outcomes = gloo_world(words.ranks).run(
@@ -291,6 +298,7 @@ def test_every_layout_trains_them_as_one_process(gloo_world, alone, layout, flag
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero2", "pp2 zero-bubble dp2 zero3"])
+@pytest.mark.default("dp2 zero2")
 def test_gradients_in_bf16(gloo_world, layout):
     words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2
     steps = "8"  # errors of fewer steps differ by more than `narrow` allows, by chance alone

@@ -35,7 +35,7 @@ def compare(results: list, micro_batches: int, bitwise: bool, training: bool = T
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_random_schedules_train_as_one_process(gloo_world, ranks):
-    seeds = range(20)
+    seeds = range(12)
     ranked = gloo_world(ranks).run(cases.run_random, seeds)
     kinds = set()
     for index, seed in enumerate(seeds):
@@ -58,12 +58,11 @@ GROUPS = recomputing(recompute_method="uniform", recompute_num_layers=2)
 BLOCK = recomputing(recompute_method="block", recompute_num_layers=1)
 SELECTIVE = recomputing("layernorm", "qkv", "core_attn", "mlp")
 RECOMPUTED = [  # micro-batches, and what is computed again
-    (1, NO_RECOMPUTE),
-    (2, BLOCK),
+    (1, BLOCK),
+    (2, NO_RECOMPUTE),
     (3, GROUPS),
     (4, SELECTIVE),
     (5, FULL_RECOMPUTE),
-    (8, NO_RECOMPUTE),
 ]
 NAMED = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("zero-bubble", 1), ("zero-bubble-v", 2)]
 

@@ -18,7 +18,7 @@ from megatron.model.block import Layer
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.schedule import Kind, build_schedule, forward_only
 
-MOST = 64
+MOST = 32
 
 
 class Counted(LayerPasses):
@@ -117,7 +117,7 @@ def test_stage_inputs_alive_are_those_of_the_schedule(gloo_world):
 
 
 def test_live_bytes_stay_within_the_bound_and_only_gpipe_grows(gloo_world):
-    ranks = 4
+    ranks = 2
     counts = [ranks, 4 * ranks, MOST]
     for rank, rows in enumerate(gloo_world(ranks).run(measure_memory, NAMES, counts)):
         held = {(row["schedule"], row["micro_batches"]): row for row in rows}
@@ -135,5 +135,5 @@ def test_live_bytes_stay_within_the_bound_and_only_gpipe_grows(gloo_world):
                 assert many["held"] < 0.5 * held["gpipe", MOST]["held"]
             assert (
                 many["evaluation"] <= few["evaluation"] + sums + 2 * few["message"]
-                and many["evaluation"] < 0.02 * held["gpipe", MOST]["held"]
+                and many["evaluation"] < 1.28 / MOST * held["gpipe", MOST]["held"]
             )

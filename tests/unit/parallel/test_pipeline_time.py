@@ -123,6 +123,7 @@ def measure(calls: list[dict]) -> list:
     ]
 
 
+@pytest.mark.full
 def test_torch_pipelines_compute_the_same_and_the_table_has_all_rows(
     gloo_world, tmp_path, monkeypatch
 ):
@@ -161,6 +162,7 @@ def test_torch_pipelines_compute_the_same_and_the_table_has_all_rows(
     assert tool.torch_tables({"rows": rows}).count("too few quiet pairs") == len(rows)
 
 
+@pytest.mark.full
 def test_processes_are_started_and_answer():
     call = {
         "what": "sleeps",

@@ -147,6 +147,7 @@ def test_forward_only_on_any_placement():
         ("zero-bubble-v", 64, 2, 512),
     ],
 )
+@pytest.mark.default("interleaved-1024-2-16")
 def test_large_schedules_are_cheap(name, ranks, virtual, m):
     begun = time.process_time()
     build_schedule.__wrapped__(name, ranks, virtual, m)

@@ -210,6 +210,7 @@ def test_a_deadlock_ends_the_simulation():
 
 
 @pytest.mark.parametrize("name, ranks, m", [("1f1b", 1024, 64), ("zero-bubble", 64, 512)])
+@pytest.mark.full
 def test_a_thousand_ranks_take_seconds(name, ranks, m):
     begun = time.process_time()
     _, line = run(name, ranks, m)

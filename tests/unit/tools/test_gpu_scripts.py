@@ -81,6 +81,7 @@ def test_peers_train_the_models_of_the_scripts(name):
     assert configs[0].training.micro_batch_size == configs[1].training.micro_batch_size
 
 
+@pytest.mark.full
 def test_a_stage_that_is_killed_or_crashes_stops_no_other(tmp_path):
     script = tmp_path / "demo.sh"
     script.write_text(

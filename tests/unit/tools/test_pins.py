@@ -11,6 +11,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 PINS = (ROOT / "requirements/pinned.txt").read_text()
 
@@ -23,6 +25,7 @@ def test_every_package_but_torch_has_digests():
     assert [name for name, _, digests in listed if not digests] == ["torch"]
 
 
+@pytest.mark.full
 def test_a_file_that_is_not_the_listed_one_is_refused(tmp_path: Path):
     wheel = tmp_path / "wheels/pinned_thing-1.0-py3-none-any.whl"
     wheel.parent.mkdir()

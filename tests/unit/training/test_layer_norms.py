@@ -16,7 +16,7 @@ from megatron.training import step
 FLAGS = (
     *BASE,
     *NO_DROPOUT.split(),
-    *"--fp64 --train-iters 3 --lr-warmup-iters 1 --micro-batch-size 1".split(),
+    *"--fp64 --train-iters 3 --lr-warmup-iters 1 --micro-batch-size 2".split(),
     *"--num-layers 4 --log-layer-norms".split(),
 )
 UNTIED = "--untie-embeddings-and-output-weights --normalization RMSNorm"

@@ -80,6 +80,7 @@ def annotations(folder: Path, rank: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.default("dp2")
 def test_traces_of_two_ranks(gloo_world, tmp_path, layout):
     world, words = gloo_world(2), [*TINY, *LAYOUTS[layout].split()]
     plain, profiled = tmp_path / "plain", tmp_path / "profiled"
@@ -201,6 +202,7 @@ def limited(mebibytes: int, *words: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.full
 def test_memory_that_runs_out_in_a_step_is_explained_and_the_advice_is_true(tmp_path):
     done = limited(650, "--save", tmp_path)
     assert done.returncode == 1, done.stderr[-3000:]

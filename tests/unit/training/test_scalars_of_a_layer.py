@@ -129,7 +129,7 @@ def test_a_second_forward_pass_counts_nothing_twice():
 FLAGS = (
     *BASE,
     *NO_DROPOUT.split(),
-    *"--fp64 --train-iters 3 --lr-warmup-iters 1 --micro-batch-size 1".split(),
+    *"--fp64 --train-iters 3 --lr-warmup-iters 1 --micro-batch-size 2".split(),
 )
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RUNS = [
@@ -157,6 +157,7 @@ def alone() -> dict[int, Outcome]:
 
 
 @pytest.mark.parametrize(("layout", "flags"), RUNS, ids=str)
+@pytest.mark.default(f"pp2 1f1b dp2 zero2-{FULL}")
 def test_every_layout_counts_and_trains_as_one_process(gloo_world, alone, layout, flags):
     words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2
     given = (*FLAGS, "--num-layers", str(layers), *words.flags, *flags.split())

@@ -54,6 +54,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize("world, row", RUNS, ids=str)
+@pytest.mark.default("2-stage3-dp2-pp1-m2-fp32-gpt", "2-stage0-dp1-pp2-m4-fp32-gpt")
 def test_nothing_races(gloo_world, world, row):
     found = gloo_world(world).run(races, row.command)
     assert not any(faults for faults, _ in found), "\n".join(
@@ -65,6 +66,7 @@ def test_nothing_races(gloo_world, world, row):
         assert losses == pytest.approx(expected, rel=1e-3 if NARROW in row.flags else 1e-5)
 
 
+@pytest.mark.full
 def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
     found = gloo_world(2).run(
         races, row(1, flags=f"--async-save --save-interval 1 --save {tmp_path}").command
@@ -95,11 +97,13 @@ def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
     ],
     ids=str,
 )
+@pytest.mark.default("_beside-stage2-dp2-pp1-m2-fp32-gpt")
 def test_a_wait_that_is_left_out_is_found(gloo_world, function, row):
     assert all(faults for faults, _ in gloo_world(row.world).run(races, row.command, function))
 
 
 @pytest.mark.parametrize("function", ["before_update", "hand_over"])
+@pytest.mark.full
 def test_a_wait_that_a_save_leaves_out_is_found(gloo_world, tmp_path, function):
     flags = row(1, flags=f"--async-save --save-interval 1 --save {tmp_path}").command
     assert all(faults for faults, _ in gloo_world(2).run(races, flags, function))

@@ -216,6 +216,7 @@ def test_what_tensor_parallel_ranks_see_in_part_is_summed_once_a_step_and_apart(
 LARGE = {"layers": 2, "hidden": 256, "heads": 4, "seq": 32, "vocab": 512}
 
 
+@pytest.mark.full
 def test_the_loopback_interface_saw_these_bytes():
     """Stages 2 and 3 within 5%, on a pair of processes with an interface of their own where
     possible.

@@ -27,7 +27,7 @@ from megatron.optimizer.update import UpdateRule
 from megatron.parallel.blocks import Plan, plan_blocks
 from megatron.training import pretrain
 
-STEPS = 6
+STEPS = 4
 STAGES = "zero1", "zero2", "zero3"
 SMALL = (*BASE, "--train-iters", str(STEPS))
 
@@ -134,6 +134,9 @@ FP16 = "--fp16 --initial-loss-scale 1e12 --loss-scale-window 2"
     ],
     ids=str,
 )
+@pytest.mark.default(
+    "dp4 zero3 shard2---bf16 --exp-avg-dtype bf16", "pp2 zero-bubble-v dp2 zero3---num-layers 4"
+)
 def test_no_memory_is_read_before_it_is_written(train, layout, flags):
     flags = f"{flags} --micro-batch-size 2"
     plain, filled = (train(layout, flags, patches) for patches in ((), ("unwritten",)))
@@ -230,12 +233,13 @@ def test_clipped_gradients_are_the_same_bits_and_their_coefficient_within_4_ulp(
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        ("dp2", "tied"),
+        ("dp4", "norms over two slices"),
         ("pp2 1f1b dp2", "untied"),
         ("pp2 zero-bubble-v dp2", "tied"),
         ("tp2 sp dp4", "norms over two slices"),
     ],
 )
+@pytest.mark.default("dp4-norms over two slices")
 def test_in_fp64_accumulated_gradients_lead_to_the_same_weights(train, layout, model):
     """AdamW, clipping, two micro-batches or more; every tensor to 1e-10 of its norm, a key bias
     (gradient 0) to that of the value bias.
@@ -288,6 +292,7 @@ def weights_apart(precision: str, layers: int, parts: int, norms: list[float]) -
         ("dp4", ("zero1 shard2", "zero2 shard2", "zero3 shard2")),
     ],
 )
+@pytest.mark.default("dp2-stages0-bf16")
 def test_in_fp32_and_bf16_weights_stay_within_the_bound(train, layout, stages, precision):
     """Accumulation (stage 2 adds over ranks first, stage 1 over micro-batches), pipelines, hybrid
     sharding (sums inside shard groups first).
@@ -334,6 +339,7 @@ SAME = {
         "pp2 zero-bubble-v dp2 zero3",
     ],
 )
+@pytest.mark.default("dp2 zero3 kept", "pp2 zero-bubble dp2 zero2")
 def test_no_bit_changes_with(train, layout):
     """AdamW, clipping, several micro-batches, dropout; each of SAME alone, and of stage 3 that
     weights are kept.
