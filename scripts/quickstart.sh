@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # From an empty machine to a trained GPT: real text, a tokenizer, training with a resume in a second process, a report page, generated text, and the
-# validation loss against the expected one (the exit code is 1 when they differ). Under 5 minutes on two CPU cores after the downloads.
+# validation loss against the expected one (the exit code is 1 when they differ). About 2 minutes on two CPU cores after the downloads.
 #   bash scripts/quickstart.sh
 # Everything goes into quickstart/ and .venv/. Interrupted, it continues where it stopped when started again; finished, it only reports again.
 set -euo pipefail
 begun=$SECONDS
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
-expected_loss=4.07 tolerance=0.02  # six runs with other seeds, threads and code lay between 4.060 and 4.073
+expected_loss=4.62 tolerance=0.08  # three seeds gave 4.595, 4.609 and 4.657; 2.5 times their standard deviation
 iterations=200 half=100
 
 step() { printf '\n\033[1m[%3d s] %s\033[0m\n' $((SECONDS - begun)) "$1"; }

@@ -97,7 +97,7 @@ def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.default("_beside-stage2-dp2-pp1-m2-fp32-gpt")
+@pytest.mark.default("_on_stream-stage2-dp2-pp1-m2-fp32-gpt")
 def test_a_wait_that_is_left_out_is_found(gloo_world, function, row):
     assert all(faults for faults, _ in gloo_world(row.world).run(races, row.command, function))
 
