@@ -177,9 +177,7 @@ def mark_tables(items: Iterable[pytest.Item]) -> None:
         given = hasattr(item, "callspec") and not item.get_closest_marker("campaign")
         given = given and not item.get_closest_marker("gpu")
         named = item.get_closest_marker("table") or item.get_closest_marker("default")
-        if given and (
-            named or "gloo_world" in item.fixturenames or len(item.callspec.params) > 1
-        ):
+        if given and (named or "gloo_world" in item.fixturenames or len(item.callspec.params) > 1):
             tables[item.nodeid.split("[")[0], item.function].append(item)
     for rows in tables.values():
         if named := rows[0].get_closest_marker("default"):

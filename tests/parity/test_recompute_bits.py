@@ -51,8 +51,7 @@ PRECISIONS = {
 }
 VOCAB = 50  # tokens of BASE
 STEPS = (
-    "--train-iters 3 --lr-warmup-iters 1 --num-layers 4 --global-batch-size 4 "
-    "--micro-batch-size 1"
+    "--train-iters 3 --lr-warmup-iters 1 --num-layers 4 --global-batch-size 4 --micro-batch-size 1"
 )
 
 CI = (  # layout, feature, precision, choices; small worlds first

@@ -158,10 +158,7 @@ def test_every_other_run_waits_for_nothing_else(tmp_path, name):
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        pytest.param(fault, marks=[] if fault == "item" else pytest.mark.full)
-        for fault in WAITS
-    ],
+    [pytest.param(fault, marks=[] if fault == "item" else pytest.mark.full) for fault in WAITS],
 )
 def test_a_wait_in_a_step_is_found(often, fault):
     """One that is put behind each layer."""
