@@ -142,7 +142,7 @@ def test_on_the_same_layout_a_run_goes_on_bit_for_bit(on, runs, tmp_path, featur
     assert whole[3:] == resumed and len(resumed) == 3
 
 
-PAIRS = [row for row in TABLE if row.feature == "mqa-fp64" and row.source != row.target]
+PAIRS = [row for row in TABLE if row.feature == "mqa-fp64" and row.source != row.target][::2]
 
 
 @pytest.mark.parametrize(("feature", "source", "target"), PAIRS)
