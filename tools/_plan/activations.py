@@ -215,6 +215,8 @@ def leaving_bytes(
     """What of a layer goes to the host where these modules' inputs do, and is large enough."""
     if not modules:
         return None
+    if choice.whole:  # of a group's layers the first one alone has inputs that leave
+        choice = replace(choice, first=True)
     stage = layer_stage(shape, index)
     return _leaving(shape.of_units, shape.vocab_size, shape.device, stage, choice, modules)
 

@@ -267,8 +267,6 @@ class LayerRun:
         passes, layer = self.passes, self.layer
         layer.choose_recompute(choice)
         layer.offloaded = modules
-        if choice.whole and not choice.first:  # keeps nothing
-            return [], False, False
         with self.running():
             x = self._input()
             assert x is not None

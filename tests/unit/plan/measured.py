@@ -20,6 +20,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 os.environ["TRITON_INTERPRET"] = "1"
 
 from distributed.pool import Worlds  # noqa: E402
+from megatron.tools._plan import activations  # noqa: E402
 from megatron.tools._plan.memory import rank_memories  # noqa: E402
 from unit.zero.measure import measure  # noqa: E402
 
@@ -610,6 +611,7 @@ def compare_flags(flags: tuple[str, ...], ranks: int, worlds: Worlds) -> list[di
     as planned.
     """
     config = resolve(parse_arguments(list(flags)).config, ranks, VOCAB + 1).config
+    activations._unit_bytes.cache_clear()  # with the head's usual chunks
     with mock.patch.dict(HEAD_CHUNK_BYTES, cpu=HEAD_CHUNK):
         planned = rank_memories(config, VOCAB + 1, ranks, "cpu")
     rows = {}
