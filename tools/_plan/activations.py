@@ -4,11 +4,12 @@ by running the real layer on tensors without memory (layer_run.py), once for eac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from megatron.tools._plan.layer_run import SPLIT, LayerRun
+from megatron.tools._plan.layer_run import SPLIT, LayerRun, micro_batch_of
 from megatron.tools._plan.state import element_sizes
 
 from megatron.config.fp8 import layer_in_fp8
@@ -21,7 +22,7 @@ from megatron.config.groups import (
 )
 from megatron.model.arithmetic import local_shape
 from megatron.model.offload import stage_offload
-from megatron.model.recompute import LayerRecompute, stage_recompute
+from megatron.model.recompute import KEPT, LayerRecompute, stage_recompute
 from megatron.model.stages import Stage
 from megatron.parallel.schedule import Kind
 
@@ -82,10 +83,6 @@ class Shape:
         self.whole = self.tokens * self.model.hidden_size * self.compute
         self.hidden = self.whole // tp if distributed.sequence_parallel else self.whole
 
-    def run(self, stage: Stage) -> LayerRun:
-        """Of one unit."""
-        return _run(self.of_units, self.vocab_size, self.device, stage)
-
 
 def unit_config(config: Config) -> Config:
     """What of a configuration the passes of a unit depend on; all else has its default."""
@@ -118,6 +115,7 @@ def unit_config(config: Config) -> Config:
     )
 
 
+@lru_cache(maxsize=4096)
 def layer_like(config: Config, index: int) -> int:
     """The first layer whose passes take what those of layer `index` do."""
     model, layers = config.model, config.model.num_layers
@@ -139,7 +137,7 @@ def _run(config: Config, vocab_size: int, device: str, stage: Stage) -> LayerRun
 
 def layer_stage(shape: Shape, index: int) -> Stage:
     """A stage of one layer alone, one like this."""
-    like = layer_like(shape.config, index)
+    like = layer_like(shape.of_units, index)
     return Stage(False, range(like, like + 1), False)
 
 
@@ -196,6 +194,14 @@ def _kept_unit(run: LayerRun, choice: LayerRecompute) -> UnitBytes:
 
 
 @cache
+def _saved_bytes(
+    config: Config, vocab_size: int, device: str, stage: Stage, choice: LayerRecompute
+) -> int:
+    passed = _run(config, vocab_size, device, stage).forward(choice)
+    return passed.left - passed.logits
+
+
+@cache
 def _leaving(
     config: Config,
     vocab_size: int,
@@ -222,7 +228,7 @@ def leaving_bytes(
 
 
 def _end(shape: Shape, stage: Stage) -> UnitBytes:
-    return _unit_bytes(shape.of_units, shape.vocab_size, shape.device, stage, LayerRecompute())
+    return _unit_bytes(shape.of_units, shape.vocab_size, shape.device, stage, KEPT)
 
 
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
@@ -233,7 +239,7 @@ def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
     kinds: dict[Hashable, UnitBytes] = {}
 
     def layer(index: int, choice: LayerRecompute, modules: frozenset[str]) -> UnitBytes:
-        kind = layer_like(shape.config, index), choice, modules
+        kind = layer_like(shape.of_units, index), choice, modules
         if kind not in kinds:
             leaving = leaving_bytes(shape, index, choice, modules)
             kinds[kind] = replace(layer_bytes(shape, index, choice), leaving=leaving)
@@ -246,8 +252,33 @@ def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
     ]
 
 
+def kept_bytes(shape: Shape, stage: Stage) -> int:
+    """What a micro-batch keeps of a stage on the device, logits not: by forward passes alone."""
+    training = shape.config.training
+    of_shape = shape.of_units, shape.vocab_size, shape.device
+    total = 0
+    for is_there, end in (
+        (stage.embedding, Stage(True, range(0), False)),
+        (stage.head, Stage(False, range(0), True)),
+    ):
+        total += _saved_bytes(*of_shape, end, KEPT) if is_there else 0
+    counts = Counter(
+        zip(
+            (layer_stage(shape, index) for index in stage.layers),
+            stage_recompute(training, stage.layers),
+            stage_offload(training, shape.model, stage.layers),
+            strict=True,
+        )
+    )
+    for (like, choice, modules), count in counts.items():
+        leaving = leaving_bytes(shape, like.layers[0], choice, modules)
+        own = _saved_bytes(*of_shape, like, choice)
+        total += count * (own - (leaving.total if leaving else 0))
+    return total
+
+
 def input_bytes(shape: Shape) -> int:
     """What layers read of a micro-batch: token ids, labels, loss mask, positions, rotary tables,
     and the tables of attention masks.
     """
-    return shape.run(layer_stage(shape, 0)).inputs
+    return micro_batch_of(shape.of_units, shape.device)[1]

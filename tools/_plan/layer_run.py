@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.recompute import LayerRecompute
 from megatron.model.stages import Stage
 from megatron.parallel.layer_passes import LayerPasses
-from megatron.parallel.offload import OffloadingPasses
+from megatron.parallel.offload import OffloadingPasses, storages_of, tensors_of
 from megatron.parallel.schedule import Kind
 
 META = torch.device("meta")
@@ -99,12 +100,12 @@ class PlannedDevice(TorchFunctionMode):
 
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages of meta tensors that were made while it is open and are alive, without
-    those of `weights`.
+    those that were `given`.
     """
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    def __init__(self, given: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.weights = {weight.untyped_storage()._cdata for weight in weights}
+        self.given = storages_of(given)
         self.now = self.peak = 0
         # by identity of torch's storage, which lives as long as the memory: its bytes, and the last
         # dimension of the tensor that it was made for
@@ -129,7 +130,7 @@ class LiveBytes(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.known or key in self.weights or not tensor.is_meta:
+        if key in self.known or key in self.given or not tensor.is_meta:
             return
         size = storage.nbytes()
         width = tensor.shape[-1] if tensor.dim() else 1
@@ -197,20 +198,19 @@ class LayerRun:
         self.model = _on_meta(config, vocab_size, device, stage, group)
         ((_, self.layer),) = self.model.chunks[0]
         weights = [*self.model.parameters()]
-        self.live = group.live = LiveBytes([*weights, *(each.main_grad for each in weights)])
+        self.micro, self.inputs = micro_batch_of(config, device)
+        given = [*weights, *(each.main_grad for each in weights), *tensors_of(self.micro)]
+        self.live = group.live = LiveBytes(given)
         self.group = group
         shape = hidden_shape(config)
         self.hidden = math.prod(shape) * self.model.dtype.itemsize
         shares = config.training.distribute_saved_activations
-        with self.running():
-            self.passes = OffloadingPasses(
-                META,
-                config.training.min_offloaded_tensor_size,
-                self.model.tp.axis if shares else ALONE,
-                [OBJECTIVE],
-            )
-            self.micro = _micro_batch(self.model, config)
-        self.inputs = self.live.now
+        self.passes = OffloadingPasses(
+            META,
+            config.training.min_offloaded_tensor_size,
+            self.model.tp.axis if shares else ALONE,
+            [OBJECTIVE],
+        )
         self.output: tuple[torch.Size, torch.dtype] = torch.Size(), self.model.dtype
         self.kept: list[Any] = []  # by the last pass
 
@@ -235,6 +235,7 @@ class LayerRun:
     def forward(self, choice: LayerRecompute) -> PassBytes:
         """A forward pass."""
         self.kept = []
+        self.micro.routings.clear()
         with self.running():
             self.layer.choose_recompute(choice)
             self._begin()
@@ -284,12 +285,11 @@ class LayerRun:
 
     def _measured(self, output: int) -> PassBytes:
         """Of the pass that has ended; `output`: bytes of the gradient of its output."""
-        given = self.inputs + output
         head = self.model.head
         return PassBytes(
-            self.live.now - self.inputs,
-            self.live.peak - given,
-            tuple(each - given for each in self.group.exchanges),
+            self.live.now,
+            self.live.peak - output,
+            tuple(each - output for each in self.group.exchanges),
             0 if head is None else self.live.of_width(head.weight.shape[0]),
         )
 
@@ -343,8 +343,19 @@ def _on_meta(
     return model
 
 
+@lru_cache(maxsize=64)
+def micro_batch_of(config: Config, device: str) -> tuple[MicroBatch, int]:
+    """What layers read of a micro-batch, and its bytes."""
+    group = MeasuredGroup(device != "cuda")
+    model = _on_meta(config, 1, device, Stage(False, range(0), False), group)
+    live = group.live = LiveBytes()
+    with PlannedDevice(device), live:
+        micro = _micro_batch(model, config)
+    return micro, live.now
+
+
 def _micro_batch(model: GPTModel, config: Config) -> MicroBatch:
-    """What layers read of a micro-batch, as parallel/pipeline.py gives it to them."""
+    """As the loader's tensors become it."""
     data, cp = config.data, config.distributed.context_parallel_size
     samples, length = config.training.micro_batch_size, data.seq_length
 

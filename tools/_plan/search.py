@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.tools._plan.activations import unit_bytes
+from megatron.tools._plan.activations import kept_bytes
 from megatron.tools._plan.engine import Ledger
 from megatron.tools._plan.hardware import Hardware
 from megatron.tools._plan.memory import MemoryPlan, PlannedSteps
@@ -437,7 +437,7 @@ def is_even(stages: Sequence[Stage]) -> bool:
 def most_kept(steps: PlannedSteps) -> int:
     """The most bytes that the first pipeline rank's micro-batches in flight keep on the device."""
     places = {number for number, rank in enumerate(steps.schedule.placement) if rank == 0}
-    each = {number: _kept_bytes(steps, number) for number in places}
+    each = {number: kept_bytes(steps.shape, steps.stages[number]) for number in places}
     now = most = 0
     for kind, stage, _ in steps.schedule.in_memory(0):
         if kind is Kind.FORWARD:
@@ -446,12 +446,6 @@ def most_kept(steps: PlannedSteps) -> int:
         elif kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             now -= each[stage]
     return most
-
-
-def _kept_bytes(steps: PlannedSteps, number: int) -> int:
-    """What a micro-batch keeps of a stage on the device."""
-    units = unit_bytes(steps.shape, steps.stages[number])
-    return sum(unit.saved - (unit.leaving.total if unit.leaving else 0) for unit in units)
 
 
 def _levels() -> set[tuple[str, str]]:
