@@ -16,7 +16,7 @@ from megatron.observe.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
---micro-batch-size 2 --global-batch-size 4 --train-iters 120
+--micro-batch-size 2 --global-batch-size 4 --train-iters 160
 --mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --log-interval 1
 --eval-interval 40 --eval-iters 1 --save-interval 5""".split()
 
@@ -37,7 +37,7 @@ def start(folder: Path) -> subprocess.Popen:
 def outcome(folder: Path) -> tuple[dict, list]:
     """(final tensors, losses and gradient norms by iteration)."""
     with Checkpoint(find_checkpoint(folder)) as checkpoint:
-        assert checkpoint.state["iteration"] == 120
+        assert checkpoint.state["iteration"] == 160
         checkpoint.verify()
         tensors = {name: checkpoint.read_tensor(name) for name in checkpoint.names}
     return tensors, [
@@ -65,7 +65,7 @@ def test_killed_runs_end_as_the_undisturbed_one(tmp_path):
     assert last.wait(120) == 0, last.stderr.read().decode()
     tensors, rows = outcome(tmp_path / "a")
     killed_tensors, killed_rows = outcome(tmp_path / "b")
-    assert rows == killed_rows and len(rows) == 120
+    assert rows == killed_rows and len(rows) == 160
     assert all(torch.equal(tensors[name], killed_tensors[name]) for name in tensors)
 
 
