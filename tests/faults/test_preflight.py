@@ -140,6 +140,7 @@ def test_nodes_in_order_are_not_named(nodes, tmp_path):
     assert not list((tmp_path / "run").iterdir()) and not list(nodes.cache.iterdir())
 
 
+@pytest.mark.full
 def test_a_slow_link_a_full_disk_another_torch_and_a_wrong_clock(nodes, clock_ahead, tmp_path):
     """All in one preflight. The link goes through tc's token bucket; the disk is a small tmpfs; the
     node's own torch/version.py, which torch reads, names another version; its

@@ -54,6 +54,7 @@ def run(copy: Path, *command: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_it_is_parsed_bounded_and_remarked_on(copy):
     dry = ("pretrain_gpt.py", *FLAGS, "--dry-run", "--save", "new")
     code, text = run(copy, *dry, "--optimizer", "sgd", "--nesterov", "2")

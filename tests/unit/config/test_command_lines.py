@@ -5,8 +5,10 @@ docs/results/command_lines.json.
 from __future__ import annotations
 
 import command_lines
+import pytest
 
 
+@pytest.mark.full
 def test_random_command_lines_end_with_a_message():
     counts, wrong = command_lines.campaign(80, seed=7)
     assert not wrong, wrong[0]

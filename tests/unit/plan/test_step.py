@@ -221,6 +221,7 @@ def test_a_search_turns_to_recomputation_where_nothing_else_fits(h100):
     assert found.larger
 
 
+@pytest.mark.full
 def test_a_bound_is_below_what_is_simulated_and_planned(h100):
     """The search leaves out nothing by its bounds of time and memory."""
     search = Search(asked("--global-batch-size 32 "), VOCABULARY, 8, h100)
