@@ -381,8 +381,8 @@ MUTANTS = (
     Mutant(
         "reduced when the input gradients are complete",
         ZERO,
-        "completes=buffers if kind in COMPLETING else ()",
-        "completes=buffers if kind in COMPLETING or kind is Kind.BACKWARD_INPUT else ()",
+        "for block in plan.completes:",
+        "for block in plan.opens if kind is Kind.BACKWARD_INPUT else plan.completes:",
         ("fp64-documents-pp2-zero-bubble-v-dp2",),
     ),
     Mutant(
