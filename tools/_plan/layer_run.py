@@ -39,6 +39,7 @@ from megatron.parallel.schedule import Kind
 META = torch.device("meta")
 SPLIT = "zero-bubble"  # stands for all schedules whose backward passes come in two halves
 _ATEN = torch.ops.aten
+_PROPERTIES: Any = Tensor
 
 
 class PlannedDevice(TorchFunctionMode):
@@ -50,8 +51,8 @@ class PlannedDevice(TorchFunctionMode):
         super().__init__()
         self.device, self.rows = torch.device(device), rows
         self.answers: dict[Any, Callable[..., Any]] = {
-            Tensor.is_cuda.__get__: lambda _: self.device.type == "cuda",
-            Tensor.device.__get__: lambda _: self.device,
+            _PROPERTIES.is_cuda.__get__: lambda _: self.device.type == "cuda",
+            _PROPERTIES.device.__get__: lambda _: self.device,
             Tensor.tolist: self._counts,
             torch.nn.functional.scaled_dot_product_attention: self._fused_attention,
         }
@@ -197,7 +198,7 @@ class LayerRun:
         self.mode = PlannedDevice(device, _rows_of_expert(config))
         self.model = _on_meta(config, vocab_size, device, stage, group)
         ((_, self.layer),) = self.model.chunks[0]
-        weights = [*self.model.parameters()]
+        weights: list[Any] = [*self.model.parameters()]
         self.micro, self.inputs = micro_batch_of(config, device)
         given = [*weights, *(each.main_grad for each in weights), *tensors_of(self.micro)]
         self.live = group.live = LiveBytes(given)
@@ -332,7 +333,7 @@ def _on_meta(
         for name, declared in module._parameters.items():
             if declared is None:
                 continue
-            weight = nn.Parameter(
+            weight: Any = nn.Parameter(
                 torch.empty(declared.shape, dtype=model.dtype, device=META), declared.requires_grad
             )
             vars(weight).update(vars(declared))
