@@ -470,8 +470,8 @@ NOTES = {
     "--partitions": "--workers processes share the input",
     "--keep-sequential-samples": "documents always keep their order",
     "--chunk-size": "the size of chunks is chosen here",
-    "--keep-newlines": "acts only with --split-sentences, which is refused",
-    "--lang": "acts only with --split-sentences, which is refused",
+    "--keep-newlines": "has no effect without --split-sentences, which is refused",
+    "--lang": "has no effect without --split-sentences, which is refused",
     "--dataset-type": "the one format there is",
     "--num-docs": "progress is measured in bytes of the input",
 }
@@ -525,7 +525,7 @@ def _as_ours(
     if row is not None and row.verdict in ("equals", "choice"):
         found = row.rewrite(words)
         return [pair for ours, values in found for pair in _as_ours(ours, values, flags)]
-    note = NOTES.get(name, "acts only in training")
+    note = NOTES.get(name, "has an effect only in training")
     if name not in NOTES and name not in options_by_flag():
         if row is None:
             raise UserError(f"unknown flag{did_you_mean(name, known)}")

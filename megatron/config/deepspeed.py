@@ -169,7 +169,7 @@ class Comparison:
         flag = "--optimizer-nvme-offload"
         if key == OFFLOAD[1]:
             if device != "nvme":
-                return "acts only with the device nvme", ""
+                return "has no effect without the device nvme", ""
             return self.settle("optimizer_nvme_offload", value)
         if device == "nvme":
             has_path = in_files is not None
@@ -221,7 +221,7 @@ class Comparison:
         if kind not in style or not isinstance(params, dict):
             return "", (
                 "not a schedule here; take the section out and give --lr-decay-style "
-                f"{', '.join(LR_DECAYS)} with --lr-warmup-iters N"
+                f"({', '.join(LR_DECAYS)}) with --lr-warmup-iters N"
             )
         known = {name: value for name, value in params.items() if value not in ("auto", None)}
         wrong = [
@@ -437,7 +437,7 @@ def _without_recompute(key: str, config: Config) -> str:
     if config.training.recompute_granularity == "full" and (several or key != PARTITION):
         return ""
     where = " on several tensor-parallel ranks" if key == PARTITION else ""
-    return f"acts only where layers are recomputed{where}"
+    return f"has no effect unless layers are recomputed{where}"
 
 
 def _without_a_flag(key: str, value: Any) -> Answer:

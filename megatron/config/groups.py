@@ -14,82 +14,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from megatron.config import needs
 from megatron.config.experts import ExpertsConfig
 from megatron.config.latent import LatentConfig
 from megatron.config.metadata import (
-    ACTIVATION_OFFLOAD,
-    ADAM,
-    ASYNC_SAVE,
-    ASYNC_SAVE_COPIES,
     BATCHES,
     BELOW_ONE,
-    BF16,
-    CHANGING_DECAY,
-    CONTEXT_PARALLEL,
-    CPU_OFFLOAD,
-    DATA_FILES,
-    DATA_PARALLEL,
-    DATA_PATH,
-    DECAY,
-    DECOUPLED,
-    DYNAMIC_SCALE,
-    EVALUATED,
-    EXPERT_PARALLEL,
-    EXPERTS,
-    EXPERTS_EXIST,
-    FIRST_LAST,
-    FP8,
-    FP8_FAULT,
-    FP16,
-    GATHERED,
-    GPT2_BPE,
-    GROUPED,
     KERNEL,
     LENGTH,
-    LLAMA_ROPE,
-    LOAD,
-    LOAD_AS_ASKED,
-    LOCAL_FOLDER,
-    LOCAL_INTERVAL,
     LOSS_SCALE,
-    MANUAL_GC,
-    MODEL_FILE,
     NOT_NEGATIVE,
     OBJECTIVE,
-    OFFLOADED_ADAM,
-    PIPELINE,
     POSITIVE,
-    PROFILE,
     RATE,
-    RECOMPUTE,
-    RECOMPUTE_AUTO,
-    RECOMPUTE_FULL,
-    ROPE,
-    ROTARY,
     ROUNDING,
-    SAVE,
-    SAVE_FOR_SAFETY,
-    SCALED_ROPE,
     SEED,
-    SELECTIVE,
-    SEVERAL_RANKS,
-    SGD,
-    SHARDED,
     SHARE,
     STEPS,
     STEPS_ALONE,
-    TENSOR_PARALLEL,
     TOKENIZER,
     TOKENIZER_FILE,
-    TRACKERS,
-    TWO_LEVELS,
     UP_TO_A_YEAR,
     UP_TO_ONE,
-    WANDB,
-    WARMUP,
-    WSD,
-    YARN,
-    ZERO_3,
     flag,
     model_flag,
     position_flag,
@@ -125,7 +71,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Width of one attention head. Default: hidden-size / num-attention-heads."""
     group_query_attention: bool = model_flag(False)
     """Share each key/value head between several query heads (--num-query-groups)."""
-    num_query_groups: int | None = model_flag(None, bound=POSITIVE, needs=GROUPED)
+    num_query_groups: int | None = model_flag(None, bound=POSITIVE, needs=needs.GROUPED)
     """Number of key/value heads when --group-query-attention is given."""
     max_position_embeddings: int | None = position_flag(None, bound=POSITIVE)
     """Rows of the learned position table, and the longest sequence of rotary positions. Default:
@@ -137,15 +83,15 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """How positions enter the model; yarn is rope with YaRN's rescaled frequencies. For
     --multi-latent-attention see --rope-type.
     """
-    rotary_base: float = position_flag(10000.0, bound=POSITIVE, needs=ROTARY)
+    rotary_base: float = position_flag(10000.0, bound=POSITIVE, needs=needs.ROTARY)
     """Base of the rotary frequencies."""
-    rotary_percent: float = position_flag(1.0, bound=SHARE, needs=ROTARY)
+    rotary_percent: float = position_flag(1.0, bound=SHARE, needs=needs.ROTARY)
     """Share of each head's channels that rotates."""
     rotary_seq_len_interpolation_factor: float | None = position_flag(
-        None, bound=POSITIVE, needs=ROPE
+        None, bound=POSITIVE, needs=needs.ROPE
     )
     """Divide rotary positions by this factor (linear scaling)."""
-    use_rope_scaling: bool = position_flag(False, needs=ROPE)
+    use_rope_scaling: bool = position_flag(False, needs=needs.ROPE)
     """Rescale the rotary frequencies as Llama 3.x does."""
     rope_scaling_factor: float | None = position_flag(
         None,
@@ -153,7 +99,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
         megatron="two flags: --rope-scaling-factor is for --use-rope-scaling, "
         "--rotary-scaling-factor for YaRN",
         bound=POSITIVE,
-        needs=(SCALED_ROPE, ROTARY),
+        needs=(needs.SCALED_ROPE, needs.ROTARY),
     )
     """Factor of --use-rope-scaling and of YaRN. Default: 8 for --use-rope-scaling, 1 for YaRN,
     which then changes nothing.
@@ -164,24 +110,24 @@ class ModelConfig(ExpertsConfig, LatentConfig):
         "--original-max-position-embeddings",
         megatron="fixed to 8192 for --use-rope-scaling, and to 4096 for YaRN of latent attention",
         bound=POSITIVE,
-        needs=(SCALED_ROPE, ROTARY),
+        needs=(needs.SCALED_ROPE, needs.ROTARY),
     )
     """Sequence length that the unscaled rotary frequencies were trained for. Default: 8192 for
     --use-rope-scaling, 4096 for YaRN.
     """
     rope_low_freq_factor: float = position_flag(
-        1.0, megatron="fixed to 1 there", bound=POSITIVE, needs=(LLAMA_ROPE, ROTARY)
+        1.0, megatron="fixed to 1 there", bound=POSITIVE, needs=(needs.LLAMA_ROPE, needs.ROTARY)
     )
     """Llama-3 scaling: wavelengths above original length / this factor are divided by the full
     factor.
     """
     rope_high_freq_factor: float = position_flag(
-        4.0, megatron="fixed to 4 there", bound=POSITIVE, needs=(LLAMA_ROPE, ROTARY)
+        4.0, megatron="fixed to 4 there", bound=POSITIVE, needs=(needs.LLAMA_ROPE, needs.ROTARY)
     )
     """Llama-3 scaling: wavelengths below original length / this factor are left alone."""
-    yarn_beta_fast: float = position_flag(32.0, bound=POSITIVE, needs=(YARN, ROTARY))
+    yarn_beta_fast: float = position_flag(32.0, bound=POSITIVE, needs=(needs.YARN, needs.ROTARY))
     """YaRN: channels with more rotations than this over the original length are left alone."""
-    yarn_beta_slow: float = position_flag(1.0, bound=POSITIVE, needs=(YARN, ROTARY))
+    yarn_beta_slow: float = position_flag(1.0, bound=POSITIVE, needs=(needs.YARN, needs.ROTARY))
     """YaRN: channels with fewer rotations than this over the original length are divided by the
     full factor.
     """
@@ -337,40 +283,40 @@ class PrecisionConfig:
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = flag(
         "tensorwise",
         megatron="default delayed there, which is refused; mxfp8 is refused",
-        needs=FP8_FAULT,
+        needs=needs.FP8_FAULT,
         change=STEPS,
     )
     """What shares a scale: a tensor, a row, or 128 consecutive elements of a row. Under rowwise the
     gradients of weights are formed without 8-bit floats.
     """
-    fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad", needs=FP8, change=STEPS)
+    fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad", needs=needs.FP8, change=STEPS)
     """Form the gradients of weights of 8-bit floats, too."""
     fp8_min_width: int = flag(
-        4096, megatron="not in Megatron-LM", bound=POSITIVE, needs=FP8_FAULT, change=STEPS
+        4096, megatron="not in Megatron-LM", bound=POSITIVE, needs=needs.FP8_FAULT, change=STEPS
     )
     """Leave linear layers with fewer inputs or outputs than this as they are: there 8-bit floats
     gain little.
     """
-    first_last_layers_bf16: bool = flag(False, needs=FP8, change=STEPS)
+    first_last_layers_bf16: bool = flag(False, needs=needs.FP8, change=STEPS)
     """Leave the first and last transformer layers as they are, see --num-layers-at-start-in-bf16
     and --num-layers-at-end-in-bf16.
     """
-    num_layers_at_start_in_bf16: int = flag(1, bound=NOT_NEGATIVE, needs=FIRST_LAST, change=STEPS)
+    num_layers_at_start_in_bf16: int = flag(
+        1, bound=NOT_NEGATIVE, needs=needs.FIRST_LAST, change=STEPS
+    )
     """How many of the first transformer layers --first-last-layers-bf16 leaves as they are."""
-    num_layers_at_end_in_bf16: int = flag(1, bound=NOT_NEGATIVE, needs=FIRST_LAST, change=STEPS)
+    num_layers_at_end_in_bf16: int = flag(
+        1, bound=NOT_NEGATIVE, needs=needs.FIRST_LAST, change=STEPS
+    )
     """How many of the last transformer layers --first-last-layers-bf16 leaves as they are."""
     loss_scale: float | None = flag(
-        None,
-        bound=LOSS_SCALE,
-        needs=FP16,
-        change=STEPS,
-        deepspeed="fp16.loss_scale",
+        None, bound=LOSS_SCALE, needs=needs.FP16, change=STEPS, deepspeed="fp16.loss_scale"
     )
     """Static loss scale for fp16; dynamic when not given."""
     initial_loss_scale: float = flag(
         2.0**32,
         bound=LOSS_SCALE,
-        needs=(DYNAMIC_SCALE, FP16),
+        needs=(needs.DYNAMIC_SCALE, needs.FP16),
         change=ROUNDING,
         deepspeed="fp16.initial_scale_power",
     )
@@ -378,7 +324,7 @@ class PrecisionConfig:
     min_loss_scale: float = flag(
         1.0,
         bound=LOSS_SCALE,
-        needs=(DYNAMIC_SCALE, FP16),
+        needs=(needs.DYNAMIC_SCALE, needs.FP16),
         change=STEPS,
         deepspeed="fp16.min_loss_scale",
     )
@@ -387,7 +333,7 @@ class PrecisionConfig:
         1000,
         megatron="an integer",
         bound=POSITIVE,
-        needs=(DYNAMIC_SCALE, FP16),
+        needs=(needs.DYNAMIC_SCALE, needs.FP16),
         change=STEPS,
         deepspeed="fp16.loss_scale_window",
     )
@@ -395,7 +341,7 @@ class PrecisionConfig:
     hysteresis: int = flag(
         2,
         bound=POSITIVE,
-        needs=(DYNAMIC_SCALE, FP16),
+        needs=(needs.DYNAMIC_SCALE, needs.FP16),
         change=STEPS,
         deepspeed="fp16.hysteresis",
     )
@@ -413,7 +359,7 @@ class DataConfig:
     split: str | None = flag(
         None,
         megatron="default 969,30,1 there too, when --data-path is given",
-        needs=DATA_PATH,
+        needs=needs.DATA_PATH,
     )
     """Shares of train,valid,test in --data-path, contiguous over documents. Default: 969,30,1."""
     train_data_path: Prefixes | None = None
@@ -432,7 +378,7 @@ class DataConfig:
     """Let no token attend across an end-of-document token."""
     eod_mask_loss: bool = flag(False, change=OBJECTIVE)
     """Take no loss at end-of-document tokens."""
-    check_data: bool = flag(False, megatron="not in Megatron-LM", needs=DATA_FILES)
+    check_data: bool = flag(False, megatron="not in Megatron-LM", needs=needs.DATA_FILES)
     """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
     tokenizer_type: (
         Literal[
@@ -449,11 +395,11 @@ class DataConfig:
         change=TOKENIZER,
     )
     """Kind of tokenizer."""
-    tokenizer_model: str | None = flag(None, needs=MODEL_FILE, change=TOKENIZER_FILE)
+    tokenizer_model: str | None = flag(None, needs=needs.MODEL_FILE, change=TOKENIZER_FILE)
     """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
-    vocab_file: str | None = flag(None, needs=GPT2_BPE, change=TOKENIZER_FILE)
+    vocab_file: str | None = flag(None, needs=needs.GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE vocabulary (JSON)."""
-    merge_file: str | None = flag(None, needs=GPT2_BPE, change=TOKENIZER_FILE)
+    merge_file: str | None = flag(None, needs=needs.GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE merges."""
     vocab_size: int | None = flag(None, bound=POSITIVE, change=TOKENIZER)
     """Rows of the embedding, where they are more than the tokenizer has ids, as in many published
@@ -474,10 +420,7 @@ class TrainingConfig:
     )
     """Samples in one forward pass of one data-parallel rank."""
     global_batch_size: int | None = flag(
-        None,
-        bound=POSITIVE,
-        change=BATCHES,
-        deepspeed="train_batch_size",
+        None, bound=POSITIVE, change=BATCHES, deepspeed="train_batch_size"
     )
     """Samples in one optimizer step over all ranks. Default: micro-batch-size x data-parallel
     size.
@@ -513,10 +456,10 @@ class TrainingConfig:
         100,
         megatron="default 0 there: collected at evaluations alone",
         bound=NOT_NEGATIVE,
-        needs=MANUAL_GC,
+        needs=needs.MANUAL_GC,
     )
     """Iterations between collections; 0: none but those of --manual-gc-eval."""
-    manual_gc_eval: bool = flag(True, off="--no-manual-gc-eval", needs=MANUAL_GC)
+    manual_gc_eval: bool = flag(True, off="--no-manual-gc-eval", needs=needs.MANUAL_GC)
     """Collect before and after each evaluation."""
     seed: int = flag(1234, bound=NOT_NEGATIVE, change=SEED)
     """Seed of the initial weights, of dropout and of the order of the data."""
@@ -538,7 +481,7 @@ class TrainingConfig:
     recompute_modules: tuple[RecomputeModule, ...] | None = flag(
         None,
         megatron="qkv and mlp_act are not in Megatron-LM; of mlp fc2 is not computed again here",
-        needs=SELECTIVE,
+        needs=needs.SELECTIVE,
     )
     """What selective recomputes: core_attn (the attention core), qkv (queries, keys and values),
     mla_up_proj (those of latent attention, from the narrow vectors that it keeps), layernorm (what
@@ -546,12 +489,12 @@ class TrainingConfig:
     mlp (fc1's product and the activation), moe_act (the same as mlp_act of experts), moe (the
     experts with the way of tokens to them and back). Default: core_attn.
     """
-    recompute_method: Literal["uniform", "block"] | None = flag(None, needs=RECOMPUTE_FULL)
+    recompute_method: Literal["uniform", "block"] | None = flag(None, needs=needs.RECOMPUTE_FULL)
     """uniform: recompute every layer, in groups of --recompute-num-layers that keep one input.
     block: recompute the first --recompute-num-layers layers of each (virtual) pipeline stage,
     each by itself. Default: uniform.
     """
-    recompute_num_layers: int | None = flag(None, bound=POSITIVE, needs=RECOMPUTE_FULL)
+    recompute_num_layers: int | None = flag(None, bound=POSITIVE, needs=needs.RECOMPUTE_FULL)
     """Layers of a group, or layers of each stage that are recomputed, see --recompute-method.
     Default of uniform: 1.
     """
@@ -560,7 +503,7 @@ class TrainingConfig:
     --memory-budget, and say why.
     """
     memory_budget: float | None = flag(
-        None, megatron="not in Megatron-LM", bound=POSITIVE, needs=RECOMPUTE_AUTO
+        None, megatron="not in Megatron-LM", bound=POSITIVE, needs=needs.RECOMPUTE_AUTO
     )
     """GiB that the plan of a step may need on each device with --recompute auto; what the plan does
     not count (see --dry-run) comes on top.
@@ -571,7 +514,7 @@ class TrainingConfig:
     """
     distribute_saved_activations: bool = flag(
         False,
-        needs=(RECOMPUTE, TENSOR_PARALLEL),
+        needs=(needs.RECOMPUTE, needs.TENSOR_PARALLEL),
         deepspeed="activation_checkpointing.partition_activations",
     )
     """Of the layer inputs that full recomputation keeps, each tensor-parallel rank keeps its share
@@ -586,19 +529,21 @@ class TrainingConfig:
     back one pass ahead. A forward pass whose backward pass follows at once keeps it on the device.
     """
     offload_modules: tuple[OffloadModule, ...] | None = flag(
-        None, megatron="mlp_* are not in Megatron-LM", needs=ACTIVATION_OFFLOAD
+        None, megatron="mlp_* are not in Megatron-LM", needs=needs.ACTIVATION_OFFLOAD
     )
     """Whose inputs go: layer_input (a layer that is recomputed whole, or a group of them),
     attn_norm, qkv_linear, core_attn (with its statistics), attn_proj (needs core_attn, which keeps
     the same tensor), mlp_norm, mlp_fc1, mlp_act, mlp_fc2. What is recomputed does not go. Default:
     all that are kept, which with full recomputation is layer_input.
     """
-    activation_offload_fraction: float = flag(1.0, bound=UP_TO_ONE, needs=ACTIVATION_OFFLOAD)
+    activation_offload_fraction: float = flag(1.0, bound=UP_TO_ONE, needs=needs.ACTIVATION_OFFLOAD)
     """The share of the layers of each (virtual) pipeline stage that go to the host, of those that
     keep anything of --offload-modules: the first ones, whose backward passes come last, in number
     rounded to the nearest.
     """
-    min_offloaded_tensor_size: int = flag(1048576, bound=NOT_NEGATIVE, needs=ACTIVATION_OFFLOAD)
+    min_offloaded_tensor_size: int = flag(
+        1048576, bound=NOT_NEGATIVE, needs=needs.ACTIVATION_OFFLOAD
+    )
     """Elements below which a tensor stays on the device."""
 
 
@@ -648,10 +593,7 @@ class OptimizerConfig:
     )
     """adam is AdamW (decoupled weight decay)."""
     adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag(
-        "auto",
-        megatron="not in Megatron-LM",
-        needs=ADAM,
-        change=KERNEL,
+        "auto", megatron="not in Megatron-LM", needs=needs.ADAM, change=KERNEL
     )
     """Implementation of AdamW: our Triton kernel, NVIDIA apex's FusedAdam, torch's fused kernel or
     its plain loop.
@@ -661,20 +603,17 @@ class OptimizerConfig:
     fp32.
     """
     main_grads_dtype: Literal["fp32", "bf16"] = flag(
-        "fp32",
-        needs=BF16,
-        change=STEPS,
-        deepspeed="data_types.grad_accum_dtype",
+        "fp32", needs=needs.BF16, change=STEPS, deepspeed="data_types.grad_accum_dtype"
     )
     """Precision in which gradients of bf16 weights are accumulated. bf16 takes 2 bytes a parameter
     less and loses bits with every micro-batch."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=ADAM, change=STEPS)
+    exp_avg_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=needs.ADAM, change=STEPS)
     """Precision in which Adam's first moment is kept."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=ADAM, change=STEPS)
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=needs.ADAM, change=STEPS)
     """Precision in which Adam's second moment is kept."""
     optimizer_cpu_offload: bool = flag(
         False,
-        needs=OFFLOADED_ADAM,
+        needs=needs.OFFLOADED_ADAM,
         change=ROUNDING,
         deepspeed="zero_optimization.cpu_offload",
     )
@@ -682,15 +621,13 @@ class OptimizerConfig:
     optimizer_offload_fraction: float = flag(
         1.0,
         bound=SHARE,
-        needs=CPU_OFFLOAD,
+        needs=needs.CPU_OFFLOAD,
         change=ROUNDING,
         deepspeed="zero_optimization.offload_optimizer.ratio",
     )
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
     optimizer_nvme_offload: str | None = flag(
-        None,
-        megatron="not in Megatron-LM",
-        needs=OFFLOADED_ADAM,
+        None, megatron="not in Megatron-LM", needs=needs.OFFLOADED_ADAM
     )
     """Keep master weights and moments in files in this folder, on a local disk of each node,
     instead of in host memory; sets --optimizer-cpu-offload.
@@ -698,7 +635,7 @@ class OptimizerConfig:
     param_cpu_offload: bool = flag(
         False,
         megatron="not in Megatron-LM",
-        needs=(OFFLOADED_ADAM, ZERO_3),
+        needs=(needs.OFFLOADED_ADAM, needs.ZERO_3),
         deepspeed="zero_optimization.cpu_offload_params zero_optimization.offload_param.device",
     )
     """With --zero-stage 3: also keep in host memory the weights whose optimizer state is there, and
@@ -708,12 +645,14 @@ class OptimizerConfig:
     layer, the final norm to the last."""
     lr: float | None = flag(None, bound=NOT_NEGATIVE, deepspeed="optimizer.params.lr")
     """Peak learning rate."""
-    min_lr: float = flag(0.0, bound=NOT_NEGATIVE, needs=DECAY)
+    min_lr: float = flag(0.0, bound=NOT_NEGATIVE, needs=needs.DECAY)
     """Learning rate at the end of the decay."""
     decoupled_lr: float | None = flag(None, bound=NOT_NEGATIVE)
     """Peak learning rate of the word embedding and of the output layer's matrix, on the same
     schedule. Default: lr."""
-    decoupled_min_lr: float | None = flag(None, bound=NOT_NEGATIVE, needs=(DECOUPLED, DECAY))
+    decoupled_min_lr: float | None = flag(
+        None, bound=NOT_NEGATIVE, needs=(needs.DECOUPLED, needs.DECAY)
+    )
     """With --decoupled-lr: their learning rate at the end of the decay. Default: min-lr."""
     lr_decay_style: Literal[*LR_DECAYS] = "linear"  # type: ignore[valid-type]
     """Shape of the decay after warm-up."""
@@ -727,25 +666,21 @@ class OptimizerConfig:
     """Samples of linear warm-up."""
     lr_warmup_fraction: float | None = flag(None, bound=BELOW_ONE)
     """Warm-up as a share of the decay."""
-    lr_warmup_init: float = flag(0.0, bound=NOT_NEGATIVE, needs=WARMUP)
+    lr_warmup_init: float = flag(0.0, bound=NOT_NEGATIVE, needs=needs.WARMUP)
     """Learning rate at which the warm-up starts."""
     lr_wsd_decay_style: Literal[*FINAL_DECAYS] = flag(  # type: ignore[valid-type]
-        "exponential", needs=WSD
+        "exponential", needs=needs.WSD
     )
     """Shape of the final decay of WSD."""
-    lr_wsd_decay_iters: int | None = flag(None, bound=POSITIVE, needs=WSD)
+    lr_wsd_decay_iters: int | None = flag(None, bound=POSITIVE, needs=needs.WSD)
     """Iterations of the final decay of WSD."""
-    lr_wsd_decay_samples: int | None = flag(None, bound=POSITIVE, needs=WSD)
+    lr_wsd_decay_samples: int | None = flag(None, bound=POSITIVE, needs=needs.WSD)
     """Samples of the final decay of WSD."""
-    weight_decay: float = flag(
-        0.01,
-        bound=NOT_NEGATIVE,
-        deepspeed="optimizer.params.weight_decay",
-    )
+    weight_decay: float = flag(0.01, bound=NOT_NEGATIVE, deepspeed="optimizer.params.weight_decay")
     """Weight decay; biases and one-dimensional parameters have none."""
-    start_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=CHANGING_DECAY)
+    start_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=needs.CHANGING_DECAY)
     """Weight decay at the start of a run in which it changes."""
-    end_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=CHANGING_DECAY)
+    end_weight_decay: float | None = flag(None, bound=NOT_NEGATIVE, needs=needs.CHANGING_DECAY)
     """Weight decay at the end of a run in which it changes."""
     weight_decay_incr_style: Literal[*WEIGHT_DECAY_CHANGES] = (  # type: ignore[valid-type]
         "constant"
@@ -758,31 +693,23 @@ class OptimizerConfig:
         deepspeed="gradient_clipping optimizer.params.max_grad_norm",
     )
     """Scale gradients down to this global norm; 0 disables clipping."""
-    adam_beta1: float = flag(0.9, bound=BELOW_ONE, needs=ADAM, change=STEPS)
+    adam_beta1: float = flag(0.9, bound=BELOW_ONE, needs=needs.ADAM, change=STEPS)
     """Decay of Adam's first moment."""
-    adam_beta2: float = flag(0.999, bound=BELOW_ONE, needs=ADAM, change=STEPS)
+    adam_beta2: float = flag(0.999, bound=BELOW_ONE, needs=needs.ADAM, change=STEPS)
     """Decay of Adam's second moment."""
     adam_eps: float = flag(
-        1e-8,
-        bound=POSITIVE,
-        needs=ADAM,
-        change=STEPS,
-        deepspeed="optimizer.params.eps",
+        1e-8, bound=POSITIVE, needs=needs.ADAM, change=STEPS, deepspeed="optimizer.params.eps"
     )
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = flag(
-        0.9,
-        bound=BELOW_ONE,
-        needs=SGD,
-        change=STEPS,
-        deepspeed="optimizer.params.momentum",
+        0.9, bound=BELOW_ONE, needs=needs.SGD, change=STEPS, deepspeed="optimizer.params.momentum"
     )
     """Momentum of SGD."""
-    override_opt_param_scheduler: bool = flag(False, needs=LOAD)
+    override_opt_param_scheduler: bool = flag(False, needs=needs.LOAD)
     """On resume take the learning-rate and weight-decay schedule of the command line, not the
     checkpoint's.
     """
-    use_checkpoint_opt_param_scheduler: bool = flag(False, needs=LOAD)
+    use_checkpoint_opt_param_scheduler: bool = flag(False, needs=needs.LOAD)
     """On resume take the checkpoint's schedule without comparing it with the command line."""
 
 
@@ -805,23 +732,20 @@ class CheckpointConfig:
     save: str | None = None
     """Folder for checkpoints and metrics.jsonl."""
     save_interval: int | None = flag(
-        None,
-        "--persistent-save-interval",
-        bound=NOT_NEGATIVE,
-        needs=SAVE,
+        None, "--persistent-save-interval", bound=NOT_NEGATIVE, needs=needs.SAVE
     )
     """Iterations between checkpoints; one is always written at the end, with 0 no other."""
     load: str | None = None
     """Folder to resume from. When it equals --save it may still be empty."""
-    ckpt_step: int | None = flag(None, bound=NOT_NEGATIVE, needs=LOAD_AS_ASKED)
+    ckpt_step: int | None = flag(None, bound=NOT_NEGATIVE, needs=needs.LOAD_AS_ASKED)
     """Load this iteration instead of the latest."""
-    finetune: bool = flag(False, needs=LOAD_AS_ASKED)
+    finetune: bool = flag(False, needs=needs.LOAD_AS_ASKED)
     """Load weights only; start at iteration 0."""
-    load_optim: bool = flag(True, off="--no-load-optim", needs=LOAD)
+    load_optim: bool = flag(True, off="--no-load-optim", needs=needs.LOAD)
     """Load the optimizer's state."""
-    save_optim: bool = flag(True, off="--no-save-optim", needs=SAVE)
+    save_optim: bool = flag(True, off="--no-save-optim", needs=needs.SAVE)
     """Write the optimizer's state."""
-    exit_on_missing_checkpoint: bool = flag(False, needs=LOAD_AS_ASKED)
+    exit_on_missing_checkpoint: bool = flag(False, needs=needs.LOAD_AS_ASKED)
     """Require --load to hold a checkpoint, instead of starting at iteration 0."""
     allow_older_checkpoint: bool = flag(False, megatron="not in Megatron-LM")
     """When the newest checkpoint is damaged, load the newest undamaged one before it, with a
@@ -847,57 +771,44 @@ class CheckpointConfig:
     """How ranks that hold the same values write them: balanced, an equal part each; owner, the
     first rank all.
     """
-    async_save: bool = flag(False, needs=SAVE)
+    async_save: bool = flag(False, needs=needs.SAVE)
     """Write checkpoints in the background; training waits only for a copy into host memory."""
     async_save_host_memory: float | None = flag(
-        None,
-        megatron="not in Megatron-LM",
-        bound=POSITIVE,
-        needs=ASYNC_SAVE_COPIES,
+        None, megatron="not in Megatron-LM", bound=POSITIVE, needs=needs.ASYNC_SAVE_COPIES
     )
     """Most GiB of host memory that each rank's background save takes. Default: as much as its
     shard.
     """
     local_checkpoint_dir: str | None = flag(
-        None,
-        "--non-persistent-local-ckpt-dir",
-        needs=(SAVE_FOR_SAFETY, LOCAL_INTERVAL),
+        None, "--non-persistent-local-ckpt-dir", needs=(needs.SAVE_FOR_SAFETY, needs.LOCAL_INTERVAL)
     )
     """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints. A restart takes the
     newest complete checkpoint, here or in --load.
     """
     local_save_interval: int | None = flag(
-        None,
-        "--non-persistent-save-interval",
-        bound=POSITIVE,
-        needs=LOCAL_FOLDER,
+        None, "--non-persistent-save-interval", bound=POSITIVE, needs=needs.LOCAL_FOLDER
     )
     """Iterations between checkpoints in --local-checkpoint-dir."""
     local_redundancy: Literal["none", "partner", "xor"] = flag(
-        "none",
-        megatron="there: --replication",
-        needs=LOCAL_FOLDER,
+        "none", megatron="there: --replication", needs=needs.LOCAL_FOLDER
     )
     """How a lost node is rebuilt. partner: each node also keeps another node's local shards; xor:
     each node keeps XOR parity blocks of its group of up to 8 nodes.
     """
     save_rate_limit: float | None = flag(
-        None,
-        megatron="not in Megatron-LM",
-        bound=RATE,
-        needs=ASYNC_SAVE,
+        None, megatron="not in Megatron-LM", bound=RATE, needs=needs.ASYNC_SAVE
     )
     """Most MB/s that each rank's background save sends to --save."""
-    save_retain_interval: int | None = flag(None, bound=POSITIVE, needs=SAVE)
+    save_retain_interval: int | None = flag(None, bound=POSITIVE, needs=needs.SAVE)
     """Keep the checkpoints of all multiples of this; of the others only the last
     --save-keep-last.
     """
     save_keep_last: int | None = flag(
-        None, megatron="not in Megatron-LM", bound=POSITIVE, needs=SAVE
+        None, megatron="not in Megatron-LM", bound=POSITIVE, needs=needs.SAVE
     )
     """Keep this many of the newest checkpoints, and with --save-retain-interval also those of its
     multiples. Default: all; 1 with --save-retain-interval."""
-    verify_integrity: bool = flag(False, needs=SAVE_FOR_SAFETY)
+    verify_integrity: bool = flag(False, needs=needs.SAVE_FOR_SAFETY)
     """Read every checkpoint back from the disk and verify it before it counts as saved."""
 
 
@@ -913,10 +824,10 @@ class LoggingConfig:
     """Log how many gradient elements are zero."""
     log_layer_norms: bool = flag(False, megatron="not in Megatron-LM")
     """Log the norms of gradient (before clipping) and parameters of each layer."""
-    moe_per_layer_logging: bool = flag(False, needs=EXPERTS_EXIST)
+    moe_per_layer_logging: bool = flag(False, needs=needs.EXPERTS_EXIST)
     """Log how evenly tokens go to the experts of each layer, not of the worst one alone."""
     log_sample_text: int = flag(
-        0, megatron="not in Megatron-LM", bound=NOT_NEGATIVE, needs=EVALUATED
+        0, megatron="not in Megatron-LM", bound=NOT_NEGATIVE, needs=needs.EVALUATED
     )
     """Let the model continue the start of the first validation sample by this many tokens at each
     evaluation, for the log and wandb. Each token takes a forward pass of a micro-batch.
@@ -927,7 +838,7 @@ class LoggingConfig:
     """Time what each rank does itself, and name one that keeps the others waiting."""
     straggler_threshold: float = flag(0.1, megatron="not in Megatron-LM", bound=NOT_NEGATIVE)
     """How much slower than its peers a rank must be to be named: 0.1 is 10%."""
-    pipeline_timeline: str | None = flag(None, megatron="not in Megatron-LM", needs=PIPELINE)
+    pipeline_timeline: str | None = flag(None, megatron="not in Megatron-LM", needs=needs.PIPELINE)
     """Write the time line of each pipeline rank in the last logged step to this file (for
     tools/plot_schedule.py).
     """
@@ -935,19 +846,19 @@ class LoggingConfig:
     """Record some steps with torch's profiler: a Chrome trace a rank, with named passes of layers
     and collectives, in --profile-dir.
     """
-    profile_step_start: int = flag(10, bound=NOT_NEGATIVE, needs=PROFILE)
+    profile_step_start: int = flag(10, bound=NOT_NEGATIVE, needs=needs.PROFILE)
     """Iterations before the first that --profile records."""
-    profile_step_end: int = flag(12, bound=POSITIVE, needs=PROFILE)
+    profile_step_end: int = flag(12, bound=POSITIVE, needs=needs.PROFILE)
     """The last iteration that --profile records."""
-    profile_ranks: tuple[int, ...] = flag((0,), needs=PROFILE)
+    profile_ranks: tuple[int, ...] = flag((0,), needs=needs.PROFILE)
     """Ranks that --profile records."""
     profile_dir: str | None = flag(None, megatron="not in Megatron-LM: --tensorboard-dir")
     """Folder for traces, and for what is written when memory runs out. Default: <save>/profile;
     without --save that of --tensorboard-dir, else profile.
     """
-    pytorch_profiler_collect_shapes: bool = flag(False, "--record-shapes", needs=PROFILE)
+    pytorch_profiler_collect_shapes: bool = flag(False, "--record-shapes", needs=needs.PROFILE)
     """Let traces hold the shapes of operators' inputs."""
-    pytorch_profiler_collect_callstack: bool = flag(False, needs=PROFILE)
+    pytorch_profiler_collect_callstack: bool = flag(False, needs=needs.PROFILE)
     """Let traces hold the lines of Python that called each operator."""
     record_memory_history: bool = flag(False, megatron="a snapshot a log interval there")
     """Let the allocator of CUDA remember where memory was taken, and write a snapshot for
@@ -957,17 +868,17 @@ class LoggingConfig:
     """File for the metrics. Default: <save>/metrics.jsonl."""
     tensorboard_dir: str | None = None
     """Write TensorBoard files here."""
-    tensorboard_log_interval: int = flag(1, bound=POSITIVE, needs=TRACKERS)
+    tensorboard_log_interval: int = flag(1, bound=POSITIVE, needs=needs.TRACKERS)
     """Iterations between TensorBoard and wandb points (at most one per --log-interval)."""
     wandb_project: str | None = None
     """Log to this wandb project (WANDB_MODE=offline works)."""
-    wandb_exp_name: str | None = flag(None, needs=WANDB)
+    wandb_exp_name: str | None = flag(None, needs=needs.WANDB)
     """Name of the wandb run."""
-    wandb_group: str | None = flag(None, megatron="not in Megatron-LM", needs=WANDB)
+    wandb_group: str | None = flag(None, megatron="not in Megatron-LM", needs=needs.WANDB)
     """Group of the wandb run: wandb shows the runs of a group together."""
-    wandb_save_dir: str | None = flag(None, needs=WANDB)
+    wandb_save_dir: str | None = flag(None, needs=needs.WANDB)
     """Folder of wandb's files. Default: <save>/wandb."""
-    wandb_entity: str | None = flag(None, needs=WANDB)
+    wandb_entity: str | None = flag(None, needs=needs.WANDB)
     """wandb entity (user or team)."""
     peak_tflops: float | None = flag(None, megatron="not in Megatron-LM", bound=POSITIVE)
     """Peak TFLOP/s of one device, for MFU. Default: that of a known device; no MFU for an unknown
@@ -985,23 +896,23 @@ class DistributedConfig:
         1, "--ds-sequence-parallel-size", bound=POSITIVE, change=ROUNDING
     )
     """Ranks over which the positions of each sample are divided (CP)."""
-    expert_model_parallel_size: int = flag(1, bound=POSITIVE, needs=EXPERTS, change=ROUNDING)
+    expert_model_parallel_size: int = flag(1, bound=POSITIVE, needs=needs.EXPERTS, change=ROUNDING)
     """Ranks over which the experts of each layer are divided (EP). They are ranks of the same
     pipeline stage: tensor- x context- x data-parallel ranks, or a part of them.
     """
     expert_tensor_parallel_size: int | None = flag(
-        None, bound=POSITIVE, needs=EXPERTS_EXIST, change=ROUNDING
+        None, bound=POSITIVE, needs=needs.EXPERTS_EXIST, change=ROUNDING
     )
     """Ranks over which each expert's matrices are divided (ETP). Default:
     tensor-model-parallel-size.
     """
-    overlap_moe_expert_parallel_comm: bool = flag(False, needs=EXPERT_PARALLEL)
+    overlap_moe_expert_parallel_comm: bool = flag(False, needs=needs.EXPERT_PARALLEL)
     """Run the backward pass of each micro-batch beside the forward pass of a later one, layer by
     layer, so that tokens of the one travel to experts and back while the other computes. Each
     pipeline rank holds the activations of more micro-batches.
     """
     cp_comm_type: Literal["allgather", "a2a", "p2p", "a2a+p2p"] = flag(
-        "allgather", megatron="default p2p there", needs=CONTEXT_PARALLEL, change=ROUNDING
+        "allgather", megatron="default p2p there", needs=needs.CONTEXT_PARALLEL, change=ROUNDING
     )
     """How attention reads what other context-parallel ranks hold: keys and values of all positions
     are gathered (allgather), or go round the ranks and are never all in one place (p2p); each rank
@@ -1009,7 +920,7 @@ class DistributedConfig:
     groups make a ring (a2a+p2p).
     """
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
-        None, needs=TWO_LEVELS, change=ROUNDING
+        None, needs=needs.TWO_LEVELS, change=ROUNDING
     )
     """Two numbers for --cp-comm-type a2a+p2p: ranks that exchange heads, which are to be neighbours
     within a node, and ranks of a ring. Their product is --context-parallel-size.
@@ -1025,37 +936,31 @@ class DistributedConfig:
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, bound=POSITIVE, change=ROUNDING)
     """Stages that each pipeline rank holds (virtual stages): 1 by default, 2 with zero-bubble-v."""
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None,
-        bound=POSITIVE,
-        needs=PIPELINE,
+        None, bound=POSITIVE, needs=needs.PIPELINE
     )
     """Layers of each virtual stage; another way to give the number of virtual stages."""
     decoder_first_pipeline_num_layers: int | None = flag(
-        None,
-        bound=POSITIVE,
-        needs=PIPELINE,
-        change=ROUNDING,
+        None, bound=POSITIVE, needs=needs.PIPELINE, change=ROUNDING
     )
     """Layers of the first pipeline rank; ranks without a number of their own share the others
     evenly.
     """
     decoder_last_pipeline_num_layers: int | None = flag(
-        None,
-        bound=POSITIVE,
-        needs=PIPELINE,
-        change=ROUNDING,
+        None, bound=POSITIVE, needs=needs.PIPELINE, change=ROUNDING
     )
     """Layers of the last pipeline rank; ranks without a number of their own share the others
     evenly.
     """
-    account_for_embedding_in_pipeline_split: bool = flag(False, needs=PIPELINE, change=ROUNDING)
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, needs=needs.PIPELINE, change=ROUNDING
+    )
     """Count the embedding as a layer of the first stage when layers are divided evenly."""
-    account_for_loss_in_pipeline_split: bool = flag(False, needs=PIPELINE, change=ROUNDING)
+    account_for_loss_in_pipeline_split: bool = flag(False, needs=needs.PIPELINE, change=ROUNDING)
     """Count head and loss as a layer of the last stage when layers are divided evenly."""
     pipeline_model_parallel_layout: str | None = flag(
         None,
         megatron="auto is not in Megatron-LM; m and empty stages are refused here",
-        needs=PIPELINE,
+        needs=needs.PIPELINE,
         change=ROUNDING,
     )
     """Parts of each stage, such as Et*3|(tt|)*6tL: E embedding, t layer, L head and loss. auto
@@ -1068,7 +973,7 @@ class DistributedConfig:
         True,
         off="--no-tp-comm-overlap",
         megatron="off there, and needs TransformerEngine",
-        needs=TENSOR_PARALLEL,
+        needs=needs.TENSOR_PARALLEL,
         change=ROUNDING,
     )
     """Run the collectives of tensor parallelism at the same time as matrix products that do not
@@ -1078,7 +983,7 @@ class DistributedConfig:
         True,
         off="--no-overlap-grad-reduce",
         megatron="off there",
-        needs=DATA_PARALLEL,
+        needs=needs.DATA_PARALLEL,
         change=ROUNDING,
     )
     """Reduce the gradients of finished layers during the rest of the backward pass. On CPUs whose
@@ -1097,53 +1002,42 @@ class DistributedConfig:
         None,
         megatron="not in Megatron-LM",
         bound=POSITIVE,
-        needs=SHARDED,
+        needs=needs.SHARDED,
         change=ROUNDING,
         deepspeed="zero_optimization.mics_shard_size",
     )
     """Number of neighbouring data-parallel ranks that ZeRO shards over, such as those of a node;
     every such group holds a copy. Default: all data-parallel ranks.
     """
-    zero3_keep_gathered: bool = flag(False, megatron="not in Megatron-LM", needs=ZERO_3)
+    zero3_keep_gathered: bool = flag(False, megatron="not in Megatron-LM", needs=needs.ZERO_3)
     """ZeRO-3: gather a layer once a step and keep it until the step ends, instead of gathering it
     for every pass.
     """
     overlap_param_gather: bool = flag(
-        True,
-        off="--no-overlap-param-gather",
-        megatron="off there",
-        needs=GATHERED,
+        True, off="--no-overlap-param-gather", megatron="off there", needs=needs.GATHERED
     )
     """ZeRO: gather the weights of the next layers during computation."""
     grad_reduce_in_bf16: bool = flag(
         False,
         megatron="gradients are accumulated in bf16 too there",
-        needs=DATA_PARALLEL,
+        needs=needs.DATA_PARALLEL,
         change=STEPS,
     )
     """Send gradients in bf16; they are still accumulated and summed in fp32."""
-    use_tp_pp_dp_mapping: bool = flag(False, needs=PIPELINE)
+    use_tp_pp_dp_mapping: bool = flag(False, needs=needs.PIPELINE)
     """Number the ranks tp, cp, pp, dp instead of tp, cp, dp, pp (fastest first)."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag(
-        "auto",
-        megatron="nccl there",
-        needs=SEVERAL_RANKS,
-        change=ROUNDING,
+        "auto", megatron="nccl there", needs=needs.SEVERAL_RANKS, change=ROUNDING
     )
     """Library of the collectives: auto takes nccl on GPUs and gloo on CPUs."""
     distributed_timeout_minutes: float = flag(
-        10.0,
-        megatron="an integer",
-        bound=UP_TO_A_YEAR,
-        needs=SEVERAL_RANKS,
+        10.0, megatron="an integer", bound=UP_TO_A_YEAR, needs=needs.SEVERAL_RANKS
     )
     """How long a rank waits for the others, at the start and in every collective, before it ends
     with an error.
     """
     world_size: int | None = flag(
-        None,
-        megatron="set by the launcher there; here only with --dry-run",
-        bound=POSITIVE,
+        None, megatron="set by the launcher there; here only with --dry-run", bound=POSITIVE
     )
     """With --dry-run: the number of ranks to validate for."""
     device_memory: float | None = flag(None, megatron="not in Megatron-LM", bound=POSITIVE)

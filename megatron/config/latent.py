@@ -8,15 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.metadata import (
-    LATENT,
-    LATENT_ROPE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    YARN,
-    model_flag,
-    position_flag,
-)
+from megatron.config import needs
+from megatron.config.metadata import NOT_NEGATIVE, POSITIVE, model_flag, position_flag
 
 
 @dataclass(frozen=True)
@@ -28,38 +21,35 @@ class LatentConfig:
     narrow vector of each token, and positions rotate channels of their own. --qk-layernorm then
     normalises that vector, and the queries' of --q-lora-rank.
     """
-    q_lora_rank: int | None = model_flag(None, bound=POSITIVE, needs=LATENT)
+    q_lora_rank: int | None = model_flag(None, bound=POSITIVE, needs=needs.LATENT)
     """Width of the vector that a token's queries are made of. Default: they are made of the token
     itself.
     """
-    kv_lora_rank: int = model_flag(32, bound=POSITIVE, needs=LATENT)
+    kv_lora_rank: int = model_flag(32, bound=POSITIVE, needs=needs.LATENT)
     """Width of the vector that a token's keys and values are made of."""
-    qk_head_dim: int = model_flag(128, bound=POSITIVE, needs=LATENT)
+    qk_head_dim: int = model_flag(128, bound=POSITIVE, needs=needs.LATENT)
     """Channels of a head's queries and keys that do not rotate."""
-    qk_pos_emb_head_dim: int = model_flag(64, bound=POSITIVE, needs=LATENT)
+    qk_pos_emb_head_dim: int = model_flag(64, bound=POSITIVE, needs=needs.LATENT)
     """Channels of a head's queries and keys that rotate; those of the keys are the same for all
     heads.
     """
-    v_head_dim: int = model_flag(128, bound=POSITIVE, needs=LATENT)
+    v_head_dim: int = model_flag(128, bound=POSITIVE, needs=needs.LATENT)
     """Channels of a head's values."""
-    rope_type: Literal["rope", "yarn"] | None = model_flag(None, needs=LATENT_ROPE)
+    rope_type: Literal["rope", "yarn"] | None = model_flag(None, needs=needs.LATENT_ROPE)
     """Rotary positions of latent attention: plain, or YaRN, which is the default as in Megatron-LM,
     also with --position-embedding-type rope or none.
     """
     latent_norm_epsilon: float | None = model_flag(
-        None,
-        megatron="one --norm-epsilon for all norms there",
-        bound=POSITIVE,
-        needs=LATENT,
+        None, megatron="one --norm-epsilon for all norms there", bound=POSITIVE, needs=needs.LATENT
     )
     """Epsilon of the latent vectors' norms. Default: norm-epsilon. Hugging Face's families of
     latent attention have 1e-6 whatever the other norms have.
     """
-    mscale: float = position_flag(1.0, bound=NOT_NEGATIVE, needs=(LATENT, YARN))
+    mscale: float = position_flag(1.0, bound=NOT_NEGATIVE, needs=(needs.LATENT, needs.YARN))
     """YaRN: the rotary table is multiplied by m(mscale) / m(mscale-all-dim), where m(x) is
     0.1 x ln(--rope-scaling-factor) + 1.
     """
-    mscale_all_dim: float = position_flag(0.0, bound=NOT_NEGATIVE, needs=(LATENT, YARN))
+    mscale_all_dim: float = position_flag(0.0, bound=NOT_NEGATIVE, needs=(needs.LATENT, needs.YARN))
     """YaRN: attention scores are multiplied by m(mscale-all-dim)^2, see --mscale."""
 
     @property

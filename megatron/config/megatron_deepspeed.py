@@ -128,7 +128,9 @@ def _experts(given: Given, config: Config, chosen: set[str], result: Translation
     count = config.model.num_experts
     if count is None or count <= 1:
         names = ", ".join(given)
-        result.notes.append(f"{names}: acts only in mixture-of-experts models (--num-experts)")
+        result.notes.append(
+            f"{names}: has an effect only in mixture-of-experts models (--num-experts)"
+        )
         return
     if given.get("--mlp-type", ["standard"]) != ["standard"]:
         result.faults.append(

@@ -1,39 +1,48 @@
 """Every rule between flags.
 
 `resolve` fills in derived values (`derive.py`), then collects the faults of all rules: bounds of
-one field and flags that could not act (both declared by the field, `groups.py`), and the rules of
-RULES, one small function each (those of the layout in `validate_layout.py`). A rule whose inputs
-are missing says nothing: the missing flag is a fault of its own.
+one field and flags without effect (both declared by the field, `groups.py`), the tables of rules
+between two fields (`rules.py`), and the functions of RULES, which compute something (those of the
+layout in `validate_layout.py`). A rule whose inputs are missing reports nothing: the missing flag
+is a fault already.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 from megatron.config.batch_schedule import batch_steps
-from megatron.config.derive import DEFAULTS, METADATA, RunView, derive
+from megatron.config.derive import RunView, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.foreign_checkpoint import foreign_checkpoint
 from megatron.config.fp8 import fp8_faults
 from megatron.config.groups import Config
-from megatron.config.metadata import flag_name, is_rotary
+from megatron.config.metadata import flag_name
+from megatron.config.needs import is_rotary
 from megatron.config.offload import LAYER_INPUT
 from megatron.config.recompute import FULL, layer_words
+from megatron.config.rules import (
+    NEEDED,
+    Faults,
+    counts,
+    nearest,
+    ranges,
+    two_fields,
+    without_effect,
+)
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
 from megatron.config.validate_experts import experts
 from megatron.config.validate_latent import LATENT, latent_attention
 from megatron.config.validate_layout import (
-    Faults,
     bubble,
     context_parallel,
     given,
-    nearest,
     pipeline_schedule,
     pipeline_split,
     tensor_parallel,
@@ -49,20 +58,6 @@ class Resolved:
 
     config: Config
     notes: list[str]
-
-
-# ---------------------------------------------------------------- rules of one field
-
-
-def _ranges(run: RunView) -> Faults:
-    for field, rules in METADATA.items():
-        value = getattr(run, field)
-        bound = rules["bound"]
-        if bound is not None and value is not None and not bound.holds(value):
-            yield f"{run.show(field)}: must be {bound.text}"
-    yield from _bounds(run)
-    if run.train_iters == 0 and not run.skip_train:
-        yield "--train-iters 0: nothing would be trained; to evaluate only, give --skip-train"
 
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")  # a weight of a blend
@@ -108,25 +103,6 @@ def _bounds(run: RunView) -> Faults:
             )
 
 
-def _cannot_act(run: RunView, *, fault: bool) -> Iterator[tuple[str, str]]:
-    """(flag as given, what it acts with) for each field that is not at its default and cannot act,
-    where that is a fault or a remark.
-    """
-    for field, rules in METADATA.items():
-        value = getattr(run, field)
-        for need in rules["needs"] if value != DEFAULTS[field] else ():
-            if need.fault == fault and not need.is_met(run):
-                yield (
-                    run.show(field) if value is not False else flag_name("no_" + field),
-                    need.text,
-                )
-
-
-def _needs(run: RunView) -> Faults:
-    for shown, text in _cannot_act(run, fault=True):
-        yield f"{shown}: acts only with {text}; drop it or add that"
-
-
 # ---------------------------------------------------------------- rules between fields
 
 
@@ -144,8 +120,7 @@ def _required(run: RunView) -> Faults:
 
 
 def _heads(run: RunView) -> Faults:
-    heads = run.num_attention_heads
-    groups = run.num_query_groups
+    heads, groups = run.num_attention_heads, run.num_query_groups
     if (
         run.kv_channels is None
         and run.has("hidden_size", "num_attention_heads")
@@ -155,21 +130,11 @@ def _heads(run: RunView) -> Faults:
             f"--hidden-size {run.hidden_size}: not divisible by --num-attention-heads "
             f"{heads}; change one, or give --kv-channels"
         )
-    if run.group_query_attention and groups is None:
-        yield "--group-query-attention: give --num-query-groups (the number of key/value heads)"
     if run.has("num_attention_heads", "num_query_groups") and heads % groups:
         yield f"--num-query-groups {groups}: must divide --num-attention-heads {heads}"
 
 
 def _positions(run: RunView) -> Faults:
-    if (
-        run.has("seq_length", "max_position_embeddings")
-        and run.max_position_embeddings < run.seq_length
-    ):
-        yield (
-            f"{run.show('max_position_embeddings')}: smaller than --seq-length "
-            f"{run.seq_length}; raise it to that"
-        )
     if is_rotary(run) and run.has("kv_channels", "rotary_percent") and not run.has(*LATENT):
         channels = int(run.kv_channels * run.rotary_percent)
         if channels == 0 or channels % 2:
@@ -177,89 +142,19 @@ def _positions(run: RunView) -> Faults:
                 f"{run.show('rotary_percent')}: {channels} of {run.kv_channels} channels "
                 "would rotate; it must be an even number above 0"
             )
-    if run.use_rope_scaling and run.rope_high_freq_factor <= run.rope_low_freq_factor:
+
+
+def _captured_gradients(run: RunView) -> Faults:
+    if run.cuda_graphs and run.zero_stage >= 2 and run.replicas > 1:
         yield (
-            f"{run.show('rope_high_freq_factor')}: must be greater than "
-            f"{run.show('rope_low_freq_factor')}"
+            f"--cuda-graphs: is not supported with {run.show('zero_stage')}, whose gradient "
+            "buffers move; set --zero-stage 0 or 1"
         )
-    if run.use_rope_scaling and run.rotary_seq_len_interpolation_factor is not None:
-        yield (
-            "--use-rope-scaling: does not combine with "
-            "--rotary-seq-len-interpolation-factor; drop one"
-        )
-    if run.position_embedding_type == "yarn" and run.yarn_beta_fast <= run.yarn_beta_slow:
-        yield f"{run.show('yarn_beta_fast')}: must be greater than {run.show('yarn_beta_slow')}"
-
-
-def _attention(run: RunView) -> Faults:
-    limited = run.attention_backend in ("gluon", "fa4", "sdpa")
-    if limited and run.attention_dropout > 0:
-        yield (
-            f"--attention-backend {run.attention_backend}: cannot apply "
-            f"{run.show('attention_dropout')}; give --attention-dropout 0, or drop the backend"
-        )
-    if limited and run.attn_logit_softcapping is not None:
-        yield (
-            f"--attention-backend {run.attention_backend}: cannot apply "
-            f"{run.show('attn_logit_softcapping')}; drop one"
-        )
-
-
-def _cuda_graphs(run: RunView) -> Faults:
-    if not run.cuda_graphs:
-        return
-    moves = f"--zero-stage {run.zero_stage}, whose gradient buffers move (take 0 or 1)"
-    obstacles = {
-        "--torch-compile": run.torch_compile,
-        run.show("recompute_granularity"): run.recompute_granularity is not None,
-        run.show("recompute"): run.recompute is not None,
-        run.show("recompute_layers"): run.recompute_layers is not None,
-        # what a captured pass saves stays where it was captured
-        "--activation-offload": run.activation_offload,
-        run.show("tiled_mlp"): run.tiled_mlp > 1,
-        f"{run.show('pipeline_schedule')} (take 1f1b or interleaved)": (
-            run.pipeline_schedule in ("zero-bubble", "zero-bubble-v")
-        ),
-        # a small model needs no tensor parallelism, and nothing has shown collectives in a graph
-        run.show("tensor_model_parallel_size"): run.tp > 1,
-        moves: run.zero_stage >= 2 and run.replicas > 1,
-    }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
-            yield f"--cuda-graphs: does not combine with {obstacle}; drop one"
-
-
-def _precision(run: RunView) -> Faults:
-    formats = given(run, "bf16", "fp16", "fp64")
-    if len(formats) > 1:
-        yield f"{' '.join(map(run.show, formats))}: contradict each other; keep one"
-    if run.grad_reduce_in_bf16 and run.fp64:
-        yield "--grad-reduce-in-bf16: contradicts --fp64; drop one"
-    if run.initial_loss_scale < run.min_loss_scale:
-        yield f"{run.show('initial_loss_scale')}: below {run.show('min_loss_scale')}"
-
-
-def _optimizer(run: RunView) -> Faults:
-    moments = [
-        field for field in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(run, field) != "fp32"
-    ]
-    if run.adam_implementation == "apex":
-        for field in (*moments, *given(run, "optimizer_cpu_offload")):
-            yield (
-                f"{run.show(field)}: not something that apex's FusedAdam does; drop "
-                "--adam-implementation apex, or this"
-            )
-    if run.fp64:
-        for field in (
-            *moments,
-            *(["adam_implementation"] if run.adam_implementation == "triton" else []),
-        ):
-            yield f"{run.show(field)}: contradicts --fp64; drop one"
-    if run.has("num_layers"):
-        yield from _freeze(run)
 
 
 def _freeze(run: RunView) -> Faults:
+    if not run.has("num_layers"):
+        return
     try:
         frozen = frozen_units(run.config)
     except UserError as error:
@@ -364,23 +259,12 @@ def _tokenizer(run: RunView) -> Faults:
     if kind is None:
         mock = "; with --mock-data, --vocab-size N is enough" if run.mock_data else ""
         yield f"--tokenizer-type is required{mock}"
-    if kind == "NullTokenizer" and run.vocab_size is None:
-        yield "--tokenizer-type NullTokenizer: give --vocab-size"
-    files = {"GPT2BPETokenizer": ("vocab_file", "merge_file"), "NullTokenizer": (), None: ()}.get(
-        kind, ("tokenizer_model",)
-    )
-    for field in files:
+    for rule, field, _ in NEEDED:
         path = getattr(run, field)
-        if path is None:
-            yield f"--tokenizer-type {kind}: give {flag_name(field)}"
-        elif not os.path.exists(path):
+        is_file = rule.startswith("tokenizer_type") and field != "vocab_size"
+        if is_file and counts(run, rule) and path is not None and not os.path.exists(path):
             yield f"{run.show(field)}: {absent_tokenizer(path)}"
     rows = run.padded_vocab_size
-    if rows is not None and rows % run.tp:
-        yield (
-            f"{run.show('padded_vocab_size')}: not divisible by "
-            f"{run.show('tensor_model_parallel_size')}; the nearest is {nearest(rows, run.tp)}"
-        )
     if rows is not None and run.vocabulary is not None and rows < run.vocabulary:
         yield (
             f"{run.show('padded_vocab_size')}: the tokenizer has {run.vocabulary} tokens; give "
@@ -430,8 +314,6 @@ def _batch_schedule(run: RunView) -> Faults:
     if run.step_batch_size_schedule is None:
         return
     shown = run.show("step_batch_size_schedule")
-    if run.rampup_batch_size is not None:
-        yield f"{shown}: contradicts {run.show('rampup_batch_size')}; remove one of them"
     if not run.has("seq_length"):
         return
     try:
@@ -462,8 +344,9 @@ def _decay_is_read(run: RunView) -> bool:
 def _length(run: RunView) -> Faults:
     if run.train_iters is None and run.train_samples is None and not run.skip_train:
         yield "--train-iters or --train-samples is required"
+    if run.train_iters == 0 and not run.skip_train:
+        yield "--train-iters 0: nothing would be trained; to evaluate only, set --skip-train"
     if run.train_iters is not None and run.train_samples is not None:
-        yield f"{run.show('train_iters')}: contradicts {run.show('train_samples')}; keep one"
         return
     for length, wrong in (("train_iters", "samples"), ("train_samples", "iters")):
         decays = (f"lr_decay_{wrong}", f"lr_wsd_decay_{wrong}") if _decay_is_read(run) else ()
@@ -481,9 +364,6 @@ def _schedule(run: RunView) -> Faults:
     warmup, decay, final = (
         getattr(run, name + unit) for name in ("lr_warmup_", "lr_decay_", "lr_wsd_decay_")
     )
-    if run.lr_warmup_fraction is not None and (run.lr_warmup_iters or run.lr_warmup_samples):
-        field = "lr_warmup_iters" if run.lr_warmup_iters else "lr_warmup_samples"
-        yield f"{run.show('lr_warmup_fraction')}: contradicts {run.show(field)}; keep one"
     if decay and warmup >= decay and _decay_is_read(run):
         yield f"--lr-warmup-{unit} {warmup}: must be smaller than --lr-decay-{unit} {decay}"
     has_final_decay = run.decay_kind.has_final_decay
@@ -497,16 +377,7 @@ def _schedule(run: RunView) -> Faults:
             f"--lr-wsd-decay-{unit} {final}: does not fit into --lr-decay-{unit} {decay} "
             "after the warm-up"
         )
-    ends = ("min_lr", "lr_warmup_init") if run.decay_kind.decays else ("lr_warmup_init",)
-    for field in ends:
-        if run.lr is not None and getattr(run, field) > run.lr and not run.skip_train:
-            yield f"{run.show(field)}: greater than {run.show('lr')}"
     yield from _decoupled(run)
-    if run.override_opt_param_scheduler and run.use_checkpoint_opt_param_scheduler:
-        yield (
-            "--override-opt-param-scheduler: contradicts "
-            "--use-checkpoint-opt-param-scheduler; keep one"
-        )
 
 
 def _decoupled(run: RunView) -> Faults:
@@ -523,13 +394,6 @@ def _decoupled(run: RunView) -> Faults:
         yield f"{run.show('decoupled_min_lr')}: greater than {shown}"
 
 
-def _weight_decay(run: RunView) -> Faults:
-    if run.weight_decay_incr_style != "constant":
-        for field in ("start_weight_decay", "end_weight_decay"):
-            if getattr(run, field) is None:
-                yield f"{run.show('weight_decay_incr_style')}: give {flag_name(field)}"
-
-
 def _recompute(run: RunView) -> Faults:
     in_full = run.recompute_granularity == "full"
     if in_full and run.recompute_method == "block" and run.recompute_num_layers is None:
@@ -539,18 +403,6 @@ def _recompute(run: RunView) -> Faults:
         )
     if run.has("recompute_num_layers", "num_layers") and run.recompute_num_layers > run.num_layers:
         yield f"{run.show('recompute_num_layers')}: there are {run.num_layers} layers; give fewer"
-    ways = given(run, "recompute", "recompute_granularity", "recompute_layers")
-    if len(ways) > 1 and not (run.recompute and run.recompute_granularity is None):
-        yield f"{' '.join(map(run.show, ways))}: contradict each other; keep one"
-    if run.recompute is not None and run.memory_budget is None:
-        yield "--recompute auto: give --memory-budget, the GiB that the plan may need on a device"
-    selective = [way for way in ways if way != "recompute_granularity"]
-    selective += ["recompute_granularity"] if run.recompute_granularity == "selective" else []
-    for way in selective if run.torch_compile else ():
-        yield (
-            f"{run.show(way)}: a layer that --torch-compile has compiled fixes what it keeps; "
-            "drop one, or take --recompute-granularity full"
-        )
     yield from _recompute_layers(run)
     yield from _tiled_mlp(run)
     if run.distribute_saved_activations and run.sequence_parallel and run.tp > 1:
@@ -572,14 +424,7 @@ def _tiled_mlp(run: RunView) -> Faults:
     """Pieces of the sequence must be equal: ranks communicate in each, and 8-bit floats share
     scales in blocks of tokens.
     """
-    if run.tiled_mlp <= 1:
-        return
-    if run.torch_compile:
-        yield (
-            f"{run.show('tiled_mlp')}: a layer that --torch-compile has compiled fixes what it "
-            "keeps; drop one"
-        )
-    if not run.has("seq_length"):
+    if run.tiled_mlp <= 1 or not run.has("seq_length"):
         return
     length = run.seq_length // run.cp // (run.tp if run.sequence_parallel else 1)
     if length % run.tiled_mlp:
@@ -617,11 +462,6 @@ def _activation_offload(run: RunView) -> Faults:
     full = run.recompute_granularity == "full"
     some_whole = full or any(word.partition("*")[0] == FULL for word in words)
     all_whole = full and run.recompute_method != "block"
-    if run.recompute is not None:
-        yield (
-            "--activation-offload: --recompute auto plans for what stays on the device; give what "
-            "it chose as --recompute-layers, or drop one"
-        )
     if run.torch_compile and not all_whole:
         yield (
             "--activation-offload: a layer that --torch-compile has compiled fixes what it keeps; "
@@ -719,11 +559,6 @@ def _checkpoint(run: RunView) -> Faults:
 def _profile(run: RunView) -> Faults:
     if not run.profile:
         return
-    if run.profile_step_end <= run.profile_step_start:
-        yield (
-            f"{run.show('profile_step_end')}: must be above {run.show('profile_step_start')}: "
-            "steps from there on, and up to this one, are recorded"
-        )
     outside = [rank for rank in run.profile_ranks if rank < 0 or 0 < run.world <= rank]
     if outside:
         yield f"{run.show('profile_ranks')}: there is no rank {outside[0]}; ranks count from 0"
@@ -731,8 +566,9 @@ def _profile(run: RunView) -> Faults:
 
 RULES: tuple[Callable[[RunView], Faults], ...] = (
     _required,
-    _ranges,
-    _needs,
+    ranges,
+    two_fields,
+    _bounds,
     _profile,
     tensor_parallel,
     context_parallel,
@@ -743,11 +579,9 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     latent_attention,
     _heads,
     _positions,
-    _attention,
-    _cuda_graphs,
-    _precision,
+    _captured_gradients,
     fp8_faults,
-    _optimizer,
+    _freeze,
     _sources,
     _split,
     _tokenizer,
@@ -755,7 +589,6 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     _batch_schedule,
     _length,
     _schedule,
-    _weight_decay,
     _recompute,
     _activation_offload,
     _checkpoint,
@@ -767,8 +600,8 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
 
 
 def _remarks(run: RunView) -> Faults:
-    for shown, text in _cannot_act(run, fault=False):
-        yield f"{shown}: acts only with {text}; nothing changes here"
+    for flag, text in without_effect(run, fault=False):
+        yield f"{flag}: has no effect without {text}"
     if run.activation == "gelu":
         yield (
             "--activation gelu is the exact (erf) form; Megatron-LM's default, which it "

@@ -5,15 +5,13 @@ with.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.experts import expert_pattern
 from megatron.config.metadata import flag_name
+from megatron.config.rules import EXPERT_EXCLUSIONS, Faults, excluded
 from megatron.config.schedules import IN_PAIRS, SCHEDULES
-
-Faults = Iterator[str]
 
 
 def experts(run: RunView) -> Faults:
@@ -26,7 +24,8 @@ def experts(run: RunView) -> Faults:
     yield from _groups(run)
     yield from _losses(run)
     yield from _ranks(run)
-    yield from _obstacles(run)
+    yield from excluded(run, EXPERT_EXCLUSIONS)
+    yield from _offload(run)
     if run.overlap_moe_expert_parallel_comm:
         yield from _pairs(run)
 
@@ -94,11 +93,6 @@ def _router(run: RunView) -> Faults:
         yield (
             "--moe-router-enable-expert-bias: a bias means something beside scores of a fixed "
             "range; give --moe-router-score-function sigmoid"
-        )
-    if run.moe_router_force_load_balancing and run.moe_expert_capacity_factor is not None:
-        yield (
-            f"--moe-router-force-load-balancing: {run.show('moe_expert_capacity_factor')} drops "
-            "nothing where all experts have as many tokens; drop one"
         )
 
 
@@ -169,19 +163,6 @@ def _ranks(run: RunView) -> Faults:
             f"{product}: must divide the {stage} rank(s) of a pipeline stage (tensor- x context- x "
             "data-parallel); give fewer, or --expert-tensor-parallel-size 1"
         )
-    if run.has("moe_ffn_hidden_size") and run.moe_ffn_hidden_size % run.etp:
-        below = run.moe_ffn_hidden_size // run.etp * run.etp
-        yield (
-            f"{run.show('moe_ffn_hidden_size')}: not divisible by --expert-tensor-parallel-size "
-            f"{run.etp}; the nearest is {below or run.etp}"
-        )
-    width = run.moe_shared_expert_intermediate_size
-    if run.has("moe_shared_expert_intermediate_size") and width % run.tp:
-        yield (
-            f"{run.show('moe_shared_expert_intermediate_size')}: not divisible by "
-            f"{run.show('tensor_model_parallel_size')}; the nearest is "
-            f"{width // run.tp * run.tp or run.tp}"
-        )
     if run.tp > 1 and not run.sequence_parallel:
         yield (
             f"--num-experts with {run.show('tensor_model_parallel_size')}: the ranks would all "
@@ -189,20 +170,7 @@ def _ranks(run: RunView) -> Faults:
         )
 
 
-def _obstacles(run: RunView) -> Faults:
-    """What experts do not combine with."""
-    obstacles = {
-        "biases in linear layers (give --disable-bias-linear; --add-qkv-bias keeps that of "
-        "attention)": run.add_bias_linear,
-        "--torch-compile": run.torch_compile,
-        "--cuda-graphs": run.cuda_graphs,
-        run.show("fp8_format"): run.fp8_format is not None,
-        run.show("tiled_mlp"): run.tiled_mlp > 1,
-    }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
-            rest = "" if "(" in obstacle else "; drop one"
-            yield f"--num-experts: experts do not combine with {obstacle}{rest}"
+def _offload(run: RunView) -> Faults:
     if run.activation_offload and run.offload_modules:
         inside = "mlp_fc1", "mlp_act", "mlp_fc2"
         shown = [word for word in run.offload_modules if word in inside]

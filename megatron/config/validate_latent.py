@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megatron.config.derive import RunView, rescales_scores
-from megatron.config.metadata import flag_name, is_rotary
+from megatron.config.needs import is_rotary
+from megatron.config.rules import LATENT_EXCLUSIONS, Faults, excluded
 
-Faults = Iterator[str]
 LATENT = ("multi_latent_attention",)
 UP = "mla_up_proj"
 
@@ -23,7 +21,7 @@ def latent_attention(run: RunView) -> Faults:
             )
         return
     yield from _widths(run)
-    yield from _obstacles(run)
+    yield from excluded(run, LATENT_EXCLUSIONS)
 
 
 def _nothing_to_recompute(run: RunView) -> Faults:
@@ -68,20 +66,3 @@ def _plain_rope(run: RunView) -> Faults:
             "which is not supported with plain rotary positions; set --mscale-all-dim 0, or remove "
             "--rope-type rope"
         )
-
-
-def _obstacles(run: RunView) -> Faults:
-    obstacles = {
-        "--group-query-attention": run.group_query_attention,
-        "--add-qkv-bias": run.add_qkv_bias,
-        run.show("rotary_percent"): run.rotary_percent != 1,
-        run.show("rotary_backend"): run.rotary_backend == "triton",
-        "--torch-compile": run.torch_compile,
-        run.show("fp8_format"): run.fp8_format is not None,
-    }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
-            yield (
-                f"{flag_name('multi_latent_attention')}: latent attention does not combine with "
-                f"{obstacle}; drop one"
-            )

@@ -5,21 +5,13 @@ schedules.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from megatron.config.derive import RunView, attention_ranks
 from megatron.config.errors import UserError
 from megatron.config.metadata import flag_name
+from megatron.config.rules import Faults, nearest
 from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, counted_layers, parse_layout
-
-Faults = Iterator[str]
-
-
-def nearest(value: int, unit: int) -> int:
-    """The multiple of `unit` that is nearest to a value, above 0."""
-    return max(unit, (value + unit // 2) // unit * unit)
-
 
 # ---------------------------------------------------------------- sizes
 
@@ -129,15 +121,6 @@ def context_parallel(run: RunView) -> Faults:
     if run.cp <= 1:
         return
     shown = run.show("context_parallel_size")
-    for flag, is_given in (
-        ("--torch-compile", run.torch_compile),
-        ("--cuda-graphs", run.cuda_graphs),
-    ):
-        if is_given:
-            yield (
-                f"{flag}: does not combine with {shown}, under which attention communicates; "
-                "drop one"
-            )
     if fault := _two_levels(run, shown):
         yield fault
         return

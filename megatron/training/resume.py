@@ -21,7 +21,7 @@ from megatron.config.derive import GROUP_OF, METADATA, POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.config.input_files import InputError
-from megatron.config.metadata import is_rotary
+from megatron.config.needs import is_rotary
 from megatron.distributed.groups import describe_layout
 from megatron.model.build import model_shapes, trained_names
 from megatron.model.kernels import choose_kernels

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 BEFORE = "    sgd_momentum: float = "
 FIELD = '''    nesterov_share: float = flag(
-        0.5, "--nesterov", megatron="not in Megatron-LM", bound=SHARE, needs=SGD, change=STEPS,
+        0.5, "--nesterov", megatron="not in Megatron-LM", bound=SHARE, needs=needs.SGD, change=STEPS,
         deepspeed="optimizer.params.nesterov_share")
     """Share of Nesterov's correction in a step of SGD."""
 '''
@@ -60,7 +60,7 @@ def test_it_is_parsed_bounded_and_remarked_on(copy):
     code, text = run(copy, *dry, "--optimizer", "sgd", "--nesterov", "2")
     assert code == 2 and "--nesterov-share 2.0: must be above 0 and at most 1" in text
     code, text = run(copy, *dry, "--nesterov-share", "0.25")
-    assert code == 0 and "--nesterov-share 0.25: acts only with --optimizer sgd" in text
+    assert code == 0 and "--nesterov-share 0.25: has no effect without --optimizer sgd" in text
     code, text = run(copy, *dry, "--optimizer", "sgd", "--nesterov-shar", "0.25")
     assert code == 2 and "--nesterov-share" in text  # suggested
 

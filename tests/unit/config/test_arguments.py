@@ -255,8 +255,8 @@ def test_all_faults_at_once():
         "--fp8-recipe delayed: not a recipe here; give --fp8-recipe tensorwise, rowwise or "
         "blockwise",
         "--retro-workdir x: retrieval",
-        "--bf16 --fp16: contradict",
-        "--zero3-keep-gathered: acts only with --zero-stage 3",
+        "--bf16: contradicts --fp16",
+        "--zero3-keep-gathered: has no effect without --zero-stage 3",
         "--nan-policy ignore: choose from stop, skip",
         "did you mean cosine?",
     ]

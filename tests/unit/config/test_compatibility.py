@@ -172,8 +172,12 @@ def test_a_longer_family_or_an_exact_name_wins():
         ),
         ("--zero-stage", ["--zero-stage: no value follows it"], []),
         ("--exit-signal SIGTERM", [], []),
-        ("--moe-loss-coeff 0.01", [], ["--moe-loss-coeff: acts only in mixture"]),
-        ("--num-experts 1 --moe-loss-coeff 0.01", [], ["--moe-loss-coeff: acts only in mixture"]),
+        ("--moe-loss-coeff 0.01", [], ["--moe-loss-coeff: has an effect only in mixture"]),
+        (
+            "--num-experts 1 --moe-loss-coeff 0.01",
+            [],
+            ["--moe-loss-coeff: has an effect only in mixture"],
+        ),
         ("--tokenizer-hf-no-include-special-tokens", [], ["--tokenizer-hf-no-include-special"]),
         ("--attention-head-type multihead --use-torch-compile=0", [], []),
         (

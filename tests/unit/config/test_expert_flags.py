@@ -49,7 +49,11 @@ def faults(words: str, ranks: int = 1) -> list[str]:
             1,
             "2 groups of 1 experts hold fewer than --moe-router-topk 4; give 4 or more",
         ),
-        ("--moe-router-group-topk 2", 1, "--moe-router-group-topk 2: acts only with --moe-router"),
+        (
+            "--moe-router-group-topk 2",
+            1,
+            "--moe-router-group-topk 2: has no effect without --moe-router",
+        ),
         (
             "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01",
             1,
@@ -63,7 +67,7 @@ def faults(words: str, ranks: int = 1) -> list[str]:
         ("--moe-aux-loss-coeff -1", 1, "--moe-aux-loss-coeff -1.0: must be 0 or more"),
         ("--expert-model-parallel-size 3", 3, "must divide --num-experts 8; the nearest is 2"),
         ("--expert-model-parallel-size 4", 2, "must divide the 2 rank(s) of a pipeline stage"),
-        ("--expert-tensor-parallel-size 3", 3, "--moe-ffn-hidden-size 256: not divisible by"),
+        ("--expert-tensor-parallel-size 3", 3, "--moe-ffn-hidden-size 256: must be a multiple of"),
         (
             "--tensor-model-parallel-size 2",
             2,
@@ -73,11 +77,11 @@ def faults(words: str, ranks: int = 1) -> list[str]:
             "--tensor-model-parallel-size 2 --sequence-parallel "
             "--moe-shared-expert-intermediate-size 33",
             2,
-            "--moe-shared-expert-intermediate-size 33: not divisible by",
+            "--moe-shared-expert-intermediate-size 33: must be a multiple of",
         ),
-        ("--add-bias-linear", 1, "give --disable-bias-linear"),
-        ("--torch-compile", 1, "experts do not combine with --torch-compile; drop one"),
-        (PAIRS, 2, "acts only with --expert-model-parallel-size of 2 or more"),
+        ("--add-bias-linear", 1, "set --disable-bias-linear"),
+        ("--torch-compile", 1, "is not supported with --torch-compile; remove one of them"),
+        (PAIRS, 2, "has no effect without --expert-model-parallel-size of 2 or more"),
         (
             f"{PAIRS} {EP2} --moe-token-dispatcher-type allgather",
             2,
@@ -94,10 +98,18 @@ def faults(words: str, ranks: int = 1) -> list[str]:
             2,
             "--global-batch-size 2 is one micro-batch a step",
         ),
-        ("--cuda-graphs", 1, "experts do not combine with --cuda-graphs; drop one"),
-        ("--tiled-mlp 2", 1, "experts do not combine with --tiled-mlp 2; drop one"),
-        ("--moe-shared-expert-gate", 1, "acts only with --moe-shared-expert-intermediate-size N"),
-        ("--moe-token-drop-policy position", 1, "acts only with --moe-expert-capacity-factor N"),
+        ("--cuda-graphs", 1, "is not supported with --cuda-graphs; remove one of them"),
+        ("--tiled-mlp 2", 1, "is not supported with --tiled-mlp 2; remove one of them"),
+        (
+            "--moe-shared-expert-gate",
+            1,
+            "has no effect without --moe-shared-expert-intermediate-size N",
+        ),
+        (
+            "--moe-token-drop-policy position",
+            1,
+            "has no effect without --moe-expert-capacity-factor N",
+        ),
     ],
 )
 def test_a_fault_says_what_to_give(words, ranks, fault):
@@ -108,7 +120,9 @@ def test_flags_of_experts_without_experts_are_faults():
     words = [word for word in BASE if word not in ("--num-experts", "8")]
     config = parse_arguments([*words, "--expert-model-parallel-size", "2"]).config
     found = cross_field_faults(config, 2, 127)
-    assert any("--expert-model-parallel-size 2: acts only with --num-experts N" in x for x in found)
+    assert any(
+        "--expert-model-parallel-size 2: has no effect without --num-experts N" in x for x in found
+    )
     config = parse_arguments([*words, "--moe-layer-recompute"]).config
     found = cross_field_faults(config, 1, 127)
     assert any("--recompute-modules moe: moe is a part of experts, and no" in x for x in found)

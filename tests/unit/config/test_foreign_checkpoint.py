@@ -136,4 +136,4 @@ def test_profiles_have_a_default_folder(flags, expected):
 )
 def test_what_has_no_effect_in_megatron_is_a_remark(flags):
     notes = resolve(parse_arguments(f"{LINE} {flags}".split()).config, 1, 101).notes
-    assert any("nothing changes here" in note for note in notes)
+    assert any("has no effect without" in note for note in notes)

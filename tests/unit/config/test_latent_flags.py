@@ -31,7 +31,7 @@ def faults(words: str) -> list[str]:
 @pytest.mark.parametrize(
     "words, fault",
     [
-        ("--kv-lora-rank 16", "--kv-lora-rank 16: acts only with --multi-latent-attention"),
+        ("--kv-lora-rank 16", "--kv-lora-rank 16: has no effect without --multi-latent-attention"),
         (
             f"{LATENT} --position-embedding-type learned_absolute",
             "a learned table in addition to rotary positions",
@@ -45,12 +45,15 @@ def faults(words: str) -> list[str]:
         (f"{LATENT} --qk-pos-emb-head-dim 7", "channels rotate in pairs; give 8"),
         (f"{LATENT} --v-head-dim 193", "more than the 192 channels of a key"),
         (f"{LATENT} --q-lora-rank 0", "--q-lora-rank 0: must be greater than 0"),
-        (f"{LATENT} --group-query-attention --num-query-groups 2", "--group-query-attention; drop"),
-        (f"{LATENT} --rotary-percent 0.5", "--rotary-percent 0.5; drop one"),
-        (f"{LATENT} --add-qkv-bias", "--add-qkv-bias; drop one"),
-        (f"{LATENT} --torch-compile", "--torch-compile; drop one"),
-        (f"{LATENT} --rotary-backend triton", "--rotary-backend triton; drop one"),
-        (f"{LATENT} --bf16 --fp8-format e4m3", "--fp8-format e4m3; drop one"),
+        (
+            f"{LATENT} --group-query-attention --num-query-groups 2",
+            "--group-query-attention; remove",
+        ),
+        (f"{LATENT} --rotary-percent 0.5", "--rotary-percent 0.5; remove one of them"),
+        (f"{LATENT} --add-qkv-bias", "--add-qkv-bias; remove one of them"),
+        (f"{LATENT} --torch-compile", "--torch-compile; remove one of them"),
+        (f"{LATENT} --rotary-backend triton", "--rotary-backend triton; remove one of them"),
+        (f"{LATENT} --bf16 --fp8-format e4m3", "--fp8-format e4m3; remove one of them"),
         (
             "--recompute-granularity selective --recompute-modules mla_up_proj",
             "mla_up_proj is a part of --multi-latent-attention, which is not given; give qkv",

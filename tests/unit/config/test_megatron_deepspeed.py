@@ -100,7 +100,7 @@ def test_a_dense_model_ignores_them(number):
     read = parsed(f"{number} {flags}")
     plain = resolve(parsed("").config, 1, 101).config
     assert resolve(read.config, 1, 101).config == plain
-    assert any("acts only in mixture-of-experts models" in note for note in read.notes)
+    assert any("has an effect only in mixture-of-experts models" in note for note in read.notes)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_single_rank_holds_everything():
     idle = [
         note.split()[0].rstrip(":")
         for note in resolved.notes
-        if "acts only with --pipeline-model-parallel-size above 1" in note
+        if "has no effect without --pipeline-model-parallel-size above 1" in note
     ]
     assert idle == [FIRST, EMBEDDING, LAYOUT, "--use-tp-pp-dp-mapping"]
     assert f"{VIRTUAL[2:]} = 1: with {PP} 1 there is one stage" in resolved.notes

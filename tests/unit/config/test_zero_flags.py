@@ -77,8 +77,8 @@ HOST = "optimizer-cpu-offload = True: --param-cpu-offload keeps weights where th
             "--no-overlap-param-gather",
             4,
             [
-                "--no-overlap-param-gather: acts only with --zero-stage 1, 2 or 3 on several "
-                "data-parallel ranks; nothing changes here"
+                "--no-overlap-param-gather: has no effect without --zero-stage 1, 2 or 3 on "
+                "several data-parallel ranks"
             ],
         ),
         ("--zero-stage 2 --no-overlap-param-gather", 4, []),
@@ -143,19 +143,24 @@ def test_the_same_flags_run_in_every_layout(extra, world, notes):
         (
             "--zero-stage 0 --zero-shard-size 4",
             8,
-            "--zero-shard-size 4: acts only with --zero-stage 1, 2 or 3; drop it or add that",
+            "--zero-shard-size 4: has no effect without --zero-stage 1, 2 or 3; remove it or set "
+            "--zero-stage 1, 2 or 3",
         ),
-        ("--zero-shard-size 1", 8, "--zero-shard-size 1: acts only with --zero-stage 1, 2 or 3"),
+        (
+            "--zero-shard-size 1",
+            8,
+            "--zero-shard-size 1: has no effect without --zero-stage 1, 2 or 3",
+        ),
         ("--zero-stage 2 --zero-shard-size -4", 1, "--zero-shard-size -4: must be greater than 0"),
         (
             "--zero-stage 2 --zero3-keep-gathered",
             1,
-            "--zero3-keep-gathered: acts only with --zero-stage 3",
+            "--zero3-keep-gathered: has no effect without --zero-stage 3",
         ),
         (
             "--zero-stage 1 --zero3-keep-gathered --zero-shard-size 1",
             4,
-            "--zero3-keep-gathered: acts only with --zero-stage 3",
+            "--zero3-keep-gathered: has no effect without --zero-stage 3",
         ),
     ],
 )
@@ -198,7 +203,7 @@ def test_a_proposed_shard_size_is_accepted(stage, size, tp, replicas, keep):
     )
     found = faults(f"{extra} --zero-shard-size {size}", tp * replicas)
     if stage == 0:
-        assert len(found) == 1 and "acts only with" in found[0]
+        assert len(found) == 1 and "has no effect without" in found[0]
         return
     if found:
         assert replicas % size and len(found) == 1

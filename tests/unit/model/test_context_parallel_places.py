@@ -101,8 +101,8 @@ FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 
             4,
             "give --cp-comm-type allgather",
         ),
-        ("--context-parallel-size 2 --torch-compile", 2, "--torch-compile: does not combine"),
-        ("--context-parallel-size 2 --cuda-graphs", 2, "--cuda-graphs: does not combine"),
+        ("--context-parallel-size 2 --torch-compile", 2, "--torch-compile: is not supported with"),
+        ("--context-parallel-size 2 --cuda-graphs", 2, "--cuda-graphs: is not supported with"),
         (
             "--context-parallel-size 4 --cp-comm-type a2a+p2p",
             4,

@@ -220,7 +220,7 @@ def test_the_wide_linear_layers_of_the_layers_that_are_named():
             2,
             "blocks of tokens would hold other tokens",
         ),
-        ("--fp8-recipe rowwise", 1, "--fp8-recipe rowwise: acts only with --fp8-format"),
+        ("--fp8-recipe rowwise", 1, "--fp8-recipe rowwise: has no effect without --fp8-format"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_fix(flags, world, text):

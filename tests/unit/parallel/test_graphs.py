@@ -111,7 +111,9 @@ RUN = (
 )
 def test_what_cannot_be_captured_is_refused_with_the_reason(flags, named):
     config = parse_arguments([*RUN, *flags.split(), "--global-batch-size", "8"]).config
-    with pytest.raises(UserError, match=f"--cuda-graphs: does not combine with {named}.*drop one"):
+    with pytest.raises(
+        UserError, match=f"--cuda-graphs: is not supported with {named}.*(remove|set)"
+    ):
         resolve(config, 4, None)
 
 

@@ -219,11 +219,11 @@ def test_nothing_fits():
 @pytest.mark.parametrize(
     "flags, fault",
     [
-        ("--recompute auto", "--recompute auto: give --memory-budget"),
-        ("--memory-budget 3", "--memory-budget 3.0: acts only with --recompute auto"),
+        ("--recompute auto", "--recompute auto: set --memory-budget"),
+        ("--memory-budget 3", "--memory-budget 3.0: has no effect without --recompute auto"),
         (
             "--recompute auto --memory-budget 3 --recompute-granularity full",
-            "--recompute auto --recompute-granularity full: contradict each other",
+            "--recompute auto: contradicts --recompute-granularity full",
         ),
         ("--recompute full", "--recompute full: auto chooses; give --recompute-granularity full"),
         ("--recompute-layers full*2", "says what becomes of 2 layers, and there are 3"),
@@ -233,11 +233,11 @@ def test_nothing_fits():
         ("--recompute-layers full+mlp*3", "'full' is none of none"),
         (
             "--recompute-layers mlp*3 --torch-compile",
-            "--recompute-layers mlp*3: a layer that --torch-compile has compiled",
+            "--recompute-layers mlp*3: is not supported with --torch-compile",
         ),
         (
             "--recompute auto --memory-budget 3 --cuda-graphs",
-            "--cuda-graphs: does not combine with --recompute auto",
+            "--cuda-graphs: is not supported with --recompute auto",
         ),
     ],
 )

@@ -1,0 +1,235 @@
+"""Rules between two fields, as tables: what excludes, contradicts, needs or bounds what.
+
+A rule names a field, which counts where it is not at its default (or at the value of OFF), or
+`field=a,b`, which counts with these values. validate.py has the rules that need a computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from megatron.config.derive import DEFAULTS, METADATA, RunView
+from megatron.config.metadata import flag_name
+
+Faults = Iterator[str]
+
+OFF = {"attention_dropout": 0}  # where that is not the default
+
+
+def counts(run: RunView, rule: str) -> bool:
+    """Whether a field is given with the values that a rule is about."""
+    field, _, values = rule.partition("=")
+    value = getattr(run, field)
+    if values:
+        return str(value) in values.split(",")
+    return value is not None and value != OFF.get(field, DEFAULTS[field])
+
+
+def shown(run: RunView, rule: str) -> str:
+    """The flag of a rule with its value."""
+    return run.show(rule.partition("=")[0])
+
+
+class Exclusion(NamedTuple):
+    """Two settings that cannot be given together, and why."""
+
+    one: str
+    other: str
+    why: str = ""  # after a comma or as a sentence's rest
+    fix: str = "remove one of them"
+
+
+COMPILED = ", which fixes what a compiled layer keeps"
+TO_FULL = "remove one of them, or set --recompute-granularity full"
+ZERO_BUBBLE = "pipeline_schedule=zero-bubble,zero-bubble-v"
+LIMITED = "attention_backend=gluon,fa4,sdpa"
+
+EXCLUSIONS = (
+    Exclusion("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+    Exclusion(LIMITED, "attention_dropout", fix="set --attention-dropout 0 or remove the backend"),
+    Exclusion(LIMITED, "attn_logit_softcapping"),
+    Exclusion("grad_reduce_in_bf16", "fp64"),
+    Exclusion("exp_avg_dtype", "fp64"),
+    Exclusion("exp_avg_sq_dtype", "fp64"),
+    Exclusion("adam_implementation=triton", "fp64"),
+    Exclusion("exp_avg_dtype", "adam_implementation=apex"),
+    Exclusion("exp_avg_sq_dtype", "adam_implementation=apex"),
+    Exclusion("optimizer_cpu_offload", "adam_implementation=apex"),
+    # what torch.compile has compiled cannot be recomputed or moved in parts
+    Exclusion("recompute", "torch_compile", COMPILED, TO_FULL),
+    Exclusion("recompute_layers", "torch_compile", COMPILED, TO_FULL),
+    Exclusion("recompute_granularity=selective", "torch_compile", COMPILED, TO_FULL),
+    Exclusion("tiled_mlp", "torch_compile", COMPILED),
+    Exclusion(
+        "activation_offload",
+        "recompute",
+        ", which plans for what stays on the device",
+        "give what it chose as --recompute-layers, or remove one of them",
+    ),
+    Exclusion("torch_compile", "context_parallel_size", ", under which attention communicates"),
+    Exclusion("cuda_graphs", "context_parallel_size", ", under which attention communicates"),
+    Exclusion("cuda_graphs", "torch_compile"),
+    Exclusion("cuda_graphs", "recompute_granularity"),
+    Exclusion("cuda_graphs", "recompute"),
+    Exclusion("cuda_graphs", "recompute_layers"),
+    # what a captured pass saves stays where it was captured
+    Exclusion("cuda_graphs", "activation_offload"),
+    Exclusion("cuda_graphs", "tiled_mlp"),
+    Exclusion("cuda_graphs", ZERO_BUBBLE, fix="set --pipeline-schedule 1f1b or interleaved"),
+    # a small model needs no tensor parallelism, and nothing has shown collectives in a graph
+    Exclusion("cuda_graphs", "tensor_model_parallel_size"),
+)
+# Of mixtures of experts, and of latent attention.
+EXPERT_EXCLUSIONS = (
+    Exclusion(
+        "num_experts",
+        "add_bias_linear=True",
+        fix="set --disable-bias-linear (--add-qkv-bias keeps the bias of attention)",
+    ),
+    Exclusion("num_experts", "torch_compile"),
+    Exclusion("num_experts", "cuda_graphs"),
+    Exclusion("num_experts", "fp8_format"),
+    Exclusion("num_experts", "tiled_mlp"),
+    Exclusion(
+        "moe_router_force_load_balancing",
+        "moe_expert_capacity_factor",
+        ", which drops nothing where all experts have the same number of tokens",
+    ),
+)
+LATENT_EXCLUSIONS = tuple(
+    Exclusion("multi_latent_attention", other)
+    for other in (
+        "group_query_attention",
+        "add_qkv_bias",
+        "rotary_percent",
+        "rotary_backend=triton",
+        "torch_compile",
+        "fp8_format",
+    )
+)
+
+# Two ways to say the same thing: keep one.
+CONTRADICTIONS = (
+    ("bf16", "fp16"),
+    ("bf16", "fp64"),
+    ("fp16", "fp64"),
+    ("train_iters", "train_samples"),
+    ("step_batch_size_schedule", "rampup_batch_size"),
+    ("lr_warmup_fraction", "lr_warmup_iters"),
+    ("lr_warmup_fraction", "lr_warmup_samples"),
+    ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+    ("recompute_layers", "recompute_granularity"),
+    ("recompute", "recompute_granularity"),
+)
+
+MODEL_FILE = "tokenizer_type=SentencePieceTokenizer,HuggingFaceTokenizer,TikTokenizer"
+CHANGING = "weight_decay_incr_style=linear,cosine"
+# A setting and the field that it needs a value of, with what that is.
+NEEDED = (
+    ("group_query_attention", "num_query_groups", "the number of key/value heads"),
+    ("recompute", "memory_budget", "the GiB that the plan may need on a device"),
+    ("tokenizer_type=NullTokenizer", "vocab_size", ""),
+    ("tokenizer_type=GPT2BPETokenizer", "vocab_file", ""),
+    ("tokenizer_type=GPT2BPETokenizer", "merge_file", ""),
+    (MODEL_FILE, "tokenizer_model", ""),
+    (CHANGING, "start_weight_decay", ""),
+    (CHANGING, "end_weight_decay", ""),
+)
+
+
+class Order(NamedTuple):
+    """A field that must be greater than another, or at least as great, where `when` holds."""
+
+    greater: str
+    less: str
+    strictly: bool
+    when: Callable[[RunView], bool] = lambda run: True
+
+
+def _rate_is_read(run: RunView) -> bool:
+    return not run.skip_train
+
+
+ORDERS = (
+    Order("max_position_embeddings", "seq_length", False),
+    Order("rope_high_freq_factor", "rope_low_freq_factor", True, lambda run: run.use_rope_scaling),
+    Order(
+        "yarn_beta_fast", "yarn_beta_slow", True, lambda run: run.position_embedding_type == "yarn"
+    ),
+    Order("initial_loss_scale", "min_loss_scale", False),
+    Order("lr", "lr_warmup_init", False, _rate_is_read),
+    Order("lr", "min_lr", False, lambda run: run.decay_kind.decays and not run.skip_train),
+    Order("profile_step_end", "profile_step_start", True, lambda run: run.profile),
+)
+
+# A width and the ranks that share it.
+SHARED = (
+    ("padded_vocab_size", "tensor_model_parallel_size"),
+    ("moe_ffn_hidden_size", "expert_tensor_parallel_size"),
+    ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size"),
+)
+
+
+def nearest(value: int, unit: int) -> int:
+    """The multiple of `unit` that is nearest to a value, above 0."""
+    return max(unit, (value + unit // 2) // unit * unit)
+
+
+def excluded(run: RunView, table: tuple[Exclusion, ...]) -> Faults:
+    """The faults of a table of exclusions."""
+    for one, other, why, fix in table:
+        if counts(run, one) and counts(run, other):
+            yield f"{shown(run, one)}: is not supported with {shown(run, other)}{why}; {fix}"
+
+
+def _is_valid(run: RunView, field: str) -> bool:
+    """Whether a field has a value within its bound."""
+    value, bound = getattr(run, field), METADATA[field]["bound"]
+    return value is not None and (bound is None or bound.holds(value))
+
+
+def ranges(run: RunView) -> Faults:
+    """Numbers outside the bounds that their fields declare."""
+    for field, rules in METADATA.items():
+        if getattr(run, field) is not None and not _is_valid(run, field):
+            yield f"{run.show(field)}: must be {rules['bound'].text}"
+
+
+def without_effect(run: RunView, *, fault: bool) -> Iterator[tuple[str, str]]:
+    """(flag as given, what it needs) for each field that is not at its default and has no effect,
+    where that is a fault or a remark.
+    """
+    for field, rules in METADATA.items():
+        value = getattr(run, field)
+        for need in rules["needs"] if value != DEFAULTS[field] else ():
+            if need.fault == fault and not need.is_met(run):
+                flag = run.show(field) if value is not False else flag_name("no_" + field)
+                yield flag, need.text
+
+
+def two_fields(run: RunView) -> Faults:
+    """The faults of all tables but those of experts and latent attention."""
+    for flag, text in without_effect(run, fault=True):
+        verb = "set" if text.startswith("--") else "use"
+        yield f"{flag}: has no effect without {text}; remove it or {verb} {text}"
+    yield from excluded(run, EXCLUSIONS)
+    for one, other in CONTRADICTIONS:
+        if counts(run, one) and counts(run, other):
+            yield f"{run.show(one)}: contradicts {run.show(other)}; remove one of them"
+    for rule, field, what in NEEDED:
+        if counts(run, rule) and getattr(run, field) is None:
+            yield f"{shown(run, rule)}: set {flag_name(field)}{what and ', '}{what}"
+    for greater, less, strictly, when in ORDERS:
+        if not (_is_valid(run, greater) and _is_valid(run, less) and when(run)):
+            continue
+        high, low = getattr(run, greater), getattr(run, less)
+        if high < low or (strictly and high == low):
+            relation = "greater than" if strictly else "at least"
+            yield f"{run.show(greater)}: must be {relation} {run.show(less)}"
+    for field, ranks in SHARED:
+        if run.has(field, ranks) and (width := getattr(run, field)) % (size := getattr(run, ranks)):
+            yield (
+                f"{run.show(field)}: must be a multiple of {run.show(ranks)}; the nearest is "
+                f"{nearest(width, size)}"
+            )
