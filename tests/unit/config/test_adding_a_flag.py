@@ -18,8 +18,21 @@ FIELD = '''    nesterov_share: float = flag(
 '''
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
     --micro-batch-size 2 --train-iters 2 --lr 0.1 --mock-data --tokenizer-type NullTokenizer
-    --vocab-size 49""".split()
-SAID = """
+    --vocab-size 49 --save new""".split()
+# Prints the faults or the notes of a command line.
+READ = """
+import sys
+from megatron.config.arguments import parse_arguments
+from megatron.config.errors import ArgumentErrors
+from megatron.config.validate import resolve
+
+for words in sys.argv[1].splitlines():
+    try:
+        print("valid", *resolve(parse_arguments(words.split()).config, 1, 50).notes, sep="\\n")
+    except ArgumentErrors as error:
+        print(*error.faults, sep="\\n")
+"""
+CHANGES = """
 import sys
 from megatron.config.arguments import parse_arguments
 from megatron.training.resume import said_changes
@@ -54,23 +67,28 @@ def run(copy: Path, *command: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.full
+def read(copy: Path, *words: str) -> str:
+    """What the command line FLAGS and `words` of the copy gives."""
+    code, text = run(copy, "-c", READ, " ".join([*FLAGS, *words]))
+    assert code == 0, text
+    return text
+
+
 def test_it_is_parsed_bounded_and_remarked_on(copy):
-    dry = ("pretrain_gpt.py", *FLAGS, "--dry-run", "--save", "new")
-    code, text = run(copy, *dry, "--optimizer", "sgd", "--nesterov", "2")
-    assert code == 2 and "--nesterov-share 2.0: must be above 0 and at most 1" in text
-    code, text = run(copy, *dry, "--nesterov-share", "0.25")
-    assert code == 0 and "--nesterov-share 0.25: has no effect without --optimizer sgd" in text
-    code, text = run(copy, *dry, "--optimizer", "sgd", "--nesterov-shar", "0.25")
-    assert code == 2 and "--nesterov-share" in text  # suggested
+    wrong = "--optimizer sgd --nesterov 2", "--optimizer sgd --nesterov-shar 0.25"
+    lines = "\n".join(" ".join([*FLAGS, words]) for words in (*wrong, "--nesterov-share 0.25"))
+    code, text = run(copy, "-c", READ, lines)
+    assert code == 0, text
+    assert "--nesterov-share 2.0: must be above 0 and at most 1" in text
+    assert "--nesterov-shar 0.25: unknown flag; did you mean --nesterov-share?" in text
+    assert "valid\n" in text and "--nesterov-share 0.25: has no effect without --opt" in text
 
 
 def test_a_deepspeed_file_and_a_resume_know_it(copy):
     (copy / "ds.json").write_text('{"optimizer": {"params": {"nesterov_share": 0.9}}}')
-    dry = ("pretrain_gpt.py", *FLAGS, "--dry-run", "--save", "new", "--optimizer", "sgd")
-    code, text = run(copy, *dry, "--deepspeed_config", "ds.json", "--nesterov-share", "0.5")
-    assert code == 2 and "contradicts --nesterov-share 0.5" in text
-    code, text = run(copy, "-c", SAID, *FLAGS)
+    words = "--optimizer sgd --deepspeed_config ds.json --nesterov-share 0.5".split()
+    assert "contradicts --nesterov-share 0.5" in read(copy, *words)
+    code, text = run(copy, "-c", CHANGES, *FLAGS)
     assert code == 0 and "--nesterov-share: checkpoint 0.5, command line 0.9" in text
 
 

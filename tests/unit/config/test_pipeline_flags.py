@@ -416,11 +416,11 @@ def test_faults_of_the_pipeline_are_told_with_all_others():
         world=10,
     )
     assert [fault.split(":")[0].split(" x ")[0] for fault in found] == [
+        "--bf16",
         "--tensor-model-parallel-size 3",
         "--tensor-model-parallel-size 3",
         "--num-layers 7",
         "--pipeline-schedule 1f1b",
-        "--bf16 --fp16",
     ]
 
 

@@ -12,11 +12,13 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rule_rows import rows
 
-from megatron.config.arguments import parse_arguments
-from megatron.config.derive import DEFAULTS, data_parallel_size
+from megatron.config.arguments import options, parse_arguments
+from megatron.config.derive import DEFAULTS, GROUP_OF, METADATA, RunView, data_parallel_size
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
+from megatron.config.rules import ranges
 from megatron.config.validate import blend_prefixes, cross_field_faults, resolve
 
 VALID = (
@@ -57,443 +59,233 @@ def test_a_complete_configuration_has_no_faults():
 
 @pytest.mark.parametrize(
     "extra, fault",
-    [
-        # shapes
-        (
-            "--num-attention-heads 5",
-            (
-                "--hidden-size 64: not divisible by --num-attention-heads 5; change one, or "
-                "give --kv-channels"
-            ),
-        ),
-        ("--group-query-attention", "--group-query-attention: set --num-query-groups"),
-        (
-            "--group-query-attention --num-query-groups 3",
-            "--num-query-groups 3: must divide --num-attention-heads 4",
-        ),
-        (
-            "--num-query-groups 2",
-            "--num-query-groups 2: has no effect without --group-query-attention",
-        ),
-        (
-            "--max-position-embeddings 16",
-            "--max-position-embeddings 16: must be at least --seq-length 32",
-        ),
-        (
-            "--position-embedding-type rope --rotary-percent 0.2",
-            "--rotary-percent 0.2: 3 of 16 channels would rotate",
-        ),
-        (
-            "--position-embedding-type rope --rotary-percent 0",
-            "--rotary-percent 0.0: must be above 0 and at most 1",
-        ),
-        (
-            "--position-embedding-type rope --rope-scaling-factor 4",
-            "--rope-scaling-factor 4.0: has no effect without --use-rope-scaling",
-        ),
-        (
-            "--position-embedding-type rope --use-rope-scaling --rope-high-freq-factor 1",
-            "--rope-high-freq-factor 1.0: must be greater",
-        ),
-        (
-            (
-                "--position-embedding-type rope --use-rope-scaling "
-                "--rotary-seq-len-interpolation-factor 2"
-            ),
-            "--use-rope-scaling: is not supported with",
-        ),
-        (
-            "--position-embedding-type yarn --yarn-beta-fast 1",
-            "--yarn-beta-fast 1.0: must be greater than --yarn-beta-slow 1.0",
-        ),
-        (
-            "--position-embedding-type yarn --use-rope-scaling",
-            "--use-rope-scaling: has no effect without --position-embedding-type rope",
-        ),
-        ("--window-size 0", "--window-size 0: must be greater than 0"),
-        ("--hidden-dropout 1", "--hidden-dropout 1.0: must be at least 0 and below 1"),
-        (
-            "--attention-backend sdpa",
-            "--attention-backend sdpa: is not supported with --attention-dropout 0.1",
-        ),
-        (
-            "--attention-backend sdpa --attention-dropout 0 --attn-logit-softcapping 50",
-            "is not supported with --attn-logit-softcapping 50.0",
-        ),
-        # precision
-        ("--bf16 --fp64", "--bf16: contradicts --fp64"),
-        (
-            "--fp16 --loss-scale 128 --hysteresis 3",
-            "--hysteresis 3: has no effect without dynamic loss scaling",
-        ),
-        (
-            "--fp16 --initial-loss-scale 0.5",
-            "--initial-loss-scale 0.5: must be at least --min-loss-scale 1.0",
-        ),
-        # data and tokenizer
-        ("--data-path a", "--data-path: contradicts --mock-data"),
-        ("--train-data-path a", "--mock-data: contradicts --train-data-path"),
-        ("--split 0,0,0", "--split 0,0,0: expected up to three shares"),
-        ("--split 9,x,1", "--split 9,x,1: expected up to three shares"),
-        (
-            "--tokenizer-type SentencePieceTokenizer --vocab-size 101",
-            "--tokenizer-type SentencePieceTokenizer: set --tokenizer-model",
-        ),
-        (
-            "--tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model none.json",
-            "--tokenizer-model none.json: no such file",
-        ),
-        (
-            "--tokenizer-type GPT2BPETokenizer --vocab-size 101 --vocab-file vocab.json",
-            "--tokenizer-type GPT2BPETokenizer: set --merge-file",
-        ),
-        (
-            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model",
-            "--vocab-size 100: the tokenizer has 101 tokens",
-        ),
-        # batch
-        (
-            "--global-batch-size 15",
-            (
-                "not divisible by --micro-batch-size 2 x 1 data-parallel rank(s) = 2; the "
-                "nearest is 16"
-            ),
-        ),
-        (
-            "--global-batch-size 16 --rampup-batch-size 4 4",
-            "--rampup-batch-size 4 4: expected three numbers",
-        ),
-        (
-            "--global-batch-size 16 --rampup-batch-size 4 3 100",
-            "start and increment must be divisible by",
-        ),
-        (
-            "--global-batch-size 16 --rampup-batch-size 4 8 100",
-            "--global-batch-size 16 must be the start plus a number of increments",
-        ),
-        (
-            "--global-batch-size 16 --rampup-batch-size 16 4 100",
-            "must be the start plus a number of increments",
-        ),
-        ("--global-batch-size 16 --rampup-batch-size 4 0 100", "must be greater than 0"),
-        # length and schedule
-        ("--train-samples 100", "--train-iters 10: contradicts --train-samples 100"),
-        ("--train-iters 0", "--train-iters 0: nothing would be trained"),
-        (
-            "--lr-decay-samples 100",
-            "--lr-decay-samples 100: the run is measured in --train-iters; use --lr-decay-iters",
-        ),
-        (
-            "--lr-warmup-samples 100",
-            "--lr-warmup-samples 100: the run is measured in --train-iters; use --lr-warmup-iters",
-        ),
-        ("--lr-warmup-iters 10", "--lr-warmup-iters 10: must be smaller than --lr-decay-iters 10"),
-        (
-            "--lr-warmup-iters 2 --lr-warmup-fraction 0.1",
-            "--lr-warmup-fraction 0.1: contradicts --lr-warmup-iters 2",
-        ),
-        ("--lr-decay-style WSD", "--lr-decay-style WSD: give --lr-wsd-decay-iters"),
-        (
-            "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2",
-            "--lr-wsd-decay-iters 9: does not fit",
-        ),
-        ("--min-lr 1", "--lr 0.001: must be at least --min-lr 1.0"),
-        (
-            "--decoupled-min-lr 1e-4",
-            "--decoupled-min-lr 0.0001: has no effect without --decoupled-lr N; "
-            "remove it or set --decoupled-lr N",
-        ),
-        (
-            "--decoupled-lr 1e-3 --decoupled-min-lr 2e-3",
-            "--decoupled-min-lr 0.002: greater than --decoupled-lr 0.001",
-        ),
-        (
-            "--decoupled-lr 1e-3 --freeze embedding",
-            "--decoupled-lr 0.001: is the learning rate of the embedding and the head, which "
-            "--freeze embedding freezes; drop one",
-        ),
-        (
-            "--min-lr 1e-4 --decoupled-lr 1e-5",
-            "--min-lr 0.0001: greater than --decoupled-lr 1e-05; give --decoupled-min-lr",
-        ),
-        (
-            "--lr-warmup-iters 2 --lr-warmup-init 1e-4 --decoupled-lr 1e-5",
-            "--lr-warmup-init 0.0001: greater than --decoupled-lr 1e-05",
-        ),
-        (
-            "--decoupled-lr 1 --decoupled-min-lr -1",
-            "--decoupled-min-lr -1.0: must be 0 or more",
-        ),
-        (
-            "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --load ckpt",
-            "--override-opt-param-scheduler: contradicts",
-        ),
-        (
-            "--start-weight-decay 0",
-            "--start-weight-decay 0.0: has no effect without --weight-decay-incr-style",
-        ),
-        (
-            "--weight-decay-incr-style cosine --end-weight-decay 0.1",
-            "--weight-decay-incr-style cosine: set --start-weight-decay",
-        ),
-        # optimizer
-        ("--adam-beta1 1", "--adam-beta1 1.0: must be at least 0 and below 1"),
-        ("--clip-grad -1", "--clip-grad -1.0: must be 0 or more"),
-        (
-            "--main-grads-dtype bf16",
-            "--main-grads-dtype bf16: has no effect without --bf16; remove it or set --bf16",
-        ),
-        ("--fp16 --main-grads-dtype bf16", "--main-grads-dtype bf16: has no effect without --bf16"),
-        (
-            "--fp64 --exp-avg-dtype bf16",
-            "--exp-avg-dtype bf16: is not supported with --fp64; remove one of them",
-        ),
-        (
-            "--adam-implementation apex --exp-avg-sq-dtype bf16",
-            "--exp-avg-sq-dtype bf16: is not supported with --adam-implementation apex",
-        ),
-        (
-            "--adam-implementation triton --fp64",
-            "--adam-implementation triton: is not supported with --fp64; remove one of them",
-        ),
-        (
-            "--adam-implementation apex --optimizer-cpu-offload",
-            "--optimizer-cpu-offload: is not supported with --adam-implementation apex",
-        ),
-        (
-            "--offload-modules core_attn",
-            "--offload-modules core_attn: has no effect without --activation-offload",
-        ),
-        (
-            "--activation-offload --activation-offload-fraction 1.5",
-            "--activation-offload-fraction 1.5: must be from 0 to 1",
-        ),
-        (
-            "--activation-offload --offload-modules attn_proj",
-            "--offload-modules attn_proj: core attention keeps attn_proj's input too",
-        ),
-        (
-            "--activation-offload --offload-modules layer_input",
-            "--offload-modules layer_input: layer_input is of layers that are recomputed whole",
-        ),
-        (
-            "--activation-offload --offload-modules mlp_act --recompute-granularity full",
-            "--offload-modules mlp_act: with --recompute-granularity full a layer keeps its",
-        ),
-        (
-            "--activation-offload --torch-compile",
-            "--activation-offload: a layer that --torch-compile has compiled fixes what it keeps",
-        ),
-        (
-            "--activation-offload --recompute auto --memory-budget 10",
-            "--activation-offload: is not supported with --recompute auto, which plans",
-        ),
-        (
-            "--activation-offload --cuda-graphs",
-            "--cuda-graphs: is not supported with --activation-offload",
-        ),
-        (
-            "--optimizer sgd --optimizer-cpu-offload",
-            "--optimizer-cpu-offload: has no effect without --optimizer adam",
-        ),
-        (
-            "--optimizer sgd --optimizer-nvme-offload disk",
-            "--optimizer-nvme-offload disk: has no effect without --optimizer adam",
-        ),
-        (
-            "--optimizer-offload-fraction 0.5",
-            "--optimizer-offload-fraction 0.5: has no effect without --optimizer-cpu-offload",
-        ),
-        (
-            "--zero-stage 3 --optimizer sgd --param-cpu-offload",
-            "--param-cpu-offload: has no effect without --optimizer adam",
-        ),
-        (
-            "--zero-stage 2 --param-cpu-offload",
-            "--param-cpu-offload: has no effect without --zero-stage 3",
-        ),
-        (
-            "--optimizer-cpu-offload --optimizer-offload-fraction 0",
-            "--optimizer-offload-fraction 0.0: must be above 0 and at most 1",
-        ),
-        (
-            "--optimizer-cpu-offload --optimizer-offload-fraction 1.5",
-            "--optimizer-offload-fraction 1.5: must be above 0 and at most 1",
-        ),
-        # ZeRO
-        (
-            "--zero-shard-size 2",
-            "--zero-shard-size 2: has no effect without --zero-stage 1, 2 or 3",
-        ),
-        ("--zero-stage 1 --zero-shard-size 0", "--zero-shard-size 0: must be greater than 0"),
-        ("--zero3-keep-gathered", "--zero3-keep-gathered: has no effect without --zero-stage 3"),
-        (
-            "--zero-stage 2 --zero3-keep-gathered",
-            "--zero3-keep-gathered: has no effect without --zero-stage 3",
-        ),
-        # recompute, checkpoint, logging, world
-        (
-            "--checkpoint-activations --recompute-num-layers 20",
-            "--recompute-num-layers 20: there are 2 layers; give fewer",
-        ),
-        (
-            "--checkpoint-activations --recompute-num-layers 0",
-            "--recompute-num-layers 0: must be greater than 0",
-        ),
-        (
-            "--recompute-granularity full --recompute-method block",
-            "--recompute-method block: give --recompute-num-layers",
-        ),
-        (
-            "--recompute-granularity full --recompute-modules mlp",
-            "--recompute-modules mlp: has no effect without --recompute-granularity selective",
-        ),
-        (
-            "--recompute-granularity selective --torch-compile",
-            "--recompute-granularity selective: is not supported with --torch-compile",
-        ),
-        (
-            "--recompute-granularity selective --cuda-graphs",
-            "--cuda-graphs: is not supported with --recompute-granularity selective",
-        ),
-        (
-            "--distribute-saved-activations --recompute-granularity selective",
-            "--distribute-saved-activations: has no effect without --recompute-granularity full",
-        ),
-        ("--verify-integrity", "--verify-integrity: has no effect without --save DIR"),
-        ("--save ckpt --save-keep-last 0", "--save-keep-last 0: must be greater than 0"),
-        (
-            "--local-checkpoint-dir a --local-save-interval 5",
-            "--local-checkpoint-dir a: has no effect without --save DIR",
-        ),
-        (
-            "--save ckpt --local-checkpoint-dir a",
-            "--local-checkpoint-dir a: has no effect without --local-save-interval N",
-        ),
-        (
-            "--save ckpt --local-save-interval 5",
-            "--local-save-interval 5: has no effect without --local-checkpoint-dir DIR",
-        ),
-        (
-            "--save ckpt --local-redundancy partner",
-            "--local-redundancy partner: has no effect without --local-checkpoint-dir DIR",
-        ),
-        (
-            (
-                "--save ckpt --async-save --async-save-host-memory 1 --local-checkpoint-dir a "
-                "--local-save-interval 5"
-            ),
-            (
-                "--async-save-host-memory 1.0: has no effect without --async-save without "
-                "--local-checkpoint-dir"
-            ),
-        ),
-        (
-            "--save ckpt --async-save --save-rate-limit 0",
-            "--save-rate-limit 0.0: must be greater than 0",
-        ),
-        (
-            "--save ckpt --async-save --save-rate-limit 1e-300",
-            "--save-rate-limit 1e-300: must be greater than 0, and at least 0.001 MB/s",
-        ),
-        (
-            "--save ckpt --async-save --async-save-host-memory -1",
-            "--async-save-host-memory -1.0: must be greater than 0",
-        ),
-        (
-            "--fp16 --initial-loss-scale 1e308",
-            "--initial-loss-scale 1e+308: must be from 2**-126 to 2**127",
-        ),
-        ("--fp16 --loss-scale 1e-300", "--loss-scale 1e-300: must be from 2**-126 to 2**127"),
-        (
-            "--distributed-timeout-minutes 1e300",
-            "--distributed-timeout-minutes 1e+300: must be greater than 0 and at most 525600",
-        ),
-        (
-            "--save ckpt --save-retain-interval 10",
-            "--save-retain-interval 10: must be a multiple of --save-interval",
-        ),
-        (
-            "--save ckpt --save-interval 4 --save-retain-interval 10",
-            "--save-retain-interval 10: must be a multiple of --save-interval",
-        ),
-        (
-            "--load absent",
-            "--load absent: no such folder; for a first start give the same folder as --save",
-        ),
-        (
-            "--load absent --save absent --exit-on-missing-checkpoint",
-            "--load absent: no such folder",
-        ),
-        ("--save a.bin", "--save a.bin: is a file, not a folder"),
-        ("--eval-interval -1", "--eval-interval -1: must be 0 or more"),
-        (
-            "--padded-vocab-size 100",
-            "--padded-vocab-size 100: the tokenizer has 101 tokens; give that or more",
-        ),
-        (
-            "--global-batch-size 16 --step-batch-size-schedule 0:4 1K:8",
-            "--global-batch-size 16: contradicts the last step of --step-batch-size-schedule",
-        ),
-        (
-            "--step-batch-size-schedule 0:4 1K:8 --rampup-batch-size 4 4 100",
-            "--step-batch-size-schedule 0:4 1000:8: contradicts --rampup-batch-size 4 4 100",
-        ),
-        (
-            "--step-batch-size-schedule 0:5,1K:8 --micro-batch-size 2",
-            "--step-batch-size-schedule 0:5 1000:8: 5 is not divisible by --micro-batch-size 2",
-        ),
-        ("--step-batch-size-schedule 1K:8", "1K:8: the first step must be at 0 tokens"),
-        ("--step-batch-size-schedule 0:8 16", "0:8 16: 16: expected TOKENS:SAMPLES, such as"),
-        ("--step-batch-size-schedule 0:8 1Q:16", "1Q:16: expected TOKENS:SAMPLES"),
-        ("--step-batch-size-schedule 0:8 1:16", "two steps begin at 0 samples"),
-        (
-            "--distributed-timeout-minutes 0",
-            "--distributed-timeout-minutes 0.0: must be greater than 0",
-        ),
-        (
-            "--tensor-model-parallel-size 0",
-            "--tensor-model-parallel-size 0: must be greater than 0",
-        ),
-        ("--fp64 --grad-reduce-in-bf16", "--grad-reduce-in-bf16: is not supported with --fp64"),
-        ("--tiled-mlp 0", "--tiled-mlp 0: must be greater than 0"),
-        (
-            "--tiled-mlp 3 --seq-length 16",
-            "--tiled-mlp 3: must divide the 16 positions of the sequence that a rank holds; the "
-            "nearest that fits is 2",
-        ),
-        (
-            "--tiled-mlp 99999 --seq-length 16",
-            "--tiled-mlp 99999: must divide the 16 positions of the sequence that a rank holds; "
-            "the nearest that fits is 16",
-        ),
-        (
-            "--tiled-mlp 4 --torch-compile --seq-length 16",
-            "--tiled-mlp 4: is not supported with --torch-compile, which fixes what",
-        ),
-        (
-            "--tiled-mlp 4 --cuda-graphs --seq-length 16",
-            "--cuda-graphs: is not supported with --tiled-mlp 4; remove one of them",
-        ),
-        (
-            "--profile --save ckpt --profile-step-end 10",
-            "--profile-step-end 10: must be greater than --profile-step-start 10",
-        ),
-        (
-            "--profile --save ckpt --profile-ranks 0 1",
-            "--profile-ranks 0 1: there is no rank 1; ranks count from 0",
-        ),
-        (
-            "--profile --save ckpt --profile-ranks -1",
-            "--profile-ranks -1: there is no rank -1; ranks count from 0",
-        ),
-        ("--profile --profile-dir a.bin/x", "--profile-dir a.bin/x: cannot be made: "),
-        (
-            "--tensor-model-parallel-size 2",
-            "--tensor-model-parallel-size 2: does not divide the 1 rank(s) of this job; start 2 "
-            "(in a dry run, with --world-size), or give 1",
-        ),
-    ],
+    rows(
+        """
+# shapes
+--num-attention-heads 5
+    --hidden-size 64: not divisible by --num-attention-heads 5; change one, or give --kv-channels
+--group-query-attention
+    --group-query-attention: set --num-query-groups
+--group-query-attention --num-query-groups 3
+    --num-query-groups 3: must divide --num-attention-heads 4
+--num-query-groups 2
+    --num-query-groups 2: has no effect without --group-query-attention
+--max-position-embeddings 16
+    --max-position-embeddings 16: must be at least --seq-length 32
+--position-embedding-type rope --rotary-percent 0.2
+    --rotary-percent 0.2: 3 of 16 channels would rotate
+--position-embedding-type rope --rotary-percent 0
+    --rotary-percent 0.0: must be above 0 and at most 1
+--position-embedding-type rope --rope-scaling-factor 4
+    --rope-scaling-factor 4.0: has no effect without --use-rope-scaling
+--position-embedding-type rope --use-rope-scaling --rope-high-freq-factor 1
+    --rope-high-freq-factor 1.0: must be greater
+--position-embedding-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2
+    --use-rope-scaling: is not supported with
+--position-embedding-type yarn --yarn-beta-fast 1
+    --yarn-beta-fast 1.0: must be greater than --yarn-beta-slow 1.0
+--position-embedding-type yarn --use-rope-scaling
+    --use-rope-scaling: has no effect without --position-embedding-type rope
+--window-size 0
+    --window-size 0: must be greater than 0
+--hidden-dropout 1
+    --hidden-dropout 1.0: must be at least 0 and below 1
+--attention-backend sdpa
+    --attention-backend sdpa: is not supported with --attention-dropout 0.1
+--attention-backend sdpa --attention-dropout 0 --attn-logit-softcapping 50
+    is not supported with --attn-logit-softcapping 50.0
+# precision
+--bf16 --fp64
+    --bf16: contradicts --fp64
+--fp16 --loss-scale 128 --hysteresis 3
+    --hysteresis 3: has no effect without dynamic loss scaling
+--fp16 --initial-loss-scale 0.5
+    --initial-loss-scale 0.5: must be at least --min-loss-scale 1.0
+# data and tokenizer
+--data-path a
+    --data-path: contradicts --mock-data
+--train-data-path a
+    --mock-data: contradicts --train-data-path
+--split 0,0,0
+    --split 0,0,0: expected up to three shares
+--split 9,x,1
+    --split 9,x,1: expected up to three shares
+--tokenizer-type SentencePieceTokenizer --vocab-size 101
+    --tokenizer-type SentencePieceTokenizer: set --tokenizer-model
+--tokenizer-type HuggingFaceTokenizer --vocab-size 101 --tokenizer-model none.json
+    --tokenizer-model none.json: no such file
+--tokenizer-type GPT2BPETokenizer --vocab-size 101 --vocab-file vocab.json
+    --tokenizer-type GPT2BPETokenizer: set --merge-file
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.model
+    --vocab-size 100: the tokenizer has 101 tokens
+# batch
+--global-batch-size 15
+    not divisible by --micro-batch-size 2 x 1 data-parallel rank(s) = 2; the nearest is 16
+--global-batch-size 16 --rampup-batch-size 4 4
+    --rampup-batch-size 4 4: expected three numbers
+--global-batch-size 16 --rampup-batch-size 4 3 100
+    start and increment must be divisible by
+--global-batch-size 16 --rampup-batch-size 4 8 100
+    --global-batch-size 16 must be the start plus a number of increments
+--global-batch-size 16 --rampup-batch-size 16 4 100
+    must be the start plus a number of increments
+--global-batch-size 16 --rampup-batch-size 4 0 100
+    must be greater than 0
+# length and schedule
+--train-samples 100
+    --train-iters 10: contradicts --train-samples 100
+--train-iters 0
+    --train-iters 0: nothing would be trained
+--lr-decay-samples 100
+    --lr-decay-samples 100: the run is measured in --train-iters; use --lr-decay-iters
+--lr-warmup-samples 100
+    --lr-warmup-samples 100: the run is measured in --train-iters; use --lr-warmup-iters
+--lr-warmup-iters 10
+    --lr-warmup-iters 10: must be smaller than --lr-decay-iters 10
+--lr-warmup-iters 2 --lr-warmup-fraction 0.1
+    --lr-warmup-fraction 0.1: contradicts --lr-warmup-iters 2
+--lr-decay-style WSD
+    --lr-decay-style WSD: give --lr-wsd-decay-iters
+--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2
+    --lr-wsd-decay-iters 9: does not fit
+--min-lr 1
+    --lr 0.001: must be at least --min-lr 1.0
+--decoupled-min-lr 1e-4
+    --decoupled-min-lr 0.0001: has no effect without --decoupled-lr N; remove it or set
+    --decoupled-lr N
+--decoupled-lr 1e-3 --decoupled-min-lr 2e-3
+    --decoupled-min-lr 0.002: greater than --decoupled-lr 0.001
+--decoupled-lr 1e-3 --freeze embedding
+    --decoupled-lr 0.001: is the learning rate of the embedding and the head, which --freeze
+    embedding freezes; drop one
+--min-lr 1e-4 --decoupled-lr 1e-5
+    --min-lr 0.0001: greater than --decoupled-lr 1e-05; give --decoupled-min-lr
+--lr-warmup-iters 2 --lr-warmup-init 1e-4 --decoupled-lr 1e-5
+    --lr-warmup-init 0.0001: greater than --decoupled-lr 1e-05
+--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler --load ckpt
+    --override-opt-param-scheduler: contradicts
+--start-weight-decay 0
+    --start-weight-decay 0.0: has no effect without --weight-decay-incr-style
+--weight-decay-incr-style cosine --end-weight-decay 0.1
+    --weight-decay-incr-style cosine: set --start-weight-decay
+# optimizer
+--clip-grad -1
+    --clip-grad -1.0: must be 0 or more
+--main-grads-dtype bf16
+    --main-grads-dtype bf16: has no effect without --bf16; remove it or set --bf16
+--fp64 --exp-avg-dtype bf16
+    --exp-avg-dtype bf16: is not supported with --fp64; remove one of them
+--adam-implementation apex --exp-avg-sq-dtype bf16
+    --exp-avg-sq-dtype bf16: is not supported with --adam-implementation apex
+--adam-implementation triton --fp64
+    --adam-implementation triton: is not supported with --fp64; remove one of them
+--adam-implementation apex --optimizer-cpu-offload
+    --optimizer-cpu-offload: is not supported with --adam-implementation apex
+--offload-modules core_attn
+    --offload-modules core_attn: has no effect without --activation-offload
+--activation-offload --activation-offload-fraction 1.5
+    --activation-offload-fraction 1.5: must be from 0 to 1
+--activation-offload --offload-modules attn_proj
+    --offload-modules attn_proj: core attention keeps attn_proj's input too
+--activation-offload --offload-modules layer_input
+    --offload-modules layer_input: layer_input is of layers that are recomputed whole
+--activation-offload --offload-modules mlp_act --recompute-granularity full
+    --offload-modules mlp_act: with --recompute-granularity full a layer keeps its
+--activation-offload --torch-compile
+    --activation-offload: a layer that --torch-compile has compiled fixes what it keeps
+--activation-offload --recompute auto --memory-budget 10
+    --activation-offload: is not supported with --recompute auto, which plans
+--activation-offload --cuda-graphs
+    --cuda-graphs: is not supported with --activation-offload
+--optimizer sgd --optimizer-cpu-offload
+    --optimizer-cpu-offload: has no effect without --optimizer adam
+--optimizer-offload-fraction 0.5
+    --optimizer-offload-fraction 0.5: has no effect without --optimizer-cpu-offload
+--zero-stage 2 --param-cpu-offload
+    --param-cpu-offload: has no effect without --zero-stage 3
+# ZeRO
+--zero-shard-size 2
+    --zero-shard-size 2: has no effect without --zero-stage 1, 2 or 3
+--zero3-keep-gathered
+    --zero3-keep-gathered: has no effect without --zero-stage 3
+# recompute, checkpoint, logging, world
+--checkpoint-activations --recompute-num-layers 20
+    --recompute-num-layers 20: there are 2 layers; give fewer
+--recompute-granularity full --recompute-method block
+    --recompute-method block: give --recompute-num-layers
+--recompute-granularity full --recompute-modules mlp
+    --recompute-modules mlp: has no effect without --recompute-granularity selective
+--recompute-granularity selective --torch-compile
+    --recompute-granularity selective: is not supported with --torch-compile
+--recompute-granularity selective --cuda-graphs
+    --cuda-graphs: is not supported with --recompute-granularity selective
+--distribute-saved-activations --recompute-granularity selective
+    --distribute-saved-activations: has no effect without --recompute-granularity full
+--verify-integrity
+    --verify-integrity: has no effect without --save DIR
+--local-checkpoint-dir a --local-save-interval 5
+    --local-checkpoint-dir a: has no effect without --save DIR
+--save ckpt --local-checkpoint-dir a
+    --local-checkpoint-dir a: has no effect without --local-save-interval N
+--save ckpt --local-save-interval 5
+    --local-save-interval 5: has no effect without --local-checkpoint-dir DIR
+--save ckpt --async-save --async-save-host-memory 1 --local-checkpoint-dir a --local-save-interval 5
+    --async-save-host-memory 1.0: has no effect without --async-save without --local-checkpoint-dir
+--save ckpt --async-save --save-rate-limit 1e-300
+    --save-rate-limit 1e-300: must be greater than 0, and at least 0.001 MB/s
+--fp16 --initial-loss-scale 1e308
+    --initial-loss-scale 1e+308: must be from 2**-126 to 2**127
+--distributed-timeout-minutes 1e300
+    --distributed-timeout-minutes 1e+300: must be greater than 0 and at most 525600
+--save ckpt --save-interval 4 --save-retain-interval 10
+    --save-retain-interval 10: must be a multiple of --save-interval
+--load absent
+    --load absent: no such folder; for a first start give the same folder as --save
+--save a.bin
+    --save a.bin: is a file, not a folder
+--eval-interval -1
+    --eval-interval -1: must be 0 or more
+--padded-vocab-size 100
+    --padded-vocab-size 100: the tokenizer has 101 tokens; give that or more
+--global-batch-size 16 --step-batch-size-schedule 0:4 1K:8
+    --global-batch-size 16: contradicts the last step of --step-batch-size-schedule
+--step-batch-size-schedule 0:4 1K:8 --rampup-batch-size 4 4 100
+    --step-batch-size-schedule 0:4 1000:8: contradicts --rampup-batch-size 4 4 100
+--step-batch-size-schedule 0:5,1K:8 --micro-batch-size 2
+    --step-batch-size-schedule 0:5 1000:8: 5 is not divisible by --micro-batch-size 2
+--step-batch-size-schedule 1K:8
+    1K:8: the first step must be at 0 tokens
+--step-batch-size-schedule 0:8 16
+    0:8 16: 16: expected TOKENS:SAMPLES, such as
+--step-batch-size-schedule 0:8 1Q:16
+    1Q:16: expected TOKENS:SAMPLES
+--step-batch-size-schedule 0:8 1:16
+    two steps begin at 0 samples
+--fp64 --grad-reduce-in-bf16
+    --grad-reduce-in-bf16: is not supported with --fp64
+--tiled-mlp 3 --seq-length 16
+    --tiled-mlp 3: must divide the 16 positions of the sequence that a rank holds; the nearest that
+    fits is 2
+--tiled-mlp 99999 --seq-length 16
+    --tiled-mlp 99999: must divide the 16 positions of the sequence that a rank holds; the nearest
+    that fits is 16
+--tiled-mlp 4 --torch-compile --seq-length 16
+    --tiled-mlp 4: is not supported with --torch-compile, which fixes what
+--tiled-mlp 4 --cuda-graphs --seq-length 16
+    --cuda-graphs: is not supported with --tiled-mlp 4; remove one of them
+--profile --save ckpt --profile-step-end 10
+    --profile-step-end 10: must be greater than --profile-step-start 10
+--profile --save ckpt --profile-ranks 0 1
+    --profile-ranks 0 1: there is no rank 1; ranks count from 0
+--profile --save ckpt --profile-ranks -1
+    --profile-ranks -1: there is no rank -1; ranks count from 0
+--profile --profile-dir a.bin/x
+    --profile-dir a.bin/x: cannot be made:
+--tensor-model-parallel-size 2
+    --tensor-model-parallel-size 2: does not divide the 1 rank(s) of this job; start 2 (in a dry
+    run, with --world-size), or give 1
+"""
+    ),
 )
 def test_one_rule(extra, fault):
     found = faults(extra)
@@ -502,71 +294,58 @@ def test_one_rule(extra, fault):
 
 @pytest.mark.parametrize(
     "extra, note",
-    [
-        (
-            "--rotary-base 500000",
-            "--rotary-base 500000.0: has no effect without --position-embedding-type rope",
-        ),
-        ("--loss-scale 128", "--loss-scale 128.0: has no effect without --fp16"),
-        ("--check-data", "--check-data: has no effect without data files"),
-        (
-            "--tokenizer-type NullTokenizer --tokenizer-model tokenizer.model",
-            "--tokenizer-model tokenizer.model: has no effect without",
-        ),
-        (
-            "--tokenizer-type NullTokenizer --vocab-file vocab.json",
-            "--vocab-file vocab.json: has no effect without --tokenizer-type GPT2BPETokenizer",
-        ),
-        (
-            "--lr-wsd-decay-iters 3",
-            "--lr-wsd-decay-iters 3: has no effect without --lr-decay-style WSD",
-        ),
-        (
-            "--lr-decay-style constant --min-lr 1e-4",
-            "--min-lr 0.0001: has no effect without a --lr-decay-style that decays",
-        ),
-        ("--lr-warmup-init 1e-5", "--lr-warmup-init 1e-05: has no effect without a warm-up"),
-        ("--sgd-momentum 0.5", "--sgd-momentum 0.5: has no effect without --optimizer sgd"),
-        (
-            "--optimizer sgd --adam-beta2 0.95",
-            "--adam-beta2 0.95: has no effect without --optimizer adam",
-        ),
-        (
-            "--optimizer sgd --exp-avg-dtype bf16",
-            "--exp-avg-dtype bf16: has no effect without --optimizer adam",
-        ),
-        ("--save-interval 5", "--save-interval 5: has no effect without --save DIR"),
-        ("--no-save-optim", "--no-save-optim: has no effect without --save DIR"),
-        ("--save-keep-last 2", "--save-keep-last 2: has no effect without --save DIR"),
-        (
-            "--save ckpt --save-rate-limit 5",
-            "--save-rate-limit 5.0: has no effect without --async-save",
-        ),
-        ("--no-load-optim", "--no-load-optim: has no effect without --load DIR"),
-        ("--wandb-exp-name x", "--wandb-exp-name x: has no effect without --wandb-project NAME"),
-        (
-            "--tensorboard-log-interval 5",
-            "--tensorboard-log-interval 5: has no effect without --tensorboard-dir",
-        ),
-        (
-            "--hysteresis 3 --min-loss-scale 2 --loss-scale-window 5",
-            "--hysteresis 3: has no effect without --fp16",
-        ),
-        ("--async-save", "--async-save: has no effect without --save DIR"),
-        ("--profile-step-start 4", "--profile-step-start 4: has no effect without --profile"),
-        ("--profile-ranks 7", "--profile-ranks 7: has no effect without --profile"),
-        ("--record-shapes", "--pytorch-profiler-collect-shapes: has no effect without --profile"),
-        (
-            "--override-opt-param-scheduler",
-            "--override-opt-param-scheduler: has no effect without --load DIR",
-        ),
-    ],
+    rows(
+        """
+--loss-scale 128
+    --loss-scale 128.0: has no effect without --fp16
+--check-data
+    --check-data: has no effect without data files
+--tokenizer-type NullTokenizer --tokenizer-model tokenizer.model
+    --tokenizer-model tokenizer.model: has no effect without
+--lr-decay-style constant --min-lr 1e-4
+    --min-lr 0.0001: has no effect without a --lr-decay-style that decays
+--lr-warmup-init 1e-5
+    --lr-warmup-init 1e-05: has no effect without a warm-up
+--sgd-momentum 0.5
+    --sgd-momentum 0.5: has no effect without --optimizer sgd
+--optimizer sgd --adam-beta2 0.95
+    --adam-beta2 0.95: has no effect without --optimizer adam
+--save-interval 5
+    --save-interval 5: has no effect without --save DIR
+--save ckpt --save-rate-limit 5
+    --save-rate-limit 5.0: has no effect without --async-save
+--no-load-optim
+    --no-load-optim: has no effect without --load DIR
+--wandb-exp-name x
+    --wandb-exp-name x: has no effect without --wandb-project NAME
+--hysteresis 3 --min-loss-scale 2 --loss-scale-window 5
+    --hysteresis 3: has no effect without --fp16
+--profile-step-start 4
+    --profile-step-start 4: has no effect without --profile
+--override-opt-param-scheduler
+    --override-opt-param-scheduler: has no effect without --load DIR
+"""
+    ),
 )
 def test_a_flag_without_effect_that_does_no_harm_is_a_note(extra, note):
     """Launch scripts give them in every run."""
     assert faults(extra) == []
     notes = resolve(configure(extra), 1, 101).notes
     assert any(line.startswith(note) for line in notes), notes
+
+
+def test_every_bound_is_a_fault_beyond_it():
+    fields = {option.field: option for option in options()}
+    bounded = {name: rules["bound"] for name, rules in METADATA.items() if rules["bound"]}
+    assert len(bounded) > 80
+    for name, bound in bounded.items():
+        candidates = map(fields[name].kind, (-1, 0, 1, 1.5, 2**70))
+        beyond = [value for value in candidates if not bound.holds(value)]
+        assert beyond, name
+        for value in beyond:
+            config = configure().with_fields(GROUP_OF[name], **{name: value})
+            fault = f"{fields[name].names[0]} {value}: must be {bound.text}"
+            assert fault in ranges(RunView(config, 1, 101))
 
 
 def test_sizes_that_would_take_minutes_to_plan_are_refused_at_once():
@@ -602,18 +381,18 @@ def test_sizes_that_would_take_minutes_to_plan_are_refused_at_once():
 
 @pytest.mark.parametrize(
     "flags, fault",
-    [
-        ("--save /dev/null/x", "--save /dev/null/x: cannot be made: /dev/null is not a folder"),
-        ("--tensorboard-dir a.bin/tb", "--tensorboard-dir a.bin/tb: cannot be made: "),
-        (
-            "--metrics-file a.bin/metrics.jsonl",
-            "--metrics-file a.bin/metrics.jsonl: its folder is a file, not a folder",
-        ),
-        (
-            "--wandb-project p --wandb-save-dir a.bin/x",
-            "--wandb-save-dir a.bin/x: cannot be made: ",
-        ),
-    ],
+    rows(
+        """
+--save /dev/null/x
+    --save /dev/null/x: cannot be made: /dev/null is not a folder
+--tensorboard-dir a.bin/tb
+    --tensorboard-dir a.bin/tb: cannot be made:
+--metrics-file a.bin/metrics.jsonl
+    --metrics-file a.bin/metrics.jsonl: its folder is a file, not a folder
+--wandb-project p --wandb-save-dir a.bin/x
+    --wandb-save-dir a.bin/x: cannot be made:
+"""
+    ),
 )
 def test_a_folder_that_cannot_be_made_is_refused(flags, fault):
     found = faults(flags)
