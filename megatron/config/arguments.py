@@ -216,7 +216,7 @@ def _known_flags() -> list[str]:
     return list(dict.fromkeys([*ours, *compatibility.rows()]))
 
 
-# Words of flags that carry no meaning of their own.
+# Words of flags that carry no meaning by themselves.
 FILLERS = {"num", "size", "use", "enable", "with", "n", "value"}
 
 
@@ -396,7 +396,7 @@ def split_words(argv: list[str]) -> tuple[list[Occurrence], list[str]]:
             else:
                 occurrences.append((flag, [_unquote(value)] if equals else []))
         elif not occurrences or word == "--":
-            faults.append(f"{word}: this word belongs to no flag; flags begin with --")
+            faults.append(f"{word}: unexpected argument; flags begin with --")
         else:
             occurrences[-1][1].append(_unquote(word))
     return occurrences, faults
@@ -462,9 +462,7 @@ class _Reading:
         near = suggestions(flag)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         wrong = (
-            "unknown flag"
-            if flag.startswith("--")
-            else "this word belongs to no flag; flags begin with --"
+            "unknown flag" if flag.startswith("--") else "unexpected argument; flags begin with --"
         )
         self.faults.append(f"{_shown(flag, words)}: {wrong}{meant}")
         self.unsure.update(near)

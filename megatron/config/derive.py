@@ -80,10 +80,10 @@ class RunView:
     """What rules look at: every field by its own name (`run.lr`), the numbers of ranks and the
     tokenizer's vocabulary.
 
-    `tp` ranks share each matrix, `cp` times so many the positions of a sample, `pp` times so many
-    hold the model, and `dp` times so many make the `world` (dp 0: they do not). `replicas` ranks
-    hold the same parameters. Of experts, `etp` ranks share each matrix, and `ep` times so many hold
-    all of a layer.
+    Each matrix is shared by `tp` ranks, the positions of a sample by `cp`, the layers by `pp`, and
+    the samples by `dp`; together they are the `world` (dp is 0 where the sizes do not divide it).
+    `replicas` ranks hold the same parameters. The matrices of an expert are shared by `etp` ranks,
+    and the experts of a layer by `ep`.
     """
 
     def __init__(self, config: Config, world: int, vocabulary: int | None):
@@ -125,7 +125,7 @@ class RunView:
         )
 
 
-Derivation = Iterator[tuple[str, Any, str]]  # field, value, reason; none where nobody asked
+Derivation = Iterator[tuple[str, Any, str]]  # field, value, reason; none where it was not asked for
 
 
 def _derive_model(run: RunView) -> Derivation:

@@ -37,5 +37,5 @@ def some(words: list[str], most: int, between: str = ", ") -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """A value in a message: at most so many characters of it."""
+    """A value in a message: at most `most` characters of it."""
     return text if len(text) <= most else text[: most - 3] + "..."

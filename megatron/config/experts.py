@@ -65,7 +65,7 @@ class ExpertsConfig:
     """Factor of the weights of the chosen experts."""
     moe_router_enable_expert_bias: bool = model_flag(False, needs=needs.EXPERTS)
     """Balance experts without a loss (Wang et al. 2024): a bias that is added to the scores when
-    experts are chosen, not when they are weighed, and that grows after each step for experts with
+    experts are chosen, not when they are weighted, and that grows after each step for experts with
     fewer tokens than the mean. Needs scores of a fixed range: --moe-router-score-function sigmoid
     or sqrtsoftplus.
     """
@@ -95,7 +95,7 @@ class ExpertsConfig:
         needs=needs.EXPERTS_EXIST,
         change=ROUNDING,
     )
-    """Precision of the router's product and scores."""
+    """Precision of the router's GEMM and scores."""
     moe_router_force_load_balancing: bool = flag(
         False, megatron="random there", needs=needs.EXPERTS, change=STEPS
     )
@@ -126,19 +126,20 @@ class ExpertsConfig:
     moe_shared_expert_intermediate_size: int | None = model_flag(
         None, bound=POSITIVE, needs=needs.EXPERTS
     )
-    """Width of an MLP beside the experts that all tokens go through (shared experts, all together).
+    """Width of an MLP, in addition to the experts, that all tokens go through (shared experts, all
+    together).
     """
     moe_shared_expert_gate: bool = model_flag(False, needs=(needs.EXPERTS, needs.SHARED_EXPERT))
-    """Multiply the shared expert's output by the sigmoid of a product of the token."""
+    """Multiply the shared expert's output by the sigmoid of a linear layer of the token."""
     grouped_gemm_backend: Literal["auto", "triton", "grouped-mm", "torch"] = flag(
         "auto",
         megatron="--moe-grouped-gemm asks for its grouped product there",
         needs=needs.EXPERTS_EXIST,
         change=KERNEL,
     )
-    """Implementation of the experts' products: one product an expert (torch), torch's grouped
-    product, or our Triton kernels, which add weight gradients up in fp32 too and, where all experts
-    are on one rank, let the host wait for nothing.
+    """Implementation of the experts' GEMMs: one GEMM an expert (torch), torch's grouped GEMM, or
+    our Triton kernels, which add weight gradients up in fp32 too and, where all experts are on one
+    rank, let the host wait for nothing.
     """
 
     def expert_layers(self) -> tuple[bool, ...]:
@@ -151,7 +152,7 @@ class ExpertsConfig:
 
 @functools.cache  # every layer asks for it
 def expert_pattern(text: str, layers: int) -> tuple[bool, ...]:
-    """Whether each of so many layers has experts, as --moe-layer-freq says. Raises UserError with
+    """Whether each of `layers` layers has experts, as --moe-layer-freq says. Raises UserError with
     what is wrong and what would be right.
     """
     try:

@@ -27,7 +27,7 @@ class LinearShape(NamedTuple):
     split: int
 
     def on_rank(self, tp: int) -> tuple[int, int]:
-        """Outputs and inputs that one of so many tensor-parallel ranks holds."""
+        """Outputs and inputs that one of `ranks` tensor-parallel ranks holds."""
         sizes = [self.outputs, self.inputs]
         sizes[self.split] //= tp
         return sizes[0], sizes[1]
@@ -57,7 +57,7 @@ def wide_linears(
 
 
 def layer_in_fp8(precision: PrecisionConfig | RunView, index: int, layers: int) -> bool:
-    """Whether transformer layer `index` of so many computes with 8-bit floats."""
+    """Whether transformer layer `index` of `layers` computes with 8-bit floats."""
     if precision.fp8_format is None:
         return False
     if not precision.first_last_layers_bf16:

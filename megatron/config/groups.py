@@ -60,7 +60,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     num_layers: int | None = model_flag(None, bound=POSITIVE)
     """Number of transformer layers."""
     hidden_size: int | None = model_flag(None, bound=POSITIVE)
-    """Width of the residual stream."""
+    """Hidden size of the transformer."""
     ffn_hidden_size: int | None = model_flag(None, bound=POSITIVE)
     """Width of the MLP. Default: 4 x hidden-size; with a gated activation 2/3 of that, rounded down
     to a multiple of 64.
@@ -124,17 +124,17 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     rope_high_freq_factor: float = position_flag(
         4.0, megatron="fixed to 4 there", bound=POSITIVE, needs=(needs.LLAMA_ROPE, needs.ROTARY)
     )
-    """Llama-3 scaling: wavelengths below original length / this factor are left alone."""
+    """Llama-3 scaling: wavelengths below original length / this factor are unchanged."""
     yarn_beta_fast: float = position_flag(32.0, bound=POSITIVE, needs=(needs.YARN, needs.ROTARY))
-    """YaRN: channels with more rotations than this over the original length are left alone."""
+    """YaRN: channels with more rotations than this over the original length are unchanged."""
     yarn_beta_slow: float = position_flag(1.0, bound=POSITIVE, needs=(needs.YARN, needs.ROTARY))
     """YaRN: channels with fewer rotations than this over the original length are divided by the
     full factor.
     """
     normalization: Literal["LayerNorm", "RMSNorm"] = model_flag("LayerNorm")
-    """Kind of normalisation, everywhere."""
+    """Normalization layer used throughout the model."""
     norm_epsilon: float = model_flag(1e-5, "--layernorm-epsilon", bound=POSITIVE)
-    """Added to the variance inside the normalisation."""
+    """Added to the variance inside the normalization."""
     activation: Literal["gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu"] = model_flag(
         "gelu",
         megatron="one choice instead of --swiglu, --squared-relu, --openai-gelu, which set it "
@@ -147,7 +147,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     add_qkv_bias: bool = model_flag(False)
     """A bias in the QKV projection only, when --disable-bias-linear is given."""
     qk_layernorm: bool = model_flag(False)
-    """Normalise each head's queries and keys before the rotary embedding; with
+    """Normalize each head's queries and keys before the rotary embedding; with
     --multi-latent-attention what they are made of.
     """
     window_size: int | None = model_flag(
@@ -170,7 +170,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     z_loss_coeff: float = flag(0.0, megatron="not in Megatron-LM", bound=NOT_NEGATIVE, change=STEPS)
     """Add coeff x (log sum exp of the logits)^2 to each token's loss during training."""
     untie_embeddings_and_output_weights: bool = model_flag(False)
-    """Give the output head a matrix of its own."""
+    """Give the output head its own matrix."""
     hidden_dropout: float = flag(0.1, bound=BELOW_ONE, change=STEPS)
     """Dropout after the embedding, attention and MLP."""
     attention_dropout: float = flag(0.1, bound=BELOW_ONE, change=STEPS)
@@ -197,8 +197,8 @@ class ModelConfig(ExpertsConfig, LatentConfig):
         ),
         change=KERNEL,
     )
-    """Implementation of the attention core: our Triton kernels (gluon: those for Hopper in
-    Gluon), torch's scaled_dot_product_attention (fa4: with FlashAttention-4), or plain products.
+    """Implementation of the attention core: our Triton kernels (gluon: those for Hopper in Gluon),
+    torch's scaled_dot_product_attention (fa4: with FlashAttention-4), or plain matmuls.
     """
     norm_backend: ApexBackend = kernel_flag()
     """Implementation of LayerNorm and RMSNorm."""
@@ -225,9 +225,9 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     may sum in any order on a GPU, which is faster.
     """
     torch_compile: bool = flag(False, megatron="not in Megatron-LM", change=KERNEL)
-    """Compile each transformer layer with torch.compile, which fuses what stands between the matrix
-    products. Norms, rotary embedding, activations and dropout whose backend is auto are torch's
-    then.
+    """Compile each transformer layer with torch.compile, which fuses what lies between the matrix
+    multiplications. Norms, rotary embedding, activations and dropout whose backend is auto are
+    torch's then.
     """
     fused_linear_cross_entropy: bool = flag(
         False,
@@ -246,7 +246,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Pieces of the sequence that the MLP is computed in, one after another, in the forward pass
     and again in the backward pass, so that memory never holds more than one piece of its inner
     tensors. The sequence that a rank holds over the hidden size, rounded up, makes a piece as large
-    as a few tensors of a layer's width; more pieces make products too small for a GPU.
+    as a few tensors of a layer's width; more pieces make GEMMs too small for a GPU.
     """
 
     @property
@@ -277,7 +277,7 @@ class PrecisionConfig:
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(
         None, megatron="never run on a GPU here", change=STEPS
     )
-    """Form the products of wide linear layers of 8-bit floats: of e4m3 alone, or hybrid, with e5m2
+    """Compute the GEMMs of wide linear layers in 8-bit floats: of e4m3 alone, or hybrid, with e5m2
     for the gradients of outputs. Weights, sums and everything else stay as they are.
     """
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = flag(
@@ -471,8 +471,8 @@ class TrainingConfig:
     """What to do at a NaN or Inf loss or gradient: stop the run, or skip the step and log it."""
     cuda_graphs: bool = flag(False, megatron="--enable-cuda-graph, --cuda-graph-impl local")
     """Capture the passes of transformer layers in CUDA graphs in the second step and replay them:
-    for models so small that the host is slower than the GPU. Takes memory beyond the plan's for
-    copies of what passes between layers and for what graphs may not share.
+    for small, CPU-bound models. Takes memory beyond the plan's for copies of what passes between
+    layers and for what graphs may not share.
     """
     recompute_granularity: Literal["full", "selective"] | None = flag(None)
     """full: keep the input of layers alone and compute the layers again in the backward pass.
@@ -525,16 +525,17 @@ class TrainingConfig:
         megatron="--fine-grained-activation-offloading",
         deepspeed="activation_checkpointing.cpu_checkpointing",
     )
-    """Keep what layers save for their backward passes in pinned host memory meanwhile, and copy it
-    back one pass ahead. A forward pass whose backward pass follows at once keeps it on the device.
+    """Keep what layers save for their backward passes in pinned host memory, and copy it back one
+    pass ahead. A forward pass whose backward pass follows at once keeps it on the device.
     """
     offload_modules: tuple[OffloadModule, ...] | None = flag(
         None, megatron="mlp_* are not in Megatron-LM", needs=needs.ACTIVATION_OFFLOAD
     )
-    """Whose inputs go: layer_input (a layer that is recomputed whole, or a group of them),
-    attn_norm, qkv_linear, core_attn (with its statistics), attn_proj (needs core_attn, which keeps
-    the same tensor), mlp_norm, mlp_fc1, mlp_act, mlp_fc2. What is recomputed does not go. Default:
-    all that are kept, which with full recomputation is layer_input.
+    """Modules whose saved inputs are offloaded to host memory: layer_input (a layer that is
+    recomputed whole, or a group of them), attn_norm, qkv_linear, core_attn (with its statistics),
+    attn_proj (needs core_attn, which keeps the same tensor), mlp_norm, mlp_fc1, mlp_act, mlp_fc2.
+    What is recomputed is not offloaded. Default: all that are kept, which with full recomputation
+    is layer_input.
     """
     activation_offload_fraction: float = flag(1.0, bound=UP_TO_ONE, needs=needs.ACTIVATION_OFFLOAD)
     """The share of the layers of each (virtual) pipeline stage that go to the host, of those that
@@ -835,7 +836,7 @@ class LoggingConfig:
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
     log_straggler: bool = flag(True, megatron="off by default there, within a TP group")
-    """Time what each rank does itself, and name one that keeps the others waiting."""
+    """Measure the compute time of each rank, and name one that keeps the others waiting."""
     straggler_threshold: float = flag(0.1, megatron="not in Megatron-LM", bound=NOT_NEGATIVE)
     """How much slower than its peers a rank must be to be named: 0.1 is 10%."""
     pipeline_timeline: str | None = flag(None, megatron="not in Megatron-LM", needs=needs.PIPELINE)
@@ -907,9 +908,9 @@ class DistributedConfig:
     tensor-model-parallel-size.
     """
     overlap_moe_expert_parallel_comm: bool = flag(False, needs=needs.EXPERT_PARALLEL)
-    """Run the backward pass of each micro-batch beside the forward pass of a later one, layer by
-    layer, so that tokens of the one travel to experts and back while the other computes. Each
-    pipeline rank holds the activations of more micro-batches.
+    """Run the backward pass of each micro-batch at the same time as the forward pass of a later
+    one, layer by layer, so that the tokens of one travel to experts and back while the other
+    computes. Each pipeline rank holds the activations of more micro-batches.
     """
     cp_comm_type: Literal["allgather", "a2a", "p2p", "a2a+p2p"] = flag(
         "allgather", megatron="default p2p there", needs=needs.CONTEXT_PARALLEL, change=ROUNDING
@@ -942,15 +943,11 @@ class DistributedConfig:
     decoder_first_pipeline_num_layers: int | None = flag(
         None, bound=POSITIVE, needs=needs.PIPELINE, change=ROUNDING
     )
-    """Layers of the first pipeline rank; ranks without a number of their own share the others
-    evenly.
-    """
+    """Layers of the first pipeline rank; ranks without a given number share the others evenly."""
     decoder_last_pipeline_num_layers: int | None = flag(
         None, bound=POSITIVE, needs=needs.PIPELINE, change=ROUNDING
     )
-    """Layers of the last pipeline rank; ranks without a number of their own share the others
-    evenly.
-    """
+    """Layers of the last pipeline rank; ranks without a given number share the others evenly."""
     account_for_embedding_in_pipeline_split: bool = flag(
         False, needs=needs.PIPELINE, change=ROUNDING
     )
@@ -967,8 +964,9 @@ class DistributedConfig:
     makes stages of equal cost.
     """
     sequence_parallel: bool = flag(False, change=ROUNDING)
-    """Split the sequence over the TP ranks between the matrix products (norms, dropout, residuals).
-    The ranks send as many bytes as without it."""
+    """Split the sequence over the TP ranks between the matrix multiplications (norms, dropout,
+    residuals). The ranks send as many bytes as without it.
+    """
     tp_comm_overlap: bool = flag(
         True,
         off="--no-tp-comm-overlap",
@@ -976,8 +974,8 @@ class DistributedConfig:
         needs=needs.TENSOR_PARALLEL,
         change=ROUNDING,
     )
-    """Run the collectives of tensor parallelism at the same time as matrix products that do not
-    depend on them.
+    """Run the collectives of tensor parallelism at the same time as GEMMs that do not depend on
+    them.
     """
     overlap_grad_reduce: bool = flag(
         True,

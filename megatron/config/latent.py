@@ -18,8 +18,8 @@ class LatentConfig:
 
     multi_latent_attention: bool = model_flag(False)
     """Multi-head latent attention (MLA, DeepSeek-V2): keys and values of all heads are made of one
-    narrow vector of each token, and positions rotate channels of their own. --qk-layernorm then
-    normalises that vector, and the queries' of --q-lora-rank.
+    narrow vector of each token, and positions rotate separate channels. --qk-layernorm then
+    normalizes that vector, and the queries' of --q-lora-rank.
     """
     q_lora_rank: int | None = model_flag(None, bound=POSITIVE, needs=needs.LATENT)
     """Width of the vector that a token's queries are made of. Default: they are made of the token

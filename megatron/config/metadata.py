@@ -45,7 +45,7 @@ class ChangeRule:
 
     `refused`: it would be another model. `accept`: refused without this value of --accept-changed,
     because `what` would change. `logged`: the steps to come would be others on purpose, which is
-    a line of the banner. `bits`: the run does not go on bit for bit. `kernel`: so, but which
+    a line of the banner. `bits`: the resume is not bit-exact. `kernel`: so, but which
     implementation was taken counts, not the flag. `taken`: --use-checkpoint-args takes the
     checkpoint's value where the flag is not given; `file`: it names a file, which may lie elsewhere
     now and is compared by its content. `weightless`: a setting of the model without weights, which

@@ -18,7 +18,7 @@ class Need:
     every run, and the same line of flags should run in every layout.
 
     Without `holds`, the text is a flag that must be given, with the value that follows it if one
-    does; DIR, N and NAME stand for any value.
+    does; DIR, N and NAME are any value.
     """
 
     text: str

@@ -13,7 +13,7 @@ from megatron.config.errors import UserError
 
 NONE, FULL = "none", "full"
 MODULES = ("core_attn", "qkv", "mla_up_proj", "layernorm", "mlp_act", "mlp", "moe_act", "moe")
-MOST = 10_000  # layers that one word may stand for
+MOST = 10_000  # layers that one word may mean
 
 
 def layer_words(words: Sequence[str]) -> list[str]:
@@ -30,7 +30,7 @@ def layer_words(words: Sequence[str]) -> list[str]:
                 "modules have + between them"
             )
         if star and not (count.isdecimal() and 0 < int(count) <= MOST):
-            raise UserError(f"{word!r}: behind * stands the number of layers, at least 1")
+            raise UserError(f"{word!r}: * must be followed by the number of layers, at least 1")
         found += [what] * (int(count) if star else 1)
     return found
 

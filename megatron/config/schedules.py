@@ -27,7 +27,7 @@ class StageRule:
     # what is alive grows with the micro-batches of a step, or needs a multiple of the ranks: a plan
     # runs all of them
     grows: bool = False
-    pairs: bool = False  # a backward pass can run beside a forward pass of a later micro-batch
+    pairs: bool = False  # a backward pass can overlap a forward pass of a later micro-batch
 
 
 SCHEDULES = {

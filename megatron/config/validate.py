@@ -189,7 +189,7 @@ def _sources(run: RunView) -> Faults:
     for field in ("data_path", *by_split):
         if _uneven_weights(getattr(run, field) or ()):
             yield (
-                f"{run.show(field)}: a weight must stand before each prefix, as in 0.3 A 0.7 B, or "
+                f"{run.show(field)}: give a weight before each prefix, as in 0.3 A 0.7 B, or "
                 "before none"
             )
             continue
@@ -628,7 +628,7 @@ def _remarks(run: RunView) -> Faults:
     if run.split is not None and run.mock_data:
         yield f"{run.show('split')}: mock data has no documents to divide"
     if run.save is None and not run.skip_train:
-        yield "no --save: nothing of this run is kept"
+        yield "--save is not set: no checkpoints or metrics will be written"
 
 
 def cross_field_faults(config: Config, world_size: int, vocab_size: int | None) -> list[str]:

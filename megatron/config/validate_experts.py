@@ -45,7 +45,7 @@ def _pairs(run: RunView) -> Faults:
         )
     if run.activation_offload:
         yield (
-            f"{flag}: --activation-offload copies beside one pass at a time; drop one, or "
+            f"{flag}: --activation-offload copies during one pass at a time; drop one, or "
             "recompute instead"
         )
     if run.has("micro_batch_size", "global_batch_size") and run.dp:
@@ -91,7 +91,7 @@ def _router(run: RunView) -> Faults:
         )
     if run.moe_router_enable_expert_bias and is_softmax:
         yield (
-            "--moe-router-enable-expert-bias: a bias means something beside scores of a fixed "
+            "--moe-router-enable-expert-bias: a bias is meaningful only with scores of a fixed "
             "range; give --moe-router-score-function sigmoid"
         )
 

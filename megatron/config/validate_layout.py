@@ -34,7 +34,7 @@ def _fitting_tp(run: RunView) -> int:
     )
     heads = run.num_attention_heads if run.has("num_attention_heads") else ranks
     groups = run.num_query_groups if run.has("num_query_groups") else heads
-    sizes = (run.tp, *range(1, min(ranks, heads, 1024) + 1))  # nobody shares a matrix over more
+    sizes = (run.tp, *range(1, min(ranks, heads, 1024) + 1))  # no matrix is shared over more
     fitting = (
         size for size in sizes if ranks % size == heads % size == 0 and _shares(size, groups)
     )
@@ -51,7 +51,7 @@ def _fitting_pp(run: RunView, tp: int) -> int:
 
 
 def _fitting_cp(run: RunView, ranks: int) -> int:
-    """The context-parallel size nearest to the one given that divides so many ranks."""
+    """The context-parallel size nearest to the one given that divides `ranks` ranks."""
     return min(
         (size for size in (run.cp, *range(1, min(ranks, 1024) + 1)) if ranks % size == 0),
         key=lambda size: abs(size - run.cp),
@@ -184,7 +184,7 @@ def zero(run: RunView) -> Faults:
     """Hybrid sharding: the data-parallel ranks must fall into groups of equal size."""
     size = run.zero_shard_size
     if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp and run.replicas % size:
-        # nobody shards over more but over all
+        # more than 4,096 only where it is all ranks
         sizes = (*range(2, min(run.replicas, 4096)), run.replicas)
         fitting = min(
             (other for other in sizes if run.replicas % other == 0),

@@ -512,7 +512,7 @@ def test_data_files():
     for words in ("0.3 a b", "a 0.3 b 0.7", "0.3 a b 0.7", "a b 2", "1 a 1"):
         for flag in ("--data-path", "--train-data-path"):
             (fault,) = faults(f"{flag} {words}", base=base)
-            assert fault.startswith(f"{flag} {words}: a weight must stand before each prefix")
+            assert fault.startswith(f"{flag} {words}: give a weight before each prefix")
     assert faults("--valid-data-path b", base=base) == [
         "--valid-data-path: --train-data-path is missing"
     ]
@@ -867,7 +867,7 @@ def test_remarks_on_valid_settings():
         "--window-size 32 covers the whole --seq-length 32" in notes
         and "--split 9,1: mock data has no documents to divide" in notes
     )
-    assert "no --save: nothing of this run is kept" in notes
+    assert "--save is not set: no checkpoints or metrics will be written" in notes
     quiet = resolve(configure("--window-size 31 --save new --activation gelu-tanh"), 1, 101).notes
     assert all(" = " in note for note in quiet)  # derived values alone
 
