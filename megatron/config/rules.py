@@ -176,6 +176,13 @@ def nearest(value: int, unit: int) -> int:
     return max(unit, (value + unit // 2) // unit * unit)
 
 
+def nearest_divisor(number: int, size: int, least: int = 1) -> int:
+    """The divisor of a number, of at least `least`, that is nearest to `size`."""
+    sizes = (*range(least, min(number, 4096) + 1), size, number)
+    fitting = (other for other in sizes if other >= least and number % other == 0)
+    return min(fitting, key=lambda other: abs(other - size))
+
+
 def excluded(run: RunView, table: tuple[Exclusion, ...]) -> Faults:
     """The faults of a table of exclusions."""
     for one, other, why, fix in table:

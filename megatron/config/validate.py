@@ -31,6 +31,7 @@ from megatron.config.rules import (
     Faults,
     counts,
     nearest,
+    nearest_divisor,
     ranges,
     two_fields,
     without_effect,
@@ -428,11 +429,7 @@ def _tiled_mlp(run: RunView) -> Faults:
         return
     length = run.seq_length // run.cp // (run.tp if run.sequence_parallel else 1)
     if length % run.tiled_mlp:
-        most = min(length, 4096)
-        fits = min(
-            (size for size in (*range(1, most + 1), length) if length % size == 0),
-            key=lambda size: abs(size - run.tiled_mlp),
-        )
+        fits = nearest_divisor(length, run.tiled_mlp)
         yield (
             f"{run.show('tiled_mlp')}: must divide the {length} positions of the sequence that a "
             f"rank holds; the nearest that fits is {fits}"

@@ -10,7 +10,7 @@ from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.experts import expert_pattern
 from megatron.config.metadata import flag_name
-from megatron.config.rules import EXPERT_EXCLUSIONS, Faults, excluded
+from megatron.config.rules import EXPERT_EXCLUSIONS, Faults, excluded, nearest_divisor
 from megatron.config.schedules import IN_PAIRS, SCHEDULES
 
 
@@ -127,8 +127,7 @@ def _groups(run: RunView) -> Faults:
 
 def _undivided(run: RunView, shown: str, size: int) -> str:
     """The fault of a size that does not divide the experts."""
-    fitting = [other for other in range(1, run.num_experts + 1) if run.num_experts % other == 0]
-    nearest = min(fitting, key=lambda other: abs(other - size))
+    nearest = nearest_divisor(run.num_experts, size)
     return f"{shown}: must divide --num-experts {run.num_experts}; the nearest is {nearest}"
 
 

@@ -9,7 +9,7 @@ import math
 from megatron.config.derive import RunView, attention_ranks
 from megatron.config.errors import UserError
 from megatron.config.metadata import flag_name
-from megatron.config.rules import Faults, nearest
+from megatron.config.rules import Faults, nearest, nearest_divisor
 from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, counted_layers, parse_layout
 
@@ -41,29 +41,12 @@ def _fitting_tp(run: RunView) -> int:
     return min(fitting, key=lambda size: abs(size - run.tp))
 
 
-def _fitting_pp(run: RunView, tp: int) -> int:
-    """The pipeline-parallel size nearest to the one given that, with `tp`, divides the ranks."""
-    ranks = run.world // tp
-    return min(
-        (size for size in (run.pp, *range(1, min(ranks, 1024) + 1)) if ranks % size == 0),
-        key=lambda size: abs(size - run.pp),
-    )
-
-
-def _fitting_cp(run: RunView, ranks: int) -> int:
-    """The context-parallel size nearest to the one given that divides `ranks` ranks."""
-    return min(
-        (size for size in (run.cp, *range(1, min(ranks, 1024) + 1)) if ranks % size == 0),
-        key=lambda size: abs(size - run.cp),
-    )
-
-
 def _undivided(run: RunView, tp: int) -> str:
     """The fault of sizes that do not divide the ranks; `tp` is a size that can."""
-    pp = _fitting_pp(run, tp)
+    pp = nearest_divisor(run.world // tp, run.pp)
     sizes = {
         "tensor_model_parallel_size": (run.tp, tp),
-        "context_parallel_size": (run.cp, _fitting_cp(run, run.world // (tp * pp))),
+        "context_parallel_size": (run.cp, nearest_divisor(run.world // (tp * pp), run.cp)),
         "pipeline_model_parallel_size": (run.pp, pp),
     }
     first, *others = sizes
@@ -184,12 +167,7 @@ def zero(run: RunView) -> Faults:
     """Hybrid sharding: the data-parallel ranks must fall into groups of equal size."""
     size = run.zero_shard_size
     if run.has("zero_shard_size") and run.zero_stage > 0 and run.dp and run.replicas % size:
-        # more than 4,096 only where it is all ranks
-        sizes = (*range(2, min(run.replicas, 4096)), run.replicas)
-        fitting = min(
-            (other for other in sizes if run.replicas % other == 0),
-            key=lambda other: abs(other - size),
-        )
+        fitting = nearest_divisor(run.replicas, size, least=2)
         yield (
             f"{run.show('zero_shard_size')}: must divide the {run.replicas} {_replicas(run)}; "
             f"the nearest that fits is {fitting}"
