@@ -38,8 +38,6 @@ from megatron.config.rules import (
 )
 from megatron.config.schedules import planned_micro_batches
 from megatron.config.stages import frozen_units
-from megatron.config.validate_experts import experts
-from megatron.config.validate_latent import LATENT, latent_attention
 from megatron.config.validate_layout import (
     bubble,
     context_parallel,
@@ -49,6 +47,7 @@ from megatron.config.validate_layout import (
     tensor_parallel,
     zero,
 )
+from megatron.config.validate_model import experts, latent_attention, recomputed_parts
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,11 @@ def _heads(run: RunView) -> Faults:
 
 
 def _positions(run: RunView) -> Faults:
-    if is_rotary(run) and run.has("kv_channels", "rotary_percent") and not run.has(*LATENT):
+    if (
+        is_rotary(run)
+        and run.has("kv_channels", "rotary_percent")
+        and not run.multi_latent_attention
+    ):
         channels = int(run.kv_channels * run.rotary_percent)
         if channels == 0 or channels % 2:
             yield (
@@ -574,6 +577,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     pipeline_schedule,
     experts,
     latent_attention,
+    recomputed_parts,
     _heads,
     _positions,
     _captured_gradients,

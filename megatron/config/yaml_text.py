@@ -13,6 +13,7 @@ TAG = "tag:yaml.org,2002:"  # of the values that YAML knows by itself
 INTEGER = re.compile(r"[-+]?(0|[1-9]\d*)")
 DECIMAL = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 LEADING_ZERO = re.compile(r"[-+]?0[\d_]+")
+AMBIGUOUS = "is a number that versions of YAML read differently; write it"
 
 
 def parse_yaml(text: str) -> Any:
@@ -32,62 +33,43 @@ def parse_yaml(text: str) -> Any:
         raise InputError(" ".join(str(error).split())) from None
     except RecursionError:
         raise InputError("nested too deep") from None
-    except (
-        ValueError,
-        OverflowError,
-    ) as error:  # a number of thousands of digits, a character outside Unicode
+    # a number of thousands of digits, a character outside Unicode
+    except (ValueError, OverflowError) as error:
         raise InputError(str(error)) from None
     check_tree(value)
     return value
 
 
-def _refusal(node: Any, what: str) -> Exception:
-    """PyYAML's error for a node of the text; it says the line."""
-    from yaml.constructor import ConstructorError
-
-    return ConstructorError(None, None, what, node.start_mark)
-
-
-def _number(loader: Any, node: Any) -> int | float:
-    text = loader.construct_scalar(node)
-    if INTEGER.fullmatch(text):
-        return int(text)
-    if DECIMAL.fullmatch(text):
-        return float(text)
-    raise _refusal(
-        node,
-        f"{text} is a number that versions of YAML read differently; write it in decimal digits",
-    )
-
-
-def _string(loader: Any, node: Any) -> str:
-    text = loader.construct_scalar(node)
-    if node.style is None and LEADING_ZERO.fullmatch(text):
-        raise _refusal(
-            node,
-            f"{text} is a number that versions of YAML read differently; write it "
-            "without leading zeros",
-        )
-    return text
-
-
-def _unknown(loader: Any, node: Any) -> Any:
-    kind = node.tag.removeprefix(TAG)
-    raise _refusal(
-        node, f"a value of the kind {kind} is not read here; put text in quotation marks"
-    )
-
-
 def _loader(yaml: Any) -> type:
-    """A loader class with the constructors above; PyYAML is imported only where YAML is read."""
+    """PyYAML's safe loader, with errors (that give the line) for what is not read here."""
+
+    def refusal(node: Any, what: str) -> Exception:
+        return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+
+    def number(loader: Any, node: Any) -> int | float:
+        text = loader.construct_scalar(node)
+        if not DECIMAL.fullmatch(text):
+            raise refusal(node, f"{text} {AMBIGUOUS} in decimal digits")
+        return int(text) if INTEGER.fullmatch(text) else float(text)
+
+    def string(loader: Any, node: Any) -> str:
+        text = loader.construct_scalar(node)
+        if node.style is None and LEADING_ZERO.fullmatch(text):
+            raise refusal(node, f"{text} {AMBIGUOUS} without leading zeros")
+        return text
+
+    def unknown(loader: Any, node: Any) -> Any:
+        kind = node.tag.removeprefix(TAG)
+        raise refusal(
+            node, f"a value of the kind {kind} is not read here; put text in quotation marks"
+        )
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                event = self.peek_event()
-                raise yaml.composer.ComposerError(
-                    None, None, "aliases are not read here; write the value out", event.start_mark
-                )
+                what = "aliases are not read here; write the value out"
+                mark = self.peek_event().start_mark
+                raise yaml.composer.ComposerError(None, None, what, mark)
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
@@ -95,16 +77,15 @@ def _loader(yaml: Any) -> type:
             for key_node, value_node in node.value:
                 key = self.construct_object(key_node, deep=True)
                 if not isinstance(key, str):
-                    raise _refusal(key_node, "a key is not text")
+                    raise refusal(key_node, "a key is not text")
                 if key in result:
-                    raise _refusal(key_node, f"the key {key[:60]!r} occurs twice; keep one")
+                    raise refusal(key_node, f"the key {key[:60]!r} occurs twice; keep one")
                 result[key] = self.construct_object(value_node, deep=deep)
             return result
 
-    kept = {
-        TAG + name: yaml.SafeLoader.yaml_constructors[TAG + name]
-        for name in ("null", "bool", "seq", "map")
+    safe = yaml.SafeLoader.yaml_constructors
+    Loader.yaml_constructors = {
+        **{TAG + name: safe[TAG + name] for name in ("null", "bool", "seq", "map")},
+        **{TAG + "int": number, TAG + "float": number, TAG + "str": string, None: unknown},
     }
-    ours = {TAG + "int": _number, TAG + "float": _number, TAG + "str": _string, None: _unknown}
-    Loader.yaml_constructors = kept | ours
     return Loader

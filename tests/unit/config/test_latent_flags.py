@@ -56,7 +56,7 @@ def faults(words: str) -> list[str]:
         (f"{LATENT} --bf16 --fp8-format e4m3", "--fp8-format e4m3; remove one of them"),
         (
             "--recompute-granularity selective --recompute-modules mla_up_proj",
-            "mla_up_proj is a part of --multi-latent-attention, which is not given; give qkv",
+            "mla_up_proj is a part of --multi-latent-attention, which is not set; give qkv",
         ),
         (
             "--recompute-layers mla_up_proj+core_attn*4",

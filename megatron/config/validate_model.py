@@ -1,23 +1,29 @@
-"""Rules of a mixture of experts: sizes, what the router is given, and what experts do not combine
-with.
+"""Rules of parts of the model: mixtures of experts, latent attention, and modules that exist only
+with them.
 """
 
 from __future__ import annotations
 
 import re
 
-from megatron.config.derive import RunView
+from megatron.config.derive import RunView, rescales_scores
 from megatron.config.errors import UserError
 from megatron.config.experts import expert_pattern
 from megatron.config.metadata import flag_name
-from megatron.config.rules import EXPERT_EXCLUSIONS, Faults, excluded, nearest_divisor
+from megatron.config.needs import is_rotary
+from megatron.config.rules import (
+    EXPERT_EXCLUSIONS,
+    LATENT_EXCLUSIONS,
+    Faults,
+    excluded,
+    nearest_divisor,
+)
 from megatron.config.schedules import IN_PAIRS, SCHEDULES
 
 
 def experts(run: RunView) -> Faults:
-    """All of them."""
+    """Rules of a mixture of experts."""
     if not run.has("num_experts"):
-        yield from _nothing_to_recompute(run)
         return
     yield from _pattern(run)
     yield from _router(run)
@@ -55,17 +61,6 @@ def _pairs(run: RunView) -> Faults:
                 f"{flag}: {run.show('global_batch_size')} is one micro-batch a step, which has no "
                 f"other to run beside; give {2 * unit} or more, or drop the flag"
             )
-
-
-def _nothing_to_recompute(run: RunView) -> Faults:
-    for field in ("recompute_modules", "recompute_layers"):
-        parts = [part for word in getattr(run, field) or () for part in re.split(r"[+*]", word)]
-        for word, dense in (("moe", "mlp"), ("moe_act", "mlp_act")):
-            if word in parts:
-                yield (
-                    f"{run.show(field)}: {word} is a part of experts, and no layer has any; give "
-                    f"{dense}"
-                )
 
 
 def _pattern(run: RunView) -> Faults:
@@ -178,3 +173,75 @@ def _offload(run: RunView) -> Faults:
                 f"{flag_name('offload_modules')} {' '.join(shown)}: experts' activations are not "
                 "offloaded; drop the words, or recompute them with --recompute-modules moe_act"
             )
+
+
+# ---------------------------------------------------------------- latent attention
+
+
+def latent_attention(run: RunView) -> Faults:
+    """Rules of multi-head latent attention."""
+    if not run.multi_latent_attention:
+        if run.rope_type == "yarn" and run.position_embedding_type != "yarn":
+            yield (
+                "--rope-type yarn: is a setting of --multi-latent-attention; use "
+                "--position-embedding-type yarn"
+            )
+        return
+    yield from _latent_widths(run)
+    yield from excluded(run, LATENT_EXCLUSIONS)
+
+
+def _latent_widths(run: RunView) -> Faults:
+    if not is_rotary(run):
+        yield (
+            f"--multi-latent-attention with {run.show('position_embedding_type')}: a learned "
+            "table in addition to rotary positions, as Megatron-LM builds it, is not supported; "
+            "give --position-embedding-type rope"
+        )
+    if run.rope_type == "rope":
+        yield from _plain_rope(run)
+    if run.qk_pos_emb_head_dim % 2:
+        yield (
+            f"{run.show('qk_pos_emb_head_dim')}: channels rotate in pairs; give "
+            f"{run.qk_pos_emb_head_dim + 1}"
+        )
+    keys = run.qk_head_dim + run.qk_pos_emb_head_dim
+    if run.v_head_dim > keys:
+        yield (
+            f"{run.show('v_head_dim')}: more than the {keys} channels of a key (--qk-head-dim + "
+            f"--qk-pos-emb-head-dim); give {keys} or fewer"
+        )
+
+
+def _plain_rope(run: RunView) -> Faults:
+    if run.position_embedding_type == "yarn":
+        yield "--rope-type rope: contradicts --position-embedding-type yarn; remove one"
+    elif rescales_scores(run):
+        yield (
+            f"--rope-type rope with {run.show('rope_scaling_factor')} and "
+            f"{run.show('mscale_all_dim')}: Megatron-LM scales the attention scores as YaRN does, "
+            "which is not supported with plain rotary positions; set --mscale-all-dim 0, or remove "
+            "--rope-type rope"
+        )
+
+
+# ---------------------------------------------------------------- modules
+
+# Words of recomputation: the flag whose part they are, and what to give without it.
+PARTS = (
+    ("moe", "num_experts", "mlp"),
+    ("moe_act", "num_experts", "mlp_act"),
+    ("mla_up_proj", "multi_latent_attention", "qkv"),
+)
+
+
+def recomputed_parts(run: RunView) -> Faults:
+    """Words of recomputation that no layer has a module for."""
+    for field in ("recompute_modules", "recompute_layers"):
+        given = {part for word in getattr(run, field) or () for part in re.split(r"[+*]", word)}
+        for word, owner, other in PARTS:
+            if word in given and not run.has(owner):
+                yield (
+                    f"{run.show(field)}: {word} is a part of {flag_name(owner)}, which is not set; "
+                    f"give {other}"
+                )
