@@ -359,7 +359,7 @@ PUBLISHED = (
         """,
         64,
         template(512, 0, micro=8),
-        refused=("--num-experts: experts do not combine with biases in linear layers",),
+        refused=("--num-experts 128: is not supported with --add-bias-linear",),
         add="--disable-bias-linear",
         reason="biases of experts",
         not_done=(TIMERS,),
