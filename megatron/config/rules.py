@@ -224,6 +224,11 @@ def two_fields(run: RunView) -> Faults:
     for one, other in CONTRADICTIONS:
         if counts(run, one) and counts(run, other):
             yield f"{run.show(one)}: contradicts {run.show(other)}; remove one of them"
+    yield from _values(run)
+
+
+def _values(run: RunView) -> Faults:
+    """What values need of each other."""
     for rule, field, what in NEEDED:
         if counts(run, rule) and getattr(run, field) is None:
             yield f"{shown(run, rule)}: set {flag_name(field)}{what and ', '}{what}"

@@ -40,29 +40,36 @@ def parse_yaml(text: str) -> Any:
     return value
 
 
+def _refusal(node: Any, what: str) -> Exception:
+    """PyYAML's error for a node of the text; it gives the line."""
+    from yaml.constructor import ConstructorError
+
+    return ConstructorError(None, None, what, node.start_mark)
+
+
+def _number(loader: Any, node: Any) -> int | float:
+    text = loader.construct_scalar(node)
+    if not DECIMAL.fullmatch(text):
+        raise _refusal(node, f"{text} {AMBIGUOUS} in decimal digits")
+    return int(text) if INTEGER.fullmatch(text) else float(text)
+
+
+def _string(loader: Any, node: Any) -> str:
+    text = loader.construct_scalar(node)
+    if node.style is None and LEADING_ZERO.fullmatch(text):
+        raise _refusal(node, f"{text} {AMBIGUOUS} without leading zeros")
+    return text
+
+
+def _unknown(loader: Any, node: Any) -> Any:
+    kind = node.tag.removeprefix(TAG)
+    raise _refusal(
+        node, f"a value of the kind {kind} is not read here; put text in quotation marks"
+    )
+
+
 def _loader(yaml: Any) -> type:
     """PyYAML's safe loader, with errors (that give the line) for what is not read here."""
-
-    def refusal(node: Any, what: str) -> Exception:
-        return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
-
-    def number(loader: Any, node: Any) -> int | float:
-        text = loader.construct_scalar(node)
-        if not DECIMAL.fullmatch(text):
-            raise refusal(node, f"{text} {AMBIGUOUS} in decimal digits")
-        return int(text) if INTEGER.fullmatch(text) else float(text)
-
-    def string(loader: Any, node: Any) -> str:
-        text = loader.construct_scalar(node)
-        if node.style is None and LEADING_ZERO.fullmatch(text):
-            raise refusal(node, f"{text} {AMBIGUOUS} without leading zeros")
-        return text
-
-    def unknown(loader: Any, node: Any) -> Any:
-        kind = node.tag.removeprefix(TAG)
-        raise refusal(
-            node, f"a value of the kind {kind} is not read here; put text in quotation marks"
-        )
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
@@ -77,15 +84,15 @@ def _loader(yaml: Any) -> type:
             for key_node, value_node in node.value:
                 key = self.construct_object(key_node, deep=True)
                 if not isinstance(key, str):
-                    raise refusal(key_node, "a key is not text")
+                    raise _refusal(key_node, "a key is not text")
                 if key in result:
-                    raise refusal(key_node, f"the key {key[:60]!r} occurs twice; keep one")
+                    raise _refusal(key_node, f"the key {key[:60]!r} occurs twice; keep one")
                 result[key] = self.construct_object(value_node, deep=deep)
             return result
 
     safe = yaml.SafeLoader.yaml_constructors
     Loader.yaml_constructors = {
         **{TAG + name: safe[TAG + name] for name in ("null", "bool", "seq", "map")},
-        **{TAG + "int": number, TAG + "float": number, TAG + "str": string, None: unknown},
+        **{TAG + "int": _number, TAG + "float": _number, TAG + "str": _string, None: _unknown},
     }
     return Loader
