@@ -221,7 +221,7 @@ class Comparison:
         if kind not in style or not isinstance(params, dict):
             return "", (
                 "not a schedule here; take the section out and give --lr-decay-style "
-                f"({', '.join(LR_DECAYS)}) with --lr-warmup-iters N"
+                f"{' or '.join(LR_DECAYS)} with --lr-warmup-iters N"
             )
         known = {name: value for name, value in params.items() if value not in ("auto", None)}
         wrong = [
