@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 BEFORE = "    sgd_momentum: float = "
 FIELD = '''    nesterov_share: float = flag(
-        0.5, "--nesterov", megatron="not in Megatron-LM", bound=SHARE, needs=needs.SGD, change=STEPS,
-        deepspeed="optimizer.params.nesterov_share")
+        0.5, "--nesterov", megatron="not in Megatron-LM", bound=SHARE, needs=needs.SGD,
+        change=STEPS, deepspeed="optimizer.params.nesterov_share")
     """Share of Nesterov's correction in a step of SGD."""
 '''
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
