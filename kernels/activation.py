@@ -292,7 +292,7 @@ def activation_backward(
     width = _width(x, bias, kind)
     dx, partials, form = _room_for_backward(x, bias, kind)
     if dx.numel() == 0:
-        return dx, partials.sum(0)
+        return dx, _sum_of(partials)
     rows = dy.numel() // width
     programs = rows if bias is None else len(partials)
     backward_kernel[(triton.cdiv(width, form.block) * programs,)](
@@ -310,7 +310,7 @@ def activation_backward(
         PREFETCH=form.prefetch,
         num_warps=form.num_warps,
     )
-    return dx, partials.sum(0)
+    return dx, _sum_of(partials)
 
 
 def _room_for_backward(
@@ -329,7 +329,12 @@ def _room_for_backward(
 @activation_backward.register_fake
 def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
     dx, partials, _ = _room_for_backward(x, bias, kind)
-    return dx, partials.sum(0)
+    return dx, _sum_of(partials)
+
+
+def _sum_of(partials: Tensor) -> Tensor:
+    """dbias; without a bias empty, and no kernel is launched."""
+    return partials.sum(0) if partials.shape[1] else partials.new_empty(0)
 
 
 def aot(arch: int = HOPPER) -> Iterator[Compiled]:
