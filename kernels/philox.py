@@ -89,7 +89,7 @@ def fill(
 
 def _rows_at_once(out: Tensor, blocks: int) -> int:
     """As many rows as keep the words of a step in the cache, where they are written out."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or out.is_meta:
         return max(1, out.shape[0])
     threads = 1 if out.is_cuda else torch.get_num_threads()
     return max(1, DROPOUT_COUNTERS[out.device.type] * threads // blocks)
