@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from megatron.tools._convert.huggingface import family_of
 from megatron.tools._plan.advice import Machine
@@ -21,18 +23,18 @@ from megatron.tools._plan.verdict import (
     check_host_memory,
     memory_verdict,
 )
+from megatron.tools._report.step_parts import parts_of_trace, where_the_step_went
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
-from megatron.model.arithmetic import peak_tflops
-from megatron.model.kernels import compute_dtype
-from megatron.training.advisor import Forecast, Verdict
+from megatron.training.advisor import Advisor, Forecast, Verdict
+from megatron.training.banner import peak_tflops_of
 from megatron.training.resume import device_name
 
 DRY_RUN_HARDWARE = "h100"
 
 
-class PlanningAdvisor:
+class PlanningAdvisor(Advisor):
     def choose_recompute(
         self, config: Config, vocab_size: int, world_size: int, device: str
     ) -> tuple[Config, list[str]]:
@@ -91,6 +93,9 @@ class PlanningAdvisor:
             return str(error)
         return None
 
+    def step_table(self, trace: Path) -> list[str]:
+        return where_the_step_went(parts_of_trace(trace))
+
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.3g} GiB"
@@ -98,8 +103,7 @@ def _gib(size: float) -> str:
 
 def _machine(config: Config, device: torch.device, world_size: int) -> Machine | None:
     """That of several nodes, whose links the plan knows."""
-    known = peak_tflops(device_name(device), compute_dtype(config.precision))
-    peak = config.logging.peak_tflops or known
+    peak = peak_tflops_of(config, device)
     across = device.type == "cuda" and world_size > torch.cuda.device_count()
     return Machine(peak) if across and peak else None
 

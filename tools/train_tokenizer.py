@@ -20,6 +20,7 @@ from pathlib import Path
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.tools._preprocess.text_files import chunks_of, refuse_record  # noqa: E402
 from megatron.tools.preprocess_data import (  # noqa: E402
     LARGEST_CHUNK,
     input_files,
@@ -29,7 +30,6 @@ from megatron.tools.preprocess_data import (  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.input_files import is_text, path_fault  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
-from megatron.data.text_files import chunks_of, refuse_record  # noqa: E402
 
 LOUD = 50 << 20  # bytes of input from which SentencePiece reports its own progress
 

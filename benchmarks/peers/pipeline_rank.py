@@ -31,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.benchmarks.training import busy_seconds  # noqa: E402
 
 from megatron.config.groups import ModelConfig  # noqa: E402
-from megatron.distributed.collectives import all_reduce, gather_bytes  # noqa: E402
+from megatron.distributed.collectives import Receiving, Sending, all_reduce, gather_bytes  # noqa: E402  # noqa: E402
 from megatron.distributed.groups import Groups, Layout  # noqa: E402
-from megatron.distributed.p2p import Receiving, Sending  # noqa: E402
 from megatron.distributed.setup import (
     connect,
     disconnect,

@@ -1,8 +1,8 @@
-"""Blends: which source, and which of its samples, sample i of the run is; and the data history,
-which keeps this true when a blend changes mid-run.
+"""Blends: the source and index of sample i of a run, and the data history, by which they continue
+when a blend changes during a run.
 
-A blend is a pattern of 65,536 source numbers, with quotas by largest remainder, which are evenly
-spread and repeated. So everything is computed, and nothing is stored but the history.
+A blend repeats a pattern of 65,536 source numbers, evenly spread, with quotas by largest remainder.
+Everything is computed; only the history is stored.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ class Blend:
         return source, self.first_index[source] + turn * self._shares[source] + self._rank[slot]
 
     def indices_at(self, sample: int) -> list[int]:
-        """The index that each source goes on with at a sample number: how many of its samples came
-        before.
-        """
+        """The next index of each source at a sample number: the number of its samples before."""
         turn, slot = divmod(sample - self.first_sample, len(self._pattern))
         counts = np.bincount(self._pattern[:slot], minlength=len(self._shares))
         return (self.first_index + turn * self._shares + counts).tolist()
@@ -118,7 +116,7 @@ def _blend_of(segment: JsonObject) -> Blend:
 
 
 def _indices_at(segments: list[JsonObject], consumed: int) -> dict[str, int]:
-    """The index that each source of the segments goes on with at sample `consumed`, by its id."""
+    """The next index of each source of the segments at sample `consumed`, by id."""
     indices: dict[str, int] = {}
     ends = [*(segment["first_sample"] for segment in segments[1:]), consumed]
     for segment, end in zip(segments, ends):
@@ -134,12 +132,12 @@ def _ids_and_shares(sources: list[JsonObject]) -> list[tuple[str, int]]:
 def extend_history(
     history: JsonObject | None, consumed: int, sources: list[JsonObject]
 ) -> tuple[JsonObject, Blend, list[str]]:
-    """Continue a run's data history with the sources it is given now.
+    """Continue a run's data history with the present sources.
 
     sources: {"id": order identity, "name": path, "share": of 65,536} each. Unchanged ids and shares
-    go on in the last segment; anything else opens a new one at `consumed`, in which a known id goes
-    on where it was and a new id starts at 0. Returns the history (plain JSON), the blend of the
-    last segment, and lines about what changed.
+    continue the last segment; otherwise a new one begins at `consumed`, in which known ids continue
+    and new ids start at 0. Returns the history (plain JSON), the blend of the last segment, and
+    lines about changes.
     """
     segments = [dict(segment) for segment in history["segments"]] if history else []
     if segments and _ids_and_shares(segments[-1]["sources"]) == _ids_and_shares(sources):

@@ -1,5 +1,4 @@
-"""Megatron's indexed dataset, `<prefix>.bin` + `<prefix>.idx`: a checked memory-mapped reader and
-an atomic writer.
+"""Checked memory-mapped reader of Megatron's indexed dataset, `<prefix>.bin` + `<prefix>.idx`.
 
 `.bin` holds token ids back to back. `.idx` is little-endian and packed: 9 magic bytes, uint64
 version, uint8 dtype code, uint64 S, uint64 D, int32[S] lengths in tokens, int64[S] byte offsets in
@@ -11,13 +10,12 @@ end-of-document count, digests).
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -34,7 +32,6 @@ from megatron.config.input_files import (
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D: 34 bytes
 DTYPES = dict(enumerate(map(np.dtype, "u1 i1 <i2 <i4 <i8 <f8 <f4 <u2".split()), 1))  # by code
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 PROBES = 1024
 COUNT = (lambda value: type(value) is int and 0 <= value < 2**63, "a count")
 ID = (lambda value: type(value) is int and -1 <= value < 2**31, "a token id")
@@ -54,20 +51,11 @@ REMAKE = "copy both files again or run tools/preprocess_data.py again"
 
 
 class DataError(UserError):
-    """Data that cannot be trained on: names the file, the byte where there is one, what is wrong
-    and the repair.
-    """
-
-
-def best_dtype(vocab_size: int) -> np.dtype:
-    """Megatron's rule: uint16 below 65,500 ids, else int32."""
-    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+    """Faulty data: names the file, the byte if there is one, the fault and the fix."""
 
 
 def check_sidecar(sidecar: JsonObject) -> None:
-    """Raises InputError unless every value that is read anywhere is there, of its type and in its
-    range.
-    """
+    """Raises InputError unless all values exist, with the right type and range."""
     optional = {("tokens",): COUNT, ("text_bytes",): COUNT, ("tokenizer", "name"): NAME}
     for names, (holds, what) in {**SIDECAR, **optional}.items():
         value: Any = sidecar
@@ -86,7 +74,7 @@ def probes(count: int) -> np.ndarray:
     )
 
 
-def _tables(sequences: int) -> tuple[int, int, int]:
+def table_offsets(sequences: int) -> tuple[int, int, int]:
     """Bytes of .idx at which its lengths, its offsets and its document index begin."""
     return HEADER.size, HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
 
@@ -112,9 +100,7 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 
 def _prefetch(path: Path, positions: np.ndarray, length: int) -> None:
-    """Ask the disk for `length` bytes at all positions at once: one latency instead of thousands
-    when the file is cold.
-    """
+    """Ask the disk for `length` bytes at all positions: one latency instead of thousands."""
     pages = np.concatenate([positions, positions + length - 1]) // mmap.PAGESIZE
     with open(path, "rb") as file:
         descriptor = file.fileno()
@@ -125,13 +111,13 @@ def _prefetch(path: Path, positions: np.ndarray, length: int) -> None:
 
 
 class IndexedDataset:
-    """One opened prefix. Opening costs the same for any corpus size: nothing but the header and
-    spaced entries is read.
+    """An opened prefix. Opening takes the same time for any corpus size: it reads the header and
+    evenly spaced entries.
 
-    tokens [num_tokens]: every token id, memory-mapped. lengths, offsets [S] and documents [D]: the
-    index, memory-mapped. sidecar: the JSON beside the files, or None. fingerprint: hex digest of
-    sizes, header, spaced index entries and spaced pieces of .bin, so a moved or renamed corpus
-    keeps it. Raises DataError.
+    tokens [num_tokens]: all token ids, memory-mapped. lengths, offsets [S] and documents [D]: the
+    index, memory-mapped. sidecar: `<prefix>.json`, or None. fingerprint: hex digest of sizes,
+    header, spaced index entries and spaced pieces of .bin, independent of the path. Raises
+    DataError.
     """
 
     def __init__(self, prefix: str):
@@ -146,7 +132,7 @@ class IndexedDataset:
         self.dtype, sequences, entries = self._header(index)
         self.num_sequences = sequences
         self.num_documents = entries - 1
-        lengths_at, offsets_at, documents_at = _tables(sequences)
+        lengths_at, offsets_at, documents_at = table_offsets(sequences)
         self.lengths = np.frombuffer(index, "<i4", sequences, lengths_at)
         self.offsets = np.frombuffer(index, "<i8", sequences, offsets_at)
         self.documents = np.frombuffer(index, "<i8", entries, documents_at)
@@ -187,7 +173,7 @@ class IndexedDataset:
 
     def _check_spaced_entries(self) -> None:
         """Check at most 1,024 entries of each table, which are asked of the disk together."""
-        lengths_at, offsets_at, documents_at = _tables(self.num_sequences)
+        lengths_at, offsets_at, documents_at = table_offsets(self.num_sequences)
         sequences = probes(self.num_sequences)
         entries = probes(self.num_documents + 1)
         places = [
@@ -203,7 +189,7 @@ class IndexedDataset:
         """Check lengths and offsets of the sequences `at`, ascending: the first of all begins at 0,
         each other one where the one before it ends.
         """
-        lengths_at, offsets_at, _ = _tables(self.num_sequences)
+        lengths_at, offsets_at, _ = table_offsets(self.num_sequences)
         lengths = self.lengths[at].astype(np.int64)
         offsets = self.offsets[at]
         if len(at) and at[0] == 0 and offsets[0] != 0:
@@ -236,7 +222,7 @@ class IndexedDataset:
         bad |= (at == 0) & (values != 0)
         bad |= (at == self.num_documents) & (values != count)
         for k in np.flatnonzero(bad)[:1]:
-            byte = _tables(count)[2] + 8 * at[k]
+            byte = table_offsets(count)[2] + 8 * at[k]
             raise DataError(
                 f"{self.idx_path}, byte {byte}: document entry {at[k]} is "
                 f"{values[k]} with {count} sequences; {REMAKE}"
@@ -375,121 +361,3 @@ def file_digest(path: Path) -> str:
         while piece := file.read(1 << 22):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _sync(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-class IndexedDatasetWriter:
-    """Writes one prefix. Nothing appears under the final names before `finish`; the index is
-    spooled, so memory stays bounded.
-    """
-
-    def __init__(self, prefix: str, dtype: np.dtype):
-        self.prefix = prefix
-        self.dtype = np.dtype(dtype)
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._parts = {
-            kind: Path(f"{prefix}.{kind}.part") for kind in ("bin", "idx", "json", "documents")
-        }
-        self._bin, self._idx, self._documents = (
-            open(self._parts[kind], "w+b") for kind in ("bin", "idx", "documents")
-        )
-        self._idx.write(bytes(HEADER.size))  # the real header once S and D are known
-        self._digest = xxhash.xxh3_128()
-        self.num_sequences = self.num_documents = self.num_tokens = self.empty_documents = 0
-
-    def add(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> None:
-        """Append documents: all their token ids, the length of each sequence [S'], each document's
-        number of sequences [D'].
-        """
-        assert (
-            tokens.dtype == self.dtype
-            and len(tokens) == lengths.sum()
-            and len(lengths) == sequences.sum()
-        )
-        self._digest.update(np.ascontiguousarray(tokens))
-        self._bin.write(tokens.data)
-        self._idx.write(lengths.astype("<i4").data)
-        self._documents.write((self.num_sequences + np.cumsum(sequences)).astype("<i8").data)
-        self.num_sequences += len(lengths)
-        self.num_documents += len(sequences)
-        self.num_tokens += len(tokens)
-        self.empty_documents += int((np.asarray(sequences) == 0).sum())
-
-    def finish(self, sidecar: JsonObject) -> JsonObject:
-        """`complete`, then `publish`; returns the sidecar."""
-        complete = self.complete(sidecar)
-        self.publish()
-        return complete
-
-    def complete(self, sidecar: JsonObject) -> JsonObject:
-        """Complete the index and write the sidecar (given facts + counts, sizes, digests), durably
-        and still unpublished; returns it.
-        """
-        self._complete_index()
-        for file in (self._bin, self._idx):
-            _sync(file)
-        complete = {
-            "format": 1,
-            "dtype": self.dtype.name,
-            "sequences": self.num_sequences,
-            "documents": self.num_documents,
-            "tokens": self.num_tokens,
-            "empty_documents": self.empty_documents,
-            "files": {
-                "bin": self._size_and_digest("bin", self._digest.hexdigest()),
-                "idx": self._size_and_digest("idx", file_digest(self._parts["idx"])),
-            },
-            **sidecar,
-        }
-        with open(self._parts["json"], "w") as described:
-            json.dump(complete, described, indent=1)
-            _sync(described)
-        return complete
-
-    def _complete_index(self) -> None:
-        """Write what follows the lengths in the index (offsets, documents), then the header."""
-        self._write_offsets()
-        self._idx.seek(_tables(self.num_sequences)[2])
-        self._idx.write(bytes(8))  # the document index begins with a 0
-        self._documents.seek(0)
-        while piece := self._documents.read(1 << 22):
-            self._idx.write(piece)
-        self._idx.seek(0)
-        self._idx.write(
-            HEADER.pack(MAGIC, 1, CODES[self.dtype], self.num_sequences, self.num_documents + 1)
-        )
-
-    def _write_offsets(self) -> None:
-        """Write where in .bin each sequence begins: the sum of the lengths before it, in bytes."""
-        lengths_at, offsets_at, _ = _tables(self.num_sequences)
-        offset = 0
-        for begin in range(0, self.num_sequences, CHUNK):
-            count = min(CHUNK, self.num_sequences - begin)
-            self._idx.seek(lengths_at + 4 * begin)
-            lengths = np.frombuffer(self._idx.read(4 * count), "<i4").astype(np.int64)
-            ends = np.cumsum(lengths * self.dtype.itemsize)
-            self._idx.seek(offsets_at + 8 * begin)
-            self._idx.write((offset + np.concatenate([[0], ends[:-1]])).astype("<i8").data)
-            offset += int(ends[-1])
-
-    def _size_and_digest(self, kind: str, digest: str) -> JsonObject:
-        return {"bytes": self._parts[kind].stat().st_size, "xxh3_128": digest}
-
-    def publish(self) -> None:
-        """Move all three files into place."""
-        # an old index must never meet the new .bin
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        for kind in ("bin", "json", "idx"):
-            os.replace(self._parts[kind], f"{self.prefix}.{kind}")
-        self.discard()
-
-    def discard(self) -> None:
-        """Close and delete the unfinished files."""
-        for file in (self._bin, self._idx, self._documents):
-            file.close()
-        for path in self._parts.values():
-            path.unlink(missing_ok=True)

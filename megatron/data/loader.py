@@ -1,7 +1,7 @@
-"""What the training loop reads: batches as a pure function of the sample number.
+"""Batches as a pure function of the sample number.
 
-`build_data` opens and checks every file named on the command line: one `Source` for training, one
-for each validation and test source.
+`build_data` opens and checks all files of the command line: one `Source` for training, and one for
+each validation and test source.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Batch:
 
 
 class Reader(Protocol):
-    """Anything that gives the s + 1 tokens of each sample."""
+    """Reads the s + 1 tokens of each sample."""
 
     def windows(self, sample: np.ndarray) -> np.ndarray:
         """[m] sample numbers -> [m, s + 1] int64 token ids."""
@@ -84,9 +84,7 @@ class Source:
     weight: float = 1.0  # share of its split's blend, which the mean over the split's sources takes
 
     def valid_tokens(self, first_sample: int, count: int) -> int:
-        """How many tokens of these samples the loss counts: all but those that the mask leaves
-        out.
-        """
+        """Number of tokens of these samples that the loss counts."""
         if not self.eod_mask_loss:
             return count * self.seq_length
         valid = 0
@@ -148,9 +146,9 @@ class FileReader:
 
 @dataclass(frozen=True)
 class MockReader:
-    """Computed tokens that a model can learn. Documents of 100 tokens, closed by the
-    end-of-document id; each an arithmetic progression modulo the rest of the real vocabulary, with
-    a small step and a skewed first token; one token in twenty is a random one.
+    """Computed tokens that a model can learn: documents of 100 tokens, each an arithmetic
+    progression modulo the vocabulary without the end-of-document id, with a small step and a skewed
+    first token; one token in twenty is random.
     """
 
     seq_length: int
@@ -174,7 +172,7 @@ class MockReader:
             np.where(noise % np.uint64(20) == 0, (noise >> np.uint64(20)).astype(np.int64), token)
             % ordinary
         )
-        token += token >= self.eod  # leave the end-of-document id out
+        token += token >= self.eod  # skip the end-of-document id
         return np.where(inside == MOCK_DOCUMENT - 1, self.eod, token)
 
 
@@ -194,7 +192,7 @@ class Data:
 
 @dataclass
 class _Opener:
-    """Opens each prefix once, and collects faults so that all are reported together."""
+    """Opens each prefix once, and collects faults, which are reported together."""
 
     config: Config
     tokenizer: Any
@@ -242,7 +240,7 @@ class _Opener:
         self._check_eod(dataset)
 
     def _check_eod(self, dataset: IndexedDataset) -> None:
-        """Hold the end-of-document id that the data were made with to the tokenizer's."""
+        """Compare the end-of-document id of the data with that of the tokenizer."""
         data, tokenizer, sidecar = self.config.data, self.tokenizer, dataset.sidecar
         made_with = sidecar["tokenizer"]["eod"] if sidecar else tokenizer.eod
         if made_with != tokenizer.eod:
@@ -268,13 +266,13 @@ class _Opener:
                 )
 
     def refuse(self) -> None:
-        """Raise everything that was found."""
+        """Raise all faults."""
         if self.faults:
             raise DataError("\n".join(dict.fromkeys(self.faults)))
 
 
 def _progress(label: str) -> Callable[[float], None]:
-    """Prints share and time left to stderr about every 5 s."""
+    """Prints share and remaining time to stderr about every 5 s."""
     begun = last = time.monotonic()
 
     def show(share: float) -> None:
@@ -339,8 +337,8 @@ def _split_paths(data: DataConfig, split: str) -> tuple[list[Weighted], str | No
 def _stream(
     opener: _Opener, prefix: str, split: str, cut_by: str | None, too_small: list[str]
 ) -> TokenStream | None:
-    """The part of one prefix that belongs to a split, by a --split or (None) all of it; None after
-    a fault, which goes to the opener, or to `too_small` where the part is less than a sample.
+    """The part of a prefix for a split, by a --split or (None) all of it. None after a fault, which
+    is added to the opener, or to `too_small` when the part is less than a sample.
     """
     dataset = opener.open(prefix)
     config = opener.config
@@ -365,7 +363,7 @@ def _stream(
 
 
 def _given_twice(streams: list[TokenStream]) -> list[str]:
-    """The fault of streams that are the same data, if there are any."""
+    """The fault of streams with the same data, if any."""
     last = {stream.identity: stream.dataset.prefix for stream in streams}
     if len(last) == len(streams):
         return []
@@ -378,7 +376,7 @@ def _given_twice(streams: list[TokenStream]) -> list[str]:
 
 
 def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], Weights]:
-    """The token streams of one split and their weights; faults go to the opener."""
+    """The token streams of a split and their weights; faults are added to the opener."""
     streams = []
     weights = []
     too_small: list[str] = []
@@ -391,7 +389,7 @@ def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], Weights]:
             streams.append(stream)
             weights.append(weight)
     if cut_by and split != "train" and streams:
-        # others are evaluated; the error of a source that is too small says how to change that
+        # other sources are evaluated; the message of a source that is too small has the fix
         opener.notes += [f"{split}: left out: {problem}" for problem in too_small]
     else:
         opener.faults += too_small
@@ -402,11 +400,10 @@ def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], Weights]:
 def build_data(
     config: Config, tokenizer: Any, history: JsonObject | None = None, consumed: int = 0
 ) -> Data:
-    """Open, check and mix the data of a run that has consumed so many samples under the data
-    `history` (None: a fresh run).
+    """Open, check and mix the data of a run that has `consumed` samples under the data `history`
+    (None: a new run).
 
-    Validation and test are opened unless --eval-iters is 0. Raises one DataError with every fault
-    found, before anything is trained.
+    Validation and test are opened unless --eval-iters is 0. Raises one DataError with all faults.
     """
     evaluate = config.evaluation.eval_iters > 0
     if config.data.mock_data:
@@ -442,7 +439,7 @@ def build_data(
 
 
 def _sizes(streams: list[TokenStream], weights: Weights) -> list[float]:
-    """What each stream counts in its blend: its weight, or its tokens where none is given."""
+    """The weight of each stream in its blend: by default its number of tokens."""
     return [
         stream.num_tokens if weight is None else weight
         for stream, weight in zip(streams, weights, strict=True)
@@ -522,8 +519,8 @@ def _named(
     streams: list[TokenStream],
     weights: Weights,
 ) -> dict[str, Source]:
-    """One source per stream: a single one is called `title`, several by the last part of their
-    prefix (all of it where those collide).
+    """One source per stream: a single one is named `title`, several by the last part of their
+    prefix (or all of it when those collide).
     """
     prefixes = [stream.dataset.prefix for stream in streams]
     short = [prefix.rsplit("/", 1)[-1].removesuffix("_text_document") for prefix in prefixes]

@@ -1,5 +1,4 @@
-"""The computed data order: sample k of a stream of T tokens, without an index that must be built,
-cached or waited for.
+"""The computed data order: sample k of a stream of T tokens, without building an index.
 
 With s tokens to a sample and n = floor(T / s), sample j of epoch e is the s + 1 tokens that start
 at permute(j; seed, e) * s + offset(seed, e), positions taken modulo T, offset uniform in [0, s). So
@@ -30,7 +29,7 @@ def mix(value: np.ndarray | np.uint64) -> np.ndarray:
 
 
 def key_of(*parts: object) -> np.uint64:
-    """A 64-bit key from anything printable, equal on every machine."""
+    """A 64-bit key from printable values, equal on every machine."""
     return np.uint64(
         int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
     )
@@ -109,9 +108,7 @@ class TokenStream:
         return (permute(j, self.samples, keys) * self.seq_length + offset) % self.num_tokens
 
     def _place(self, k: int) -> int:
-        """places() of one sample, remembering the window of samples around it: neighbours are asked
-        for next.
-        """
+        """places() of one sample, cached for the window of samples around it."""
         if k // WINDOW != self._window:
             self._window = k // WINDOW
             self._places = self.places(
@@ -138,9 +135,7 @@ class TokenStream:
             self._refuse(index)
 
     def _refuse(self, index: np.ndarray) -> None:
-        """Find the first id outside the vocabulary in these samples and raise the error that names
-        its byte.
-        """
+        """Raise the error of the first id outside the vocabulary in these samples."""
         for place in self.places(index).tolist():
             inside = min(self.seq_length + 1, self.num_tokens - place)
             for position, count in (

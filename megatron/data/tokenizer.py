@@ -1,9 +1,9 @@
 """Tokenizers, each from local files: SentencePiece, Hugging Face tokenizer.json, GPT-2 BPE,
 tiktoken, and whitespace-separated integers.
 
-Text is text: a special token that is spelled out in it is encoded as ordinary characters where the
-library can be set to do so (all but SentencePiece's user-defined symbols). No ids are added around
-a text unless preprocessing asks for them; only preprocessing puts in the end-of-document id.
+A special token spelled out in a text is encoded as ordinary characters (except SentencePiece's
+user-defined symbols). No ids are added around a text unless preprocessing asks for them; only
+preprocessing adds the end-of-document id.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _sentencepiece(path: Path) -> Tokenizer:
 
 
 def _huggingface(path: Path, include_special_tokens: bool) -> Tokenizer:
-    """End of document: eos_token of the tokenizer_config.json beside it, else by EOD_TOKENS."""
+    """End of document: eos_token of tokenizer_config.json, else by EOD_TOKENS."""
     tokenizers = _library("tokenizers")
 
     try:
@@ -330,7 +330,7 @@ def _tiktoken(path: Path, vocab_size: int | None) -> Tokenizer:
         else:
             if path.stem not in TIKTOKEN_FILES:
                 raise InputError(
-                    "does not say how text is cut; keep its published name: "
+                    "does not define how text is split; keep its published name: "
                     f"{', '.join(TIKTOKEN_FILES)}, or tokenizer.model (Llama 3)"
                 )
             pattern, eod = TIKTOKEN_FILES[path.stem]

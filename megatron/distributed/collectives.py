@@ -1,10 +1,10 @@
-"""Collectives over an `Axis`, each started now and awaited later, or both at once. Sizes in
-dimension 0.
+"""Collectives and messages over an `Axis`, each started now and awaited later, or both at once.
+Collectives split and concatenate along dimension 0.
 
-On NCCL they are NCCL's. On Gloo reduce-scatter and all-gather are made of sends and receives:
-Gloo's own reduce-scatter sends an all-reduce's bytes, and hides buffers of the tensor's size. Sums
-run in rank order, in fp32 for narrower tensors, so that they are the same bits for every size of a
-round and every alignment.
+On NCCL they are NCCL's. On Gloo, reduce-scatter and all-gather are made of sends and receives:
+Gloo's reduce-scatter sends as much as an all-reduce, and allocates hidden buffers of the tensor's
+size. Sums run in rank order, in fp32 for narrower tensors, so that every chunk size and alignment
+gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,46 +22,44 @@ from megatron.distributed.groups import Axis
 from megatron.distributed.peers import waiting
 from megatron.distributed.ranges import named
 from megatron.distributed.rendezvous import name_ranks
-from megatron.distributed.silent import SilentGroup
 
-# Of torch.distributed: torch 2.13 has new names, and warns of the old ones, which are all that 2.11
-# has.
+# torch 2.13 has new names and warns of the old ones; 2.11 has only the old ones
 ALL_GATHER, REDUCE_SCATTER = (
     ("all_gather_single", "reduce_scatter_single")
     if hasattr(dist, "all_gather_single")
     else ("all_gather_into_tensor", "reduce_scatter_tensor")
 )
-# bytes that ranks exchange at once in `gather_bytes`: enough for what they tell each other around a
-# checkpoint
+# bytes of the first exchange of `gather_bytes`: enough for most of what checkpoints exchange
 MESSAGE = 1024
 
 
 class Handle(Protocol):
-    """A collective on its way; its input may not be written before `wait`."""
+    """A collective in flight; its input may not be written before `wait`."""
 
     def wait(self) -> Tensor:
         """The result. On a GPU the current stream waits, not the host."""
 
 
-def _others(operation: str, axis: Axis) -> AbstractContextManager[None]:
-    """While the other ranks of an axis are waited for in a collective."""
+def _waiting(operation: str, axis: Axis) -> AbstractContextManager[None]:
+    """While this rank waits for the others of an axis in a collective."""
 
     def text(seconds: float) -> str:
-        rank, others = (
-            axis.ranks[axis.rank],
-            [rank for rank in axis.ranks if rank != axis.ranks[axis.rank]],
-        )
+        rank = axis.ranks[axis.rank]
+        others = [other for other in axis.ranks if other != rank]
+        article = "an" if operation[0] in "aeiou" else "a"
+        who = "That rank" if len(others) == 1 else "One of them, or one that it waits for,"
         return (
             f"rank {rank} waited {seconds:.1f} s in {article} {operation} over {axis.name} for "
-            f"{name_ranks(others)}. "
-        ) + ("That rank" if len(others) == 1 else "One of them, or one that it waits for,")
+            f"{name_ranks(others)}. {who}"
+        )
 
-    article = "an" if operation[0] in "aeiou" else "a"
     return waiting(text, named(operation, axis.dimension))
 
 
-class _Works:
-    """Torch's own handles, and what they leave to do; `of` is the operation and its axis."""
+class Works:
+    """torch's handles of a collective, and what remains to be done when they are complete; `of` is
+    the operation and its axis.
+    """
 
     def __init__(
         self,
@@ -74,12 +72,66 @@ class _Works:
 
     def wait(self) -> Tensor:
         if self.works:
-            with _others(*self.of):
+            with _waiting(*self.of):
                 for work in self.works:
                     work.wait()
         self.finish()
         self.works, self.finish = [], lambda: None
         return self.result
+
+
+class Backend:
+    """Starts the collectives of an axis of two or more ranks: NCCL's. The planner's process groups
+    are backends that send nothing (tools/_plan/engine.py).
+    """
+
+    on_host = False  # moves CPU memory alone
+
+    def all_reduce(self, x: Tensor, axis: Axis, op: Any) -> Handle:
+        with named("all-reduce", axis.dimension):
+            work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
+        return Works([work], x, of=("all-reduce", axis))
+
+    def all_gather(self, x: Tensor, axis: Axis, out: Tensor | None) -> Handle:
+        out = _gathered(x, axis) if out is None else out
+        return _start_native(ALL_GATHER, "all-gather", out, x, axis)
+
+    def all_to_all_rows(self, x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Handle:
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        splits = receive, send
+        return _start_native("all_to_all_single", "all-to-all", out, x, axis, splits=splits)
+
+    def ring_hop(self, x: Tensor, axis: Axis) -> Handle:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        x = x.contiguous()
+        to, source = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+        # in one batch: otherwise NCCL would start one when the other has ended, on every rank
+        hop = [
+            dist.P2POp(dist.isend, x, to, axis.group),
+            dist.P2POp(dist.irecv, out, source, axis.group),
+        ]
+        with _waiting("hop", axis):
+            works = dist.batch_isend_irecv(hop)
+        return Works(works, out, finish=lambda: x.numel(), of=("hop", axis))  # which keeps x
+
+    def reduce_scatter(
+        self, x: Tensor, axis: Axis, out: Tensor | None, reduce_dtype: torch.dtype, workspace: int
+    ) -> Handle:
+        own = own_part(x, axis)
+        out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
+        if reduce_dtype == x.dtype:
+            return _start_native(REDUCE_SCATTER, "reduce-scatter", out, x, axis)
+        narrow = torch.empty_like(own, dtype=reduce_dtype)  # NCCL adds in the dtype that it sends
+        x = x.to(reduce_dtype)
+        return _start_native(REDUCE_SCATTER, "reduce-scatter", out, x, axis, narrow)
+
+    def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> Any:
+        with named("send", "pp"):
+            return dist.isend(x, dst=axis.ranks[to], group=axis.group, tag=tag)
+
+    def irecv(self, x: Tensor, source: int, axis: Axis, tag: int) -> Any:
+        with named("receive", "pp"):
+            return dist.irecv(x, src=axis.ranks[source], group=axis.group, tag=tag)
 
 
 def _start_native(
@@ -90,187 +142,168 @@ def _start_native(
     axis: Axis,
     buffer: Tensor | None = None,
     splits: tuple[list[int], list[int]] | tuple[()] = (),
-) -> _Works:
-    """A collective of the backend's own into `out`, by way of `buffer` where one is given."""
+) -> Works:
+    """The library's collective into `out`, by way of `buffer` where one is given."""
     with named(of, axis.dimension):
         work = getattr(dist, operation)(
-            out if buffer is None else buffer, x, *splits, group=axis.group, async_op=True
+            out if buffer is None else buffer,
+            x.contiguous(),
+            *splits,
+            group=axis.group,
+            async_op=True,
         )
     finish = (lambda: None) if buffer is None else lambda: out.copy_(buffer)
-    return _Works([work], out, finish, of=(of, axis))
+    return Works([work], out, finish, of=(of, axis))
+
+
+class Gloo(Backend):
+    """Sends and receives between pairs of ranks; tensors of a GPU go through the host."""
+
+    on_host = True
+
+    def all_gather(self, x: Tensor, axis: Axis, out: Tensor | None) -> Handle:
+        if x.is_cuda:
+            return _ThroughHost(self.all_gather(x.cpu(), axis, None), x.device, out)
+        out = _gathered(x, axis) if out is None else out
+        x, parts = x.contiguous(), out.chunk(axis.size)
+        works = _swap("all-gather", axis, [x] * axis.size, parts)
+        if parts[axis.rank].data_ptr() != x.data_ptr():
+            parts[axis.rank].copy_(x)
+        return Works(works, out, of=("all-gather", axis))
+
+    def all_to_all_rows(self, x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Handle:
+        if x.is_cuda:
+            return _ThroughHost(self.all_to_all_rows(x.cpu(), send, receive, axis), x.device)
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        sent, received = x.contiguous().split(send), out.split(receive)
+        works = _swap("all-to-all", axis, sent, received)
+        received[axis.rank].copy_(sent[axis.rank])
+        return Works(works, out, of=("all-to-all", axis))
+
+    def ring_hop(self, x: Tensor, axis: Axis) -> Handle:
+        if x.is_cuda:
+            return _ThroughHost(self.ring_hop(x.cpu(), axis), x.device)
+        return super().ring_hop(x, axis)
+
+    def reduce_scatter(
+        self, x: Tensor, axis: Axis, out: Tensor | None, reduce_dtype: torch.dtype, workspace: int
+    ) -> Handle:
+        if x.is_cuda:
+            reduced = self.reduce_scatter(x.cpu(), axis, None, reduce_dtype, workspace)
+            return _ThroughHost(reduced, x.device, out)
+        own = own_part(x, axis)
+        out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
+        return _GlooReduceScatter(x, axis, out, reduce_dtype, workspace)
+
+
+class _ThroughHost:
+    """A collective on a host copy of a GPU tensor."""
+
+    def __init__(self, host: Handle, device: torch.device, out: Tensor | None = None):
+        self.host, self.device, self.out = host, device, out
+
+    def wait(self) -> Tensor:
+        result = self.host.wait()
+        return result.to(self.device) if self.out is None else self.out.copy_(result)
+
+
+NATIVE, GLOO = Backend(), Gloo()
 
 
 def is_gloo(axis: Axis) -> bool:
     """Whether the axis communicates over Gloo, which moves CPU memory."""
-    return not isinstance(axis.group, SilentGroup) and dist.get_backend(axis.group) == "gloo"
+    return dist.get_backend(axis.group) == "gloo"
 
 
-def _staged(x: Tensor, axis: Axis, out: Tensor | None, start: Callable[..., Handle]) -> Handle:
-    """A collective of sends and receives on GPU tensors over Gloo: through the host."""
-    host = start(x.cpu(), axis)
-
-    class Staged:
-        def wait(self) -> Tensor:
-            result = host.wait()
-            return result.to(x.device) if out is None else out.copy_(result)
-
-    return Staged()
+def backend_of(axis: Axis) -> Backend:
+    """What starts the collectives of an axis of two or more ranks."""
+    if isinstance(axis.group, Backend):
+        return axis.group
+    return GLOO if is_gloo(axis) else NATIVE
 
 
-def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Handle:
-    """The sum of x over the axis, or what `op` makes of it, in place."""
-    if axis.size == 1:
-        return _Works([], x)
-    if isinstance(axis.group, SilentGroup):
-        return axis.group.start("all-reduce", x)
-    with named("all-reduce", axis.dimension):
-        work = dist.all_reduce(x, op=op, group=axis.group, async_op=True)
-    return _Works([work], x, of=("all-reduce", axis))
+def own_part(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's rows of x [size * n, ...]."""
+    length = x.shape[0] // axis.size
+    return x.narrow(0, axis.rank * length, length)
+
+
+def _gathered(x: Tensor, axis: Axis) -> Tensor:
+    return x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
 
 
 def _swap(what: str, axis: Axis, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
-    """Send part i to rank i, and receive what rank i has for this one: the sends and receives.
-    Parts without an element are not sent.
+    """Send part i to rank i, and receive the part of rank i for this one: torch's handles. Empty
+    parts are not sent.
     """
     works = []
-    with _others(what, axis):  # a connection that was lost is found here
-        # each rank begins with its neighbour: no rank is everyone's first
+    with _waiting(what, axis):  # a connection that was lost is found here
+        # each rank begins with its neighbour, so that they do not all begin with the same one
         for step in range(1, axis.size):
-            to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            if received[come].numel():
-                works.append(dist.irecv(received[come], src=axis.ranks[come], group=axis.group))
+            to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            if received[source].numel():
+                group, src = axis.group, axis.ranks[source]
+                works.append(dist.irecv(received[source], src=src, group=group))
             if sent[to].numel():
                 works.append(dist.isend(sent[to], dst=axis.ranks[to], group=axis.group))
     return works
 
 
-def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle:
-    """Every rank's x [n, ...] -> [size * n, ...] in axis order. `x` may be this rank's part of
-    `out`, which then stays where it is.
-    """
-    if axis.size == 1:
-        return _Works([], x if out is None else out)
-    if is_gloo(axis) and x.is_cuda:
-        return _staged(x, axis, out, start_all_gather)
-    out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
-    if isinstance(axis.group, SilentGroup):
-        return axis.group.start("all-gather", out)
-    x = x.contiguous()
-    if not is_gloo(axis):
-        return _start_native(ALL_GATHER, "all-gather", out, x, axis)
-    parts = out.chunk(axis.size)
-    works = _swap("all-gather", axis, [x] * axis.size, parts)
-    if parts[axis.rank].data_ptr() != x.data_ptr():
-        parts[axis.rank].copy_(x)
-    return _Works(works, out, of=("all-gather", axis))
-
-
-def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
-    """x [size, ...], whose i-th part goes to rank i -> [size, ...], whose i-th part came from rank
-    i.
-    """
-    one_each = [1] * axis.size
-    return start_all_to_all_rows(x, one_each, one_each, axis)
-
-
-def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Handle:
-    """Rows of x [n, ...], the first send[0] of which go to rank 0, the next send[1] to rank 1 and
-    so on -> [sum of `receive`, ...], the first receive[0] of which came from rank 0 and so on.
-    """
-    if axis.size == 1:
-        return _Works([], x)
-    if is_gloo(axis) and x.is_cuda:
-
-        def start(host: Tensor, axis: Axis) -> Handle:
-            return start_all_to_all_rows(host, send, receive, axis)
-
-        return _staged(x, axis, None, start)
-    out = x.new_empty((sum(receive), *x.shape[1:]))
-    if isinstance(axis.group, SilentGroup):
-        return axis.group.start("all-to-all", out)
-    x = x.contiguous()
-    if not is_gloo(axis):
-        splits = receive, send
-        return _start_native("all_to_all_single", "all-to-all", out, x, axis, splits=splits)
-    sent, received = x.split(send), out.split(receive)
-    works = _swap("all-to-all", axis, sent, received)
-    received[axis.rank].copy_(sent[axis.rank])
-    return _Works(works, out, of=("all-to-all", axis))
-
-
-def start_ring_hop(x: Tensor, axis: Axis) -> Handle:
-    """Send x to the next rank of the axis, and receive as much from the one before."""
-    if is_gloo(axis) and x.is_cuda:
-        return _staged(x, axis, None, start_ring_hop)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if isinstance(axis.group, SilentGroup):
-        return axis.group.start("message", out)
-    x = x.contiguous()
-    to, come = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
-    # together: apart, NCCL would begin the one when the other has ended, on every rank
-    hop = [
-        dist.P2POp(dist.isend, x, to, axis.group),
-        dist.P2POp(dist.irecv, out, come, axis.group),
-    ]
-    with _others("hop", axis):
-        works = dist.batch_isend_irecv(hop)
-    return _Works(works, out, finish=lambda: x.numel(), of=("hop", axis))  # which keeps x
-
-
 class _GlooReduceScatter:
-    """Rounds of irecv and isend of views of x; the own slice is read in place. At most two rounds
-    are in flight, of `workspace` bytes in all.
+    """Rounds of irecv and isend of views of x; this rank's part is read in place. At most two
+    rounds are in flight, of `workspace` bytes in all.
     """
 
     def __init__(
         self, x: Tensor, axis: Axis, out: Tensor, reduce_dtype: torch.dtype, workspace: int
     ):
-        self.axis, self.out, self.reduce_dtype = axis, out.view(-1), reduce_dtype
-        self.slices = [part.reshape(-1) for part in x.contiguous().chunk(axis.size)]
-        elements = self.slices[0].numel()
-        step = _round_elements(elements, axis.size, x.dtype, reduce_dtype, workspace)
+        self.axis, self.result, self.out = axis, out, out.view(-1)
+        self.reduce_dtype = reduce_dtype
+        self.parts = [part.reshape(-1) for part in x.contiguous().chunk(axis.size)]
+        elements = self.parts[0].numel()
+        step = round_elements(elements, axis.size, x.dtype, reduce_dtype, workspace)
         self.rounds = [(start, min(start + step, elements)) for start in range(0, elements, step)]
-        self.flying: list[tuple[tuple[int, int], dict[int, Tensor], list[Any]]] = []
-        with _others("reduce-scatter", axis):
-            self._post()
-            self._post()
+        self.in_flight: list[tuple[tuple[int, int], dict[int, Tensor], list[Any]]] = []
+        with _waiting("reduce-scatter", axis):
+            self._start_round()
+            self._start_round()
 
-    def _post(self) -> None:
+    def _start_round(self) -> None:
         if not self.rounds:
             return
         (start, stop), axis = self.rounds.pop(0), self.axis
         works, received, sent = [], {}, []
         for step in range(1, axis.size):
-            to, come = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            received[come] = torch.empty(stop - start, dtype=self.reduce_dtype)
-            works.append(dist.irecv(received[come], src=axis.ranks[come], group=axis.group))
-            sent.append(self.slices[to][start:stop].to(self.reduce_dtype))
+            to, source = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            received[source] = torch.empty(stop - start, dtype=self.reduce_dtype)
+            works.append(dist.irecv(received[source], src=axis.ranks[source], group=axis.group))
+            sent.append(self.parts[to][start:stop].to(self.reduce_dtype))
             works.append(dist.isend(sent[-1], dst=axis.ranks[to], group=axis.group))
-        self.flying.append(((start, stop), received, [works, sent]))
+        self.in_flight.append(((start, stop), received, [works, sent]))
 
     def wait(self) -> Tensor:
-        with _others("reduce-scatter", self.axis):
-            return self._sum_up()
+        with _waiting("reduce-scatter", self.axis):
+            self._sum_up()
+        return self.result
 
-    def _sum_up(self) -> Tensor:
-        while self.flying:
-            (start, stop), received, (works, sent) = self.flying.pop(0)
+    def _sum_up(self) -> None:
+        while self.in_flight:
+            (start, stop), received, (works, sent) = self.in_flight.pop(0)
             for work in works:
                 work.wait()
-            received[self.axis.rank] = self.slices[self.axis.rank][start:stop].to(self.reduce_dtype)
+            received[self.axis.rank] = self.parts[self.axis.rank][start:stop].to(self.reduce_dtype)
             _add_in_rank_order(received, self.axis, self.out[start:stop])
-            del received, works, sent  # the next round's take their place
-            self._post()
-        return self.out
+            del received, works, sent  # freed for the next round
+            self._start_round()
 
 
 def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> None:
-    """The sum of one part from each rank into `out`, in fp32 or wider. `out` may be the own part;
-    the others' are overwritten.
+    """The sum of one part from each rank into `out`, in fp32 or wider. `out` may be this rank's
+    part; the others are overwritten.
     """
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     in_place = out.data_ptr() == parts[axis.rank].data_ptr()
-    # the own part is read before it is written over
+    # this rank's part is read before it is overwritten
     if out.dtype == wide == parts[0].dtype and (axis.rank < 2 or not in_place):
         total, rest = out, range(2, axis.size)
         torch.add(parts[0], parts[1], out=out)
@@ -282,44 +315,56 @@ def _add_in_rank_order(parts: dict[int, Tensor], axis: Axis, out: Tensor) -> Non
         out.copy_(total)
 
 
-def _round_elements(
+def round_elements(
     elements: int, ranks: int, dtype: torch.dtype, reduce_dtype: torch.dtype, workspace: int
 ) -> int:
-    """Elements of each round of a Gloo reduce-scatter whose own slice has so many: two rounds take
+    """Elements of each round of a Gloo reduce-scatter whose part has `elements`: two rounds take
     `workspace` bytes, or ROUND_BYTES.
     """
     wide = torch.promote_types(reduce_dtype, torch.float32)
-    # of what an element of the own slice takes: received; cast, to be sent and added; summed
+    # bytes for each element of a part: received; cast, to be sent and added; summed
     each = reduce_dtype.itemsize * (ranks - 1)
-    each += reduce_dtype.itemsize * ranks * (reduce_dtype != dtype) + wide.itemsize * (
-        reduce_dtype != wide
-    )
+    each += reduce_dtype.itemsize * ranks * (reduce_dtype != dtype)
+    each += wide.itemsize * (reduce_dtype != wide)
     limit = max(ROUND_BYTES, workspace)
     return elements if elements * each <= limit else max(1, limit // 2 // each)
 
 
-def _bytes_in_flight(
-    elements: int, axis: Axis, dtype: torch.dtype, reduce_dtype: torch.dtype, workspace: int
-) -> int:
-    """What a reduce-scatter takes beside its input and output while it is under way; `elements` of
-    the own slice.
+# ---- collectives that are awaited later
+
+
+def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Handle:
+    """The sum of x over the axis, or what `op` makes of it, in place."""
+    return Works([], x) if axis.size == 1 else backend_of(axis).all_reduce(x, axis, op)
+
+
+def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Handle:
+    """Every rank's x [n, ...] -> [size * n, ...] in axis order. `x` may be this rank's part of
+    `out`, which is then not copied.
     """
-    casts = reduce_dtype != dtype
-    if not axis.group.gloo:
-        return elements * reduce_dtype.itemsize * (axis.size + 1) * casts
-    of_two_rounds = min(
-        elements, 2 * _round_elements(elements, axis.size, dtype, reduce_dtype, workspace)
-    )
-    # received, and cast to be sent
-    return of_two_rounds * reduce_dtype.itemsize * (axis.size - 1) * (2 if casts else 1)
+    if axis.size == 1:
+        return Works([], x if out is None else out)
+    return backend_of(axis).all_gather(x, axis, out)
 
 
-class _Shaped:
-    def __init__(self, pending: Handle, shape: torch.Size):
-        self.pending, self.shape = pending, shape
+def start_all_to_all(x: Tensor, axis: Axis) -> Handle:
+    """x [size, ...], part i for rank i -> [size, ...], part i from rank i."""
+    one_each = [1] * axis.size
+    return start_all_to_all_rows(x, one_each, one_each, axis)
 
-    def wait(self) -> Tensor:
-        return self.pending.wait().view(self.shape)
+
+def start_all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Handle:
+    """Rows of x [n, ...], the first send[0] of which go to rank 0, the next send[1] to rank 1 and
+    so on -> [sum of `receive`, ...], the first receive[0] of which came from rank 0 and so on.
+    """
+    if axis.size == 1:
+        return Works([], x)
+    return backend_of(axis).all_to_all_rows(x, send, receive, axis)
+
+
+def start_ring_hop(x: Tensor, axis: Axis) -> Handle:
+    """Send x to the next rank of the axis, and receive as much from the one before."""
+    return backend_of(axis).ring_hop(x, axis)
 
 
 def start_reduce_scatter(
@@ -329,47 +374,23 @@ def start_reduce_scatter(
     reduce_dtype: torch.dtype | None = None,
     workspace: int | None = None,
 ) -> Handle:
-    """The sum over the axis of x [size * n, ...], of which each rank keeps its n rows. `out` may be
-    this rank's part of a contiguous x.
+    """The sum over the axis of x [size * n, ...], of which each rank gets n rows. `out` may be this
+    rank's part of a contiguous x.
 
-    `reduce_dtype` is the precision in which it is sent (x's own by default): every rank's part
-    is rounded to it, the sum is not. `workspace`: bytes that it may take beside x and out on Gloo,
-    ROUND_BYTES or more (by default half of what is reduced).
+    `reduce_dtype`: the dtype in which parts are sent (default: that of x); they are rounded to it,
+    the sum is not. `workspace`: bytes that it may take on Gloo in addition to x and out,
+    ROUND_BYTES or more (default: half of what is reduced).
     """
     if axis.size == 1:
-        return _Works([], x if out is None else out)
+        return Works([], x if out is None else out)
     reduce_dtype = reduce_dtype or x.dtype
-    if is_gloo(axis) and x.is_cuda:
-        return _staged(
-            x,
-            axis,
-            out,
-            lambda host, axis: start_reduce_scatter(
-                host, axis, reduce_dtype=reduce_dtype, workspace=workspace
-            ),
-        )
-    length = x.shape[0] // axis.size
-    own = x.narrow(0, axis.rank * length, length)
-    out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
     workspace = x.numel() * reduce_dtype.itemsize // 2 if workspace is None else workspace
-    if isinstance(axis.group, SilentGroup):
-        return axis.group.start(
-            "reduce-scatter",
-            out,
-            _bytes_in_flight(own.numel(), axis, x.dtype, reduce_dtype, workspace),
-        )
-    if is_gloo(axis):
-        return _Shaped(_GlooReduceScatter(x, axis, out, reduce_dtype, workspace), own.shape)
-    if reduce_dtype == x.dtype:
-        return _start_native(REDUCE_SCATTER, "reduce-scatter", out, x.contiguous(), axis)
-    narrow = torch.empty_like(own, dtype=reduce_dtype)  # NCCL adds in the precision of the wire
-    return _start_native(REDUCE_SCATTER, "reduce-scatter", out, x.to(reduce_dtype), axis, narrow)
+    return backend_of(axis).reduce_scatter(x, axis, out, reduce_dtype, workspace)
 
 
 def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """An all-gather of x [n, ...] into out [size * n, ...] that hands out rows as they come: (which
-    rows of out, the rows), this rank's own at once; when the others' have arrived, those before the
-    own and those behind.
+    """An all-gather of x [n, ...] into out [size * n, ...] that yields rows as they arrive, as
+    (which rows of out, the rows): this rank's at once, then those before and those behind.
     """
     gathering = start_all_gather(x, axis, out)
     first, behind = axis.rank * x.shape[0], (axis.rank + 1) * x.shape[0]
@@ -380,13 +401,57 @@ def gather_parts(x: Tensor, axis: Axis, out: Tensor) -> Iterator[tuple[slice, Te
             yield rows, out[rows]
 
 
+# ---- messages: those between two ranks arrive in the order in which they are sent; Gloo checks the
+# tag in addition, NCCL ignores it
+
+
+class Sending:
+    """A message to rank `to` of an axis; it keeps its tensor alive."""
+
+    def __init__(self, x: Tensor, to: int, axis: Axis, tag: int):
+        backend = backend_of(axis)
+        self.x = x.cpu() if x.is_cuda and backend.on_host else x.contiguous()
+        self.work = backend.isend(self.x, to, axis, tag)
+
+    def wait(self) -> None:
+        """On a GPU the current stream waits, not the host."""
+        with named("send", "pp"):
+            self.work.wait()
+
+
+class Receiving:
+    """A message from rank `source` of an axis, of a shape and dtype that both ranks know."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        source: int,
+        axis: Axis,
+        tag: int,
+    ):
+        self.device, backend = device, backend_of(axis)
+        self.x = torch.empty(shape, dtype=dtype, device="cpu" if backend.on_host else device)
+        self.work = backend.irecv(self.x, source, axis, tag)
+
+    def wait(self) -> Tensor:
+        """The tensor. On a GPU the current stream waits, and with Gloo the host."""
+        with named("receive", "pp"):
+            self.work.wait()
+        return self.x.to(self.device)
+
+
+# ---- the same, awaited at once
+
+
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum of x over the axis, in place; x."""
     return x if axis.size == 1 else start_all_reduce(x, axis).wait()
 
 
 def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """The greatest of each element over the axis, in place; x."""
+    """The maximum of each element over the axis, in place; x."""
     return start_all_reduce(x, axis, dist.ReduceOp.MAX).wait()
 
 
@@ -401,9 +466,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all_rows(x: Tensor, send: list[int], receive: list[int], axis: Axis) -> Tensor:
-    """Rows of x to the ranks of an axis, `send` of them to each -> those that came, `receive` of
-    them from each.
-    """
+    """Rows of x to the ranks of an axis, send[i] of them to rank i -> receive[i] rows from each."""
     return start_all_to_all_rows(x, send, receive, axis).wait()
 
 
@@ -413,15 +476,14 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
-    """Every rank's bytes (of any length), in axis order, on every rank. Waits. One all-gather where
-    all are short, else two.
+    """Every rank's bytes (of any length), in axis order. One all-gather when all are short, else
+    two.
     """
     if axis.size == 1:
         return [data]
     device = torch.device("cpu") if is_gloo(axis) else device
-    rows = _all_gather_few(
-        (len(data).to_bytes(8, "little") + data)[:MESSAGE], MESSAGE, axis, device
-    )
+    first = (len(data).to_bytes(8, "little") + data)[:MESSAGE]
+    rows = _all_gather_few(first, MESSAGE, axis, device)
     sizes = [8 + int.from_bytes(row[:8], "little") for row in rows]
     if max(sizes) > MESSAGE:
         rests = _all_gather_few(data[MESSAGE - 8 :], max(sizes) - MESSAGE, axis, device)
@@ -430,33 +492,27 @@ def gather_bytes(data: bytes, axis: Axis, device: torch.device) -> list[bytes]:
 
 
 def _all_gather_few(data: bytes, size: int, axis: Axis, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, filled up to `size`, by the library's own all-gather: of few bytes over
-    Gloo it takes 0.1 ms, where sends and receives take 4.
+    """Every rank's bytes, padded to `size`, by the library's all-gather: for a few bytes over Gloo
+    it takes 0.1 ms, where sends and receives take 4.
     """
     own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(own) for _ in axis.ranks]
-    with _others("exchange of messages", axis):
+    with _waiting("exchange of messages", axis):
         dist.all_gather(rows, own, group=axis.group)
     return [bytes(row.numpy()) for row in torch.stack(rows).cpu()]
 
 
 def broadcast_bytes(data: bytes, axis: Axis, device: torch.device) -> bytes:
-    """The first rank's bytes (of any length), on every rank of the axis. Waits."""
+    """The first rank's bytes (of any length), on every rank of the axis."""
     if axis.size == 1:
         return data
     device = torch.device("cpu") if is_gloo(axis) else device
-    with _others("broadcast", axis):
-        return _broadcast(data, axis, device)
-
-
-def _broadcast(data: bytes, axis: Axis, device: torch.device) -> bytes:
-    size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, axis.ranks[0], group=axis.group)
-    own = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        if axis.rank == 0 and data
-        else torch.empty(int(size), dtype=torch.uint8, device=device)
-    )
-    if len(own):
-        dist.broadcast(own, axis.ranks[0], group=axis.group)
-    return own.cpu().numpy().tobytes()
+    with _waiting("broadcast", axis):
+        size = torch.tensor([len(data)], device=device)
+        dist.broadcast(size, axis.ranks[0], group=axis.group)
+        own = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if axis.rank == 0 and data:
+            own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        if len(own):
+            dist.broadcast(own, axis.ranks[0], group=axis.group)
+        return own.cpu().numpy().tobytes()

@@ -1,20 +1,20 @@
-"""The rank grid: which ranks share what. Built once, frozen, passed down; a layer receives only the
-one `Axis` that it uses.
+"""The rank grid: which ranks form which groups. Built once and frozen; a layer receives only the
+`Axis` that it uses.
 
 Ranks are numbered with tp fastest: `arange(world).view(pp, dp, cp, tp)`. World 16 with tp2 cp2 dp2
 pp2: tp [0 1], cp [0 2], dp [0 4], pp [0 8].
 
-Experts have a grid of their own over the same ranks of a pipeline stage (parallel folding, Liu et
-al. 2025): tp x cp x dp = etp x ep x edp, with etp fastest. etp ranks share each matrix of an
-expert, ep times so many hold all experts of a layer, and edp ranks hold the same ones. In the
-example with etp1 ep4: ep [0 1 2 3], edp [0 4].
+Experts have a separate grid over the ranks of a pipeline stage (parallel folding, Liu et al. 2025):
+tp x cp x dp = etp x ep x edp, with etp fastest. etp ranks share each matrix of an expert, etp x ep
+ranks hold all experts of a layer, and edp ranks hold the same ones. In the example with etp1 ep4:
+ep [0 1 2 3], edp [0 4].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron.config.stages import placement_of
 
 ORDER = ("pp", "dp", "cp", "tp")  # slowest first
 TP_PP_DP_ORDER = ("dp", "pp", "cp", "tp")  # --use-tp-pp-dp-mapping
-Partition = tuple[tuple[int, ...], ...]  # groups of ranks, none in two of them
+Ranks = tuple[int, ...]
 # of the names of axes that are no dimensions of the grid themselves
 DIMENSIONS = {
     **dict.fromkeys(("replicas", "shard", "shard_gather", "replicate"), "dp"),
@@ -70,32 +70,38 @@ class Layout:
             rank = rank * getattr(self, axis) + at[axis]
         return rank
 
-    @lru_cache  # a plan asks for those of thousands of ranks again and again
-    def partition(self, *axes: str) -> Partition:
-        """All groups of ranks that differ only in `axes`, each in ascending order."""
-
-        def offsets(chosen: list[str]) -> list[int]:
-            numbers = [0]
-            for axis in chosen:
+    @lru_cache
+    def offsets(self, *axes: str) -> tuple[int, ...]:
+        """What moving along `axes` adds to a rank's number, ascending from 0."""
+        numbers = [0]
+        for axis in self.order:
+            if axis in axes:
                 stride = self.rank({name: int(name == axis) for name in self.order})
-                numbers = [
-                    number + stride * index
-                    for number in numbers
-                    for index in range(getattr(self, axis))
-                ]
-            return numbers
+                size = getattr(self, axis)
+                numbers = [number + stride * i for number in numbers for i in range(size)]
+        return tuple(numbers)
 
-        inside = offsets([axis for axis in self.order if axis in axes])
-        starts = offsets([axis for axis in self.order if axis not in axes])
-        if len(inside) == 1:
-            return tuple((start,) for start in starts)
-        return tuple(tuple(start + offset for offset in inside) for start in starts)
+    def group_of(self, rank: int, *axes: str) -> Ranks:
+        """The ranks that differ from `rank` only in `axes`, ascending."""
+        at = self.coordinates(rank)
+        return self._group_from(self.rank({**at, **dict.fromkeys(axes, 0)}), *axes)
+
+    @lru_cache
+    def _group_from(self, first: int, *axes: str) -> Ranks:
+        return tuple(first + offset for offset in self.offsets(*axes))
+
+    @lru_cache
+    def partition(self, *axes: str) -> tuple[Ranks, ...]:
+        """All groups of ranks that differ only in `axes`, each in ascending order."""
+        others = [axis for axis in self.order if axis not in axes]
+        inside = self.offsets(*axes)
+        return tuple(tuple(first + offset for offset in inside) for first in self.offsets(*others))
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One set of ranks as one of them sees it: `rank` is its place in `ranks` (global numbers); no
-    process group where it is alone.
+    """A set of ranks as one of them sees it. `rank`: its index in `ranks` (global numbers);
+    `group`: the process group, None for a single rank.
     """
 
     name: str
@@ -118,14 +124,13 @@ ALONE = Axis("alone")
 
 @dataclass(frozen=True)
 class BufferGroups:
-    """Who holds copies of a flat buffer, and how they share its gradients and weights."""
+    """The ranks that hold copies of a flat buffer, and how ZeRO shards it over them."""
 
-    replicas: Axis  # the ranks that hold the same parameters and add their gradients
-    # those of replicas among which ZeRO cuts a buffer; all of them unless told otherwise
-    shard: Axis
-    # the same ranks on a communicator of its own: two collectives on one would wait for each other
+    replicas: Axis  # ranks that hold the same parameters and sum their gradients
+    shard: Axis  # those of replicas over which ZeRO shards a buffer; all unless set otherwise
+    # the same ranks on a separate communicator: two collectives on one would wait for each other
     shard_gather: Axis
-    replicate: Axis  # those of replicas that hold the same slice; alone when all of replicas share
+    replicate: Axis  # those of replicas that hold the same shard; one rank when all of them shard
 
 
 @dataclass(frozen=True)
@@ -141,8 +146,8 @@ class Groups:
     cp_ring: Axis  # ranks of cp that keys and values go round
     dp: Axis
     pp: Axis
-    # of parameters by the group that they declare (model/spec.py): "dense" is dp x cp, "expert"
-    # edp, and of "state", which nobody cuts or reduces, dp x cp as well
+    # by the group that parameters declare (model/spec.py): "dense" is dp x cp, "expert" edp, and
+    # "state", which is neither sharded nor reduced, dp x cp as well
     buffers: dict[str, BufferGroups]
     tp_cp: Axis  # the ranks that hold parts of the same samples' hidden states in a stage
     etp: Axis  # those that share the matrices of an expert
@@ -154,7 +159,7 @@ class Groups:
 
     @property
     def dense(self) -> BufferGroups:
-        """The groups of all parameters that are not told apart."""
+        """The groups of ordinary parameters."""
         return self.buffers["dense"]
 
     def channel(self, source: int, to: int) -> Axis:
@@ -185,7 +190,7 @@ def _channel(size: int, source: int, to: int) -> int:
     has a third); two ranks have one each way.
     """
     assert (to - source) % size in (1, size - 1), (
-        f"pp ranks {source} and {to} of {size} are no neighbours"
+        f"pipeline ranks {source} and {to} (of {size}) are not adjacent"
     )
     up = (to - source) % size == 1
     link = source if up else to
@@ -194,12 +199,12 @@ def _channel(size: int, source: int, to: int) -> int:
 
 
 def channel_count(size: int) -> int:
-    """How many channels `size` pipeline ranks need."""
+    """Number of channels that `size` pipeline ranks need."""
     return {1: 0, 2: 2}.get(size, 6 if size % 2 else 4)
 
 
 def kv_sharers(tp: int, kv_heads: int) -> int:
-    """How many tp ranks hold the same key/value head: 1 unless there are fewer heads than ranks."""
+    """Number of tp ranks that hold the same key/value head: 1 unless heads are fewer than ranks."""
     return max(1, tp // kv_heads)
 
 
@@ -214,151 +219,183 @@ def build_groups(
     cp_heads: int = 1,
     cp_ring: int = 1,
     experts: bool = False,
+    own_only: bool = False,
 ) -> Groups:
-    """The groups of one rank. `new_group(ranks, group_desc=uses)` makes a process group; it is
+    """The groups of one rank. `new_group(ranks, group_desc=uses)` makes a process group. It is
     called for the same tuples in the same order on every rank, once for each distinct tuple of two
-    or more ranks (and once more for `shard_gather` and each of `channels`). `uses` are the names of
-    the axes that share the group, with spaces between them.
+    or more ranks, and once more for `shard_gather` and each of `channels`. `uses` are the names of
+    the axes that share the group, separated by spaces. `own_only`: call it for this rank's groups
+    alone, where it is no collective call: a dry run may have 100,000 ranks.
 
-    `kv_heads` is the number of key/value heads of the model (None: at least one for each tp rank);
-    `tied`: the first and the last pp rank both hold the word embedding; `shard` neighbours of those
-    that hold the same parameters share them out (None: all). `cp_heads` neighbours of cp exchange
-    heads, `cp_ring` such groups make a ring. `experts`: layers have experts.
+    `kv_heads`: key/value heads of the model (None: at least one for each tp rank). `tied`: the
+    first and the last pp rank both hold the word embedding. `shard`: number of neighbouring
+    replicas over which ZeRO shards (None: all). `cp_heads` neighbours of cp exchange heads,
+    `cp_ring` such groups make a ring. `experts`: layers have experts.
     """
     shard = shard or layout.dp * layout.cp
     assert 0 <= rank < layout.world and layout.dp * layout.cp % shard == 0
     assert cp_heads * cp_ring in (1, layout.cp)
     share = kv_sharers(layout.tp, kv_heads or layout.tp)
-    partitions = _partitions(layout, share, tied, shard) | _of_attention(layout, cp_heads, cp_ring)
-    partitions |= _of_experts(layout, shard) if experts else _WITHOUT_EXPERTS
-    make = _Communicators(rank, new_group, partitions)
-    axes = {name: make.axis(name) for name in partitions}
-    dense = make.buffer_groups("", axes)
+    partitions = _dense_partitions(layout, share, tied, shard)
+    partitions |= _attention_partitions(layout, cp_heads, cp_ring)
+    if experts:
+        partitions |= _expert_partitions(layout, shard)
+
+    make = _GroupMaker(rank, new_group, own_only)
+    axes = make.axes(partitions)
+    dense = make.buffer_groups("", axes, partitions)
     buffers = {"dense": dense}
     if experts:
-        buffers["expert"] = make.buffer_groups("expert_", axes)
+        buffers["expert"] = make.buffer_groups("expert_", axes, partitions)
         buffers["state"] = BufferGroups(dense.replicas, ALONE, ALONE, dense.replicas)
-    return Groups(
-        layout=layout,
-        rank=rank,
-        buffers=buffers,
-        channels=tuple(
-            make.own_axis("channel", partitions["pp"], f"channel{number}")
-            for number in range(channel_count(layout.pp))
-        ),
-        **axes,
+    else:
+        axes |= {"tp_cp": ALONE, "etp": ALONE, "ep": ALONE}
+    channels = tuple(
+        make.separate_axis("channel", partitions["pp"], f"channel{number}")
+        for number in range(channel_count(layout.pp))
     )
+    return Groups(layout=layout, rank=rank, buffers=buffers, channels=channels, **axes)
 
 
-def _partitions(layout: Layout, share: int, tied: bool, shard: int) -> dict[str, Partition]:
-    """The groups of each axis: `share` neighbours of tp hold the same key/value head."""
-    lines = layout.partition("pp")
-    replicas = layout.partition("dp", "cp")
+@dataclass(frozen=True)
+class Partition:
+    """Divides the ranks into groups: those that differ only in `axes`, each split into parts."""
+
+    layout: Layout
+    axes: tuple[str, ...]
+    split: Callable[[Ranks], Iterable[Ranks]] = lambda ranks: (ranks,)
+
+    def group_of(self, rank: int) -> Ranks:
+        """The group that contains `rank`; empty when none does."""
+        parts = self.split(self.layout.group_of(rank, *self.axes))
+        return next((part for part in parts if rank in part), ())
+
+    def __iter__(self) -> Iterator[Ranks]:
+        for ranks in self.layout.partition(*self.axes):
+            yield from self.split(ranks)
+
+
+def _neighbours(size: int) -> Callable[[Ranks], Iterable[Ranks]]:
+    """Splits ranks into parts of `size` consecutive ones."""
+    return lambda ranks: (ranks[i : i + size] for i in range(0, len(ranks), size))
+
+
+def _strided(step: int) -> Callable[[Ranks], Iterable[Ranks]]:
+    """Splits ranks into `step` parts, of every `step`-th rank each."""
+    return lambda ranks: (ranks[i::step] for i in range(step))
+
+
+def _dense_partitions(layout: Layout, share: int, tied: bool, shard: int) -> dict[str, Partition]:
+    """`share` neighbours of tp hold the same key/value head."""
+
+    def ends(line: Ranks) -> Iterable[Ranks]:
+        return ((line[0], line[-1]),) if tied and layout.pp > 1 else ()
+
+    replicas = "dp", "cp"
     return {
-        "world": layout.partition(*ORDER),
-        **{name: layout.partition(name) for name in ("tp", "cp", "dp", "pp")},
-        "replicas": replicas,
-        "shard": _cut(replicas, shard),
-        "replicate": tuple(ranks[i::shard] for ranks in replicas for i in range(shard)),
-        "kv": _cut(layout.partition("tp"), share),
-        "tied": tuple((line[0], line[-1]) for line in lines) if tied and layout.pp > 1 else (),
+        "world": Partition(layout, ORDER),
+        **{name: Partition(layout, (name,)) for name in ("tp", "cp", "dp", "pp")},
+        "replicas": Partition(layout, replicas),
+        "shard": Partition(layout, replicas, _neighbours(shard)),
+        "replicate": Partition(layout, replicas, _strided(shard)),
+        "kv": Partition(layout, ("tp",), _neighbours(share)),
+        "tied": Partition(layout, ("pp",), ends),
     }
 
 
-# the axes of experts where there are none
-_WITHOUT_EXPERTS: dict[str, Partition] = {"tp_cp": (), "etp": (), "ep": ()}
+def _attention_partitions(layout: Layout, heads: int, ring: int) -> dict[str, Partition]:
+    """The groups of cp that exchange heads in attention, and those that form rings."""
+    return {
+        "cp_heads": Partition(layout, ("cp",), _neighbours(heads)),
+        "cp_ring": Partition(layout, ("cp",), _strided(heads) if ring > 1 else _neighbours(1)),
+    }
 
 
 def expert_cut(stage: int, held: int, shard: int) -> int:
-    """Over how many ranks ZeRO cuts an expert's buffer: of the `stage` ranks of a pipeline stage
-    each `held` hold all experts, and other buffers are cut among `shard` neighbours.
+    """Number of ranks over which ZeRO shards an expert's buffer, when `held` of the `stage` ranks
+    of a pipeline stage hold all experts, and other buffers are sharded over `shard` neighbours.
     """
     count = stage // held
     return math.gcd(count, max(1, shard * count // stage))
 
 
-def _of_experts(layout: Layout, shard: int) -> dict[str, Partition]:
-    """The groups of the experts' grid. ZeRO cuts an expert's buffer over those of the ranks that
-    hold the same one that are among the `shard` neighbours over which it cuts other buffers.
+def _expert_partitions(layout: Layout, shard: int) -> dict[str, Partition]:
+    """The experts' grid. ZeRO shards an expert's buffer over those of its replicas that are among
+    the `shard` neighbours over which it shards other buffers.
     """
-    stages = layout.partition("tp", "cp", "dp")
+    stage = "tp", "cp", "dp"
     held = layout.etp * layout.ep  # ranks that hold all experts of a layer
-    replicas = tuple(ranks[i::held] for ranks in stages for i in range(held))
-    cut = expert_cut(len(stages[0]), held, shard * layout.tp)
+    cut = expert_cut(len(layout.offsets(*stage)), held, shard * layout.tp)
+
+    def ep_groups(ranks: Ranks) -> Iterable[Ranks]:
+        for all_experts in _neighbours(held)(ranks):
+            yield from _strided(layout.etp)(all_experts)
+
+    def split_replicas(split: Callable[[Ranks], Iterable[Ranks]]) -> Partition:
+        def parts(ranks: Ranks) -> Iterable[Ranks]:
+            for replicas in _strided(held)(ranks):
+                yield from split(replicas)
+
+        return Partition(layout, stage, parts)
+
     return {
-        "tp_cp": layout.partition("tp", "cp"),
-        "etp": _cut(stages, layout.etp),
-        "ep": tuple(
-            ranks[start + i : start + held : layout.etp]
-            for ranks in stages
-            for start in range(0, len(ranks), held)
-            for i in range(layout.etp)
-        ),
-        "expert_replicas": replicas,
-        "expert_shard": _cut(replicas, cut),
-        "expert_replicate": tuple(ranks[i::cut] for ranks in replicas for i in range(cut)),
+        "tp_cp": Partition(layout, ("tp", "cp")),
+        "etp": Partition(layout, stage, _neighbours(layout.etp)),
+        "ep": Partition(layout, stage, ep_groups),
+        "expert_replicas": Partition(layout, stage, _strided(held)),
+        "expert_shard": split_replicas(_neighbours(cut)),
+        "expert_replicate": split_replicas(_strided(cut)),
     }
 
 
-def _of_attention(layout: Layout, heads: int, ring: int) -> dict[str, Partition]:
-    """The groups of cp in which attention exchanges heads, and those that are rings."""
-    lines = layout.partition("cp")
-    rings = tuple(ranks[i::heads] for ranks in lines for i in range(heads))
-    return {"cp_heads": _cut(lines, heads), "cp_ring": rings if ring > 1 else _cut(lines, 1)}
+@dataclass(frozen=True)
+class _GroupMaker:
+    """Makes process groups, and the axes of one rank on them."""
 
+    rank: int
+    new_group: Callable[..., Any]
+    own_only: bool
 
-def _cut(partition: Partition, size: int) -> Partition:
-    """Each group cut into groups of `size` neighbours."""
-    return tuple(ranks[i : i + size] for ranks in partition for i in range(0, len(ranks), size))
-
-
-class _Communicators:
-    """Makes process groups: one for each tuple of ranks of `partitions`, whichever of them name it,
-    and own ones.
-    """
-
-    def __init__(
-        self, rank: int, new_group: Callable[..., Any], partitions: Mapping[str, Partition]
-    ) -> None:
-        self.rank, self.new_group, self.partitions = rank, new_group, partitions
-        self.made: dict[tuple[int, ...], Any] = {}
-        # by the first group: partitions that have it in common have all
-        self.uses: dict[tuple[int, ...], list[str]] = {}
-        for name, partition in partitions.items():
-            if partition:
-                self.uses.setdefault(partition[0], []).append(name)
-
-    def axis(self, name: str) -> Axis:
-        """The part of a partition that holds this rank."""
-        partition = self.partitions[name]
-        for ranks in partition:
-            if len(ranks) > 1 and ranks not in self.made:
-                uses = " ".join(self.uses[partition[0]])
-                self.made[ranks] = self.new_group(ranks, group_desc=uses)
-        return self._part(name, partition, self.made)
-
-    def buffer_groups(self, kind: str, axes: dict[str, Axis]) -> BufferGroups:
-        """Those of the partitions whose names begin with `kind`, which it takes out of `axes`."""
-        gather = f"{kind}shard_gather"
-        return BufferGroups(
-            replicas=axes.pop(f"{kind}replicas"),
-            shard=axes.pop(f"{kind}shard"),
-            shard_gather=self.own_axis(gather, self.partitions[f"{kind}shard"], gather),
-            replicate=axes.pop(f"{kind}replicate"),
-        )
-
-    def own_axis(self, name: str, partition: Partition, use: str) -> Axis:
-        """The part of a partition that holds this rank, on a group that no other axis has."""
-        made = {
-            ranks: self.new_group(ranks, group_desc=use) for ranks in partition if len(ranks) > 1
+    def axes(self, partitions: dict[str, Partition]) -> dict[str, Axis]:
+        """The axes on one process group for each distinct tuple of two or more ranks, described by
+        the names of all partitions that contain it.
+        """
+        groups = {
+            name: [partition.group_of(self.rank)] if self.own_only else list(partition)
+            for name, partition in partitions.items()
         }
-        return self._part(name, partition, made)
+        # partitions with one group in common have all groups in common
+        uses: dict[Ranks, list[str]] = {}
+        for name, found in groups.items():
+            if found:
+                uses.setdefault(found[0], []).append(name)
+        made: dict[Ranks, Any] = {}
+        for found in groups.values():
+            for ranks in found:
+                if len(ranks) > 1 and ranks not in made:
+                    made[ranks] = self.new_group(ranks, group_desc=" ".join(uses[found[0]]))
+        return {name: self._axis(name, partition, made) for name, partition in partitions.items()}
 
-    def _part(self, name: str, partition: Partition, made: Mapping[tuple[int, ...], Any]) -> Axis:
-        for ranks in partition:
-            if self.rank in ranks:
-                return Axis(name, ranks.index(self.rank), ranks, made.get(ranks))
-        return ALONE
+    def _axis(self, name: str, partition: Partition, made: dict[Ranks, Any]) -> Axis:
+        ranks = partition.group_of(self.rank)
+        return Axis(name, ranks.index(self.rank), ranks, made.get(ranks)) if ranks else ALONE
+
+    def separate_axis(self, name: str, partition: Partition, use: str) -> Axis:
+        """An axis on process groups that it shares with no other axis."""
+        (axis,) = self.axes({use: partition}).values()
+        return replace(axis, name=name) if axis is not ALONE else ALONE
+
+    def buffer_groups(
+        self, prefix: str, axes: dict[str, Axis], partitions: dict[str, Partition]
+    ) -> BufferGroups:
+        """Moves the axes whose names begin with `prefix` out of `axes`."""
+        gather = f"{prefix}shard_gather"
+        return BufferGroups(
+            replicas=axes.pop(f"{prefix}replicas"),
+            shard=axes.pop(f"{prefix}shard"),
+            shard_gather=self.separate_axis(gather, partitions[f"{prefix}shard"], gather),
+            replicate=axes.pop(f"{prefix}replicate"),
+        )
 
 
 def layout_of(config: Config, world_size: int) -> Layout:
@@ -375,7 +412,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
 
 
 def group_options(config: Config) -> dict[str, Any]:
-    """What `build_groups` has to know of a resolved configuration beside its layout."""
+    """The keyword arguments of `build_groups` for a resolved configuration."""
     placement = placement_of(config)
     tied = placement[0] != placement[-1] and not config.model.untie_embeddings_and_output_weights
     heads, ring = attention_ranks(config.distributed)

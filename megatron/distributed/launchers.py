@@ -1,5 +1,5 @@
-"""Launchers: torchrun, srun, mpirun and its relatives, by the environment variables that they set.
-Imports no torch: which rank this is must be known before it is there.
+"""Launchers (torchrun, srun, mpirun and others) by the environment variables that they set. Imports
+no torch: the rank must be known before torch is imported.
 """
 
 from __future__ import annotations
@@ -21,109 +21,93 @@ SRUN = (
     "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_STEP_NODELIST",
 )
-# below the ports that Linux gives to outgoing connections, so that ours is rarely taken
+# below the ports that Linux gives to outgoing connections, so that it is rarely taken
 SRUN_PORTS = range(20000, 30000)
 MPI_PORT = 29500  # where mpirun's ranks meet without MASTER_PORT; torch's default, too
 
 
 class LaunchError(UserError):
-    """The processes of a job were started wrongly, or could not find each other."""
+    """The processes of a job were started incorrectly, or could not find each other."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process as its launcher numbered it. `address` and `port` are where the ranks meet;
-    None for one process.
+    """This process as its launcher numbered it. `address` and `port`: where the ranks meet, None
+    for one process.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    """Ranks on this host; 0 where no variable gives it."""
+    """Ranks on this host; 0 when no variable gives it."""
     launcher: str = "one process"
     address: str | None = None
     port: int | None = None
     job: str = ""
-    """Tells apart the jobs (and attempts of a job) that meet at the same address and port by
-    mistake.
-    """
+    """Distinguishes jobs (and attempts of a job) that use the same address and port by mistake."""
     agent_store: bool = False
     """torchrun's agent hosts the store."""
 
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """The variables of one launcher. `mark`: one that it sets and no other launcher does; rank,
-    size, local rank and local size: the first of these that is set counts.
+    """The variables of one launcher; of several names the first that is set counts. `mark`: a
+    variable that this launcher sets and no other does.
     """
 
     name: str
     mark: str
-    rank: str
+    rank: tuple[str, ...]
     size: tuple[str, ...]
     local_rank: tuple[str, ...]
     local_size: tuple[str, ...]
 
 
-def _open_mpi(name: str, prefix: str) -> LauncherVariables:
-    """Of a launcher whose variables are PREFIX_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE."""
-    rank, *others = (f"{prefix}_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    size, local_rank, local_size = ((each,) for each in others)
-    return LauncherVariables(name, rank, rank, size, local_rank, local_size)
+def _variables(
+    name: str, rank: str, size: str, local_rank: str, local_size: str = "", mark: str = ""
+) -> LauncherVariables:
+    names = (each.split() for each in (rank, size, local_rank, local_size))
+    return LauncherVariables(name, mark or rank, *map(tuple, names))
 
 
-HYDRA_LOCAL = ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)
-# In the order in which they are asked. srun comes after the launchers that may themselves have
-# started their daemons with it, whose variables their ranks inherit; and before the bare PMI
-# variables, which srun sets as well.
+def _prefixed(name: str, prefix: str) -> LauncherVariables:
+    parts = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return _variables(name, *(f"{prefix}_{part}" for part in parts))
+
+
+# In the order in which they are asked. srun comes after the launchers that may have started their
+# daemons with it, whose variables their ranks inherit; and before the bare PMI variables, which
+# srun sets as well.
 BEFORE_SRUN = (
-    _open_mpi("mpirun (Open MPI)", "OMPI_COMM_WORLD"),
-    _open_mpi("mpirun (MVAPICH)", "MV2_COMM_WORLD"),
-    _open_mpi("mpirun (MVAPICH)", "MVP_COMM_WORLD"),
-    _open_mpi("jsrun", "JSM_NAMESPACE"),
-    LauncherVariables(
-        "flux run",
-        "FLUX_TASK_RANK",
-        "FLUX_TASK_RANK",
-        ("FLUX_JOB_SIZE",),
-        ("FLUX_TASK_LOCAL_ID",),
-        (),
-    ),
-    LauncherVariables(
+    _prefixed("mpirun (Open MPI)", "OMPI_COMM_WORLD"),
+    _prefixed("mpirun (MVAPICH)", "MV2_COMM_WORLD"),
+    _prefixed("mpirun (MVAPICH)", "MVP_COMM_WORLD"),
+    _prefixed("jsrun", "JSM_NAMESPACE"),
+    _variables("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    _variables(
         "mpiexec (PALS)",
         "PALS_RANKID",
-        "PALS_RANKID",
-        ("PALS_SIZE", "PMI_SIZE"),
-        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-        ("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        "PALS_SIZE PMI_SIZE",
+        "PALS_LOCAL_RANKID PMI_LOCAL_RANK",
+        "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
     ),
-    LauncherVariables(
-        "mpiexec (Hydra)", "MPI_LOCALRANKID", "PMI_RANK", ("PMI_SIZE",), *HYDRA_LOCAL
+    _variables(
+        "mpiexec (Hydra)",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        mark="MPI_LOCALRANKID",
     ),
 )
-PMI = LauncherVariables(
-    "a PMI launcher",
-    "PMI_RANK",
-    "PMI_RANK",
-    ("PMI_SIZE",),
-    ("PMI_LOCAL_RANK",),
-    ("PMI_LOCAL_SIZE",),
-)
-PMIX = LauncherVariables(
-    "a PMIx launcher",
-    "PMIX_RANK",
-    "PMIX_RANK",
-    ("PMIX_SIZE",),
-    ("PMIX_LOCAL_RANK",),
-    ("PMIX_LOCAL_SIZE",),
-)
-AFTER_SRUN = (PMI, PMIX)
+PMIX = _prefixed("a PMIx launcher", "PMIX")
+AFTER_SRUN = (_prefixed("a PMI launcher", "PMI"), PMIX)
 
 
 def launch_of(environment: Environment) -> Launch:
-    """The launch that these variables describe. Raises LaunchError for variables that are missing
-    or contradict each other, and for one of several processes that cannot join the others.
+    """The launch that these variables describe. Raises LaunchError when variables are missing or
+    contradict each other, and when one of several processes cannot join the others.
     """
     if environment.get("RANK"):
         names = "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
@@ -143,14 +127,12 @@ def launch_of(environment: Environment) -> Launch:
 
 
 def given_rank(environment: Environment) -> int:
-    """The rank as far as the variables give it, without judging them; else 0."""
+    """The rank if the variables give one, without checking them; else 0."""
     return _first_number(environment, "rank", "RANK", "SLURM_PROCID")
 
 
 def rough_launch(environment: Environment = os.environ) -> Launch:
-    """`launch_of`, or for the text of an error what can be known: a rank that its launcher's
-    variables do not give counts as 0.
-    """
+    """`launch_of`, or for error messages a guess from incomplete variables."""
     try:
         return launch_of(environment)
     except LaunchError:
@@ -159,19 +141,17 @@ def rough_launch(environment: Environment = os.environ) -> Launch:
 
 
 def _first_number(environment: Environment, field: str, generic: str, slurm: str) -> int:
-    names = [generic]
-    for launchers, last in ((BEFORE_SRUN, slurm), (AFTER_SRUN, None)):
-        for launcher in launchers:
-            found = getattr(launcher, field)
-            names += [found] if isinstance(found, str) else found
-        names += [last] if last else []
-    values = (environment.get(name, "") for name in names)
+    before, after = (
+        [name for launcher in launchers for name in getattr(launcher, field)]
+        for launchers in (BEFORE_SRUN, AFTER_SRUN)
+    )
+    values = (environment.get(name, "") for name in (generic, *before, slurm, *after))
     return next((int(value) for value in values if value.isdecimal()), 0)
 
 
 def _explicit_launch(environment: Environment) -> Launch:
-    """Of RANK and the variables that go with it, set by torchrun, DeepSpeed's launcher or a
-    wrapper. Where some are missing, those of a launcher that gives the same rank fill in.
+    """The launch by RANK and related variables, set by torchrun, DeepSpeed's launcher or a
+    wrapper. Variables of a launcher that gives the same rank fill in for missing ones.
     """
     rank = number(environment, "RANK")
     below = _same_rank(environment, rank)
@@ -210,7 +190,7 @@ def _torchrun_or_environment(environment: Environment) -> str:
 
 
 def _same_rank(environment: Environment, rank: int) -> Launch | None:
-    """The launch that a launcher's own variables describe, where it numbered this process so."""
+    """The launch that a launcher's variables describe, if it gives this rank."""
     try:
         launch = _launchers_launch(environment)
     except LaunchError:
@@ -229,8 +209,8 @@ def _incomplete(environment: Environment) -> LaunchError:
 
 
 def _launchers_launch(environment: Environment) -> Launch:
-    """Of the variables that launchers set themselves: the first launcher that started several
-    processes, else a single process.
+    """The launch by variables that launchers set: of the first one that started several processes,
+    else of a single process.
     """
     found: list[Launch] = []
     for launcher in (*BEFORE_SRUN, None, *AFTER_SRUN):
@@ -247,24 +227,23 @@ def _launchers_launch(environment: Environment) -> Launch:
 
 
 def _by_srun(environment: Environment) -> bool:
-    """Whether srun started this process: a batch script's own shell is task 0 of no step."""
+    """Whether srun started this process; the shell of a batch script is task 0 of no step."""
     rank, size = (environment.get(name, "") for name in SRUN[:2])
     return bool(rank and size) or rank not in ("", "0") or size not in ("", "1")
 
 
 def _mpi_launch(launcher: LauncherVariables, environment: Environment) -> Launch:
-    """Of the variables of mpirun and its relatives. Raises LaunchError."""
+    """The launch by the variables of an MPI launcher. Raises LaunchError."""
 
     def refused(problem: str) -> LaunchError:
-        rank = environment.get(launcher.rank, "")
-        return LaunchError(
-            f"{launcher.name} started this process ({launcher.rank}={rank}){problem}"
-        )
+        (name,) = launcher.rank
+        rank = environment.get(name, "")
+        return LaunchError(f"{launcher.name} started this process ({name}={rank}){problem}")
 
-    rank, size = _first(environment, launcher.rank), _first(environment, *launcher.size)
+    rank, size = _first(environment, *launcher.rank), _first(environment, *launcher.size)
     if rank is None or size is None:
         raise refused(
-            ", but no variable gives the number of processes: it would train alone; set "
+            ", but no variable gives the number of processes: it would train by itself; set "
             f"{', '.join(RANK_VARIABLES)} of each process, or start with torchrun or srun"
         )
     if size == 1:
@@ -273,8 +252,8 @@ def _mpi_launch(launcher: LauncherVariables, environment: Environment) -> Launch
     local_size = _first(environment, *launcher.local_size, "LOCAL_WORLD_SIZE")
     if local_rank is None:
         raise refused(
-            f" as one of {size}, and no variable gives its number on its host, by which it takes "
-            "a GPU: set LOCAL_RANK of each process"
+            f" as one of {size}, and no variable gives its number on its host, which selects its "
+            "GPU: set LOCAL_RANK of each process"
         )
     address = environment.get("MASTER_ADDR") or ("localhost" if local_size == size else None)
     if address is None:
@@ -286,8 +265,8 @@ def _mpi_launch(launcher: LauncherVariables, environment: Environment) -> Launch
     job = f"{launcher.name}/{environment.get('PBS_JOBID') or slurm_job(environment)}"
     port = _port(environment) or MPI_PORT
     launch = Launch(rank, size, local_rank, local_size or 0, launcher.name, address, port, job)
-    names = (launcher.rank, launcher.size[0], launcher.local_rank[0], *launcher.local_size[:1])
-    return _checked(launch, ", ".join(names))
+    used = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
+    return _checked(launch, ", ".join(name for names in used for name in names[:1]))
 
 
 def _first(environment: Environment, *names: str) -> int | None:
@@ -297,7 +276,7 @@ def _first(environment: Environment, *names: str) -> int | None:
 
 
 def _srun_launch(environment: Environment) -> Launch:
-    """Of the variables that srun sets for each task of a step."""
+    """The launch by the variables that srun sets for each task of a step."""
     missing = [name for name in SRUN if not environment.get(name)]
     if missing:
         raise LaunchError(
@@ -334,13 +313,13 @@ def _srun_launch(environment: Environment) -> Launch:
 
 
 def slurm_job(environment: Environment = os.environ) -> str:
-    """Slurm's number of this job, which a requeue keeps; empty outside of Slurm."""
+    """Slurm's job id, which a requeue keeps; empty outside of Slurm."""
     return environment.get("SLURM_JOB_ID", "")
 
 
 def rank_hosts(launch: Launch, environment: Environment = os.environ) -> list[str]:
-    """The host of each rank, as srun places them in blocks; empty where another launcher did.
-    Raises LaunchError.
+    """The host of each rank, in the blocks of srun; empty under other launchers. Raises
+    LaunchError.
     """
     if launch.launcher != "srun":
         return []
@@ -362,18 +341,18 @@ def _checked(launch: Launch, names: str) -> Launch:
     for wrong, why in faults:
         if wrong:
             raise LaunchError(
-                f"{names} are {values}: {why}; start with torchrun or srun, or set them right"
+                f"{names} are {values}: {why}; start with torchrun or srun, or correct them"
             )
     return launch
 
 
 def number(environment: Environment, name: str, default: int | None = None) -> int:
-    """The whole number of a variable. Raises LaunchError."""
+    """The integer value of a variable. Raises LaunchError."""
     text = environment.get(name) or default
     if not re.fullmatch(r"\d+", str(text)):
         raise LaunchError(
-            f"{name}={text}: expected a whole number from 0 on; start with torchrun or srun, "
-            "which set it, or set it right"
+            f"{name}={text}: must be a non-negative integer; start with torchrun or srun, "
+            "which set it, or correct it"
         )
     return int(text)
 

@@ -1,8 +1,8 @@
-"""The log of a job of several ranks: Python's logging, each warning once and with its rank.
+"""The log of a job: Python's logging, with each warning once and its rank.
 
-Rank 0 writes everything to stdout. A rank above 0 writes warnings alone, to stderr and behind
-`rank 3:`, and only those that no other rank has logged: it holds each back for a few seconds, and
-rank 0 enters the texts of its own in the job's store. Python's warnings are logged like others.
+Rank 0 writes everything to stdout. Other ranks write warnings to stderr, after `rank 3:`, and only
+those that no other rank has logged: they delay each warning for a few seconds, in which rank 0
+enters its texts in the job's store. Python's warnings are logged as well.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-LOGGED = "megatron", "py.warnings"  # the loggers that are written
-PATIENCE = 5.0  # seconds that rank 0 has to log the same
+LOGGED = "megatron", "py.warnings"  # names of loggers
+PATIENCE = 5.0  # seconds that rank 0 has to log the same text
 
 
 class LineFormatter(logging.Formatter):
-    """Information as it is, warnings and errors behind their level."""
+    """Puts the level in front of warnings and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The lines of a record."""
@@ -36,7 +36,7 @@ class LineFormatter(logging.Formatter):
 
 
 class FirstRank(logging.Handler):
-    """Rank 0's, or that of a process alone, without a store: everything to stdout."""
+    """The handler of rank 0 (without a store: of a single process): everything to stdout."""
 
     def __init__(self, store: Store | None) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class FirstRank(logging.Handler):
         except (OSError, RuntimeError, ValueError):
             self.handleError(record)
         if self.store is not None and record.levelno >= logging.WARNING:
-            with contextlib.suppress(RuntimeError):  # a store that has gone: the job is ending
+            with contextlib.suppress(RuntimeError):  # the store is closed: the job is ending
                 self.store.set(_key(text), "logged")
 
 
 class OtherRank(logging.Handler):
-    """That of a rank above 0."""
+    """The handler of a rank above 0."""
 
     def __init__(self, rank: int, store: Store) -> None:
         super().__init__(logging.WARNING)
@@ -69,7 +69,7 @@ class OtherRank(logging.Handler):
         self.over = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hold a warning back."""
+        """Delay a warning."""
         with self.changed:
             self.held.append((time.monotonic() + PATIENCE, self.format(record)))
             if self.thread is None:
@@ -99,11 +99,11 @@ class OtherRank(logging.Handler):
                 not self.store.check([_key(text)])
                 and self.store.add(f"{_key(text)}/others", 1) == 1
             )
-        except RuntimeError:  # a store that has gone: better twice than never
+        except RuntimeError:  # the store is closed: better twice than never
             return True
 
     def close(self) -> None:
-        """Write what is held back, at once."""
+        """Write delayed warnings at once."""
         with self.changed:
             self.over = True
             self.changed.notify()
@@ -118,10 +118,10 @@ def _key(text: str) -> str:
 
 @contextlib.contextmanager
 def job_log() -> Iterator[None]:
-    """While open, this process writes what it logs as its rank in the job does."""
+    """Inside, this process logs as its rank in the job does."""
     handler: FirstRank | OtherRank = FirstRank(None)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        # with a connection of its own
+        # on a separate connection
         default: Any = dist.distributed_c10d._get_default_store()
         store = PrefixStore("log", default.clone())
         rank = dist.get_rank()

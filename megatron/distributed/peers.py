@@ -1,6 +1,6 @@
-"""Who keeps the others waiting. Each rank puts what it does into the rendezvous store every few
-seconds, from a thread; a wait for other ranks that fails is reported with what they did last, and
-rank 0 warns of a rank that has fallen silent. No collective waits for any of it.
+"""Heartbeats of all ranks in the rendezvous store, written by a thread: when a wait for other ranks
+fails, the error names the rank to look at, and rank 0 warns of ranks without a heartbeat. No
+collective waits for any of it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from megatron.distributed.ranges import UNRECORDED
 
 logger = logging.getLogger(__name__)
 
-BEAT = 2.0  # seconds between two reports of a rank
-LOOK = 2.5 * BEAT  # seconds in which a rank that lives reports
-ANSWER = 5.0  # seconds in which the store answers
-SILENT = 30.0  # seconds without a report after which rank 0 warns
-NAMED = 8  # most ranks that a message names
-CLONED = 256  # ranks of a job in which each has a second connection to the store
-MOST = 1024  # ranks of a job in which each looks for itself; in a larger one rank 0 alone
+HEARTBEAT_S = 2.0  # between two heartbeats of a rank
+OBSERVE_S = 2.5 * HEARTBEAT_S  # a living rank has a new heartbeat within this time
+STORE_TIMEOUT_S = 5.0
+SILENT_S = 30.0  # without a heartbeat, after which rank 0 warns
+MAX_NAMED = 8  # ranks in one message
+MAX_CLONES = 256  # ranks of a job in which each has a second connection to the store
+MAX_OBSERVERS = 1024  # ranks of a job in which each looks at the others; else rank 0 alone
 
 
 def run_for(seconds: float, part: Callable[[], Any]) -> list[Any]:
-    """What `part` returns or raises in a thread within so many seconds; empty where it has not
-    ended by then.
-    """
+    """What `part` returns or raises in a thread; empty when it has not ended after `seconds`."""
     ended: list[Any] = []
 
     def run() -> None:
@@ -53,7 +51,7 @@ def run_for(seconds: float, part: Callable[[], Any]) -> list[Any]:
 
 
 class PeerError(RuntimeError):
-    """Another rank did not do its part; `cause` is what torch reported."""
+    """A wait for another rank failed; `cause` is what torch reported."""
 
     def __init__(self, text: str, cause: str):
         super().__init__(text)
@@ -61,7 +59,7 @@ class PeerError(RuntimeError):
 
 
 class Heartbeat(NamedTuple):
-    """What a rank has put into the store."""
+    """A rank's entry in the store."""
 
     count: int  # type: ignore[assignment]  # tuples have a method of this name
     seconds: float  # Unix time
@@ -89,8 +87,8 @@ Reports = dict[int, Heartbeat]  # by rank
 
 @dataclass
 class Peers:
-    """What this process does, and where the ranks of its job report. There is one for a process, as
-    there is one default group.
+    """The heartbeats of this process, and access to those of others. There is one object for a
+    process, as there is one default group.
     """
 
     iteration: int = 0
@@ -101,19 +99,18 @@ class Peers:
     store: Store | None = None
     holder: str = ""
     count: int = 0
-    silent: set[int] = field(default_factory=set)  # the ranks that `find` has found so
-    waited: float = 0.0  # seconds of all waits that have ended, for other ranks and for the device
+    silent: set[int] = field(default_factory=set)  # ranks without a heartbeat, set by `find`
+    waited: float = 0.0  # seconds of completed waits, for other ranks and for the device
     over: threading.Event = field(default_factory=threading.Event)
 
     def start(self, store: Store, rank: int, world: int, holder: str) -> None:
-        """Begin to report. `holder` holds the store."""
+        """Start the heartbeats. `holder` hosts the store."""
         self.rank = rank
         self.world = world
         self.holder = holder
         self.over = threading.Event()
-        # A connection of its own, which nothing holds up; many of them would be more than a process
-        # may have open.
-        own = store.clone() if world <= CLONED else store  # type: ignore[attr-defined]
+        # a separate connection, which nothing blocks; the host can hold a limited number of them
+        own = store.clone() if world <= MAX_CLONES else store  # type: ignore[attr-defined]
         self.store = PrefixStore("reports", own)
         self.count = 0
         self.silent = set()
@@ -121,23 +118,20 @@ class Peers:
         threading.Thread(target=self._run, args=(self.over,), daemon=True).start()
 
     def stop(self) -> None:
-        """Report no more, and look no more."""
+        """Stop the heartbeats."""
         self.over.set()
         self.store = None
         self.iteration = 0
 
     def end(self, why: str) -> None:
-        """The last report of a rank that fails. Returns within a second or so, whatever holds the
-        store up.
-        """
+        """Write the last heartbeat of a rank that fails. Returns after a second at most."""
         if self.store is None or self.over.is_set():
             return
         self.over.set()
-
         run_for(1.0, partial(self.report, why))
 
     def report(self, end: str = "") -> None:
-        """Say what this rank does, or why it ends."""
+        """Write what this rank does, or why it ends."""
         self.count += 1
         place = f"process {os.getpid()} on {socket.gethostname()}"
         report = Heartbeat(
@@ -146,18 +140,18 @@ class Peers:
         self.store.set(str(self.rank), json.dumps(report))
 
     def doing(self) -> str:
-        """In words."""
-        where = (
-            f"in iteration {self.iteration}, " if self.iteration else "before the first iteration, "
-        )
-        waits = self.waits[:1]
-        return where + (waits[0][0](time.monotonic() - waits[0][1]) if waits else "computing")
+        """What this rank does now, for messages."""
+        where = f"in iteration {self.iteration}" if self.iteration else "before the first iteration"
+        if not self.waits:
+            return f"{where}, computing"
+        text, since = self.waits[0]
+        return f"{where}, {text(time.monotonic() - since)}"
 
     def _run(self, over: threading.Event) -> None:
         seen: dict[int, tuple[int, float]] = {}  # rank 0's: report, and when it was first seen
         warned: set[int] = set()
         try:
-            while not over.wait(BEAT):
+            while not over.wait(HEARTBEAT_S):
                 self.report()
                 if self.rank == 0:
                     self._warn(seen, warned)
@@ -173,16 +167,16 @@ class Peers:
                     logger.warning(f"rank {rank} reports again")
                     warned.remove(rank)
             elif (
-                now - seen[rank][1] > SILENT
+                now - seen[rank][1] > SILENT_S
                 and rank not in warned
                 and not report.ended
-                and len(warned) < NAMED
+                and len(warned) < MAX_NAMED
             ):
                 warned.add(rank)
                 logger.warning(f"{report.silent(rank)}. The others wait for it")
 
     def _read(self, ranks: Sequence[int]) -> Reports:
-        """The last reports of these ranks; none while any has not reported yet."""
+        """The last heartbeats of these ranks; none while any has not written one yet."""
         keys = [str(rank) for rank in ranks]
         if not keys or not self.store.check(keys):
             return {}
@@ -192,24 +186,22 @@ class Peers:
         }
 
     def find(self, waited: float) -> str:
-        """Which ranks have ended or fallen silent, in words, after a wait of so many seconds; empty
-        where that is not known.
-
-        Returns within LOOK + ANSWER seconds.
+        """Name the ranks that have ended or have no heartbeat, after a wait of `waited` seconds;
+        empty when nothing is known. Returns within OBSERVE_S + STORE_TIMEOUT_S.
         """
         if self.store is None or self.over.is_set():
             return ""
-        if self.world > MOST and self.rank > 0:
+        if self.world > MAX_OBSERVERS and self.rank > 0:
             return "rank 0 warns of those that are silent"
         others = [rank for rank in range(self.world) if rank != self.rank]
 
         def look() -> tuple[Reports, Reports]:
             first = self._read(others)
-            if waited > LOOK:  # it was no lost connection
-                time.sleep(LOOK)
+            if waited > OBSERVE_S:  # else a connection was lost
+                time.sleep(OBSERVE_S)
             return first, self._read(others)
 
-        found = run_for(LOOK + ANSWER, look)
+        found = run_for(OBSERVE_S + STORE_TIMEOUT_S, look)
         if not found:
             return f"{self.holder}, which holds the rendezvous store, is silent"
         if isinstance(found[0], BaseException):
@@ -218,28 +210,26 @@ class Peers:
         self.silent = {
             rank
             for rank, report in last.items()
-            if waited > LOOK
+            if waited > OBSERVE_S
             and rank in first
             and report.count == first[rank].count
             and not report.ended
         }
-        return _words(last, self.silent, waited)
+        return _findings(last, self.silent, waited)
 
     def stay(self) -> None:
-        """On the rank that holds the store, wait until the others that live have looked into it,
-        which their last report says.
-
-        Returns within LOOK + ANSWER seconds.
+        """On the host of the store, wait until all living ranks have read it, as their last
+        heartbeat shows. Returns within OBSERVE_S + STORE_TIMEOUT_S.
         """
         others = sorted(set(range(self.world)) - self.silent - {self.rank})
         if (
             self.store is None
             or self.holder != f"rank {self.rank}"
-            or self.world > MOST
+            or self.world > MAX_OBSERVERS
             or not others
         ):
             return
-        until = time.monotonic() + LOOK + ANSWER
+        until = time.monotonic() + OBSERVE_S + STORE_TIMEOUT_S
         with suppress(RuntimeError):
             while time.monotonic() < until:
                 reports = self._read(others)
@@ -248,8 +238,8 @@ class Peers:
                 time.sleep(0.2)
 
 
-def _words(last: Reports, silent_ranks: set[int], waited: float) -> str:
-    timeout = waited > LOOK
+def _findings(last: Reports, silent_ranks: set[int], waited: float) -> str:
+    timeout = waited > OBSERVE_S
     silent = [last[rank].silent(rank) for rank in sorted(silent_ranks)]
     ended = [
         report.over(rank) for rank, report in last.items() if report.ended and not report.waited
@@ -259,30 +249,30 @@ def _words(last: Reports, silent_ranks: set[int], waited: float) -> str:
         for rank, report in last.items()
         if timeout and not report.ended and not report.waited
     ]
-    return some(silent or ended or busy, NAMED, "; ")
+    return some(silent or ended or busy, MAX_NAMED, "; ")
 
 
 PEERS = Peers()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, that of the GPU or the host's."""
+    """Whether an error says that memory of the GPU or the host ran out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
     )
 
 
 def busy_clock() -> float:
-    """Seconds that stand still while this process waits for other ranks or for its device: a
-    difference is this process's own work. Not to be read during a wait.
+    """A clock that stops while this process waits for other ranks or its device: a difference is
+    this process's compute time. Not to be read during a wait.
     """
     return time.perf_counter() - PEERS.waited
 
 
 @contextmanager
 def idle() -> Iterator[None]:
-    """While this process waits, for its device or, by `waiting`, for other ranks: `busy_clock`
-    stands still. Of several inside each other the outermost counts.
+    """Stops `busy_clock` in the block, while this process waits for its device. Of nested blocks
+    the outermost counts.
     """
     begun, before = time.perf_counter(), PEERS.waited
     try:
@@ -295,10 +285,9 @@ def idle() -> Iterator[None]:
 def waiting(
     text: Callable[[float], str], in_trace: AbstractContextManager[Any] = UNRECORDED
 ) -> Iterator[None]:
-    """While other ranks are waited for: what torch raises becomes a PeerError of `text(seconds
-    waited)`, which ends by naming the rank to look at. `in_trace`: the range that it is in traces.
-
-    Of several inside each other the outermost of several counts.
+    """Inside, this process waits for other ranks: an error of torch becomes a PeerError of
+    `text(seconds waited)`, with the rank to look at. `in_trace`: the range of the wait in traces.
+    Of nested blocks the outermost counts.
     """
     begun, waited_before = time.monotonic(), PEERS.waited
     PEERS.waits.append((text, begun))
@@ -306,7 +295,7 @@ def waiting(
         with in_trace:
             yield
     except RuntimeError as error:
-        # memory that runs out is nobody else's fault; of others the outermost looks
+        # running out of memory is no fault of a peer
         if is_out_of_memory(error) or len(PEERS.waits) > 1:
             raise
         # without Gloo's advice

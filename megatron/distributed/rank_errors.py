@@ -1,6 +1,4 @@
-"""One outcome for all ranks: what fails on one ends all of them, and soon, with a message that
-leads to it.
-"""
+"""Raises an error of one rank on all ranks, with the same message."""
 
 from __future__ import annotations
 
@@ -12,14 +10,11 @@ import torch
 from megatron.config.errors import UserError
 from megatron.distributed.collectives import gather_bytes
 from megatron.distributed.groups import Axis
-
-NAMED = 8  # most ranks that a message lists
+from megatron.distributed.rendezvous import name_ranks
 
 
 class RankError(UserError):
-    """What went wrong on some ranks, raised on all of them; `rank` is the one that raises it
-    here.
-    """
+    """An error of some ranks, raised on all of them; `rank` is this rank."""
 
     def __init__(self, text: str, rank: int):
         super().__init__(text)
@@ -28,8 +23,7 @@ class RankError(UserError):
 
 @contextmanager
 def raise_on_all_ranks(axis: Axis, device: torch.device) -> Iterator[None]:
-    """Leave the block on every rank of the axis, or raise RankError on every one when a UserError
-    was raised inside on any.
+    """Raise RankError on every rank of the axis when a UserError is raised in the block on any.
 
     No collective may run inside. Other exceptions pass: they are faults of the program, and the
     launcher ends the other ranks.
@@ -52,14 +46,11 @@ def raise_on_all_ranks(axis: Axis, device: torch.device) -> Iterator[None]:
 
 
 def raise_rank_error(texts: list[str], axis: Axis, fault: UserError | None) -> None:
-    """Raise RankError, the same on every rank, when `texts` has what went wrong on any (by rank;
-    empty where nothing did); `fault` is this rank's.
+    """Raise RankError, the same on every rank, when any of `texts` (the error of each rank, or an
+    empty string) is not empty. `fault`: this rank's error.
     """
     failed = [rank for rank, text in enumerate(texts) if text]
     if failed:
         same = [rank for rank in failed if texts[rank] == texts[failed[0]]]
-        shown = ", ".join(map(str, same[:NAMED])) + (
-            f" and {len(same) - NAMED} more" if len(same) > NAMED else ""
-        )
-        who = "" if len(same) == axis.size else f"rank{'s' * (len(same) > 1)} {shown}: "
+        who = "" if len(same) == axis.size else f"{name_ranks(same)}: "
         raise RankError(who + texts[failed[0]], axis.rank) from fault

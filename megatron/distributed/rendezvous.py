@@ -1,12 +1,11 @@
-"""How the ranks of a job find each other and make sure that they belong together, through a few
-keys of a torch TCPStore.
+"""The rendezvous: the ranks of a job find each other and check that they belong together, through a
+few keys of a torch TCPStore, which torchrun's agent or rank 0 hosts.
 
-torchrun's agent hosts the store, else rank 0 does. Every rank appends a line to `arrivals`. Rank 0
-calls each line's author by its `ticket` into its own `meeting`; who is called appends its line to
-`{meeting}/present`. Lines left behind by an earlier attempt in the same store answer no call. The
-first `{meeting}/verdict` counts for all: empty when everybody may go on, else the error that every
-rank raises; rank 0 gives it when all are present, and whoever runs out of time first gives it too,
-so that nobody waits longer than the timeout of the first.
+1. Every rank appends a line with a random `ticket` to `arrivals`.
+2. Rank 0 calls each ticket to its `meeting`; a called rank appends its line to `{meeting}/present`.
+   Lines of an earlier attempt in the same store answer no call.
+3. The first `{meeting}/verdict` counts for all ranks: OK, or the error that every rank raises. Rank
+   0 writes it when all are present; the first rank whose timeout expires writes it otherwise.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from megatron.config.metadata import flag_name
 from megatron.distributed.launchers import Launch, LaunchError
 from megatron.distributed.peers import run_for
 
-LONGEST_PAUSE = 0.5  # seconds between two looks at the store
-FAREWELL = 5.0  # seconds that a rank which has read an error gives the others to read it too
-# seconds that rank 0 gives ranks on their way once it has seen a fault, so that they read it too
-LATE = 2.0
-FINE = "in order"
-MOST_DIFFERENCES = 5  # named in one message
+MAX_PAUSE_S = 0.5  # between two polls of the store
+ERROR_GRACE_S = 5.0  # that a rank gives the others to read an error, before it ends
+ARRIVAL_GRACE_S = 2.0  # that rank 0 gives late ranks once it has found a fault
+OK = "in order"
+MAX_DIFFERENCES = 5  # named in one message
 
 
 @dataclass(frozen=True)
@@ -47,21 +45,21 @@ class Arrival:
     ticket: str
     world_size: int
     digest: str  # of the fingerprint
-    gpu: str  # unique name of the GPU that this rank alone must hold; empty: none
+    gpu: str  # unique id of the GPU that no other rank may use; empty: none
 
     def line(self) -> str:
         return json.dumps([self.rank, self.ticket, self.world_size, self.digest, self.gpu]) + "\n"
 
 
 def meet(launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str = "") -> Store:
-    """The store of this job, when every rank has arrived with an equal fingerprint and a GPU of its
-    own; else LaunchError, on every rank.
+    """The store of this job, after every rank has arrived with an equal fingerprint and a separate
+    GPU; else LaunchError, on every rank.
 
-    All talk with the store runs in a thread, since torch waits without limit for a server that
-    accepts a connection and then says nothing.
+    Runs in a thread: torch waits without limit for a server that accepts a connection and then
+    sends nothing.
     """
     ended = run_for(
-        seconds + FAREWELL + 1, lambda: _Meeting(launch, seconds, fingerprint, gpu).store
+        seconds + ERROR_GRACE_S + 1, lambda: _Meeting(launch, seconds, fingerprint, gpu).store
     )
     if not ended:
         raise _no_store(launch)
@@ -79,7 +77,7 @@ def meet(launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str = "")
 
 
 class _Meeting:
-    """One rank's way through the protocol at the head of this file; `store` is the result."""
+    """Runs the protocol above on one rank; `store` is the result."""
 
     def __init__(self, launch: Launch, seconds: float, fingerprint: JsonObject, gpu: str):
         self.launch = launch
@@ -92,20 +90,18 @@ class _Meeting:
         self.keys.append("arrivals", self.me.line())  # type: ignore[attr-defined]
         self.meeting = self.me.ticket if launch.rank == 0 else self._wait_for_call()
         verdict = self._lead() if launch.rank == 0 else self._wait_for_verdict()
-        if verdict != FINE:
-            self._let_others_read()
+        if verdict != OK:
+            self._wait_until_read()
             raise LaunchError(verdict)
         self.store = PrefixStore(self.meeting, self.keys)
 
-    def _looks(self) -> Iterator[None]:
-        """Once for each look at the store until the time is up, with pauses that grow between
-        them.
-        """
+    def _polls(self) -> Iterator[None]:
+        """Yield for each poll of the store until the deadline, with growing pauses."""
         pause = 0.005
         while time.monotonic() < self.deadline:
             yield
             time.sleep(max(0.0, min(pause, self.deadline - time.monotonic())))
-            pause = min(1.3 * pause, LONGEST_PAUSE)
+            pause = min(1.3 * pause, MAX_PAUSE_S)
 
     def _get(self, key: str) -> str | None:
         return self.keys.get(key).decode() if self.keys.check([key]) else None
@@ -113,13 +109,13 @@ class _Meeting:
     def _arrivals(self, key: str) -> list[Arrival]:
         return [Arrival(*json.loads(line)) for line in (self._get(key) or "").splitlines()]
 
-    def _say(self, verdict: str) -> str:
-        """Give the verdict, unless there is one; the one that counts."""
+    def _give_verdict(self, verdict: str) -> str:
+        """Write the verdict unless there is one; the verdict that counts."""
         return self.keys.compare_set(f"{self.meeting}/verdict", "", verdict).decode()
 
     def _wait_for_call(self) -> str:
-        """Until rank 0 calls: the name of its meeting."""
-        for _ in self._looks():
+        """Wait for rank 0's call; the name of its meeting."""
+        for _ in self._polls():
             call = self._get(f"call/{self.me.ticket}")
             if call is not None:
                 meeting, digest = call.split()
@@ -130,19 +126,19 @@ class _Meeting:
         raise LaunchError(self._missing(self._arrivals("arrivals")))
 
     def _wait_for_verdict(self) -> str:
-        for _ in self._looks():
+        for _ in self._polls():
             verdict = self._get(f"{self.meeting}/verdict")
             if verdict is not None:
                 return verdict
-        return self._say(self._missing(self._arrivals(f"{self.meeting}/present")))
+        return self._give_verdict(self._missing(self._arrivals(f"{self.meeting}/present")))
 
     def _lead(self) -> str:
-        """Rank 0's part: call everybody, then judge."""
+        """Rank 0's part: call all ranks, then give the verdict."""
         self.keys.append(f"{self.meeting}/present", self.me.line())
         called = {self.me.ticket}
         present = [self.me]
-        until: float | None = None  # when a fault is given without those who are still missing
-        for _ in self._looks():
+        until: float | None = None  # deadline of missing ranks after a fault
+        for _ in self._polls():
             for arrival in self._arrivals("arrivals"):
                 if arrival.ticket not in called:
                     self.keys.set(f"call/{arrival.ticket}", f"{self.meeting} {self.me.digest}")
@@ -150,14 +146,14 @@ class _Meeting:
             present = self._arrivals(f"{self.meeting}/present")
             fault = impossible(present)
             if fault and until is None:
-                until = time.monotonic() + LATE
-            everybody = len(present) >= self.launch.world_size
-            if everybody or (fault and time.monotonic() > until):
-                return self._say(fault or self._differing(present) or FINE)
+                until = time.monotonic() + ARRIVAL_GRACE_S
+            complete = len(present) >= self.launch.world_size
+            if complete or (fault and time.monotonic() > until):
+                return self._give_verdict(fault or self._differing(present) or OK)
             verdict = self._get(f"{self.meeting}/verdict")
             if verdict is not None:
                 return verdict
-        return self._say(self._differing(present) or self._missing(present))
+        return self._give_verdict(self._differing(present) or self._missing(present))
 
     def _missing(self, arrived: list[Arrival]) -> str:
         missing = sorted(set(range(self.launch.world_size)) - {arrival.rank for arrival in arrived})
@@ -176,7 +172,7 @@ class _Meeting:
         ours = json.loads(self.fingerprint)
         found: dict[str, str] = {}
         for arrival in sorted(present, key=lambda arrival: arrival.rank):
-            if arrival.digest != self.me.digest and len(found) < MOST_DIFFERENCES:
+            if arrival.digest != self.me.digest and len(found) < MAX_DIFFERENCES:
                 theirs = json.loads(self._get(f"{self.meeting}/fingerprint/{arrival.rank}") or "{}")
                 for name, (here, there) in differences(ours, theirs).items():
                     found.setdefault(
@@ -186,28 +182,28 @@ class _Meeting:
             return ""
         return (
             "the ranks were started differently: "
-            f"{some(list(found.values()), MOST_DIFFERENCES, '; ')}. "
+            f"{some(list(found.values()), MAX_DIFFERENCES, '; ')}. "
             "Give every rank the same flags and software"
         )
 
-    def _let_others_read(self) -> None:
-        """Wait until all who are present have read the error: the first process that ends takes the
-        store, or the whole job, with it.
+    def _wait_until_read(self) -> None:
+        """Wait until all present ranks have read the error: the first process that ends may end
+        the store, or the whole job.
         """
-        self.deadline = time.monotonic() + FAREWELL
+        self.deadline = time.monotonic() + ERROR_GRACE_S
         try:
             self.keys.add(f"{self.meeting}/read", 1)
-            for _ in self._looks():
+            for _ in self._polls():
                 if self.keys.add(f"{self.meeting}/read", 0) >= len(
                     self._arrivals(f"{self.meeting}/present")
                 ):
                     return
         except RuntimeError:
-            return  # the store has gone: its host has read the error
+            return  # the store is closed: its host has read the error
 
 
 def impossible(present: list[Arrival]) -> str:
-    """The error when the launcher numbered or placed these ranks wrongly, else an empty string."""
+    """The error of ranks that were numbered or placed incorrectly, else an empty string."""
     by_rank: dict[int, Arrival] = {}
     by_gpu: dict[str, Arrival] = {}
     for arrival in present:
@@ -221,14 +217,14 @@ def impossible(present: list[Arrival]) -> str:
             )
         if arrival.rank in by_rank:
             return (
-                f"rank {arrival.rank} was started twice; give every process a RANK of its "
-                "own (torchrun: each node its own --node-rank)"
+                f"rank {arrival.rank} was started twice; give every process a different "
+                "RANK (torchrun: every node a different --node-rank)"
             )
         if arrival.gpu and arrival.gpu in by_gpu:
             return (
                 f"rank {by_gpu[arrival.gpu].rank} and rank {arrival.rank} were given the "
                 f"same GPU ({arrival.gpu}), and nccl needs one for each; "
-                "give each rank its own (srun: --gpus-per-task 1), or share it with "
+                "give each rank a different one (srun: --gpus-per-task 1), or share it with "
                 "--distributed-backend gloo"
             )
         by_rank[arrival.rank] = by_gpu[arrival.gpu] = arrival
@@ -238,8 +234,8 @@ def impossible(present: list[Arrival]) -> str:
 def differences(
     ours: JsonObject, theirs: JsonObject, path: tuple[str, ...] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Where two nested dictionaries differ: name -> both values. Fields of a Config's groups are
-    named as flags, others by their path.
+    """The differences of two nested dictionaries: name -> both values. Fields of a Config's groups
+    are named as flags, others by their path.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted(ours.keys() | theirs.keys()):
@@ -293,9 +289,9 @@ def open_store(launch: Launch, deadline: float, seconds: float) -> Store:
 
 def _no_store(launch: Launch) -> LaunchError:
     return LaunchError(
-        f"rank {launch.rank}: what listens at {launch.address}:{launch.port} is no "
-        "rendezvous store; another program seems to use "
-        "that port: set MASTER_PORT to a free one on every rank"
+        f"rank {launch.rank}: what listens at {launch.address}:{launch.port} is not a "
+        "rendezvous store; another program seems to use that port: set MASTER_PORT to a free one "
+        "on every rank"
     )
 
 
@@ -319,8 +315,8 @@ def _listen(launch: Launch) -> socket.socket:
 
 
 def _reach(launch: Launch, deadline: float, seconds: float) -> str:
-    """The numeric address at which the store's port is open, tried until the time is up: torch's
-    own attempts print a trace each.
+    """The numeric address at which the store's port is open, polled until the deadline: failed
+    attempts of torch print a traceback each.
     """
     while True:
         try:

@@ -30,28 +30,28 @@ from megatron.config.groups import DistributedConfig
 from megatron.distributed.groups import Groups, Layout, build_groups, one_process
 from megatron.distributed.launchers import Environment, Launch, LaunchError, launch_of, number
 from megatron.distributed.peers import PEERS
-from megatron.distributed.rendezvous import FAREWELL, meet
+from megatron.distributed.rendezvous import ERROR_GRACE_S, meet
 
 logger = logging.getLogger(__name__)
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in glibc's malloc.h
-# what torch asks for, from cuBLAS's notes on reproducibility
+# from cuBLAS's notes on reproducibility
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_REPEATABLE = (":4096:8", ":16:8")
-# axes whose collectives a layer's computation waits for
+# axes on whose collectives a layer waits
 URGENT = frozenset(("tp", "cp", "cp_heads", "cp_ring", "shard", "shard_gather", "ep", "etp"))
 # A message of a pipeline has a layer's time to arrive, and takes multiprocessors from that layer. A
-# channel of NCCL is one block of threads and carries 14 GB/s over a network by its own reckoning
+# channel of NCCL is one thread block and is assumed to carry 14 GB/s over a network
 # (NCCL_P2P_PER_CHANNEL_NET_BW): four fill 400 Gb/s.
 MESSAGE_CTAS = 4
 
 
 def read_launch(environment: Environment = os.environ) -> Launch:
-    """This process as its launcher numbered it. Raises LaunchError for variables that are missing
-    or contradict each other.
+    """This process as its launcher numbered it. Raises LaunchError when variables are missing or
+    contradict each other.
 
-    Where no variable gives the ranks of this host (DeepSpeed's launcher and many wrappers set
-    none), they are as many as it shows GPUs; without a GPU all ranks are taken to be here.
+    DeepSpeed's launcher and many wrappers do not set the number of ranks of this host: it is then
+    its number of GPUs, or without a GPU all ranks.
     """
     if dist.is_initialized():
         rank = dist.get_rank()
@@ -65,10 +65,10 @@ def read_launch(environment: Environment = os.environ) -> Launch:
 
 
 def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.device, str]:
-    """This rank's device, made current, and the backend of its collectives: a GPU and nccl where
-    there is one, else the CPU and gloo.
+    """This rank's device, made current, and the backend of its collectives: a GPU and nccl if there
+    is one, else the CPU and gloo.
 
-    On a CPU the ranks of a host share its cores, and freed memory stays with the process. Raises
+    On a CPU the ranks of a host share its cores, and the process keeps freed memory. Raises
     LaunchError when nccl lacks a GPU for a rank.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -103,7 +103,7 @@ def choose_device(launch: Launch, config: DistributedConfig) -> tuple[torch.devi
 
 
 def warn_of_idle_gpus(launch: Launch, device: torch.device) -> None:
-    """Warn where this host shows more GPUs than ranks were started on it."""
+    """Warn when this host has more GPUs than ranks."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if launch.local_size < gpus:
         logger.warning(
@@ -116,10 +116,9 @@ def warn_of_idle_gpus(launch: Launch, device: torch.device) -> None:
 def set_determinism(
     device: torch.device, wanted: bool, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Hold torch's CUDA kernels to equal bits for equal inputs, or let them be. Without it the
-    fused attention is cuDNN's where that can compute it, and its backward pass adds atomically;
-    with it an operation that has no deterministic form raises. To be called before the GPU's first
-    product of matrices. Raises LaunchError.
+    """Switch torch's deterministic CUDA kernels on or off: with them an operation without a
+    deterministic kernel raises; without them attention prefers cuDNN, whose backward pass adds
+    atomically. Must be called before the first GEMM. Raises LaunchError.
     """
     if device.type != "cuda":
         return
@@ -128,23 +127,22 @@ def set_determinism(
         and (found := environment.setdefault(CUBLAS, CUBLAS_REPEATABLE[0])) not in CUBLAS_REPEATABLE
     ):
         raise LaunchError(
-            f"{CUBLAS}={found}: products repeat their bits only with "
+            f"{CUBLAS}={found}: GEMMs are deterministic only with "
             f"{' or '.join(CUBLAS_REPEATABLE)}; unset it, or give --no-deterministic-mode"
         )
     torch.use_deterministic_algorithms(wanted)
-    # every buffer is written before it is read
+    # not needed: every buffer is written before it is read
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if not wanted:
-        # by itself torch takes cuDNN's attention last (never run on a GPU)
+        # torch's default order has cuDNN last (never run on a GPU)
         first = int(SDPBackend.CUDNN_ATTENTION)  # type: ignore[call-overload]
         others = [each for each in torch._C._get_sdp_priority_order() if each != first]
         torch._C._set_sdp_priority_order([first, *others])
 
 
 def share_cores(launch: Launch, environment: Environment = os.environ) -> None:
-    """Give each of several ranks on a host its part of the cores, unless the user has set
-    OMP_NUM_THREADS: torch would give all cores to each, and torchrun sets 1, which leaves most of
-    them idle.
+    """Divide the cores of a host between its ranks, unless the user has set OMP_NUM_THREADS. torch
+    would give all cores to each rank, and torchrun one.
     """
     if launch.local_size == 1 or (
         "OMP_NUM_THREADS" in environment and not _torchrun_set_threads(launch, environment)
@@ -155,9 +153,7 @@ def share_cores(launch: Launch, environment: Environment = os.environ) -> None:
 
 
 def _torchrun_set_threads(launch: Launch, environment: Environment) -> bool:
-    """Whether OMP_NUM_THREADS=1 is torchrun's doing: then the environment that torchrun, our
-    parent, was itself started with lacks it.
-    """
+    """Whether torchrun, the parent process, set OMP_NUM_THREADS=1: its own environment lacks it."""
     if launch.launcher != "torchrun" or environment["OMP_NUM_THREADS"] != "1":
         return False
     try:
@@ -172,16 +168,16 @@ def _torchrun_set_threads(launch: Launch, environment: Environment) -> bool:
 def connect(
     launch: Launch, backend: str, timeout_minutes: float, fingerprint: dict[str, Any]
 ) -> None:
-    """Meet the other ranks and initialise torch.distributed, whose collectives then have the same
-    timeout. Nothing for one process.
+    """Meet the other ranks and initialize torch.distributed with the same timeout; nothing to do
+    for one process.
 
-    `fingerprint` (nested, JSON values) must be equal on every rank. Raises LaunchError on every
-    rank when one does not arrive, differs or was placed wrongly.
+    `fingerprint` (nested JSON values) must be equal on every rank. Raises LaunchError on every rank
+    when one does not arrive, differs, or shares a GPU.
     """
     if launch.world_size == 1 or dist.is_initialized():
         return
-    # Messages between stages, which torch warns about, have communicators of their own direction
-    # (Groups.channel).
+    # torch warns about messages between stages, which have separate communicators by direction
+    # (Groups.channel)
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device else ""
@@ -201,7 +197,7 @@ def connect(
             f"rank {launch.rank}: all {launch.world_size} ranks arrived, but {backend} could "
             "not connect them; look for an earlier error "
             f"of another rank; if there is none, set {interface} to the network interface "
-            f"that joins the hosts. It said: {str(error).splitlines()[0]}"
+            f"that joins the hosts ({str(error).splitlines()[0]})"
         ) from None
     PEERS.start(
         store, launch.rank, launch.world_size, "torchrun" if launch.agent_store else "rank 0"
@@ -209,8 +205,8 @@ def connect(
 
 
 def disconnect() -> None:
-    """Leave a job that has ended well: all ranks call it. The store's host stays until the others
-    have left, or for a few seconds.
+    """Disconnect all ranks at the end of a job. The store's host waits until the others have
+    disconnected, for a few seconds at most.
     """
     if not dist.is_initialized():
         return
@@ -221,24 +217,24 @@ def disconnect() -> None:
     dist.destroy_process_group()
     try:
         left = store.add("left", 1)
-        until = time.monotonic() + FAREWELL
+        until = time.monotonic() + ERROR_GRACE_S
         while rank == 0 and left < world and time.monotonic() < until:
             time.sleep(0.02)
             left = store.add("left", 0)
     except RuntimeError:
-        pass  # the host left before us: it has waited long enough
+        pass  # the host has disconnected: it has waited long enough
 
 
 def make_groups(layout: Layout, kv_heads: int | None, **options: Any) -> Groups:
-    """This rank's groups, on the default backend and with its timeout; the collective call of every
-    rank, after `connect`. The options are those of `build_groups`.
+    """This rank's groups, on the default backend and with its timeout. A collective call of all
+    ranks, after `connect`; the options are those of `build_groups`.
     """
     if layout.world == 1:
         return one_process()
     assert dist.get_world_size() == layout.world
     nccl = dist.get_backend() == "nccl"
     kind = torch.device("cuda" if nccl else "cpu")
-    # torch would fall back to its own default
+    # otherwise torch uses its default
     timeout = dist.group.WORLD._get_backend(kind).options._timeout
 
     def new_group(ranks: tuple[int, ...], group_desc: str) -> Any:
@@ -251,21 +247,21 @@ def make_groups(layout: Layout, kv_heads: int | None, **options: Any) -> Groups:
 
 
 def nccl_options(make: Callable[..., Any], group_desc: str, timeout: timedelta) -> Any:
-    """NCCL's options for a group of these uses (`build_groups`): ahead of computation where
-    computation waits for it, and few blocks of threads for a pipeline's messages. `make`: the class
-    of the options, which CPU builds of torch lack.
+    """NCCL's options for a group with these uses (`build_groups`): a high-priority stream when
+    computation waits for it, and few thread blocks for a pipeline's messages. `make`: the class of
+    the options, which CPU builds of torch lack.
     """
     uses = group_desc.split()
     options = make(is_high_priority_stream=not URGENT.isdisjoint(uses))
-    options._timeout = timeout  # torch warns where it is not the group's
+    options._timeout = timeout  # torch warns when it is not the group's
     if uses[0].startswith("channel"):
         options.config.max_ctas = MESSAGE_CTAS
     return options
 
 
 def keep_freed_memory() -> bool:
-    """Stop glibc from returning freed tensors to the system and faulting their pages in again each
-    step; whether it could be asked to.
+    """Stop glibc from returning freed tensors to the system, which would fault their pages in again
+    each step. Returns whether this succeeded.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library has none
     most = 2**31 - 1  # bytes; a C int

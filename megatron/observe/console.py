@@ -1,5 +1,5 @@
-"""What a run prints: the training line, the evaluation lines and the banner, as text. Dashboards
-parse the lines, so their fields are fixed.
+"""The text of the training line, the evaluation lines and the banner. Dashboards parse the lines:
+their fields are fixed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def training_line(
     now: datetime | None = None,
     more: Sequence[str] = (),
 ) -> str:
-    """The console line of one log step.
+    """The console line of a log step.
 
     `metrics` is the row that goes to the trackers (names and units in metrics.py):
     consumed_samples, iteration-time, throughput, learning-rate, batch-size, lm loss, loss-scale,
@@ -103,11 +103,9 @@ _wrapped = partial(textwrap.wrap, break_long_words=False, break_on_hyphens=False
 
 
 def banner(sections: Mapping[str, list[str]]) -> str:
-    """One screen about the run: each section's title at the left of its lines, which wrap at
-    BANNER_WIDTH columns; empty sections are left out.
-
-    The section NOT_DONE, what the flags ask for and does not exist, is above all others, between
-    lines of exclamation marks.
+    """The sections with their titles to the left, wrapped at BANNER_WIDTH columns; empty ones are
+    omitted. NOT_DONE, requested features that do not exist, comes first, between lines of
+    exclamation marks.
     """
     lines = ["=" * BANNER_WIDTH]
     if sections.get(NOT_DONE):

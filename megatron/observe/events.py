@@ -1,13 +1,10 @@
-"""events.jsonl of a run: what took how long, over all its starts, for observe/goodput.py.
-
-One JSON object a line, appended with one write each, so that a kill tears at most the last line.
-Written by rank 0; a disk that fails never stops training. docs/logging.md lists the events.
+"""Writes events.jsonl of a run, the durations of everything over all its starts, which
+observe/goodput.py adds up. A disk that fails never stops training. docs/logging.md lists them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import time
@@ -16,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.observe.goodput import Step, account, read_events
+from megatron.observe.json_lines import JsonLines
 from megatron.observe.metrics import Metrics, Timers
-from megatron.observe.tracking import FILE_MODE
 
 logger = logging.getLogger(__name__)
 
 NAME = "events.jsonl"
-OFTEN = 10.0  # seconds after which steps are written even where nothing else happens
+STEPS_EVERY_S = 10.0  # seconds between events of steps when nothing else happens
 IMPORTED = time.perf_counter()
 
 
 def process_age() -> float:
-    """Seconds since this process was started; where the system does not tell, since this file was
-    imported.
-    """
+    """Seconds since this process was started; since this import where /proc is missing."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])
@@ -39,17 +34,17 @@ def process_age() -> float:
 
 
 class EventLog:
-    """What one start of a run writes; without a folder nothing. Times of steps are those since the
-    event before, without what `during` has timed. Time stamps are those of the start plus elapsed
-    time, so that a clock that is set during the run does not show in them.
+    """The events of one start of a run; without a folder nothing is written. Times of steps count
+    from the event before and exclude `during`. Time stamps are that of the start plus elapsed time,
+    so that setting the clock has no effect on them.
     """
 
     def __init__(self, folder: str | Path | None, iteration: int, timers: Timers):
-        """`iteration`: that of the loaded checkpoint, or 0. `timers`: the run's, of which `data`
-        and `save-checkpoint` are no part of a step's own work.
+        """`iteration`: that of the loaded checkpoint, or 0. `timers`: those of the run; `data` and
+        `save-checkpoint` are not part of a step's compute time.
         """
         self.timers = timers
-        self.fd: int | None = None
+        self.file: JsonLines | None = None
         age = process_age()
         self.origin = time.perf_counter() - age
         self.started = time.time() - age  # Unix seconds
@@ -63,27 +58,24 @@ class EventLog:
             return
         path = Path(folder) / NAME
         with self._guard():
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, FILE_MODE)
-            size = os.fstat(self.fd).st_size
-            if size and os.pread(self.fd, 1, size - 1) != b"\n":
-                os.write(self.fd, b"\n")  # a kill tore the last line: end it, readers skip it
+            self.file = JsonLines(path)
             events = read_events(path)
-            if events:  # of a node whose clock may be ahead
+            if events:  # the clock of their node may be ahead
                 self.started = max(self.started, *(event["time"] for event in events))
             start = {"event": "start", "time": round(self.started, 3), "iteration": iteration}
             known = account([*events, start])
             self.wall_before = known.wall
             self.productive = self.before = known.productive
-            self._append(start)
+            self.file.append(start)
         self._mark()
 
     def write(self, event: str, iteration: int, **fields: Any) -> None:
         """One event, now."""
         now = round(self.started + self._elapsed(), 3)
         row = {"event": event, "time": now, "iteration": iteration, **fields}
-        if self.fd is not None:
+        if self.file is not None:
             with self._guard():
-                self._append(row)
+                self.file.append(row)
 
     def ready(self, iteration: int) -> None:
         """Training begins."""
@@ -101,7 +93,7 @@ class EventLog:
 
     @contextlib.contextmanager
     def during(self, event: str, iteration: int) -> Iterator[None]:
-        """While steps stand still for an evaluation or a checkpoint."""
+        """While steps wait for an evaluation or a checkpoint."""
         self.steps(iteration)
         begun = time.perf_counter()
         self.write(f"{event}-begin", iteration)
@@ -110,12 +102,12 @@ class EventLog:
         self._mark()
 
     def step(self, iteration: int) -> None:
-        """A step has ended: the first one of a start is an event of its own, others together."""
-        if not self.first_step_is_over or time.perf_counter() - self.begun > OFTEN:
+        """A step has ended: the first one of a start is one event, later ones are combined."""
+        if not self.first_step_is_over or time.perf_counter() - self.begun > STEPS_EVERY_S:
             self.steps(iteration)
 
     def steps(self, iteration: int) -> None:
-        """The steps since the last event, if there were any."""
+        """Write the steps since the last event, if any."""
         if iteration == self.iteration:
             return
         step = self._open(iteration)
@@ -126,7 +118,7 @@ class EventLog:
         self._mark()
 
     def goodput(self, iteration: int) -> Metrics:
-        """Productive share of the time since the first start, and since this one."""
+        """Productive share of the time since the first start and since this one."""
         elapsed = max(self._elapsed(), 1e-9)
         productive = self.productive
         if self.first_step_is_over and iteration > self.iteration:
@@ -143,9 +135,9 @@ class EventLog:
 
     def close(self) -> None:
         """Close the file."""
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     def _elapsed(self) -> float:
         """Seconds since this process was started."""
@@ -165,11 +157,6 @@ class EventLog:
         self.begun = time.perf_counter()
         self.data = self.timers.total("data")
         self.checkpoint = self.timers.total("save-checkpoint")
-
-    def _append(self, row: dict[str, Any]) -> None:
-        line = (json.dumps(row) + "\n").encode()
-        while line:
-            line = line[os.write(self.fd, line) :]
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:

@@ -1,8 +1,4 @@
-"""How evenly tokens go to the experts of a mixture: metrics of a step, and a warning of experts
-that have none.
-
-Called from training/loop.py at each log line.
-"""
+"""The load of experts: metrics of a step, and a warning about experts without tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +10,9 @@ SUFFIX = ".expert-tokens"  # of the names of counts: layers.3.expert-tokens
 
 
 def load_metrics(counts: Mapping[str, list[float]], by_layer: bool) -> dict[str, float]:
-    """Of the tokens that each expert of each layer had in a step, [experts + 1] by layer, the last
-    one the choices that experts at their capacity did not take: the greatest and the smallest share
-    of an expert in any layer, as a multiple of the mean, and the share of choices that were not
-    taken. `by_layer`: the same of each layer, too.
+    """Metrics of `counts`, by layer the [experts + 1] tokens of each expert in a step and the
+    dropped choices: the greatest and the smallest load in any layer, as a multiple of the mean, and
+    the share of dropped choices. `by_layer`: also for each layer.
     """
     found: dict[str, float] = {}
     dropped = chosen = 0.0
@@ -40,15 +35,15 @@ def load_metrics(counts: Mapping[str, list[float]], by_layer: bool) -> dict[str,
 
 
 class StarvingExperts:
-    """Warns of experts that had no token of a whole batch: a line for all layers, and only where an
-    expert is among them that was in no line before.
+    """Warns about experts without a token in a whole batch: one line for all layers, and only when
+    it has a new expert.
     """
 
     def __init__(self) -> None:
         self.known: set[tuple[str, int]] = set()
 
     def look(self, counts: Mapping[str, list[float]], iteration: int) -> None:
-        """At the counts of `load_metrics`, of the step of an iteration."""
+        """Check the counts (see `load_metrics`) of a step."""
         layers = {
             name.removesuffix(SUFFIX): tokens
             for name, (*tokens, _) in counts.items()
@@ -72,7 +67,7 @@ class StarvingExperts:
 
 
 def _where(starved: Mapping[str, list[int]], layers: Mapping[str, list[float]]) -> str:
-    """Which layers have experts without a token, and the experts of the layer with most of them."""
+    """The layers with starved experts, and the experts of the layer with most of them."""
     worst = max(starved, key=lambda layer: len(starved[layer]))
     return (
         f"they are in {len(starved)} of {len(layers)} layers with experts ({_some(starved)}), most "

@@ -1,15 +1,14 @@
-"""Goodput: what share of a run's wall time moved the weights that it has now, and where the rest
-went, over all its starts. Read from events.jsonl and metrics.jsonl of its folder.
+"""Goodput: the share of a run's wall time in which it made the progress that it has now, and what
+the rest was lost to, over all restarts. Computed from events.jsonl and metrics.jsonl.
 
-Seconds of each cause are measured by the run's own clock, wall time is between time stamps. So the
-sum is a check: what it lacks is `other`, and more than ENOUGH of it says that events are missing.
+Seconds of each cause come from the run's clock, wall time from time stamps. The sum is therefore a
+check: the difference is `other`, and more than TOLERANCE of it means that events are missing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,19 +17,19 @@ from statistics import median
 from typing import Any
 
 from megatron.config.errors import UserError
+from megatron.observe.json_lines import read_json_lines
 from megatron.observe.metrics import Metrics
 
 CAUSES = {
-    "restart": "from the last sign of life of a start to the next one",
+    "restart": "from the last event or metric of a start to the next start",
     "start-up": "from the start of the process to the first step, without loading a checkpoint",
     "restore": "loading the checkpoint",
-    "warm-up": "what the first step of a start took longer than others",
+    "warm-up": "extra time of the first step of a start",
     "data": "waiting for batches",
-    "checkpoint": "training stood still for a save",
+    "checkpoint": "training waited for a save",
     "evaluation": "validation and test",
-    "lost-steps": "steps that a restart made again, and steps that were skipped",
+    "lost-steps": "steps repeated after a restart, and skipped steps",
 }
-MEANINGS = {"productive": "steps that moved the weights", **CAUSES, "other": "no event says"}
 PAUSES = {  # event -> what its seconds were lost to
     "ready": "start-up",
     "restore": "restore",
@@ -38,14 +37,14 @@ PAUSES = {  # event -> what its seconds were lost to
     "checkpoint": "checkpoint",
     "checkpoint-wait": "checkpoint",
 }
-ENOUGH = 0.01  # of the wall time that no cause explains
+TOLERANCE = 0.01  # of the wall time, for what no cause explains
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One or several steps: so many, and seconds; of these, in which `data` and `checkpoint` held
-    them up. `skipped` of them did not move the weights.
+    """`count` steps that took `seconds`, of which `data` and `checkpoint` were spent waiting.
+    `skipped` of them did not change the weights.
     """
 
     count: int
@@ -62,7 +61,7 @@ class Step:
 
     @property
     def productive(self) -> float:
-        """Seconds of the steps that moved the weights."""
+        """Seconds of the steps that changed the weights."""
         return self.own * (1 - self.skipped / self.count)
 
     def fields(self) -> dict[str, Any]:
@@ -92,8 +91,8 @@ class Goodput:
 
     @property
     def adds_up(self) -> bool:
-        """Whether all but ENOUGH of the wall time is explained."""
-        return abs(self.other) <= ENOUGH * self.wall
+        """Whether the causes explain the wall time, up to TOLERANCE."""
+        return abs(self.other) <= TOLERANCE * self.wall
 
     def rows(self) -> list[tuple[str, float]]:
         """(cause, seconds): productive, CAUSES, other; the sum is the wall time."""
@@ -104,23 +103,6 @@ class Goodput:
         """Productive time of the wall time."""
         return self.productive / (self.wall or 1.0)
 
-    def headline(self) -> str:
-        """All of it in one line."""
-        return (
-            f"goodput {self.share:.1%} of {self.wall:.1f} s, {self.starts} starts, "
-            f"{self.replayed:.0f} steps made again, {self.skipped:.0f} skipped"
-        )
-
-    def fault(self) -> str:
-        """Why it does not add up; empty where it does."""
-        if self.adds_up:
-            return ""
-        much = f"all but {self.other:.1f} s of" if self.other > 0 else f"{-self.other:.1f} s beyond"
-        return (
-            f"the causes explain {much} the wall time, which is more than 1%: events are missing "
-            "in events.jsonl, or the clocks of the nodes differ"
-        )
-
     def summary(self) -> Metrics:
         """For the end of a run: share, starts, and seconds of the wall time and of each cause."""
         seconds = {
@@ -130,7 +112,7 @@ class Goodput:
 
 
 def goodput(folder: str | Path) -> Goodput:
-    """That of a run folder (--save). Raises UserError where it has no events."""
+    """The goodput of a run folder (--save). Raises UserError when it has no events."""
     path = Path(folder) / "events.jsonl"
     if not path.is_file():
         raise UserError(f"{str(path)[:4000]}: no such file; give a folder that was --save of a run")
@@ -138,14 +120,14 @@ def goodput(folder: str | Path) -> Goodput:
     if not events:
         raise UserError(f"{path}: not an events file: none of its lines is an event of a run")
     metrics = Path(folder) / "metrics.jsonl"
-    return account(events, _json_lines(metrics) if metrics.is_file() else ())
+    return account(events, read_json_lines(metrics) if metrics.is_file() else ())
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a file, from the first start on. What a kill tore is passed over."""
+    """The events of a file, from the first start on; damaged lines are skipped."""
     rows = [
         row
-        for row in _json_lines(path)
+        for row in read_json_lines(path)
         if isinstance(row.get("event"), str)
         and _number(row.get("time"))
         and _whole(row.get("iteration"))
@@ -165,21 +147,9 @@ def _whole(value: Any) -> bool:
     return type(value) is int and abs(value) < 2**62
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
-
-
 def account(events: Sequence[Event], metrics: Iterable[Metrics] = ()) -> Goodput:
-    """Add up the events of a run, of which the first is a start. Rows of `metrics` are signs of
-    life of a start that was killed between two events.
+    """Add up the events of a run, the first of which is a start. Rows of `metrics` show how long a
+    start lived that was killed between two events.
     """
     starts: list[list[Event]] = []
     for event in events:
@@ -193,9 +163,8 @@ def account(events: Sequence[Event], metrics: Iterable[Metrics] = ()) -> Goodput
 
 
 def _forward_in_time(starts: Sequence[Sequence[Event]]) -> list[list[Event]]:
-    """The starts with time stamps that never go back. A start on a node whose clock is behind that
-    of the node before begins where the one before ended; where a clock was set back between two
-    events, the second one follows by the seconds that it measured.
+    """The starts with monotonic time stamps: nodes' clocks may differ, and be set back. An event
+    with an earlier stamp than the one before follows it by the seconds that it measured.
     """
     shift, last, found = 0.0, -math.inf, []
     for own in starts:
@@ -238,7 +207,7 @@ def _sums(starts: Sequence[Sequence[Event]]) -> Goodput:
     for before, own in itertools.pairwise(starts):
         losses["restart"] += own[0]["time"] - before[-1]["time"]
     for index, own in enumerate(starts):
-        # what a later start did not go on from is lost
+        # steps beyond the checkpoint of a later start are lost
         kept = min((later[0]["iteration"] for later in starts[index + 1 :]), default=math.inf)
         for event in own:
             if event["event"] in PAUSES:
@@ -259,8 +228,8 @@ def _seconds_between(first: Sequence[Event], last: Sequence[Event]) -> float:
 
 
 def _add_losses(losses: dict[str, float], step: Step, share: float, usual: float) -> float:
-    """What steps lost, of which a share was kept; their productive seconds. `usual`: seconds of a
-    step.
+    """Enter into `losses` what steps lost, of which a `share` was kept; their productive seconds.
+    `usual`: seconds of a step.
     """
     warm_up = max(0.0, step.own - usual) if step.first and usual < math.inf else 0.0
     moved = (step.own - warm_up) * (1 - step.skipped / step.count)

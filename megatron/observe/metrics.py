@@ -1,7 +1,5 @@
-"""Names, units and arithmetic of everything that is logged; the timers.
-
-The console line, metrics.jsonl, TensorBoard and wandb all show these names. Nothing here waits for
-a GPU.
+"""Names, units and arithmetic of all metrics, the same in the console line, metrics.jsonl,
+TensorBoard and wandb; and timers. Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -22,137 +20,60 @@ Metrics = dict[str, float]  # by name
 METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
     "consumed_samples": ("samples", "samples read since the start of the run"),
     "consumed-tokens": ("tokens", "consumed samples x sequence length"),
-    "lm loss": (
-        "nats/token",
-        "training loss: sum over tokens / valid tokens, mean over the log interval",
-    ),
+    "lm loss": ("nats/token", "training loss per valid token, mean over the log interval"),
     "learning-rate": ("", "learning rate of the last step"),
-    "decoupled-learning-rate": (
-        "",
-        "the same of word embedding and output layer (--decoupled-lr)",
-    ),
-    "batch-size": ("samples", "global batch of the last step"),
-    "load-balancing-loss": (
-        "",
-        "auxiliary loss of experts before its coefficient, mean over layers: 1 where all have as "
-        "many tokens (also seq- and global-load-balancing-loss)",
-    ),
-    "seq-load-balancing-loss": ("", "the same, of each sample by itself"),
+    "decoupled-learning-rate": ("", "the same of embedding and output layer (--decoupled-lr)"),
+    "batch-size": ("samples", "global batch size of the last step"),
+    "load-balancing-loss": ("", "auxiliary loss of experts, mean over layers; 1 when balanced"),
+    "seq-load-balancing-loss": ("", "the same, of each sample separately"),
     "global-load-balancing-loss": ("", "the same, by the shares of the step before"),
-    "router-z-loss": ("", "the square of log sum exp of the router's logits, mean over layers"),
-    "router-objective": (
-        "nats/token",
-        "all losses of routers times their coefficients, summed over layers: differentiated "
-        "beside the loss",
-    ),
-    "expert-load-max": (
-        "",
-        "tokens of the expert with most of them in any layer, as a multiple of the mean",
-    ),
-    "expert-load-min": ("", "the same of the expert with the fewest tokens"),
-    "expert-dropped": ("", "share of choices that experts at their capacity did not take"),
+    "router-z-loss": ("", "squared log-sum-exp of router logits, mean over layers"),
+    "router-objective": ("nats/token", "router losses x coefficients, summed over layers"),
+    "expert-load-max": ("", "most tokens of an expert in any layer, as a multiple of the mean"),
+    "expert-load-min": ("", "fewest tokens of an expert in any layer, as a multiple of the mean"),
+    "expert-dropped": ("", "share of choices that experts at their capacity dropped"),
     "expert-load-max/<layer>": ("", "the same of one layer (--moe-per-layer-logging)"),
     "expert-load-min/<layer>": ("", "the same of one layer (--moe-per-layer-logging)"),
     "expert-dropped/<layer>": ("", "the same of one layer (--moe-per-layer-logging)"),
     "loss-scale": ("", "loss scale of the last step (1 without fp16)"),
     "grad-norm": ("", "global L2 norm of the gradient, before clipping"),
     "params-norm": ("", "global L2 norm of the parameters (--log-params-norm)"),
-    "grad-norm/<layer>": (
-        "",
-        "the same of embedding, layers.N and head alone (--log-layer-norms); squares add up",
-    ),
-    "params-norm/<layer>": ("", "the same of the parameters of one layer (--log-layer-norms)"),
+    "grad-norm/<layer>": ("", "the same of embedding, layers.N or head (--log-layer-norms)"),
+    "params-norm/<layer>": ("", "the same of one layer's parameters (--log-layer-norms)"),
     "num-zeros": ("", "gradient elements that are exactly zero (--log-num-zeros-in-grad)"),
-    "skipped-train-samples": (
-        "samples",
-        "samples of steps that were skipped, since the start of the run",
-    ),
-    "lm loss validation": (
-        "nats/token",
-        (
-            "loss on the fixed validation batches; of several sources the mean by their weights "
-            "in the blend"
-        ),
-    ),
+    "skipped-train-samples": ("samples", "samples of skipped steps since the start of the run"),
+    "lm loss validation": ("nats/token", "validation loss; blends: mean by weight of the sources"),
     "lm loss validation ppl": ("", "exp(min(20, lm loss validation))"),
     "lm loss test": ("nats/token", "loss on the test split"),
     "lm loss test ppl": ("", "exp(min(20, lm loss test))"),
     "bits-per-byte": ("bits/byte", "validation loss / ln 2 / bytes per token of the data"),
-    "resumed-from-iteration": (
-        "iteration",
-        "on the first row after a restart: the checkpoint that it started from",
-    ),
+    "resumed-from-iteration": ("iteration", "checkpoint of a restart, on its first row"),
     "timestamp": ("s", "when the row was written: seconds since 1970-01-01 00:00 UTC"),
     "world-size": ("ranks", "processes of the job"),
     "iteration-time": ("s", "wall time of an iteration, mean over the log interval"),
-    "predicted-iteration-time": (
-        "s",
-        "the same by the plan, where the device is known (--hardware)",
-    ),
-    "throughput": (
-        "TFLOP/s/GPU",
-        "model FLOPs (padded vocabulary, causal half, no recompute) / time / ranks",
-    ),
+    "predicted-iteration-time": ("s", "the plan's prediction for a known device (--hardware)"),
+    "throughput": ("TFLOP/s/GPU", "model FLOPs (padded vocabulary, no recompute) / time / ranks"),
     "tokens-per-second-per-gpu": ("tokens/s/GPU", "tokens of a global batch / time / ranks"),
-    "mfu": (
-        "fraction of the peak",
-        "as throughput with the real vocabulary, divided by the peak that the banner names",
-    ),
-    "data-wait-fraction": (
-        "fraction of the time",
-        "wall time spent waiting for batches / wall time",
-    ),
-    "pipeline-bubble-fraction": (
-        "fraction of the time",
-        "share of the last step in which the ranks of a pipeline do not compute",
-    ),
-    "pipeline-timeline": (
-        "",
-        "wandb alone: picture of that step, at the first line of a start and the last of a run",
-    ),
-    "sample-text": (
-        "",
-        (
-            "wandb alone: what the model writes at an evaluation after the start of the first "
-            "validation sample (--log-sample-text)"
-        ),
-    ),
-    "goodput": (
-        "fraction of the time",
-        (
-            "time of steps that moved the weights / wall time since the run was first started, "
-            "over all restarts (docs/logging.md)"
-        ),
-    ),
+    "mfu": ("fraction of the peak", "throughput with the real vocabulary / peak in the banner"),
+    "data-wait-fraction": ("fraction of the time", "time spent waiting for batches"),
+    "pipeline-bubble-fraction": ("fraction of the time", "idle time of a pipeline's ranks"),
+    "pipeline-timeline": ("", "wandb: picture of a step, first of a start and last of a run"),
+    "sample-text": ("", "wandb: continuation of a validation sample (--log-sample-text)"),
+    "goodput": ("fraction of the time", "productive steps, over all restarts (docs/logging.md)"),
     "goodput-since-start": ("fraction of the time", "the same of this start alone"),
-    "rank-time-min": (
-        "s",
-        (
-            "what the fastest rank needed for its own part of a step, without waiting for others; "
-            "mean over the log interval"
-        ),
-    ),
-    "rank-time-median": ("s", "the same of the middle rank"),
+    "rank-time-min": ("s", "compute time per step of the fastest rank, without waiting for others"),
+    "rank-time-median": ("s", "the same of the median rank"),
     "rank-time-max": ("s", "the same of the slowest rank"),
-    "slowest-rank": ("rank", "a rank that keeps the others waiting; absent where there is none"),
+    "slowest-rank": ("rank", "a straggler; absent when there is none"),
     "slowest-rank-excess": ("fraction", "by which it is slower than its peers"),
-    "slowest-rank-section": (
-        "",
-        "where it loses most: 0 data, 1 forward, 2 backward, 3 optimizer, 4 host",
-    ),
-    "save-checkpoint-seconds": (
-        "s",
-        "from the beginning of a save until its checkpoint was committed, in the background or not",
-    ),
-    "save-checkpoint-stall-seconds": ("s", "of these, seconds in which training stood still"),
+    "slowest-rank-section": ("", "of 0 data, 1 forward, 2 backward, 3 optimizer, 4 host"),
+    "save-checkpoint-seconds": ("s", "from the start of a save until its commit"),
+    "save-checkpoint-stall-seconds": ("s", "part of it in which training waited"),
     "save-checkpoint-gb-per-second": ("GB/s", "bytes of all ranks / save-checkpoint-seconds / 1e9"),
     "save-checkpoint-bytes": ("bytes", "bytes of all ranks' shards"),
     "mem-reserved-bytes": ("bytes", "held by torch's CUDA allocator (absent on a CPU)"),
-    "mem-allocated-bytes": ("bytes", "live CUDA tensors; on a CPU the resident set of the process"),
-    "mem-max-allocated-bytes": (
-        "bytes",
-        "most CUDA bytes ever live; on a CPU the largest resident set so far",
-    ),
+    "mem-allocated-bytes": ("bytes", "live CUDA tensors; on a CPU the resident set"),
+    "mem-max-allocated-bytes": ("bytes", "peak of live CUDA bytes; on a CPU of the resident set"),
 }
 _MEASURED = {
     "timestamp",
@@ -168,10 +89,8 @@ _MEASURED = {
 
 
 def is_measured(name: str) -> bool:
-    """True for what depends on the machine and not on the mathematics of the run: times, rates,
-    memory, world size, resume marks.
-
-    Comparisons of two runs leave these out.
+    """Whether a metric depends on the machine (times, rates, memory, world size, resume marks), so
+    that comparisons of two runs ignore it.
     """
     return (
         name in _MEASURED
@@ -180,10 +99,9 @@ def is_measured(name: str) -> bool:
     )
 
 
-# wandb's x axes beside `iteration`, on every row of its
+# x axes of wandb in addition to `iteration`, on every row
 AXES = {"consumed_samples": "samples", "consumed-tokens": "tokens"}
-# section: how names in it begin; of what is in none, measured values are in `speed`, all else in
-# `train`
+# section: prefixes of names; of the others, measured ones are in `speed`, the rest in `train`
 SECTIONS = {
     "validation": ("lm loss validation", "lm loss test", "bits-per-byte"),
     "memory": ("mem-",),
@@ -199,8 +117,8 @@ SECTIONS = {
 
 
 def wandb_name(name: str) -> str:
-    """`section/name`, as wandb groups charts; an axis, and what has a section in its name (norms of
-    layers), as they are.
+    """`section/name`, as wandb groups charts; axes, and names with a section (norms of layers), are
+    unchanged.
     """
     if name in AXES or "/" in name:
         return AXES.get(name, name)
@@ -218,12 +136,10 @@ def rates(
     world_size: int,
     peak_tflops: float | None,
 ) -> Metrics:
-    """Speed of one iteration that took `seconds` for `tokens` tokens (global batch x sequence
-    length) on `world_size` ranks.
+    """Speed of an iteration of `seconds` and `tokens` (global batch x sequence length).
 
-    `flops` counts the iteration with the real vocabulary (model/arithmetic.py) and gives `mfu`, as
-    a fraction of `peak_tflops` (TFLOP/s of one device; without it there is no `mfu`);
-    `padded_flops` counts the padded vocabulary and gives Megatron's `throughput`.
+    `flops` counts the real vocabulary and gives `mfu`, relative to `peak_tflops` (TFLOP/s of one
+    device; None: no `mfu`). `padded_flops` counts the padded one and gives Megatron's `throughput`.
     """
     assert seconds > 0 and world_size > 0
     per_rank = 1 / (seconds * world_size)
@@ -238,16 +154,12 @@ def rates(
 
 
 def eta_seconds(iteration: int, train_iters: int, seconds: float) -> float:
-    """Seconds until iteration `train_iters` at `seconds` an iteration; evaluations and checkpoints
-    are not counted.
-    """
+    """Seconds until iteration `train_iters`, without evaluations and checkpoints."""
     return max(0, train_iters - iteration) * seconds
 
 
 def perplexity(loss: float) -> float:
-    """exp(min(20, loss)): the cap is Megatron's, so that an untrained model prints a number. NaN
-    stays NaN.
-    """
+    """exp(min(20, loss)), capped as in Megatron-LM; NaN stays NaN."""
     return math.exp(loss if math.isnan(loss) else min(20.0, loss))
 
 
@@ -258,11 +170,9 @@ def evaluation_metrics(
     source: str | None = None,
     bytes_per_token: float | None = None,
 ) -> Metrics:
-    """Metrics of one evaluation: `lm loss <split>`, its ppl and, for the validation loss of data
-    whose bytes per token are known, bits-per-byte.
-
-    `loss` is in nats per token; `source` names one of several validation sources and is appended to
-    every name.
+    """Metrics of an evaluation with a `loss` in nats per token: the loss, its perplexity, and
+    bits-per-byte for validation data whose bytes per token are known. `source` names one of several
+    validation sources and is appended to every name.
     """
     suffix = "" if source is None else f" {source}"
     result = {f"lm loss {split}{suffix}": loss, f"lm loss {split} ppl{suffix}": perplexity(loss)}
@@ -272,8 +182,8 @@ def evaluation_metrics(
 
 
 def save_metrics(*, size: int, seconds: float, stall: float) -> Metrics:
-    """Metrics of a checkpoint of `size` bytes that took `seconds` in all and held training up for
-    `stall`.
+    """Metrics of a checkpoint of `size` bytes that took `seconds`, in which training waited for
+    `stall` seconds.
     """
     return {
         "save-checkpoint-seconds": seconds,
@@ -284,11 +194,9 @@ def save_metrics(*, size: int, seconds: float, stall: float) -> Metrics:
 
 
 def memory_metrics(device: torch.device) -> Metrics:
-    """Memory of this process in bytes, without a device synchronisation.
-
-    CUDA: torch's allocator. CPU on Linux: resident set and its high-water mark (VmRSS and VmHWM of
-    /proc/self/status), which hold the interpreter and its libraries too. Elsewhere nothing is known
-    and nothing is returned.
+    """Memory of this process in bytes, without synchronizing the device: of torch's CUDA allocator,
+    or the resident set and its peak on Linux (with the interpreter and its libraries). Empty on
+    other systems.
     """
     if device.type == "cuda":
         import torch
@@ -315,9 +223,8 @@ def memory_metrics(device: torch.device) -> Metrics:
 class Timers:
     """Named wall-clock timers: `with timers("data"): ...`, then `timers.take()` at each log step.
 
-    They never synchronise the device: on a GPU a timer sees the time its code took on the host, and
-    work still queued there is counted where the host next waits. Times of an iteration
-    (`iteration-time`) are right over a log interval, which ends in such a wait.
+    They never synchronize the device: on a GPU a timer measures its code on the host, and queued
+    work counts where the host waits next, at the latest at the end of a log interval.
     """
 
     def __init__(
@@ -325,7 +232,7 @@ class Timers:
         clock: Callable[[], float] = time.perf_counter,
         in_trace: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
-        """`in_trace`: the range that a timer's block is in traces."""
+        """`in_trace`: makes the range of a timer's block in traces."""
         self._clock, self._in_trace = clock, in_trace
         self._seconds: Metrics = {}
         self._taken: Metrics = {}  # of all intervals before
@@ -333,9 +240,7 @@ class Timers:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Add the wall time of the block, without that of timers inside it, to timer `name`, also
-        when the block raises.
-        """
+        """Add the wall time of the block to timer `name`, without that of nested timers."""
         start = self._clock()
         outer = self._inside
         self._inside = 0.0
@@ -348,7 +253,7 @@ class Timers:
             self._inside = outer + seconds
 
     def take(self) -> Metrics:
-        """Seconds of each timer since the last call; all start again from zero."""
+        """Seconds of each timer since the last call, and reset."""
         seconds = self._seconds
         for name, value in seconds.items():
             self._taken[name] = self._taken.get(name, 0.0) + value
@@ -356,18 +261,15 @@ class Timers:
         return seconds
 
     def total(self, name: str) -> float:
-        """Seconds of a timer since the beginning, whatever was taken."""
+        """Seconds of a timer since it was made."""
         return self._taken.get(name, 0.0) + self._seconds.get(name, 0.0)
 
 
 def timer_metrics(
     seconds: Metrics, *, iterations: int, elapsed: float, timing_log_level: int
 ) -> Metrics:
-    """`data-wait-fraction` from the timer `data`, and at --timing-log-level 1 `<timer>-time` in
-    seconds per iteration.
-
-    `seconds` is `Timers.take()` over `iterations` iterations that took `elapsed` seconds of wall
-    time.
+    """`data-wait-fraction`, and at --timing-log-level 1 `<timer>-time` in seconds per iteration.
+    `seconds`: `Timers.take()` over `iterations` that took `elapsed` seconds of wall time.
     """
     result = {"data-wait-fraction": seconds.get("data", 0.0) / elapsed}
     if timing_log_level > 0:

@@ -1,12 +1,10 @@
-"""Which rank keeps the others waiting: from what each rank needed for its own part of the steps,
-once a log line.
+"""Finds stragglers from the compute time of each rank, once a log line.
 
-A rank is compared with its peers, those of the same pipeline stage, which do the same work: by how
-much is it slower than the middle one of the others, in each of the last WINDOW parts of log
-intervals (two intervals of eight steps or more)? It is named when the mean of these is `threshold`
-or more, the median of either half is half of that, and the mean stands out from noise: of the
-parts, which differ on a busy machine, and of the ranks, which differ where nodes do. So neither a
-hiccup nor a neighbour names anyone.
+A rank is compared with its peers, the ranks of the same pipeline stage: its excess is how much
+slower it is than their median, in each of the last WINDOW parts of log intervals (two intervals of
+eight steps or more). It is a straggler when the mean excess is at least `threshold`, the median of
+each half of the window at least half of that, and the mean is significant against the noise of the
+parts (a busy machine) and of the ranks (nodes that differ).
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ class Straggler:
 
 
 class StragglerWatch:
-    """The verdicts of a run. `stages`: the pipeline stage of each rank. Ranks that have a stage for
-    themselves are compared with each other, by how much slower each is than it was at its best. At
-    threshold 0 somebody is always named, noise or not.
+    """The verdicts of a run. `stages`: the pipeline stage of each rank. Ranks without peers in
+    their stage are compared with each other, by how much slower each is than in its best interval.
+    With threshold 0 there is always a straggler.
     """
 
     def __init__(
@@ -66,8 +64,8 @@ class StragglerWatch:
         self.straggler: Straggler | None = None
 
     def add(self, table: Sequence[Sequence[float]]) -> Metrics:
-        """Take in the rows of all ranks (training/own_times.py) at a log line: its metrics.
-        `straggler` is the new verdict.
+        """Add the rows of all ranks (training/timing.py) at a log line; its metrics. `straggler`
+        is the new verdict.
         """
         totals = [row[: -len(SECTIONS)] for row in table]
         sections = [list(row[-len(SECTIONS) :]) for row in table]
@@ -88,7 +86,7 @@ class StragglerWatch:
         return metrics
 
     def fields(self, metrics: Metrics) -> list[str]:
-        """For the training line: the straggler, and how long ranks need."""
+        """Fields of the training line: the straggler, and times of ranks."""
         if self.straggler is None:
             return []
         rank = self.straggler.rank
@@ -100,7 +98,7 @@ class StragglerWatch:
         ]
 
     def _judge(self) -> Straggler | None:
-        """The rank that is far slower than its peers, by the greatest fraction."""
+        """The straggler with the greatest excess."""
         found: list[Straggler] = []
         for ranks in self.groups:
             found += self._far([[block[rank] for rank in ranks] for block in self.blocks], ranks)
@@ -113,7 +111,7 @@ class StragglerWatch:
         return max(found, key=lambda each: each.excess, default=None)
 
     def _far(self, blocks: list[list[float]], ranks: list[int]) -> list[Straggler]:
-        """The stragglers among ranks that can be compared: [block][rank]."""
+        """The stragglers among comparable ranks; blocks: [block][rank]."""
         parts = list(zip(*map(excesses, blocks)))  # [rank][block]
         middles = [mean(own) for own in parts]
         noise = (
@@ -133,7 +131,7 @@ class StragglerWatch:
         ]
 
     def _section(self, rank: int, ranks: list[int]) -> str:
-        """That in which a rank lost most against its peers, or against itself where it has none."""
+        """The section with the greatest loss against peers, or else against the best interval."""
 
         def seconds(rank: int, section: int) -> float:
             return sum(interval[rank][section] for interval in self.sections) / len(self.sections)
@@ -150,7 +148,7 @@ class StragglerWatch:
 
 
 def medians_of_others(values: Sequence[float]) -> list[float]:
-    """For each of two or more values the median of all others."""
+    """For each of two or more values the median of the others."""
     order = sorted(range(len(values)), key=values.__getitem__)
     result = [0.0] * len(values)
     rest = len(values) - 1
@@ -161,6 +159,6 @@ def medians_of_others(values: Sequence[float]) -> list[float]:
 
 
 def excesses(values: Sequence[float]) -> list[float]:
-    """By which fraction each value is above the median of all others."""
+    """The fraction by which each value exceeds the median of the others."""
     usual = medians_of_others(values)
     return [value / other - 1 if other > 0 else 0.0 for value, other in zip(values, usual)]

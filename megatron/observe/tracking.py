@@ -1,5 +1,5 @@
-"""Where metrics go: metrics.jsonl always, TensorBoard and wandb on request, under the same names,
-which wandb has in sections. A tracker that fails never stops training.
+"""Writes metrics to metrics.jsonl, TensorBoard and wandb, under the same names, which wandb has in
+sections. A tracker that fails never stops training.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any, Protocol
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
+from megatron.observe.json_lines import FILE_MODE, JsonLines, read_json_lines
 from megatron.observe.metrics import AXES, Metrics, wandb_name
 
 logger = logging.getLogger(__name__)
 
 RESUMED = "resumed-from-iteration"
-# TensorBoard's tags over consumed samples, as Megatron-LM names them: of these, and of validation
-# losses
+# suffix of TensorBoard's tags over consumed samples, as in Megatron-LM: of these metrics and of
+# validation losses
 VS_SAMPLES = " vs samples"
 _BY_SAMPLES = {
     "learning-rate",
@@ -36,21 +37,19 @@ _BY_SAMPLES = {
     "num-zeros",
     "params-norm",
 }
-FILE_MODE = 0o640  # not for everybody; the umask may take more away
-_WANDB_INIT_SECONDS = 30  # then the run goes on offline
-_WANDB_FINISH_SECONDS = 120  # then the rest of an upload is left to `wandb sync`
-_WANDB_FLUSH_SECONDS = 1  # what a kill may cost; wandb's own interval is 15
+_WANDB_INIT_SECONDS = 30  # then the run continues offline
+_WANDB_FINISH_SECONDS = 120  # then `wandb sync` must upload the rest
+_WANDB_FLUSH_SECONDS = 1  # lost in a kill; the default is 15
 _SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"}
 
 
 class Tracker:
-    """Writes rows of metrics. Make one per run, on one rank.
+    """Writes the metrics of a run; on one rank.
 
-    `config` is resolved. `run_config` is stored as it is but for secrets (config, versions, layout,
-    paths: any nested dictionary that JSON can hold). `resumed_iteration` and `resumed_samples` are
-    those of the loaded checkpoint, 0 without one. `notes` says in lines for the banner where things
-    go. Any exception of a backend is logged as one warning and switches that backend off; nothing
-    is raised.
+    `config` is resolved. `run_config` (a nested dictionary of JSON values) is stored without
+    secrets. `resumed_iteration` and `resumed_samples` are those of the loaded checkpoint, 0 without
+    one. `notes`: lines for the banner with the places of the files. An exception of a backend is
+    logged as one warning and switches that backend off.
     """
 
     def __init__(
@@ -80,12 +79,11 @@ class Tracker:
             self._open("wandb", partial(_Wandb, config, run_config, resumed_iteration))
 
     def log(self, iteration: int, metrics: Metrics) -> None:
-        """One row: `metrics` after iteration `iteration`. More than one row an iteration is fine
-        (training, then validation).
+        """Write `metrics` of an iteration, which may have several rows (training, validation).
 
-        TensorBoard and wandb take training rows at multiples of --tensorboard-log-interval only,
-        and every evaluation and save. What comes late, as a save in the background does, joins the
-        iteration logged last: rows never go back.
+        TensorBoard and wandb get training rows at multiples of --tensorboard-log-interval, and
+        every evaluation and save. A late row, as of a background save, joins the iteration logged
+        last: iterations never decrease.
         """
         iteration = self._iteration = max(iteration, self._iteration)
         rare = any(
@@ -99,8 +97,8 @@ class Tracker:
                 self._guard(name, partial(backend.write, iteration, row))
 
     def show(self, name: str, draw: Callable[[], str], *, last: bool) -> None:
-        """A picture (SVG) or a text (HTML) of the iteration logged last. wandb alone takes it: the
-        first of a name in this start, and each that is `last`.
+        """Log a picture (SVG) or text (HTML) of the iteration logged last to wandb: the first of a
+        name in this start, and each that is `last`.
         """
         if "wandb" in self._backends and (last or name not in self._shown):
             self._shown.add(name)
@@ -108,9 +106,7 @@ class Tracker:
             self._guard("wandb", lambda: show(self._iteration, self._reached, name, draw()))
 
     def summarise(self, figures: Callable[[], Metrics]) -> None:
-        """Figures of the whole run so far, which wandb alone keeps, in its summary. A later call,
-        also of a later start, replaces them.
-        """
+        """Replace figures of the whole run in wandb's summary."""
         if "wandb" in self._backends:
             summarise = self._backends["wandb"].summarise  # type: ignore[attr-defined]
             self._guard("wandb", lambda: summarise(figures()))
@@ -131,7 +127,7 @@ class Tracker:
     def _guard(self, name: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # whatever a tracker does, the run goes on
+        except Exception as error:  # a tracker must not stop the run
             self._backends.pop(name, None)
             logger.warning(
                 f"{name} is off for the rest of this run; training continues. "
@@ -160,18 +156,14 @@ class _Backend(Protocol):
 
 
 class _Jsonl:
-    """One JSON object a line, appended with one write each, so that a kill tears at most the last
-    line.
-    """
+    """metrics.jsonl, with the configuration of the run in a second file."""
 
     def __init__(self, path: Path, run_config: dict[str, Any], resumed_iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, FILE_MODE)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # a kill tore the last line: end it, readers skip it
-        # Without a checkpoint, an earlier attempt's rows make this a restart from iteration 0.
-        self._row: Metrics = {RESUMED: resumed_iteration} if resumed_iteration or size else {}
+        self._file = JsonLines(path)
+        # without a checkpoint, an earlier attempt's rows make this a restart from iteration 0
+        restarted = resumed_iteration or not self._file.was_empty
+        self._row: Metrics = {RESUMED: resumed_iteration} if restarted else {}
         described = config_file(path)
         temporary = described.with_name(described.name + ".tmp")
         with open(
@@ -185,24 +177,18 @@ class _Jsonl:
         self.where = str(path)
 
     def write(self, iteration: int, metrics: Metrics) -> None:
-        # A second row of an iteration repeats the first, so that the last row of an iteration is
-        # always the whole one.
+        # a second row of an iteration repeats the first: the last one is always complete
         before = self._row if self._row.get("iteration", iteration) == iteration else {}
         self._row = {"iteration": iteration, **before, **metrics}
-        row = {
-            name: _json_number(value)
-            for name, value in {**self._row, "timestamp": round(time.time(), 3)}.items()
-        }
-        line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        while line:
-            line = line[os.write(self._fd, line) :]
+        row = {**self._row, "timestamp": round(time.time(), 3)}
+        self._file.append({name: _json_number(value) for name, value in row.items()})
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
 
 class _TensorBoard:
-    """Points of a resumed run beyond its checkpoint replace those of the attempt before it."""
+    """A resumed run replaces the points of the previous attempt beyond its checkpoint."""
 
     def __init__(self, config: Config, resumed_iteration: int, resumed_samples: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -210,7 +196,7 @@ class _TensorBoard:
         self.where = config.logging.tensorboard_dir
         kept = _points_by_samples(self.where, resumed_samples) if resumed_iteration else []
         self._writer = SummaryWriter(self.where, purge_step=resumed_iteration + 1)
-        for name, point in kept:  # the purge, which is by iteration, hides these, too
+        for name, point in kept:  # the purge by iteration would hide them
             self._writer.add_scalar(name, point.value, point.step, point.wall_time)
         self._iteration: int | None = None  # of the last row
         self._mark = {RESUMED: resumed_iteration} if resumed_iteration else {}
@@ -234,7 +220,7 @@ class _TensorBoard:
 
 
 def _points_by_samples(folder: str, last: int) -> list[tuple[str, Any]]:
-    """(tag, point) of all tags by samples in a folder of event files, up to so many samples."""
+    """(tag, point) of all tags by samples in a folder of event files, up to `last` samples."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     if not any(Path(folder).glob("events.out.tfevents.*")):
@@ -245,8 +231,8 @@ def _points_by_samples(folder: str, last: int) -> list[tuple[str, Any]]:
 
 
 class _Wandb:
-    """One wandb run for all restarts of a job, its x axis `iteration`: wandb's own step may only
-    grow, replayed iterations do not.
+    """One wandb run for all restarts of a job. Its x axis is `iteration`: wandb's step can only
+    grow, and a restart repeats iterations.
     """
 
     def __init__(self, config: Config, run_config: dict[str, Any], resumed_iteration: int) -> None:
@@ -283,7 +269,7 @@ class _Wandb:
             )
 
         mode = wandb.setup().settings.mode
-        # never ask at a terminal: the job would wait
+        # no prompt: the job would wait
         if mode == "online" and not wandb.login(prompt=False, verify=False):
             logger.warning(
                 "wandb has no key and records offline; set WANDB_API_KEY or run "
@@ -302,7 +288,7 @@ class _Wandb:
             wandb.teardown()  # else its service still holds the run id
             self._run = start("offline")
         for axis in ("iteration", *AXES.values()):
-            self._run.define_metric(axis, hidden=True)  # no chart of its own
+            self._run.define_metric(axis, hidden=True)  # no separate chart
         self._run.define_metric("*", step_metric="iteration")
         self._mark = {RESUMED: resumed_iteration} if resumed_iteration else {}
         self.where = (
@@ -326,11 +312,11 @@ class _Wandb:
         import wandb
 
         self._run.finish()
-        wandb.teardown()  # finish alone may return a moment before its service has written the file
+        wandb.teardown()  # finish alone may return before its service has written the file
 
 
 def metrics_file(config: Config) -> Path | None:
-    """Where metrics.jsonl goes: --metrics-file, else into --save, else nowhere."""
+    """The path of metrics.jsonl: --metrics-file, else in --save, else None."""
     if config.logging.metrics_file is not None:
         return Path(config.logging.metrics_file)
     return (
@@ -341,16 +327,12 @@ def metrics_file(config: Config) -> Path | None:
 
 
 def config_file(metrics: Path) -> Path:
-    """The file beside a metrics file that holds the run's configuration: metrics.jsonl ->
-    metrics.config.json.
-    """
+    """The configuration file of a metrics file: metrics.jsonl -> metrics.config.json."""
     return metrics.with_suffix(".config.json")
 
 
 def persistent_run_id(path: Path) -> str:
-    """The id in `path`; at the first call a new one, put there in one atomic step, so that all
-    starts of a job agree.
-    """
+    """The id in `path`, created atomically by the first call: all starts of a job share it."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -365,9 +347,7 @@ def persistent_run_id(path: Path) -> str:
 
 
 def _secret_values() -> set[str]:
-    """Values of environment variables that are named like secrets, to be kept out of whatever is
-    stored.
-    """
+    """Values of environment variables that are named like secrets."""
     return {value for name, value in os.environ.items() if _is_secret(name) and len(value) >= 8}
 
 
@@ -376,8 +356,8 @@ def _is_secret(name: str) -> bool:
 
 
 def redact(value: Any, secret_values: set[str]) -> Any:
-    """`value` with everything under a key like api_key, token, secret or password, and every
-    occurrence of `secret_values`, replaced by ***.
+    """`value` with *** for everything under a key like api_key, token, secret or password, and for
+    every occurrence of `secret_values`.
     """
     if isinstance(value, dict):
         return {
@@ -395,17 +375,13 @@ def redact(value: Any, secret_values: set[str]) -> Any:
 
 
 def _json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinity: they are written as the strings NaN, Infinity, -Infinity,
-    which `float()` reads back.
-    """
+    """NaN and infinities, which JSON lacks, as strings that `float()` reads back."""
     value = value if isinstance(value, int) else float(value)
     return value if math.isfinite(value) else json.dumps(value)
 
 
 def metrics_path(path: str | Path) -> Path:
-    """The metrics file of a run folder, or `path` itself when it is a file. UserError when there is
-    none.
-    """
+    """The metrics file of a run folder, or `path` when it is a file. Raises UserError."""
     path = Path(path)
     found = path / "metrics.jsonl" if os.path.isdir(path) else path
     if not os.path.isfile(found):
@@ -417,39 +393,30 @@ def metrics_path(path: str | Path) -> Path:
 
 
 def read_metrics(path: str | Path) -> list[Metrics]:
-    """One row an iteration, in order, of a metrics.jsonl file (or of the run folder that holds it).
+    """One row an iteration, in order, of a metrics.jsonl file or the run folder that holds it.
 
-    A row marked `resumed-from-iteration` R starts a new attempt: what an earlier attempt logged
-    beyond R was never part of this run and is dropped. Of several rows of one iteration each value
-    is the last one logged. A line torn by a kill is skipped; UserError for a missing file and for
-    one in which no line is a row.
+    A row marked `resumed-from-iteration` R starts a new attempt, which discards rows beyond R. Of
+    several rows of an iteration each value is the last one logged. Torn lines are skipped. Raises
+    UserError for a missing file and for one without rows.
     """
     path = metrics_path(path)
-    lines = [
-        line
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")
-        if line.strip()
-    ]
     rows: dict[int, Metrics] = {}
-    good = 0
-    for line in lines:
+    for written in read_json_lines(path):
         try:
             row = {
                 name: float(value) if isinstance(value, str) else value
-                for name, value in json.loads(line).items()
+                for name, value in written.items()
             }
-            iteration = row["iteration"]
-            if type(iteration) is not int or type(row.get(RESUMED, 0)) is not int:
-                continue
-        except (ValueError, KeyError, AttributeError, RecursionError):
+        except ValueError:
             continue
-        good += 1
+        iteration = row.get("iteration")
+        if type(iteration) is not int or type(row.get(RESUMED, 0)) is not int:
+            continue
         if RESUMED in row:
             rows = {i: old for i, old in rows.items() if i <= row[RESUMED]}
         rows.setdefault(iteration, {}).update(row)
-    if lines and not good:
+    if not rows and path.read_bytes().strip():
         raise UserError(
-            f"{path}: not a metrics file: none of its {len(lines)} lines is a JSON object "
-            "with the key iteration"
+            f"{path}: not a metrics file: none of its lines is a JSON object with the key iteration"
         )
     return [rows[i] for i in sorted(rows)]

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from megatron.distributed.collectives import Receiving, Sending
 from megatron.distributed.groups import Groups
-from megatron.distributed.p2p import Receiving, Sending
 from megatron.distributed.peers import waiting
 from megatron.parallel.schedule import WORDS, Action, Kind, Message, channel_of, source_of
 

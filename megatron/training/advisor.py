@@ -1,13 +1,14 @@
-"""What a run asks of programs outside of the trainer: the planner and the exporters.
+"""What a run asks of programs outside of the trainer: the planner, the exporters and the reports.
 
-pretrain_gpt.py hands a run the advisor of tools/ (tools/_advisor.py). Without one a run trains the
-same numbers; its banner has no plan, and --memory-budget is refused.
+pretrain_gpt.py hands a run the advisor of tools/ (tools/_advisor.py). With the one of this file a
+run trains the same numbers; its banner has no plan, and --memory-budget is refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,8 +18,8 @@ from megatron.config.groups import Config, ModelConfig
 
 @dataclass(frozen=True)
 class Verdict:
-    """fits: up to what a device has without the reserve; tight: up to all of it; does not fit:
-    more.
+    """Whether a run fits into memory. `word`: "fits" (without the device's reserve), "tight" (only
+    with it) or "does not fit"; `line` gives the reason.
     """
 
     word: str
@@ -31,11 +32,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Memory and time of a run before its first step.
+    """Predicted memory and time of a run.
 
-    `sections`: lines of the banner, by its section. `verdict`: None where no GPU is planned for;
-    `prediction`: of the time of a step, for the record of the run, None where the device is not
-    known.
+    `sections`: lines of the banner by section. `verdict`: None where no GPU is planned for.
+    `prediction`: of the step's time, for the record of the run; None on an unknown device.
     """
 
     sections: dict[str, list[str]] = field(default_factory=dict)
@@ -47,13 +47,21 @@ class Forecast:
         return None if self.prediction is None else self.prediction["step_s"]
 
 
-class Advisor(Protocol):
+class Advisor:
+    """The trainer alone: no predictions and no advice. tools/_advisor.py overrides every method."""
+
     def choose_recompute(
         self, config: Config, vocab_size: int, world_size: int, device: str
     ) -> tuple[Config, list[str]]:
-        """The configuration with --recompute-layers chosen for --memory-budget, and the reasons;
-        without that flag as it is. Raises UserError when nothing fits.
+        """The configuration with --recompute-layers chosen for --memory-budget, and the reasons.
+        Raises UserError when nothing fits.
         """
+        if config.training.memory_budget is not None:
+            raise UserError(
+                "--memory-budget needs the planner of tools/, which is not installed; set "
+                "--recompute-layers"
+            )
+        return config, []
 
     def forecast(
         self,
@@ -64,9 +72,10 @@ class Advisor(Protocol):
         planned_for: str | None,
         node: tuple[float, int] | None,
     ) -> Forecast:
-        """Of a resolved run on `device`, or on `planned_for` (cuda, cpu); `node`: GiB of this node
-        and its ranks. Raises UserError when the host's memory does not suffice.
+        """Predict a resolved run on `device`, or on `planned_for` (cuda, cpu). `node`: GiB of this
+        node and its number of ranks. Raises UserError when host memory does not suffice.
         """
+        return Forecast()
 
     def memory_advice(
         self,
@@ -77,29 +86,13 @@ class Advisor(Protocol):
         pp_rank: int,
         gib: float,
     ) -> list[str]:
-        """What the plan counts for a pipeline rank, and what to change to fit into `gib`."""
-
-    def export_fault(self, model: ModelConfig) -> str | None:
-        """Why a model cannot be exported; None where it can."""
-
-
-class NoAdvisor:
-    """The trainer alone."""
-
-    def choose_recompute(
-        self, config: Config, vocab_size: int, world_size: int, device: str
-    ) -> tuple[Config, list[str]]:
-        if config.training.memory_budget is not None:
-            raise UserError(
-                "--memory-budget: the planner of tools/ is not installed; give --recompute-layers"
-            )
-        return config, []
-
-    def forecast(self, *_: Any) -> Forecast:
-        return Forecast()
-
-    def memory_advice(self, *_: Any) -> list[str]:
+        """The plan of a pipeline rank, and what to change so that it fits into `gib`."""
         return []
 
     def export_fault(self, model: ModelConfig) -> str | None:
+        """Why a model cannot be exported; None where it can."""
         return None
+
+    def step_table(self, trace: Path) -> list[str]:
+        """Lines of a table: where the steps of a trace of --profile spent their time."""
+        return []

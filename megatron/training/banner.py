@@ -1,15 +1,13 @@
-"""What a run says of itself before its first step: the sections of its banner.
-
-Called from training/pretrain.py.
-"""
+"""The description of a run before its first step: its banner, and its record for the trackers."""
 
 from __future__ import annotations
 
 import platform
+import subprocess
 from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +16,7 @@ from megatron import __version__
 from megatron.config.derive import data_parallel_size, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import OPTIMIZERS, Config, ModelConfig
-from megatron.distributed.groups import describe_layout, layout_of
+from megatron.distributed.groups import Layout, describe_layout, layout_of
 from megatron.model.arithmetic import (
     active_parameters,
     flops_per_iteration,
@@ -28,12 +26,15 @@ from megatron.model.arithmetic import (
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.recompute import recompute_text
 from megatron.optimizer.update import RULES
-from megatron.training.advisor import Advisor, Forecast
+from megatron.training.advisor import Advisor, Forecast, Verdict
 from megatron.training.length import epoch_lines, length_line
 from megatron.training.resume import device_name
 
 if TYPE_CHECKING:
     from megatron.training.prepare import Prepared
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+GIT_SECONDS = 20  # timeout
 
 
 def describe(
@@ -44,9 +45,9 @@ def describe(
     planned_for: str | None = None,
     node: tuple[float, int] | None = None,
 ) -> tuple[dict[str, list[str]], Forecast]:
-    """All that a reader of a log needs to know about a run, by sections, and the forecast in it.
-    Memory is that of `planned_for` (cuda, cpu) or of the device; `node`: GiB of this node and its
-    ranks. Raises UserError when the host's memory does not suffice.
+    """The sections of the banner and the forecast that they contain, planned for `planned_for`
+    (cuda, cpu) or the device. `node`: GiB of this node and its number of ranks. Raises UserError
+    when host memory does not suffice.
     """
     config = prepared.config
     target = torch.device(planned_for or device)
@@ -76,7 +77,7 @@ def describe(
 
 
 def _export_lines(config: Config, advisor: Advisor) -> list[str]:
-    """A line if the checkpoints of this run cannot be exported, before time is spent on them."""
+    """A warning, before time is spent, that this run's checkpoints cannot be exported."""
     fault = None if config.checkpoint.save is None else advisor.export_fault(config.model)
     return [] if fault is None else [f"no export of this run's checkpoints: {fault}"]
 
@@ -92,9 +93,14 @@ def _version_lines() -> list[str]:
     return [ours, *megatron_core_lines()]
 
 
-def _device_line(config: Config, device: torch.device) -> str:
+def peak_tflops_of(config: Config, device: torch.device) -> float | None:
+    """TFLOP/s of --peak-tflops or of a known device: the reference of MFU."""
     known = peak_tflops(device_name(device), compute_dtype(config.precision))
-    peak = config.logging.peak_tflops or known
+    return config.logging.peak_tflops or known
+
+
+def _device_line(config: Config, device: torch.device) -> str:
+    peak = peak_tflops_of(config, device)
     against = f"{peak:g} TFLOP/s" if peak else "no known peak (--peak-tflops)"
     return f"{device_name(device)}; MFU against {against}"
 
@@ -217,3 +223,54 @@ def megatron_core_lines() -> list[str]:
         installed + f"Here `import megatron` means {home}, so `import megatron.core` fails: "
         "run programs that need megatron-core in another environment."
     ]
+
+
+def run_record(
+    config: Config,
+    layout: Layout,
+    banner: dict[str, list[str]],
+    verdict: Verdict | None,
+    prediction: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What metrics.config.json and wandb store of a run: configuration, layout, versions, git
+    state, memory verdict, predicted step time and banner. Unknown entries are omitted.
+    """
+    axes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "dp")}
+    versions = {
+        "megatron": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
+    found = {
+        "config": config.to_dict(),
+        "layout": {**axes, "ranks": layout.world},
+        "versions": versions,
+        "git": git_state(CHECKOUT),
+        "memory": {"verdict": verdict.word, "reason": verdict.line} if verdict else None,
+        "prediction": prediction,
+        "banner": banner,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def git_state(root: Path) -> dict[str, Any] | None:
+    """Commit and branch of the checkout at `root`, and whether a tracked file differs from the
+    commit (`dirty`). None when `root` is not a checkout, or git is missing or slow.
+    """
+    if not (root / ".git").exists():
+        return None
+    command = "git --no-optional-locks status --porcelain=v2 --branch --untracked-files=no".split()
+    try:
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.splitlines()
+    heads = dict(line.removeprefix("# branch.").split(" ", 1) for line in lines if line[0] == "#")
+    return {
+        "commit": heads["oid"],
+        "branch": heads["head"],
+        "dirty": not all(line[0] == "#" for line in lines),
+    }

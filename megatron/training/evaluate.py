@@ -1,39 +1,44 @@
-"""Evaluation: always the same batches, the same forward pass, sums divided by the count of valid
-tokens.
-
-Called from training/loop.py.
-"""
+"""Evaluation: the loss on a fixed set of batches, and --log-sample-text. Every rank takes part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from megatron.data.loader import Source
-from megatron.distributed.collectives import all_reduce
+from megatron.distributed.collectives import all_gather, all_reduce
+from megatron.kernels import philox
+from megatron.model.block import HeadBlock, MicroBatch
+from megatron.model.linear import column_linear
 from megatron.training.passes import run_micro_batches
 from megatron.training.run import Run
+
+LONGEST_PROMPT = 32  # tokens
+END = "<end of document>"
 
 
 @torch.no_grad()
 def evaluate(
     run: Run, source: Source, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> float | None:
-    """Mean loss per valid token over the first eval-iters x global-batch-size samples of a source,
-    on every rank.
-
-    None when a signal came to any rank on the way. NaN when no token is valid.
+    """Mean loss per valid token over the first eval-iters x global-batch-size samples of a source.
+    None after a signal to any rank; NaN when no token is valid.
     """
     batch = run.config.training.global_batch_size
     samples = run.config.evaluation.eval_iters * batch
-    # a pipeline needs many at once to be full
+    # a pipeline needs many micro-batches in flight
     step = run.chunk if run.groups.pp.size == 1 else batch
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss sum, tokens
     earlier = None
     for first in range(0, samples, step):
         asked = run.exits.ask(run.groups.world, run.device)
-        # on a GPU a signal is seen one turn late, so that this turn is queued behind the last one
+        # on a GPU signals are read one turn late, so that this turn is queued behind the last
         seen = asked if asked.is_here else earlier
         if seen is not None and run.exits.take(seen):
             return None
@@ -43,3 +48,114 @@ def evaluate(
         progress(first + step, samples)
     loss, tokens = all_reduce(total, run.groups.world).tolist()
     return loss / tokens if tokens else float("nan")
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """Token ids of a prompt and of its continuation."""
+
+    prompt: list[int]
+    written: list[int]
+
+    def line(self, decode: Callable[[list[int]], str], eod: int) -> str:
+        """One line for the log, with the ends of documents in it."""
+        prompt, written = (_readable(ids, decode, eod) for ids in (self.prompt, self.written))
+        return " ".join(f"{prompt} | {written}".split())
+
+    def to_html(self, decode: Callable[[list[int]], str], eod: int) -> str:
+        """The prompt in a pale color, the continuation in a dark one."""
+        prompt, written = (
+            html.escape(_readable(ids, decode, eod)) for ids in (self.prompt, self.written)
+        )
+        return (
+            '<pre style="white-space:pre-wrap;font:15px/1.5 sans-serif">'
+            f'<span style="color:#94a3b8">{prompt}</span>{written}</pre>'
+        )
+
+
+def _readable(ids: Sequence[int], decode: Callable[[list[int]], str], eod: int) -> str:
+    """The text of token ids, each end of document spelled out on a separate line."""
+    parts = [
+        f"\n{END}\n" * len(run) if ends else decode(run)
+        for ends, run in ((ends, [*group]) for ends, group in groupby(ids, eod.__eq__))
+    ]
+    return "".join(parts)
+
+
+@dataclass(frozen=True)
+class _OneWindow:
+    """A reader that returns one window for every sample number."""
+
+    window: np.ndarray  # [s + 1] int64
+
+    def windows(self, sample: np.ndarray) -> np.ndarray:
+        return np.tile(self.window, (len(sample), 1))
+
+
+@torch.no_grad()
+def write_sample(run: Run, source: Source) -> SampleText:
+    """Continue the start of a source's first sample by up to --log-sample-text tokens, one forward
+    pass of a micro-batch for each; the same text on every rank and in every layout.
+
+    Each token is drawn with a random number of its position, the same at every evaluation, so that
+    the texts of a run differ by the weights alone.
+    """
+    start = source.batch(0, 1).tokens[0].numpy()
+    length = min(LONGEST_PROMPT, (len(start) + 1) // 2)
+    count = min(run.config.logging.log_sample_text, len(start) + 1 - length)
+    window = np.zeros(len(start) + 1, np.int64)
+    window[:length] = start[:length]
+    key = philox.key(run.config.training.seed, "sample-text")
+    for place in range(length, length + count):
+        word = philox.philox4x32([torch.tensor([c]) for c in (place, 0, 0, 0)], key)[0].item()
+        window[place] = _next_token(run, source, window, place - 1, word / 2**32)
+    return SampleText(window[:length].tolist(), window[length : length + count].tolist())
+
+
+def _next_token(run: Run, source: Source, window: np.ndarray, position: int, uniform: float) -> int:
+    """The token after a position, drawn on the last stage by the context-parallel rank that holds
+    the position, and sent to all ranks.
+    """
+    drawn = torch.zeros(1, dtype=torch.float64, device=run.device)
+
+    def look(head: nn.Module, arguments: tuple[Tensor, MicroBatch]) -> None:
+        assert isinstance(head, HeadBlock)
+        logits, held = _logits_at(head, *arguments, position)
+        if held and run.groups.dp.rank == run.groups.tp.rank == 0:
+            # deterministic mode has no cumulative sum of floating-point numbers on a GPU
+            drawn[0] = _draw(logits.cpu(), uniform)
+
+    hook = run.model.head.register_forward_pre_hook(look) if run.pipeline.has_head else None
+    try:
+        run_micro_batches(run, replace(source, reader=_OneWindow(window)), 0, run.chunk)
+    finally:
+        if hook is not None:
+            hook.remove()
+    return int(all_reduce(drawn, run.groups.world).item())
+
+
+def _logits_at(head: HeadBlock, x: Tensor, micro: MicroBatch, position: int) -> tuple[Tensor, bool]:
+    """(logits [v] of the first sample at a position, whether this context-parallel rank holds it).
+
+    x [s, b, h]: the head's input at this rank's positions. All tensor-parallel ranks of the last
+    stage take part; the GEMM has one row.
+    """
+    tp, places = head.tp, micro.places
+    place, held = position, True
+    if places is not None:
+        here = places.own.cpu() == position
+        place, held = int(here.int().argmax()), bool(here.any())
+    part = x.shape[0]  # with sequence parallelism the positions of one rank
+    row = place % part
+    z = column_linear(x[row : row + 1, :1], head.weight, None, tp)  # [1 or ranks, 1, v / size]
+    z = z[place // part if tp.sequence else 0, 0].double()
+    z = all_gather(z[None], tp.axis).flatten()[: head.vocab_size]
+    cap = head.config.final_logit_softcapping
+    return z if cap is None else cap * torch.tanh(z / cap), held
+
+
+def _draw(logits: Tensor, uniform: float) -> int:
+    """Sample from logits [v] by inverting the CDF at `uniform`, the most likely token first."""
+    probabilities, order = torch.softmax(logits, dim=-1).sort(descending=True, stable=True)
+    passed = int((probabilities.cumsum(0) <= uniform).sum())
+    return int(order[min(passed, len(order) - 1)])

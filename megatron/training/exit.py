@@ -1,25 +1,75 @@
-"""When and how a run ends before its last iteration: intervals, durations, signals; each saves
-first.
+"""How a run ends before its last iteration: signals, durations, intervals.
 
-Called from training/loop.py, once a step.
+pretrain_gpt.py imports this before torch: a signal that arrives while torch is imported or the
+ranks meet ends the process with the exit code that it has later.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron.config.groups import TrainingConfig
-from megatron.distributed.collectives import all_reduce
-from megatron.distributed.groups import Axis
-from megatron.training.early import SIGNAL_CODES, Early
-from megatron.training.host_copy import AsyncHostCopy, to_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.distributed.groups import Axis
+    from megatron.training.host_copy import AsyncHostCopy
 
 logger = logging.getLogger(__name__)
+
+# 85 means "saved, requeue me" to scripts/train.sbatch; 143 is what a shell reports for SIGTERM.
+SIGNAL_CODES = {signal.SIGUSR1: 85, signal.SIGTERM: 143}
+
+
+class _StartupHandler:
+    """Handles a signal until ExitConditions takes over; `before` is the replaced handler."""
+
+    def __init__(self, number: signal.Signals, logs: bool):
+        self.logs = logs
+        self.before = signal.signal(number, self)
+
+    def __call__(self, number: int, _frame: object) -> None:
+        if self.logs:
+            name = signal.Signals(number).name
+            text = f"received {name} during startup; exiting without a checkpoint"
+            print(text, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # not sys.exit: threads of torch's rendezvous would abort it
+        os._exit(SIGNAL_CODES[signal.Signals(number)])
+
+
+@contextmanager
+def exit_on_signals(logs: bool = True) -> Iterator[None]:
+    """End the process on SIGTERM and SIGUSR1 inside the block. A SIGUSR1 that the launcher ignores
+    stays ignored: some send it again and again.
+
+    `logs`: this rank logs the signal. One rank of a job is enough.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [
+        number
+        for number in SIGNAL_CODES
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    handlers = {number: _StartupHandler(number, logs) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, handler.before)
 
 
 @dataclass(frozen=True)
@@ -31,19 +81,19 @@ class Exit:
 
 
 class ExitConditions:
-    """Notices SIGTERM and SIGUSR1 from construction on; a second signal of a kind meets the
-    previous handler. `on_signal`: what the run does then, for the log.
+    """Receives SIGTERM and SIGUSR1 from construction on; a second signal of a kind goes to the
+    handler from before. `on_signal`: what the run does then, for the log.
     """
 
     def __init__(self, config: TrainingConfig, on_signal: str = "exiting"):
         self.config, self.start = config, time.monotonic()
         self.on_signal = on_signal
         self.received: signal.Signals | None = None
-        # ranks for each of `requests`, when they last exchanged them
+        # number of ranks for each of `requests`, at the last exchange
         self.agreed = [0.0] * (len(SIGNAL_CODES) + 1)
         found = {number: signal.signal(number, self._receive) for number in SIGNAL_CODES}
         self._previous = {
-            number: handler.before if isinstance(handler, Early) else handler
+            number: handler.before if isinstance(handler, _StartupHandler) else handler
             for number, handler in found.items()
         }
 
@@ -53,7 +103,7 @@ class ExitConditions:
         logger.info(f"received {self.received.name}: {self.on_signal}")
 
     def requests(self) -> list[float]:
-        """What asks this rank for the end, 1 or 0 each: the signals of SIGNAL_CODES in order, then
+        """This rank's requests to end, 1 or 0 each: the signals of SIGNAL_CODES in order, then
         --exit-duration-in-mins.
         """
         limit = self.config.exit_duration_in_mins
@@ -61,22 +111,25 @@ class ExitConditions:
         return [*(float(self.received is number) for number in SIGNAL_CODES), float(over)]
 
     def ask(self, axis: Axis, device: torch.device) -> AsyncHostCopy:
-        """Begin to exchange requests between all ranks."""
+        """Start to exchange requests between all ranks."""
+        from megatron.distributed.collectives import all_reduce
+        from megatron.training.host_copy import AsyncHostCopy, to_device
+
         return AsyncHostCopy(all_reduce(to_device(self.requests(), device), axis))
 
     def take(self, asked: AsyncHostCopy) -> bool:
-        """Read what all ranks have asked for; whether a signal is among it. What ranks do next must
+        """Read the requests of all ranks; whether a signal is among them. What ranks do next must
         depend on `agreed` alone.
         """
         self.agreed = asked.read()
         return any(self.agreed[: len(SIGNAL_CODES)])
 
     def agree(self, axis: Axis, device: torch.device) -> bool:
-        """Exchange requests now; whether a signal is among them."""
+        """Exchange requests and wait; whether a signal is among them."""
         return self.take(self.ask(axis, device))
 
     def check(self, iteration: int) -> Exit | None:
-        """The reason to stop after this iteration, if any: as the ranks agreed last."""
+        """The reason to stop after this iteration, if any, by the last exchange."""
         *signals, over = self.agreed
         for number, ranks in zip(SIGNAL_CODES, signals):
             if ranks:
@@ -88,6 +141,6 @@ class ExitConditions:
         return None
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Restore the handlers from before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -1,5 +1,5 @@
-"""When Python's garbage collector runs: after the same iterations on all ranks, so that none waits
-for another's collection. Called from training/loop.py.
+"""--manual-gc: Python's garbage collector runs after the same iterations on all ranks, so that no
+rank waits for the collection of another.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The kernels that a run launches, in the variants that Triton compiles of them for this run: what
-the check at start computes in small shapes.
+"""The variants of our kernels that Triton compiles for a run, which the check at start computes in
+small shapes.
 
-A compilation depends on types, on what is a constant of a kernel (widths, the number of heads,
-Adam's betas), and of each integer on whether it is 1 or a multiple of 16. Settings are those of
+A compilation depends on dtypes, on the constants of a kernel (widths, number of heads, Adam's
+betas), and for each integer on whether it is 1 or a multiple of 16. Settings are those of
 kernels/cases.py.
 """
 
@@ -26,7 +26,7 @@ from megatron.parallel.blocks import accumulation_dtype
 
 
 def alike(number: int, most: int) -> int:
-    """A number up to `most` + 1, a multiple of 16, that compiles to the same kernel."""
+    """A number up to `most` + 1 that compiles to the same kernel; `most` is a multiple of 16."""
     if number <= most:
         return number
     return most if number % 16 == 0 else most + 1
@@ -34,9 +34,7 @@ def alike(number: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class RunShape:
-    """A run as its kernels see it: `config` after `choose_kernels`, and one micro-batch of a
-    rank.
-    """
+    """The shapes of one micro-batch on a rank; `config` is the result of `choose_kernels`."""
 
     config: Config
     dtype: torch.dtype
@@ -49,7 +47,7 @@ class RunShape:
 
     @property
     def length(self) -> int:
-        """Positions of a sample in the hidden states of a rank."""
+        """Positions of a sample in a rank's hidden states."""
         distributed = self.config.distributed
         parts = distributed.context_parallel_size
         parts *= self.tp if distributed.sequence_parallel else 1
@@ -57,14 +55,13 @@ class RunShape:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, in what is not shared over tensor-parallel ranks."""
-        distributed = self.config.distributed
-        whole = self.config.data.seq_length // distributed.context_parallel_size
-        return whole * self.config.training.micro_batch_size
+        """Tokens of a micro-batch in tensors that tensor parallelism does not split."""
+        ranks = self.config.distributed.context_parallel_size
+        return self.config.data.seq_length // ranks * self.config.training.micro_batch_size
 
     @property
     def heads(self) -> dict[str, int]:
-        """Groups of a rank's projection, queries of each, and the head dimension."""
+        """Query groups of a rank's projection, queries of each, and the head dimension."""
         model = self.config.model
         groups = max(1, (model.num_query_groups or model.num_attention_heads) // self.tp)
         queries = model.num_attention_heads // self.tp // groups
@@ -76,7 +73,7 @@ class RunShape:
 
     @property
     def fused(self) -> bool:
-        """Whether attention reads the projection."""
+        """Whether attention reads the output of the QKV projection."""
         model, size = self.config.model, self.config.distributed.context_parallel_size
         return not model.multi_latent_attention and is_projection_read(
             model, model.attention_backend, size, self.rotates
@@ -84,7 +81,7 @@ class RunShape:
 
 
 def kernel_variants(shape: RunShape, choices: Mapping[str, Choice]) -> dict[str, list[Variant]]:
-    """Operator -> variants of its kernels, of the operators that our kernels compute."""
+    """Operator -> variants of its kernels, for the operators that our kernels compute."""
     by_us = [name for name, choice in choices.items() if choice.implementation in OURS]
     if shape.config.precision.fp8_format is not None:
         by_us.append("fp8")
@@ -97,8 +94,17 @@ def kernel_variants(shape: RunShape, choices: Mapping[str, Choice]) -> dict[str,
     }
 
 
-SIZES = (9008, 9001)  # of flat buffers: of either divisibility
-Settings = list[tuple[str, dict[str, Any]]]  # (row of the table, what a launch depends on)
+SIZES = (9008, 9001)  # of flat buffers: a multiple of 16 and not
+Setting = dict[str, Any]
+Settings = list[tuple[str, Setting]]  # (row of the table, what a launch depends on)
+
+
+def _both_passes(operator: str, *settings: Setting) -> Settings:
+    return [
+        (f"{operator} {direction}", setting)
+        for direction in ("forward", "backward")
+        for setting in settings
+    ]
 
 
 def _attention(shape: RunShape) -> Settings:
@@ -131,27 +137,20 @@ def _norm(shape: RunShape) -> Settings:
     common = {"centre": model.normalization == "LayerNorm", "eps": model.norm_epsilon}
     batch = shape.config.training.micro_batch_size
     rows = {"rows": alike(shape.length * batch, 64)}
-    found: Settings = [
-        (f"norm {direction}", common | rows | {"width": model.hidden_size, "add": add})
-        for direction in ("forward", "backward")
-        for add in (False, True)
-    ]
+    whole = common | rows | {"width": model.hidden_size}
+    found = _both_passes("norm", whole | {"add": False}, whole | {"add": True})
     if not model.qk_layernorm:
         return found
     if shape.fused:
         turns = model.rotary_width if shape.rotates else 0
         sizes = {"s": alike(shape.config.data.seq_length, 16), "b": alike(batch, 2)}
-        own = common | sizes | heads | {"rotary": turns}
-        return found + [(f"qk_norm {direction}", own) for direction in ("forward", "backward")]
+        return found + _both_passes("qk_norm", common | sizes | heads | {"rotary": turns})
     if model.multi_latent_attention:
         widths = [(rank, rank) for rank in (model.kv_lora_rank, model.q_lora_rank) if rank]
     else:
         widths = [(heads["d"], heads["d"]), (heads["d"], (heads["m"] + 2) * heads["d"])]
-    return found + [
-        (f"norm {direction}", common | rows | {"width": width, "stride": stride})
-        for direction in ("forward", "backward")
-        for width, stride in widths
-    ]
+    parts = [common | rows | {"width": width, "stride": stride} for width, stride in widths]
+    return found + _both_passes("norm", *parts)
 
 
 def _rotary(shape: RunShape) -> Settings:
@@ -175,17 +174,11 @@ def _activation(shape: RunShape) -> Settings:
     dense = [model.ffn_hidden_size] if not all(model.expert_layers()) else []
     shared = [model.moe_shared_expert_intermediate_size] if model.num_experts is not None else []
     rows, bias = alike(shape.tokens, 64), {"bias": model.add_bias_linear}
-    found = [
-        ({"width": width // shape.tp, "rows": rows} | bias) for width in dense + shared if width
-    ]
-    if model.num_experts is not None:  # of which each step has other numbers of rows
+    found = [{"width": width // shape.tp, "rows": rows} | bias for width in dense + shared if width]
+    if model.num_experts is not None:  # their number of rows differs from step to step
         width = (model.moe_ffn_hidden_size or 0) // etp
         found += [{"width": width, "rows": rows, "bias": False} for rows in (64, 65)]
-    return [
-        (f"activation {direction}", settings | {"activation": model.activation})
-        for direction in ("forward", "backward")
-        for settings in found
-    ]
+    return _both_passes("activation", *({**each, "activation": model.activation} for each in found))
 
 
 def _dropout(shape: RunShape) -> Settings:
@@ -205,7 +198,7 @@ def _cross_entropy(shape: RunShape) -> Settings:
 
 
 def _init(shape: RunShape) -> Settings:
-    """Of whole matrices: ranks of ZeRO may begin and end within a row."""
+    """Of whole matrices; with ZeRO a rank may begin and end within a row."""
     parts = shape.tp, expert_ranks(shape.config).etp
     matrices = {
         (tensor.local_shape(parts[tensor.expert is not None])[1], tensor.init.std)

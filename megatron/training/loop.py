@@ -38,12 +38,11 @@ from megatron.parallel.drawing import draw
 from megatron.parallel.recording import Recording
 from megatron.parallel.timeline import Timeline
 from megatron.training.checkpointing import finalize, save, save_local
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate import evaluate, write_sample
 from megatron.training.exit import Exit
 from megatron.training.garbage import collect_after, collected_evaluation, manual_collection
 from megatron.training.passes import schedule_of
 from megatron.training.run import Progress, Run, finished, is_logged
-from megatron.training.sample_text import write_sample
 from megatron.training.step import (
     PendingStep,
     StepMetrics,

@@ -1,7 +1,5 @@
-"""What there is to say when memory runs out: how much there was, the largest tensors by what they
-are, what the plan had counted on, and what needs less.
-
-Called from training/pretrain.py.
+"""The out-of-memory report: available memory, the largest tensors, the plan's prediction, and what
+to change.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ Buffer = tuple[str, Tensor | None]  # with what it is
 def explained_out_of_memory(
     config: Config, vocab_size: int, groups: Groups, device: torch.device, advisor: Advisor
 ) -> Iterator[None]:
-    """While open, an error of memory that runs out is raised on with all that is known about it,
-    which is also written to `rank-N.out-of-memory.txt` in --profile-dir.
+    """Adds the report to an out-of-memory error in the block, and writes it to
+    `rank-N.out-of-memory.txt` in --profile-dir.
     """
     try:
         yield
@@ -46,7 +44,7 @@ def explained_out_of_memory(
         if is_out_of_memory(error):
             try:
                 _explain(error, config, vocab_size, groups, device, advisor)
-            except Exception as fault:  # the error is worth more than what is said of it
+            except Exception as fault:  # the error matters more than the report
                 error.add_note(f"memory ran out; {type(fault).__name__} in explaining it: {fault}")
         raise
 
@@ -67,7 +65,7 @@ def _explain(
         path = write_snapshot(folder, groups.rank, device)
         largest += [f"history of the allocator: {path}"] if path else []
     del found
-    traceback.clear_frames(error.__traceback__)  # what they hold is room for the plan
+    traceback.clear_frames(error.__traceback__)  # free memory for the plan
     gc.collect()
     try:
         planned = advisor.memory_advice(
@@ -91,8 +89,8 @@ def _gib(size: float) -> str:
 
 
 def _memory(device: torch.device, live: int) -> tuple[str, float]:
-    """What there is and what is taken, of which `live` bytes by tensors; and the GiB that a run may
-    take.
+    """A line about available and used memory, `live` bytes of it in tensors; and the GiB that a run
+    may use.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -106,7 +104,7 @@ def _memory(device: torch.device, live: int) -> tuple[str, float]:
     page = resource.getpagesize()
     total, limit = os.sysconf("SC_PHYS_PAGES") * page, resource.getrlimit(resource.RLIMIT_AS)[0]
     limited = limit != resource.RLIM_INFINITY and limit < total
-    # a limit is on addresses, not on what is resident
+    # ulimit -v limits addresses, not resident memory
     taken = page * int(Path("/proc/self/statm").read_text().split()[0 if limited else 1])
     what = "addresses (ulimit -v)" if limited else "memory"
     usable = (limit if limited else total) - max(0, taken - live)
@@ -140,8 +138,8 @@ def _largest_lines(found: list[LiveTensors]) -> list[str]:
 
 
 def live_tensors(device: torch.device) -> list[LiveTensors]:
-    """What lies in the memory of a device, the largest first: buffers by their block, activations
-    by the operator that has kept them, and what else Python can reach.
+    """The tensors in a device's memory, the largest first: buffers by block, activations by the
+    operator that saved them, and everything else that Python can reach.
     """
     sizes: dict[tuple[str, tuple[int, ...], torch.dtype], list[int]] = {}
     seen = set()
@@ -159,12 +157,12 @@ def live_tensors(device: torch.device) -> list[LiveTensors]:
 
 
 def _reachable() -> list[Buffer]:
-    """All tensors, those first of which it is known what they are."""
+    """All tensors, identified ones first."""
     buffers: list[Buffer] = []
     nodes: list[Any] = []
     others: list[Buffer] = []
     for thing in gc.get_objects():
-        kind = type(thing)  # isinstance would wake lazy modules
+        kind = type(thing)  # isinstance would load lazy modules
         if issubclass(kind, Tensor):
             others.append(("tensor", thing))
         elif issubclass(kind, Block):
@@ -177,7 +175,7 @@ def _reachable() -> list[Buffer]:
 
 
 def _of_block(block: Block) -> list[Buffer]:
-    """The flat buffers of a block, as far as it has been built; views of another come after it."""
+    """The flat buffers of a block that exist so far; views come after what they view."""
     names = {
         "weight": "weights",
         "grad": "main_grad",
@@ -192,8 +190,8 @@ def _of_block(block: Block) -> list[Buffer]:
 
 
 def _kept_by_autograd(nodes: list[Any]) -> list[Buffer]:
-    """What the graphs that end in these nodes have saved, as it is: reading a tensor that is
-    recomputed would compute it.
+    """The saved tensors of the graphs that end in these nodes, raw: unpacking one could recompute
+    it.
     """
     found: list[Buffer] = []
     seen = set()

@@ -1,7 +1,4 @@
-"""Everything that a run depends on, read and checked before its model is built.
-
-Called from training/pretrain.py.
-"""
+"""Reads and checks everything that a run depends on, before its model is built."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is known about a run before its model is built."""
+    """The inputs of a run, checked."""
 
     config: Config
     tokenizer: Tokenizer
@@ -112,16 +109,16 @@ def _resolved(
     device: str,
     advisor: Advisor,
 ) -> tuple[Config, list[str]]:
-    """The configuration with derived and chosen values, and the notes with those on them."""
+    """The configuration with derived and chosen values, and notes about them."""
     resolved = resolve(config, world_size, vocab_size)
     config, reasons = advisor.choose_recompute(resolved.config, vocab_size, world_size, device)
     return config, [*notes, *resolved.notes, *reasons]
 
 
 def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> None:
-    """Compare our kernels that this run launches on a GPU with their definitions, in a process of
-    the first rank of each node. No rank takes what fails on one of them: `auto` falls back to torch
-    with a warning, and `choose_kernels` refuses a flag.
+    """Compare the kernels of this run on a GPU with their definitions, on the first rank of each
+    node. No rank uses a kernel that fails on one: `auto` falls back to torch with a warning, and
+    `choose_kernels` refuses a flag.
     """
     FAULTY.clear()
     if device.type != "cuda":
@@ -145,7 +142,7 @@ def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> Non
 
 
 def variants_of_run(prepared: Prepared, device: torch.device) -> dict[str, list[Variant]]:
-    """Operator -> the variants of our kernels that a run launches on a device."""
+    """Operator -> the variants of our kernels that a run launches."""
     config, choices = choose_kernels(prepared.config, device)
     dtype = compute_dtype(config.precision)
     shape = RunShape(config, dtype, prepared.padded_vocab, prepared.tokenizer.vocab_size)
@@ -153,8 +150,8 @@ def variants_of_run(prepared: Prepared, device: torch.device) -> dict[str, list[
 
 
 def _changes(checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer) -> list[Change]:
-    """What differs from the run that wrote the checkpoint, but for its data, which have not been
-    read yet. What no flag accepts is refused at once.
+    """The differences from the run that wrote the checkpoint, except those of its data. A
+    difference that no flag accepts is refused at once.
     """
     weights_alone = config.checkpoint.finetune or "schedule" not in checkpoint.state
     check_complete(checkpoint, weights_alone=weights_alone)
@@ -165,7 +162,7 @@ def _changes(checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer) -> li
 
 
 def _resumed_progress(checkpoint: Checkpoint, config: Config) -> Progress:
-    """How far the run is that the checkpoint is of; at the start with --finetune."""
+    """The progress of the checkpoint's run; at the start with --finetune."""
     state = checkpoint.state
     if config.checkpoint.finetune:
         return Progress()
@@ -186,7 +183,7 @@ def _data(
     *,
     scan: bool,
 ) -> Data:
-    """The data, of which one rank alone scans the files."""
+    """The data, whose files one rank scans."""
     if not scan:
         unscanned = dataclasses.replace(config.data, check_data=False)
         config = dataclasses.replace(config, data=unscanned)
@@ -195,7 +192,7 @@ def _data(
 
 
 def _schedule_lines(checkpoint: Checkpoint, schedule: ParamSchedule, config: Config) -> list[str]:
-    """What differs of the schedule of rates, and which is taken."""
+    """Differences of the learning-rate schedule, and which one is used."""
     whose = (
         "command line" if not config.optimizer.use_checkpoint_opt_param_scheduler else "checkpoint"
     )

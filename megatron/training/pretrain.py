@@ -1,7 +1,4 @@
-"""Build a run, in visible order, and carry it out.
-
-Called from pretrain_gpt.py.
-"""
+"""Builds a run and trains it: the order of everything that happens outside of the loop."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -40,12 +36,8 @@ from megatron.distributed.setup import (
     warn_of_idle_gpus,
 )
 from megatron.kernels import fa4
-from megatron.model.arithmetic import (
-    peak_tflops,
-)
 from megatron.model.build import build_model, hidden_shape
 from megatron.model.compile import compile_layers
-from megatron.model.kernels import compute_dtype
 from megatron.observe.console import NOT_DONE, banner
 from megatron.observe.goodput import goodput
 from megatron.observe.metrics import Metrics
@@ -58,8 +50,8 @@ from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.offload import OffloadingPasses, OffloadingPipeline
 from megatron.parallel.pipeline import Pipeline, objectives_of
 from megatron.parallel.zero import Zero
-from megatron.training.advisor import Advisor, Forecast, NoAdvisor, Verdict
-from megatron.training.banner import describe
+from megatron.training.advisor import Advisor, Forecast, Verdict
+from megatron.training.banner import describe, peak_tflops_of, run_record
 from megatron.training.checkpointing import (
     fetch,
     finalize,
@@ -74,39 +66,13 @@ from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
 from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.prepare import Prepared, check_kernels, prepare
 from megatron.training.profile import record_memory_history, step_profiler
-from megatron.training.record import run_record
-from megatron.training.resume import (
-    continuity,
-    device_name,
-    take_checkpoint_args,
-)
+from megatron.training.resume import continuity, device_name, take_checkpoint_args
 from megatron.training.run import Run
 from megatron.training.timing import make_timing
 
 logger = logging.getLogger(__name__)
 
-NO_ADVISOR = NoAdvisor()
-
-
-def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
-    """The last line of a dry run and its exit code."""
-    if verdict is None or verdict.word == "fits":
-        return "dry run: everything is in order; nothing was trained", 0
-    if verdict.fits:
-        return (
-            (
-                "dry run: the settings are in order, but memory is tight (see verdict above); "
-                "nothing was trained"
-            ),
-            0,
-        )
-    return (
-        (
-            "dry run: the settings are in order, but the run does not fit into memory (see "
-            "verdict above); nothing was trained"
-        ),
-        2,
-    )
+NO_ADVISOR = Advisor()
 
 
 def pretrain(
@@ -117,24 +83,21 @@ def pretrain(
     dry_run: bool = False,
     advisor: Advisor = NO_ADVISOR,
 ) -> int:
-    """Carry out one run; the exit code of the process. `not_done`: what the flags ask for and does
-    not exist.
-
-    Raises UserError (with the fix) for everything a user can mend.
+    """Carry out one run; the exit code of the process. `not_done`: requested features that do not
+    exist. Raises UserError (with the fix) for everything that a user can fix.
     """
     launch = read_launch()
     config = take_checkpoint_args(config)
     world_size = config.distributed.world_size or launch.world_size
-    # faults of flags come before those of files and of other ranks
+    # faults of flags are reported before those of files and of other ranks
     resolved = resolve(config, world_size, None).config
     if dry_run:
         return _dry_run(config, notes, world_size, not_done, advisor)
-    device, backend = choose_device(launch, config.distributed)
-    set_determinism(device, resolved.model.deterministic_mode)
-    if device.type == "cuda" and resolved.optimizer.optimizer_cpu_offload:
-        share_cores(launch)
-    _connect(launch, backend, config)
+
+    # 1. The device and the other ranks.
+    device = _start_device(launch, config, resolved)
     with contextlib.ExitStack() as stack:
+        # 2. Everything that the run consists of.
         stack.enter_context(job_log())
         warn_of_idle_gpus(launch, device)
         run, checkpoint = build(config, notes, world_size, device, stack, not_done, advisor)
@@ -143,6 +106,8 @@ def pretrain(
             stack.callback(run.checkpoints.close)
         if run.tracker is not None:
             stack.callback(run.tracker.close)
+
+        # 3. Weights and state, training and evaluation.
         try:
             with explained_out_of_memory(run.config, run.vocab_size, run.groups, device, advisor):
                 code = _carry_out(run, checkpoint)
@@ -150,25 +115,33 @@ def pretrain(
                 run.profiler.close()
             run.zero.wait_for_weights()
         except Exception as error:
-            _tell_peers(run, error)
+            _report_failure(run, error)
             raise
     disconnect()
     return code
 
 
-def _connect(launch: Launch, backend: str, config: Config) -> None:
-    """Join the other ranks, which must have the same configuration and versions."""
+def _start_device(launch: Launch, config: Config, resolved: Config) -> torch.device:
+    """This rank's device, connected with the other ranks, which must have the same configuration
+    and versions.
+    """
+    device, backend = choose_device(launch, config.distributed)
+    set_determinism(device, resolved.model.deterministic_mode)
+    if device.type == "cuda" and resolved.optimizer.optimizer_cpu_offload:
+        share_cores(launch)
     versions = {"megatron": __version__, "torch": torch.__version__}
     same = {**config.to_dict(), "versions": versions}
     connect(launch, backend, config.distributed.distributed_timeout_minutes, same)
+    return device
 
 
-def _tell_peers(run: Run, error: Exception) -> None:
-    """Note where a run has failed, and let the other ranks know why this one ends."""
+def _report_failure(run: Run, error: Exception) -> None:
+    """Note in an error where the run failed, and report the failure to the other ranks."""
     error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
     first_line = str(error).splitlines()[0] if str(error) else ""
-    _end(run, 1, f"{type(error).__name__}: {first_line}")
-    PEERS.end(f"{type(error).__name__}: {first_line}")
+    reason = f"{type(error).__name__}: {first_line}"
+    _end(run, 1, reason)
+    PEERS.end(reason)
 
 
 def _dry_run(
@@ -183,6 +156,15 @@ def _dry_run(
     return code
 
 
+def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
+    """The last line of a dry run and its exit code."""
+    if verdict is None or verdict.word == "fits":
+        return "dry run: everything is in order; nothing was trained", 0
+    fault = "memory is tight" if verdict.fits else "the run does not fit into memory"
+    text = f"dry run: the settings are in order, but {fault} (see verdict above); nothing was "
+    return text + "trained", 0 if verdict.fits else 2
+
+
 def build(
     config: Config,
     notes: list[str],
@@ -192,20 +174,27 @@ def build(
     not_done: Sequence[str],
     advisor: Advisor,
 ) -> tuple[Run, Checkpoint | None]:
-    """Everything one run is made of on this rank, weights and state still unset; rank 0 logs the
-    banner. Raises UserError.
+    """Build the run on this rank; weights and optimizer state are not initialized yet. Rank 0 logs
+    the banner. Raises UserError.
 
-    `closing` gives up the lease of --save, also when building fails.
+    `closing` releases the lease of --save, also when building fails.
     """
+    # 1. This rank among the others, and the checkpoints that their nodes hold.
     groups, ranks, local_checkpoints = _join(config, world_size, device)
+
+    # 2. Files, flags and kernels, checked before memory is taken.
     prepared = prepare(config, notes, world_size, device, groups.world, advisor, local_checkpoints)
     config, tokenizer = prepared.config, prepared.tokenizer
     check_kernels(prepared, device, ranks)
-    sections, forecast = _described(prepared, groups, device, advisor)
-    lease = _take_save_folder(prepared, ranks, local_checkpoints, closing)
+    sections, forecast = _describe_on_rank_0(prepared, groups, device, advisor)
+    lease = _lease_save_folder(prepared, ranks, local_checkpoints, closing)
+
+    # 3. The model, sharded, with its executor and optimizer.
     timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)
     pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device, advisor)
-    tracker = _introduce(prepared, sections, forecast, groups, not_done)
+
+    # 4. Trackers and the banner, which names their places.
+    tracker = _open_tracker(prepared, sections, forecast, groups, not_done)
     return Run(
         config=config,
         groups=groups,
@@ -227,44 +216,31 @@ def build(
         progress=prepared.progress,
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
-        peak_tflops=_peak_tflops(config, device),
+        peak_tflops=peak_tflops_of(config, device),
         decode=tokenizer.decode,
         forecast=forecast,
-        profiler=step_profiler(config, groups.rank, device),
+        profiler=step_profiler(config, groups.rank, device, advisor),
     ), prepared.checkpoint
 
 
 def _join(
     config: Config, world_size: int, device: torch.device
 ) -> tuple[Groups, Ranks, LocalCheckpoints | None]:
-    """This rank among the others, and the checkpoints that their nodes hold."""
-    groups = _make_groups(config, world_size)
+    options = group_options(resolve(config, world_size, None).config)
+    groups = make_groups(layout_of(config, world_size), **options)
     ranks = Ranks(groups.world, device, groups.pp.rank)
     return groups, ranks, join_local_checkpoints(config, ranks)
 
 
-def _take_save_folder(
-    prepared: Prepared,
-    ranks: Ranks,
-    local_checkpoints: LocalCheckpoints | None,
-    closing: contextlib.ExitStack,
-) -> Lease | None:
-    """Make this run the one that writes to --save; `closing` gives that up."""
-    lease = lease_save_folder(prepared.config, ranks, slurm_job())
-    if lease is not None:
-        closing.callback(lease.release)
-    prepare_save_folder(
-        prepared.config, ranks, local_checkpoints, goes_on=prepared.checkpoint is not None
-    )
-    return lease
+def _device_names(device: torch.device, ranks: Ranks) -> str:
+    """Of all ranks, each name once."""
+    return ", ".join(sorted(set(ranks.gather_or_raise(lambda: device_name(device)))))
 
 
-def _described(
+def _describe_on_rank_0(
     prepared: Prepared, groups: Groups, device: torch.device, advisor: Advisor
 ) -> tuple[dict[str, list[str]], Forecast | None]:
-    """The banner's sections and the forecast, on rank 0; what prevents it there is raised on
-    all.
-    """
+    """The banner's sections and the forecast, on rank 0; its UserError is raised on all ranks."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     node = pages / 2**30, read_launch().local_size
     with raise_on_all_ranks(groups.world, device):
@@ -273,35 +249,25 @@ def _described(
         return describe(prepared, groups.world.size, device, advisor, node=node)
 
 
-def _exit_conditions(config: Config) -> ExitConditions:
-    if config.evaluation.skip_train:
-        on_signal = "ending the evaluation and exiting"
-    elif config.checkpoint.save is None:
-        on_signal = "exiting after this step; --save is not set, so no checkpoint is written"
-    else:
-        on_signal = "saving and exiting after this step"
-    return ExitConditions(config.training, on_signal)
-
-
-def _device_names(device: torch.device, ranks: Ranks) -> str:
-    """Of all ranks, each name once."""
-    return ", ".join(sorted(set(ranks.gather_or_raise(lambda: device_name(device)))))
-
-
-def _peak_tflops(config: Config, device: torch.device) -> float | None:
-    known = peak_tflops(device_name(device), compute_dtype(config.precision))
-    return config.logging.peak_tflops or known
-
-
-def _make_groups(config: Config, world_size: int) -> Groups:
-    resolved = resolve(config, world_size, None).config
-    return make_groups(layout_of(config, world_size), **group_options(resolved))
+def _lease_save_folder(
+    prepared: Prepared,
+    ranks: Ranks,
+    local_checkpoints: LocalCheckpoints | None,
+    closing: contextlib.ExitStack,
+) -> Lease | None:
+    """Make this run the only one that writes to --save, until `closing` releases the lease."""
+    lease = lease_save_folder(prepared.config, ranks, slurm_job())
+    if lease is not None:
+        closing.callback(lease.release)
+    resumed = prepared.checkpoint is not None
+    prepare_save_folder(prepared.config, ranks, local_checkpoints, goes_on=resumed)
+    return lease
 
 
 def _build_engine(
     config: Config, vocab_size: int, groups: Groups, device: torch.device, advisor: Advisor
 ) -> tuple[Pipeline, Optimizer]:
-    """This rank's stages, sharded, with what drives them and what updates them."""
+    """This rank's stages, sharded, with their executor and their optimizer."""
     record_memory_history(config, device)
     with explained_out_of_memory(config, vocab_size, groups, device, advisor):
         pipeline = _build_pipeline(config, vocab_size, groups, device)
@@ -309,6 +275,15 @@ def _build_engine(
         with raise_on_all_ranks(groups.world, device):
             optimizer = Optimizer(zero.blocks, config, groups, zero.all_gather_weights, zero.defer)
     return pipeline, optimizer
+
+
+def _exit_conditions(config: Config) -> ExitConditions:
+    on_signal = "saving and exiting after this step"
+    if config.evaluation.skip_train:
+        on_signal = "ending the evaluation and exiting"
+    elif config.checkpoint.save is None:
+        on_signal = "exiting after this step; --save is not set, so no checkpoint is written"
+    return ExitConditions(config.training, on_signal)
 
 
 def _build_pipeline(
@@ -342,15 +317,15 @@ def _build_pipeline(
     return kind(model, zero, passes, placement, shape, groups, device, overlapped)
 
 
-def _introduce(
+def _open_tracker(
     prepared: Prepared,
     sections: dict[str, list[str]],
     forecast: Forecast | None,
     groups: Groups,
     not_done: Sequence[str],
 ) -> Tracker | None:
-    """Open wandb, TensorBoard and metrics.jsonl, and log the banner, which says where they go; on
-    rank 0, which has a forecast.
+    """Open wandb, TensorBoard and metrics.jsonl on rank 0, which has a forecast, and log the
+    banner with their places.
     """
     if forecast is None:
         return None
@@ -370,6 +345,7 @@ def _introduce(
 
 
 def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
+    # 1. Weights and state: initialized or loaded.
     if checkpoint is None:
         run.optimizer.initialise()
     else:
@@ -383,9 +359,13 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
         )
         checkpoint.close()
     run.timing.events.ready(run.progress.iteration)
+
+    # 2. Validation that is due before training.
     skip_train = run.config.evaluation.skip_train
     if skip_train or run.progress.evaluation_due:
         run.progress.evaluation_due = evaluate_all(run, "validation") is None
+
+    # 3. Training.
     code = 0
     if not skip_train:
         try:
@@ -403,6 +383,8 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
             return code
     elif run.progress.evaluation_due:
         return _end_of_cut_evaluation(run)
+
+    # 4. The test split.
     if run.data.test and evaluate_all(run, "test") is None:
         return _end_of_cut_evaluation(run)
     _end(run, code, COMPLETE)
@@ -410,7 +392,7 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
 
 
 def _end_of_cut_evaluation(run: Run) -> int:
-    """End a run whose evaluation outside of training was cut short by a signal; the exit code."""
+    """End a run when a signal interrupted an evaluation outside of training; the exit code."""
     ended = run.exits.check(run.progress.iteration)
     assert ended is not None
     logger.info(
@@ -422,15 +404,15 @@ def _end_of_cut_evaluation(run: Run) -> int:
 
 
 def _end(run: Run, code: int, reason: str) -> None:
-    """The last event of this start, and the goodput of all of them for the tracker."""
+    """Write the last event of this start, and log the goodput of all starts."""
     run.timing.events.end(run.progress.iteration, code, reason)
-    if run.tracker is not None and run.config.checkpoint.save is not None:
-        run.tracker.summarise(partial(_goodput, run.config.checkpoint.save))
+    folder = run.config.checkpoint.save
 
+    def summary() -> Metrics:
+        try:
+            return goodput(folder).summary()
+        except UserError:  # no events: their disk failed
+            return {}
 
-def _goodput(folder: str) -> Metrics:
-    """That of a run's folder; nothing where its disk took no events."""
-    try:
-        return goodput(folder).summary()
-    except UserError:
-        return {}
+    if run.tracker is not None and folder is not None:
+        run.tracker.summarise(summary)

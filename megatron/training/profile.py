@@ -1,8 +1,5 @@
-"""Records steps with torch's profiler: a Chrome trace of each rank of --profile-ranks, and a
-snapshot of CUDA's allocator under --record-memory-history.
-
-Called from training/loop.py before each step, and from training/pretrain.py. What runs has names in
-the trace (megatron/distributed/ranges.py); megatron/observe/step_parts.py reads it.
+"""--profile: Chrome traces of torch's profiler, with named ranges (megatron/distributed/ranges.py)
+that tools/_report/step_parts.py reads; and --record-memory-history.
 """
 
 from __future__ import annotations
@@ -18,21 +15,22 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.config.groups import Config
 from megatron.distributed.ranges import named
-from megatron.observe.step_parts import parts_of_trace, trace_path, where_the_step_went
+from megatron.training.advisor import Advisor
 
 logger = logging.getLogger(__name__)
 
-MOST_ALLOCATIONS = 1_000_000  # that --record-memory-history remembers, the last ones
+MAX_ALLOCATIONS = 1_000_000  # in --record-memory-history, the last ones
 
 
 class StepProfiler:
-    """Records the steps of iterations --profile-step-start + 1 to --profile-step-end on one rank.
-    A run that begins or ends between them records those that it makes.
+    """Records iterations --profile-step-start + 1 to --profile-step-end on one rank, as far as the
+    run makes them.
     """
 
-    def __init__(self, config: Config, rank: int, device: torch.device):
+    def __init__(self, config: Config, rank: int, device: torch.device, advisor: Advisor):
         self.config, self.rank, self.device = config.logging, rank, device
-        # the forward passes of pairs have a thread of their own
+        self.advisor = advisor
+        # the forward passes of pairs have a separate thread
         self.all_threads = config.distributed.overlap_moe_expert_parallel_comm
         folder = profile_folder(config)
         assert folder is not None
@@ -43,8 +41,8 @@ class StepProfiler:
         self.over = False
 
     def next_step(self, iterations: int) -> float:
-        """The step after so many iterations begins now; seconds that this took. In the step before
-        the first that is recorded the profiler warms up, which would be in the trace.
+        """Begin the step after `iterations`; the seconds that this took. The profiler warms up in
+        the step before the first recorded one.
         """
         begun = time.perf_counter()
         self._begin(iterations)
@@ -86,7 +84,7 @@ class StepProfiler:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Write what was recorded, once."""
+        """Write the trace, once."""
         if self.over:
             return
         self.over = True
@@ -101,19 +99,22 @@ class StepProfiler:
         self._synchronize()
         self.profiler.stop_trace()
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = trace_path(self.folder, self.rank)
+        path = self.folder / f"rank-{self.rank}.trace.json"
         self.profiler.export_chrome_trace(str(path))
         self.profiler = None
         if self.config.record_memory_history:
             write_snapshot(self.folder, self.rank, self.device)
-        lines = where_the_step_went(parts_of_trace(path))
-        logger.info("\n".join([f" profile: {path}; where the steps went:", *lines]))
+        table = self.advisor.step_table(path)
+        title = f" profile: {path}" + ("; where the steps went:" if table else "")
+        logger.info("\n".join([title, *table]))
 
 
-def step_profiler(config: Config, rank: int, device: torch.device) -> StepProfiler | None:
-    """That of a rank of --profile-ranks."""
+def step_profiler(
+    config: Config, rank: int, device: torch.device, advisor: Advisor
+) -> StepProfiler | None:
+    """The profiler of a rank of --profile-ranks; None on other ranks."""
     chosen = config.logging.profile and rank in config.logging.profile_ranks
-    return StepProfiler(config, rank, device) if chosen else None
+    return StepProfiler(config, rank, device, advisor) if chosen else None
 
 
 def profile_folder(config: Config) -> Path | None:
@@ -124,13 +125,13 @@ def profile_folder(config: Config) -> Path | None:
 
 
 def record_memory_history(config: Config, device: torch.device) -> None:
-    """Let CUDA's allocator remember where memory was taken, under --record-memory-history."""
+    """Record the history of CUDA's allocator with --record-memory-history."""
     if not config.logging.record_memory_history:
         return
     if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
     else:
-        logger.warning("--record-memory-history: acts on CUDA alone, nothing is recorded")
+        logger.warning("--record-memory-history has no effect without CUDA")
 
 
 def write_snapshot(folder: Path, rank: int, device: torch.device) -> Path | None:

@@ -15,7 +15,7 @@ from megatron.tools import goodput as tool
 from programs import Program
 
 from megatron.observe.events import EventLog
-from megatron.observe.goodput import CAUSES, ENOUGH, account, goodput, read_events
+from megatron.observe.goodput import CAUSES, TOLERANCE, account, goodput, read_events
 from megatron.observe.metrics import Timers
 from megatron.observe.tracking import read_metrics
 
@@ -65,7 +65,7 @@ def test_it_adds_up(folder, capsys):
     assert found.starts == 5 and found.adds_up
     assert list(found.losses) == list(CAUSES)
     assert sum(seconds for _, seconds in found.rows()) == pytest.approx(found.wall)
-    assert abs(found.other) <= ENOUGH * found.wall
+    assert abs(found.other) <= TOLERANCE * found.wall
     # all that happened has cost something
     assert all(seconds > 0 for seconds in found.losses.values())
     assert found.losses["restart"] > 4 * 0.3
@@ -91,7 +91,7 @@ def test_without_an_event_it_does_not(folder, tmp_path, capsys):
     for kind in ("ready", "steps", "evaluation", "checkpoint"):
         rows = [row for row in inner if row["event"] == kind]
         longest = max(rows, key=lambda row: row["seconds"])
-        if longest["seconds"] <= 2 * ENOUGH * account(events).wall:
+        if longest["seconds"] <= 2 * TOLERANCE * account(events).wall:
             continue
         copy = tmp_path / kind
         copy.mkdir()

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
+from megatron.tools._report.step_parts import step_table
 
-from megatron.observe.step_parts import step_table
 from pretrain_gpt import main
 
 pytestmark = pytest.mark.gpu

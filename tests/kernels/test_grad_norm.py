@@ -10,7 +10,7 @@ import torch
 from megatron.kernels.configurations import Row
 from megatron.kernels.grad_norm import sum_of_squares, sum_of_squares_reference
 
-from megatron.parallel import grad_norm as clip
+from megatron.parallel import grad_norm
 
 # three programs, so that a program has several blocks
 FEW = Row("grad_norm", 90, {}, {"block": 256, "num_warps": 4, "programs": 3})
@@ -31,10 +31,10 @@ def test_equals_the_optimizers_sum(device, dtype, configuration, monkeypatch):
     assert got.dtype == torch.float64
     exact = math.fsum(x * x for piece in pieces for x in piece.double().tolist())
     assert abs(float(got) - exact) <= 1e-14 * exact
-    torch.testing.assert_close(got, clip.sum_of_squares(pieces, device), rtol=1e-13, atol=0)
+    torch.testing.assert_close(got, grad_norm.sum_of_squares(pieces, device), rtol=1e-13, atol=0)
     torch.testing.assert_close(got, sum_of_squares_reference(pieces), rtol=1e-13, atol=0)
     assert torch.equal(got, sum_of_squares(pieces)) and torch.equal(
-        got, clip.sum_of_squares(iter(pieces), device, "triton")
+        got, grad_norm.sum_of_squares(iter(pieces), device, "triton")
     )
 
 
@@ -62,7 +62,7 @@ def test_reads_nothing_beyond_a_piece(device):
 
 
 def test_no_pieces_at_all(device):
-    assert float(clip.sum_of_squares(iter(()), device, "triton")) == 0
+    assert float(grad_norm.sum_of_squares(iter(()), device, "triton")) == 0
 
 
 def test_op_is_what_it_says(device):

@@ -23,8 +23,7 @@ from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
 from megatron.model.block import LayerBlock
 from megatron.parallel.layer_passes import LayerPasses
 
-# Functions of distributed/collectives.py and distributed/p2p.py that send and receive, and what
-# they are.
+# Functions of distributed/collectives.py that send and receive, and what they are.
 KINDS = {
     "Sending": "message",
     "start_all_reduce": "all-reduce",
@@ -60,19 +59,15 @@ def _frames() -> Iterator[Any]:
 
 
 def _who() -> tuple[str, str]:
-    """(kind of the call in distributed/collectives.py or distributed/p2p.py, the function that
-    called it).
-    """
+    """(kind of the call in distributed/collectives.py, the function that called it)."""
     kind = None
     for frame in _frames():
         name = frame.f_code.co_qualname
-        if Path(frame.f_code.co_filename).name in ("collectives.py", "p2p.py"):
+        if Path(frame.f_code.co_filename).name == "collectives.py":
             kind = KINDS.get(name.split(".")[0], kind)
         elif kind is not None:
             return kind, name.removesuffix(".<locals>.<listcomp>")
-    raise AssertionError(
-        "torch.distributed was not called through distributed/collectives.py or distributed/p2p.py"
-    )
+    raise AssertionError("torch.distributed was not called through distributed/collectives.py")
 
 
 class Ledger:

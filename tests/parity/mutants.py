@@ -335,8 +335,8 @@ MUTANTS = (
     ),
     Mutant(
         "a buffer for all messages, so that saved inputs go stale",
-        "megatron/distributed/p2p.py",
-        """self.x = torch.empty(shape, dtype=dtype, device="cpu" if is_gloo(axis) else device)""",
+        "megatron/distributed/collectives.py",
+        """self.x = torch.empty(shape, dtype=dtype, device="cpu" if backend.on_host else device)""",
         """self.x = Receiving.__dict__.get("buffer", torch.empty(shape, dtype=dtype))
         Receiving.buffer = self.x""",
         ("fp64-m5-pp2-gpipe",),

@@ -32,7 +32,7 @@ from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
 from megatron.parallel.blocks import Block
 from megatron.parallel.graphs import GraphedPasses
-from megatron.training import loop, pretrain, record, step
+from megatron.training import banner, loop, pretrain, step
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
         # the world goes on
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         stack.enter_context(mock.patch.object(pretrain, "train", train))
-        stack.enter_context(mock.patch.object(record, "git_state", lambda root: None))
+        stack.enter_context(mock.patch.object(banner, "git_state", lambda root: None))
         if device == "cpu" and torch.cuda.is_available():
             stack.enter_context(
                 mock.patch.object(

@@ -41,9 +41,9 @@ def nccl_buffers(config: Config, world_size: int) -> NcclBuffers:
     uses: list[str] = []
 
     def new_group(ranks: tuple[int, ...], group_desc: str) -> None:
-        if 0 in ranks:
-            uses.append(group_desc)
+        uses.append(group_desc)
 
-    build_groups(layout_of(config, world_size), 0, new_group, **group_options(config))
+    layout = layout_of(config, world_size)
+    build_groups(layout, 0, new_group, own_only=True, **group_options(config))
     channels = [MESSAGE_CTAS if use.startswith("channel") else CHANNELS for use in uses]
     return NcclBuffers(len(uses), sum(channels) * CHANNEL_BYTES)

@@ -1,7 +1,7 @@
 """One rank's step, carried out by the real executor and the real ZeRO, on buffers that have a size
 and no memory.
 
-Everything is on the meta device, and nothing is sent (distributed/silent.py). Layers are not run:
+Everything is on the meta device, and nothing is sent (silent.py). Layers are not run:
 plan/activations.py says what a pass of each keeps and takes. What else a step allocates is made
 here by the code that trains, and entered in a ledger. It leaves the ledger when torch lets go of
 it: when things live is written down nowhere but in the engine itself.
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from megatron.tools._plan.activations import UnitBytes
+from megatron.tools._plan.silent import SilentGroup
 from torch import Tensor
 
 from megatron.distributed.groups import Groups
-from megatron.distributed.silent import SilentGroup
 from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
 from megatron.parallel.blocks import Block
@@ -134,12 +134,12 @@ class CountedGroup(SilentGroup):
         super().__init__(gloo)
         self.ledger = ledger
 
-    def hold(self, what: str, result: Tensor, beside: int) -> Held:
-        held = Held(self.ledger, "scratch", beside)
+    def hold(self, what: str, result: Tensor, extra: int) -> Held:
+        held = Held(self.ledger, "scratch", extra)
         made = not self.ledger.knows(result)
         if made:
             self.ledger.watch(self.KINDS[what], result)
-        if made or beside:
+        if made or extra:
             self.ledger.look()
         return held
 

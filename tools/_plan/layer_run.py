@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from megatron.distributed.silent import SilentGroup
 from megatron.kernels.lang import FAKES
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -25,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.groups import Config
 from megatron.distributed.groups import ALONE, Layout, build_groups
-from megatron.distributed.silent import SilentGroup
 from megatron.model.block import MicroBatch
 from megatron.model.build import build_stages, hidden_shape
 from megatron.model.experts.router import OBJECTIVE

@@ -180,7 +180,9 @@ def _groups_of(rank: int, config: Config, layout: Layout, group: CountedGroup) -
     each process group.
     """
     place = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})
-    return build_groups(layout, place, lambda ranks, group_desc: group, **group_options(config))
+    return build_groups(
+        layout, place, lambda ranks, group_desc: group, own_only=True, **group_options(config)
+    )
 
 
 def with_state_on_the_device(config: Config) -> Config:

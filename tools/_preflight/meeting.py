@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore
 
 from megatron.distributed.groups import Groups
 from megatron.distributed.peers import run_for
-from megatron.distributed.rendezvous import FAREWELL, Launch, open_store
+from megatron.distributed.rendezvous import ERROR_GRACE_S, Launch, open_store
 
 TICK = 0.005  # seconds between two looks at rank 0's clock, and for results
 ENDED = "verdict"
@@ -112,7 +112,7 @@ class Meeting:
         does not.
         """
         limits = self.limits
-        seconds = FAREWELL + (limits.arrival if arrival else 2 * limits.answer)
+        seconds = ERROR_GRACE_S + (limits.arrival if arrival else 2 * limits.answer)
         return self._ask(lambda: self.store.get(key), seconds).decode()
 
     def gather(
@@ -295,5 +295,5 @@ class Leader:
     def end(self, code: int, findings: Findings) -> None:
         """Give the exit code to all, and wait until those who live have read it."""
         self.meeting.store.set(f"stage/{self.number}", f"{ENDED} {code}")
-        self.meeting.gather("left", FAREWELL, findings.nodes.keys() - findings.missing.keys())
+        self.meeting.gather("left", ERROR_GRACE_S, findings.nodes.keys() - findings.missing.keys())
         self.over.set()

@@ -15,12 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megatron.tools._report.step_parts import StepParts, step_table
+
 from megatron.config.errors import UserError
 from megatron.config.input_files import read_json
 from megatron.config.metadata import flag_name
 from megatron.observe.goodput import Goodput, goodput
 from megatron.observe.metrics import Metrics
-from megatron.observe.step_parts import StepParts, step_table
 from megatron.observe.tracking import RESUMED, config_file, metrics_path, read_metrics
 
 VALIDATION = "lm loss validation"

@@ -6,11 +6,13 @@ Called from page.py.
 
 from __future__ import annotations
 
+from megatron.tools._report import goodput_text
+from megatron.tools._report.goodput_text import MEANINGS
 from megatron.tools._report.markup import escaped, part_colour, sheet, square, stack, swatch
 from megatron.tools._report.runs import LoggedRun
+from megatron.tools._report.step_parts import in_milliseconds, mean_steps, part_names
 
-from megatron.observe.goodput import MEANINGS, Goodput
-from megatron.observe.step_parts import in_milliseconds, mean_steps, part_names
+from megatron.observe.goodput import Goodput
 
 
 def goodput_section(runs: list[LoggedRun]) -> str:
@@ -24,7 +26,7 @@ def goodput_section(runs: list[LoggedRun]) -> str:
     faults = (
         f"<p class=note>{escaped(run.name + ': ') if len(runs) > 1 else ''}{escaped(fault)}.</p>"
         for _, run in known
-        if (fault := run.goodput.fault())
+        if (fault := goodput_text.fault(run.goodput))
     )
     return f"<h2>Goodput</h2>{body}{''.join(faults)}"
 
@@ -39,7 +41,7 @@ def _causes(found: Goodput) -> str:
         for number, (cause, seconds) in enumerate(found.rows())
     ]
     rows.append(["wall time", f"{found.wall:,.1f}", "100.0%"])
-    headline = escaped(found.headline())
+    headline = escaped(goodput_text.headline(found))
     return (
         f"<p class=note>{headline[0].upper()}{headline[1:]}.</p>"
         f"<div class=bar-of-parts>{stack(found.rows())}</div>"

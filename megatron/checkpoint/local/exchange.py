@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
-from megatron.distributed.collectives import is_gloo
-from megatron.distributed.p2p import Receiving, Sending
+from megatron.distributed.collectives import Receiving, Sending, is_gloo
 
 WINDOW = 1 << 20  # bytes of one message, of which a rank that XORs several files holds many
 PIECE = 8 << 20  # bytes of one message of a copy

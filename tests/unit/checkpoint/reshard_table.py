@@ -27,6 +27,7 @@ import torch
 # the repository, tests, this folder
 sys.path[:0] = [str(Path(__file__).resolve().parents[up]) for up in (3, 2, 0)]
 
+from megatron.tools._preprocess.writer import IndexedDatasetWriter  # noqa: E402
 from reshard_cases import (
     ALL_LAYOUTS,
     differing,
@@ -38,7 +39,6 @@ from reshard_cases import (
     start,
 )  # noqa: E402
 
-from megatron.data.indexed_dataset import IndexedDatasetWriter  # noqa: E402
 from megatron.observe.tracking import read_metrics  # noqa: E402
 
 FP64, FP16 = 1e-10, 2.0**-11 * 16

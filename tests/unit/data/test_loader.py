@@ -11,18 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.tools._preprocess.writer import IndexedDatasetWriter
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, DataConfig, EvaluationConfig, TrainingConfig
 from megatron.config.validate import parse_split
-from megatron.data.indexed_dataset import DataError, IndexedDataset, IndexedDatasetWriter
-from megatron.data.loader import (
-    Batch,
-    MockReader,
-    build_data,
-    parse_paths,
-    split_range,
-)
+from megatron.data.indexed_dataset import DataError, IndexedDataset
+from megatron.data.loader import Batch, MockReader, build_data, parse_paths, split_range
 from megatron.data.tokenizer import build_tokenizer
 
 VOCAB = 500  # of the NullTokenizer: 501 ids, the last ends a document
@@ -83,8 +78,18 @@ def build(settings: Config, history: dict | None = None, consumed: int = 0):
     return build_data(settings, build_tokenizer(settings.data), history, consumed)
 
 
+def train_on(*paths: str, history: dict | None = None, consumed: int = 0, **settings: object):
+    """The data of a run with training files alone."""
+    return build(config(train_data_path=paths, eval_iters=0, **settings), history, consumed)
+
+
+def build_split(*paths: str, **settings: object):
+    """The data of files that --split divides."""
+    return build(config(data_path=paths, **settings))
+
+
 def test_a_batch_is_a_pure_function(tmp_path):
-    data = build(config(data_path=(make(tmp_path / "x", 300),), split="80,10,10"))
+    data = build_split(make(tmp_path / "x", 300), split="80,10,10")
     batch = data.train.batch(7, 5)
     assert (
         batch.tokens.shape
@@ -119,7 +124,7 @@ def test_a_batch_is_a_pure_function(tmp_path):
 
 def test_train_valid_and_test_never_share_a_token(tmp_path):
     prefix = make(tmp_path / "x", 400)
-    data = build(config(data_path=(prefix,), split="70,20,10"))
+    data = build_split(prefix, split="70,20,10")
     seen = {}
     for name, source in (
         ("train", data.train),
@@ -172,7 +177,7 @@ def test_path_lists():
 
 def test_evaluation_samples_do_not_follow_the_seed(tmp_path):
     prefix = make(tmp_path / "x", 300)
-    one, two = (build(config(data_path=(prefix,), split="80,10,10", seed=seed)) for seed in (1, 2))
+    one, two = (build_split(prefix, split="80,10,10", seed=seed) for seed in (1, 2))
     assert torch.equal(
         one.valid["validation"].batch(0, 8).tokens, two.valid["validation"].batch(0, 8).tokens
     )
@@ -187,10 +192,7 @@ def test_sources_of_validation_are_separate_and_named(tmp_path):
         make(tmp_path / "q" / "web_text_document", 200, 3),
     )
     train = make(tmp_path / "t", 200, 4)
-    assert list(build(config(data_path=("0.3", a, "0.7", b), split="80,10,10")).valid) == [
-        "web",
-        "code",
-    ]
+    assert list(build_split("0.3", a, "0.7", b, split="80,10,10").valid) == ["web", "code"]
     data = build(config(train_data_path=(train,), valid_data_path=(a, b), test_data_path=(a,)))
     assert list(data.valid) == ["web", "code"] and list(data.test) == ["test"]
     tokens = [source.reader.streams[0].num_tokens for source in data.valid.values()]
@@ -213,10 +215,10 @@ def test_sources_of_validation_are_separate_and_named(tmp_path):
 
 def test_blend_shares_and_token_counts_as_weights(tmp_path):
     a, b = make(tmp_path / "a", 100, 1), make(tmp_path / "b", 300, 2)
-    data = build(config(train_data_path=("1", a, "3", b), eval_iters=0))
+    data = train_on("1", a, "3", b)
     assert [source["share"] for source in data.history["segments"][0]["sources"]] == [16384, 49152]
     sizes = [stream.num_tokens for stream in data.train.reader.streams]
-    bare = build(config(train_data_path=(a, b), eval_iters=0))
+    bare = train_on(a, b)
     share = bare.history["segments"][0]["sources"][0]["share"] / 65536
     assert abs(share - sizes[0] / sum(sizes)) < 1 / 65536
     assert any("share 16384/65536 = 0.250000" in note for note in data.notes)
@@ -224,10 +226,10 @@ def test_blend_shares_and_token_counts_as_weights(tmp_path):
 
 def test_blend_change_mid_run_goes_on_in_each_source(tmp_path):
     a, b, c = (make(tmp_path / name, 200, seed) for seed, name in enumerate("abc"))
-    first = build(config(train_data_path=("1", a, "1", b), eval_iters=0))
+    first = train_on("1", a, "1", b)
     history = json.loads(json.dumps(first.history))
-    later = build(config(train_data_path=("1", c, "3", b), eval_iters=0), history, consumed=101)
-    alone = build(config(train_data_path=(b,), eval_iters=0)).train.batch(0, 150).tokens
+    later = train_on("1", c, "3", b, history=history, consumed=101)
+    alone = train_on(b).train.batch(0, 150).tokens
     read = [
         first.train.batch(k, 1).tokens[0]
         for k in range(101)
@@ -244,11 +246,7 @@ def test_blend_change_mid_run_goes_on_in_each_source(tmp_path):
         path: Path(f"{b}.{path}").rename(tmp_path / f"moved.{path}")
         for path in ("bin", "idx", "json")
     }
-    same = build(
-        config(train_data_path=("1", c, "3", str(moved["bin"])[:-4]), eval_iters=0),
-        later.history,
-        consumed=150,
-    )
+    same = train_on("1", c, "3", str(moved["bin"])[:-4], history=later.history, consumed=150)
     assert same.history == later.history and torch.equal(
         same.train.batch(150, 20).tokens, later.train.batch(150, 20).tokens
     )
@@ -257,7 +255,7 @@ def test_blend_change_mid_run_goes_on_in_each_source(tmp_path):
 def test_eod_masks_and_resets(tmp_path):
     prefix = make(tmp_path / "x", 300)
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-    source = build(config(train_data_path=(prefix,), eval_iters=0, seq_length=64, **flags)).train
+    source = train_on(prefix, seq_length=64, **flags).train
     batch = source.batch(0, 20)
     assert source.valid_tokens(3, 17) == batch.loss_mask[3:].sum()  # not that of the labels
     assert (batch.labels[3:] == EOD).sum() != (batch.tokens[3:] == EOD).sum()
@@ -273,14 +271,10 @@ def test_eod_masks_and_resets(tmp_path):
                 and batch.position_ids[row, at] == at - start
             )
             assert batch.loss_mask[row, at] == float(batch.tokens[row, at] != EOD)
-    positions_only = build(
-        config(train_data_path=(prefix,), eval_iters=0, seq_length=64, reset_position_ids=True)
-    ).train.batch(0, 20)
+    positions_only = train_on(prefix, seq_length=64, reset_position_ids=True).train.batch(0, 20)
     assert torch.equal(positions_only.position_ids, batch.position_ids)
     assert positions_only.document_starts is None and positions_only.loss_mask.all()
-    mask_only = build(
-        config(train_data_path=(prefix,), eval_iters=0, seq_length=64, reset_attention_mask=True)
-    ).train.batch(0, 20)
+    mask_only = train_on(prefix, seq_length=64, reset_attention_mask=True).train.batch(0, 20)
     assert torch.equal(mask_only.document_starts, batch.document_starts) and torch.equal(
         mask_only.position_ids[3], torch.arange(64)
     )
@@ -293,7 +287,7 @@ def test_eod_flags_need_eod(tmp_path, flag, sidecar):
         make(tmp_path / "good", 50, sidecar=sidecar),
         make(tmp_path / "bad", 50, eod=False, sidecar=sidecar),
     )
-    build(config(train_data_path=(good,), eval_iters=0, **{flag: True}))
+    train_on(good, **{flag: True})
     with pytest.raises(
         DataError,
         match=(
@@ -301,7 +295,7 @@ def test_eod_flags_need_eod(tmp_path, flag, sidecar):
             r"cannot act"
         ),
     ):
-        build(config(train_data_path=(bad,), eval_iters=0, **{flag: True}))
+        train_on(bad, **{flag: True})
 
 
 def test_ids_beyond_the_vocabulary(tmp_path):
@@ -310,7 +304,7 @@ def test_ids_beyond_the_vocabulary(tmp_path):
         make(tmp_path / "unknown", 100, largest=900, sidecar=False),
     )
     with pytest.raises(DataError, match=r"unknown\.bin, byte \d+: token id \d+ lies outside"):
-        build(config(train_data_path=(unknown,), eval_iters=0))
+        train_on(unknown)
     ids = np.memmap(f"{unknown}.bin", "u2", "r+")  # sound at both ends, wrong in between
     ids[:50] = ids[-50:] = 1
     ids.flush()
@@ -318,23 +312,17 @@ def test_ids_beyond_the_vocabulary(tmp_path):
         DataError,
         match=r"known\.bin: its largest token id, \d+, lies outside the vocabulary of 501",
     ):
-        build(config(train_data_path=(known,), eval_iters=0))
+        train_on(known)
     with pytest.raises(DataError, match="token id, 500, lies outside the vocabulary of 500"):
         edge = make(tmp_path / "edge", 100)
-        build(config(train_data_path=(edge,), eval_iters=0, vocab_size=VOCAB - 1))
-    data = build(config(train_data_path=(unknown,), eval_iters=0))
+        train_on(edge, vocab_size=VOCAB - 1)
+    data = train_on(unknown)
     assert any("unknown: has no sidecar" in note and "--check-data" in note for note in data.notes)
     with pytest.raises(DataError, match=r"unknown\.bin, byte \d+: token id \d+ lies outside"):
         data.train.batch(0, 50)
     with pytest.raises(DataError, match=r"unknown\.bin, byte \d+: token id \d+ lies outside"):
-        build(config(train_data_path=(unknown,), eval_iters=0, check_data=True))
-    sound = build(
-        config(
-            train_data_path=(make(tmp_path / "sound", 100, sidecar=False),),
-            eval_iters=0,
-            check_data=True,
-        )
-    )
+        train_on(unknown, check_data=True)
+    sound = train_on(make(tmp_path / "sound", 100, sidecar=False), check_data=True)
     assert any("scanned in full" in note for note in sound.notes) and not any(
         "no sidecar" in note for note in sound.notes
     )
@@ -351,10 +339,10 @@ def test_an_end_of_document_beyond_the_vocabulary_is_found_before_training(tmp_p
     ids[data.first_token(1) - 1 if place == 0 else -1] = 777
     ids.flush()
     with pytest.raises(DataError, match="token id 777 lies outside the vocabulary of 501") as error:
-        build(config(data_path=(prefix,), split="80,10,10", eval_iters=0))
+        build_split(prefix, split="80,10,10", eval_iters=0)
     kind, size = re.search(r"--tokenizer-type (\w+) --vocab-size (\d+)", str(error.value)).groups()
     flags = {"tokenizer_type": kind, "vocab_size": int(size)}
-    data = build(config(data_path=(prefix,), split="80,10,10", eval_iters=0, **flags))
+    data = build_split(prefix, split="80,10,10", eval_iters=0, **flags)
     assert data.eod == 777
     data.train.batch(0, 100)
 
@@ -381,14 +369,14 @@ def test_a_source_too_small_for_a_split_is_left_out_and_named(tmp_path, document
     large = make(tmp_path / "large", 2000)
     small = make(tmp_path / "small", documents, seed=1)
     settings = {"split": "960,20,20", "seq_length": 64}
-    data = build(config(data_path=(large, small), **settings))
+    data = build_split(large, small, **settings)
     assert list(data.test) == ["test"] and list(data.valid) == ["validation"]
     for split in ("valid", "test"):
         assert any(note.startswith(f"{split}: left out: {small}: ") for note in data.notes)
     with pytest.raises(DataError, match="small: .*(leaves no document|one sample needs)"):
-        build(config(data_path=(small,), **settings))
+        build_split(small, **settings)
     with pytest.raises(DataError, match="small: .*(leaves no document|one sample needs)"):
-        build(config(data_path=(large, small), split="1,500,500", seq_length=64))
+        build_split(large, small, split="1,500,500", seq_length=64)
 
 
 def test_all_faults_are_reported_together(tmp_path):
@@ -414,13 +402,13 @@ def test_all_faults_are_reported_together(tmp_path):
 def test_a_split_without_documents_is_an_error_and_without_share_is_not(tmp_path):
     prefix = make(tmp_path / "x", 42)
     with pytest.raises(DataError, match="--split 969,30,1 leaves no document of its 42 for test"):
-        build(config(data_path=(prefix,)))
-    data = build(config(data_path=(prefix,), split="90,10,0"))
+        build_split(prefix)
+    data = build_split(prefix, split="90,10,0")
     assert data.valid and not data.test
-    assert not build(config(data_path=(prefix,), eval_iters=0)).valid
+    assert not build_split(prefix, eval_iters=0).valid
     with pytest.raises(DataError, match="no training data"):
-        build(config(data_path=(prefix,), split="0,100,0"))
-    assert build(config(data_path=(prefix,), split="0,100,0", skip_train=True)).train is None
+        build_split(prefix, split="0,100,0")
+    assert build_split(prefix, split="0,100,0", skip_train=True).train is None
     with pytest.raises(DataError, match="no training data"):
         build(config())
 
@@ -429,12 +417,12 @@ def test_the_same_content_twice_is_refused(tmp_path):
     prefix, copy = make(tmp_path / "x", 42), make(tmp_path / "copy", 42)
     for paths in (("1", prefix, "2", prefix), (prefix, copy)):
         with pytest.raises(DataError, match="given twice"):
-            build(config(train_data_path=paths, eval_iters=0))
+            train_on(*paths)
 
 
 def test_another_tokenizer_is_noted_and_bytes_per_token_known(tmp_path):
     prefix = make(tmp_path / "x", 100)
-    data = build(config(train_data_path=(prefix,), eval_iters=0, vocab_size=800))
+    data = train_on(prefix, vocab_size=800)
     assert any("made with another tokenizer" in note for note in data.notes)
     assert data.train.bytes_per_token == 3.0 and data.eod == 800
 

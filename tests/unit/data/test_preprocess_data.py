@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from megatron.tools import preprocess_data as tool
+from megatron.tools._preprocess import text_files
 
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config, DataConfig, EvaluationConfig
-from megatron.data import text_files
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
@@ -30,8 +30,10 @@ ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "preprocess_data.py"
 
 
-def run(*flags: object, vocab_size: int = 1000) -> list[dict]:
-    given = [str(flag) for flag in flags]
+def run(inputs: object, prefix: object, *flags: object, vocab_size: int = 1000) -> list[dict]:
+    """Preprocess one input or a list of them; the sidecars."""
+    inputs = inputs if isinstance(inputs, list) else [inputs]
+    given = ["--input", *map(str, inputs), "--output-prefix", str(prefix), *map(str, flags)]
     if "--tokenizer-type" not in given:
         given += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size)]
     if "--workers" not in given:
@@ -57,12 +59,7 @@ def raw(prefix: Path) -> tuple[bytes, bytes]:
 
 
 def test_the_documented_bytes_from_text(tmp_path):
-    run(
-        "--input",
-        lines(tmp_path / "a.jsonl", ["1 2 3", "4 5", "6 7 8 9 10"]),
-        "--output-prefix",
-        tmp_path / "x",
-    )
+    run(lines(tmp_path / "a.jsonl", ["1 2 3", "4 5", "6 7 8 9 10"]), tmp_path / "x")
     index = raw(tmp_path / "x_text_document")[1]
     assert len(index) == 102 and index.hex().startswith(
         "4d4d49444944580000010000000000000008030000000000000004000000000000000300000002000000"
@@ -76,13 +73,7 @@ def test_the_documented_bytes_from_text(tmp_path):
 @pytest.mark.parametrize("append", [False, True])
 def test_documents_sentences_and_empty_texts(tmp_path, append):
     texts = ["1 2", "", ["3", "", "4 5"], ["", ""], [], "6"]
-    (sidecar,) = run(
-        "--input",
-        lines(tmp_path / "a.jsonl", texts),
-        "--output-prefix",
-        tmp_path / "x",
-        *["--append-eod"] * append,
-    )
+    (sidecar,) = run(lines(tmp_path / "a.jsonl", texts), tmp_path / "x", *["--append-eod"] * append)
     data = IndexedDataset(str(tmp_path / "x_text_document"))
     end = [1000] * append
     assert [data.sequence(k).tolist() for k in range(data.num_sequences)] == [
@@ -105,13 +96,7 @@ def test_workers_compression_and_several_files_give_the_same_bytes(tmp_path, mon
 
     monkeypatch.setattr(tool, "SMALLEST_CHUNK", 500)
     texts = integers(900)
-    run(
-        "--input",
-        lines(tmp_path / "all.jsonl", texts),
-        "--output-prefix",
-        tmp_path / "one",
-        "--append-eod",
-    )
+    run(lines(tmp_path / "all.jsonl", texts), tmp_path / "one", "--append-eod")
     expected = raw(tmp_path / "one_text_document")
     halves = [
         lines(tmp_path / f"half{k}.jsonl", part).read_bytes()
@@ -132,9 +117,7 @@ def test_workers_compression_and_several_files_give_the_same_bytes(tmp_path, mon
         ("packed1", ["part*"], 1),
     ):
         run(
-            "--input",
-            *[tmp_path / path for path in inputs],
-            "--output-prefix",
+            [tmp_path / path for path in inputs],
             tmp_path / name,
             "--append-eod",
             "--workers",
@@ -157,9 +140,7 @@ def test_line_ends_blank_lines_and_unicode(tmp_path):
     model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     model.save(str(tmp_path / "tokenizer.json"))
     run(
-        "--input",
         path,
-        "--output-prefix",
         tmp_path / "x",
         "--tokenizer-type",
         "HuggingFaceTokenizer",
@@ -173,16 +154,8 @@ def test_line_ends_blank_lines_and_unicode(tmp_path):
 def test_several_keys_and_int32(tmp_path):
     records = [{"title": "7", "body": "70000 2"}, {"title": "", "body": "3"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
-    run(
-        "--input",
-        tmp_path / "a.jsonl",
-        "--json-keys",
-        "title",
-        "body",
-        "--output-prefix",
-        tmp_path / "x",
-        vocab_size=80000,
-    )
+    keys = "--json-keys", "title", "body"
+    run(tmp_path / "a.jsonl", tmp_path / "x", *keys, vocab_size=80000)
     title, body = (IndexedDataset(str(tmp_path / f"x_{key}_document")) for key in ("title", "body"))
     assert (
         title.tokens.tolist() == [7]
@@ -193,13 +166,7 @@ def test_several_keys_and_int32(tmp_path):
 
 
 def test_the_sidecar_tells_the_loader(tmp_path):
-    run(
-        "--input",
-        lines(tmp_path / "a.jsonl", integers(300)),
-        "--output-prefix",
-        tmp_path / "x",
-        "--append-eod",
-    )
+    run(lines(tmp_path / "a.jsonl", integers(300)), tmp_path / "x", "--append-eod")
     prefix = str(tmp_path / "x_text_document")
     data_config = DataConfig(
         train_data_path=(prefix,),
@@ -249,14 +216,7 @@ def test_faults_name_file_and_line_and_leave_nothing(
     path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
     with pytest.raises(ValueError, match=f"{path}, line {padding + line}: {message}"):
-        run(
-            "--input",
-            path,
-            "--output-prefix",
-            tmp_path / "out" / "x",
-            "--workers",
-            2 if padding else 1,
-        )
+        run(path, tmp_path / "out" / "x", "--workers", 2 if padding else 1)
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -274,7 +234,7 @@ def test_lone_surrogates_name_file_and_line(tmp_path):
         UserError,
         match=r"a\.jsonl, line 2: a text holds half of a surrogate pair.*--invalid-text replace",
     ):
-        run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x")
+        run(tmp_path / "a.jsonl", tmp_path / "x")
     assert not list(tmp_path.glob("x*"))
 
 
@@ -295,15 +255,7 @@ def test_lone_surrogates_are_replaced_or_left_out_and_counted(tmp_path, capsys):
     ]
     texts = {"replace": ["1", "2\ufffd 3", "4", "\ufffd", "5"], "skip": ["1", "5"]}
     for policy, kept in texts.items():
-        (sidecar,) = run(
-            "--input",
-            tmp_path / "a.jsonl",
-            "--output-prefix",
-            tmp_path / policy,
-            "--invalid-text",
-            policy,
-            *flags,
-        )
+        (sidecar,) = run(tmp_path / "a.jsonl", tmp_path / policy, "--invalid-text", policy, *flags)
         made = IndexedDataset(str(tmp_path / f"{policy}_text_document"))
         assert [bpe.decode(made.sequence(k).tolist()) for k in range(made.num_sequences)] == kept
         assert sidecar["invalid_texts"] == 2 and sidecar["invalid_text"] == policy
@@ -317,26 +269,14 @@ def test_lone_surrogates_are_replaced_or_left_out_and_counted(tmp_path, capsys):
 def test_a_line_left_out_is_left_out_under_every_key(tmp_path):
     rows = [{"a": "1", "b": "2"}, {"a": "3", "b": "\ud800"}, {"a": "5", "b": "6"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(
-        "--input",
-        tmp_path / "a.jsonl",
-        "--output-prefix",
-        tmp_path / "x",
-        "--json-keys",
-        "a",
-        "b",
-        "--invalid-text",
-        "skip",
-    )
+    run(tmp_path / "a.jsonl", tmp_path / "x", "--json-keys", "a", "b", "--invalid-text", "skip")
     for key, kept in (("a", [1, 5]), ("b", [2, 6])):
         assert IndexedDataset(str(tmp_path / f"x_{key}_document")).tokens.tolist() == kept
 
 
 def test_bytes_that_are_not_utf8_follow_the_policy(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n{"text": "\xff"}\n{"text": "3"}\n')
-    (sidecar,) = run(
-        "--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--invalid-text", "skip"
-    )
+    (sidecar,) = run(tmp_path / "a.jsonl", tmp_path / "x", "--invalid-text", "skip")
     assert sidecar["invalid_texts"] == 1 and sidecar["documents"] == 2
 
 
@@ -354,14 +294,7 @@ def test_keys_that_cannot_name_files_are_refused_before_work(tmp_path, monkeypat
     (tmp_path / "x_here_document.bin").mkdir()
     monkeypatch.setattr(tool, "tokenizer_of", lambda *_: pytest.fail("work was begun"))
     with pytest.raises(UserError, match=message):
-        run(
-            "--input",
-            lines(tmp_path / "a.jsonl", ["1"]),
-            "--output-prefix",
-            tmp_path / "x",
-            "--json-keys",
-            *keys,
-        )
+        run(lines(tmp_path / "a.jsonl", ["1"]), tmp_path / "x", "--json-keys", *keys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "x_here_document.bin"]
 
 
@@ -369,7 +302,7 @@ def test_a_prefix_that_is_too_long_is_one_error(tmp_path):
     with pytest.raises(
         UserError, match="--output-prefix x+, --json-keys text: a path of .* bytes"
     ) as caught:
-        run("--input", lines(tmp_path / "a.jsonl", ["1"]), "--output-prefix", "x" * 5000)
+        run(lines(tmp_path / "a.jsonl", ["1"]), "x" * 5000)
     assert len(str(caught.value)) < 300
 
 
@@ -384,15 +317,7 @@ def test_a_key_that_fails_publishes_no_other(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tool.IndexedDatasetWriter, "complete", fail)
     with pytest.raises(OSError):
-        run(
-            "--input",
-            tmp_path / "a.jsonl",
-            "--output-prefix",
-            tmp_path / "x",
-            "--json-keys",
-            "a",
-            "b",
-        )
+        run(tmp_path / "a.jsonl", tmp_path / "x", "--json-keys", "a", "b")
     assert not list(tmp_path.glob("x*"))
 
 
@@ -402,14 +327,14 @@ def test_input_without_a_token(tmp_path, content):
     with pytest.raises(
         ValueError, match="a.jsonl: not one token under the key 'text': the input is empty"
     ):
-        run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x", "--append-eod")
+        run(tmp_path / "a.jsonl", tmp_path / "x", "--append-eod")
     assert not list(tmp_path.glob("x*"))
 
 
 def test_bytes_that_are_not_utf8(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n{"text": "\xff"}\n')
     with pytest.raises(ValueError, match="a.jsonl, line 2: not UTF-8"):
-        run("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "x")
+        run(tmp_path / "a.jsonl", tmp_path / "x")
 
 
 def zstd(raw: bytes) -> bytes:
@@ -429,12 +354,12 @@ def test_cut_and_foreign_compressed_files(tmp_path, kind):
     for damaged in (whole[: len(whole) // 2], whole[:-3], b"no archive at all"):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"b\.jsonl\.{kind}, byte \d+: "):
-            run("--input", path, "--output-prefix", tmp_path / "x")
+            run(path, tmp_path / "x")
     assert not list(tmp_path.glob("x*"))
 
 
-def bytes_of(tmp_path: Path, *flags: object) -> tuple[bytes, bytes]:
-    run("--output-prefix", tmp_path / "x", *flags)
+def bytes_of(tmp_path: Path, path: Path, *flags: object) -> tuple[bytes, bytes]:
+    run(path, tmp_path / "x", *flags)
     return raw(tmp_path / "x_text_document")
 
 
@@ -462,10 +387,10 @@ def test_every_shape_of_input_gives_the_same_bytes(tmp_path, monkeypatch, shape,
     monkeypatch.setattr(tool, "SMALLEST_CHUNK", 700)
     monkeypatch.setattr(text_files, "PIECE", 300)
     (tmp_path / "plain").write_bytes(JSON_LINES)
-    expected = bytes_of(tmp_path, "--input", tmp_path / "plain")
+    expected = bytes_of(tmp_path, tmp_path / "plain")
     path = tmp_path / "INPUT.TXT"
     path.write_bytes(PACK[packed](SHAPES[shape]) if packed else SHAPES[shape])
-    assert bytes_of(tmp_path, "--input", path) == expected
+    assert bytes_of(tmp_path, path) == expected
 
 
 def test_text_of_any_kind_comes_through_an_array(tmp_path, monkeypatch):
@@ -492,7 +417,7 @@ def test_a_window_of_two_gigabytes(tmp_path):
     path.write_bytes(
         b"\x50\x2a\x4d\x18\x02\0\0\0ab" + frame.compress(b'{"text": "1 2 3"}\n') + frame.flush()
     )
-    (sidecar,) = run("--input", path, "--output-prefix", tmp_path / "x")
+    (sidecar,) = run(path, tmp_path / "x")
     assert sidecar["tokens"] == 3
 
 
@@ -519,7 +444,7 @@ def test_input_of_another_kind_is_named(tmp_path, content, message):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=rf"a\.jsonl,? ({message})"):
-        run("--input", path, "--output-prefix", tmp_path / "x")
+        run(path, tmp_path / "x")
     assert not list(tmp_path.glob("x*"))
 
 
@@ -548,7 +473,7 @@ def test_what_the_post_processor_adds_is_added_when_asked(tmp_path, workers):
         (["--tokenizer-hf-no-include-special-tokens"], False),
         (["--tokenizer-hf-include-special-tokens"], True),
     ):
-        (sidecar,) = run("--input", path, "--output-prefix", tmp_path / "x", *flags, *given)
+        (sidecar,) = run(path, tmp_path / "x", *flags, *given)
         data = IndexedDataset(str(tmp_path / "x_text_document"))
         encode = lambda text: theirs.encode(text, add_special_tokens=added)  # noqa: E731, B023
         assert [data.sequence(k).tolist() for k in range(data.num_sequences)] == [
@@ -559,10 +484,7 @@ def test_what_the_post_processor_adds_is_added_when_asked(tmp_path, workers):
         ]
         assert sidecar["include_special_tokens"] is added and sidecar["empty_documents"] == 1
     with pytest.raises(UserError, match="no effect with --tokenizer-type NullTokenizer: remove"):
-        run(
-            *["--input", path, "--output-prefix", tmp_path / "y"],
-            "--tokenizer-hf-include-special-tokens",
-        )
+        run(path, tmp_path / "y", "--tokenizer-hf-include-special-tokens")
 
 
 def test_parquet_without_pyarrow_is_one_message(tmp_path, monkeypatch):
@@ -570,86 +492,64 @@ def test_parquet_without_pyarrow_is_one_message(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"PAR1" + bytes(40))
     with pytest.raises(UserError, match=r"a\.jsonl: is a parquet file .* pip install pyarrow, or"):
-        run("--input", path, "--output-prefix", tmp_path / "x")
+        run(path, tmp_path / "x")
 
 
 def test_parquet(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pytest.importorskip("pyarrow").Table.from_pylist
     (tmp_path / "plain").write_bytes(JSON_LINES)
-    expected = bytes_of(tmp_path, "--input", tmp_path / "plain")
+    expected = bytes_of(tmp_path, tmp_path / "plain")
     path = tmp_path / "a"
     parquet.write_table(table(RECORDS), path, row_group_size=70)
-    assert bytes_of(tmp_path, "--input", path, "--workers", 2) == expected
+    assert bytes_of(tmp_path, path, "--workers", 2) == expected
     with pytest.raises(UserError, match="has no column 'body', but 'text', 'id': name the right"):
-        run("--input", path, "--output-prefix", tmp_path / "y", "--json-keys", "body")
+        run(path, tmp_path / "y", "--json-keys", "body")
     parquet.write_table(table([*RECORDS, {"text": None}]), path)
     with pytest.raises(UserError, match="record 401: no text under the key 'text'"):
-        run("--input", path, "--output-prefix", tmp_path / "y")
+        run(path, tmp_path / "y")
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(UserError, match="cannot be read as parquet"):
-        run("--input", path, "--output-prefix", tmp_path / "y")
+        run(path, tmp_path / "y")
 
 
 def test_command_line(tmp_path):
     lines(tmp_path / "a.jsonl", ["1 2", "", "3"])
-    command = [
-        sys.executable,
-        str(TOOL),
-        "--input",
-        "a.jsonl",
-        "--output-prefix",
-        "x",
-        "--tokenizer-type",
-        "NullTokenizer",
-    ]
-    done = subprocess.run(
-        command + ["--vocab-size", "9", "--append-eod"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    given = "--input a.jsonl --output-prefix x --tokenizer-type NullTokenizer"
+
+    def command(flags: str) -> subprocess.CompletedProcess:
+        words = [sys.executable, str(TOOL), *f"{given} {flags}".split()]
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+
+    done = command("--vocab-size 9 --append-eod")
     assert (
         done.returncode == 0
         and "3 documents (1 of them empty), 5 tokens" in done.stdout
         and "MB/s" in done.stdout
     )
     for extra, message in (
-        ([], "--vocab-size is missing"),
-        (["--vocab-size", "2"], "a.jsonl, line 3: token id 3"),
-        (["--workers", "0"], "--workers"),
+        ("", "--vocab-size is missing"),
+        ("--vocab-size 2", "a.jsonl, line 3: token id 3"),
+        ("--workers 0", "--workers"),
     ):
-        failed = subprocess.run(command + extra, cwd=tmp_path, capture_output=True, text=True)
+        failed = command(extra)
         assert (
             failed.returncode == 2
             and failed.stderr.startswith("preprocess_data.py: ")
             and message in failed.stderr
             and "Traceback" not in failed.stderr
         )
-    missing = subprocess.run(
-        [*command, "--vocab-size", "9", "--input", "b*.jsonl"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert "--input b*.jsonl: no such file" in missing.stderr
+    missing = command("--vocab-size 9 --input b*.jsonl").stderr
+    assert "--input b*.jsonl: no such file" in missing
 
 
 def test_killed_half_way_leaves_the_old_output_and_a_second_run_repairs(tmp_path):
     path = lines(tmp_path / "a.jsonl", integers(300))
-    run("--input", path, "--output-prefix", tmp_path / "x")
+    run(path, tmp_path / "x")
     before = raw(tmp_path / "x_text_document")
     os.mkfifo(tmp_path / "slow.jsonl.gz")  # a reader that waits for input holds the run open
-    flags = [
-        "--output-prefix",
-        str(tmp_path / "x"),
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "1000",
-        "--workers",
-        "1",
-    ]
+    flags = ["--output-prefix", str(tmp_path / "x")]
+    flags += "--tokenizer-type NullTokenizer --vocab-size 1000 --workers 1".split()
     patched = (
         f"import sys; sys.argv = ['preprocess_data.py', '--input', {str(path)!r}, "
         f"{str(tmp_path / 'slow.jsonl.gz')!r}] + {flags!r}\n"
@@ -667,7 +567,7 @@ def test_killed_half_way_leaves_the_old_output_and_a_second_run_repairs(tmp_path
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert raw(tmp_path / "x_text_document") == before
-    run("--input", path, "--output-prefix", tmp_path / "x", "--append-eod")
+    run(path, tmp_path / "x", "--append-eod")
     assert not list(tmp_path.glob("*.part")) and IndexedDataset(
         str(tmp_path / "x_text_document")
     ).contains(1000)
@@ -677,14 +577,7 @@ def test_a_killed_worker_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
     # as the kernel does when memory runs out
     monkeypatch.setattr(tool, "read_records", lambda *_: os._exit(9))
     with pytest.raises(ValueError, match="a worker process was killed, .* give fewer --workers"):
-        run(
-            "--input",
-            lines(tmp_path / "a.jsonl", integers(10)),
-            "--output-prefix",
-            tmp_path / "x",
-            "--workers",
-            2,
-        )
+        run(lines(tmp_path / "a.jsonl", integers(10)), tmp_path / "x", "--workers", 2)
     assert not list(tmp_path.glob("x*"))
 
 
@@ -727,17 +620,8 @@ def test_memory_is_bounded(tmp_path):
     ],
 )
 def test_names_of_tokenizers_that_the_trainer_takes(theirs, ours):
-    given = [
-        "--input",
-        "x",
-        "--output-prefix",
-        "y",
-        "--dataset-impl",
-        "mmap",
-        "--tokenizer-type",
-        theirs,
-    ]
-    assert tool.parser().parse_args(given).tokenizer_type == ours
+    given = f"--input x --output-prefix y --dataset-impl mmap --tokenizer-type {theirs}"
+    assert tool.parser().parse_args(given.split()).tokenizer_type == ours
 
 
 def test_a_tokenizer_that_is_another_ones_is_answered():

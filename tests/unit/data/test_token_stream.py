@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.tools._preprocess.writer import IndexedDatasetWriter
 
-from megatron.data.indexed_dataset import DataError, IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed_dataset import DataError, IndexedDataset
 from megatron.data.token_stream import TokenStream, key_of, mix, permute
 
 

@@ -258,6 +258,36 @@ def test_four_thousand_ranks_take_seconds():
     assert time.process_time() - begun < 10
 
 
+def test_a_dry_run_of_a_million_ranks_describes_one_rank_alone():
+    layout, rank, calls = Layout(tp=8, dp=15625, pp=8), 77, []
+
+    def new_group(ranks, group_desc):
+        calls.append((ranks, group_desc))
+
+    begun = time.process_time()
+    build_groups(layout, rank, new_group, tied=True, experts=True, own_only=True)
+    assert time.process_time() - begun < 5  # all groups take ten times as long
+    assert all(rank in ranks for ranks, _ in calls) and len(calls) < 20
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_own_groups_are_those_of_all_groups_that_contain_the_rank(layout):
+    for rank in range(layout.world):
+        found: list[list[tuple]] = [[], []]
+        for own_only, calls in enumerate(found):
+            build_groups(
+                layout,
+                rank,
+                lambda ranks, group_desc, calls=calls: calls.append((ranks, group_desc)),
+                2,
+                tied=True,
+                experts=True,
+                own_only=bool(own_only),
+            )
+        every, own = found
+        assert own == [(ranks, uses) for ranks, uses in every if rank in ranks]
+
+
 def test_one_process_needs_no_group():
     groups = one_process()
     assert [axis_of(groups, name) for name in AXES] == [Axis(name) for name in AXES]

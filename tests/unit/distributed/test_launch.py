@@ -224,8 +224,8 @@ def test_steps_and_attempts_of_a_job_have_ports_of_their_own():
         ({**TORCHRUN, "RANK": "8"}, ["are 8, 8, 1, 4: a rank must be below the number of ranks"]),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, ["are 5, 8, 4, 4: a local rank must be below"]),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, ["a host cannot have more ranks than the job"]),
-        ({**TORCHRUN, "RANK": "-1"}, ["RANK=-1: expected a whole number"]),
-        ({**TORCHRUN, "WORLD_SIZE": "two"}, ["WORLD_SIZE=two: expected a whole number"]),
+        ({**TORCHRUN, "RANK": "-1"}, ["RANK=-1: must be a non-negative integer"]),
+        ({**TORCHRUN, "WORLD_SIZE": "two"}, ["WORLD_SIZE=two: must be a non-negative integer"]),
         (
             {**TORCHRUN, "MASTER_PORT": "70000"},
             ["MASTER_PORT=70000: a port is a number from 1 to 65535"],
@@ -464,4 +464,4 @@ def test_a_backend_that_cannot_connect_is_one_message(monkeypatch):
         "rank 1: all 2 ranks arrived, but gloo could not connect them; look for an earlier "
         "error of another rank"
     )
-    assert "GLOO_SOCKET_IFNAME" in message and message.endswith("It said: Connection refused")
+    assert "GLOO_SOCKET_IFNAME" in message and message.endswith("(Connection refused)")

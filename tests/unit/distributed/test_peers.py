@@ -15,7 +15,7 @@ from megatron.distributed.peers import PEERS, PeerError, Peers, waiting
 @pytest.fixture
 def three(monkeypatch) -> list[Peers]:
     """Ranks that share a store and report when they are told to."""
-    monkeypatch.setattr(peers, "LOOK", 0.05)
+    monkeypatch.setattr(peers, "OBSERVE_S", 0.05)
     store, ranks = HashStore(), [Peers(rank=rank, world=3, holder="rank 0") for rank in range(3)]
     for each in ranks:
         each.store = store

@@ -153,7 +153,7 @@ def test_ranks_that_were_told_other_numbers(port):
 def test_a_rank_that_was_started_twice(port):
     ranks = launches(3, port)
     assert the_error(meet_all([ranks[0], ranks[1], ranks[1]])).startswith(
-        "rank 1 was started twice; give every process a RANK of its own"
+        "rank 1 was started twice; give every process a different RANK"
     )
 
 
@@ -196,13 +196,13 @@ def test_a_port_that_is_taken():
 
 
 def test_a_server_that_says_nothing(monkeypatch):
-    monkeypatch.setattr("megatron.distributed.rendezvous.FAREWELL", 0.2)
+    monkeypatch.setattr("megatron.distributed.rendezvous.ERROR_GRACE_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         begun = time.monotonic()
         [error] = meet_all(launches(2, port)[1:], seconds={0: 0.5})
         assert str(error).startswith(
-            f"rank 1: what listens at 127.0.0.1:{port} is no rendezvous store; another "
+            f"rank 1: what listens at 127.0.0.1:{port} is not a rendezvous store; another "
             "program seems to use that port"
         )
         assert time.monotonic() - begun < PLENTY
@@ -224,7 +224,7 @@ def test_another_kind_of_server(capfd):
         threading.Thread(target=serve, daemon=True).start()
         [error] = meet_all(launches(2, server.getsockname()[1])[1:], seconds={0: 0.5})
         server.shutdown(socket.SHUT_RDWR)
-    assert "is no rendezvous store" in str(error)
+    assert "is not a rendezvous store" in str(error)
 
 
 class TestTorchrunsStore:

@@ -169,7 +169,7 @@ def test_unreadable_metrics_are_named(tmp_path):
     with pytest.raises(ValueError, match="metrics.jsonl: no such file.*--metrics-file"):
         untimed(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("iteration,loss\n1,2\n")
-    with pytest.raises(ValueError, match="not a metrics file: none of its 2 lines"):
+    with pytest.raises(ValueError, match="not a metrics file: none of its lines"):
         untimed(tmp_path)
 
 
@@ -208,7 +208,7 @@ def test_a_failing_backend_is_switched_off_once_and_the_others_go_on(tmp_path, l
         and "--tensorboard-dir" in log_lines[0]
     )
     tracker.log(1, {"lm loss": 1.0})
-    os.close(tracker._backends["metrics.jsonl"]._fd)  # as a lost disk would
+    os.close(tracker._backends["metrics.jsonl"]._file.fd)  # as a lost disk would
     tracker.log(2, {"lm loss": 1.0})
     tracker.log(3, {"lm loss": 1.0})
     tracker.close()

@@ -6,13 +6,13 @@ import pytest
 import torch
 from megatron.tools._plan.engine import META, CountedGroup, Held, Ledger
 from megatron.tools._plan.memory import rank_memories
+from megatron.tools._plan.silent import SilentGroup
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.distributed.groups import Axis
-from megatron.distributed.silent import SilentGroup
 from megatron.parallel.blocks import Block
 from megatron.parallel.zero import Zero
 

@@ -21,6 +21,7 @@ from megatron.tools._plan.memory import (
     schedule_of,
     stage_parameters,
 )
+from megatron.tools._plan.silent import SilentGroup
 from megatron.tools._plan.simulate import Costs
 from megatron.tools._plan.stages import stage_costs, stage_lines
 from test_memory import (
@@ -50,7 +51,6 @@ from megatron.config.groups import (
 from megatron.config.validate import resolve
 from megatron.distributed.groups import Axis, Layout, build_groups
 from megatron.distributed.setup import make_groups
-from megatron.distributed.silent import SilentGroup
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.block import Layer, LayerBlock
 from megatron.model.gpt import GPTModel

@@ -288,9 +288,9 @@ def test_goodput_where_there_are_events(tmp_path):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert report.main([run]) == 0
     seen = " ".join(text_of((tmp_path / "report.html").read_text()).split())
-    assert "Goodput 60.0% of 10.0 s, 1 starts, 0 steps made again, 0 skipped" in seen
-    assert "productive: steps that moved the weights 6.0 60.0%" in seen
-    assert "other: no event says 1.0 10.0% wall time 10.0 100.0%" in seen
+    assert "Goodput 60.0% of 10.0 s, 1 starts, 0 steps repeated, 0 skipped" in seen
+    assert "productive: steps that changed the weights 6.0 60.0%" in seen
+    assert "other: not explained 1.0 10.0% wall time 10.0 100.0%" in seen
     assert "explain all but 1.0 s of the wall time" in seen
 
 

@@ -18,9 +18,9 @@ from headless_browser import Browser, missing_browser
 from megatron.tools._report import curves, picture
 from megatron.tools._report.page import page, verdict
 from megatron.tools._report.runs import LoggedRun, Mark, load_runs
+from megatron.tools._report.step_parts import step_table
 
 from megatron.observe.goodput import CAUSES, goodput
-from megatron.observe.step_parts import step_table
 from megatron.observe.tracking import read_metrics
 from pretrain_gpt import main
 from tools import report

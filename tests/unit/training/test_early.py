@@ -1,6 +1,4 @@
-"""A signal that comes before training begins is said, and ends the process with the exit code that
-it has later.
-"""
+"""A signal during startup is logged and ends the process with the exit code that it has later."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.groups import TrainingConfig
-from megatron.training.early import early_signals
-from megatron.training.exit import ExitConditions
+from megatron.training.exit import ExitConditions, exit_on_signals
 
 ROOT = Path(__file__).resolve().parents[3]
 FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8
@@ -54,10 +51,7 @@ def test_a_rank_that_waits_for_another(number, code):
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
-    assert (
-        errors
-        == f"received {number.name} before training began: nothing is lost, and nothing was saved\n"
-    )
+    assert errors == f"received {number.name} during startup; exiting without a checkpoint\n"
 
 
 def test_a_second_signal_in_training_meets_the_handler_from_before(monkeypatch):
@@ -68,13 +62,13 @@ def test_a_second_signal_in_training_meets_the_handler_from_before(monkeypatch):
         for number in (signal.SIGTERM, signal.SIGUSR1)
     }
     try:
-        with early_signals():
+        with exit_on_signals():
             exits = ExitConditions(TrainingConfig())
             for _ in range(2):
                 signal.raise_signal(signal.SIGTERM)
             assert exits.received is signal.SIGTERM and met == [signal.SIGTERM]
             exits.close()
-            with early_signals():
+            with exit_on_signals():
                 signal.raise_signal(signal.SIGUSR1)
             assert ended == [85]
         signal.raise_signal(signal.SIGUSR1)

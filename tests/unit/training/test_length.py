@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from megatron.tools._preprocess.writer import IndexedDatasetWriter
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import DataConfig
 from megatron.config.validate import resolve
-from megatron.data.indexed_dataset import IndexedDatasetWriter
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
 from megatron.training.length import epoch_lines, length_line, run_length

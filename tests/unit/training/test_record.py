@@ -7,7 +7,7 @@ import subprocess
 from megatron.config.groups import Config
 from megatron.distributed.groups import Layout
 from megatron.training.advisor import Verdict
-from megatron.training.record import git_state, run_record
+from megatron.training.banner import git_state, run_record
 
 
 def git(folder, *arguments: str) -> str:

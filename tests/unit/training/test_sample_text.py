@@ -22,8 +22,8 @@ from parity.worker import one_thread, run_case
 
 from megatron.distributed import logs
 from megatron.training import loop
+from megatron.training.evaluate import END, LONGEST_PROMPT, SampleText, write_sample
 from megatron.training.run import Run
-from megatron.training.sample_text import END, LONGEST_PROMPT, SampleText, write_sample
 from pretrain_gpt import main
 from tools.generate import choose
 from tools.wandb_workspace import wandb_records

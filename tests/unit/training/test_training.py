@@ -48,6 +48,11 @@ def run(folder, *flags, code=0, base=TINY):
     }
 
 
+def start(flags):
+    """Run pretrain_gpt.py with these flags, as one text; the exit code."""
+    return main([*TINY, *flags.split()])
+
+
 def bits(rows):
     """Rows as text that is equal exactly when all floats are, NaN included."""
     return {
@@ -116,21 +121,8 @@ def test_resume_is_bit_exact(tmp_path, name):
 )
 def test_two_threads_give_the_same_bits_every_time(tmp_path, flags):
     """Tensors large enough that torch divides its work between threads."""
-    large = [
-        "--hidden-size",
-        128,
-        "--seq-length",
-        128,
-        "--micro-batch-size",
-        4,
-        "--vocab-size",
-        999,
-        "--train-iters",
-        3,
-        "--eval-iters",
-        0,
-        *flags,
-    ]
+    large = "--hidden-size 128 --seq-length 128 --micro-batch-size 4 --vocab-size 999".split()
+    large += ["--train-iters", 3, "--eval-iters", 0, *flags]
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -149,9 +141,8 @@ def test_recompute_changes_nothing(tmp_path, whole):
 
 def test_the_seed_matters(tmp_path):
     """Negative control of the equalities above."""
-    assert run(tmp_path / "a", "--train-iters", 3) != run(
-        tmp_path / "b", "--train-iters", 3, "--seed", 7
-    )
+    short = "--train-iters", 3
+    assert run(tmp_path / "a", *short) != run(tmp_path / "b", *short, "--seed", 7)
 
 
 def test_micro_batches_do_not_change_the_run(tmp_path):
@@ -216,23 +207,9 @@ def test_precisions_train_alike(tmp_path):
 
 def test_evaluation_uses_the_same_batches(tmp_path, whole):
     folder, rows = whole
-    assert (
-        main(
-            [
-                *TINY,
-                "--load",
-                str(folder),
-                "--skip-train",
-                "--metrics-file",
-                str(tmp_path / "eval.jsonl"),
-            ]
-        )
-        == 0
-    )
-    assert (
-        read_metrics(tmp_path / "eval.jsonl")[-1]["lm loss validation"]
-        == rows[12]["lm loss validation"]
-    )
+    metrics = tmp_path / "eval.jsonl"
+    assert start(f"--load {folder} --skip-train --metrics-file {metrics}") == 0
+    assert read_metrics(metrics)[-1]["lm loss validation"] == rows[12]["lm loss validation"]
 
 
 def test_train_samples_and_ramp_up(tmp_path):
@@ -274,11 +251,8 @@ def test_exit_duration(tmp_path):
     [(signal.SIGUSR1, 85, []), (signal.SIGTERM, 143, ["--async-save"])],
 )
 def test_a_signal_saves_and_exits(tmp_path, monkeypatch, whole, number, code, flags):
-    monkeypatch.setattr(
-        training_step,
-        "forward_backward",
-        signalling(training_step.forward_backward, number, after=3),
-    )
+    signalled = signalling(training_step.forward_backward, number, after=3)
+    monkeypatch.setattr(training_step, "forward_backward", signalled)
     run(tmp_path, *flags, code=code)
     assert find_checkpoint(tmp_path).name == "iter_0000003"
     monkeypatch.undo()
@@ -308,7 +282,7 @@ def test_a_signal_during_evaluation(tmp_path, monkeypatch, whole):
 def test_a_signal_during_skip_train(monkeypatch, capsys, number, code):
     """The documented exit code, a message that claims no save, and no result."""
     monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, number, after=1))
-    assert main([*TINY, "--skip-train"]) == code
+    assert start("--skip-train") == code
     said = capsys.readouterr().out
     assert f"received {number.name}: ending the evaluation and exiting" in said
     assert said.rstrip().endswith(
@@ -323,7 +297,7 @@ def test_a_signal_during_the_test_split(tmp_path, monkeypatch, capsys):
     run(tmp_path / "a", "--train-iters", 4, code=85)
     assert "exiting at iteration 4; the evaluation is incomplete" in capsys.readouterr().out
     monkeypatch.undo()
-    assert main([*TINY, "--load", str(tmp_path / "a"), "--train-iters", "4"]) == 0
+    assert start(f"--load {tmp_path / 'a'} --train-iters 4") == 0
 
 
 def signalling(function, number, after):
@@ -402,29 +376,9 @@ def test_finetune_takes_weights_alone(tmp_path, monkeypatch):
         return batch(self, first, count)
 
     monkeypatch.setattr(Source, "batch", noted)
-    flags = [
-        "--load",
-        tmp_path / "a",
-        "--finetune",
-        "--save",
-        tmp_path / "b",
-        "--train-iters",
-        3,
-        "--exit-interval",
-        1,
-        "--fp64",
-    ]
-    flags += [
-        "--seq-length",
-        8,
-        "--max-position-embeddings",
-        16,
-        "--clip-grad",
-        0,
-        "--weight-decay",
-        0.1,
-    ]
-    assert main([*map(str, (*TINY, *flags))]) == 0
+    flags = f"--load {tmp_path / 'a'} --finetune --save {tmp_path / 'b'} --train-iters 3 --fp64 "
+    flags += "--exit-interval 1 --seq-length 8 --max-position-embeddings 16 --clip-grad 0 "
+    assert start(flags + "--weight-decay 0.1") == 0
     (row,) = read_metrics(tmp_path / "b" / "metrics.jsonl")
     lr = 1e-2 * 4 / 8  # the first of two iterations of warm-up
     assert (row["iteration"], row["consumed_samples"]) == (1, 4)
@@ -474,26 +428,12 @@ def test_another_schedule_needs_a_choice(tmp_path, capsys):
 
 
 def test_missing_checkpoint_is_refused(tmp_path, capsys):
-    for folder, words in (
-        (tmp_path / "nothing", "no such folder"),
-        (tmp_path, "no checkpoint there"),
-    ):
-        assert main([*TINY, "--load", str(folder)]) == 2
+    missing = {tmp_path / "nothing": "no such folder", tmp_path: "no checkpoint there"}
+    for folder, words in missing.items():
+        assert start(f"--load {folder}") == 2
         message = capsys.readouterr().err
         assert f"--load {folder}" in message and words in message
-    assert (
-        main(
-            [
-                *TINY,
-                "--load",
-                str(tmp_path),
-                "--save",
-                str(tmp_path),
-                "--exit-on-missing-checkpoint",
-            ]
-        )
-        == 2
-    )
+    assert start(f"--load {tmp_path} --save {tmp_path} --exit-on-missing-checkpoint") == 2
 
 
 def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
@@ -533,21 +473,16 @@ def test_optimizer_state_that_is_not_there(tmp_path, capsys):
 
 
 def test_an_unwritable_folder_is_found_before_training(tmp_path, capsys):
-    assert main([*TINY, "--save", "/proc/x"]) == 2
+    assert start("--save /proc/x") == 2
     shown = capsys.readouterr()
     assert "--save /proc/x: cannot be written to" in shown.err and "iteration" not in shown.out
 
 
 def test_only_mistakes_of_the_user_lose_their_traceback(tmp_path, capsys, monkeypatch):
     (tmp_path / "tokenizer.model").write_text("hello")
-    flags = [
-        *TINY,
-        "--tokenizer-type",
-        "SentencePieceTokenizer",
-        "--tokenizer-model",
-        str(tmp_path / "tokenizer.model"),
-    ]
-    flags = [word for word in flags if word not in ("--vocab-size", "49")]
+    flags = [word for word in TINY if word not in ("--vocab-size", "49")]
+    model = str(tmp_path / "tokenizer.model")
+    flags += ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", model]
     assert main(flags) == 2
     assert "not a SentencePiece model" in capsys.readouterr().err
     # a frame of megatron's
@@ -563,35 +498,15 @@ def test_rank_0_lists_the_faults_of_flags(capsys, monkeypatch):
     assert main(["--lr", "1"]) == 2
     listed = capsys.readouterr().err.splitlines()
     assert len(listed) > 3
-    for name, value in {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    second = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost "
+    for variable in (second + "MASTER_PORT=1").split():
+        monkeypatch.setenv(*variable.split("="))
     assert main(["--lr", "1"]) == 2
     assert capsys.readouterr().err.splitlines() == [f"rank 1: {listed[1].strip()}"]
 
 
 def test_dry_run_trains_nothing(tmp_path, capsys):
-    assert (
-        main(
-            [
-                *TINY,
-                "--train-iters",
-                "3",
-                "--save",
-                str(tmp_path / "x"),
-                "--dry-run",
-                "--world-size",
-                "2",
-            ]
-        )
-        == 0
-    )
+    assert start(f"--train-iters 3 --save {tmp_path / 'x'} --dry-run --world-size 2") == 0
     assert "nothing was trained" in capsys.readouterr().out and not (tmp_path / "x").exists()
 
 
@@ -605,17 +520,9 @@ def test_a_run_that_ends_between_two_log_lines_loses_no_loss(tmp_path, capsys, f
     run that was not cut.
     """
 
-    def log_lines() -> list[str]:
-        lines = [
-            line
-            for line in capsys.readouterr().out.splitlines()
-            if " iteration " in line and "| lm loss:" in line
-        ]
-        return [
-            re.search(r"lm loss: \S+", line)[0]
-            + re.search(r"number of skipped.*nan iterations:\s+\d+", line)[0]
-            for line in lines
-        ]
+    def log_lines() -> list[tuple[str, str]]:
+        fields = r"(lm loss: \S+).*(number of skipped.*nan iterations:\s+\d+)"
+        return re.findall(fields, capsys.readouterr().out)
 
     every = ["--log-interval", 5, "--eval-interval", 12, *flags]
     whole = run(tmp_path / "whole", *every)
@@ -626,7 +533,7 @@ def test_a_run_that_ends_between_two_log_lines_loses_no_loss(tmp_path, capsys, f
     logged = {iteration: row for iteration, row in parts.items() if row["lm loss"] is not None}
     assert list(whole) == [5, 10, 12] and bits(logged) == bits(whole) and log_lines() == expected
     assert compare_runs.main([str(tmp_path / "whole"), str(tmp_path / "parts")]) == 0
-    assert bool(flags) == any("skipped iterations:   0" not in line for line in expected)
+    assert bool(flags) == any("skipped iterations:   0" not in skips for _, skips in expected)
 
 
 def test_a_checkpoint_from_before_the_sums_were_kept_is_loaded(tmp_path, monkeypatch, whole):
@@ -654,13 +561,9 @@ def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monk
         data = build(*args)
         (source,) = data.valid.values()
         other = dataclasses.replace(source, reader=data.train.reader)
-        return dataclasses.replace(
-            data,
-            valid={
-                "web": dataclasses.replace(source, weight=0.25, bytes_per_token=4.0),
-                "code": dataclasses.replace(other, weight=0.75, bytes_per_token=2.0),
-            },
-        )
+        web = dataclasses.replace(source, weight=0.25, bytes_per_token=4.0)
+        code = dataclasses.replace(other, weight=0.75, bytes_per_token=2.0)
+        return dataclasses.replace(data, valid={"web": web, "code": code})
 
     monkeypatch.setattr(prepare, "build_data", two)
     run(tmp_path, "--train-iters", 4)
@@ -671,11 +574,5 @@ def test_the_loss_of_a_blend_is_the_mean_of_its_sources_by_weight(tmp_path, monk
     assert row["bits-per-byte"] == pytest.approx(
         row["lm loss validation"] / math.log(2) / 2.5, rel=1e-15
     )
-    lines = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if "validation loss at iteration 4" in line
-    ]
-    assert [" on web |" in lines[0], " on code |" in lines[1], "iteration 4 |" in lines[2]] == [
-        True
-    ] * 3 and len(lines) == 3
+    shown = re.findall(r"validation loss at (iteration 4.*?) \|", capsys.readouterr().out)
+    assert shown == ["iteration 4 on web", "iteration 4 on code", "iteration 4"]

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.checkpoint import staged
 from megatron.config.arguments import parse_arguments
-from megatron.distributed import collectives, p2p
+from megatron.distributed import collectives
 from megatron.training import pretrain, step
 
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
@@ -288,11 +288,9 @@ class PretendedGPU(TorchDispatchMode):
         put(torch, "frombuffer", self._marking(torch.frombuffer, always=True))
         put(torch.cuda, "cudart", lambda: mock.Mock(cudaHostRegister=lambda *_: 0))
         put(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
-        for module in (collectives, p2p):
-            put(module, "is_gloo", lambda axis: False)
+        put(collectives, "is_gloo", lambda axis: False)
         nccl = NCCL(self)
-        for module in (collectives, p2p):
-            put(module, "dist", nccl)
+        put(collectives, "dist", nccl)
         put(staged.Staging, "hand_over", self._reading(staged.Staging.hand_over))
         put(pretrain, "choose_device", lambda launch, config: (Device(), "gloo"))
         put(pretrain, "set_determinism", lambda device, wanted: None)

@@ -108,9 +108,7 @@ def _origin() -> tuple[str, str]:
     """
     for frame in _frames():
         file = frame.f_code.co_filename
-        if not file.startswith(MEGATRON) or file.endswith(
-            ("distributed/collectives.py", "distributed/p2p.py")
-        ):
+        if not file.startswith(MEGATRON) or file.endswith("distributed/collectives.py"):
             continue
         name = file.removeprefix(MEGATRON)
         if name == "parallel/offload.py" and frame.f_code.co_name == "host_buffer":

@@ -9,15 +9,15 @@ import random
 from pathlib import Path
 
 import pytest
-
-from megatron.config.errors import UserError
-from megatron.observe.step_parts import (
+from megatron.tools._report.step_parts import (
     _cut,
     _merged,
     parts_of_events,
     step_table,
     where_the_step_went,
 )
+
+from megatron.config.errors import UserError
 
 
 def event(cat: str, name: str, begin: float, end: float, tid: int = 1, **args: object) -> dict:

@@ -51,11 +51,6 @@ class StepParts(NamedTuple):
     parts: dict[str, float]
 
 
-def trace_path(folder: Path, rank: int) -> Path:
-    """Where the trace of a rank is."""
-    return folder / f"rank-{rank}.trace.json"
-
-
 def step_table(folder: Path) -> list[StepParts]:
     """Every step that the traces in a folder hold, by rank and iteration; none where there is no
     trace. Raises UserError for a file that is none.

@@ -1,0 +1,46 @@
+"""Files of one JSON object a line, which a kill may tear."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FILE_MODE = 0o640  # not readable by everybody; the umask may remove more
+
+
+class JsonLines:
+    """Appends rows to a file, each in one write, so that a kill tears at most the last line.
+    `was_empty`: whether the file was new or empty.
+    """
+
+    def __init__(self, path: Path):
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, FILE_MODE)
+        size = os.fstat(self.fd).st_size
+        self.was_empty = not size
+        if size and os.pread(self.fd, 1, size - 1) != b"\n":
+            os.write(self.fd, b"\n")  # end a torn line; readers skip it
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one row. Raises OSError."""
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        while line:
+            line = line[os.write(self.fd, line) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.fd)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; lines that are no JSON object are skipped."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

@@ -1,0 +1,89 @@
+"""A process group that sends nothing: a plan runs the executor and ZeRO with it, on tensors of the
+meta device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.distributed.collectives import Backend, own_part, round_elements
+from megatron.distributed.groups import Axis
+
+
+class SilentWork:
+    """A completed operation; `held` is kept until it is waited for."""
+
+    def __init__(self, result: Tensor, held: Any):
+        self.result, self.held = result, held
+
+    def wait(self) -> Tensor:
+        self.held = None
+        return self.result
+
+
+class SilentGroup(Backend):
+    """Stands for a process group (`Axis.group`) of Gloo, or else of NCCL. Its collectives and
+    messages have results of the right shape and end at once.
+    """
+
+    def __init__(self, gloo: bool):
+        self.gloo = gloo
+
+    def hold(self, what: str, result: Tensor, extra: int) -> Any:
+        """Called for each operation, which takes `extra` bytes in addition to its input and result;
+        the return value is kept until the operation is waited for.
+        """
+
+    def _start(self, what: str, result: Tensor, extra: int = 0) -> SilentWork:
+        return SilentWork(result, self.hold(what, result, extra))
+
+    def all_reduce(self, x: Tensor, axis: Axis, op: Any) -> SilentWork:
+        return self._start("all-reduce", x)
+
+    def all_gather(self, x: Tensor, axis: Axis, out: Tensor | None) -> SilentWork:
+        out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
+        return self._start("all-gather", out)
+
+    def all_to_all_rows(
+        self, x: Tensor, send: list[int], receive: list[int], axis: Axis
+    ) -> SilentWork:
+        return self._start("all-to-all", x.new_empty((sum(receive), *x.shape[1:])))
+
+    def ring_hop(self, x: Tensor, axis: Axis) -> SilentWork:
+        return self._start("message", torch.empty_like(x, memory_format=torch.contiguous_format))
+
+    def reduce_scatter(
+        self, x: Tensor, axis: Axis, out: Tensor | None, reduce_dtype: torch.dtype, workspace: int
+    ) -> SilentWork:
+        own = own_part(x, axis)
+        out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
+        extra = self._bytes_in_flight(own.numel(), axis.size, x.dtype, reduce_dtype, workspace)
+        return self._start("reduce-scatter", out, extra)
+
+    def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> SilentWork:
+        return self._start("message", x)
+
+    def irecv(self, x: Tensor, source: int, axis: Axis, tag: int) -> SilentWork:
+        return self._start("message", x)
+
+    def _bytes_in_flight(
+        self,
+        elements: int,
+        ranks: int,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        workspace: int,
+    ) -> int:
+        """Bytes of a reduce-scatter in flight in addition to its input and output, when a rank's
+        part has `elements`.
+        """
+        casts = reduce_dtype != dtype
+        if not self.gloo:
+            return elements * reduce_dtype.itemsize * (ranks + 1) * casts
+        step = round_elements(elements, ranks, dtype, reduce_dtype, workspace)
+        # received, and cast to be sent, in two rounds
+        in_rounds = min(elements, 2 * step) * reduce_dtype.itemsize * (ranks - 1)
+        return in_rounds * (2 if casts else 1)
