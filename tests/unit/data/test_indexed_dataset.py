@@ -74,7 +74,8 @@ def test_round_trip_with_unaligned_fields(tmp_path, count, dtype):
 
 
 def test_writer_in_pieces_equals_one_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.tools._preprocess.writer.CHUNK", 3)  # offsets are computed in chunks
+    # offsets are computed in chunks
+    monkeypatch.setattr("megatron.tools._preprocess.writer.CHUNK", 3)
     documents = [[1, 2], [], [3], [4, 5, 6], [], [], [7], [8, 9]]
     one = IndexedDatasetWriter(str(tmp_path / "one"), np.dtype("u2"))
     full = [document for document in documents if document]
