@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from megatron.distributed.silent import SilentGroup
 from megatron.kernels.lang import FAKES
+from megatron.tools._plan.silent import SilentGroup
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
