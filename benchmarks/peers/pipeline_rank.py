@@ -31,7 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.benchmarks.training import busy_seconds  # noqa: E402
 
 from megatron.config.groups import ModelConfig  # noqa: E402
-from megatron.distributed.collectives import Receiving, Sending, all_reduce, gather_bytes  # noqa: E402  # noqa: E402
+from megatron.distributed.collectives import (  # noqa: E402
+    Receiving,
+    Sending,
+    all_reduce,
+    gather_bytes,
+)
 from megatron.distributed.groups import Groups, Layout  # noqa: E402
 from megatron.distributed.setup import (
     connect,
