@@ -412,8 +412,8 @@ MUTANTS = (
     Mutant(
         "a tied matrix summed over data-parallel ranks",
         "megatron/distributed/groups.py",
-        "for line in lines) if tied",
-        """for line in layout.partition("dp")) if tied""",
+        """"tied": Partition(layout, ("pp",), ends)""",
+        """"tied": Partition(layout, ("dp",), ends)""",
         ("fp64-documents-pp2-1f1b-dp2",),
     ),
     Mutant(
