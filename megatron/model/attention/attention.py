@@ -116,22 +116,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) ->
     if not q.is_cuda:  # the backward pass of torch's CPU kernel takes three times as long in bf16
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
     tensor, causal = (None, mask) if isinstance(mask, bool) else (mask, False)
-    if repeats_heads(q.device.type, tensor is not None, q.shape[1], k.shape[1]):
-        # whose backward pass adds up in one order
+    if q.is_cuda and (tensor is not None or q.element_size() > 2) and k.shape[1] < q.shape[1]:
+        # torch's flash kernel takes neither a mask nor fp32, and its memory-efficient kernel needs
+        # as many key heads as query heads. Without one of them torch would keep all scores,
+        # [b, n, s, s].
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, tensor, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.to(dtype).permute(2, 0, 1, 3)
-
-
-def repeats_heads(device: str, masked: bool, heads: int, groups: int) -> bool:
-    """Whether keys and values are repeated for torch's fused attention: on a GPU only its
-    memory-efficient kernel takes a mask, and that one needs as many of them as queries. Left to
-    itself torch would take all scores into memory, [b, n, s, s], which ends at some 8,000
-    tokens.
-    """
-    return device == "cuda" and masked and groups < heads
 
 
 def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
