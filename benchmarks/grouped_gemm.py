@@ -30,7 +30,7 @@ from megatron.benchmarks.training import machine
 
 from megatron.config.groups import ModelConfig
 from megatron.model.experts.experts import LOOP, TORCH_GROUPED, Experts, RowCounts
-from megatron.model.recompute_context import Rebuilder
+from megatron.model.recompute_context import RecomputeContext
 from megatron.model.tensor_parallel import DENSE
 
 ROUNDS = 11
@@ -83,7 +83,7 @@ class Turns:
         self.shape, self.generator = shape, generator
         self.layers = {}
         for backend in (LOOP, TORCH_GROUPED):
-            layer = Experts(config, "experts", DENSE, Rebuilder()).to_empty(device="cpu")
+            layer = Experts(config, "experts", DENSE, RecomputeContext()).to_empty(device="cpu")
             layer = layer.to(dtype)
             layer.backend = backend
             for number, weight in enumerate((layer.fc1, layer.fc2)):

@@ -239,7 +239,7 @@ def copy_shard(
 ) -> JsonObject:
     """Write the shard file `source` into `folder`; options and result as write_shard_file's.
 
-    Raises CheckpointError when it is not what `record`, its entry in a manifest, says.
+    Raises CheckpointError when it is not what `record`, its entry in a manifest, specifies.
     """
     what = f"the local copy of {shard_file(index)}"
     with open(source, "rb", buffering=0) as file:

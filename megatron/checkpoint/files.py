@@ -272,7 +272,7 @@ def read_back(path: Path, table: DigestTable) -> None:
 
 
 def is_whole(path: Path, table: DigestTable) -> bool:
-    """Whether every byte of a shard is as its table says. The page cache may answer."""
+    """Whether every byte of a shard is as its table specifies. The page cache may answer."""
     try:
         _compare(path, table.size, _parts(table), from_disk=False)
     except (CheckpointError, OSError):

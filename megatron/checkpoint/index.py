@@ -307,7 +307,7 @@ def _open_shard(
         raise CheckpointError(f"{path}: {error.strerror}: the checkpoint is incomplete") from error
     if not size == table.size == record["bytes"]:
         raise CheckpointError(
-            f"{path}: has {size} bytes, the manifest says {record['bytes']}: truncated, or "
+            f"{path}: has {size} bytes, the manifest has {record['bytes']}: truncated, or "
             "of another checkpoint"
         )
     header = load_bytes(path, table.data_start)
@@ -338,7 +338,7 @@ def _load_table(path: Path, digest: str) -> DigestTable:
 
 def read_manifest(folder: Path) -> tuple[JsonObject, bytes]:
     """The manifest of a checkpoint folder, verified by its own digest, and its first bytes; the
-    folder has the name that the manifest says.
+    folder has the name of the manifest.
     """
     raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
     content = decode_manifest(raw, folder / MANIFEST)

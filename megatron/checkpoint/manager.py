@@ -83,7 +83,7 @@ class CheckpointManager:
 
     `ready` and `advance` carry a background save on from step to step; `finalize` waits for its
     end. A failed save is logged, and stops nothing. `report` is called with each save that
-    went well and its iteration; `retention` says which older ones go then.
+    went well and its iteration; `retention` specifies which older ones go then.
     """
 
     def __init__(

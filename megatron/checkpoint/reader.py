@@ -182,9 +182,9 @@ def _compare_tracker(root: Path, newest: Path) -> None:
         or not tracker.isdecimal()
         or iteration_folder(int(tracker)) != newest.name
     ):
-        says = "is missing" if tracker is None else f"says {tracker!r}"
+        state = "is missing" if tracker is None else f"names {tracker!r}"
         logger.warning(
-            f"{root / TRACKER} {says}; ignored: the newest whole checkpoint is {newest.name}"
+            f"{root / TRACKER} {state}; ignored: the newest whole checkpoint is {newest.name}"
         )
 
 

@@ -113,7 +113,7 @@ def write_shards(
     lock = Lock()
     faults: list[BaseException] = []
 
-    def tell(count: int) -> None:
+    def report(count: int) -> None:
         with lock:
             if faults:
                 raise faults[0]
@@ -128,7 +128,7 @@ def write_shards(
                 attempt.iteration,
                 parts[number],
                 verify=verify,
-                progress=tell,
+                progress=report,
             )
         except BaseException as error:
             faults.append(error)

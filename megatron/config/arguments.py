@@ -79,7 +79,7 @@ Values = dict[Place, Any]
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a command line says: settings, notes for the banner, and what to do instead of
+    """The content of a command line: settings, notes for the banner, and what to do instead of
     training.
     """
 
@@ -222,7 +222,7 @@ FILLERS = {"num", "size", "use", "enable", "with", "n", "value"}
 
 def _alike(one: str, other: str) -> bool:
     """Whether two words of flags may be the same: one abbreviates the other, or a letter is
-    wrong in a word long enough to tell.
+    wrong in a word long enough to show it.
     """
     short, long = sorted((one, other), key=len)
     is_prefix = len(short) >= 3 and long.startswith(short)
@@ -423,7 +423,7 @@ class _Reading:
     )
     notes: list[str] = dataclasses.field(default_factory=list)
     faults: list[str] = dataclasses.field(default_factory=list)
-    # flags whose value is unknown: rules about them say nothing
+    # flags whose value is unknown: rules about them are skipped
     unsure: set[str] = dataclasses.field(default_factory=set)
 
     def read(self, flag: str, words: Words, written: str = "") -> None:
@@ -539,7 +539,7 @@ class _Reading:
         return compared.config
 
     def _add(self, file: _Reading) -> None:
-        """Take in what a file says besides values; the command line wins."""
+        """Take in what a file holds besides values; the command line wins."""
         self.foreign = [*file.foreign, *self.foreign]
         self.together = {**file.together, **self.together}
         self.least = [*file.least, *self.least]
@@ -593,7 +593,7 @@ def _shown(flag: str, words: Words) -> str:
 
 
 def load_config(path: str) -> tuple[Values, _Reading]:
-    """Read a configuration file: values by (group, field), and what else it says, its faults
+    """Read a configuration file: values by (group, field), and what else it holds, its faults
     among them.
     """
     reading = _Reading()

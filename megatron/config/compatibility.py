@@ -1,8 +1,8 @@
 """Answers flags and values of Megatron-LM (2026-08) and Megatron-DeepSpeed (2025-07) that are not
 fields here.
 
-The answers are data, in `compatibility.toml`, which says what its tables mean; a row's verdict is
-the name of its table. The names of other programs' flags are there too, so that a flag that no
+The answers are data, in `compatibility.toml`, which specifies what its tables mean; a row's verdict
+is the name of its table. The names of other programs' flags are there too, so that a flag that no
 program has is unknown.
 """
 
@@ -218,7 +218,7 @@ def _each_name(section: str) -> dict[str, str]:
 
 
 def habit(flag: str) -> str:
-    """Our flag that a short name stands for, or an empty string."""
+    """Our flag that a short name represents, or an empty string."""
     meant = (ours for ours, names in data()["habits"].items() if flag in names.split())
     return next(meant, "")
 

@@ -43,8 +43,8 @@ OFFLOAD = (
 PARTITION = "activation_checkpointing.partition_activations"
 INPUTS_ON_HOST = "activation_checkpointing.cpu_checkpointing"
 
-# Sections that are on where they do not say whether they are enabled; the rest of `unsupported`,
-# and these of precisions, are off.
+# Sections that are on where they do not specify whether they are enabled; the rest of
+# `unsupported`, and these of precisions, are off.
 ON_BY_DEFAULT = {
     *("compression_training", "sparse_attention", "weight_quantization", "expert_parallel"),
 }
@@ -96,7 +96,7 @@ class Comparison:
         precisions = {"bf16", "fp16", "fp64"}
         if name not in self.chosen and not (name in precisions and precisions & self.chosen):
             self.config = self.config.with_fields(group, **{name: value})
-            return f"taken, as no flag says otherwise: {_spelled(name, value)}", ""
+            return f"taken, as no flag sets it: {_spelled(name, value)}", ""
         if name not in self.chosen:
             return "", f"contradicts {' '.join(map(flag_name, precisions & self.chosen))}"
         remedy = "remove the flag" if theirs is None or theirs is False else _spelled(name, value)
@@ -149,7 +149,7 @@ class Comparison:
         return _joined([self.settle("adam_beta1", value[0]), self.settle("adam_beta2", value[1])])
 
     def _wire(self, key: str, value: Any) -> Answer:
-        """What gradients are sent in; --main-grads-dtype bf16 says that too."""
+        """What gradients are sent in; --main-grads-dtype bf16 sets that too."""
         named = "fp32" if value is True and key == "fp32_allreduce" else value
         dtype = DTYPES.get(named.lower()) if isinstance(named, str) else None
         if dtype not in ("fp32", "bf16"):
@@ -186,8 +186,8 @@ class Comparison:
         if type(steps) is not int or steps < 1 or not micro or (not batch and world is None):
             return (
                 "",
-                "give --micro-batch-size and --global-batch-size, which say how many steps are "
-                "accumulated",
+                "give --micro-batch-size and --global-batch-size, which set how many steps "
+                "are accumulated",
             )
         unit = micro * steps
         if not batch:
@@ -429,8 +429,9 @@ def _kind_fault(key: str, value: Any) -> str:
 
 
 def _without_recompute(key: str, config: Config) -> str:
-    """Why nothing becomes of a key that says where the layer inputs are which full recomputation
-    keeps; empty where something does. Shares are of copies that tensor-parallel ranks would keep.
+    """Why nothing becomes of a key that specifies where the layer inputs are which full
+    recomputation keeps; empty where something does. Shares are of copies that tensor-parallel ranks
+    would keep.
     """
     distributed = config.distributed
     several = distributed.tensor_model_parallel_size > 1 and not distributed.sequence_parallel

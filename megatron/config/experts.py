@@ -152,8 +152,8 @@ class ExpertsConfig:
 
 @functools.cache  # every layer asks for it
 def expert_pattern(text: str, layers: int) -> tuple[bool, ...]:
-    """Whether each of `layers` layers has experts, as --moe-layer-freq says. Raises UserError with
-    what is wrong and what would be right.
+    """Whether each of `layers` layers has experts, as --moe-layer-freq specifies. Raises UserError
+    with what is wrong and what would be right.
     """
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)

@@ -1,7 +1,7 @@
 """Every setting of a run: frozen dataclasses, one per argparse group.
 
 A field is a flag: `lr_decay_style` is `--lr-decay-style`, its type gives the parser, the string
-under it is its help. `flag(...)` adds what a type cannot say: other spellings, bounds, what the
+under it is its help. `flag(...)` adds what a type cannot specify: other spellings, bounds, what the
 field acts with, what a change of it means at a resume, and its names in other programs. Adding a
 flag is one edit here, and docs/flags.md made anew; rules between several fields live in
 `validate.py`.
@@ -500,7 +500,7 @@ class TrainingConfig:
     """
     recompute: Literal["auto"] | None = flag(None, megatron="not in Megatron-LM")
     """auto: choose for the layers of each pipeline rank what costs the least time and fits
-    --memory-budget, and say why.
+    --memory-budget, and print why.
     """
     memory_budget: float | None = flag(
         None, megatron="not in Megatron-LM", bound=POSITIVE, needs=needs.RECOMPUTE_AUTO

@@ -1,8 +1,8 @@
 """Files that a user names, read so that nothing in them can hang the program, crash it, or be taken
 for something else.
 
-The errors say what is wrong with a file and leave its name to the caller, who knows the flag that
-gave it.
+The errors name what is wrong with a file and leave its name to the caller, who knows the flag
+that gave it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPECIAL = (
 
 
 class InputError(UserError):
-    """A file that was given cannot be used: the text says why."""
+    """A file that was given cannot be used: the text is the reason."""
 
 
 class NotJson(InputError):

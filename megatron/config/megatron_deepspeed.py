@@ -123,7 +123,7 @@ def _in_samples(given: Given, config: Config, result: Translation) -> dict[str, 
 
 def _experts(given: Given, config: Config, chosen: set[str], result: Translation) -> None:
     """Megatron-DeepSpeed's experts: top-1 with the softmax over all logits, in every second layer,
-    each with a capacity, unless flags say otherwise.
+    each with a capacity, unless flags specify otherwise.
     """
     count = config.model.num_experts
     if count is None or count <= 1:

@@ -109,7 +109,7 @@ LATENT_EXCLUSIONS = tuple(
     )
 )
 
-# Two ways to say the same thing: keep one.
+# Two ways to specify the same thing: keep one.
 CONTRADICTIONS = (
     ("bf16", "fp16"),
     ("bf16", "fp64"),

@@ -1,5 +1,5 @@
-"""How layers are shared out over pipeline stages, counted: what the flags say, with nothing known
-of costs.
+"""How layers are shared out over pipeline stages, counted: what the flags specify, with nothing
+known of costs.
 
 The embedding is always in the first stage and the head in the last, so a split is the number of
 layers of each stage.
@@ -82,7 +82,7 @@ def frozen_units(config: Config) -> frozenset[str]:
 
 
 def counted_layers(config: Config) -> int:
-    """Layers that an even split shares out: embedding and loss count as one where the flags say
+    """Layers that an even split shares out: embedding and loss count as one where the flags specify
     so.
     """
     distributed = config.distributed
@@ -94,8 +94,8 @@ def counted_layers(config: Config) -> int:
 
 
 def virtual_stages(config: Config) -> int | None:
-    """Stages that each of several pipeline ranks holds, by whichever flag says it; None where flags
-    do not fit each other.
+    """Stages that each of several pipeline ranks holds, by whichever flag specifies it; None where
+    flags do not fit each other.
     """
     distributed = config.distributed
     ranks = distributed.pipeline_model_parallel_size

@@ -449,8 +449,7 @@ def _recompute_layers(run: RunView) -> Faults:
         return
     if run.has("num_layers") and count != run.num_layers:
         yield (
-            f"{run.show('recompute_layers')}: says what becomes of {count} layers, and there are "
-            f"{run.num_layers}"
+            f"{run.show('recompute_layers')}: covers {count} layers, and there are {run.num_layers}"
         )
 
 
@@ -485,7 +484,7 @@ def _activation_offload(run: RunView) -> Faults:
 
 
 def _cannot_be_made(folder: Path) -> str:
-    """Why a folder cannot be made and written into, with the fix, as far as its parents tell; an
+    """Why a folder cannot be made and written into, with the fix, as far as its parents show; an
     empty string when nothing is known.
     """
     folder = folder.absolute()

@@ -59,7 +59,7 @@ def _pairs(run: RunView) -> Faults:
         if run.global_batch_size // unit == 1:
             yield (
                 f"{flag}: {run.show('global_batch_size')} is one micro-batch a step, which has no "
-                f"other to run beside; give {2 * unit} or more, or drop the flag"
+                f"other to overlap with; give {2 * unit} or more, or drop the flag"
             )
 
 

@@ -14,7 +14,7 @@ ROUND_BYTES = 8 << 20
 LOSS_CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 
 # Logits made at once: hundreds of tokens on a CPU, thousands on a GPU, so that the weight and its
-# gradient, which are read and written for each chunk, cost little beside the products.
+# gradient, which are read and written for each chunk, cost little compared with the GEMMs.
 HEAD_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 
 # Counters of random words computed at once, and the bytes of one (six of int64). On a CPU for each

@@ -256,7 +256,7 @@ PEERS = Peers()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory of the GPU or the host ran out."""
+    """Whether an error is that memory of the GPU or the host ran out."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
     )

@@ -52,7 +52,7 @@ def _values(model: GPTModel) -> Iterator[str]:
         usual = parameter.dim() == 2 or parameter.dim() == 1 and kind in ("weight", "bias")
         if not hasattr(parameter, "spec") and not usual:
             yield (
-                f"{name} {list(parameter.shape)}: nothing says what its initial values are; "
+                f"{name} {list(parameter.shape)}: its initial values are not declared; "
                 "make it a matrix, or a vector called weight (ones) or "
                 "bias (zeros), or let its module declare it (megatron/model/spec.py)"
             )
@@ -60,7 +60,7 @@ def _values(model: GPTModel) -> Iterator[str]:
 
 def _gradients(model: GPTModel) -> Iterator[str]:
     """Names that stand for another tensor, and under tensor parallelism parameters of which nothing
-    says how their gradients are summed.
+    specifies how their gradients are summed.
     """
     holder: dict[str, str] = {}  # logical name -> parameter
     for name, _, spec in model.declared():
@@ -73,7 +73,7 @@ def _gradients(model: GPTModel) -> Iterator[str]:
                 )
             if model.tp.size > 1 and tensor.grad_sum is None:
                 yield (
-                    f"{name}: all tensor-parallel ranks hold it, and nothing says how its "
+                    f"{name}: all tensor-parallel ranks hold it, and it is not declared how its "
                     "gradient is summed over them; call declare_grad_sum of "
                     "megatron/model/spec.py for its module: with parts_under(tp.sequence) "
                     "where each rank sees a part of the values (as between "

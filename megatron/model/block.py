@@ -39,7 +39,7 @@ from megatron.model.loss import cross_entropy
 from megatron.model.mlp import MLP, always_rebuilt, mlp_parameters
 from megatron.model.norm import Norm, norm_parameters
 from megatron.model.recompute import KEPT, LayerRecompute
-from megatron.model.recompute_context import Parked, Rebuilder
+from megatron.model.recompute_context import OffloadableTensor, RecomputeContext
 from megatron.model.spec import (
     Multipliers,
     ParameterSpec,
@@ -176,7 +176,7 @@ def distinct_layers(config: ModelConfig) -> list[int]:
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """A number that layers return beside their output: of each micro-batch a sum over tokens, as
+    """A number that layers return alongside their output: of each micro-batch a sum over tokens, as
     the loss is, added up over all layers that return one of this name. Metrics show it by its name,
     divided by the valid tokens of the step. `size`: how many numbers it is; several are counts, and
     what becomes of them is the business of who knows the name.
@@ -210,8 +210,8 @@ class Layer(nn.Module):
 
     @classmethod
     def scalars(cls, config: ModelConfig, index: int, sequence: bool) -> tuple[ScalarSpec, ...]:
-        """What layer `index` returns beside its output; the same on every rank. `sequence`: under
-        sequence parallelism.
+        """What layer `index` returns alongside its output; the same on every rank. `sequence`:
+        under sequence parallelism.
         """
         return ()
 
@@ -219,7 +219,7 @@ class Layer(nn.Module):
         """What backward passes compute again, from the next forward pass on."""
         self.recompute = choice
 
-    def parking(self) -> AbstractContextManager[list[ref[Parked]]]:
+    def parking(self) -> AbstractContextManager[list[ref[OffloadableTensor]]]:
         """Around a forward pass: the tensors that it saves, of a layer that knows."""
         return nullcontext([])
 
@@ -272,17 +272,17 @@ class LayerBlock(Layer):
             else None
         )
         self.embedding_dropout = dropout("embedding.dropout") if index == 0 else None
-        self.rebuilder = Rebuilder()
-        self.rebuilder.modules = always_rebuilt(config)
+        self.recompute_context = RecomputeContext()
+        self.recompute_context.modules = always_rebuilt(config)
         self.input_norm = norm("input_norm")
         attention = LatentAttention if config.multi_latent_attention else SelfAttention
-        self.attention = attention(config, seed, index, tp, cp, self.rebuilder)
+        self.attention = attention(config, seed, index, tp, cp, self.recompute_context)
         self.attention_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = (
-            MoE(config, seed, index, tp, ep, self.rebuilder)
+            MoE(config, seed, index, tp, ep, self.recompute_context)
             if config.expert_layers()[index]
-            else MLP(config, f"layers.{index}.mlp", tp, self.rebuilder)
+            else MLP(config, f"layers.{index}.mlp", tp, self.recompute_context)
         )
         self.mlp_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm("final_norm") if "final_norm.weight" in parameters else None
@@ -298,24 +298,24 @@ class LayerBlock(Layer):
 
     def choose_recompute(self, choice: LayerRecompute) -> None:
         super().choose_recompute(choice)
-        self.rebuilder.modules = choice.modules | always_rebuilt(self.config)
+        self.recompute_context.modules = choice.modules | always_rebuilt(self.config)
 
-    def parking(self) -> AbstractContextManager[list[ref[Parked]]]:
-        return self.rebuilder.parking()
+    def parking(self) -> AbstractContextManager[list[ref[OffloadableTensor]]]:
+        return self.recompute_context.parking()
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:
         if self.position is not None:
             x = x + self.position(micro.position_ids)
-        with self.rebuilder.forward_pass():
+        with self.recompute_context.forward_pass():
             return self.transform(x, micro)
 
     def transform(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:
         """All but the table of positions: what --torch-compile compiles."""
         if self.embedding_dropout is not None:
             x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
-        self.rebuilder.enter("attn_norm")
+        self.recompute_context.enter("attn_norm")
         y, x = self.input_norm.of_sum(x)
-        self.rebuilder.discard("layernorm", y, self.input_norm, x)
+        self.recompute_context.discard("layernorm", y, self.input_norm, x)
         y, x = self._add_norm(
             self.attention(y, micro.rotary, micro.mask, micro.dropout, micro.places),
             self.attention_dropout,
@@ -323,7 +323,7 @@ class LayerBlock(Layer):
             "mlp_norm",
             micro,
         )  # attention's output has no name here: it would live as long as this function runs
-        self.rebuilder.discard("layernorm", y, self.mlp_norm, x)
+        self.recompute_context.discard("layernorm", y, self.mlp_norm, x)
         if not isinstance(self.mlp, MoE):
             return self._add_mlp(self.mlp(y), x, micro)
         y, sums = self.mlp(
@@ -335,7 +335,7 @@ class LayerBlock(Layer):
     def _add_mlp(self, y: Tensor, x: Tensor, micro: MicroBatch) -> Tensor:
         """The output [s, b, h]: y added to the residual stream x."""
         if self.final_norm is None:
-            self.rebuilder.enter("")
+            self.recompute_context.enter("")
             return self.mlp_dropout.add(y, x, micro.hidden_dropout)
         return self._add_norm(y, self.mlp_dropout, x, "final_norm", micro)[0]
 
@@ -346,12 +346,12 @@ class LayerBlock(Layer):
         stream x.
         """
         norm: Norm = getattr(self, name)
-        self.rebuilder.enter("")
+        self.recompute_context.enter("")
         if dropout.acts(micro.hidden_dropout):
             total = dropout.add(y, x, micro.hidden_dropout)
-            self.rebuilder.enter(name)
+            self.recompute_context.enter(name)
             return norm.of_sum(total)
-        self.rebuilder.enter(name)
+        self.recompute_context.enter(name)
         return norm.of_sum(y, x)
 
 

@@ -21,7 +21,7 @@ BACKEND = "inductor"
 
 
 def compile_layers(model: nn.Module, device: torch.device) -> None:
-    """Let torch.compile fuse what stands between the matrix products of each transformer layer.
+    """Let torch.compile fuse what is between the GEMMs of each transformer layer.
 
     Layers of one kind share a graph, which is made at the first forward pass. A layer that cannot
     be traced whole, or that would need more than GRAPHS graphs, is an error of torch.compile's

@@ -17,7 +17,7 @@ from megatron.kernels.dropout import dropout, dropout_add
 
 @dataclass(frozen=True)
 class DropoutState:
-    """Where a micro-batch stands: sample_ids [b] are the run's sample numbers, token_index [s]
+    """The position of a micro-batch: sample_ids [b] are the run's sample numbers, token_index [s]
     positions within the sample.
     """
 
@@ -67,7 +67,7 @@ class Dropout:
 
     def keep_words_on(self, device: torch.device) -> None:
         """Have the key in tensors: as numbers it would be a constant of a compiled graph, and every
-        layer would need a graph of its own.
+        layer would need its own graph.
         """
         k0, k1 = self.key
         self.words = torch.tensor(k0, device=device), torch.tensor(k1, device=device)

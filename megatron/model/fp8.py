@@ -84,7 +84,7 @@ class Fp8Products:
         self, dy: Tensor, weight: Tensor, *, weight_grad: bool
     ) -> tuple[Tensor, Tensor | Quantised]:
         """dx [..., i] of dy [..., o], and what `add_weight_grad` takes in place of dy if that is
-        called next, as `weight_grad` says.
+        called next, as `weight_grad` specifies.
         """
         keeps = weight_grad and self.weight_grad
         own = self._output_grad(dy, plain=True, transposed=keeps)

@@ -40,7 +40,7 @@ def layer_names(config: ModelConfig) -> list[str]:
 
 
 def scalars_of(config: ModelConfig, sequence: bool) -> tuple[ScalarSpec, ...]:
-    """What the layers of a whole model return beside their output."""
+    """What the layers of a whole model return alongside their output."""
     of_layers = (LayerBlock.scalars(config, i, sequence) for i in range(config.num_layers))
     return tuple(dict.fromkeys(spec for layer in of_layers for spec in layer))
 
@@ -110,14 +110,14 @@ class GPTModel(nn.Module):
         ]
 
     def choose_recompute(self, training: TrainingConfig) -> None:
-        """Tell the layers what their backward passes compute again; nothing until then."""
+        """Set what the layers' backward passes recompute; nothing before that."""
         for stage, chunk in zip(self.stages, self.chunks, strict=True):
             layers = [layer for _, layer in chunk if layer.recomputes]
             for layer, choice in zip(layers, stage_recompute(training, stage.layers), strict=True):
                 layer.choose_recompute(choice)
 
     def choose_offload(self, training: TrainingConfig) -> None:
-        """Tell the layers what waits on the host for their backward passes."""
+        """Set what waits on the host for the layers' backward passes."""
         for stage, chunk in zip(self.stages, self.chunks, strict=True):
             layers = [layer for _, layer in chunk if layer.recomputes]
             chosen = stage_offload(training, self.config, stage.layers)
@@ -194,7 +194,7 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def update_routers(self, scalars: Tensor, skipped: Tensor) -> None:
-        """After a step: tell the routers of this rank's layers how many tokens of the whole batch
+        """After a step: give the routers of this rank's layers how many tokens of the whole batch
         each expert had, by `scalars`, those of all layers one behind the other, summed over all
         ranks. `skipped`: 1 where the step was skipped, else 0.
         """
@@ -214,5 +214,5 @@ class GPTModel(nn.Module):
         micro = self.micro_batch(tokens, tokens, tokens, positions, positions[:, 0], training=False)
         x = None
         for unit in (self.embedding, *self.layers.values()):
-            x = unit(x, micro)  # in evaluation nothing comes beside
+            x = unit(x, micro)  # in evaluation there are no auxiliary outputs
         return self.head.logits(x).transpose(0, 1)

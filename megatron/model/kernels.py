@@ -166,7 +166,7 @@ def remarks(choices: dict[str, Choice]) -> list[str]:
 
 
 # the key of a layer's dropout is a number to these kernels, and numbers are constants of a graph
-EACH_ITS_GRAPH = "under --torch-compile each layer would need a graph of its own"
+EACH_ITS_GRAPH = "under --torch-compile each layer would need its own graph"
 
 
 def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str, str]]:

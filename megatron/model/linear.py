@@ -187,7 +187,7 @@ class DeferredWgrad(Protocol):
 
     @property
     def overlap(self) -> bool:
-        """Whether what `start` sets off may run beside another one's product."""
+        """Whether what `start` sets off may run alongside another one's product."""
 
     def start(self) -> Callable[[], None]:
         """Set off what is communicated; what it returns adds the gradient."""
@@ -196,7 +196,7 @@ class DeferredWgrad(Protocol):
 @torch.no_grad()
 def add_weight_grads(left: list[DeferredWgrad]) -> None:
     """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs
-    beside a product.
+    alongside a product.
     """
     started: deque[Callable[[], None]] = deque()
     while left or started:
@@ -204,7 +204,7 @@ def add_weight_grads(left: list[DeferredWgrad]) -> None:
             started.append(left.pop(0).start())
         finish = started.popleft()
         finish()
-        del finish  # or its tensors would live beside those of the next one
+        del finish  # or its tensors would live with those of the next one
 
 
 @contextlib.contextmanager
@@ -251,8 +251,8 @@ class _Linear(torch.autograd.Function):
 
 class _ColumnLinear(torch.autograd.Function):
     """Forward: all-gather of x under SP, else nothing. Backward: the adjoint, a sum of dx over the
-    axis, beside the weight gradient's product if that is not left for later; under SP x is gathered
-    a second time for it, so that only this rank's part of x is kept.
+    axis, alongside the weight gradient's product if that is not left for later; under SP x is
+    gathered a second time for it, so that only this rank's part of x is kept.
     """
 
     @staticmethod
@@ -313,7 +313,7 @@ class _RowLinear(torch.autograd.Function):
         if not tp.sequence:
             y = all_reduce(gemm(x, weight), tp.axis)
         elif _cuts(tp, x, weight, weight.shape[0] // 2):
-            # the first half of the outputs is summed beside the product of the second
+            # the first half of the outputs is summed alongside the product of the second
             halves = []
             for half in weight.chunk(2):
                 halves.append(start_reduce_scatter(F.linear(x, half), tp.axis))
@@ -355,15 +355,15 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _cuts(tp: TensorParallel, x: Tensor, weight: Tensor, outputs: int) -> bool:
-    """Whether a product is cut into pieces beside which others are communicated. 8-bit floats are
+    """Whether a product is cut into pieces while others are communicated. 8-bit floats are
     quantised whole.
     """
     return tp.overlap and getattr(weight, FP8, None) is None and worth_cutting(x, outputs)
 
 
 def worth_cutting(x: Tensor, outputs: int) -> bool:
-    """Whether a piece of a product, of x [s, b, i] with so many outputs, keeps a GPU as busy as the
-    whole does: it has a tile for each multiprocessor. On a CPU any has.
+    """Whether a piece of a product, of x [s, b, i] with that many outputs, keeps a GPU as busy as
+    the whole does: it has a tile for each multiprocessor. On a CPU any has.
     """
     tiles = -(-x.shape[:-1].numel() // TILE[0]) * -(-outputs // TILE[1])
     return not x.is_cuda or tiles >= multiprocessors(x.device)
@@ -383,7 +383,7 @@ _FUNCTIONS: dict[str, Any] = {"whole": _Linear, "column": _ColumnLinear, "row": 
 def _arguments(
     kind: str, weight: Tensor, bias: Tensor | None
 ) -> tuple[Context, tuple[TensorParallel, ...]]:
-    """What a function of this kind is called with beside tensors, by the operators below."""
+    """The arguments of a function of this kind that are no tensors."""
     tp = weight.tensor_parallel
     context = Context((True, weight.requires_grad), weight=weight, bias=bias, tp=tp)
     return context, () if kind == "whole" else (tp,)

@@ -16,8 +16,8 @@ already would make it 6, but
 
 Collectives are those of model/linear.py and model/loss.py, whole: under SP an all-gather of x in
 each pass and a reduce-scatter of dx, else an all-reduce of dx; one all-gather of three numbers a
-token. dx is summed when its last chunk is there, beside nothing. Called from model/block.py under
---fused-linear-cross-entropy.
+token. dx is summed when its last chunk is there, overlapped with nothing. Called from
+model/block.py under --fused-linear-cross-entropy.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from megatron.kernels.activation import activation as activation_forward
 from megatron.kernels.activation import activation_backward, apply_function
 from megatron.model.linear import ColumnLinear, RowLinear, column_linear
 from megatron.model.opaque import add_gradient
-from megatron.model.recompute_context import Rebuilder
+from megatron.model.recompute_context import RecomputeContext
 from megatron.model.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
 from megatron.model.tensor_parallel import DENSE, TensorParallel
 
@@ -87,9 +87,9 @@ def weighed_gated_gradients(
     dfused = torch.empty_like(fused)
     dgate, dup = dfused.chunk(2, dim=-1)
     dweights = torch.mul(value(gate, out=dup), up).mul_(dy).sum(1, dtype=weights.dtype)
-    weighed = (dy * weights.unsqueeze(1)).to(fused.dtype)
-    gradient(torch.mul(weighed, up, out=dgate), gate, grad_input=dgate)
-    dup.mul_(weighed)
+    weighted = (dy * weights.unsqueeze(1)).to(fused.dtype)
+    gradient(torch.mul(weighted, up, out=dgate), gate, grad_input=dgate)
+    dup.mul_(weighted)
     return dfused, dweights
 
 
@@ -157,7 +157,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
 def activate_by(
     backend: str, x: Tensor, activation: str, bias: nn.Parameter | None = None
 ) -> Tensor:
-    """The same by an implementation. Ours adds fc1's bias, which others have added by then."""
+    """The same by an implementation. Ours adds fc1's bias, which others have added before."""
     if backend == "triton":
         return _TritonActivation.apply(x, bias, activation)
     return activate(x, activation)
@@ -196,8 +196,8 @@ def mlp_parameters(
 
 
 def always_rebuilt(model: ModelConfig) -> frozenset[str]:
-    """Modules of `Rebuilder` that a layer makes again whatever else it recomputes: the MLP in
-    pieces and, as large as all that is left beside attention, the outputs of norms.
+    """Modules of `RecomputeContext` that a layer makes again whatever else it recomputes: the MLP
+    in pieces and, as large as all the rest alongside attention, the outputs of norms.
     """
     return frozenset({"layernorm", "mlp"} if model.tiled_mlp > 1 else ())
 
@@ -211,8 +211,8 @@ def saved_widths(model: ModelConfig) -> tuple[int, int]:
 
 
 class MLP(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. `rebuilder`: the layer's;
-    `width`: f, by default that of the flags.
+    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. `recompute_context`: the
+    layer's; `width`: f, by default that of the flags.
     """
 
     def __init__(
@@ -220,11 +220,11 @@ class MLP(nn.Module):
         config: ModelConfig,
         name: str = "mlp",
         tp: TensorParallel = DENSE,
-        rebuilder: Rebuilder | None = None,
+        recompute_context: RecomputeContext | None = None,
         width: int | None = None,
     ):
         super().__init__()
-        self.rebuilder = rebuilder or Rebuilder()
+        self.recompute_context = recompute_context or RecomputeContext()
         self.activation, self.backend = config.activation, config.activation_backend
         self.pieces = config.tiled_mlp
         parameters = mlp_parameters(config, name, tp.sequence, width)
@@ -244,9 +244,9 @@ class MLP(nn.Module):
 
     def _piece(self, x: Tensor) -> Tensor:
         """The MLP of some tokens [s, b, h] -> [s, b, h]."""
-        self.rebuilder.enter("mlp_fc1")
-        inner = self.rebuilder("mlp", self._inner, x)
-        self.rebuilder.enter("mlp_fc2")
+        self.recompute_context.enter("mlp_fc1")
+        inner = self.recompute_context("mlp", self._inner, x)
+        self.recompute_context.enter("mlp_fc2")
         return self.fc2(inner)
 
     def _inner(self, x: Tensor) -> Tensor:
@@ -255,8 +255,8 @@ class MLP(nn.Module):
         # anyway
         ours = self.backend == "triton"
         fused = column_linear(x, self.fc1.weight, None, self.fc1.tp) if ours else self.fc1(x)
-        self.rebuilder.enter("mlp_act")
-        return self.rebuilder("mlp_act", self._activate, fused)
+        self.recompute_context.enter("mlp_act")
+        return self.recompute_context("mlp_act", self._activate, fused)
 
     def _activate(self, fused: Tensor) -> Tensor:
         """The activation of fc1's output [s, b, f or 2f]."""

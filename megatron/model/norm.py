@@ -182,8 +182,8 @@ class Norm(nn.Module):
         return self.function.apply(x, *weights, self.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum) of x and a residual, or of x alone: whoever uses both has
-        their gradients added in the norm's backward.
+        """(norm of the sum, the sum) of x and a residual, or of x alone: the caller that uses both
+        has their gradients added in the norm's backward.
         """
         if self.backend == "triton":
             return _TritonNorm.apply(x, residual, self.weight, self.bias, self.eps)

@@ -1,6 +1,6 @@
 """Which tensors of each layer of a stage wait on the host for their backward pass.
 
-Called from model/gpt.py, which tells the layers, and from the plan.
+Called from model/gpt.py, which sets it in the layers, and from the plan.
 """
 
 from __future__ import annotations

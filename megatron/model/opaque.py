@@ -3,7 +3,7 @@
 
 A compiled backward pass is a graph of tensors, fixed when the forward pass was traced. main_grad is
 not among them: it is opened after the forward pass, moves from step to step, and is overwritten or
-added to, at once or later, as attributes of the parameter say. The operators here take the
+added to, at once or later, as attributes of the parameter specify. The operators here take the
 parameter, and read that when they run. Called from model/norm.py, model/mlp.py,
 model/attention/qk_norm.py and model/linear.py.
 """
@@ -38,7 +38,7 @@ def _(dx: Tensor, parameter: Tensor, gradient: Tensor) -> None:
 
 
 class Context:
-    """Stands in for autograd's context where an operator calls an autograd function's passes."""
+    """Replaces autograd's context where an operator calls an autograd function's passes."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...], **attributes: Any):
         self.needs_input_grad = needs_input_grad

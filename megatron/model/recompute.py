@@ -1,6 +1,6 @@
 """What the backward pass of each layer of a stage computes again.
 
-Called from model/build.py, which tells the layers, and from the plan.
+Called from model/build.py, which sets it in the layers, and from the plan.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def choice_of(what: str) -> LayerRecompute:
 
 def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompute]:
     """The choice for each layer of a stage, in order. Full: `uniform` cuts the stage into groups of
-    --recompute-num-layers (the last may be smaller), `block` takes so many of its first layers,
+    --recompute-num-layers (the last may be smaller), `block` takes that number of its first layers,
     each by itself.
     """
     layers = len(stage)
@@ -66,7 +66,7 @@ def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompu
 
 
 def recompute_text(training: TrainingConfig) -> str:
-    """The choice in words."""
+    """The choice as text."""
     if training.recompute_layers is not None:
         return f"by layers ({' '.join(training.recompute_layers)})"
     granularity, count = training.recompute_granularity, training.recompute_num_layers or 1

@@ -1,11 +1,11 @@
 """Selective recomputation: tensors inside a layer that its backward pass computes again instead of
 keeping them (Korthikanti et al. 2022).
 
-Autograd saves what backward passes read. A `Rebuilder` stands between: of a computation that is to
-be made again it keeps the inputs, drops what is saved inside, and marks the results, so that
-whoever saves one of them keeps a `SavedPlace` in its stead. The first read of any of these runs the
-computation again, once, and gives each reader its tensor. A tensor goes when its last reader has
-had it. Inputs may be results of another such computation, which then runs first.
+Autograd saves what backward passes read. A `RecomputeContext` intervenes: of a computation that is
+to be made again it keeps the inputs, drops what is saved inside, and marks the results, so that a
+function that saves one of them keeps a `SavedPlace` instead. The first read of any of these runs
+the computation again, once, and gives each reader its tensor. A tensor goes when its last reader
+has had it. Inputs may be results of another such computation, which then runs first.
 
 Same kernels on same inputs give the same bits, and dropout masks are functions of positions, so
 that gradients have the bits of those without recomputation. A split backward pass reads a linear
@@ -39,7 +39,7 @@ class SavedPlace(NamedTuple):
     inside (`shape` None).
     """
 
-    source: Rebuilt
+    source: RecomputedTensor
     number: int
     shape: tuple[Any, Any, Any] | None  # sizes, strides, offset in the result's storage
 
@@ -49,8 +49,8 @@ class SavedPlace(NamedTuple):
         return tensor if self.shape is None else tensor.as_strided(*self.shape)
 
 
-class Parked:
-    """A tensor that is kept until somebody reads it, and which may be away meanwhile. `module`:
+class OffloadableTensor:
+    """A saved tensor that may live on the host until backward. `module`:
     what reads it in the forward pass.
     """
 
@@ -74,7 +74,7 @@ class Parked:
         return self.whole().as_strided(*self.shape)
 
 
-Saved = Tensor | SavedPlace | Parked
+Saved = Tensor | SavedPlace | OffloadableTensor
 
 
 def unpack(saved: Saved) -> Tensor:
@@ -82,7 +82,7 @@ def unpack(saved: Saved) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.read()
 
 
-class Rebuilt:
+class RecomputedTensor:
     """A computation of one forward pass that the backward pass makes again when it first reads one
     of its tensors: results by the numbers -1, -2, ..., what it saved inside by 0, 1, ...
     """
@@ -143,24 +143,24 @@ def results_of(y: Any) -> tuple[Tensor, ...]:
     return (y,) if isinstance(y, Tensor) else tuple(y)
 
 
-class Rebuilder:
+class RecomputeContext:
     """Decides for one layer what is kept. `modules`: names of computations that are made again; it
-    is the caller of each who says what it is called.
+    is the caller of each, which names it.
     """
 
     def __init__(self) -> None:
         self.modules: frozenset[str] = frozenset()
         # in a forward pass, by storage: results that are not kept. A weak reference keeps the
         # storage's identity from being given to another.
-        self.results: dict[int, tuple[StorageWeakRef, Rebuilt, int]] | None = None
+        self.results: dict[int, tuple[StorageWeakRef, RecomputedTensor, int]] | None = None
         # in a forward pass whose tensors may leave; weak, since parts of a graph go unused
-        self.parked: list[weakref.ref[Parked]] | None = None
+        self.parked: list[weakref.ref[OffloadableTensor]] | None = None
         self.module = ""  # that reads what is saved now
 
     @contextlib.contextmanager
-    def parking(self) -> Iterator[list[weakref.ref[Parked]]]:
+    def parking(self) -> Iterator[list[weakref.ref[OffloadableTensor]]]:
         """Around a forward pass whose tensors may leave the device: all that it saves."""
-        parked: list[weakref.ref[Parked]] = []
+        parked: list[weakref.ref[OffloadableTensor]] = []
         self.parked = parked
         try:
             yield parked
@@ -191,7 +191,7 @@ class Rebuilder:
         if self.results is None or module not in self.modules:
             return function(*inputs)
         rebuilt = self._rebuilt(function, inputs)
-        results, self.results = self.results, None  # nothing inside is a choice of its own
+        results, self.results = self.results, None  # nothing inside is a separate choice
         try:
             with saved_tensors_hooks(rebuilt.drop, unpack):
                 y = function(*inputs)
@@ -201,15 +201,17 @@ class Rebuilder:
         return y
 
     def discard(self, module: str, y: Tensor, function: Function, *inputs: Tensor) -> None:
-        """If `module` is recomputed, whoever saves y keeps nothing: it is function(*inputs)."""
+        """If `module` is recomputed, a function that saves y keeps nothing: it is
+        function(*inputs).
+        """
         if self.results is not None and module in self.modules:
             self._mark(self._rebuilt(function, inputs), y)
 
-    def _rebuilt(self, function: Function, inputs: tuple[Tensor, ...]) -> Rebuilt:
+    def _rebuilt(self, function: Function, inputs: tuple[Tensor, ...]) -> RecomputedTensor:
         differentiated = [x.requires_grad for x in inputs]
-        return Rebuilt(function, [self._pack(x) for x in inputs], differentiated)
+        return RecomputedTensor(function, [self._pack(x) for x in inputs], differentiated)
 
-    def _mark(self, rebuilt: Rebuilt, y: Any) -> None:
+    def _mark(self, rebuilt: RecomputedTensor, y: Any) -> None:
         assert self.results is not None
         for index, result in enumerate(results_of(y)):
             storage = result.untyped_storage()
@@ -223,7 +225,7 @@ class Rebuilder:
             kept = tensor.detach()  # with its graph it could be its own owner
             if self.parked is None:
                 return kept
-            place = Parked(kept, self.module)
+            place = OffloadableTensor(kept, self.module)
             self.parked.append(weakref.ref(place))
             return place
         shape = tensor.size(), tensor.stride(), tensor.storage_offset()

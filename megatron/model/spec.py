@@ -1,10 +1,11 @@
 """What a layer declares of the tensors that it holds, and everything else reads.
 
 A *logical tensor* is what a checkpoint names: q, k and v apart, gate and up apart, the real
-vocabulary, no parallelism. Its `TensorSpec` says everything that a run needs to know of it: initial
-values, weight decay, how ranks cut it, whose gradients are added up. A *parameter* of a module may
-fuse several logical tensors, hold padding, or be one rank's share of them; its `ParameterSpec` says
-which. A `Box` is the part of one logical tensor that a rank's parameter holds.
+vocabulary, no parallelism. Its `TensorSpec` specifies everything that a run needs to know of it:
+initial values, weight decay, how ranks cut it, whose gradients are added up. A *parameter* of a
+module may fuse several logical tensors, hold padding, or be one rank's share of them; its
+`ParameterSpec` specifies which. A `Box` is the part of one logical tensor that a rank's parameter
+holds.
 
 No name is matched anywhere: a new layer declares its tensors here and is complete. Called from
 every module that owns parameters, and read by model/init.py, parallel/blocks.py and the
@@ -48,7 +49,7 @@ class Shard:
     parts: int | None = None
 
     def count(self, ranks: int) -> int:
-        """Different parts over so many ranks."""
+        """Different parts over that many ranks."""
         return ranks if self.parts is None else min(ranks, self.parts)
 
 
@@ -69,9 +70,9 @@ class TensorSpec:
     """One logical tensor, as its layer declares it.
 
     `copies`: who holds the same part of it, data-parallel ranks left out: all tensor-parallel ranks
-    ("tp"), those that share a key/value head ("kv"), both ends of a pipeline ("tied"), or nobody.
+    ("tp"), those that share a key/value head ("kv"), both ends of a pipeline ("tied"), or none.
     `grad_sum`: those of them whose gradients are parts of a sum. None: nothing is known of it, as
-    of an ordinary module that nobody has declared. `stored`: rows with padding, if there is any.
+    of an ordinary module without a declaration. `stored`: rows with padding, if there is any.
     `group`: whose gradients are added up over data-parallel ranks; "dense" is all of them,
     "expert" those that hold the same experts; a "state" is not trained, but kept with the weights.
     `expert`: the number of the expert that it is a part of, and how many there are.
@@ -91,14 +92,14 @@ class TensorSpec:
     expert: tuple[int, int] | None = None
 
     def is_held(self, rank: int, ranks: int) -> bool:
-        """Whether one of so many expert-parallel ranks holds it."""
+        """Whether one of that many expert-parallel ranks holds it."""
         if self.expert is None:
             return True
         number, count = self.expert
         return number * ranks // count == rank
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
-        """What one of so many tensor-parallel ranks stores of it, padding included."""
+        """What one of that many tensor-parallel ranks stores of it, padding included."""
         shape = [self.shape[0] if self.stored is None else self.stored, *self.shape[1:]]
         if self.shard is not None:
             shape[self.shard.dimension] //= self.shard.count(ranks)
@@ -167,7 +168,7 @@ class ParameterSpec:
         return self.tensors[0].group
 
     def local_shape(self, ranks: int, expert_rank: int = 0, experts: int = 1) -> tuple[int, ...]:
-        """The shape of the parameter on one of so many tensor-parallel ranks; of experts, on the
+        """The shape of the parameter on one of that many tensor-parallel ranks; of experts, on the
         `expert_rank`-th of `experts` ranks that each hold some.
         """
         held = [tensor for tensor in self.tensors if tensor.is_held(expert_rank, experts)]
@@ -244,8 +245,8 @@ def parts_under(sequence: bool) -> tuple[str, ...]:
 
 
 def declare_grad_sum(module: nn.Module, grad_sum: tuple[str, ...]) -> None:
-    """Say of an ordinary module, which every tensor-parallel rank holds whole, whether the ranks'
-    gradients are parts of a sum ("tp",), as between our layers under sequence parallelism
+    """Declare of an ordinary module, which every tensor-parallel rank holds whole, whether the
+    ranks' gradients are parts of a sum ("tp",), as between our layers under sequence parallelism
     (`parts_under`), or whole on each of them ().
     """
     for parameter in module.parameters():

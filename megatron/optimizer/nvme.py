@@ -239,7 +239,7 @@ class FileTensor:
         return replace(self, like=self.like[rows])
 
     def detach(self) -> Tensor:
-        """A copy in memory. In the order in which an optimizer tells of them the next ones are on
+        """A copy in memory. In the order in which an optimizer names them the next ones are on
         their way.
         """
         (tensor,) = self.files.use(self.part, (self.kind,)).values()

@@ -45,7 +45,7 @@ class LossScaler:
         return {"scale": self.scale, "clean_steps": self.clean_steps, "hysteresis": self.hysteresis}
 
     def load(self, state: dict[str, float]) -> None:
-        """Take a checkpoint's state; a constant scale stays what the flags say."""
+        """Take a checkpoint's state; a constant scale stays what the flags specify."""
         if self.dynamic:
             self.scale, self.clean_steps, self.hysteresis = (
                 state["scale"],

@@ -27,7 +27,7 @@ from megatron.distributed.collectives import all_gather
 from megatron.distributed.groups import ALONE, Axis
 from megatron.model.block import Layer, MicroBatch, WithScalars
 from megatron.model.linear import DeferredWgrad, add_weight_grads, deferring_weight_grads
-from megatron.model.recompute_context import Parked
+from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.schedule import Kind
 
 Call = tuple[Layer, Kind]  # one pass of a layer
@@ -36,7 +36,7 @@ Call = tuple[Layer, Kind]  # one pass of a layer
 class Inputs(NamedTuple):
     """What full recomputation keeps of a layer's forward pass."""
 
-    x: Tensor | Parked | None  # None but of the first layer of a group
+    x: Tensor | OffloadableTensor | None  # None but of the first layer of a group
     micro: MicroBatch
     shape: torch.Size | None = None  # of an input whose share alone is kept
 
@@ -145,7 +145,7 @@ class LayerPasses:
 
     def _input_of(self, saved: Inputs) -> Tensor | None:
         """The layer's input [s, b, h] of what is kept of it."""
-        assert not isinstance(saved.x, Parked)
+        assert not isinstance(saved.x, OffloadableTensor)
         if saved.x is None or saved.shape is None:
             return saved.x
         return all_gather(saved.x, self.sharing).view(saved.shape)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron.config.offload import LAYER_INPUT
 from megatron.distributed.groups import ALONE, Axis
 from megatron.model.block import Layer, MicroBatch
-from megatron.model.recompute_context import Parked
+from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.graphs import tensors_of
 from megatron.parallel.layer_passes import Inputs, LayerPasses
 from megatron.parallel.pipeline import Pipeline, StepSums
@@ -230,8 +230,8 @@ class _LayerInput(torch.autograd.Function):
 
 
 class OffloadingPasses(LayerPasses):
-    """LayerPasses that keep on the host what the layers' choices (`Layer.offloaded`) say. Tensors
-    of fewer elements than `smallest` stay.
+    """LayerPasses that keep on the host what the layers' choices (`Layer.offloaded`) specify.
+    Tensors of fewer elements than `smallest` stay.
     """
 
     def __init__(
@@ -279,12 +279,12 @@ class OffloadingPasses(LayerPasses):
 
     def _forward_parking(
         self, layer: Layer, x: Tensor | None, micro: MicroBatch, scalars: dict[str, Tensor] | None
-    ) -> tuple[Tensor, Any, list[Parked]]:
+    ) -> tuple[Tensor, Any, list[OffloadableTensor]]:
         """A forward pass, and the tensors it saves that may move to the host."""
         if layer.recompute.whole:
             y, inputs = super().forward(layer, x, micro, scalars)
             assert isinstance(inputs, Inputs) and isinstance(inputs.x, Tensor)
-            parked = [Parked(inputs.x, LAYER_INPUT)]
+            parked = [OffloadableTensor(inputs.x, LAYER_INPUT)]
             return y, inputs._replace(x=parked[0]), parked
         with layer.parking() as saved:
             leaf, own = self._entry(x)
@@ -335,16 +335,18 @@ class OffloadingPasses(LayerPasses):
         return leaf, _LayerInput.apply(leaf, x)
 
     def _input_of(self, saved: Inputs) -> Tensor | None:
-        if isinstance(saved.x, Parked):
+        if isinstance(saved.x, OffloadableTensor):
             saved = saved._replace(x=saved.x.read())
         return super()._input_of(saved)
 
-    def _going(self, layer: Layer, micro: MicroBatch, parked: Iterable[Parked]) -> list[Storage]:
+    def _going(
+        self, layer: Layer, micro: MicroBatch, parked: Iterable[OffloadableTensor]
+    ) -> list[Storage]:
         """The storages of a forward pass that leave: those that the chosen modules alone keep,
         neither weights nor parts of the micro-batch.
         """
         staying = storages_of(tensors_of(micro)) | storages_of(layer.parameters())
-        of_storage: dict[int, list[Parked]] = {}
+        of_storage: dict[int, list[OffloadableTensor]] = {}
         for each in parked:
             assert each.tensor is not None
             of_storage.setdefault(each.tensor.untyped_storage()._cdata, []).append(each)

@@ -1,8 +1,8 @@
 """Pipeline schedules as data: for each rank the list of what it computes, sends and receives, in
 order.
 
-A model is cut into stages, numbered along the forward pass; `placement` says which rank holds each
-(several per rank: virtual stages). A schedule is a pure function of (ranks, virtual stages,
+A model is cut into stages, numbered along the forward pass; `placement` specifies which rank holds
+each (several per rank: virtual stages). A schedule is a pure function of (ranks, virtual stages,
 micro-batches). It knows nothing of the data-parallel side: gathers and reductions follow from the
 order of the computations. Called from training/passes.py and the plan; read by
 parallel/pipeline.py.
@@ -181,8 +181,8 @@ def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, 
     """For each message that a rank receives: (its sender, how many of this rank's messages to that
     sender it proves to have arrived).
 
-    Gloo does not say that a send is complete unless one waits for it; but who sends the result of a
-    computation has received what his earlier computations needed.
+    Gloo does not report that a send is complete unless one waits for it; but who sends the result
+    of a computation has received what his earlier computations needed.
     """
     placement, found = schedule.placement, {}
     mine = [
@@ -334,7 +334,7 @@ def _interleaved(
     (Narayanan et al. 2021).
 
     Groups are as even as can be and hold at least `ranks` micro-batches (a smaller one could wait
-    for itself); the larger ones come first, since they say how far forward passes run ahead. Rank r
+    for itself); the larger ones come first, since they set how far forward passes run ahead. Rank r
     holds at most 2 (ranks - r - 1) + (virtual - 1) x group + 1 stages' micro-batches, with `pairs`
     one more.
     """

@@ -8,8 +8,8 @@ at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two
 gradient buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers
 a block before a pass needs it, overlapped with the computation of the block before, in the order
 that the schedule fixes, and frees it afterwards. There are no hooks, buckets or thresholds: a
-PassPlan says what happens around each pass. What an offloaded block gathers comes from the host's
-memory, overlapped in the same way.
+PassPlan specifies what happens around each pass. What an offloaded block gathers comes from the
+host's memory, overlapped in the same way.
 
 Under a split backward pass the gradients of norms, biases and positions exist before those of the
 matrices: a small buffer keeps them from one half to the other. Called from parallel/pipeline.py

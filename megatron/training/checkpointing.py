@@ -154,8 +154,8 @@ def make_manager(
     tracker: Tracker | None,
     local_checkpoints: LocalCheckpoints | None,
 ) -> CheckpointManager | None:
-    """What writes the run's checkpoints and tells the tracker of them; None without --save. Raises
-    UserError when the local tier lacks room.
+    """What writes the run's checkpoints and reports them to the tracker; None without --save.
+    Raises UserError when the local tier lacks room.
     """
     options = config.checkpoint
     if options.save is None:

@@ -316,7 +316,7 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
     sources = run.data.valid if split == "validation" else run.data.test
     losses = {}
 
-    def tell(loss: float, bytes_per_token: float | None, label: str | None) -> None:
+    def log_sample(loss: float, bytes_per_token: float | None, label: str | None) -> None:
         logger.info(evaluation_lines(run.progress.iteration, loss, split=split, source=label))
         if run.tracker is not None:
             measured = evaluation_metrics(
@@ -333,10 +333,10 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
         if loss is None:
             return None
         losses[name] = loss
-        tell(loss, source.bytes_per_token, name if len(sources) > 1 else None)
+        log_sample(loss, source.bytes_per_token, name if len(sources) > 1 else None)
     if len(sources) > 1:
         sizes = [source.bytes_per_token for source in sources.values()]
-        tell(
+        log_sample(
             blended(sources, list(losses.values())),
             None if None in sizes else blended(sources, sizes),
             None,
@@ -430,7 +430,7 @@ def _pause(run: Run, due: Due, exit_now: Exit | None) -> Exit | None:
 def _between_steps(
     run: Run, interval: Interval, step: PendingStep, due: Due, exit_now: Exit | None
 ) -> tuple[Interval, Exit | None]:
-    """Log, evaluate and save what is due; the interval that goes on, and the reason to stop."""
+    """Log, evaluate and save what is due; the interval that continues, and the reason to stop."""
     if due.log:
         interval = log(run, interval, step.learning_rates, step.result.recording)
     paused = time.perf_counter()

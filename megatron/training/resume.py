@@ -132,7 +132,7 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
 
 def _decides_rounding(state: dict[str, Any], *, kernels: bool = False) -> dict[str, Any]:
     """What decides it, by name; of kernels what was taken, where that is known, and else what the
-    flags say.
+    flags specify.
     """
     config = config_of(state).to_dict()
     deciding = (
@@ -344,7 +344,7 @@ def take_checkpoint_args(config: Config) -> Config:
     length in the place of all defaults.
 
     Read from the manifest alone, before anything else is known. Raises ArgumentErrors where the
-    command line says something else.
+    command line has something else.
     """
     options = config.checkpoint
     if not options.use_checkpoint_args:

@@ -175,7 +175,7 @@ OTHERS_FLAGS = {
 def known_flags() -> set[str]:
     """The program's, which docs/flags.md lists, and those of our programs and scripts."""
     patterns = ("tools/*.py", "tools/_*/*.py", "benchmarks/*.py", "kernels/tools/*.py")
-    patterns += ("campaigns/*/*.py", "tests/**/*.py", "scripts/**/*.*")
+    patterns += ("campaigns/*/*.py", "tests/**/*.py", "scripts/**/*.py", "scripts/*.s*")
     sources = [file for each in patterns for file in ROOT.glob(each) if file != Path(__file__)]
     found = [file.read_text() for file in (ROOT / "docs/flags.md", *sources)]
     return {flag for text in found for flag in re.findall(FLAGS, text)}

@@ -57,7 +57,9 @@ class DcpFolder:
             ) from error
 
     def map(self, chunk: Chunk) -> Tensor:
-        """The chunk's elements. Raises CheckpointError when they are not what the metadata says."""
+        """The chunk's elements. Raises CheckpointError when they are not what the metadata
+        specifies.
+        """
         if chunk.file not in self._files:
             self._files[chunk.file] = MappedFile(self.folder / chunk.file)
         file = self._files[chunk.file]

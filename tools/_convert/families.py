@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Bias = bool | str  # always, never, or the field of config.json that says so
+Bias = bool | str  # always, never, or the field of config.json for it
 # what both sides call by different names and mean alike
 SIZES = {
     "num_layers": "num_hidden_layers",
@@ -391,7 +391,7 @@ FAMILIES: dict[str, Family] = {
 }
 # the same models under another model_type, of files that transformers reads with code of their own
 ALIASES = {"kimi_k2": "deepseek_v3"}
-# model types that have no counterpart, and what stands in the way
+# model types that have no counterpart, and what prevents it
 NO_COUNTERPART = {
     "olmoe": "q_norm and k_norm normalise all heads together, --qk-layernorm each head",
 }

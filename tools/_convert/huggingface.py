@@ -132,7 +132,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
 
 
 def _shown(name: str, value: Any) -> str:
-    """`--window-size 5`, `--qk-layernorm`, `--disable-bias-linear`: a flag that stands in the
+    """`--window-size 5`, `--qk-layernorm`, `--disable-bias-linear`: a flag that is in the
     way.
     """
     if not isinstance(value, bool):
@@ -306,8 +306,8 @@ def _plain_name(name: str, prefix: str, head: str, wrapped: bool) -> str | None:
 
 def from_huggingface(config: JsonObject, names: Iterable[str]) -> tuple[JsonObject, list[Rule]]:
     """Fields of a resolved ModelConfig, and what each of the tensors called `names` holds, of a
-    model with this config.json. A head in the files is taken, even if config.json says that the
-    embedding serves as the head: so does transformers.
+    model with this config.json. A head in the files is taken, even if config.json specifies that
+    the embedding serves as the head: so does transformers.
 
     Raises UserError for a model type, config field or tensor that has no counterpart here, naming
     all of them.
@@ -355,8 +355,8 @@ def left_out(config: JsonObject, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def head_names(config: JsonObject, names: Iterable[str]) -> tuple[str, str] | None:
-    """The tensors of the embedding and of the head in the files, of a model whose config.json says
-    that they are the same; None for other models and where the files have no head.
+    """The tensors of the embedding and of the head in the files, of a model whose config.json
+    specifies that they are the same; None for other models and where the files have no head.
     """
     found = language_model(config, names)
     family = FAMILIES[found.config["model_type"]]

@@ -4,10 +4,10 @@ models write them.
 Softmax over the chosen logits is softmax over all of them, divided by the sum of the chosen: what
 Qwen calls norm_topk_prob. Without it a router is one with --moe-router-pre-softmax. Losses of
 routers are settings of a training run, which an import leaves to its flags: router_aux_loss_coef is
-a coefficient of another formula (all layers as one, k times ours), and no field says which loss a
-model was trained with. So is router_jitter_noise, which is --moe-input-jitter-eps. DeepSeek's
-groups of experts are judged by their best two (V3) or their best (V2), ours by as many as are
-chosen of each group.
+a coefficient of another formula (all layers as one, k times ours), and no field specifies which
+loss a model was trained with. So is router_jitter_noise, which is --moe-input-jitter-eps.
+DeepSeek's groups of experts are judged by their best two (V3) or their best (V2), ours by as many
+as are chosen of each group.
 """
 
 from __future__ import annotations

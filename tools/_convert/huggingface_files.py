@@ -448,7 +448,7 @@ def take_rules(rules: list[Rule], tensors: dict[str, Tensor]) -> list[Pair]:
 
 def take_parts(rules: list[Rule], tensors: Held) -> list[Pair]:
     """The logical tensors as they lie in parts (shape, parts) of Hugging Face's. Raises UserError
-    for one that cannot be cut as its rule says.
+    for one that cannot be cut as its rule specifies.
     """
     return [pair for rule in rules for pair in _cut_rows(rule, *tensors[rule.theirs])]
 

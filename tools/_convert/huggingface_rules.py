@@ -110,7 +110,7 @@ class RowRun(NamedTuple):
 
 def row_runs(rule: Rule, rows: int) -> list[RowRun]:
     """Where the `rows` rows of their tensor come from. Raises UserError where it cannot be cut as
-    the rule says.
+    the rule specifies.
     """
     heights = rule.heights or (rows // (len(rule.ours) * rule.groups),) * len(rule.ours)
     if sum(heights) * rule.groups != rows or rows % (rule.pairs or 1):

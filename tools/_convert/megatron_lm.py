@@ -64,7 +64,7 @@ EXPERT = re.compile(
 )
 GATED_HALVES = ("mlp.fc1", "mlp.shared_expert.fc1")
 STACKED = -1  # the experts are a dimension of the tensor
-BESIDE = re.compile(
+NOT_WEIGHTS = re.compile(
     r"optimizer\.|rng_state|.*_extra_state|rerun_state|opt_param_scheduler|chained_\d+\."
     r"|param_groups|args\.|common_step|iteration|.*_tokens_per_expert"
 )
@@ -125,7 +125,7 @@ def map_tensors(
     wrong = []
     pairs: list[Pair] = []
     for name, shape, parts in tensors:
-        if BESIDE.match(name):
+        if NOT_WEIGHTS.match(name):
             continue
         found = our_parameter(name)
         if found is None:

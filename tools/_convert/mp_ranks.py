@@ -79,7 +79,7 @@ class MpRanks:
             if not all(torch.equal(a, b) for a, b in zip(word, head, strict=True)):
                 raise CheckpointError(
                     f"{self.folder}: output_layer.weight is not the embedding: the model is "
-                    "not tied as its flags say"
+                    "not tied, against its flags"
                 )
             del whole["output_layer.weight"]
         return [self._joined(name, parts, gated) for name, parts in whole.items()]
@@ -125,7 +125,7 @@ class MpRanks:
 
 def join_ranks(name: str, shape: Dims, ranks: list[list[Part]], folds: int = 1) -> Whole:
     """The tensor of which each tensor-parallel rank holds `shape` in parts. With `folds` every rank
-    has so many equal pieces on top of each other, each cut among the ranks by itself: its gate on
+    has that many equal pieces on top of each other, each cut among the ranks by itself: its gate on
     top of its up.
     """
     if not ROWS.fullmatch(name) and not COLUMNS.fullmatch(name):

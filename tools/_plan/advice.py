@@ -53,8 +53,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Something sent beside computation, and the tokens a micro-batch must have for it to be over
-    in time.
+    """Something sent alongside computation, and the tokens a micro-batch must have for it to be
+    over in time.
     """
 
     what: str
@@ -82,10 +82,10 @@ def _accumulates(config: Config, world_size: int) -> bool:
 
 
 def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> list[Transfer]:
-    """What the ranks that hold the same parameters send beside computation, nothing where there is
-    one; and weights that come from host memory.
+    """What the ranks that hold the same parameters send alongside computation, nothing where there
+    is one; and weights that come from host memory.
 
-    A transfer hides when its bytes take no longer than the FLOPs beside it: 2 for each parameter
+    A transfer hides when its bytes take no longer than the FLOPs alongside it: 2 for each parameter
     and token in a forward pass, 4 in a backward pass (6 where every layer is recomputed). Latency
     and what else is on the wire are not counted.
     """
@@ -125,25 +125,25 @@ def transfers(config: Config, world_size: int, machine: Machine = Machine()) -> 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """What a layer sends to the host in a forward pass, and the time beside it: bytes, seconds of
-    the copy and of the next layer's forward pass.
+    """What a layer sends to the host in a forward pass, and the time alongside it: bytes, seconds
+    of the copy and of the next layer's forward pass.
     """
 
     size: int
     seconds: float
-    beside: float
+    window: float
     host_bandwidth: float
 
     @property
     def hides(self) -> bool:
-        return self.seconds <= self.beside
+        return self.seconds <= self.window
 
     def line(self) -> str:
         """One sentence."""
         text = (
             f"copy of a layer's activations to host memory ({self.host_bandwidth:g} GB/s) "
             f"{'hides' if self.hides else 'does not hide'}: {gib(self.size)} GiB take "
-            f"{self.seconds * 1e3:.3g} ms beside {self.beside * 1e3:.3g} ms of the next layer's "
+            f"{self.seconds * 1e3:.3g} ms alongside {self.window * 1e3:.3g} ms of the next layer's "
             "forward pass"
         )
         return text if self.hides else f"{text}; fewer --offload-modules helps"
@@ -165,9 +165,9 @@ def host_copies(config: Config, machine: Machine = Machine()) -> list[HostCopy]:
     if not size:
         return []
     flops = shape.tokens * unit_flops(shape.model, config.data.seq_length, 0)[1]
-    beside = flops / (machine.peak_tflops * 1e12 * machine.mfu)
+    window = flops / (machine.peak_tflops * 1e12 * machine.mfu)
     host = machine.host_bandwidth
-    return [HostCopy(size, size / (host * 1e9), beside, host)]
+    return [HostCopy(size, size / (host * 1e9), window, host)]
 
 
 def _sent_for_each_active(config: Config, world_size: int) -> float:
@@ -182,14 +182,14 @@ def _sent_for_each_active(config: Config, world_size: int) -> float:
     stages = pipeline_stages(config, 0)
     experts = sum(stage_expert_parameters(config, stages))
     dense = sum(layers) - experts
-    held = math.prod(ranks)  # by so many ranks together
+    held = math.prod(ranks)  # by that many ranks together
     copied = tp * replica_count(config, world_size) > held
     share = model.moe_router_topk * held / (model.num_experts * tp)
     return (dense + experts * copied) / (dense + experts * share)
 
 
 def _backward_flops(training: TrainingConfig) -> int:
-    """FLOPs for each parameter and token that stand beside a layer's gradients at least."""
+    """FLOPs for each parameter and token that overlap with a layer's gradients at least."""
     whole = training.recompute_granularity == "full" and training.recompute_method != "block"
     return 6 if whole else 4
 
@@ -205,7 +205,7 @@ def _transfer(
     narrower: float = 0.0,
     host: bool = False,
 ) -> Transfer:
-    """`sent` bytes for each parameter beside `flops` FLOPs for each that a token goes through;
+    """`sent` bytes for each parameter alongside `flops` FLOPs for each that a token goes through;
     `weight`: how many of the first there are for each of the second. `narrower`: the bytes with
     --grad-reduce-in-bf16; `keeping_helps`: so would --zero3-keep-gathered.
     """

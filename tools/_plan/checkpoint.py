@@ -42,7 +42,7 @@ def time_lost(interval: float, cost: float, between_failures: float, delay: floa
     """The share of time that is lost to saves, which hold training up for `cost` seconds each, and
     to the work that a failure undoes: everything since the moment at which the newest checkpoint
     was taken. One that is written in the background is committed `delay` seconds after that moment,
-    while training goes on.
+    while training continues.
     """
     return cost / interval + (interval / 2 + delay) / between_failures
 

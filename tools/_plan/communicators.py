@@ -1,4 +1,4 @@
-"""NCCL's own buffers on a GPU: an estimate beside the plan's sum, of what its reserve is for."""
+"""NCCL's own buffers on a GPU: an estimate alongside the plan's sum, of what its reserve is for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LL = 8 * 512 * 8 * 16  # lines of a thread, threads, steps, bytes of a line
 LL128 = 120 * 640 * 8 * 8  # elements of a thread, threads, steps, bytes of an element
 SIMPLE = 4 << 20  # NCCL_BUFFSIZE
 CHANNEL_BYTES = -(-(LL + LL128 + SIMPLE) // PAGE) * PAGE + PAGE
-# NCCL chooses by the links that it finds: its logs of H100s on several nodes say 16 (issues 1453
+# NCCL chooses by the links that it finds: its logs of H100s on several nodes show 16 (issues 1453
 # and 1538), and 24 within a node (1259). NCCL_MAX_CTAS makes it fewer.
 CHANNELS = 16
 
@@ -30,7 +30,7 @@ class NcclBuffers(NamedTuple):
     def line(self) -> str:
         """One sentence."""
         return (
-            f"beside it NCCL's buffers, about {self.bytes / 2**30:.2g} GiB (assumed: "
+            f"in addition NCCL's buffers, about {self.bytes / 2**30:.2g} GiB (assumed: "
             f"{self.communicators} communicators, {CHANNELS} channels each and {MESSAGE_CTAS} for "
             f"messages between stages, {CHANNEL_BYTES >> 20} MiB a channel)"
         )

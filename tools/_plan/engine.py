@@ -2,8 +2,8 @@
 and no memory.
 
 Everything is on the meta device, and nothing is sent (silent.py). Layers are not run:
-plan/activations.py says what a pass of each keeps and takes. What else a step allocates is made
-here by the code that trains, and entered in a ledger. It leaves the ledger when torch lets go of
+plan/activations.py specifies what a pass of each keeps and takes. What else a step allocates is
+made here by the code that trains, and entered in a ledger. It leaves the ledger when torch releases
 it: when things live is written down nowhere but in the engine itself.
 """
 
@@ -46,7 +46,7 @@ class Peak:
 
 
 class Ledger:
-    """Bytes that are alive beside a rank's resident state, by kind."""
+    """Bytes that are alive alongside a rank's resident state, by kind."""
 
     def __init__(self) -> None:
         self.now = dict.fromkeys(TRANSIENT, 0)
@@ -58,7 +58,7 @@ class Ledger:
         self.known: dict[int, tuple[str, int, Any]] = {}
 
     def add(self, kind: str, size: int) -> None:
-        """So many bytes more of a kind, or fewer."""
+        """That many bytes more of a kind, or fewer."""
         self.now[kind] += size
         self.total += size
 
@@ -218,7 +218,7 @@ class PlannedPasses:
     route: Route = field(default_factory=lambda: Route(()))
     at: int = -1  # the pass that runs
     pool: HostPool[int] = field(default_factory=lambda: HostPool(int))
-    beside: UnitBytes | None = None  # the layer whose forward pass runs beside a backward pass
+    paired: UnitBytes | None = None  # the layer whose forward pass runs alongside a backward pass
     is_paired: bool = False
     coming: dict[Key, Kept] = field(default_factory=dict)  # what is on its way back
     going: Kept | None = None  # what the pass before has sent to the host
@@ -235,7 +235,7 @@ class PlannedPasses:
         forward()
         self.is_paired = False
         backward()
-        self.beside = None
+        self.paired = None
 
     def _begin(self) -> Kept:
         """Before a pass, as OffloadingPasses._begin; what it reads has come."""
@@ -287,7 +287,7 @@ class PlannedPasses:
         unit = self.units[layer]
         kept = self._kept(unit, x, "activations")
         if self.is_paired:
-            self.beside = unit
+            self.paired = unit
         else:
             self.ledger.look(unit.forward)
         y = torch.empty(2, device=META) if unit.head else self._hidden("activations")
@@ -327,8 +327,8 @@ class PlannedPasses:
         graph = self._kept(unit, x, "temporaries")
         saved.let_go()
         self.ledger.look(unit.forward)
-        if self.beside is not None:
-            self.ledger.look(unit.combined + self.beside.forward)
+        if self.paired is not None:
+            self.ledger.look(unit.combined + self.paired.forward)
         return graph
 
     def backward(
@@ -364,16 +364,16 @@ class PlannedPasses:
         return dx, left
 
     def _beside(self, unit: UnitBytes) -> int:
-        """What the forward pass beside a backward pass holds more than it keeps, while its tokens
-        travel. Looks at its worst moment, while those of the backward pass do.
+        """What the forward pass alongside a backward pass holds more than it keeps, while its
+        tokens travel. Looks at its worst moment, while those of the backward pass do.
         """
-        if self.beside is None:
+        if self.paired is None:
             return 0
-        self.ledger.look(unit.dispatched + self.beside.forward)
-        if self.beside.rebuilt is not None:  # it is over by then
+        self.ledger.look(unit.dispatched + self.paired.forward)
+        if self.paired.rebuilt is not None:  # it is over before
             return 0
         output = math.prod(self.shape) * self.dtype.itemsize  # which is not there yet
-        return self.beside.dispatched - output
+        return self.paired.dispatched - output
 
     @staticmethod
     def _come(saved: Kept, arrived: Kept) -> None:
@@ -412,7 +412,7 @@ def run_step(
         if stage > 0:
             senders.add(chunk[0][1])
     passes = PlannedPasses(ledger, of_layer, names, senders, shape, model.dtype)
-    # what stands in for layers' passes and for micro-batches has their methods alone
+    # what replaces layers' passes and for micro-batches has their methods alone
     stand_in: Any = passes
     pipeline = Pipeline(
         model,

@@ -18,7 +18,7 @@ from megatron.config.derive import GATED, expert_ranks
 from megatron.config.groups import Config
 from megatron.model.kernels import grouped_gemm_on_gpu
 
-# Kernels that a layer launches beside those of a layer with an MLP, with two choices a token and
+# Kernels that a layer launches alongside those of a layer with an MLP, with two choices a token and
 # without the products of experts, and of each more choice: counted as docs/results/launches.json
 # is, without losses that balance. What rows take that other ranks have is read from the code.
 FORWARD_LAUNCHES = 33
@@ -89,8 +89,8 @@ class ExpertOperations:
         """
         row = self.hidden * self.size.compute
         if self.gathers:
-            beside = self.size.wide + (NUMBER if is_plan else 0)  # weights, experts' numbers
-            return (*self._gathered(row), *list(self._gathered(self.k * beside))[::2])
+            extra = self.size.wide + (NUMBER if is_plan else 0)  # weights, experts' numbers
+            return (*self._gathered(row), *list(self._gathered(self.k * extra))[::2])
         found = []
         if self.ep > 1:
             assignments = self.own * self.k
@@ -107,7 +107,7 @@ class ExpertOperations:
         return tuple(found)
 
     def _gathered(self, row: float) -> Iterator[Exchange]:
-        """Tokens with so many bytes each that every rank has, and the sums of all parts."""
+        """Tokens with that many bytes each that every rank has, and the sums of all parts."""
         ranks = 1
         for axis, size in (("ep", self.ep), ("etp", self.etp)):
             if size > 1:
@@ -138,11 +138,11 @@ class ExpertOperations:
         """Bytes of the activation of fc1's output, and of its product with a row's weight."""
         size, wide, f, inner = self.size.compute, self.size.wide, self.ffn, self.inner
         value = (inner + f) * size
-        weighed = f * 2 * (size + wide) if size != wide else 2 * f * size
+        weighted = f * 2 * (size + wide) if size != wide else 2 * f * size
         if backward:  # the value once more, the weight's gradient, and the activation's
             value += 4 * f * size + (2 * inner + f) * size
         shared = self.shared_inner * (2 if backward else 1) + self.shared
-        return self.rows * (value + weighed) + self.tokens * shared * size
+        return self.rows * (value + weighted) + self.tokens * shared * size
 
     def scores(self) -> float:
         """Bytes of the router's input in fp32, of logits and scores."""

@@ -1,8 +1,8 @@
 """A device's constants fitted to steps that somebody measured.
 
 Each constant stays near what is known of it (PRIORS: the standard deviation of its logarithm), and
-moves where rows say so. Errors of logarithms count by Huber's loss, so that a few odd rows decide
-nothing, and rows of a source with many count less each.
+moves where rows require it. Errors of logarithms count by Huber's loss, so that a few odd rows
+decide nothing, and rows of a source with many count less each.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ MOST = {
     "overlap": 1.0,
 }
 HUBER = 0.12  # an error of so much is odd
-PENALTY = 6e-4  # of one standard deviation, beside the mean loss of a row
+PENALTY = 6e-4  # of one standard deviation, alongside the mean loss of a row
 
 
 @dataclass
 class Sample:
-    """A step that took so many seconds. `source`: whose rows it is one of; `own`: constants that
+    """A step that took that many seconds. `source`: whose rows it is one of; `own`: constants that
     are its device's or its network's, whatever is fitted.
     """
 
@@ -143,7 +143,7 @@ def fit(
     samples: Sequence[Sample],
     prior: Hardware,
     rounds: int = 8,
-    tell: Callable[[int, float], None] = lambda number, value: None,
+    report: Callable[[int, float], None] = lambda number, value: None,
 ) -> Hardware:
     """The device with the constants that explain the samples, by descent along one constant after
     another.
@@ -159,7 +159,7 @@ def fit(
             found, best, moved = _along(samples, found, prior, name, steps[name], best)
             if not moved:
                 steps[name] /= 2
-        tell(number, best)
+        report(number, best)
     return found
 
 
@@ -203,7 +203,7 @@ def run_sample(metrics: str | Path, warm: int = 1) -> Sample:
         raise UserError(f"{path}: fewer than {warm + 1} rows with iteration-time")
     vocab_size = written.get("vocab_size") or config.data.vocab_size
     if vocab_size is None:
-        raise UserError(f"{config_file(path)}: does not say how many entries the tokenizer has")
+        raise UserError(f"{config_file(path)}: does not give the tokenizer's number of entries")
     model = SteadyStep(config, int(vocab_size), world_size)
     return Sample(model, statistics.median(times), str(path))
 

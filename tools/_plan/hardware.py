@@ -64,12 +64,12 @@ class Hardware:
     congestion: float  # what each doubling of a group's nodes adds to a byte's time
     link_latency_us: float  # of one hop
     network_latency_us: float
-    collective_us: float  # of any collective, beside its hops
-    overlap: float  # the part of a collective that runs beside products
-    slowdown: float  # of computation beside a collective
+    collective_us: float  # of any collective, alongside its hops
+    overlap: float  # the part of a collective that runs alongside products
+    slowdown: float  # of computation alongside a collective
     jitter: float  # of a step, for each doubling of the nodes
     layer_jitter: float  # likewise where ranks wait for each other in each layer (ZeRO-3)
-    step_ms: float  # of a step, beside all that is counted
+    step_ms: float  # of a step, alongside all that is counted
     peak_fp32_tflops: float = 0.0  # of products in fp32; 0: peak_tflops
     cores: int = 0  # of a node of CPUs, which its ranks share; 0: each rank has a device
     # by kind of layout the 10th and 90th percentile of measured over predicted seconds
@@ -98,11 +98,11 @@ class Hardware:
         return core.flops / (self.peak_tflops * 1e12 * most * share * width)
 
     def stream_seconds(self, size: float) -> float:
-        """Of a kernel that reads and writes so many bytes."""
+        """Of a kernel that reads and writes that many bytes."""
         return size / (self.memory_gbps * 1e9 * self.memory_efficiency)
 
     def exchange_seconds(self, operation: str, size: float, ranks: int, nodes: int) -> float:
-        """Of a collective or message of `size` bytes in a group that spans so many nodes."""
+        """Of a collective or message of `size` bytes in a group that spans that many nodes."""
         if ranks == 1 or size == 0:
             return 0.0
         here = ranks / nodes
@@ -201,8 +201,8 @@ class Pricing:
         return found
 
     def exchange(self, each: Exchange, times: int = 1) -> float:
-        """Of one exchange that nothing hides, in so many parts. Ranks that share a core share what
-        sending takes of it; until all have come to a collective, nobody takes it.
+        """Of one exchange that nothing hides, in that many parts. Ranks that share a core share
+        what sending takes of it; until all have come to a collective, none takes it.
         """
         if each.axis == "host":
             return each.size / (self.hardware.host_gbps * 1e9)
@@ -247,14 +247,14 @@ class Pricing:
         hidden = 0.0
         for each in work.exchanges:
             time = self.exchange(each)
-            beside = 0.0
-            if each.beside and self.hides:
-                share = self.hardware.overlap if each.beside == "products" else 1.0
-                beside = min(time * share, left[each.beside])
-                left[each.beside] -= beside
-                left["pass"] -= beside if each.beside != "pass" else 0.0
-            hidden += beside
-            exposed[each.axis] = exposed.get(each.axis, 0.0) + time - beside
+            covered = 0.0
+            if each.hidden_by and self.hides:
+                share = self.hardware.overlap if each.hidden_by == "products" else 1.0
+                covered = min(time * share, left[each.hidden_by])
+                left[each.hidden_by] -= covered
+                left["pass"] -= covered if each.hidden_by != "pass" else 0.0
+            hidden += covered
+            exposed[each.axis] = exposed.get(each.axis, 0.0) + time - covered
         return exposed, hidden
 
 
@@ -348,7 +348,7 @@ def write_hardware(
     path: Path, hardware: Hardware, sources: dict[str, str], prior: Hardware | None = None
 ) -> None:
     """The file of a device; `sources`: where constants come from; others are as they were. What
-    `prior` has otherwise is written beside the value.
+    `prior` has otherwise is written next to the value.
     """
     constants: dict[str, dict[str, Any]] = {}
     for each in fields(Hardware):

@@ -14,7 +14,7 @@ from megatron.tools._plan.work import Exchange, Product, Work
 from megatron.config.groups import Config
 from megatron.model.arithmetic import local_shape
 
-# Kernels of a forward and a backward pass beside those of a layer whose queries, keys and values
+# Kernels of a forward and a backward pass alongside those of a layer whose queries, keys and values
 # are one projection, without weight gradients, and those of --recompute-modules mla_up_proj:
 # counted as docs/results/launches.json is, with norms of latents and values that are filled up.
 FORWARD_LAUNCHES = 26

@@ -37,7 +37,7 @@ from megatron.parallel.offload import OffloadingPasses, storages_of, tensors_of
 from megatron.parallel.schedule import Kind
 
 META = torch.device("meta")
-SPLIT = "zero-bubble"  # stands for all schedules whose backward passes come in two halves
+SPLIT = "zero-bubble"  # represents all schedules whose backward passes come in two halves
 _ATEN = torch.ops.aten
 _PROPERTIES: Any = Tensor
 
@@ -170,10 +170,10 @@ class MeasuredGroup(SilentGroup):
         super().__init__(gloo)
         self.exchanges: list[int] = []
 
-    def hold(self, what: str, result: Tensor, beside: int) -> _Room:
+    def hold(self, what: str, result: Tensor, extra: int) -> _Room:
         if what == "all-to-all":
             self.exchanges.append(self.live.now)
-        return _Room(self.live, beside)
+        return _Room(self.live, extra)
 
 
 class PassBytes(NamedTuple):

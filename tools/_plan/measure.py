@@ -1,5 +1,5 @@
 """The constants of this machine: kernels and links timed alone, and short runs of the program that
-say what is left.
+give the rest.
 
 The runs are those that train, on all processes that the machine has room for. On a GPU nothing of
 this has run yet.

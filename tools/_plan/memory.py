@@ -50,7 +50,7 @@ class RankMemory:
     blocks: list[Block]  # on the meta device
     parameters: int  # real ones, padding left out
     static: dict[str, int]  # when the passes of a step are over, by kind: state.static_bytes
-    peak: Peak  # beside it without its gradients, in a step
+    peak: Peak  # alongside it without its gradients, in a step
 
     @property
     def resident(self) -> int:
@@ -176,7 +176,7 @@ class PlannedSteps:
 
 
 def _groups_of(rank: int, config: Config, layout: Layout, group: CountedGroup) -> Groups:
-    """Those of a pipeline rank that is the first in all other dimensions; `group` stands in for
+    """Those of a pipeline rank that is the first in all other dimensions; `group` replaces
     each process group.
     """
     place = layout.rank({"tp": 0, "cp": 0, "dp": 0, "pp": rank})

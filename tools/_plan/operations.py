@@ -28,7 +28,7 @@ from megatron.model.recompute import LayerRecompute
 # docs/results/launches.json; attention that is not fused and dropout launch more.
 FORWARD_LAUNCHES = 12
 BACKWARD_LAUNCHES = 23
-CALL_LAUNCHES = 5  # a collective takes the host as long as so many kernels
+CALL_LAUNCHES = 5  # a collective takes the host as long as that many kernels
 # Bytes that torch's operators read and write for a bf16 logit: widened, its log-probability, the
 # largest one for the accuracy; zeros for the gradient, the gradient before and after the softmax,
 # narrowed.
@@ -157,7 +157,7 @@ class Operations:
 
     def _tp(self, backward: bool, experts: bool) -> tuple[Exchange, ...]:
         """What tensor parallelism sends for a layer: all-reduces, or with sequence parallelism
-        gathers and reduce-scatters of the same bytes, and one more gather beside products. Of
+        gathers and reduce-scatters of the same bytes, and one more gather alongside products. Of
         experts it is the shared one alone whose matrices tensor-parallel ranks share.
         """
         pairs = 1 if experts and not (self.of_experts and self.of_experts.shared) else 2
@@ -167,10 +167,10 @@ class Operations:
         size = self.hidden_bytes
         overlapped = distributed.tp_comm_overlap
         if distributed.sequence_parallel:
-            beside = "products" if overlapped else ""
+            hidden_by = "products" if overlapped else ""
             pair = (
-                Exchange("all-gather", "tp", size, beside),
-                Exchange("reduce-scatter", "tp", size, beside),
+                Exchange("all-gather", "tp", size, hidden_by),
+                Exchange("reduce-scatter", "tp", size, hidden_by),
             )
             again = Exchange("all-gather", "tp", size, "products")
             if self.of_latent is not None:
@@ -179,8 +179,8 @@ class Operations:
                 latents = self.of_latent.exchanges(backward=backward)
                 return latents + out + pair * pairs + ((again,) * pairs if backward else ())
             return pair * pairs + ((again,) * pairs if backward else ())
-        beside = "products" if overlapped and backward else ""
-        whole = Exchange("all-reduce", "tp", size, beside)
+        hidden_by = "products" if overlapped and backward else ""
+        whole = Exchange("all-reduce", "tp", size, hidden_by)
         if self.of_latent is not None and backward:
             return self.of_latent.exchanges(backward=True) + (whole,) * (pairs - 1)
         return (whole,) * pairs
@@ -206,7 +206,7 @@ class Operations:
         return tuple(found)
 
     def _more(self, *, backward: bool) -> int:
-        """Kernels that latent attention launches beside those of other attention."""
+        """Kernels that latent attention launches alongside those of other attention."""
         if self.of_latent is None:
             return 0
         either = latent_operations.FORWARD_LAUNCHES, latent_operations.BACKWARD_LAUNCHES

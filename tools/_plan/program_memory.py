@@ -15,7 +15,7 @@ from megatron.model.stages import Stage
 
 # Bytes of a logit, where torch's operators compute the loss of bf16 logits. From the forward pass
 # on: the logit, its fp32 log-probability, and the logit of the micro-batch before, which a buffer
-# of outputs still holds. In the backward pass beside them: fp32 gradients of the last two steps.
+# of outputs still holds. In the backward pass alongside them: fp32 gradients of the last two steps.
 KEPT_LOGIT = 2 + 4 + 2
 LOGIT_GRADIENTS = 4 + 4
 
@@ -43,8 +43,8 @@ def _stage(program: Program, shape: Shape, stage: Stage, units: list[UnitBytes])
 
 
 def _kept_of_layer(program: Program, shape: Shape) -> int:
-    """Bytes that a layer keeps beside ours of a micro-batch: in front of the attention and in front
-    of the MLP are one norm and one projection each.
+    """Bytes that a layer keeps alongside ours of a micro-batch: in front of the attention and in
+    front of the MLP are one norm and one projection each.
     """
     gathered = 2 * (shape.whole - shape.hidden) if program.gathered_inputs else 0
     gate = _activated(shape) if program.activated_gate else 0

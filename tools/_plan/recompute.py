@@ -196,9 +196,9 @@ def worthwhile(shape: Shape) -> list[str]:
 
 
 def candidates(sizes: Sequence[int], options: int) -> np.ndarray:
-    """Every way to give options to the layers of stages with so many each, ascending in each stage:
-    [candidates, layers]. Where these are more than MOST_CANDIDATES options change at multiples of
-    the least step that leaves so many; of many small stages, as if they were one.
+    """Every way to give options to the layers of stages with that many each, ascending in each
+    stage: [candidates, layers]. Where these are more than MOST_CANDIDATES options change at
+    multiples of the least step that leaves that many; of many small stages, as if they were one.
     """
     steps = range(1, max(sizes, default=0) + 2)
     of_each = [(sizes, step) for step in steps]
@@ -211,8 +211,8 @@ def candidates(sizes: Sequence[int], options: int) -> np.ndarray:
     found = np.zeros((1, 0), np.int64)
     for size in parts:
         own = np.repeat(_ascending(-(-size // step), options), step, 1)[:, :size]
-        before, beside = np.repeat(found, len(own), 0), np.tile(own, (len(found), 1))
-        found = np.concatenate((before, beside), 1)
+        before, after = np.repeat(found, len(own), 0), np.tile(own, (len(found), 1))
+        found = np.concatenate((before, after), 1)
     return found
 
 
@@ -221,7 +221,7 @@ def _ways(units: int, options: int) -> int:
 
 
 def _ascending(units: int, options: int) -> np.ndarray:
-    """Every ascending row of so many options [rows, units]."""
+    """Every ascending row of that many options [rows, units]."""
     rows = list(combinations_with_replacement(range(options), units))
     return np.array(rows, np.int64).reshape(len(rows), units)
 
@@ -261,7 +261,7 @@ def _least_of(
     needed: np.ndarray,
     words: Callable[[np.ndarray], list[str]],
 ) -> tuple[str, int] | None:
-    """Of these candidates the one that needs the least, in words, and its bytes."""
+    """Of these candidates the one that needs the least, as text, and its bytes."""
     if not len(rows):
         return None
     row = rows[np.argmin(needed[rows])]

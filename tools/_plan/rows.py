@@ -2,7 +2,7 @@
 against.
 
 A row names the sizes of a model, a layout and what was measured. What it leaves out is taken from
-what its source says of all of its rows (SOURCES), else from the default beside it.
+what its source specifies of all of its rows (SOURCES), else from the default alongside it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Publisher:
-    """What a source says of all of its runs: the flags of this program that stand for them, and in
-    what the program that ran them differs.
+    """What a source specifies of all of its runs: the flags of this program that stand for them,
+    and in what the program that ran them differs.
     """
 
     flags: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Publisher:
 FLASH_3 = Program(generation=3)
 # by the beginning of a row's `source`; the longest that fits counts
 SOURCES = {
-    # TransformerEngine with cuDNN's attention; tensor-parallel collectives beside products
+    # TransformerEngine with cuDNN's attention; tensor-parallel collectives alongside products
     "NVIDIA/": Publisher(("--grad-reduce-in-bf16", "--cp-comm-type", "p2p"), FLASH_3),
     "NVIDIA-NeMo/": Publisher(("--grad-reduce-in-bf16",), FLASH_3),
     "megatron-lm": Publisher(("--grad-reduce-in-bf16",), FLASH_3),
@@ -109,9 +109,9 @@ def hardware_name(row: Row) -> str:
     raise UserError(f"gpu {gpu}: no file of its constants; there are {', '.join(GPUS)}")
 
 
-# Rows of one model in one layout are kept out together, whoever ran them and in which precision.
+# Rows of one model in one layout are kept out together, whatever their source and precision.
 DIGESTED = ("layers", "hidden", "seq", "tp", "cp", "pp", "vp", "dp", "micro_batch")
-KEPT_OUT = 3  # one of so many
+KEPT_OUT = 3  # one of that many
 
 
 def is_kept_out(row: Row) -> bool:
@@ -175,7 +175,7 @@ def row_flags(row: Row) -> tuple[list[str], int]:
 
 
 def _balanced_stages(row: Row, stages: int) -> str:
-    """`Ett|ttt|tL`: so many stages, of which the largest number of parameters is the least."""
+    """`Ett|ttt|tL`: that many stages, of which the largest number of parameters is the least."""
     hidden, heads = int(number(row, "hidden")), int(number(row, "heads"))
     groups, layers = int(number(row, "kv_heads", heads)), int(number(row, "layers"))
     matrix = int(number(row, "vocab")) * hidden
@@ -208,7 +208,7 @@ LATENT = {
 
 
 def _sizes(row: Row, columns: dict[str, str]) -> list[str]:
-    """The flags of these columns, where they say something."""
+    """The flags of these columns, where they are set."""
     named = ((flag, column) for column, flag in columns.items() if (row.get(column) or "").strip())
     return [word for flag, column in named for word in (flag, str(int(number(row, column))))]
 
@@ -243,7 +243,7 @@ def _head_flags(row: Row) -> list[str]:
 
 
 def _kind_flags(row: Row, replicas: float) -> list[str]:
-    """Of what a row says in words."""
+    """Of what a row has as text."""
     gated = (row.get("mlp") or _mlp_of(row)) == "swiglu"
     note = row.get("note") or ""
     flags = ["--bf16", "--disable-bias-linear", "--attention-dropout", "0", "--hidden-dropout", "0"]
@@ -300,7 +300,9 @@ def _that_act(row: Row, flags: list[str], replicas: float) -> list[str]:
 
 
 def _mlp_of(row: Row) -> str:
-    """Where a row does not say it: an ffn width that is not four times the hidden size is gated."""
+    """Where a row does not specify it: an ffn width that is not four times the hidden size is
+    gated.
+    """
     return "gelu" if number(row, "ffn") == 4 * number(row, "hidden") else "swiglu"
 
 
@@ -320,5 +322,5 @@ def group_key(row: Row) -> tuple[str, str, str]:
 
 
 def fits_of(row: Row) -> bool | None:
-    """Whether a layout fitted, where the row says it."""
+    """Whether a layout fitted, where the row specifies it."""
     return {"fits": True, "oom": False}.get((row.get("result") or "").strip())

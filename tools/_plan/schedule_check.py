@@ -54,7 +54,7 @@ class Bounds:
 
 
 def describe(action: Action) -> str:
-    """An action in words."""
+    """An action as text."""
     return f"{WORDS[action.kind]} of stage {action.stage}, micro-batch {action.micro}"
 
 

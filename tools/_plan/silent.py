@@ -25,7 +25,7 @@ class SilentWork:
 
 
 class SilentGroup(Backend):
-    """Stands for a process group (`Axis.group`) of Gloo, or else of NCCL. Its collectives and
+    """Represents a process group (`Axis.group`) of Gloo, or else of NCCL. Its collectives and
     messages have results of the right shape and end at once.
     """
 

@@ -24,11 +24,11 @@ class Costs:
     # that a message fills its link, from one rank to another: bytes / bandwidth
     message: float = 0.0
     latency: float = 0.0  # from then to its arrival
-    # of a forward and of a backward pass, in exchanges with other ranks that travel beside the
+    # of a forward and of a backward pass, in exchanges with other ranks that travel alongside the
     # other pass of a pair, by stage; none
     exchanged_forward: tuple[float, ...] = ()
     exchanged_backward: tuple[float, ...] = ()
-    slowdown: float = 0.0  # what an exchange takes of it from what is computed beside it
+    slowdown: float = 0.0  # what an exchange takes of it from what is computed alongside it
 
     @staticmethod
     def even(
@@ -100,7 +100,7 @@ class _Link:
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """When each computation runs, the earliest that order and messages allow. Raises ScheduleError
-    on a deadlock; `check` says what else is wrong.
+    on a deadlock; `check` specifies what else is wrong.
     """
     placement = schedule.placement
     rows: list[list[Span]] = [[] for _ in schedule.actions]

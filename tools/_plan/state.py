@@ -21,7 +21,7 @@ class Precisions(NamedTuple):
     compute: int  # weights and activations
     wide: int  # master weights
     gradient: int
-    moments: int  # of all that the optimizer keeps beside the master weight
+    moments: int  # of all that the optimizer keeps alongside the master weight
     wire: int  # of a gradient that is sent
 
 
@@ -50,8 +50,8 @@ def precisions(config: Config) -> Precisions:
 
 
 def shard_size(config: Config, world_size: int) -> int:
-    """Ranks that share a block: 1 at stage 0, all data-parallel ones unless --zero-shard-size says
-    otherwise.
+    """Ranks that share a block: 1 at stage 0, all data-parallel ones unless --zero-shard-size
+    specifies otherwise.
     """
     if config.distributed.zero_stage == 0:
         return 1
@@ -80,8 +80,8 @@ def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[st
     | 2 | 3: 2 of weights, 4 of gradients, 4 of master weights, 8 of moments; in fp32 16 | 8 + 8/N |
     4 + 12/N | 16/N, where below stage 3 the weights are the master weights. Of a block that is
     stepped on the host the master weights are always apart, and stage 3 has its rounded weights
-    beside them, on the device; or with --param-cpu-offload on the host, in fp32 the master weights
-    themselves. Of a frozen block there are the weights, at stage 3 a slice of them.
+    alongside them, on the device; or with --param-cpu-offload on the host, in fp32 the master
+    weights themselves. Of a frozen block there are the weights, at stage 3 a slice of them.
     """
     size = precisions(config)
     optimizer = config.optimizer

@@ -150,7 +150,7 @@ class StepModel:
         self.generation = program.generation or GENERATIONS.get(config.model.attention_backend, 2)
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """Of so many micro-batches."""
+        """Of that many micro-batches."""
         distributed = self.config.distributed
         return build_schedule(
             distributed.pipeline_schedule,
@@ -169,7 +169,7 @@ class StepModel:
 
     @property
     def kind(self) -> str:
-        """The kind of layout by which errors of predictions are told apart."""
+        """The kind of layout by which errors of predictions are distinguished."""
         distributed = self.config.distributed
         if self.config.model.num_experts is not None:
             return "experts"
@@ -183,7 +183,7 @@ class StepModel:
 
     @cached_property
     def units(self) -> list[list[tuple[UnitWork, int]]]:
-        """(passes, how many such units) of each stage, with what ZeRO sends beside them."""
+        """(passes, how many such units) of each stage, with what ZeRO sends alongside them."""
         return [self._stage_units(stage) for stage in self.stages]
 
     def _stage_units(self, stage: Stage) -> list[tuple[UnitWork, int]]:
@@ -216,8 +216,8 @@ class StepModel:
             yield index, LayerKind(fp8, experts, _within_its_group(choice), modules)
 
     def _with_host_copies(self, layer: UnitWork, index: int, kind: LayerKind) -> UnitWork:
-        """With what goes to the host in a forward pass and comes back in a backward pass, beside
-        the layers that run meanwhile.
+        """With what goes to the host in a forward pass and comes back in a backward pass, alongside
+        the layers that run at the same time.
         """
         if not kind.modules:
             return layer
@@ -234,9 +234,9 @@ class StepModel:
         if not has_experts or experts is None:
             return RankParameters(_elements(linears.values()) + 2 * self.operations.hidden)
         attention = _elements(each for name, each in linears.items() if not name.startswith("fc"))
-        beside = _elements((experts.router(), *experts.shared_expert()))
+        shared = _elements((experts.router(), *experts.shared_expert()))
         each = _elements(experts.experts()) / experts.here
-        dense = attention + beside + 2 * self.operations.hidden
+        dense = attention + shared + 2 * self.operations.hidden
         return RankParameters(dense, each * experts.count / experts.ep)
 
     @property
@@ -259,13 +259,13 @@ class StepModel:
                 continue
             axis = f"{kind}shard"
             if gathered:
-                beside = "pass" if distributed.overlap_param_gather else ""
-                gather = Exchange("all-gather", axis, count * self.size.compute, beside)
+                hidden_by = "pass" if distributed.overlap_param_gather else ""
+                gather = Exchange("all-gather", axis, count * self.size.compute, hidden_by)
                 forward += Work(exchanges=(gather,), launches=2)
                 backward += Work(exchanges=(gather,), launches=2)
             if self.micro_batches > 1 or gathered:
-                beside = "pass" if distributed.overlap_grad_reduce else ""
-                reduce = Exchange("reduce-scatter", axis, count * self.size.wire, beside)
+                hidden_by = "pass" if distributed.overlap_grad_reduce else ""
+                reduce = Exchange("reduce-scatter", axis, count * self.size.wire, hidden_by)
                 backward += Work(exchanges=(reduce,), launches=2)
         return dataclasses.replace(passes, forward=forward, backward_input=backward)
 
@@ -409,8 +409,8 @@ class StepModel:
 
         def exposed(exchanges: Sequence[Exchange], window: float, overlaps: bool) -> float:
             time = sum(pricing.exchange(each, blocks) for each in exchanges)
-            beside = min(time, window) if overlaps and pricing.hides else 0.0
-            return time - beside + hardware.slowdown * beside
+            covered = min(time, window) if overlaps and pricing.hides else 0.0
+            return time - covered + hardware.slowdown * covered
 
         reductions, gathers = [], []
         for kind, count, shard in self.buffers(parameters):

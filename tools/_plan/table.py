@@ -125,17 +125,17 @@ def _what_columns_say(training: TrainingConfig) -> str:
     """Which recompute the columns of `memory_table` count."""
     chosen = f"recompute {recompute_text(training)}"
     if training.recompute_granularity == "selective" or training.recompute_layers is not None:
-        return f"(recomputed): with full recompute; all others: {chosen}, as the flags say"
+        return f"(recomputed): with full recompute; all others: {chosen}, as the flags set it"
     if training.recompute_granularity == "full":
-        return f"(recomputed), bytes/param and worst moment: with {chosen}, as the flags say"
+        return f"(recomputed), bytes/param and worst moment: with {chosen}, as the flags set it"
     return (
         "(recomputed): with full recompute; bytes/param and worst moment: without it, as the flags "
-        "say"
+        "set it"
     )
 
 
 def zero_lines(plan: MemoryPlan, memory: float) -> list[str]:
-    """Which stage of ZeRO fits into so many GiB, and whether each needs less than the last."""
+    """Which stage of ZeRO fits into that many GiB, and whether each needs less than the last."""
     distributed = plan.config.distributed
     if replica_count(plan.config, plan.world_size) == 1:
         # else it is 0
@@ -163,8 +163,9 @@ def zero_lines(plan: MemoryPlan, memory: float) -> list[str]:
 
 
 def banner_lines(plan: MemoryPlan, machine: Machine | None) -> list[str]:
-    """What a run's banner says: the plan of the largest rank, the block that keeps a stage of ZeRO
-    from needing less than the one before, and with a `machine` (none on a CPU) what does not hide.
+    """What a run's banner specifies: the plan of the largest rank, the block that keeps a stage of
+    ZeRO from needing less than the one before, and with a `machine` (none on a CPU) what does not
+    hide.
     """
     sizes = plan.fullest.sizes()
     which = " (the largest)" if plan.config.distributed.pipeline_model_parallel_size > 1 else ""

@@ -124,7 +124,7 @@ def filled(row: Row) -> list[Row]:
 
 
 def predict_row(row: Row, given: dict[str, Hardware] | None = None) -> Prediction:
-    """What the planner says of a row."""
+    """What the planner specifies of a row."""
     best: Prediction | None = None
     refused = "no choice of what the row leaves open can run"
     for each in filled(row):
@@ -283,7 +283,7 @@ def part_scores(predictions: Sequence[Prediction]) -> list[Score]:
 
 
 def memory_counts(predictions: Sequence[Prediction]) -> dict[str, dict[str, int]]:
-    """By what became of layouts (fitted, ran out of memory): what the plan says of how many."""
+    """By what became of layouts (fitted, ran out of memory): what the plan predicts of how many."""
     found = {}
     for result, text in ((True, "fitted"), (False, "ran out of memory")):
         words = [each.fits or "refused" for each in predictions if fits_of(each.row) is result]

@@ -19,7 +19,7 @@ def _gib(size: int) -> str:
 
 
 def judge(needed: float, memory: float) -> str:
-    """The word for so many GiB on a device of `memory` GiB."""
+    """The word for that many GiB on a device of `memory` GiB."""
     if needed <= memory - RESERVE:
         return "fits"
     return "tight" if needed <= memory else "does not fit"
@@ -58,7 +58,7 @@ def check_host_memory(plan: MemoryPlan, memory: float | None, ranks: int) -> Non
             if 2 * activations > each
             else "--optimizer-offload-fraction"
         )
-        + ", or more nodes; --host-memory GIB says what a node has"
+        + ", or more nodes; --host-memory GIB sets what a node has"
     )
 
 

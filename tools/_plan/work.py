@@ -27,7 +27,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Core:
-    """Fused attention of some heads over keys of so many positions; FLOPs of what is visible."""
+    """Fused attention of some heads over keys of that many positions; FLOPs of what is visible."""
 
     flops: float
     length: float
@@ -38,14 +38,14 @@ class Core:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective or message; `size`: bytes of the whole tensor. `beside`: what may hide it,
+    """A collective or message; `size`: bytes of the whole tensor. `hidden_by`: what may hide it,
     products, cores or the whole pass, or nothing.
     """
 
     operation: str
     axis: str
     size: float
-    beside: str = ""
+    hidden_by: str = ""
 
 
 @dataclass(frozen=True)

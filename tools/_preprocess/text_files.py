@@ -124,7 +124,7 @@ def _check_name(path: str, head: bytes) -> None:
     """Refuse a file that is named as compressed and holds something else than plain text."""
     if head and head.removeprefix(BOM).lstrip()[:1] not in (b"{", b"[", b""):
         raise DataError(
-            f"{path}, byte 0: its content is neither compressed, as its name says, nor JSON: "
+            f"{path}, byte 0: its content is neither compressed, as its name suggests, nor JSON: "
             "download or compress it again"
         )
 

@@ -3,9 +3,9 @@ step belongs to one part, so that the parts add up to its wall time.
 
 On a CPU the thread that trains is looked at: it computes, is in a collective, waits for a message
 of its pipeline, or is in Python. On a GPU it is the device, where work on several streams lies side
-by side: communication counts where nothing is computed meanwhile, and the host where the device has
-no work at all. What runs there is told apart by where it was launched. Times in microseconds, as in
-the traces. Written by megatron/training/profile.py.
+by side: communication counts where nothing is computed at that time, and the host where the device
+has no work at all. What runs there is distinguished by where it was launched. Times in
+microseconds, as in the traces. Written by megatron/training/profile.py.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def _windows_of_device(
 
 def _layers_of_device(named: list[Event], device: list[Event], launched: Launches) -> list[Layer]:
     """What the device does: it computes, else communicates, else waits for a message, else waits
-    for the host, which may be at a part of its own.
+    for the host, which may be at another part.
     """
     sections = _Ranges(event for event in named if event["name"] in SECTIONS)
 

@@ -186,7 +186,7 @@ def _shared_manifest(nodes: Nodes, run: RunId, iteration: int, source: int) -> b
 
 
 def _without_damaged(nodes: Nodes, run: RunId, found: Found) -> Found:
-    """What is left when every file has been read on its own node, shared out over its ranks."""
+    """What remains when every file has been read on its own node, shared out over its ranks."""
     folder = nodes.folder(run, found.iteration)
     own = sorted(found.held[nodes.index])
     mine = own[nodes.place :: len(nodes.members[nodes.index])]

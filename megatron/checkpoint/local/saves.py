@@ -148,7 +148,7 @@ class NodeAttempt(Attempt):
 
     def add_redundancy(self, redundancy: str, records: list[JsonObject]) -> JsonObject:
         """Add copies or XOR parity blocks of all shards, whose entries are `records`. Returns what
-        the manifest says of parity blocks.
+        the manifest has of parity blocks.
         """
         owners = [record["rank"] for record in records]
         if redundancy == "partner":

@@ -40,7 +40,7 @@ from megatron.model.attention.rotary import Rotary, apply_rotary, rotate_fused, 
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.linear import ColumnLinear, RowLinear
 from megatron.model.norm import Norm, norm_parameters
-from megatron.model.recompute_context import Rebuilder
+from megatron.model.recompute_context import RecomputeContext
 from megatron.model.spec import (
     ZEROS,
     ParameterSpec,
@@ -108,7 +108,7 @@ def computes_blocks(config: ModelConfig, device: str) -> bool:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
-    """torch's fused attention on [s, b, n, d]; a mask that is no tensor says whether it is
+    """torch's fused attention on [s, b, n, d]; a mask that is no tensor specifies whether it is
     causal.
     """
     dtype = q.dtype
@@ -140,8 +140,8 @@ def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
 
 
 def choose_attention(config: ModelConfig, *, training: bool) -> str:
-    """The implementation of the attention core: what the flag says, else torch's fused one where it
-    can do what is asked.
+    """The implementation of the attention core: what the flag specifies, else torch's fused one
+    where it can do what is asked.
 
     Raises UserError when --attention-backend sdpa or fa4 is forced with settings it cannot compute.
     """
@@ -173,9 +173,9 @@ def attention_core(
     s] when asked (which sdpa cannot give).
 
     Backend triton also takes the fused projection [s, b, g, n / g + 2, d] instead of the three, and
-    copies nothing in either pass. `mask` says which keys a query sees. Dropout acts where there is
-    a state; first_head numbers q's first head within the model. What is not deterministic is our
-    kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
+    copies nothing in either pass. `mask` specifies which keys a query sees. Dropout acts where
+    there is a state; first_head numbers q's first head within the model. What is not deterministic
+    is our kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
     """
     if backend not in SDPA:
         compute = (
@@ -263,8 +263,8 @@ def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> Paramet
 
 
 class AttentionForm(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. `rebuilder`: that of the
-    layer. A form of attention gives it `proj`, and what the core reads.
+    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. `recompute_context`: that
+    of the layer. A form of attention gives it `proj`, and what the core reads.
     """
 
     proj: RowLinear
@@ -276,10 +276,10 @@ class AttentionForm(nn.Module):
         layer: int,
         tp: TensorParallel = DENSE,
         cp: ContextParallel = WHOLE,
-        rebuilder: Rebuilder | None = None,
+        recompute_context: RecomputeContext | None = None,
     ):
         super().__init__()
-        self.rebuilder = rebuilder or Rebuilder()
+        self.recompute_context = recompute_context or RecomputeContext()
         self.config, self.cp = config, cp
         self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
         self.first_head = tp.axis.rank * self.heads
@@ -299,11 +299,11 @@ class AttentionForm(nn.Module):
         backend = self.backend[state is not None]
         heads = partial(self._heads, rotary=rotary, backend=backend)
         attend = partial(self._attend, mask=mask, state=state, backend=backend, places=places)
-        self.rebuilder.enter("qkv_linear")
-        parts = self.rebuilder("qkv", heads, x)
-        self.rebuilder.enter("core_attn")
-        attended = self.rebuilder("core_attn", attend, *parts)
-        self.rebuilder.enter("attn_proj")
+        self.recompute_context.enter("qkv_linear")
+        parts = self.recompute_context("qkv", heads, x)
+        self.recompute_context.enter("core_attn")
+        attended = self.recompute_context("core_attn", attend, *parts)
+        self.recompute_context.enter("attn_proj")
         return self.proj(attended)
 
     def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
@@ -398,9 +398,9 @@ class SelfAttention(AttentionForm):
         layer: int,
         tp: TensorParallel = DENSE,
         cp: ContextParallel = WHOLE,
-        rebuilder: Rebuilder | None = None,
+        recompute_context: RecomputeContext | None = None,
     ):
-        super().__init__(config, seed, layer, tp, cp, rebuilder)
+        super().__init__(config, seed, layer, tp, cp, recompute_context)
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries_per_group = self.heads // self.groups
         parameters = attention_parameters(config, f"layers.{layer}.attention", tp.sequence)
@@ -416,7 +416,7 @@ class SelfAttention(AttentionForm):
 
     def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
         qkv = self.qkv(x)
-        self.rebuilder.enter("core_attn")
+        self.recompute_context.enter("core_attn")
         heads = self.groups, self.queries_per_group + 2, self.head_dim
         rotates = rotary is not None
         if self.q_norm is None and rotates and self.config.rotary_backend == "triton":

@@ -30,7 +30,7 @@ from megatron.model.attention.context_parallel import WHOLE, ContextParallel
 from megatron.model.attention.rotary import Rotary, rotate_pairs, rotate_pairs_back
 from megatron.model.linear import ColumnLinear, Linear, RowLinear
 from megatron.model.norm import Norm, norm_parameters
-from megatron.model.recompute_context import Rebuilder
+from megatron.model.recompute_context import RecomputeContext
 from megatron.model.spec import (
     ParameterSpec,
     Shard,
@@ -53,7 +53,7 @@ def _down(config: ModelConfig, name: str, rows: int, parts: tuple[str, ...]) -> 
 
 
 def _by_heads(config: ModelConfig, name: str, rows: int, inputs: int) -> ParameterSpec:
-    """A projection to so many rows of each head."""
+    """A projection to that many rows of each head."""
     shape = (config.num_attention_heads * rows, inputs)
     tensor = TensorSpec(f"{name}.weight", shape, normal(config), "matrix", shard=Shard(0))
     return ParameterSpec((tensor,), product=True)
@@ -181,9 +181,9 @@ class LatentAttention(AttentionForm):
         layer: int,
         tp: TensorParallel = DENSE,
         cp: ContextParallel = WHOLE,
-        rebuilder: Rebuilder | None = None,
+        recompute_context: RecomputeContext | None = None,
     ):
-        super().__init__(config, seed, layer, tp, cp, rebuilder)
+        super().__init__(config, seed, layer, tp, cp, recompute_context)
         self.tp = tp
         parameters = latent_parameters(config, f"layers.{layer}.attention", tp.sequence)
         epsilon = config.latent_norm_epsilon or config.norm_epsilon
@@ -215,7 +215,7 @@ class LatentAttention(AttentionForm):
         is_plain = backend == "plain" and self.cp.size == 1
         width = config.v_head_dim if is_plain else self.head_dim
         up = partial(self._up, rotary=rotary, width=width)
-        return self.rebuilder("mla_up_proj", up, q, latent, position)
+        return self.recompute_context("mla_up_proj", up, q, latent, position)
 
     def _up(
         self, q: Tensor, latent: Tensor, position: Tensor, rotary: Rotary | None, width: int
@@ -225,7 +225,7 @@ class LatentAttention(AttentionForm):
         """
         assert rotary is not None
         q = q if self.q_norm is None else self.q_norm(q)
-        latent = latent.contiguous()  # apart from the position channels, which nobody keeps
+        latent = latent.contiguous()  # apart from the position channels, which are not kept
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         query = self.q if self.q_up is None else self.q_up
         assert query is not None

@@ -159,7 +159,7 @@ class BlockAttention:
 
 def _seen(mask: AttentionMask, q: Tensor, k: Tensor) -> Tensor | None:
     """[b or 1, 1, s, t]: what q [b, n, s, d] sees of k [b, g, t, d]; None where that is as simple
-    as the mask says.
+    as the mask specifies.
     """
     return None if mask.q_positions is None else mask.dense(q.shape[2], k.shape[2], q.device)
 
@@ -191,7 +191,7 @@ def _cpu_forward(
         q, k, v, 0.0, causal, attn_mask=_addend(seen, q.dtype), scale=scale
     )
     if seen is not None:
-        lse = lse.masked_fill(~seen.any(-1), float("-inf"))  # torch's says 0
+        lse = lse.masked_fill(~seen.any(-1), float("-inf"))  # torch's is 0
     return out.permute(2, 0, 1, 3), lse
 
 

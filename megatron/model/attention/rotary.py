@@ -146,7 +146,7 @@ class _RotaryOfProjection(torch.autograd.Function):
 
 
 class _RotaryInPlace(torch.autograd.Function):
-    """Turns the first `turning` heads of each group of x in place, which nobody else may read: [s,
+    """Turns the first `turning` heads of each group of x in place, which nothing else may read: [s,
     b, ...] seen as [s, b, *heads] = [s, b, g, n, d].
     """
 

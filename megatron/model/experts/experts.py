@@ -31,7 +31,7 @@ from megatron.config.groups import ModelConfig
 from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
 from megatron.model.linear import DEFERRED, linear_weight_grad
 from megatron.model.mlp import activate_by, weighed_gated_gradients
-from megatron.model.recompute_context import Rebuilder
+from megatron.model.recompute_context import RecomputeContext
 from megatron.model.spec import ParameterSpec, Shard, TensorSpec, normal
 from megatron.model.tensor_parallel import TensorParallel
 
@@ -243,13 +243,19 @@ class Experts(nn.Module):
     matrix, and those that hold other experts.
     """
 
-    def __init__(self, config: ModelConfig, name: str, grid: TensorParallel, rebuilder: Rebuilder):
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str,
+        grid: TensorParallel,
+        recompute_context: RecomputeContext,
+    ):
         super().__init__()
         parameters = expert_parameters(config, name)
         self.fc1 = parameters["fc1"].parameter(grid)
         self.fc2 = parameters["fc2"].parameter(grid)
         self.backend = config.grouped_gemm_backend
-        self.rebuilder = rebuilder
+        self.recompute_context = recompute_context
         by_torch = config.activation_backend == "torch" and config.activation in GATED
         self.gated = config.activation if by_torch else None
         self.activation = partial(
@@ -258,7 +264,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, weights: Tensor, counts: RowCounts) -> Tensor:
         fused = _ExpertLinear.apply(rows, self.fc1, counts, self.backend)
-        inner = self.rebuilder("moe_act", self._weighed, fused, weights)
+        inner = self.recompute_context("moe_act", self._weighed, fused, weights)
         return _ExpertLinear.apply(inner, self.fc2, counts, self.backend)
 
     def _weighed(self, fused: Tensor, weights: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """A mixture of experts in the place of a layer's MLP: a router chooses k of E experts for each
-token, whose outputs are weighed and added up; beside them every token may go through a shared
+token, whose outputs are weighted and added up; in addition every token may go through a shared
 expert.
 
 The number of choices that each expert had is a sum over tokens like the loss, and comes with it to
@@ -28,7 +28,7 @@ from megatron.model.experts.router import (
 )
 from megatron.model.linear import Linear
 from megatron.model.mlp import MLP, mlp_parameters
-from megatron.model.recompute_context import Rebuilder
+from megatron.model.recompute_context import RecomputeContext
 from megatron.model.spec import ParameterSpec, TensorSpec, normal, parts_under
 from megatron.model.tensor_parallel import DENSE, TensorParallel
 
@@ -93,7 +93,7 @@ def expert_tokens(index: int) -> str:
 
 
 class MoE(nn.Module):
-    """x [s, b, h] of this rank -> [s, b, h], and in training sums beside it."""
+    """x [s, b, h] of this rank -> [s, b, h], and in training sums alongside it."""
 
     def __init__(
         self,
@@ -102,21 +102,23 @@ class MoE(nn.Module):
         index: int,
         tp: TensorParallel,
         ep: ExpertParallel,
-        rebuilder: Rebuilder,
+        recompute_context: RecomputeContext,
     ):
         super().__init__()
         name = f"layers.{index}.mlp"
         assert config.num_experts is not None
-        self.index, self.rebuilder = index, rebuilder
+        self.index, self.recompute_context = index, recompute_context
         self.layers = sum(config.expert_layers())
         self.router = Router(config, seed, f"{name}.router", tp, ep.samples)
-        self.experts = Experts(config, f"{name}.experts", ep.grid, rebuilder)
+        self.experts = Experts(config, f"{name}.experts", ep.grid, recompute_context)
         self.dispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
             ep.grid, config.num_experts, config.grouped_gemm_backend
         )
         width = config.moe_shared_expert_intermediate_size
         self.shared_expert = (
-            None if width is None else MLP(config, f"{name}.shared_expert", tp, rebuilder, width)
+            None
+            if width is None
+            else MLP(config, f"{name}.shared_expert", tp, recompute_context, width)
         )
         self.shared_expert_gate = (
             Linear(_shared_expert_gate(config, name, tp.sequence))
@@ -136,7 +138,7 @@ class MoE(nn.Module):
         those of the micro-batch that layers keep for their second forward pass, as this one does
         where it `keeps_routing`.
         """
-        self.rebuilder.enter("")  # nothing of experts waits on the host
+        self.recompute_context.enter("")  # nothing of experts waits on the host
         logits, scores = self.router.scores(x, state)
         routing = routings.pop(self.index, None)
         if routing is None:
@@ -151,7 +153,7 @@ class MoE(nn.Module):
             rows, of_rows = self.dispatcher.rows(x.flatten(0, 1), weights, plan)
             return self.dispatcher.combine(self.experts(rows, of_rows, plan.counts), plan)
 
-        y = self.rebuilder("moe", through_experts, x, weights).view(x.shape)
+        y = self.recompute_context("moe", through_experts, x, weights).view(x.shape)
         if self.shared_expert is not None:
             y = y + self._shared(x)
         if state is None:
@@ -175,7 +177,7 @@ class MoE(nn.Module):
 
 
 def sums_beside(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:
-    """(name, how many numbers) of what the layer gives beside its output in training."""
+    """(name, how many numbers) of what the layer gives alongside its output in training."""
     assert config.num_experts is not None
     names = loss_names(config)
     losses = (*names, OBJECTIVE) if names else ()

@@ -90,7 +90,7 @@ def router_parameters(
 
 
 class _RouterProduct(torch.autograd.Function):
-    """x [T, h] times weight [E, h] transposed, in a precision of its own."""
+    """x [T, h] times weight [E, h] transposed, in its own precision."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
@@ -249,7 +249,7 @@ class Router(nn.Module):
 
     def _loads(self, experts: Tensor, samples: int, count: int) -> dict[Balancing, Tensor]:
         """What auxiliary losses multiply the scores by, from the plain choice [T, k] of the tokens
-        of so many samples.
+        of that many samples.
         """
         loads: dict[Balancing, Tensor] = {}
         if self.expert_share is not None and "global_aux_loss" in self.coefficients:

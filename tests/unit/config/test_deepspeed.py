@@ -491,7 +491,7 @@ def test_shares_of_saved_inputs(tmp_path):
         notes, faults = compare(tmp_path, content, flags)
         assert faults == [] and "has no effect unless layers are recomputed" in notes[0]
     notes, _ = compare(tmp_path, content, ranks)
-    assert notes[0].endswith("taken, as no flag says otherwise: --distribute-saved-activations")
+    assert notes[0].endswith("taken, as no flag sets it: --distribute-saved-activations")
     notes, faults = compare(tmp_path, content, [*ranks, "--distribute-saved-activations"])
     assert faults == [] and "equals --distribute-saved-activations" in notes[0]
     assert "--recompute-num-layers says how many" in notes[1]
@@ -502,7 +502,7 @@ def test_layer_inputs_on_the_host(tmp_path):
     notes, faults = compare(tmp_path, content, FLAGS)
     assert faults == [] and "has no effect unless layers are recomputed" in notes[0]
     notes, _ = compare(tmp_path, content, [*FLAGS, "--checkpoint-activations"])
-    assert notes[0].endswith("taken, as no flag says otherwise: --activation-offload")
+    assert notes[0].endswith("taken, as no flag sets it: --activation-offload")
     flags = [*FLAGS, "--checkpoint-activations", "--activation-offload"]
     notes, faults = compare(tmp_path, content, flags)
     assert faults == [] and "equals --activation-offload" in notes[0]

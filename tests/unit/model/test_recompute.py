@@ -28,7 +28,7 @@ from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
 from unit.storages import Storages, no_collector
 
 from megatron.model.recompute import KEPT, WHOLE, LayerRecompute, stage_recompute
-from megatron.model.recompute_context import Rebuilder, Rebuilt
+from megatron.model.recompute_context import RecomputeContext, RecomputedTensor
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.schedule import Kind
 
@@ -148,7 +148,7 @@ def test_products_are_those_of_the_formula(name, split_backward, choices):
 
 def test_rebuilding_for_every_reader_would_be_found(monkeypatch):
     """A computation that is made again for each tensor that is read of it."""
-    read = Rebuilt.read
+    read = RecomputedTensor.read
 
     def forgetful(rebuilt, number):
         again = rebuilt.function, rebuilt.inputs
@@ -160,17 +160,17 @@ def test_rebuilding_for_every_reader_would_be_found(monkeypatch):
     training = recomputing("core_attn")
     expected = expected_products("gpt", training)
     assert products("gpt", training) == expected
-    monkeypatch.setattr(Rebuilt, "read", forgetful)
+    monkeypatch.setattr(RecomputedTensor, "read", forgetful)
     assert products("gpt", training) != expected
     assert equal(trained("gpt", training), trained("gpt", NO_RECOMPUTE))  # no bit shows it
 
 
 def test_no_reader_comes_twice():
-    rebuilder = Rebuilder()
-    rebuilder.modules = frozenset({"exp"})
+    recompute_context = RecomputeContext()
+    recompute_context.modules = frozenset({"exp"})
     x = torch.randn(3, requires_grad=True)
-    with rebuilder.forward_pass():
-        y = rebuilder("exp", torch.exp, x).sin()
+    with recompute_context.forward_pass():
+        y = recompute_context("exp", torch.exp, x).sin()
     y.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="read more often than it was saved"):
         y.sum().backward()
@@ -184,14 +184,14 @@ def test_another_micro_batchs_inputs_would_be_found(monkeypatch):
     training = recomputing("layernorm")
     expected = trained("gpt", NO_RECOMPUTE, split)
     assert equal(trained("gpt", training, split), expected)
-    make, streams = Rebuilder._rebuilt, {}
+    make, streams = RecomputeContext._rebuilt, {}
 
-    def of_the_first(rebuilder, function, inputs):
-        made = make(rebuilder, function, inputs)
-        made.inputs = streams.setdefault((id(rebuilder), id(function)), made.inputs)
+    def of_the_first(recompute_context, function, inputs):
+        made = make(recompute_context, function, inputs)
+        made.inputs = streams.setdefault((id(recompute_context), id(function)), made.inputs)
         return made
 
-    monkeypatch.setattr(Rebuilder, "_rebuilt", of_the_first)
+    monkeypatch.setattr(RecomputeContext, "_rebuilt", of_the_first)
     assert not equal(trained("gpt", training, split), expected)
 
 
@@ -199,7 +199,7 @@ def test_a_dropout_mask_of_its_own_would_be_found(monkeypatch):
     """The second run of attention without its dropout."""
     training = recomputing("core_attn")
     expected = trained("gpt", NO_RECOMPUTE)
-    run = Rebuilt._run
+    run = RecomputedTensor._run
 
     def without_dropout(rebuilt):
         function = rebuilt.function
@@ -211,7 +211,7 @@ def test_a_dropout_mask_of_its_own_would_be_found(monkeypatch):
             attention.dropout.probability = before
 
     assert equal(trained("gpt", training), expected)
-    monkeypatch.setattr(Rebuilt, "_run", without_dropout)
+    monkeypatch.setattr(RecomputedTensor, "_run", without_dropout)
     with pytest.raises(AssertionError, match="saved other tensors"):
         trained("gpt", training)
 
@@ -239,13 +239,13 @@ def test_a_hook_that_keeps_the_output_would_be_found(monkeypatch):
     plain = kept("gqa-swiglu", NO_RECOMPUTE)
     norms = recomputing("layernorm")
     assert kept("gqa-swiglu", norms) == plain - 2 * hidden
-    mark = Rebuilder._mark
+    mark = RecomputeContext._mark
 
-    def keeping(rebuilder, rebuilt, y):
-        mark(rebuilder, rebuilt, y)
+    def keeping(recompute_context, rebuilt, y):
+        mark(recompute_context, rebuilt, y)
         rebuilt.output = y.detach()
 
-    monkeypatch.setattr(Rebuilder, "_mark", keeping)
+    monkeypatch.setattr(RecomputeContext, "_mark", keeping)
     assert kept("gqa-swiglu", norms) == plain
 
 

@@ -104,7 +104,7 @@ def test_scales_of_rows_do_not_see_the_pieces():
 def test_a_layer_that_was_told_nothing_keeps_the_input_alone():
     """As in a test that builds a layer by itself."""
     config = in_pieces("gpt", 4)
-    assert build(config).layers["0"].rebuilder.modules == {"layernorm", "mlp"}
+    assert build(config).layers["0"].recompute_context.modules == {"layernorm", "mlp"}
 
 
 @pytest.mark.parametrize("what", CHOICES)

@@ -374,7 +374,7 @@ def frozen() -> nn.Module:
 REFUSED = {
     r"layers\.0\.same\.weight: 2 layers share it": with_module(same=nn.Linear(H, H)),
     r"layers\.0\.still\.weight: requires_grad is False": with_module(still=frozen()),
-    r"layers\.0\.conv\.weight \[16, 16, 3\]: nothing says what its initial values are": with_module(
+    r"layers\.0\.conv\.weight \[16, 16, 3\]: its initial values are not declared": with_module(
         conv=nn.Conv1d(H, H, 3)
     ),
     r"layers\.0\.norm\.running_mean: a buffer": with_module(norm=nn.BatchNorm1d(H)),
@@ -417,8 +417,8 @@ def test_under_tensor_parallelism_the_sum_must_be_declared(gloo_world):
         for layer in (0, 1):
             for name in NAMES:
                 assert (
-                    f"layers.{layer}.{name}: all tensor-parallel ranks hold it, and nothing "
-                    "says how its gradient is summed"
+                    f"layers.{layer}.{name}: all tensor-parallel ranks hold it, and it is "
+                    "not declared how its gradient is summed"
                 ) in told
         assert "input_norm" not in told
 

@@ -31,7 +31,7 @@ from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.block import MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
-from megatron.model.recompute_context import Rebuilder
+from megatron.model.recompute_context import RecomputeContext
 from megatron.model.stages import whole
 from megatron.parallel.blocks import build_blocks
 
@@ -222,13 +222,13 @@ def test_what_is_kept_in_bf16_on_a_cpu(name):
 
 def test_what_is_marked_and_kept_would_be_found(monkeypatch):
     """The result of a computation that is made again lives on."""
-    mark = Rebuilder._mark
+    mark = RecomputeContext._mark
 
-    def keeping(rebuilder, rebuilt, y):
-        mark(rebuilder, rebuilt, y)
+    def keeping(recompute_context, rebuilt, y):
+        mark(recompute_context, rebuilt, y)
         rebuilt.output = y
 
     config = with_modules(("mlp_act",), FP32, **LLAMA)
     assert kept_storages(config) == planned(config)
-    monkeypatch.setattr(Rebuilder, "_mark", keeping)
+    monkeypatch.setattr(RecomputeContext, "_mark", keeping)
     assert kept_storages(config) > planned(config)

@@ -207,7 +207,7 @@ def test_the_plan_says_which_recompute_it_counts(flags, counted):
     line, report = banner_lines(plan, None)[0], memory_report(plan, memory=80.0, machine=Machine())
     assert (f"(GiB), recompute {counted}: " if counted else "(GiB): ") in line
     (said,) = [each for each in report if each.startswith("(recomputed)")]
-    assert (f"recompute {counted}" in said) if counted else said.endswith("as the flags say")
+    assert (f"recompute {counted}" in said) if counted else said.endswith("as the flags set it")
 
 
 def test_nothing_fits():

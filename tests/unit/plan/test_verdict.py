@@ -128,7 +128,7 @@ def test_a_dry_run_and_the_plan_refuse_what_a_node_lacks(capsys):
 def test_whether_copies_to_the_host_hide():
     """A layer input of 2 MiB takes 42 us at 50 GB/s; 27.9 GFLOP of a forward pass 71."""
     for extra, found in (
-        ("--recompute-granularity full", "hides: 0.00195 GiB take 0.0419 ms beside 0.0706 ms"),
+        ("--recompute-granularity full", "hides: 0.00195 GiB take 0.0419 ms alongside 0.0706 ms"),
         ("", "does not hide: "),
     ):
         line = [
