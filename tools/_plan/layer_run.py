@@ -55,6 +55,7 @@ class PlannedDevice(TorchFunctionMode):
             _PROPERTIES.device.__get__: lambda _: self.device,
             Tensor.tolist: self._counts,
             torch.nn.functional.scaled_dot_product_attention: self._fused_attention,
+            torch._grouped_mm: _grouped_gemm,
         }
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -97,6 +98,13 @@ class PlannedDevice(TorchFunctionMode):
             mask = mask.expand(*q.shape[:2], *mask.shape[-2:])
         efficient = _ATEN._scaled_dot_product_efficient_attention
         return efficient(q, k, v, mask, True, 0.0, is_causal, scale=scale)[0]
+
+
+def _grouped_gemm(
+    rows: Tensor, matrices: Tensor, offs: Tensor, bias: None, out_dtype: None
+) -> Tensor:
+    """[N, i] times [E, i, o] -> [N, o]. torch's own meta kernel takes bf16 only."""
+    return rows.new_empty((rows.shape[0], matrices.shape[-1]))
 
 
 class LiveBytes(TorchDispatchMode):

@@ -54,7 +54,7 @@ def test_the_line_stands_where_there_are_others_to_reach_with_nccl():
         return [line for line in report if "NCCL" in line]
 
     assert lines(8, "cuda") == [
-        "in addition NCCL's buffers, about 0.38 GiB (assumed: 2 communicators, 16 channels each and "
-        "4 for messages between stages, 12 MiB a channel)"
+        "in addition NCCL's buffers, about 0.38 GiB (assumed: 2 communicators, 16 channels each "
+        "and 4 for messages between stages, 12 MiB a channel)"
     ]
     assert lines(1, "cuda") == lines(8, "cpu") == []
