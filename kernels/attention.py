@@ -502,6 +502,13 @@ def _flash_attention_backward(
 
 @_flash_attention_backward.register_fake
 def _(
+    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, qkv: Sequence[Tensor], *_: Any
+) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+
+
+@_flash_attention_backward.register_workspace
+def _(
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,

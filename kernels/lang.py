@@ -39,9 +39,9 @@ def next_power_of_2(n: int) -> int:
 
 
 LIBRARY = torch.library.Library("megatron", "FRAGMENT")
-# what each operator of this project calls, and its fake, by its name
+# by the operator's name: what it calls, and what the planner runs in its place
 CALLED: dict[str, Callable] = {}
-FAKES: dict[str, Callable] = {}
+MEASURED: dict[str, Callable] = {}
 
 
 class Operator:
@@ -60,11 +60,17 @@ class Operator:
         return self.overload(*args, **kwargs)
 
     def register_fake(self, function: Callable) -> None:
-        """What shapes and types the results have. The planner counts what the function allocates:
-        it makes the operator's workspace too.
+        """What shapes and types the results have. The planner counts what the function allocates,
+        the operator's workspace among it, unless `register_workspace` gives it another function.
         """
-        FAKES[self.name] = function
+        MEASURED.setdefault(self.name, function)
         torch.library.register_fake(self.name, function, lib=LIBRARY)
+
+    def register_workspace(self, function: Callable) -> None:
+        """A fake that allocates the operator's workspace too, where its size cannot be computed
+        from the symbolic shapes of torch.compile.
+        """
+        MEASURED[self.name] = function
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """How it is differentiated."""

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from megatron.kernels.lang import FAKES
+from megatron.kernels.lang import MEASURED
 from megatron.tools._plan.silent import SilentGroup
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -121,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
         self.known: dict[int, tuple[Any, int, int]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        fake = FAKES.get(function.name()) if function.namespace == "megatron" else None
+        fake = MEASURED.get(function.name()) if function.namespace == "megatron" else None
         if fake is None:
             out = function(*args, **(kwargs or {}))
         else:
