@@ -273,7 +273,7 @@ def tokenizer_files(count: int, seed: int, folder: Path) -> Verdicts:
 
 def in_child(config: DataConfig) -> str:
     """`use` in a separate process, whose abort is a finding and not the end of the campaign."""
-    out, into = os.output()
+    out, into = os.pipe()
     child = os.fork()
     if child == 0:
         try:

@@ -116,9 +116,9 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.given = storages_of(given)
         self.now = self.peak = 0
-        # by identity of torch's storage, which lives as long as the memory: its bytes, and the last
-        # dimension of the tensor that it was made for
-        self.known: dict[int, tuple[Any, int, int]] = {}
+        # by identity of torch's storage, which lives as long as the memory: its bytes, and the shape
+        # of the tensor that it was made for
+        self.known: dict[int, tuple[Any, int, torch.Size]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         fake = MEASURED.get(function.name()) if function.namespace == "megatron" else None
@@ -142,8 +142,7 @@ class LiveBytes(TorchDispatchMode):
         if key in self.known or key in self.given or not tensor.is_meta:
             return
         size = storage.nbytes()
-        width = tensor.shape[-1] if tensor.dim() else 1
-        self.known[key] = weakref.ref(storage, lambda _: self._forget(key)), size, width
+        self.known[key] = weakref.ref(storage, lambda _: self._forget(key)), size, tensor.shape
         self.add(size)
 
     def _forget(self, key: int) -> None:
@@ -153,9 +152,13 @@ class LiveBytes(TorchDispatchMode):
         self.now += size
         self.peak = max(self.peak, self.now)
 
-    def of_width(self, width: int) -> int:
-        """Bytes of tensors whose last dimension is this."""
-        return sum(size for _, size, each in self.known.values() if each == width)
+    def of_matrix(self, rows: int, columns: int) -> int:
+        """Bytes of tensors with this last dimension and number of elements."""
+        return sum(
+            size
+            for _, size, shape in self.known.values()
+            if shape.numel() == rows * columns and shape[-1:] == (columns,)
+        )
 
 
 class _Room:
@@ -299,7 +302,9 @@ class LayerRun:
             self.live.now,
             self.live.peak - output,
             tuple(each - output for each in self.group.exchanges),
-            0 if head is None else self.live.of_width(head.weight.shape[0]),
+            0
+            if head is None
+            else self.live.of_matrix(self.micro.labels.numel(), head.weight.shape[0]),
         )
 
 
