@@ -343,9 +343,9 @@ def test_the_estimate_follows_schedule_and_recompute():
         == 8 * (activations(8)[1] - 2 * message) // 3
     )
     one, two = (activations(m, recompute=True)[1] for m in (1, 2))
-    # Another micro-batch costs the inputs of a stage's two layers, its output, ids and positions,
-    # and the two messages.
-    assert two - one == (3 + 2) * message + 28 * SEQ * BATCH
+    # Another micro-batch costs the inputs of a stage's two layers, its output, ids and positions of
+    # tokens and samples, and the two messages.
+    assert two - one == (3 + 2) * message + 28 * SEQ * BATCH + 8 * (SEQ + BATCH)
     saved, again = (
         activations(8, "zero-bubble")[0],
         activations(8, "zero-bubble", recompute=True)[0],
