@@ -116,8 +116,8 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.given = storages_of(given)
         self.now = self.peak = 0
-        # by identity of torch's storage, which lives as long as the memory: its bytes, and the shape
-        # of the tensor that it was made for
+        # By identity of torch's storage, which lives as long as the memory: its bytes, and the
+        # shape of the tensor that it was made for.
         self.known: dict[int, tuple[Any, int, torch.Size]] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
