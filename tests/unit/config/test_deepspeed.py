@@ -97,7 +97,7 @@ def config_of(tmp_path, content, flags=()) -> Config:
                     "activation_checkpoint_interval": 0,
                 }
             },
-            "--pipeline-model-parallel-layout says how",
+            "--pipeline-model-parallel-layout sets how",
         ),
     ],
 )
@@ -494,7 +494,7 @@ def test_shares_of_saved_inputs(tmp_path):
     assert notes[0].endswith("taken, as no flag sets it: --distribute-saved-activations")
     notes, faults = compare(tmp_path, content, [*ranks, "--distribute-saved-activations"])
     assert faults == [] and "equals --distribute-saved-activations" in notes[0]
-    assert "--recompute-num-layers says how many" in notes[1]
+    assert "--recompute-num-layers sets how many" in notes[1]
 
 
 def test_layer_inputs_on_the_host(tmp_path):

@@ -523,9 +523,9 @@ class OnGpu(torch.Tensor):
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("masked", [False, True])
-def test_grouped_heads_with_a_mask_never_take_all_scores_into_memory(monkeypatch, groups, masked):
-    """torch's memory-efficient kernel takes a mask and no groups, FLASH takes groups and no mask;
-    anything else is its math path.
+def test_grouped_heads_never_take_all_scores_into_memory(monkeypatch, groups, masked):
+    """torch's memory-efficient kernel takes a mask and no groups; FLASH takes groups, no mask, and
+    half precision only; anything else is its math path.
     """
     s, b, n, d = 6, 2, 4, 8
     draw = torch.Generator().manual_seed(1)
@@ -552,9 +552,7 @@ def test_grouped_heads_with_a_mask_never_take_all_scores_into_memory(monkeypatch
         ),
     )
     out = attention.attention_core(*(x.as_subclass(OnGpu) for x in (q, k, v)), scale=0.3, mask=mask)
-    assert calls == [
-        (n, n, True, False, False) if masked else (groups, groups, False, True, groups != n)
-    ]
+    assert calls == [(n, n, masked, not masked, False)]
     torch.testing.assert_close(out.as_subclass(torch.Tensor), expected, rtol=1e-13, atol=1e-13)
     for found, wanted in zip(
         torch.autograd.grad(out.as_subclass(torch.Tensor).square().sum(), (q, k, v)),
@@ -562,6 +560,10 @@ def test_grouped_heads_with_a_mask_never_take_all_scores_into_memory(monkeypatch
         strict=True,
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    calls.clear()
+    half = (x.detach().bfloat16().as_subclass(OnGpu) for x in (q, k, v))
+    attention.attention_core(*half, scale=0.3, mask=mask)
+    assert calls[0][:2] == ((n, n) if masked else (groups, groups))
     calls.clear()
     attention.attention_core(q, k, v, scale=0.3, mask=mask)  # on a CPU nothing is repeated
     assert calls[0][:2] == (groups, groups)
