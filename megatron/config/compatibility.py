@@ -151,7 +151,7 @@ def find(flag: str) -> CompatibilityRow | None:
 @functools.cache
 def by_value(section: str) -> dict[tuple[str, str], str]:
     """(flag, word) -> text, of a table whose keys are a flag and words of it."""
-    found = {}
+    found: dict[tuple[str, str], str] = {}
     for flag_and_words, text in data()[section].items():
         flag, *words = flag_and_words.split()
         found |= {(flag, word): text.replace("{}", word) for word in words}

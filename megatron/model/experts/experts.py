@@ -264,8 +264,8 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, weights: Tensor, counts: RowCounts) -> Tensor:
         fused = _ExpertLinear.apply(rows, self.fc1, counts, self.backend)
-        inner = self.recompute_context("moe_act", self._weighed, fused, weights)
+        inner = self.recompute_context("moe_act", self._activate_and_weight, fused, weights)
         return _ExpertLinear.apply(inner, self.fc2, counts, self.backend)
 
-    def _weighed(self, fused: Tensor, weights: Tensor) -> Tensor:
+    def _activate_and_weight(self, fused: Tensor, weights: Tensor) -> Tensor:
         return _WeighedActivation.apply(fused, weights, self.activation, self.gated)

@@ -39,7 +39,7 @@ def test_they_take_turns(first, second, order):
         said.clear()
         found = turns.run_overlapped(speaker(said, "a", first), speaker(said, "b", second))
         assert found == ("a", "b") and " ".join(said) == order
-    yield_turn()  # nobody is there
+    yield_turn()  # no other pass runs
     assert Interleaver.current is None
 
 
