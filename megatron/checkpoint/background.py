@@ -243,7 +243,7 @@ def copy_shard(
     """
     what = f"the local copy of {shard_file(index)}"
     with open(source, "rb", buffering=0) as file:
-        pieces = map(memoryview, iter(lambda: file.read(m.CHUNK), b""))
+        pieces = (memoryview(piece) for piece in iter(lambda: file.read(m.CHUNK), b""))
         header, data = split_header(pieces, what)
         written = write_shard_file(folder, index, header, limited(data, rate), **options)
     if not written.items() <= record.items():

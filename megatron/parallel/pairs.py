@@ -74,15 +74,17 @@ def run_pair(pipeline: Pipeline, step: StepState, backward: Action, forward: Act
     weights, run_overlapped = pipeline.weights, pipeline.run_overlapped
     assert run_overlapped is not None, "a schedule of pairs needs an Interleaver"
     for calls in zip_longest(first.calls, second.calls):
-        todo = [(each, call) for each, call in zip((first, second), calls) if call is not None]
-        for each, call in todo:
-            weights.acquire(*call, each.action.micro)
+        todo: list[tuple[Any, Any]] = [
+            (each, call) for each, call in zip((first, second), calls) if call is not None
+        ]
+        for each, (layer, kind) in todo:
+            weights.acquire(layer, kind, each.action.micro)
         runs = [partial(each.run, *call) for each, call in todo]
         if len(runs) == 2:
             run_overlapped(*runs)
         else:
             runs[0]()
-        for each, call in todo:
-            weights.release(*call, each.action.micro)
+        for each, (layer, kind) in todo:
+            weights.release(layer, kind, each.action.micro)
     step.store_gradient(backward, first.dy)
     step.store_outputs(forward, second.x, second.saved)

@@ -189,7 +189,8 @@ class Pipeline:
     def forward(self, step: StepState, action: Action) -> None:
         """The forward pass of a stage, [s, b, h] -> [s, b, h]; of the last one the loss sums."""
         _, stage, micro = action
-        micro_batch, saved = step.micro_batch(micro), deque()
+        micro_batch = step.micro_batch(micro)
+        saved: deque[Any] = deque()
         x = step.input_of(action)
         for layer, kind in self.calls[Kind.FORWARD, stage]:
             self.weights.acquire(layer, kind, micro)

@@ -177,7 +177,7 @@ def _load(source: Any, path: Path, *, mmap: bool = False) -> Any:
         raise CheckpointError(f"{path}: is not a file of torch.save (since 1.6), or truncated")
     if isinstance(source, _Part):
         source.seek(0)
-    stand_ins = [(stand_in, name) for name, stand_in in CLASSES.items()]
+    stand_ins: list[Any] = [(stand_in, name) for name, stand_in in CLASSES.items()]
     try:
         with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of deprecated storages

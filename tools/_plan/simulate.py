@@ -117,7 +117,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                     clock[rank] = max(clock[rank], link.arrival(number, costs))
             begin = clock[rank]
             clock[rank] = begin + costs.of_unit(unit)
-            rows[rank] += [Span(*action, begin, clock[rank]) for action in unit]
+            rows[rank] += [
+                Span(kind, stage, micro, begin, clock[rank]) for kind, stage, micro in unit
+            ]
             continue
         link = links[channel]
         if unit[0].kind in SENDS:

@@ -158,7 +158,8 @@ def _pieces(
         started = _Window()
         for stream, window in zip(turn, windows, strict=True):
             if window is not None:
-                _start(started, stream.to, *window, ranks, owner, files)
+                size, parts = window
+                _start(started, stream.to, size, parts, ranks, owner, files)
         in_flight.append(started)
         if len(in_flight) == IN_FLIGHT:
             yield from in_flight.popleft().finish()
