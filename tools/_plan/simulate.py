@@ -116,10 +116,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                     link, number = sent.pop(needed)
                     clock[rank] = max(clock[rank], link.arrival(number, costs))
             begin = clock[rank]
-            clock[rank] = begin + costs.of_unit(unit)
-            rows[rank] += [
-                Span(kind, stage, micro, begin, clock[rank]) for kind, stage, micro in unit
-            ]
+            end = clock[rank] = begin + costs.of_unit(unit)
+            rows[rank] += [Span(kind, stage, micro, begin, end) for kind, stage, micro in unit]
             continue
         link = links[channel]
         if unit[0].kind in SENDS:
