@@ -117,7 +117,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
                     clock[rank] = max(clock[rank], link.arrival(number, costs))
             begin = clock[rank]
             end = clock[rank] = begin + costs.of_unit(unit)
-            rows[rank] += [Span(kind, stage, micro, begin, end) for kind, stage, micro in unit]
+            rows[rank] += [Span(*action, begin, end) for action in unit]  # type: ignore[call-arg]
             continue
         link = links[channel]
         if unit[0].kind in SENDS:
