@@ -2,6 +2,7 @@
 
     python benchmarks/training.py --setup DIR    # once: the peers' environments, pinned
     python benchmarks/host_time.py --peers DIR --out docs/results/host_time.json
+    python benchmarks/host_time.py --earlier CHECKOUT --goal 1.25 --out FILE
 
 Tensors are so small (16 tokens of 64 channels) that a step is what Python and torch's dispatcher
 take to start its operators, which is what a GPU waits for where its own work is short. Every
@@ -12,7 +13,8 @@ others use the machine as well.
 
 The time of a step is a + b layers + c micro-batches + d layers x micro-batches; four sizes give the
 four numbers of a round. Judged by ratio_rule.py, as the peer's time by ours, are d and the largest
-size's whole step. The programs' sides are benchmarks/peers/host_*.py.
+size's whole step. The programs' sides are benchmarks/peers/host_*.py. `--earlier` measures against
+another commit of this project instead of peers; it runs in this interpreter's environment.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -49,7 +52,7 @@ class Peer(NamedTuple):
     words: tuple[str, ...] = ()
 
 
-OURS = "ours"
+OURS, EARLIER = "ours", "earlier commit"
 PEERS = {
     "megatron-core": Peer("megatron-core", "host_megatron_core.py"),
     "torchtitan": Peer("torchtitan", "host_torchtitan.py", ("fsdp",)),
@@ -93,12 +96,15 @@ def work_of(layers: int, micro_batches: int, rounds: int) -> Work:
     )
 
 
-def command_of(who: str, work: Work, peers: Path, start: Path) -> list[str]:
-    """One program as a command line."""
-    if who == OURS:
-        return [sys.executable, str(SCRIPTS / "host_ours.py"), *our_flags(work)]
+def command_of(who: str, work: Work, folder: Path, start: Path) -> list[str]:
+    """One program as a command line; `folder` holds the peers' environments or the earlier
+    commit's checkout.
+    """
+    if who in (OURS, EARLIER):
+        scripts = SCRIPTS if who == OURS else folder / "benchmarks" / "peers"
+        return [sys.executable, str(scripts / "host_ours.py"), *our_flags(work)]
     peer = PEERS[who]
-    python = peers / peer.environment / "bin" / "python"
+    python = folder / peer.environment / "bin" / "python"
     return [
         str(python),
         str(SCRIPTS / peer.script),
@@ -123,18 +129,18 @@ def fit(seconds: dict[tuple[int, int], float]) -> StepTime:
     return StepTime(step, layer, micro_batch, both)
 
 
-def measure(peers: Path, names: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+def measure(folder: Path, names: list[str], rounds: int) -> Iterator[dict[str, Any]]:
     """Every turn of every program, round by round; the first of each is its warm-up, round -1.
     Raises RuntimeError when a program ends or computes other losses than ours.
     """
     groups: dict[tuple[str, tuple[int, int]], Group] = {}
-    with tempfile.TemporaryDirectory(prefix="host_time_") as folder:
+    with tempfile.TemporaryDirectory(prefix="host_time_") as starts:
         try:
             for size in SIZES:
-                work, start = work_of(*size, rounds), Path(folder, "_".join(map(str, size)))
+                work, start = work_of(*size, rounds), Path(starts, "_".join(map(str, size)))
                 write_start(start, work, our_flags(work))
                 for who in names:
-                    command = command_of(who, work, peers, start)
+                    command = command_of(who, work, folder, start)
                     groups[who, size] = group = Group(who, command, 1)
                     yield turn(group, size, -1, WARMUP)
             for index in range(rounds):
@@ -180,7 +186,7 @@ def check_losses(runs: list[dict[str, Any]]) -> float:
     return off
 
 
-def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(runs: list[dict[str, Any]], goal: float = GOAL) -> dict[str, Any]:
     """Medians of every program, and the verdicts against each peer."""
     times: dict[str, dict[int, dict[tuple[int, int], float]]] = {}
     for run in runs:
@@ -209,7 +215,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         if who != OURS:
             for what, values in (("layer and micro-batch", slopes), ("whole step", whole)):
                 ratios = [theirs / ours for theirs, ours in zip(values[who], values[OURS])]
-                judged = ratio_rule.verdict(ratios, GOAL)
+                judged = ratio_rule.verdict(ratios, goal)
                 found["rows"].append({"peer": who, "what": what, **dataclasses.asdict(judged)})
     return found
 
@@ -224,7 +230,6 @@ def machine() -> dict[str, str]:
         "processor": f"{model}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "peers": ", ".join([TORCH, *ENVIRONMENTS["megatron-core"], *ENVIRONMENTS["torchtitan"]]),
     }
 
 
@@ -233,13 +238,23 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peers", type=Path, required=True, metavar="DIR")
+    against = parser.add_mutually_exclusive_group(required=True)
+    against.add_argument("--peers", type=Path, metavar="DIR")
+    against.add_argument("--earlier", type=Path, metavar="CHECKOUT")
     parser.add_argument("--only", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--goal", type=float, default=GOAL, help="the least ratio of theirs to ours")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     options = parser.parse_args(words)
+    if options.earlier:
+        folder, others = options.earlier.resolve(), [EARLIER]
+        head = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        versions = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
+    else:
+        folder, others = options.peers.resolve(), options.only
+        versions = ", ".join([TORCH, *ENVIRONMENTS["megatron-core"], *ENVIRONMENTS["torchtitan"]])
     runs: list[dict[str, Any]] = []
-    for run in measure(options.peers.resolve(), [OURS, *options.only], options.rounds):
+    for run in measure(folder, [OURS, *others], options.rounds):
         runs.append(run)
         print(
             f"round {run['round']}, {run['layers']} layers, {run['micro_batches']} micro-batches, "
@@ -247,9 +262,9 @@ def main(words: list[str] | None = None) -> int:
             flush=True,
         )
     off = check_losses(runs)
-    found = summary(runs)
+    found = summary(runs, options.goal)
     header = {
-        "machine": machine(),
+        "machine": machine() | {"earlier" if options.earlier else "peers": versions},
         "work": dataclasses.asdict(work_of(*LARGEST, options.rounds)),
         "turn": TURN,
         "losses_differ_by": off,
