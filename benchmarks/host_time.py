@@ -243,7 +243,9 @@ def main(words: list[str] | None = None) -> int:
     against.add_argument("--earlier", type=Path, metavar="CHECKOUT")
     parser.add_argument("--only", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--goal", type=float, default=GOAL, help="the least ratio of theirs to ours")
+    parser.add_argument(
+        "--goal", type=float, default=GOAL, help="the least ratio of theirs to ours"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     options = parser.parse_args(words)
     if options.earlier:
