@@ -39,9 +39,11 @@ def layer_names(config: ModelConfig) -> list[str]:
     return ["embedding", *(f"layers.{i}" for i in range(config.num_layers)), "head"]
 
 
-def scalars_of(config: ModelConfig, sequence: bool) -> tuple[ScalarSpec, ...]:
+def scalars_of(
+    layer_class: type[LayerBlock], config: ModelConfig, sequence: bool
+) -> tuple[ScalarSpec, ...]:
     """What the layers of a whole model return alongside their output."""
-    of_layers = (LayerBlock.scalars(config, i, sequence) for i in range(config.num_layers))
+    of_layers = (layer_class.scalars(config, i, sequence) for i in range(config.num_layers))
     return tuple(dict.fromkeys(spec for layer in of_layers for spec in layer))
 
 
@@ -53,6 +55,9 @@ class GPTModel(nn.Module):
     the rows of its matrices over all ranks, `stages` those that this rank holds, in order (None:
     the whole model). A tied head apart from the embedding has a copy of its matrix.
     """
+
+    # of all transformer layers; a program with another one sets it before it starts a run
+    layer_class: type[LayerBlock] = LayerBlock
 
     def __init__(
         self,
@@ -78,7 +83,7 @@ class GPTModel(nn.Module):
         )
         self.layers = nn.ModuleDict(
             {
-                str(i): LayerBlock(config, seed, i, tp, cp, ep)
+                str(i): self.layer_class(config, seed, i, tp, cp, ep)
                 for stage in stages
                 for i in stage.layers
             }
@@ -98,7 +103,7 @@ class GPTModel(nn.Module):
         self.stages = stages
         self.chunks = [self._chunk(stage) for stage in stages]
         # of all stages, so that every rank has the same
-        self.scalars = scalars_of(config, tp.sequence)
+        self.scalars = scalars_of(self.layer_class, config, tp.sequence)
 
     def _chunk(self, stage: Stage) -> list[tuple[str, Layer]]:
         """The named layers of a stage."""

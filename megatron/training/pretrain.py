@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -77,7 +77,7 @@ NO_ADVISOR = Advisor()
 
 def pretrain(
     config: Config,
-    notes: list[str],
+    notes: Sequence[str] = (),
     *,
     not_done: Sequence[str] = (),
     dry_run: bool = False,
@@ -86,13 +86,24 @@ def pretrain(
     """Carry out one run; the exit code of the process. `not_done`: requested features that do not
     exist. Raises UserError (with the fix) for everything that a user can fix.
     """
-    launch = read_launch()
-    config = take_checkpoint_args(config)
-    world_size = config.distributed.world_size or launch.world_size
-    # faults of flags are reported before those of files and of other ranks
-    resolved = resolve(config, world_size, None).config
     if dry_run:
-        return _dry_run(config, notes, world_size, not_done, advisor)
+        return _dry_run(config, notes, not_done, advisor)
+    with start(config, notes, not_done=not_done, advisor=advisor) as run:
+        return _train_and_evaluate(run)
+
+
+@contextlib.contextmanager
+def start(
+    config: Config,
+    notes: Sequence[str] = (),
+    *,
+    not_done: Sequence[str] = (),
+    advisor: Advisor = NO_ADVISOR,
+) -> Iterator[Run]:
+    """A run on this rank, ready for `train`: connected with the other ranks, its weights and state
+    initialized or loaded. It ends with the block.
+    """
+    launch, config, world_size, resolved = _requested(config)
 
     # 1. The device and the other ranks.
     device = _start_device(launch, config, resolved)
@@ -100,17 +111,18 @@ def pretrain(
         # 2. Everything that the run consists of.
         stack.enter_context(job_log())
         warn_of_idle_gpus(launch, device)
-        run, checkpoint = build(config, notes, world_size, device, stack, not_done, advisor)
+        run, checkpoint = build(config, list(notes), world_size, device, stack, not_done, advisor)
         stack.callback(run.exits.close)
         if run.checkpoints is not None:
             stack.callback(run.checkpoints.close)
         if run.tracker is not None:
             stack.callback(run.tracker.close)
 
-        # 3. Weights and state, training and evaluation.
+        # 3. Weights and state, and what the caller does with the run.
         try:
             with explained_out_of_memory(run.config, run.vocab_size, run.groups, device, advisor):
-                code = _carry_out(run, checkpoint)
+                _initialize_or_load(run, checkpoint)
+                yield run
             if run.profiler is not None:
                 run.profiler.close()
             run.zero.wait_for_weights()
@@ -118,7 +130,16 @@ def pretrain(
             _report_failure(run, error)
             raise
     disconnect()
-    return code
+
+
+def _requested(config: Config) -> tuple[Launch, Config, int, Config]:
+    """How this process was launched, the flags with those of the checkpoint, the number of ranks,
+    and the resolved flags. Faults of flags are reported before those of files and of other ranks.
+    """
+    launch = read_launch()
+    config = take_checkpoint_args(config)
+    world_size = config.distributed.world_size or launch.world_size
+    return launch, config, world_size, resolve(config, world_size, None).config
 
 
 def _start_device(launch: Launch, config: Config, resolved: Config) -> torch.device:
@@ -145,11 +166,14 @@ def _report_failure(run: Run, error: Exception) -> None:
 
 
 def _dry_run(
-    config: Config, notes: list[str], world_size: int, not_done: Sequence[str], advisor: Advisor
+    config: Config, notes: Sequence[str], not_done: Sequence[str], advisor: Advisor
 ) -> int:
+    _, config, world_size, _ = _requested(config)
     here = torch.device("cpu")
     with job_log():
-        prepared = prepare(config, notes, world_size, here, ALONE, advisor, planned_for="cuda")
+        prepared = prepare(
+            config, list(notes), world_size, here, ALONE, advisor, planned_for="cuda"
+        )
         sections, forecast = describe(prepared, world_size, here, advisor, planned_for="cuda")
     text, code = end_of_dry_run(forecast.verdict)
     print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
@@ -344,8 +368,7 @@ def _open_tracker(
     return tracker
 
 
-def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
-    # 1. Weights and state: initialized or loaded.
+def _initialize_or_load(run: Run, checkpoint: Checkpoint | None) -> None:
     if checkpoint is None:
         run.optimizer.initialise()
     else:
@@ -360,12 +383,15 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
         checkpoint.close()
     run.timing.events.ready(run.progress.iteration)
 
-    # 2. Validation that is due before training.
+
+def _train_and_evaluate(run: Run) -> int:
+    """Train and evaluate as the flags ask for; the exit code."""
+    # 1. Validation that is due before training.
     skip_train = run.config.evaluation.skip_train
     if skip_train or run.progress.evaluation_due:
         run.progress.evaluation_due = evaluate_all(run, "validation") is None
 
-    # 3. Training.
+    # 2. Training.
     code = 0
     if not skip_train:
         try:
@@ -384,7 +410,7 @@ def _carry_out(run: Run, checkpoint: Checkpoint | None) -> int:
     elif run.progress.evaluation_due:
         return _end_of_cut_evaluation(run)
 
-    # 4. The test split.
+    # 3. The test split.
     if run.data.test and evaluate_all(run, "test") is None:
         return _end_of_cut_evaluation(run)
     _end(run, code, COMPLETE)

@@ -314,8 +314,8 @@ MUTANTS = (
     Mutant(
         "layers numbered from 0 on every stage",
         f"{MODEL}/gpt.py",
-        "LayerBlock(config, seed, i, tp, cp, ep)",
-        "LayerBlock(config, seed, i - stage.layers.start, tp)",
+        "self.layer_class(config, seed, i, tp, cp, ep)",
+        "self.layer_class(config, seed, i - stage.layers.start, tp)",
         ("fp64-dropout-pp2-1f1b",),
     ),
     Mutant(

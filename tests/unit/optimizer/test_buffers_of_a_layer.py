@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron.config.groups import DistributedConfig, ModelConfig
 from megatron.distributed.groups import ALONE, Axis, BufferGroups, Groups, Layout, one_process
 from megatron.distributed.setup import make_groups
-from megatron.model import gpt
 from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
@@ -75,7 +74,7 @@ def groups_of_pairs() -> Groups:
 
 def gradients_by_range(groups: Groups, stage: int, schedule: str) -> list[tuple]:
     """What this rank's step leaves: (block, its part of it, gradient) of each block."""
-    with mock.patch.object(gpt, "LayerBlock", Paired):
+    with mock.patch.object(GPTModel, "layer_class", Paired):
         model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5)
     cpu = torch.device("cpu")
     blocks = build_blocks(model, cpu, groups, stage=stage)

@@ -31,7 +31,6 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
-from megatron.model import gpt
 from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.spec import declare_grad_sum, parts_under
@@ -103,7 +102,7 @@ class Adapted(LayerBlock):
 
 
 def build(layer: type[LayerBlock] = Adapted, tp: TensorParallel = DENSE) -> GPTModel:
-    with mock.patch.object(gpt, "LayerBlock", layer):
+    with mock.patch.object(GPTModel, "layer_class", layer):
         model = GPTModel(
             CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5, tp=tp
         )
@@ -238,7 +237,7 @@ def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(run_passes):
 
 
 def run(flags: tuple[str, ...]) -> Outcome:
-    with mock.patch.object(gpt, "LayerBlock", Adapted):
+    with mock.patch.object(GPTModel, "layer_class", Adapted):
         return run_case(flags)
 
 
@@ -439,7 +438,7 @@ def test_a_run_with_them_goes_on_bit_for_bit(tmp_path):
             for row in read_metrics(path)
         }
 
-    with mock.patch.object(gpt, "LayerBlock", Adapted):
+    with mock.patch.object(GPTModel, "layer_class", Adapted):
         expected = rows("whole")
         rows("parts", "--exit-interval", "2")
         assert rows("parts") == expected

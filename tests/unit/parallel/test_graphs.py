@@ -173,8 +173,8 @@ class WithAnOrdinaryModule(LayerBlock):
 
 
 def test_a_module_that_leaves_its_gradient_to_autograd_is_refused_by_name(monkeypatch):
-    from megatron.model import gpt
+    from megatron.model.gpt import GPTModel
 
-    monkeypatch.setattr(gpt, "LayerBlock", WithAnOrdinaryModule)
+    monkeypatch.setattr(GPTModel, "layer_class", WithAnOrdinaryModule)
     with pytest.raises(UserError, match="leave their gradient to autograd: .*adapter.weight.*drop"):
         replayed((*RUN[:-1], "--position-embedding-type", "rope"), ())

@@ -23,7 +23,6 @@ from unit.by_hand import (
 )
 
 from megatron.config.groups import ModelConfig
-from megatron.model import gpt
 from megatron.model.block import LayerBlock, MicroBatch, ScalarSpec, WithScalars
 from megatron.model.gpt import GPTModel
 from megatron.parallel.layer_passes import LayerPasses
@@ -57,7 +56,7 @@ class Penalised(LayerBlock):
 
 
 def build() -> GPTModel:
-    with mock.patch.object(gpt, "LayerBlock", Penalised):
+    with mock.patch.object(GPTModel, "layer_class", Penalised):
         model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5)
     filled(model)
     return model
@@ -145,7 +144,7 @@ RUNS = [
 
 
 def run(flags: tuple[str, ...]) -> Outcome:
-    with mock.patch.object(gpt, "LayerBlock", Penalised):
+    with mock.patch.object(GPTModel, "layer_class", Penalised):
         return run_case(flags)
 
 
