@@ -19,22 +19,26 @@ GENERATED = {"docs/flags.md"}  # by tools/document_flags.py, from help texts
 ALLOWED: set[tuple[str, str]] = set()  # (file, expression) of quotations and names
 
 
-MOST_WORDS = 31_000  # of README and docs/ without generated tables; the aim is 30,000
+MOST_WORDS = 30_500  # of README and docs/ without generated tables; the aim is 30,000
 TABLES = re.compile(r"<!-- =\S+ -->\n.*?<!-- / -->|<!-- (\w+): begin -->.*?<!-- \1: end -->", re.S)
 
 
 def test_the_documents_stay_short():
     """A new page takes the place of an old one."""
-    written = [page for page in pages() if page.parent != ROOT or page.name == "README.md"]
+    written = [page for page in pages() if "docs" in page.relative_to(ROOT).parts]
+    written.append(ROOT / "README.md")
     plain = [re.sub("<!--.*?-->", "", TABLES.sub("", page.read_text())) for page in written]
     words = sum(len(text.split()) for text in plain)
     assert words <= MOST_WORDS, f"{words} words; the most is {MOST_WORDS}: delete something"
 
 
 def pages() -> list[Path]:
-    """README and the rules for contributors, and docs/ without generated pages and results."""
+    """README and the rules for contributors, docs/ without generated pages and results, and the
+    pages of examples.
+    """
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
     found += [page for page in (ROOT / "docs").rglob("*.md") if "results" not in page.parts]
+    found += (ROOT / "examples").glob("*/README.md")
     return sorted(page for page in found if page.relative_to(ROOT).as_posix() not in GENERATED)
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -96,10 +97,27 @@ def check_imports(venv: Path, home: Path, folder: Path) -> None:
     assert theirs == "True" and all(path.startswith(str(home)) for path in paths), paths
 
 
+def data_files() -> set[str]:
+    """The names in a wheel of the files that are no modules, of every package in it. The list of
+    compiled kernels is for kernels/tools/, which stays in the checkout.
+    """
+    tracked = run(["git", "ls-files", "megatron", "kernels", "tools"], ROOT).split()
+    return {
+        name if name.startswith("megatron/") else f"megatron/{name}"
+        for name in tracked
+        if not name.endswith(".py") and name != "kernels/manifest.json"
+    }
+
+
 def test_wheel(venv: Path, clone: Path, tmp_path: Path):
-    """Every command says what it does; two of them prepare data and train."""
-    pip("wheel", ".", "--wheel-dir", tmp_path / "wheels", cwd=clone)
+    """The wheel of the sdist is complete; two of its commands prepare data and train."""
+    sdist = "from setuptools import build_meta; build_meta.build_sdist('dist')"
+    run([sys.executable, "-c", sdist], clone)
+    (archive,) = (clone / "dist").glob("*.tar.gz")
+    pip("wheel", archive, "--wheel-dir", tmp_path / "wheels", cwd=tmp_path)
     (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    missing = data_files() - set(zipfile.ZipFile(wheel).namelist())
+    assert len(data_files()) >= 6 and not missing, missing
     pip("--python", venv / "bin/python", "install", wheel, cwd=tmp_path)
     check_imports(venv, venv, tmp_path)
 

@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 TUTORIALS = [ROOT / f"docs/tutorials/{name}.md" for name in ("first_run", "your_data")]
 INSTALL = (ROOT / "docs/howto/install.md").read_text()
 MAP = (ROOT / "docs/code.md").read_text()
-PAGES = sorted({*documents(), *ROOT.glob("*.md")})
+PAGES = sorted({*documents(), *ROOT.glob("*.md"), *ROOT.glob("examples/*/README.md")})
 TEST_COMMAND = "bash scripts/test.sh"
 
 
@@ -156,6 +156,8 @@ PATHS = r"`([\w.\-/]+(?:/|\.(?:py|sh|sbatch|md|toml|txt|json)))`"
 def test_paths_that_a_page_names_exist(page: Path):
     """Those in the checkout; other programs' files are named with their folder."""
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"quickstart", ".venv"}
+    if page.parent.name == "migration":
+        folders.remove("examples")  # of the other program
     named = set(re.findall(PATHS, page.read_text()))
     ours = {name for name in named if name.split("/")[0] in folders}
     missing = sorted(name for name in ours if not (ROOT / name).exists())
@@ -222,6 +224,16 @@ def test_every_link_leads_somewhere(page: Path):
             target = page.parent / file if file else page
             assert target.exists(), f"{page.name}: {link}"
             assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {
+        page.relative_to(ROOT / "docs").as_posix() for page in documents() if page.parent != ROOT
+    }
+    assert pages | {"results/attention_kernels.md"} == set(
+        re.findall(r": (\S+\.md)$", navigation, re.M)
+    )
 
 
 def test_every_page_is_in_the_index():

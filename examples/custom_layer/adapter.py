@@ -1,0 +1,51 @@
+"""Pretrain with a transformer layer that has an adapter behind it; takes all flags."""
+
+import sys
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pretrain_gpt
+from megatron.config.groups import ModelConfig
+from megatron.model.block import LayerBlock, MicroBatch
+from megatron.model.gpt import GPTModel
+from megatron.model.spec import declare_grad_sum, parts_under
+from megatron.model.tensor_parallel import TensorParallel
+
+WIDTH = 8
+
+
+class Adapter(nn.Module):
+    """x [s, b, h] -> [s, b, h] through a bottleneck, made of torch's own modules."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+        self.up = nn.Linear(WIDTH, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(F.gelu(self.down(self.norm(x))))
+
+
+class AdaptedLayer(LayerBlock):
+    """The transformer layer, and an adapter that is added to its output."""
+
+    def __init__(
+        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel, *parallel: Any
+    ):
+        super().__init__(config, seed, index, tp, *parallel)
+        self.adapter = Adapter(config.hidden_size)
+        # Every tensor-parallel rank holds the adapter. Under sequence parallelism each applies it
+        # to its part of the sequence, so gradients are summed over the ranks.
+        declare_grad_sum(self.adapter, parts_under(tp.sequence))
+
+    def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        y = super().forward(x, micro)
+        return y + self.adapter(y)
+
+
+if __name__ == "__main__":
+    GPTModel.layer_class = AdaptedLayer
+    sys.exit(pretrain_gpt.main())

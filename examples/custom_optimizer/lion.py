@@ -1,0 +1,38 @@
+"""Pretrain with Lion (Chen et al. 2023, arXiv 2302.06675): `--optimizer lion` and all other flags."""
+
+import sys
+
+import torch
+from torch import Tensor
+
+import pretrain_gpt
+from megatron.config.groups import OPTIMIZERS, OptimizerConfig, OptimizerKind
+from megatron.optimizer.update import RULES, Implementation, check_tables
+
+BETA1, BETA2 = 0.9, 0.99
+
+
+def lion(
+    config: OptimizerConfig,
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    *,
+    lr: float,
+    weight_decay: float,
+    **_: object,
+) -> None:
+    """One step on slices of the flat buffers, in place; `grad` may be overwritten."""
+    step = torch.lerp(grad, exp_avg, BETA1).sign_()
+    weight.mul_(1 - lr * weight_decay).add_(step, alpha=-lr)
+    exp_avg.lerp_(grad, 1 - BETA2)
+
+
+# The names of the buffers are those of the function's arguments. None: in the precision of the
+# master weights; no flag chooses among implementations.
+OPTIMIZERS["lion"] = OptimizerKind(states={"exp_avg": None}, implementation=None)
+RULES["lion"] = {"torch": Implementation(lion)}
+check_tables()
+
+if __name__ == "__main__":
+    sys.exit(pretrain_gpt.main())
