@@ -17,17 +17,14 @@ from zero_ours import Ended  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
 from megatron.parallel.pipeline import Pipeline  # noqa: E402
-from megatron.parallel.schedule import Kind  # noqa: E402
 from megatron.training import loop, step  # noqa: E402
 
 
 def main() -> int:
     turns = Turns()
     forward_backward, finish_step = step.forward_backward, loop.finish_step
-    compute = {
-        Kind.FORWARD: turns.timed("forward", Pipeline.compute),
-        Kind.BACKWARD: turns.timed("backward", Pipeline.compute),
-    }
+    forward = turns.timed("forward", Pipeline.forward)
+    backward = turns.timed("backward", Pipeline.backward)
 
     def on_step(run, **settings):
         if next(turns, None) is None:
@@ -39,14 +36,11 @@ def main() -> int:
         if pending is not None:
             turns.note(interval.last.loss)
 
-    def on_compute(pipeline, state, unit):
-        return compute[unit[0].kind](pipeline, state, unit)
-
     update = turns.timed("optimizer", step.update)
     with (
         mock.patch.multiple(step, forward_backward=on_step, update=update),
         mock.patch.object(loop, "finish_step", on_finish_step),
-        mock.patch.object(Pipeline, "compute", on_compute),
+        mock.patch.multiple(Pipeline, forward=forward, backward=backward),
     ):
         try:
             return pretrain_gpt.main(sys.argv[1:])

@@ -52,7 +52,7 @@ from megatron.model.stages import Stage  # noqa: E402
 from megatron.parallel.blocks import build_blocks  # noqa: E402
 from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
 from megatron.parallel.messages import StageMessages  # noqa: E402
-from megatron.parallel.pipeline import Pipeline, StepState, StepSums, Weights  # noqa: E402
+from megatron.parallel.pipeline import LayerPass, Pipeline, StepState, StepSums, Unit, Weights  # noqa: E402
 from megatron.parallel.recording import Recording  # noqa: E402
 from megatron.parallel.schedule import (
     COMPUTATIONS,
@@ -75,6 +75,9 @@ TINY = {"layers": 8, "hidden": 32, "heads": 4, "ffn": 48, "seq": 16, "batch": 2,
 
 class KeptWeights(Weights):
     """Weights and gradients that are always there."""
+
+    def plan(self, units: Any) -> Any:
+        return SimpleNamespace(passes=[(None, None) for unit in units for _ in unit])
 
 
 class Job:
@@ -164,21 +167,29 @@ class Job:
         messages = StageMessages(
             self.placement, self.groups, {}, self.pipeline.shape, self.model.dtype, CPU
         )
-        step = StepState(iter([micro]), messages, 1.0, 1.0)
+        step = StepState(messages, 1.0, 1.0)
+        step.micro_batches[0] = micro
         if stage > 0:
             messages.inbox[Message(Kind.FORWARD, stage, 0)] = torch.zeros(self.pipeline.shape)
-        self.pipeline.forward(step, Action(Kind.FORWARD, stage, 0))
+        self._compute(step, Action(Kind.FORWARD, stage, 0))
         if not last:
             y = _made(messages, Message(Kind.FORWARD, stage + 1, 0))
             messages.inbox[Message(Kind.BACKWARD, stage, 0)] = torch.ones_like(y)
             del y
         found.append(moment())
-        self.pipeline.backward(step, Action(Kind.BACKWARD_INPUT, stage, 0))
+        self._compute(step, Action(Kind.BACKWARD_INPUT, stage, 0))
         if stage > 0:
             _made(messages, Message(Kind.BACKWARD, stage - 1, 0))
         found.append(moment())  # the remaining references may hold dy
-        self.pipeline.backward(step, Action(Kind.BACKWARD_WEIGHT, stage, 0))
+        self._compute(step, Action(Kind.BACKWARD_WEIGHT, stage, 0))
         return [*found, moment()]
+
+    def _compute(self, step: StepState, action: Action) -> None:
+        """One computation, outside of a schedule."""
+        calls = self.pipeline.calls[action.kind, action.stage]
+        passes = tuple(LayerPass(layer, kind, "", None, None) for layer, kind in calls)
+        run = self.pipeline.forward if action.kind is Kind.FORWARD else self.pipeline.backward
+        run(step, Unit((action,), passes=passes))
 
     def step(self, schedule: Schedule, scale: float = 1.0) -> StepSums:
         """One run of a schedule."""
@@ -224,12 +235,16 @@ class Watched:
     """A pipeline's computations, with a look at the live bytes after each."""
 
     def __init__(self, pipeline: Pipeline, live: LiveBytes):
-        self.compute, self.live, self.peak = pipeline.compute, live, 0
-        pipeline.compute = self.watched
+        self.live, self.peak = live, 0
+        pipeline.forward = self.watched(pipeline.forward)
+        pipeline.backward = self.watched(pipeline.backward)
 
-    def watched(self, *computation: Any) -> None:
-        self.compute(*computation)
-        self.peak = max(self.peak, self.live.now)
+    def watched(self, compute: Callable[..., None]) -> Callable[..., None]:
+        def call(*computation: Any) -> None:
+            compute(*computation)
+            self.peak = max(self.peak, self.live.now)
+
+        return call
 
 
 def memory(

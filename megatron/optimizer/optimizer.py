@@ -43,10 +43,6 @@ class StepOutcome:
     skipped: Tensor  # 1.0 where the step was skipped
 
 
-def gather_nothing(block: Block) -> None:
-    """In one process no other rank needs the weights."""
-
-
 def step_now(block: Block, step_on_host: Callable[[], None]) -> None:
     """Without ZeRO the host does not put off its step."""
     step_on_host()
@@ -68,14 +64,14 @@ class Optimizer:
         blocks: list[Block],
         config: Config,
         groups: Groups = one_process(),
-        all_gather_weights: Callable[[Block], None] = gather_nothing,
+        all_gather_weights: Callable[[Block], None] | None = None,
         defer: Callable[[Block, Callable[[], None]], None] = step_now,
         matrix_rule: MatrixRule | None = None,
     ):
-        """`all_gather_weights` is called with each block whose weights have changed; `defer` with
-        each that is stepped on the host, and its step, to be called before the weights are read.
-        `matrix_rule` updates the matrices of layers, the rule of the flags all else. Raises
-        ValueError where state on the host needs it.
+        """`all_gather_weights` is called with each block whose weights have changed, if other ranks
+        hold them; `defer` with each that is stepped on the host, and its step, to be called before
+        the weights are read. `matrix_rule` updates the matrices of layers, the rule of the flags
+        all else. Raises ValueError where state on the host needs it.
         """
         _check_matrix_rule(matrix_rule, blocks)
         self.matrix_rule = matrix_rule
@@ -97,6 +93,16 @@ class Optimizer:
         self.files = self._open_files(dtypes)
         self.state_names = tuple(dtypes)
         self.kept = {block: self._state_of(block, dtypes) for block in blocks}
+        # the ranges that are updated alike; of blocks in files those of each piece
+        self.segments = {
+            block: block.segments() if matrix_rule is None else other_segments(block)
+            for block in self.trained
+            if not block.in_files
+        }
+        # whether a word on the device suppresses a step, so that the host need not wait for the norm
+        self.skips_on_device = (
+            self.rule.chosen.skips_on_device and device.type == "cuda" and matrix_rule is None
+        )
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def _open_files(self, dtypes: dict[str, torch.dtype]) -> StateFiles | None:
@@ -149,7 +155,8 @@ class Optimizer:
         for block in self.blocks:
             if block.rounded is not None and not block.in_files:
                 block.rounded.copy_(block.master)
-            self.all_gather_weights(block)
+            if self.all_gather_weights is not None:
+                self.all_gather_weights(block)
 
     def fill_states(self, fill: Callable[[list[tuple[Box, Tensor]]], None]) -> None:
         """Give the optimizer's tensors new values, as many boxes of `state_boxes` at a time as are
@@ -180,10 +187,10 @@ class Optimizer:
         """Before a step: no gradient is left of the one before, but where a step on the host has
         yet to use it.
         """
-        for block in self.blocks:
+        for block in self.trained:
             if block in self.waiting:
                 self.used_up.add(block)
-            else:
+            elif block.grad is not None or block.summed is not None:
                 block.drop()
 
     @cached_property
@@ -193,17 +200,20 @@ class Optimizer:
 
     def grad_sq_sum(self) -> Tensor:
         """This rank's share of the gradient's sum of squares (float64)."""
-        pieces = (part for _, part in self._counted_gradients())
-        return sum_of_squares(pieces, self.steps.device, self.config.grad_norm_backend)
+        parts: list[Tensor] = []
+        for block in self.trained:
+            shard = block.grad_shard
+            parts += [shard[part] for part in self.counted[block]]
+        return sum_of_squares(parts, self.steps.device, self.config.grad_norm_backend)
 
     def layer_grad_sq_sums(self) -> Tensor:
         """The same of each layer by itself, in the order of `layer_names` [layers]."""
-        return self._sums_by_layer(self._counted_gradients(), self.config.grad_norm_backend)
-
-    def _counted_gradients(self) -> Iterator[tuple[Block, Tensor]]:
-        for block in self.trained:
-            for part in self.counted[block]:
-                yield block, block.grad_shard[part]
+        parts = (
+            (block, block.grad_shard[part])
+            for block in self.trained
+            for part in self.counted[block]
+        )
+        return self._sums_by_layer(parts, self.config.grad_norm_backend)
 
     def _sums_by_layer(self, parts: Iterable[tuple[Block, Tensor]], backend: str) -> Tensor:
         """Sums of squares (float64) of parts of blocks, [layers] in the order of `layer_names`."""
@@ -231,33 +241,34 @@ class Optimizer:
         gradient or factor leaves weights, moments and step count as they are. The steps of blocks
         on the host are not carried out: `defer` gets them.
         """
+        # 1. One factor unscales, normalizes and clips; a NaN or Inf anywhere is in the norm.
         norm = grad_sq_sum.sqrt() * grad_scale
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_scale).to(self.wide)
-        without_host = self.rule.skips_on_device and norm.is_cuda and self.matrix_rule is None
-        if without_host or not found_inf.item():
-            assert not self.waiting, "a step on the host that no forward pass has asked for"
-            self.waiting = {block for block in self.blocks if block.on_host}
-            if self.waiting:
-                self._defer_host_steps(rates, weight_decay, coefficient, found_inf)
-            for block in self.trained:
-                if not block.on_host:
-                    self._update(
-                        self.rule,
-                        block,
-                        self.steps,
-                        rates,
-                        weight_decay,
-                        block.grad_shard,
-                        block.rounded,
-                        coefficient=coefficient,
-                        found_inf=found_inf,
-                    )
-                    if self.matrix_rule is not None:
-                        self._update_matrices(block, rates, weight_decay, coefficient)
-                    if not self.keeps_gradients:
-                        block.drop()
-                    self.all_gather_weights(block)
+        if not self.skips_on_device and found_inf.item():
+            return StepOutcome(norm, found_inf)
+
+        # 2. Steps on the host are handed over: each is made when the next forward pass needs it.
+        assert not self.waiting, "a step on the host that no forward pass has asked for"
+        self.waiting = {block for block in self.trained if block.on_host}
+        if self.waiting:
+            self._defer_host_steps(rates, weight_decay, coefficient, found_inf)
+
+        # 3. Steps on the device. Weights leave for other ranks while the next block is updated.
+        scalars = {"coefficient": coefficient, "found_inf": found_inf}
+        for block in self.trained:
+            if block.on_host:
+                continue
+            grad = block.grad_shard
+            self._update(
+                self.rule, block, self.steps, rates, weight_decay, grad, block.rounded, **scalars
+            )
+            if self.matrix_rule is not None:
+                self._update_matrices(block, rates, weight_decay, coefficient)
+            if not self.keeps_gradients:
+                block.drop()
+            if self.all_gather_weights is not None:
+                self.all_gather_weights(block)
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf)
 
@@ -288,11 +299,13 @@ class Optimizer:
         out: Tensor | None,
         **scalars: Any,
     ) -> None:
+        """Step a block: piece by piece of what is in memory, segment by segment of what is updated
+        alike.
+        """
         for piece, held in self.kept[block].pieces((MASTER, *self.state_names), "change"):
             near, rounded = grad[piece], None if out is None else out[piece]
-            for part, multipliers in (
-                block.segments(piece) if self.matrix_rule is None else other_segments(block)
-            ):
+            segments = block.segments(piece) if block.in_files else self.segments[block]
+            for part, multipliers in segments:
                 rule.apply(
                     held[MASTER][part],
                     near[part],

@@ -7,7 +7,7 @@ rule's states. Read by optimizer.py alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -26,7 +26,7 @@ class BlockState(Protocol):
 
     tensors: dict[str, Tensor]
 
-    def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Piece]:
+    def pieces(self, kinds: Sequence[str], use: Use) -> Iterable[Piece]:
         """What is in memory at a time of what this rank updates of the block, with its tensors of
         these kinds: theirs until the next is asked for.
         """
@@ -43,9 +43,9 @@ class InMemory:
     def __init__(self, block: Block, tensors: dict[str, Tensor]):
         self.block, self.tensors = block, tensors
 
-    def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Piece]:
+    def pieces(self, kinds: Sequence[str], use: Use) -> Iterable[Piece]:
         first, last = self.block.own
-        yield slice(0, last - first), self.tensors
+        return [(slice(0, last - first), self.tensors)]
 
     def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor]]:
         yield from self.block.boxes(self.tensors[kind])

@@ -7,10 +7,9 @@ Called from optimizer/optimizer.py, segment by segment.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,13 +67,6 @@ class UpdateRule:
         is_narrow = field is not None and getattr(self.config, field) == "bf16"
         return torch.bfloat16 if is_narrow else wide
 
-    @property
-    def skips_on_device(self) -> bool:
-        """Whether a found_inf word on the device suppresses the step, without the host having to
-        look.
-        """
-        return self.chosen.skips_on_device
-
     def apply(
         self,
         master: Tensor,
@@ -112,31 +104,25 @@ class UpdateRule:
         scales = self.chosen.scales_grad and coefficient.dtype == torch.float32
         settings |= {"count": step + 1, "divisor": 1 / coefficient if scales else None}
 
-        self._apply_in_pieces(
-            [master, *stored], out, coefficient=None if scales else coefficient, **settings
-        )
-
-    def _apply_in_pieces(
-        self, buffers: list[Tensor], out: Tensor | None, coefficient: Tensor | None, **settings: Any
-    ) -> None:
-        """Update [master, gradient, *states] piece by piece: widen what is narrow, update, round
-        back what has changed.
-        """
-        master, *stored = buffers
+        # Piece by piece, so that what is widened stays in cache.
         size = PIECE_CUDA if master.is_cuda else PIECE
-        scratch = _scratch(stored, master, size)
-        rounded = [] if out is None else pieces_of(out, size)
-        cut = zip(*(pieces_of(buffer, size) for buffer in buffers), strict=True)
-        for index, (weight, *pieces) in enumerate(cut):
+        narrow = [buffer.dtype != master.dtype for buffer in stored]
+        scratch = _scratch(narrow, master, size) if any(narrow) else [None] * len(stored)
+        for start in range(0, master.numel(), size):
+            part = slice(start, start + size)
+            weight, pieces = master[part], [buffer[part] for buffer in stored]
+            # 1. Widen what is narrow.
             wide = [
                 piece if room is None else room[: piece.numel()].copy_(piece)
                 for piece, room in zip(pieces, scratch)
             ]
-            if coefficient is not None:
+            # 2. Update in the master's precision.
+            if not scales:
                 wide[0].mul_(coefficient)
             self.chosen.step(self.config, weight, *wide, **settings)
-            if rounded:
-                rounded[index].copy_(weight)
+            # 3. Round back what has changed; the gradient is of no use any more.
+            if out is not None:
+                out[part].copy_(weight)
             for piece, value in zip(pieces[1:], wide[1:]):
                 if value is not piece:
                     piece.copy_(value)
@@ -297,16 +283,8 @@ def check_tables() -> None:
 check_tables()
 
 
-def pieces_of(buffer: Tensor, size: int) -> Sequence[Tensor]:
-    """Views of a flat buffer, of at most `size` elements each."""
-    return (buffer,) if buffer.numel() <= size else buffer.split(size)
-
-
-def _scratch(stored: list[Tensor], master: Tensor, size: int) -> list[Tensor | None]:
+def _scratch(narrow: list[bool], master: Tensor, size: int) -> list[Tensor | None]:
     """Room for a piece of each of the gradient and the states that is narrower than `master`."""
-    narrow = [buffer.dtype != master.dtype for buffer in stored]
-    if not any(narrow):
-        return [None] * len(stored)
     # one allocation: the C library would trim several, step by step
     rooms = iter(master.new_empty(sum(narrow), min(size, master.numel())))
     return [next(rooms) if each else None for each in narrow]

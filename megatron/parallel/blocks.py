@@ -233,22 +233,23 @@ class Block:
     @property
     def grad_shard(self) -> Tensor | None:
         """The gradient of what this rank updates."""
-        return self.summed if self.stage >= 2 or self.grad is None else self.part(self.grad)
-
-    def _new_grad(self) -> Tensor:
-        return torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
+        if self.stage >= 2 or self.grad is None:
+            return self.summed
+        return self.grad[self.own[0] : self.own[1]]
 
     def keep_grad_place(self) -> None:
         """Have every gradient buffer to come at the same address: CUDA graphs write there."""
         assert self.stage < 2
-        self.grad_place = self._new_grad()
+        self.grad_place = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
 
     def open(self) -> None:
         """Give the parameters a `main_grad`: the block's gradient buffer. Weights of linear layers
         are overwritten by their first product: only what lies between and after them is cleared.
         """
         assert self.grad is None
-        self.grad = self._new_grad() if self.grad_place is None else self.grad_place
+        self.grad = self.grad_place
+        if self.grad is None:
+            self.grad = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
         for first, last in self.plan.cleared:
             self.grad[first:last].zero_()
         for entry, parameter in zip(self.entries, self.parameters):

@@ -39,7 +39,7 @@ from megatron.parallel.layer_passes import (
     LostGradientError,
     check_all_params_got_grads,
 )
-from megatron.parallel.pipeline import Pipeline, StepState, StepSums, objectives_of
+from megatron.parallel.pipeline import Pipeline, StepState, StepSums, Unit, objectives_of
 from megatron.parallel.schedule import Kind, Schedule
 
 STEPS_WITHOUT = 1
@@ -237,9 +237,11 @@ class GraphedPipeline(Pipeline):
         self.passes.steps += torch.is_grad_enabled()
         return super().run(schedule, map(self.passes.place, micro_batches), *args, **kwargs)
 
-    def release_micro_batch(self, step: StepState, micro: int) -> None:
-        self.passes.free_slot(step.micro_batches[micro])
-        super().release_micro_batch(step, micro)
+    def backward(self, step: StepState, unit: Unit) -> None:
+        """A backward pass; the slots of micro-batches that have had their last pass are free."""
+        super().backward(step, unit)
+        for micro in unit.ends:
+            self.passes.free_slot(step.micro_batches[micro])
 
 
 def copied(x: Tensor) -> Tensor:

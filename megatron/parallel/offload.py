@@ -26,11 +26,10 @@ from megatron.distributed.groups import ALONE, Axis
 from megatron.model.block import Layer, MicroBatch
 from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.graphs import tensors_of
-from megatron.parallel.layer_passes import Inputs, LayerPasses
+from megatron.parallel.layer_passes import Inputs, LayerPasses, Pass
 from megatron.parallel.pipeline import Pipeline, StepSums
 from megatron.parallel.schedule import Kind, Schedule
 
-Pass = tuple[Layer, Kind, int]  # of a layer on a micro-batch
 Key = tuple[Layer, int]
 READING = (Kind.REBUILD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 

@@ -2,25 +2,64 @@
 time: the all-to-alls of one travel while the other computes
 (--overlap-moe-expert-parallel-comm).
 
-Called from parallel/pipeline.py for the pairs of a schedule.
+Chosen in place of the ordinary pipeline when the flag is set: its schedules have pairs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from megatron.distributed.ranges import named
-from megatron.model.block import Layer
-from megatron.parallel.schedule import WORDS, Action, Kind
+from megatron.parallel.pipeline import LayerPass, Pipeline, StepState, Unit
+from megatron.parallel.schedule import Action, Kind, Message
 
-if TYPE_CHECKING:
-    from megatron.parallel.pipeline import Pipeline, StepState
+
+class PairedPipeline(Pipeline):
+    """A pipeline that also runs pairs. `run_overlapped` runs the two passes of two layers."""
+
+    run_overlapped: Callable[[Callable[[], None], Callable[[], None]], object]
+
+    def __init__(self, *args: Any, run_overlapped: Callable[..., object]):
+        super().__init__(*args)
+        self.run_overlapped = run_overlapped
+
+    def backward(self, step: StepState, unit: Unit) -> None:
+        """A backward pass, or a pair, which begins with one."""
+        if len(unit.actions) == 1:
+            super().backward(step, unit)
+            return
+        backward, forward = unit.actions
+        first, second = _BackwardPass(self, step, backward), _ForwardPass(self, step, forward)
+
+        # Two layers at a time, until one of the two is over.
+        calls = [each for each in unit.passes if each.kind is not Kind.FORWARD]
+        others = [each for each in unit.passes if each.kind is Kind.FORWARD]
+        for call, other in zip_longest(calls, others):
+            todo = [each for each in (call, other) if each is not None]
+            for each in todo:
+                if each.before is not None:
+                    self.weights.acquire(each.before)
+            if call is None:
+                second.run(other)
+            elif other is None:
+                first.run(call)
+            else:
+                self.run_overlapped(_bind(first.run, call), _bind(second.run, other))
+            for each in todo:
+                if each.after is not None:
+                    self.weights.release(each.after)
+
+        if backward.stage > 0:
+            step.messages.put(Message(Kind.BACKWARD, backward.stage - 1, backward.micro), first.dy)
+        step.store_outputs(forward, second.x, second.saved)
+
+
+def _bind(run: Callable[[LayerPass], None], call: LayerPass) -> Callable[[], None]:
+    return lambda: run(call)
 
 
 class _BackwardPass:
@@ -28,19 +67,18 @@ class _BackwardPass:
 
     def __init__(self, pipeline: Pipeline, step: StepState, action: Action):
         self.pipeline, self.step, self.action = pipeline, step, action
-        self.calls = pipeline.calls[action.kind, action.stage]
         self.dy: Tensor | None = step.input_of(action)
         self.saved = step.saved.pop((action.stage, action.micro))
 
-    def run(self, layer: Layer, kind: Kind) -> None:
+    def run(self, call: LayerPass) -> None:
         """One layer."""
-        with _named(self.pipeline, kind, layer, self.action.micro):
-            if kind is Kind.REBUILD:
-                self.pipeline.rebuild(self.action.stage, layer, self.saved)
+        with self.step.in_trace(call.label):
+            if call.kind is Kind.REBUILD:
+                self.pipeline.rebuild(self.action.stage, call.layer, self.saved)
                 return
-            aux_scale = self.step.aux_scale
+            saved, aux_scale = self.saved.pop(), self.step.aux_scale
             self.dy, _ = self.pipeline.passes.backward(
-                kind, layer, self.dy, self.saved.pop(), aux_scale
+                call.kind, call.layer, self.dy, saved, aux_scale
             )
 
 
@@ -48,43 +86,15 @@ class _ForwardPass:
     """The forward pass of a stage, one layer at a time."""
 
     def __init__(self, pipeline: Pipeline, step: StepState, action: Action):
-        self.pipeline, self.step, self.action = pipeline, step, action
-        self.calls = pipeline.calls[action.kind, action.stage]
-        self.micro_batch = step.micro_batch(action.micro)
+        self.pipeline, self.step = pipeline, step
+        self.micro_batch = step.micro_batches[action.micro]
         self.x: Tensor | None = step.input_of(action)
         self.saved: deque[Any] = deque()
 
-    def run(self, layer: Layer, kind: Kind) -> None:
+    def run(self, call: LayerPass) -> None:
         """One layer."""
-        with _named(self.pipeline, kind, layer, self.action.micro):
+        with self.step.in_trace(call.label):
             self.x, saved = self.pipeline.passes.forward(
-                layer, self.x, self.micro_batch, self.step.scalars
+                call.layer, self.x, self.micro_batch, self.step.scalars
             )
         self.saved.append(saved)
-
-
-def _named(pipeline: Pipeline, kind: Kind, layer: Layer, micro: int) -> AbstractContextManager[Any]:
-    """The range of a pass in a profiler's trace."""
-    return named(WORDS[kind], pipeline.names[layer], "micro-batch", micro)
-
-
-def run_pair(pipeline: Pipeline, step: StepState, backward: Action, forward: Action) -> None:
-    """Run both, two layers at a time until one of them is over."""
-    first, second = _BackwardPass(pipeline, step, backward), _ForwardPass(pipeline, step, forward)
-    weights, run_overlapped = pipeline.weights, pipeline.run_overlapped
-    assert run_overlapped is not None, "a schedule of pairs needs an Interleaver"
-    for calls in zip_longest(first.calls, second.calls):
-        todo: list[tuple[Any, Any]] = [
-            (each, call) for each, call in zip((first, second), calls) if call is not None
-        ]
-        for each, (layer, kind) in todo:
-            weights.acquire(layer, kind, each.action.micro)
-        runs = [partial(each.run, *call) for each, call in todo]
-        if len(runs) == 2:
-            run_overlapped(*runs)
-        else:
-            runs[0]()
-        for each, (layer, kind) in todo:
-            weights.release(layer, kind, each.action.micro)
-    step.store_gradient(backward, first.dy)
-    step.store_outputs(forward, second.x, second.saved)

@@ -9,7 +9,7 @@ without memory, from tools/_plan/engine.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.groups import Groups
-from megatron.distributed.ranges import named
+from megatron.distributed.ranges import trace_range
 from megatron.model.block import Layer, MicroBatch
 from megatron.model.gpt import GPTModel
-from megatron.parallel.layer_passes import Call, LayerPasses
+from megatron.parallel.layer_passes import Call, LayerPasses, Pass
 from megatron.parallel.messages import StageMessages
-from megatron.parallel.pairs import run_pair
 from megatron.parallel.recording import Recording
 from megatron.parallel.schedule import (
     COMPUTATIONS,
@@ -38,15 +37,19 @@ from megatron.parallel.schedule import (
 class Weights(Protocol):
     """How weights and gradients are kept between passes: parallel/zero.py."""
 
-    def begin_step(self, calls: Sequence[Call]) -> None:
-        """These passes will come now, in this order."""
-
-    def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
-        """Before a pass of a layer on a micro-batch: make its weights whole, and make room for its
-        gradients.
+    def plan(self, units: Sequence[Sequence[Pass]]) -> Any:
+        """What is to be done around passes that come in this order; those of a unit run at the same
+        time. `plan.passes` has a pair for each pass: what is done before it and after it, None for
+        nothing.
         """
 
-    def release(self, layer: Layer, kind: Kind, micro: int) -> None:
+    def begin_step(self, plan: Any) -> None:
+        """The passes of this plan will come now."""
+
+    def acquire(self, todo: Any) -> None:
+        """Before a pass: make the layer's weights whole, and make room for its gradients."""
+
+    def release(self, todo: Any) -> None:
         """After the pass."""
 
 
@@ -59,21 +62,79 @@ class StepSums(NamedTuple):
     scalars: dict[str, Tensor]
 
 
+class LayerPass(NamedTuple):
+    """A pass of a layer, and what is done with its weights before and after it."""
+
+    layer: Layer
+    kind: Kind
+    label: str  # in a trace
+    before: Any
+    after: Any
+
+
+class Unit(NamedTuple):
+    """An action of this rank, or two computations that run at the same time."""
+
+    actions: tuple[Action, ...]
+    label: str = ""  # in a trace
+    passes: tuple[LayerPass, ...] = ()
+    begins: tuple[int, ...] = ()  # micro-batches that this rank has not seen before
+    ends: tuple[int, ...] = ()  # and those that it has no more use for
+
+
 class RankSchedule(NamedTuple):
     """A schedule as one rank runs it."""
 
     schedule: Schedule
-    # actions, and pairs of them, each with the words that name it in a trace
-    units: list[tuple[tuple[Action, ...], list[object]]]
+    units: list[Unit]
     acknowledgements: dict[Message, tuple[int, int]]
-    calls: list[Call]
-    passes: list[tuple[Layer, Kind, int]]  # the calls with their micro-batches
-    last_uses: frozenset[Action]  # of each micro-batch
+    passes: list[Pass]
+    weights: Any  # what Weights.plan has made of the passes
+
+
+class StepState:
+    """What is alive during one run of a schedule. Gradients are those of `loss_scale` x loss and
+    `aux_scale` x auxiliary losses.
+    """
+
+    def __init__(self, messages: StageMessages, loss_scale: float, aux_scale: float):
+        self.messages, self.loss_scale, self.aux_scale = messages, loss_scale, aux_scale
+        self.last_stage = len(messages.placement) - 1
+        self.in_trace = trace_range()
+        self.micro_batches: dict[int, MicroBatch] = {}  # in flight
+        # by stage and micro-batch: what a backward pass, or its second half, needs of each layer
+        self.saved: dict[tuple[int, int], deque[Any]] = {}
+        self.losses: dict[int, Tensor] = {}  # by micro-batch: the head's sums
+        self.scalars: dict[str, Tensor] = {}  # auxiliary outputs of layers
+
+    def input_of(self, action: Action) -> Tensor | None:
+        """The hidden states or the gradient [s, b, h] that a computation reads; None for the first
+        stage and for weight gradients.
+        """
+        kind, stage, micro = action
+        if kind is Kind.FORWARD:
+            message = Message(Kind.FORWARD, stage, micro)
+            return None if stage == 0 else self.messages.wait_for(message, action)
+        if kind is Kind.BACKWARD_WEIGHT:
+            return None
+        if stage == self.last_stage:
+            return loss_gradient(self.losses[micro], self.loss_scale)
+        return self.messages.wait_for(Message(Kind.BACKWARD, stage, micro), action)
+
+    def store_outputs(self, action: Action, y: Tensor, saved: deque[Any]) -> None:
+        """Keep what the backward pass needs, and hand the output to the next stage."""
+        _, stage, micro = action
+        if torch.is_grad_enabled():
+            self.saved[stage, micro] = saved
+        if stage == self.last_stage:
+            self.losses[micro] = y
+        else:
+            self.messages.put(Message(Kind.FORWARD, stage + 1, micro), y)
 
 
 class Pipeline:
     """The stages of this rank and their neighbors. `placement`: stage -> pipeline rank; `shape`:
-    [s, b, h] of what travels between stages; `run_overlapped` runs the two passes of a pair.
+    [s, b, h] of what travels between stages.
     """
 
     def __init__(
@@ -85,11 +146,9 @@ class Pipeline:
         shape: tuple[int, int, int],
         groups: Groups,
         device: torch.device,
-        run_overlapped: Callable[[Callable[[], None], Callable[[], None]], object] | None = None,
     ):
         self.model, self.weights, self.passes = model, weights, passes
         self.placement, self.shape, self.groups, self.device = placement, shape, groups, device
-        self.run_overlapped = run_overlapped
         self.rank = groups.pp.rank
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
         chunks = ([layer for _, layer in chunk] for chunk in model.chunks)
@@ -103,33 +162,56 @@ class Pipeline:
         self.has_head = placement[-1] == self.rank
         self.prepared: dict[int, RankSchedule] = {}  # by identity: a schedule is long
 
+    # ---- once for a schedule
+
     def prepare(self, schedule: Schedule) -> RankSchedule:
         """What a schedule means for this rank; computed once."""
-        if id(schedule) not in self.prepared:
-            assert schedule.placement == self.placement
-            units = list(schedule.units(self.rank))
-            named_units = [
-                (unit, _words(unit) if unit[0].kind in COMPUTATIONS else []) for unit in units
-            ]
-            computations = [unit for unit in units if unit[0].kind in COMPUTATIONS]
-            last_use = {action.micro: action for unit in computations for action in unit}
-            passes = [each for unit in computations for each in self._passes_of(unit)]
-            self.prepared[id(schedule)] = RankSchedule(
-                schedule,
-                named_units,
-                acknowledgements(schedule, self.rank),
-                [(layer, kind) for layer, kind, _ in passes],
-                passes,
-                frozenset(last_use.values()),
+        if id(schedule) in self.prepared:
+            return self.prepared[id(schedule)]
+        assert schedule.placement == self.placement
+        units = list(schedule.units(self.rank))
+        computed = [unit for unit in units if unit[0].kind in COMPUTATIONS]
+        passes = [list(self._passes_of(unit)) for unit in computed]
+        weights = self.weights.plan(passes)
+
+        # A micro-batch is read when its first computation begins, and freed after its last one.
+        last = {action.micro: unit for unit in computed for action in unit}
+        seen: set[int] = set()
+        todo = iter(weights.passes)
+        expanded = []
+        for unit in units:
+            if unit[0].kind not in COMPUTATIONS:
+                expanded.append(Unit(unit))
+                continue
+            micros = [action.micro for action in unit]
+            begins = tuple(micro for micro in micros if micro not in seen)
+            seen.update(micros)
+            ends = tuple(micro for micro in micros if last[micro] is unit)
+            steps = tuple(
+                LayerPass(layer, kind, self._label(layer, kind, micro), *next(todo))
+                for layer, kind, micro in self._passes_of(unit)
             )
+            expanded.append(Unit(unit, _label(unit), steps, begins, ends))
+        self.prepared[id(schedule)] = RankSchedule(
+            schedule,
+            expanded,
+            acknowledgements(schedule, self.rank),
+            [each for unit in passes for each in unit],
+            weights,
+        )
         return self.prepared[id(schedule)]
 
-    def _passes_of(self, unit: tuple[Action, ...]) -> Iterator[tuple[Layer, Kind, int]]:
+    def _passes_of(self, unit: tuple[Action, ...]) -> Iterator[Pass]:
         """The passes of layers of a computation; of a pair one of each in turn."""
         for calls in zip_longest(*(self.calls[action.kind, action.stage] for action in unit)):
             for action, call in zip(unit, calls):
                 if call is not None:
                     yield (*call, action.micro)
+
+    def _label(self, layer: Layer, kind: Kind, micro: int) -> str:
+        return f"{WORDS[kind]} {self.names[layer]} micro-batch {micro}"
+
+    # ---- in every step
 
     def run(
         self,
@@ -148,7 +230,7 @@ class Pipeline:
         PeerError when a neighbor dies or hangs.
         """
         plan = self.prepare(schedule)
-        self.weights.begin_step(plan.calls)
+        self.weights.begin_step(plan.weights)
         messages = StageMessages(
             self.placement,
             self.groups,
@@ -157,136 +239,76 @@ class Pipeline:
             self.model.dtype,
             self.device,
         )
-        aux_scale = loss_scale if aux_scale is None else aux_scale
-        step = StepState(micro_batches, messages, loss_scale, aux_scale)
-        for unit, words in plan.units:
-            action = unit[0]
+        step = StepState(messages, loss_scale, loss_scale if aux_scale is None else aux_scale)
+        for unit in plan.units:
+            action = unit.actions[0]
             if action.kind in COMPUTATIONS:
                 begun = None if recording is None else recording.begin()
-                with named(*words):
-                    self.compute(step, unit)
+                with step.in_trace(unit.label):
+                    for micro in unit.begins:
+                        step.micro_batches[micro] = next(micro_batches)
+                    if action.kind is Kind.FORWARD:
+                        self.forward(step, unit)
+                    else:
+                        self.backward(step, unit)
                 if recording is not None:
-                    recording.add(unit, begun)
-                for last in plan.last_uses.intersection(unit):
-                    self.release_micro_batch(step, last.micro)
+                    recording.add(unit.actions, begun)
+                for micro in unit.ends:
+                    del step.micro_batches[micro]
             elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                 messages.send(action)
             else:
                 messages.receive(action)
+        # The last sends may still be on their way: their tensors are freed when they have arrived.
         messages.finish()
         assert not (step.saved or step.micro_batches), "the schedule left something undone"
         return StepSums(step.losses, step.scalars)
 
-    def compute(self, step: StepState, unit: tuple[Action, ...]) -> None:
-        """Run one computation of a stage, or a pair."""
-        if len(unit) == 2:
-            run_pair(self, step, *unit)
-        elif unit[0].kind is Kind.FORWARD:
-            self.forward(step, unit[0])
-        else:
-            self.backward(step, unit[0])
-
-    def forward(self, step: StepState, action: Action) -> None:
+    def forward(self, step: StepState, unit: Unit) -> None:
         """The forward pass of a stage, [s, b, h] -> [s, b, h]; of the last one the loss sums."""
-        _, stage, micro = action
-        micro_batch = step.micro_batch(micro)
+        (action,) = unit.actions
+        micro_batch = step.micro_batches[action.micro]
         saved: deque[Any] = deque()
         x = step.input_of(action)
-        for layer, kind in self.calls[Kind.FORWARD, stage]:
-            self.weights.acquire(layer, kind, micro)
-            with named(WORDS[kind], self.names[layer], "micro-batch", micro):
+        for layer, _, label, before, after in unit.passes:
+            if before is not None:
+                self.weights.acquire(before)
+            with step.in_trace(label):
                 x, kept = self.passes.forward(layer, x, micro_batch, step.scalars)
-            self.weights.release(layer, kind, micro)
+            if after is not None:
+                self.weights.release(after)
             saved.append(kept)
         step.store_outputs(action, x, saved)
 
-    def backward(self, step: StepState, action: Action) -> None:
+    def backward(self, step: StepState, unit: Unit) -> None:
         """A backward pass of a stage: whole, or one half of a split one."""
+        (action,) = unit.actions
         _, stage, micro = action
         dy, saved = step.input_of(action), step.saved.pop((stage, micro))
         deferred: deque[Any] = deque()  # for the second half
-        for layer, kind in self.calls[action.kind, stage]:
-            self.weights.acquire(layer, kind, micro)
-            with named(WORDS[kind], self.names[layer], "micro-batch", micro):
+        for layer, kind, label, before, after in unit.passes:
+            if before is not None:
+                self.weights.acquire(before)
+            with step.in_trace(label):
                 if kind is Kind.REBUILD:
                     self.rebuild(stage, layer, saved)
                 else:
                     dy, kept = self.passes.backward(kind, layer, dy, saved.pop(), step.aux_scale)
                     if kind is Kind.BACKWARD_INPUT:
                         deferred.appendleft(kept)
-            self.weights.release(layer, kind, micro)
-        step.store_gradient(action, dy, deferred)
+            if after is not None:
+                self.weights.release(after)
+
+        # The gradient goes to the stage before; the second half of a split pass has none.
+        if action.kind is Kind.BACKWARD_INPUT:
+            step.saved[stage, micro] = deferred
+        if action.kind is not Kind.BACKWARD_WEIGHT and stage > 0:
+            step.messages.put(Message(Kind.BACKWARD, stage - 1, micro), dy)
 
     def rebuild(self, stage: int, layer: Layer, saved: deque[Any]) -> None:
         """Full recomputation: run a layer again, up to the input of the layer that follows it."""
         index = self.layers[stage].index(layer)
         saved[index], saved[index + 1] = self.passes.rebuild(layer, saved[index], saved[index + 1])
-
-    def release_micro_batch(self, step: StepState, micro: int) -> None:
-        """A micro-batch has had its last computation on this rank."""
-        del step.micro_batches[micro]
-
-
-class StepState:
-    """What is alive during one run of a schedule. Gradients are those of `loss_scale` x loss and
-    `aux_scale` x auxiliary losses.
-    """
-
-    def __init__(
-        self,
-        coming: Iterator[MicroBatch],
-        messages: StageMessages,
-        loss_scale: float,
-        aux_scale: float,
-    ):
-        self.coming, self.messages = coming, messages
-        self.loss_scale, self.aux_scale = loss_scale, aux_scale
-        self.num_stages = len(messages.placement)
-        self.micro_batches: dict[int, MicroBatch] = {}  # in flight
-        # by stage and micro-batch: what a backward pass, or its second half, needs of each layer
-        self.saved: dict[tuple[int, int], deque[Any]] = {}
-        self.losses: dict[int, Tensor] = {}  # by micro-batch: the head's sums
-        self.scalars: dict[str, Tensor] = {}  # auxiliary outputs of layers
-
-    def micro_batch(self, micro: int) -> MicroBatch:
-        """A micro-batch; the first computation on this rank takes it from the data."""
-        if micro not in self.micro_batches:
-            self.micro_batches[micro] = next(self.coming)
-        return self.micro_batches[micro]
-
-    def input_of(self, action: Action) -> Tensor | None:
-        """The hidden states or the gradient [s, b, h] that a computation reads; None for the first
-        stage and for weight gradients.
-        """
-        kind, stage, micro = action
-        if kind is Kind.FORWARD:
-            message = Message(Kind.FORWARD, stage, micro)
-            return None if stage == 0 else self.messages.wait_for(message, action)
-        if kind is Kind.BACKWARD_WEIGHT:
-            return None
-        if stage + 1 == self.num_stages:
-            return loss_gradient(self.losses[micro], self.loss_scale)
-        return self.messages.wait_for(Message(Kind.BACKWARD, stage, micro), action)
-
-    def store_outputs(self, action: Action, y: Tensor, saved: deque[Any]) -> None:
-        """Keep what the backward pass needs, and hand the output to the next stage."""
-        _, stage, micro = action
-        if torch.is_grad_enabled():
-            self.saved[stage, micro] = saved
-        if stage + 1 == self.num_stages:
-            self.losses[micro] = y
-        else:
-            self.messages.put(Message(Kind.FORWARD, stage + 1, micro), y)
-
-    def store_gradient(
-        self, action: Action, dx: Tensor | None, deferred: deque[Any] | None = None
-    ) -> None:
-        """Keep what the second half needs, and hand the gradient to the stage before."""
-        kind, stage, micro = action
-        if kind is Kind.BACKWARD_INPUT:
-            self.saved[stage, micro] = deferred
-        if kind is not Kind.BACKWARD_WEIGHT and stage > 0:
-            self.messages.put(Message(Kind.BACKWARD, stage - 1, micro), dx)
 
 
 def calls_of(kind: Kind, layers: Sequence[Layer]) -> list[Call]:
@@ -322,9 +344,8 @@ def loss_gradient(sums: Tensor, scale: float) -> Tensor:
     return dy
 
 
-def _words(unit: tuple[Action, ...]) -> list[object]:
-    """The name of a computation, or of a pair."""
-    words: list[object] = []
-    for kind, stage, micro in unit:
-        words += [*["with"] * bool(words), WORDS[kind], "stage", stage, "micro-batch", micro]
-    return words
+def _label(unit: tuple[Action, ...]) -> str:
+    """The name of a computation, or of a pair, in a trace."""
+    return " with ".join(
+        f"{WORDS[kind]} stage {stage} micro-batch {micro}" for kind, stage, micro in unit
+    )

@@ -7,143 +7,72 @@ reduce-scattered over the ranks that share it as soon as its last backward pass 
 at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two blocks have a
 gradient buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers
 a block before a pass needs it, overlapped with the computation of the block before, in the order
-that the schedule fixes, and frees it afterwards. There are no hooks, buckets or thresholds: a
-PassPlan specifies what happens around each pass. What an offloaded block gathers comes from the
-host's memory, overlapped in the same way.
+that the schedule fixes, and frees it afterwards. There are no hooks, buckets or thresholds: the plan
+of a schedule (zero_plan.py) specifies what happens around each pass. What an offloaded block
+gathers comes from the host's memory, overlapped in the same way.
 
 Under a split backward pass the gradients of norms, biases and positions exist before those of the
 matrices: a small buffer keeps them from one half to the other. Called from parallel/pipeline.py
-around each pass of a layer, and from training/step.py at the end of a step.
+around passes of layers, and from training/step.py at the end of a step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.config.groups import DistributedConfig
-from megatron.distributed.collectives import Handle, start_all_gather, start_reduce_scatter
+from megatron.config.workspace import SCRATCH_BYTES
+from megatron.distributed.collectives import (
+    Handle,
+    all_reduce,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from megatron.distributed.groups import Groups
 from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
 from megatron.parallel.blocks import Block
 from megatron.parallel.grad_norm import sum_of_squares
-from megatron.parallel.layer_passes import Call
-from megatron.parallel.reduction import sum_copies, sum_partial_gradients
-from megatron.parallel.schedule import COMPUTATIONS, Kind
-
-Buffers = tuple[Block, ...]  # of one layer
-
-
-# after these passes the gradients of a micro-batch are complete
-COMPLETING = Kind.BACKWARD, Kind.BACKWARD_WEIGHT
-
-
-def _buffers_of_layers(model: GPTModel, blocks: list[Block]) -> dict[Layer, Buffers]:
-    """The buffers in which each layer has parameters."""
-    owner = {parameter: block for block in blocks for parameter in block.parameters}
-    return {
-        layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters()))
-        for _, layer in model.units()
-    }
-
-
-def _of_layers(buffers_of: dict[Layer, Buffers]) -> set[Block]:
-    """The buffers of transformer layers, not those of the vocabulary."""
-    return {
-        block
-        for layer, buffers in buffers_of.items()
-        if not layer.of_vocabulary
-        for block in buffers
-    }
-
-
-class PassPlan(NamedTuple):
-    """What ZeRO does around a pass of one kind of a layer."""
-
-    opens: Buffers = ()  # give these a gradient buffer
-    opens_early: Buffers = ()  # or one for what a split backward pass completes in its first half
-    adds_early: Buffers = ()  # which its second half adds
-    waits_for: Buffers = ()  # stages 0 to 2: the weights of this step have arrived
-    gathers: Buffers = ()  # stage 3: gather the weights before the pass, and free them afterwards
-    updates_next: Block | None = None  # of which the deferred update runs behind the pass
-    completes: Buffers = ()  # these have one more pass of their period
-    frees_reduced: bool = False  # activations are most after it: free what has been reduced
+from megatron.parallel.layer_passes import Pass
+from megatron.parallel.zero_plan import After, Before, ZeroPlan, ZeroPlanner
 
 
 class Zero:
-    """What the executor calls before and after each pass. Where one rank alone holds a block,
-    nothing is sent.
-    """
+    """Carries out the plan of a step. Where one rank alone holds a block, nothing is sent."""
 
     def __init__(
         self, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig
     ):
-        self.model, self.blocks, self.groups = model, blocks, groups
-        self.stage, self.keep = blocks[0].stage, config.zero3_keep_gathered
+        self.blocks, self.groups, self.stage = blocks, groups, blocks[0].stage
+        self.trained = [block for block in blocks if block.trained]
+        self.planner = ZeroPlanner(model, blocks, groups, config)
         self.overlap_reduce = config.overlap_grad_reduce
         self.overlap_gather = config.overlap_param_gather
         self.reduce_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else None
-        self.buffers_of = _buffers_of_layers(model, blocks)
-        self.last = {chunk[-1][1] for chunk in model.chunks}
-        self.layers = _of_layers(self.buffers_of)
-        self.trained = [block for block in blocks if block.trained]
+        self.layers = self.planner.of_layers
         self.workspace = self._reduction_workspace()
         device = blocks[0].weight.device
         self.gather_stream, self.reduce_stream = (
             torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
         )
-        following = dict(pairwise(blocks))
-        self.users = Counter(block for buffers in self.buffers_of.values() for block in buffers)
-        self.plans = {
-            (layer, kind): self._plan(layer, kind, following.get(buffers[-1]))
-            for layer, buffers in self.buffers_of.items()
-            for kind in (*COMPUTATIONS, Kind.REBUILD)
-        }
-        self._begin_with_nothing()
-
-    def _plan(self, layer: Layer, kind: Kind, following: Block | None) -> PassPlan:
-        """What this stage does around a pass."""
-        buffers = self.buffers_of[layer]
-        trained = tuple(block for block in buffers if block.trained)
-        backward = kind in (*COMPLETING, Kind.BACKWARD_INPUT)
-        splits = kind is Kind.BACKWARD_INPUT and self.stage >= 2
-        reads = self.stage == 3 and _reads_weight(layer, kind)
-        resident = self.stage < 3 and kind is not Kind.BACKWARD_WEIGHT
-        return PassPlan(
-            opens=trained if backward and not splits else (),
-            opens_early=trained if splits else (),
-            adds_early=trained if kind is Kind.BACKWARD_WEIGHT and self.stage >= 2 else (),
-            waits_for=buffers if resident else (),
-            gathers=buffers if reads else (),
-            updates_next=following if resident else None,
-            completes=buffers if kind in COMPLETING else (),
-            frees_reduced=kind is Kind.FORWARD and layer in self.last,
+        # on a CPU there are no streams: the block runs at once
+        self.on_stream: Callable[[Any], contextlib.AbstractContextManager[Any]] = (
+            self._on_stream if device.type == "cuda" else contextlib.nullcontext
         )
 
-    def _begin_with_nothing(self) -> None:
-        """What passes change; between two steps all of it is empty but `deferred`, `gathering` and
-        the counts.
-        """
+        # What passes change. Between two steps all of it is empty but `gathering` and `deferred`.
         # stages 2 and 3, by layer and micro-batch: of a split backward pass, what its first half
         # completes
-        self.early: dict[tuple[Layer, int], list[Tensor]] = {}
-        self.needs: deque[Buffers] = deque()  # stage 3: what the passes to come read, in order
-        self.remaining: Counter[Buffers] = Counter()
+        self.early: dict[tuple[Layer, int] | None, list[Tensor]] = {}
         self.gathering: dict[Block, Handle] = {}
         self.deferred: dict[Block, Callable[[], None]] = {}
-        # passes of a block's layers from one reduction to the next
-        self.period: dict[Block, int] = {}
-        self.due: dict[Block, int] = {}
         self.reducing: tuple[Block, Tensor, Handle] | None = None
-        # gradient buffers that a side stream may still read, and the event after which none
-        # does
+        # gradient buffers that a side stream may still read, and the event after which none does
         self.spent: list[tuple[Tensor, Any]] = []
         # stage 0: sums on their way back to all ranks
         self.returning: list[tuple[Block, Handle]] = []
@@ -158,73 +87,81 @@ class Zero:
 
     # ---- passes
 
-    def begin_step(self, calls: Sequence[Call]) -> None:
-        """These passes will come now, in this order."""
-        assert not self.needs and self.reducing is None
-        passes: Counter[Block] = Counter()
-        for layer, kind in calls:
-            plan = self.plans[layer, kind]
-            passes.update(plan.completes)
-            if plan.gathers:
-                self.needs.append(plan.gathers)
-        self.remaining = Counter(self.needs)
-        for block, count in passes.items():
-            # Of a matrix that is both embedding and head the two ends of other micro-batches may
-            # come between those of one: one sum a step.
-            often = self.stage >= 2 and (self.users[block] == 1 or self.groups.pp.size == 1)
-            self.period[block] = self.users[block] if often else count
-        self.due = dict(self.period)
-        if self.needs and self.overlap_gather:
-            self._gather_all(self.needs[0])
+    def plan(self, units: Sequence[Sequence[Pass]]) -> ZeroPlan:
+        """What will be done around these passes, in this order; those of a unit run at the same
+        time.
+        """
+        return self.planner.plan(units)
 
-    def acquire(self, layer: Layer, kind: Kind, micro: int) -> None:
+    def begin_step(self, plan: ZeroPlan) -> None:
+        """The passes of this plan will come now."""
+        assert self.reducing is None
+        for block in plan.first:
+            self._gather(block)
+
+    def acquire(self, todo: Before) -> None:
         """Before a pass of a layer on a micro-batch: make its weights whole, and give its gradients
         buffers, as far as the pass needs them.
         """
-        plan = self.plans[layer, kind]
-        if plan.frees_reduced:
-            # A gradient of the micro-batch before has had this stage's pass to be reduced.
+        if todo.frees_reduced:
             self._free_reduced()
-        for block in plan.opens:
+
+        # Room for gradients.
+        for block in todo.opens:
             if block.grad is None:
                 self._open(block)
-        if plan.opens_early:
-            self.early[layer, micro] = [block.open_early() for block in plan.opens_early]
-        if plan.adds_early:
+        if todo.opens_early:
+            self.early[todo.key] = [block.open_early() for block in todo.opens_early]
+        if todo.adds_early:
             # what the first half has completed
-            for block, early in zip(plan.adds_early, self.early.pop((layer, micro), ())):
+            for block, early in zip(todo.adds_early, self.early.pop(todo.key, ())):
                 block.grad[block.plan.late :].copy_(early)
-        for block in plan.waits_for:
-            if block in self.deferred or block in self.gathering:
-                self._arrive(block)
-        if plan.gathers:
-            self._acquire_gathered(plan.gathers)
 
-    def release(self, layer: Layer, kind: Kind, micro: int) -> None:
-        """After the pass: free the weights, reduce the gradients that are complete."""
-        plan = self.plans[layer, kind]
-        if plan.gathers:
-            self._release_gathered(plan.gathers, read_again=kind is Kind.REBUILD)
-        if plan.updates_next in self.deferred:
+        # Weights: those of the last update have arrived (stages 0 to 2), or are whole (stage 3).
+        for block in todo.waits_for:
+            self._arrive(block)
+        for block in todo.gathers:
+            self._gather(block)
+        for block in todo.gathers:
+            self._arrive(block)
+        # A step on the host would hold up the pass: its block is gathered behind the pass.
+        if not any(block in self.deferred for block in todo.prefetches):
+            for block in todo.prefetches:
+                self._gather(block)
+
+    def release(self, todo: After) -> None:
+        """After the pass, which is queued: start what is read next, free the weights, reduce the
+        gradients that are complete.
+        """
+        for block in todo.prefetches:
+            self._gather(block)
+        for block in todo.frees:
+            block.release()
+        if todo.updates in self.deferred:
             # The pass is queued. The host updates what comes next while the GPU computes.
-            self._carry_out(plan.updates_next)
-        for block in plan.opens_early:
+            self._carry_out(todo.updates)
+        for block in todo.closes_early:
             block.close_early()
-        for block in plan.completes:
-            self.due[block] -= 1
-            if self.due[block] == 0 and block.trained:
-                self.due[block] = self.period[block]
-                self._complete(block)
+        for block in todo.reduces:
+            self._complete(block)
 
     def end_step(self) -> None:
         """All passes that began with `begin_step` are over; when it returns the gradients are
         complete.
         """
-        with self._on_stream(self.reduce_stream):
+        if self.planner.reduces:
+            self._finish_reductions()
+        if self.watched is None:
+            sum_copies(self.trained)
+            sum_partial_gradients(self.trained, self.groups)
+
+    def _finish_reductions(self) -> None:
+        with self.on_stream(self.reduce_stream):
             if self.stage < 2 and not self.overlap_reduce:
                 for block in self.trained:
                     self._reduce(block)
             self._finish()
+            # Stage 0: every rank updates all of a block, so the sums come back whole.
             for block, pending in self.returning:
                 whole = pending.wait()
                 if whole.dtype != block.grad.dtype:
@@ -233,9 +170,6 @@ class Zero:
         if self.reduce_stream is not None:
             torch.cuda.current_stream().wait_stream(self.reduce_stream)
         self.spent = []
-        if self.watched is None:
-            sum_copies(self.trained)
-            sum_partial_gradients(self.trained, self.groups)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Tensor]:
@@ -256,7 +190,7 @@ class Zero:
         """
         if self.stage in (1, 2):
             assert block not in self.gathering
-            with self._on_stream(self.gather_stream):
+            with self.on_stream(self.gather_stream):
                 self.gathering[block] = start_all_gather(
                     block.part(block.weight), block.groups.shard_gather, out=block.weight
                 )
@@ -289,40 +223,13 @@ class Zero:
             if self.gather_stream is not None and block.shard.size == 1:
                 torch.cuda.current_stream().wait_stream(self.gather_stream)
 
-    def _acquire_gathered(self, buffers: Buffers) -> None:
-        """Stage 3: make the weights of a layer whole for a pass that reads them."""
-        assert self.needs.popleft() == buffers, "a pass out of the order of begin_step"
-        self.remaining[buffers] -= 1
-        self._gather_all(buffers)
-        for block in buffers:
-            self._arrive(block)
-        coming = self._next_to(buffers) if self.overlap_gather else ()
-        if not any(block in self.deferred for block in coming):
-            self._gather_all(coming)
-
-    def _release_gathered(self, buffers: Buffers, read_again: bool) -> None:
-        """Stage 3: the pass is queued. Start what is read next, and free what is not, nor is
-        `read_again` soon: a layer that has been rebuilt keeps its weights for its backward pass.
-        """
-        if self.overlap_gather:
-            self._gather_all(self._next_to(buffers))
-        if not read_again and not self._needed(buffers):
-            for block in buffers:
-                if block.stage == 3:
-                    block.release()
-
-    def _gather_all(self, buffers: Buffers) -> None:
-        """Start to make the weights of a layer whole."""
-        for block in buffers:
-            self._gather(block)
-
     def _gather(self, block: Block) -> None:
         """Start to make a block's weights whole, if they are not."""
         if block in self.deferred:
             self._carry_out(block)
         if block.is_released:
             block.allocate()
-            with self._on_stream(self.gather_stream):
+            with self.on_stream(self.gather_stream):
                 own = block.part(block.untracked)
                 # of an offloaded block from the host, never run on a GPU
                 own.copy_(block.kept, non_blocking=True)
@@ -330,37 +237,22 @@ class Zero:
                     own, block.groups.shard_gather, out=block.untracked
                 )
 
-    def _needed(self, buffers: Buffers) -> bool:
-        """Whether a layer stays gathered: it is one of the two that are read next, or with
-        --zero3-keep-gathered read again in this step.
-        """
-        if self.keep:
-            return self.remaining[buffers] > 0
-        first = self.needs[0] if self.needs else ()
-        return buffers == first or bool(first) and buffers == self._next_to(first)
-
-    def _next_to(self, buffers: Buffers) -> Buffers:
-        """The next other layer that is read, if it may be gathered while this one is: never two of
-        the vocabulary's size; () for none.
-        """
-        other = next((other for other in self.needs if other != buffers), ())
-        return () if self.layers.isdisjoint((*buffers, *other)) else other
-
     # ---- gradients
 
     def _open(self, block: Block) -> None:
         """Give a block a gradient buffer."""
         # never two gradients of the vocabulary's size
         if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):
-            with self._on_stream(self.reduce_stream):
+            with self.on_stream(self.reduce_stream):
                 self._finish()
-        self._free_spent()
+        if self.spent:
+            self._free_spent()
         block.open()
 
     def _free_reduced(self) -> None:
         """Wait for the reduction that is on its way, and free gradient buffers."""
         if self.reducing is not None:
-            with self._on_stream(self.reduce_stream):
+            with self.on_stream(self.reduce_stream):
                 self._finish()
         self._free_spent()
 
@@ -375,8 +267,8 @@ class Zero:
         block.complete()
         if self.watched is not None:
             self.watched += sum_of_squares([block.close()], block.weight.device)
-        elif self.stage >= 2 or self.overlap_reduce:
-            with self._on_stream(self.reduce_stream):
+        elif self.planner.reduces and (self.stage >= 2 or self.overlap_reduce):
+            with self.on_stream(self.reduce_stream):
                 self._reduce(block)
                 if not self.overlap_reduce:
                     self._finish()
@@ -413,20 +305,53 @@ class Zero:
                 self.spent.append((grad, self.reduce_stream.record_event()))
 
     @contextlib.contextmanager
-    def _on_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """On a GPU: in the order of a side stream, after all that is queued now, so that no
-        wait holds up the passes.
+    def _on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """In the order of a side stream, after all that is queued now, so that no wait holds up the
+        passes.
         """
-        if stream is None:
-            yield
-            return
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             yield
 
 
-def _reads_weight(layer: Layer, kind: Kind) -> bool:
-    """Whether a pass reads the layer's weights: a weight gradient does not, nor does the
-    embedding's backward pass.
+# ---- what is summed once a step, after the backward passes
+#
+# Sums, never means: the loss is divided by the global token count once, when the optimizer steps.
+# All of them act on the gradients of what this rank updates, which under ZeRO are slices.
+
+
+def sum_copies(blocks: list[Block]) -> None:
+    """Hybrid sharding: sum each slice over the ranks that hold the same one."""
+    for block in blocks:
+        if block.groups.replicate.size > 1:
+            all_reduce(block.grad_shard, block.groups.replicate)
+
+
+def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
+    """Sum what tensors declare in `grad_sum`: over tensor-parallel ranks, packed, and a tied matrix
+    over the two stages that hold it.
     """
-    return kind is Kind.FORWARD or kind is not Kind.BACKWARD_WEIGHT and layer.reads_weight_backward
+    for name, axis in (("tp", groups.tp), ("kv", groups.kv), ("tied", groups.tied)):
+        if axis.size == 1:
+            continue
+        views = [
+            view
+            for block in blocks
+            for entry in block.entries
+            for box in entry.boxes
+            if name in (box.spec.grad_sum or ())
+            for view in block.runs(entry, box, block.grad_shard)
+        ]
+        pack: list[Tensor] = []
+        size = 0  # bytes
+        for index, view in enumerate(views):
+            pack.append(view)
+            size += view.numel() * view.element_size()
+            if index == len(views) - 1 or size >= SCRATCH_BYTES:
+                if len(pack) == 1:  # a tied matrix: no copy of it
+                    all_reduce(view, axis)
+                else:
+                    packed = all_reduce(torch.cat(pack), axis)
+                    for x, summed in zip(pack, packed.split([x.numel() for x in pack])):
+                        x.copy_(summed)
+                pack, size = [], 0

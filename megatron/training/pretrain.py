@@ -48,6 +48,7 @@ from megatron.parallel.blocks import build_run_blocks
 from megatron.parallel.graphs import GraphedPasses, GraphedPipeline
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.offload import OffloadingPasses, OffloadingPipeline
+from megatron.parallel.pairs import PairedPipeline
 from megatron.parallel.pipeline import Pipeline, objectives_of
 from megatron.parallel.zero import Zero
 from megatron.training.advisor import Advisor, Forecast, Verdict
@@ -297,7 +298,8 @@ def _build_engine(
         pipeline = _build_pipeline(config, vocab_size, groups, device)
         zero: Zero = pipeline.weights  # type: ignore[assignment]
         with raise_on_all_ranks(groups.world, device):
-            optimizer = Optimizer(zero.blocks, config, groups, zero.all_gather_weights, zero.defer)
+            gather = zero.all_gather_weights if zero.stage in (1, 2) else None
+            optimizer = Optimizer(zero.blocks, config, groups, gather, zero.defer)
     return pipeline, optimizer
 
 
@@ -336,9 +338,10 @@ def _build_pipeline(
             block.keep_grad_place()
         kind, passes = GraphedPipeline, GraphedPasses(model, device)
     placement, shape = placement_of(config), hidden_shape(config)
-    in_pairs = config.distributed.overlap_moe_expert_parallel_comm
-    overlapped = Interleaver().run_overlapped if in_pairs else None
-    return kind(model, zero, passes, placement, shape, groups, device, overlapped)
+    parts = model, zero, passes, placement, shape, groups, device
+    if config.distributed.overlap_moe_expert_parallel_comm:
+        return PairedPipeline(*parts, run_overlapped=Interleaver().run_overlapped)
+    return kind(*parts)
 
 
 def _open_tracker(

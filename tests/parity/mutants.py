@@ -33,9 +33,10 @@ class Mutant:
 
 
 MODEL, ATTENTION, STEP = "megatron/model", "megatron/model/attention", "megatron/training/step.py"
-PIPELINE, REDUCTION = "megatron/parallel/pipeline.py", "megatron/parallel/reduction.py"
-ZERO, BLOCKS, OPTIMIZER = (
+PIPELINE = "megatron/parallel/pipeline.py"
+ZERO, ZERO_PLAN, BLOCKS, OPTIMIZER = (
     "megatron/parallel/zero.py",
+    "megatron/parallel/zero_plan.py",
     "megatron/parallel/blocks.py",
     "megatron/optimizer/optimizer.py",
 )
@@ -252,7 +253,7 @@ MUTANTS = (
     ),
     Mutant(
         "reduced one micro-batch too early",
-        ZERO,
+        ZERO_PLAN,
         "if often else count",
         "if often else count - 1",
         ("fp64-documents-tp2-dp2",),
@@ -380,14 +381,14 @@ MUTANTS = (
     ),
     Mutant(
         "reduced when the input gradients are complete",
-        ZERO,
-        "for block in plan.completes:",
-        "for block in plan.opens if kind is Kind.BACKWARD_INPUT else plan.completes:",
+        ZERO_PLAN,
+        "if kind in COMPLETING:\n            found",
+        "if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):\n            found",
         ("fp64-documents-pp2-zero-bubble-v-dp2",),
     ),
     Mutant(
         "a split backward reduced one micro-batch too early",
-        ZERO,
+        ZERO_PLAN,
         "if often else count",
         "if often else count - 1",
         ("fp64-documents-pp2-zero-bubble-v-dp2",),
@@ -404,7 +405,7 @@ MUTANTS = (
     ),
     Mutant(
         "no sum of a tied matrix's gradients",
-        REDUCTION,
+        ZERO,
         """, ("tied", groups.tied)""",
         "",
         ("fp64-gpt-pp2-gpipe",),
@@ -477,23 +478,23 @@ MUTANTS = (
     Mutant(
         "a block freed before its pass",
         ZERO,
-        "        coming = self._next_to(buffers) if self.overlap_gather else ()\n",
-        "        [block.release() for block in buffers if not self._needed(buffers)]\n"
-        "        coming = self._next_to(buffers) if self.overlap_gather else ()\n",
+        "        if not any(block in self.deferred for block in todo.prefetches):\n",
+        "        [block.release() for block in todo.gathers if block not in todo.prefetches]\n"
+        "        if not any(block in self.deferred for block in todo.prefetches):\n",
         ("fp64-dropout-dp2-zero3",),
     ),
     Mutant(
         "kept weights never freed, so that they go stale",
-        ZERO,
+        ZERO_PLAN,
         "return self.remaining[buffers] > 0",
         "return True",
         ("fp64-dropout-dp2-zero3-kept",),
     ),
     Mutant(
         "weights gathered for forward passes alone",
-        ZERO,
-        "return kind is Kind.FORWARD or kind",
-        "return kind is Kind.FORWARD or False and kind",
+        ZERO_PLAN,
+        "kind is Kind.FORWARD\n            or (kind is not",
+        "kind is Kind.FORWARD\n            or (False and kind is not",
         ("fp64-dropout-dp2-zero3",),
     ),
     Mutant(
@@ -526,28 +527,28 @@ MUTANTS = (
     ),
     Mutant(
         "a resident buffer reduced in every micro-batch",
-        ZERO,
+        ZERO_PLAN,
         "often = self.stage >= 2 and",
         "often = self.stage >= 1 and",
         ("fp64-dropout-dp2-zero1",),
     ),
     Mutant(
         "a tied matrix whose last passes are not reduced",
-        ZERO,
+        ZERO_PLAN,
         "if often else count",
         "if often else count - 1",
         ("fp64-gpt-pp2-zero-bubble-v-dp2-zero2",),
     ),
     Mutant(
         "a tied matrix's ends not summed",
-        REDUCTION,
+        ZERO,
         """, ("tied", groups.tied)""",
         "",
         ("fp64-recompute-pp2-1f1b-dp2-zero3",),
     ),
     Mutant(
         "no sum over the copies of a slice",
-        REDUCTION,
+        ZERO,
         "if block.groups.replicate.size > 1:",
         "if False:",
         ("fp64-gqa2-qknorm-dp4-shard2-zero2",),

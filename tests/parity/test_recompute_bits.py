@@ -22,10 +22,11 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.config.recompute import layer_words
 from megatron.config.validate import resolve
+from megatron.parallel import zero_plan
 from megatron.parallel.blocks import Block
 from megatron.parallel.layer_passes import Inputs, LayerPasses
 from megatron.parallel.pipeline import Pipeline
-from megatron.parallel.zero import Zero
+from megatron.parallel.schedule import Kind
 
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FULL = "--recompute-granularity full"
@@ -266,20 +267,20 @@ def test_mutants_are_found(gloo_world, kept, name):
 def most_gathers(flags: tuple[str, ...], forgetful: bool = False) -> int:
     """How often a layer's weights are made whole in a step at most, for each micro-batch."""
     counts: Counter[str] = Counter()
-    allocate, release = Block.allocate, Zero._release_gathered
+    allocate, is_needed = Block.allocate, zero_plan._Walk._is_needed
 
     def counted(block: Block) -> None:
         # the plan has blocks of its own
         counts[block.name] += type(block) is Block and block.name.startswith("layers.")
         allocate(block)
 
-    def forgetting(zero: Zero, buffers, read_again: bool) -> None:
-        release(zero, buffers, read_again=False)
+    def forgetting(walk: zero_plan._Walk, buffers, kind: Kind) -> bool:
+        return is_needed(walk, buffers, Kind.BACKWARD)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Block, "allocate", counted))
         if forgetful:
-            stack.enter_context(mock.patch.object(Zero, "_release_gathered", forgetting))
+            stack.enter_context(mock.patch.object(zero_plan._Walk, "_is_needed", forgetting))
         run_case(flags)
     (most,) = {max(counts.values())}
     return most

@@ -109,13 +109,10 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     from megatron.parallel.pipeline import Pipeline, StepState
-    from megatron.parallel.schedule import Kind
     from megatron.training import loop, step
 
-    compute = {
-        Kind.FORWARD: launches.within("forward", Pipeline.compute),
-        Kind.BACKWARD: launches.within("backward", Pipeline.compute),
-    }
+    forward = launches.within("forward", Pipeline.forward)
+    backward = launches.within("backward", Pipeline.backward)
     train_one = loop.train_step
 
     def train_step(run: Any, *rest: Any) -> Any:
@@ -125,9 +122,6 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
         finally:
             launches.part = ""
 
-    def on_compute(pipeline: Any, state: Any, unit: Any) -> Any:
-        return compute[unit[0].kind](pipeline, state, unit)
-
     def run_kernel(kernel: Any, *args: Any, **kwargs: Any) -> None:
         launches.add()
 
@@ -136,15 +130,12 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
         for name in ("all_reduce_totals", "update")
     }
     # what a pass reads is no part of it
-    inputs = {
-        name: launches.within("rest", getattr(StepState, name))
-        for name in ("micro_batch", "input_of")
-    }
+    input_of = launches.within("rest", StepState.input_of)
     with (
         mock.patch.object(loop, "train_step", train_step),
         mock.patch.multiple(step, **optimizer),
-        mock.patch.multiple(StepState, **inputs),
-        mock.patch.object(Pipeline, "compute", on_compute),
+        mock.patch.object(StepState, "input_of", input_of),
+        mock.patch.multiple(Pipeline, forward=forward, backward=backward),
         mock.patch.object(JITFunction, "run", run_kernel),
     ):
         yield

@@ -25,7 +25,7 @@ from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
 from megatron.parallel.blocks import Block
 from megatron.parallel.offload import HostPool, Key, Pass, Route
-from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.pairs import PairedPipeline
 from megatron.parallel.schedule import Kind, Schedule
 from megatron.parallel.zero import Zero
 
@@ -414,7 +414,7 @@ def run_step(
     passes = PlannedPasses(ledger, of_layer, names, senders, shape, model.dtype)
     # what replaces layers' passes and for micro-batches has their methods alone
     stand_in: Any = passes
-    pipeline = Pipeline(
+    pipeline = PairedPipeline(
         model,
         zero,
         stand_in,

@@ -20,7 +20,7 @@ from megatron.checkpoint.ranks import Ranks
 from megatron.distributed.groups import ALONE
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel import zero
-from megatron.parallel.reduction import sum_partial_gradients
+from megatron.parallel.zero import sum_partial_gradients
 from megatron.training import checkpointing, loop
 from megatron.training.loop import train
 from megatron.training.run import Run

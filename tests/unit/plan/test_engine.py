@@ -13,8 +13,8 @@ from megatron.config.groups import Config
 from megatron.config.validate import resolve
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.distributed.groups import Axis
+from megatron.parallel import zero_plan
 from megatron.parallel.blocks import Block
-from megatron.parallel.zero import Zero
 
 VOCAB = 1024
 FLAGS = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --lr 1e-3
@@ -47,7 +47,9 @@ def test_weights_that_are_released_late_show(monkeypatch: pytest.MonkeyPatch):
     config = configure("--zero-stage", "3")
     before = peak(config)
     # as --zero3-keep-gathered
-    monkeypatch.setattr(Zero, "_needed", lambda zero, buffers: zero.remaining[buffers] > 0)
+    monkeypatch.setattr(
+        zero_plan._Walk, "_is_needed", lambda walk, buffers, kind: walk.remaining[buffers] > 0
+    )
     assert peak(config) > before
 
 

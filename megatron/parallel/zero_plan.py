@@ -1,0 +1,244 @@
+"""What ZeRO does before and after each pass of a step, as data.
+
+The schedule fixes which pass comes when, so all decisions are made once for a schedule: when a
+layer's weights are gathered and freed (stage 3), when a gradient buffer is opened, and after which
+pass a block's gradients are complete and can be reduced. zero.py carries the list out. A pass for
+which nothing is to be done has None, and the executor calls nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from megatron.config.groups import DistributedConfig
+from megatron.distributed.groups import Groups
+from megatron.model.block import Layer
+from megatron.model.gpt import GPTModel
+from megatron.parallel.blocks import Block
+from megatron.parallel.layer_passes import Pass
+from megatron.parallel.schedule import Kind
+
+Buffers = tuple[Block, ...]  # of one layer
+
+# after these passes the gradients of a micro-batch are complete
+COMPLETING = Kind.BACKWARD, Kind.BACKWARD_WEIGHT
+
+
+class Before(NamedTuple):
+    """What is done before a pass, in this order."""
+
+    frees_reduced: bool = False  # activations are most during the pass: free what has been reduced
+    opens: Buffers = ()  # give these a gradient buffer
+    opens_early: Buffers = ()  # or one for what a split backward pass completes in its first half
+    adds_early: Buffers = ()  # which its second half adds
+    waits_for: Buffers = ()  # stages 0 to 2: the weights of this step have arrived
+    gathers: Buffers = ()  # stage 3: the pass reads these weights
+    prefetches: Buffers = ()  # stage 3: the next pass reads these
+    key: tuple[Layer, int] | None = None  # of the early gradients: layer and micro-batch
+
+
+class After(NamedTuple):
+    """What is done after a pass, in this order."""
+
+    prefetches: Buffers = ()  # stage 3: what the next pass reads, where it is not on its way yet
+    frees: Buffers = ()  # stage 3: weights that are not read again soon
+    updates: Block | None = None  # whose step on the host runs while the device computes the pass
+    closes_early: Buffers = ()
+    reduces: Buffers = ()  # their gradients have had all passes of a period
+
+
+class ZeroPlan(NamedTuple):
+    """A step's actions on weights and gradients."""
+
+    first: Buffers  # stage 3: gathered before the first pass
+    passes: list[tuple[Before | None, After | None]]
+
+
+class ZeroPlanner:
+    """Makes the plan of a schedule. `buffers_of`: the buffers in which each layer has parameters;
+    `of_layers`: those of transformer layers, not of the vocabulary.
+    """
+
+    def __init__(
+        self, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig
+    ):
+        self.stage, self.keep = blocks[0].stage, config.zero3_keep_gathered
+        self.overlap_gather = config.overlap_param_gather
+        self.single_pipeline = groups.pp.size == 1
+        # one rank alone that keeps whole gradients has nothing to reduce
+        self.reduces = self.stage >= 2 or any(block.shard.size > 1 for block in blocks)
+        owner = {parameter: block for block in blocks for parameter in block.parameters}
+        self.buffers_of: dict[Layer, Buffers] = {
+            layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters()))
+            for _, layer in model.units()
+        }
+        self.of_layers = {
+            block
+            for layer, buffers in self.buffers_of.items()
+            if not layer.of_vocabulary
+            for block in buffers
+        }
+        self.users = Counter(block for buffers in self.buffers_of.values() for block in buffers)
+        self.following = dict(pairwise(blocks))
+        self.last = {chunk[-1][1] for chunk in model.chunks}
+
+    def plan(self, units: Sequence[Sequence[Pass]]) -> ZeroPlan:
+        """The plan of passes in their order; those of a unit run at the same time."""
+        walk = _Walk(self, [each for unit in units for each in unit])
+        first = walk.needs[0] if walk.needs and self.overlap_gather else ()
+        passes = []
+        for unit in units:
+            # the passes of a unit all begin before any of them ends
+            before = [walk.before(*each) for each in unit]
+            passes += zip(before, [walk.after(*each) for each in unit])
+        return ZeroPlan(first, passes)
+
+    def reads_gathered(self, layer: Layer, kind: Kind) -> bool:
+        """Whether a pass needs the layer's weights gathered: a weight gradient does not, nor does
+        the embedding's backward pass.
+        """
+        return self.stage == 3 and (
+            kind is Kind.FORWARD
+            or (kind is not Kind.BACKWARD_WEIGHT and layer.reads_weight_backward)
+        )
+
+
+class _Walk:
+    """The state of a step at one of its passes, while its plan is made."""
+
+    def __init__(self, planner: ZeroPlanner, passes: Sequence[Pass]):
+        self.planner, self.stage = planner, planner.stage
+        # stage 3: what the passes to come read, in order, and how often
+        self.needs = deque(
+            planner.buffers_of[layer]
+            for layer, kind, _ in passes
+            if planner.reads_gathered(layer, kind)
+        )
+        self.remaining = Counter(self.needs)
+        # passes of a block's layers from one reduction to the next
+        self.period = self._periods(passes)
+        self.due = dict(self.period)
+        self.open: set[Block] = set()  # these have a gradient buffer
+        self.arrived: set[Block] = set()  # these have the weights of this step
+        self.updated: set[Block] = set()
+
+    def _periods(self, passes: Sequence[Pass]) -> dict[Block, int]:
+        buffers_of, users = self.planner.buffers_of, self.planner.users
+        counts = Counter(
+            block for layer, kind, _ in passes if kind in COMPLETING for block in buffers_of[layer]
+        )
+        period = {}
+        for block, count in counts.items():
+            # Of a matrix that is both embedding and head the two ends of other micro-batches may
+            # come between those of one: one sum a step.
+            often = self.stage >= 2 and (users[block] == 1 or self.planner.single_pipeline)
+            period[block] = users[block] if often else count
+        return period
+
+    # ---- before a pass
+
+    def before(self, layer: Layer, kind: Kind, micro: int) -> Before | None:
+        """What is done before this pass; None for nothing."""
+        planner, buffers = self.planner, self.planner.buffers_of[layer]
+        trained = tuple(block for block in buffers if block.trained)
+        found: dict[str, Any] = {}
+        # a gradient of the micro-batch before has had this stage's pass to be reduced
+        if kind is Kind.FORWARD and layer in planner.last and planner.reduces:
+            found["frees_reduced"] = True
+        if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
+            found["opens_early"] = trained
+        elif kind in (*COMPLETING, Kind.BACKWARD_INPUT):
+            found["opens"] = tuple(block for block in trained if block not in self.open)
+            self.open.update(trained)
+        if kind is Kind.BACKWARD_WEIGHT and self.stage >= 2:
+            found["adds_early"] = trained
+        if self.stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
+            found["waits_for"] = self._awaited(buffers)
+        if planner.reads_gathered(layer, kind):
+            found["gathers"], found["prefetches"] = buffers, self._take(buffers)
+        if not any(found.values()):
+            return None
+        return Before(**found, key=(layer, micro))
+
+    def _awaited(self, buffers: Buffers) -> Buffers:
+        """Of the weights that a pass reads those that may still be on their way: the first pass of
+        a step waits.
+        """
+        awaited = tuple(
+            block
+            for block in buffers
+            if block not in self.arrived and (self.stage in (1, 2) or block.on_host)
+        )
+        self.arrived.update(awaited)
+        return awaited
+
+    def _take(self, buffers: Buffers) -> Buffers:
+        """Account for a pass that reads these; what is gathered while it computes."""
+        assert self.needs.popleft() == buffers
+        self.remaining[buffers] -= 1
+        return self._next_to(buffers) if self.planner.overlap_gather else ()
+
+    # ---- after a pass
+
+    def after(self, layer: Layer, kind: Kind, micro: int) -> After | None:
+        """What is done after this pass; None for nothing."""
+        planner, buffers = self.planner, self.planner.buffers_of[layer]
+        found: dict[str, Any] = {}
+        if planner.reads_gathered(layer, kind):
+            found["prefetches"] = self._next_to(buffers) if planner.overlap_gather else ()
+            found["frees"] = () if self._is_needed(buffers, kind) else _gathered(buffers)
+        if self.stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
+            found["updates"] = self._updated(planner.following.get(buffers[-1]))
+        if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
+            found["closes_early"] = tuple(block for block in buffers if block.trained)
+        if kind in COMPLETING:
+            found["reduces"] = self._completed(buffers)
+        return After(**found) if any(found.values()) else None
+
+    def _updated(self, following: Block | None) -> Block | None:
+        """The block that is stepped on the host next, once a step."""
+        if following is None or not following.on_host or following in self.updated:
+            return None
+        self.updated.add(following)
+        return following
+
+    def _completed(self, buffers: Buffers) -> Buffers:
+        """The blocks that have had all passes of their period."""
+        found = []
+        for block in buffers:
+            self.due[block] -= 1
+            if self.due[block] == 0 and block.trained:
+                self.due[block] = self.period[block]
+                found.append(block)
+                if self.stage >= 2:  # the buffer is closed: the next pass opens another
+                    self.open.discard(block)
+        return tuple(found)
+
+    # ---- stage 3: which weights are whole when
+
+    def _is_needed(self, buffers: Buffers, kind: Kind) -> bool:
+        """Whether a layer stays gathered after a pass: it is one of the two that are read next, or
+        with --zero3-keep-gathered read again in this step. A layer that has been rebuilt keeps its
+        weights for its backward pass.
+        """
+        if kind is Kind.REBUILD:
+            return True
+        if self.planner.keep:
+            return self.remaining[buffers] > 0
+        first = self.needs[0] if self.needs else ()
+        return buffers == first or bool(first) and buffers == self._next_to(first)
+
+    def _next_to(self, buffers: Buffers) -> Buffers:
+        """The next other layer that is read, if it may be gathered while this one is: never two of
+        the vocabulary's size; () for none.
+        """
+        other = next((other for other in self.needs if other != buffers), ())
+        return () if self.planner.of_layers.isdisjoint((*buffers, *other)) else other
+
+
+def _gathered(buffers: Buffers) -> Buffers:
+    """Those of a layer's buffers whose weights are gathered."""
+    return tuple(block for block in buffers if block.stage == 3)
