@@ -29,7 +29,7 @@ from megatron.optimizer.nvme import FileTensor, StateFiles
 from megatron.optimizer.offload import HostSteps
 from megatron.optimizer.state import BlockState, InFiles, InMemory
 from megatron.optimizer.update import UpdateRule, rules_of
-from megatron.parallel.blocks import STATE, Block, accumulation_dtype
+from megatron.parallel.blocks import STATE, Block, Segment, accumulation_dtype
 from megatron.parallel.grad_norm import clip_coefficient, sum_of_squares
 
 MASTER = "master"  # next to the names of the rule's states: what is kept of a block
@@ -93,16 +93,6 @@ class Optimizer:
         self.files = self._open_files(dtypes)
         self.state_names = tuple(dtypes)
         self.kept = {block: self._state_of(block, dtypes) for block in blocks}
-        # the ranges that are updated alike; of blocks in files those of each piece
-        self.segments = {
-            block: block.segments() if matrix_rule is None else other_segments(block)
-            for block in self.trained
-            if not block.in_files
-        }
-        # whether a word on the device suppresses a step, so that the host need not wait for the norm
-        self.skips_on_device = (
-            self.rule.chosen.skips_on_device and device.type == "cuda" and matrix_rule is None
-        )
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def _open_files(self, dtypes: dict[str, torch.dtype]) -> StateFiles | None:
@@ -192,6 +182,22 @@ class Optimizer:
                 self.used_up.add(block)
             elif block.grad is not None or block.summed is not None:
                 block.drop()
+
+    @cached_property
+    def skips_on_device(self) -> bool:
+        """Whether a word on the device suppresses a step, so that the host need not wait for the
+        norm.
+        """
+        return self.rule.chosen.skips_on_device and self.steps.is_cuda and self.matrix_rule is None
+
+    @cached_property
+    def segments(self) -> dict[Block, list[Segment]]:
+        """The ranges of each block that are updated alike, where all of it is in memory."""
+        return {
+            block: block.segments() if self.matrix_rule is None else other_segments(block)
+            for block in self.trained
+            if not block.in_files
+        }
 
     @cached_property
     def counted(self) -> dict[Block, list[slice]]:

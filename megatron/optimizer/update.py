@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,26 +105,34 @@ class UpdateRule:
         scales = self.chosen.scales_grad and coefficient.dtype == torch.float32
         settings |= {"count": step + 1, "divisor": 1 / coefficient if scales else None}
 
-        # Piece by piece, so that what is widened stays in cache.
+        self._apply_in_pieces(
+            master, stored, out, coefficient=None if scales else coefficient, **settings
+        )
+
+    def _apply_in_pieces(
+        self,
+        master: Tensor,
+        stored: list[Tensor],
+        out: Tensor | None,
+        coefficient: Tensor | None,
+        **settings: Any,
+    ) -> None:
+        """Update piece by piece, so that what is widened stays in cache."""
         size = PIECE_CUDA if master.is_cuda else PIECE
         narrow = [buffer.dtype != master.dtype for buffer in stored]
-        scratch = _scratch(narrow, master, size) if any(narrow) else [None] * len(stored)
+        scratch = _scratch(narrow, master, size) if any(narrow) else []
         for start in range(0, master.numel(), size):
             part = slice(start, start + size)
             weight, pieces = master[part], [buffer[part] for buffer in stored]
-            # 1. Widen what is narrow.
-            wide = [
-                piece if room is None else room[: piece.numel()].copy_(piece)
-                for piece, room in zip(pieces, scratch)
-            ]
-            # 2. Update in the master's precision.
-            if not scales:
+            # update in the master's precision, whatever the others are stored in
+            wide = _widened(pieces, scratch) if scratch else pieces
+            if coefficient is not None:
                 wide[0].mul_(coefficient)
             self.chosen.step(self.config, weight, *wide, **settings)
-            # 3. Round back what has changed; the gradient is of no use any more.
             if out is not None:
                 out[part].copy_(weight)
-            for piece, value in zip(pieces[1:], wide[1:]):
+            # the states are rounded back; the gradient is of no use any more
+            for piece, value in zip(pieces[1:], wide[1:]) if scratch else ():
                 if value is not piece:
                     piece.copy_(value)
 
@@ -281,6 +290,14 @@ def check_tables() -> None:
 
 
 check_tables()
+
+
+def _widened(pieces: list[Tensor], scratch: list[Tensor | None]) -> list[Tensor]:
+    """The pieces, the narrow ones as copies in scratch memory."""
+    return [
+        piece if room is None else room[: piece.numel()].copy_(piece)
+        for piece, room in zip(pieces, scratch)
+    ]
 
 
 def _scratch(narrow: list[bool], master: Tensor, size: int) -> list[Tensor | None]:

@@ -198,7 +198,9 @@ class LayerPasses:
             self.parameters[layer] = list(layer.parameters())
         with check_all_params_got_grads(edges, left) if first else contextlib.nullcontext():
             torch.autograd.backward(edges, gradients)
-            accumulate_into_main_grad(self.parameters[layer])
+            # our layers have added to main_grad themselves
+            if any(parameter.grad is not None for parameter in self.parameters[layer]):
+                accumulate_into_main_grad(self.parameters[layer])
         return None if graph.x is None else graph.x.grad
 
 

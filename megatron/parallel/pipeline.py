@@ -176,27 +176,23 @@ class Pipeline:
 
         # A micro-batch is read when its first computation begins, and freed after its last one.
         last = {action.micro: unit for unit in computed for action in unit}
-        seen: set[int] = set()
+        first = {action.micro: unit for unit in reversed(computed) for action in unit}
         todo = iter(weights.passes)
-        expanded = []
-        for unit in units:
-            if unit[0].kind not in COMPUTATIONS:
-                expanded.append(Unit(unit))
-                continue
-            micros = [action.micro for action in unit]
-            begins = tuple(micro for micro in micros if micro not in seen)
-            seen.update(micros)
-            ends = tuple(micro for micro in micros if last[micro] is unit)
-            steps = tuple(
-                LayerPass(layer, kind, self._label(layer, kind, micro), *next(todo))
-                for layer, kind, micro in self._passes_of(unit)
+        expanded = {
+            id(unit): Unit(
+                unit,
+                _label(unit),
+                tuple(self._layer_pass(each, *next(todo)) for each in own),
+                tuple(action.micro for action in unit if first[action.micro] is unit),
+                tuple(action.micro for action in unit if last[action.micro] is unit),
             )
-            expanded.append(Unit(unit, _label(unit), steps, begins, ends))
+            for unit, own in zip(computed, passes)
+        }
         self.prepared[id(schedule)] = RankSchedule(
             schedule,
-            expanded,
+            [expanded.get(id(unit)) or Unit(unit) for unit in units],
             acknowledgements(schedule, self.rank),
-            [each for unit in passes for each in unit],
+            [each for own in passes for each in own],
             weights,
         )
         return self.prepared[id(schedule)]
@@ -208,8 +204,10 @@ class Pipeline:
                 if call is not None:
                     yield (*call, action.micro)
 
-    def _label(self, layer: Layer, kind: Kind, micro: int) -> str:
-        return f"{WORDS[kind]} {self.names[layer]} micro-batch {micro}"
+    def _layer_pass(self, each: Pass, before: Any, after: Any) -> LayerPass:
+        layer, kind, micro = each
+        label = f"{WORDS[kind]} {self.names[layer]} micro-batch {micro}"
+        return LayerPass(layer, kind, label, before, after)
 
     # ---- in every step
 

@@ -7,8 +7,8 @@ reduce-scattered over the ranks that share it as soon as its last backward pass 
 at stages 0 and 1, of each micro-batch at stages 2 and 3, where no more than two blocks have a
 gradient buffer at a time: the one that is computed and the one that is on its way. Stage 3 gathers
 a block before a pass needs it, overlapped with the computation of the block before, in the order
-that the schedule fixes, and frees it afterwards. There are no hooks, buckets or thresholds: the plan
-of a schedule (zero_plan.py) specifies what happens around each pass. What an offloaded block
+that the schedule fixes, and frees it afterwards. There are no hooks, buckets or thresholds: the
+plan of a schedule (zero_plan.py) specifies what happens around each pass. What an offloaded block
 gathers comes from the host's memory, overlapped in the same way.
 
 Under a split backward pass the gradients of norms, biases and positions exist before those of the
@@ -56,14 +56,7 @@ class Zero:
         self.reduce_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else None
         self.layers = self.planner.of_layers
         self.workspace = self._reduction_workspace()
-        device = blocks[0].weight.device
-        self.gather_stream, self.reduce_stream = (
-            torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
-        )
-        # on a CPU there are no streams: the block runs at once
-        self.on_stream: Callable[[Any], contextlib.AbstractContextManager[Any]] = (
-            self._on_stream if device.type == "cuda" else contextlib.nullcontext
-        )
+        self._make_streams(blocks[0].weight.device)
 
         # What passes change. Between two steps all of it is empty but `gathering` and `deferred`.
         # stages 2 and 3, by layer and micro-batch: of a split backward pass, what its first half
@@ -77,6 +70,18 @@ class Zero:
         # stage 0: sums on their way back to all ranks
         self.returning: list[tuple[Block, Handle]] = []
         self.watched: Tensor | None = None
+
+    def _make_streams(self, device: torch.device) -> None:
+        """One side stream for gathers and one for reductions; on a CPU there are none, and what
+        would run there runs at once.
+        """
+        on_gpu = device.type == "cuda"
+        self.gather_stream, self.reduce_stream = (
+            torch.cuda.Stream(device) if on_gpu else None for _ in range(2)
+        )
+        self.on_stream: Callable[[Any], contextlib.AbstractContextManager[Any]] = (
+            self._on_stream if on_gpu else contextlib.nullcontext
+        )
 
     def _reduction_workspace(self) -> int:
         """Bytes that a reduction may take: half a layer's gradient, for larger blocks too."""

@@ -42,7 +42,7 @@ from megatron.training.evaluate import evaluate, write_sample
 from megatron.training.exit import Exit
 from megatron.training.garbage import collect_after, collected_evaluation, manual_collection
 from megatron.training.passes import schedule_of
-from megatron.training.run import Progress, Run, finished, is_logged
+from megatron.training.run import Progress, Run, finished
 from megatron.training.step import (
     PendingStep,
     StepMetrics,
@@ -400,19 +400,23 @@ def due_after(run: Run) -> Due:
     def every(interval: int | None) -> bool:
         return bool(interval) and iteration % interval == 0
 
+    evaluation, checkpoint = config.evaluation, config.checkpoint
     return Due(
-        log=is_logged(config, run.progress),
-        evaluate=(every(config.evaluation.eval_interval) or end) and bool(run.data.valid),
-        save=every(config.checkpoint.save_interval),
-        save_local=every(config.checkpoint.local_save_interval),
+        log=end or iteration % config.logging.log_interval == 0,
+        evaluate=(end or every(evaluation.eval_interval)) and bool(run.data.valid),
+        save=every(checkpoint.save_interval),
+        save_local=every(checkpoint.local_save_interval),
         end=end,
     )
 
 
-def _pause(run: Run, due: Due, exit_now: Exit | None) -> Exit | None:
-    """What comes between two steps: evaluation and checkpoint. The reason to stop, if there is one
-    by now.
+def _evaluate_and_save(
+    run: Run, interval: Interval, due: Due, exit_now: Exit | None
+) -> Exit | None:
+    """Evaluation and checkpoints between two steps, outside of the interval's time. The reason to
+    stop, if there is one now.
     """
+    paused = time.perf_counter()
     if due.evaluate:
         with collected_evaluation(run.config.training):
             run.progress.evaluation_due = (
@@ -424,6 +428,7 @@ def _pause(run: Run, due: Due, exit_now: Exit | None) -> Exit | None:
         save(run)
     elif due.save_local:
         save_local(run)
+    interval.outside += time.perf_counter() - paused
     return exit_now
 
 
@@ -433,11 +438,15 @@ def _between_steps(
     """Log, evaluate and save what is due; the interval that continues, and the reason to stop."""
     if due.log:
         interval = log(run, interval, step.learning_rates, step.result.recording)
-    paused = time.perf_counter()
-    exit_now = _pause(run, due, exit_now)
-    interval.outside += time.perf_counter() - paused
+    if exit_now or due.evaluate or due.save or due.save_local or due.end:
+        exit_now = _evaluate_and_save(run, interval, due, exit_now)
     collect_after(run.progress.iteration, run.config.training)
     return interval, exit_now
+
+
+def _end(run: Run, reason: Exit) -> Exit:
+    """Wait for the last save; the reason to exit, with code 1 when it failed."""
+    return reason if finalize(run) else Exit(f"{reason.reason}, but the last save failed", 1)
 
 
 def train(run: Run) -> Exit:
@@ -456,11 +465,14 @@ def train(run: Run) -> Exit:
         if timer is not None:
             timer.begin()
         while not finished(config, progress):
+            # 1. One step, queued on the device before the outcome of the last one is read.
             PEERS.iteration = progress.iteration + 1
             if run.profiler is not None:
                 interval.outside += run.profiler.next_step(progress.iteration)
             pending = step = train_step(run, finish_previous)
             iteration, due = progress.iteration, due_after(run)
+
+            # 2. The outcome is read now, if it is here or something below needs it.
             if any(due) or step.scalars.is_here or run.exits.check(iteration):
                 finish_previous()
             # on a GPU a signal is seen one iteration late, by all ranks in the same one
@@ -468,12 +480,11 @@ def train(run: Run) -> Exit:
             run.timing.events.step(iteration)
             if run.lease is not None:
                 run.lease.check()
-            with nullcontext() if timer is None else timer.outside():
-                interval, exit_now = _between_steps(run, interval, step, due, exit_now)
+
+            # 3. Console line, evaluation and checkpoint: no part of a rank's compute time.
+            if any(due) or exit_now or config.training.manual_gc:
+                with nullcontext() if timer is None else timer.outside():
+                    interval, exit_now = _between_steps(run, interval, step, due, exit_now)
             if exit_now and (progress.evaluation_due or not due.end):
-                return (
-                    exit_now
-                    if finalize(run)
-                    else Exit(f"{exit_now.reason}, but the last save failed", 1)
-                )
+                return _end(run, exit_now)
         return Exit(COMPLETE, 0 if finalize(run) else 1)

@@ -66,18 +66,22 @@ def run_micro_batches(
     """
     training, count = scale is not None, samples // run.chunk
     sums = torch.zeros(2, count, dtype=torch.float64, device=run.device)
+    aux_scale = scale
+    if scale is not None and run.pipeline.passes.objectives and source.eod_mask_loss:
+        aux_scale = _aux_scale(run, source, first, samples, scale)
     with torch.set_grad_enabled(training):
         found = run.pipeline.run(
             schedule_of(run, count, training=training),
             micro_batches_of(run, source, first, sums[1], training=training),
             scale or 0.0,
             recording,
-            aux_scale=_aux_scale(run, source, first, samples, scale),
+            aux_scale=aux_scale,
         )
     if run.counts:
         for index, each in found.losses.items():
             sums[0, index] = each[1]
-    return MicroBatchSums(sums[0], sums[1], _scalars(run, found.scalars))
+    scalars = _scalars(run, found.scalars) if run.model.scalars else sums.new_zeros(0)
+    return MicroBatchSums(sums[0], sums[1], scalars)
 
 
 def micro_batches_of(
@@ -102,16 +106,12 @@ def micro_batches_of(
     return map(micro_batch, range(len(tokens)))
 
 
-def _aux_scale(
-    run: Run, source: Source, first: int, samples: int, scale: float | None
-) -> float | None:
-    """The scale of what layers add to the objective, such as auxiliary losses of routers: sums
-    over all tokens. Gradients are divided by the valid tokens of the batch afterwards; these sums
-    are means over all tokens, whatever the loss leaves out. Every rank counts the valid tokens of
-    the whole batch, for the first backward pass comes before the last batch is read.
+def _aux_scale(run: Run, source: Source, first: int, samples: int, scale: float) -> float:
+    """The scale of what layers add to the objective, such as auxiliary losses of routers, where the
+    loss leaves tokens out: those sums are means over all tokens, and gradients are divided by the
+    valid tokens of the batch afterwards. Every rank counts the valid tokens of the whole batch, for
+    the first backward pass comes before the last batch is read.
     """
-    if scale is None or not run.pipeline.passes.objectives or not source.eod_mask_loss:
-        return scale
     with run.timers("data"):
         return scale * source.valid_tokens(first, samples) / (samples * source.seq_length)
 

@@ -80,7 +80,7 @@ class Run:
     forecast: Forecast | None = None  # on rank 0
     starving: StarvingExperts = field(default_factory=StarvingExperts)
 
-    @property
+    @cached_property
     def timers(self) -> Timers:
         """Wall time by name."""
         return self.timing.timers

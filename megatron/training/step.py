@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -131,8 +132,10 @@ def train_step(run: Run, finish_previous: Callable[[], None]) -> PendingStep:
     if timer is not None:
         timer.end_lap(result.recording)
         timer.begin_update()
+    # what only a console line shows is not computed in other steps
     after = Progress(progress.iteration + 1, progress.consumed_samples + batch_size)
-    logged = is_logged(config, after)
+    wanted = timer is not None or config.logging.log_layer_norms
+    logged = wanted and is_logged(config, after)
 
     with run.timers("optimizer"):
         # 2. One all-reduce carries everything that ranks must agree on.
@@ -175,7 +178,7 @@ def forward_backward(
         sums = run_micro_batches(
             run, run.data.train, first_sample, batch_size, scale=scale, recording=recording
         )
-        with waiting(_for_all(run)):
+        with waiting(partial(_waited_for_all, run)):
             run.zero.end_step()
     return BackwardResult(first_sample, batch_size, loss_scale, sums, recording)
 
@@ -191,7 +194,7 @@ def all_reduce_totals(run: Run, result: BackwardResult, *, rank_times: bool = Fa
         requests,
         timer.table().flatten() if rank_times else requests[:0],
     ]
-    with waiting(_for_all(run)):
+    with waiting(partial(_waited_for_all, run)):
         summed = all_reduce(torch.cat(parts), run.groups.world)
     grad_sq_sum, losses, tokens, scalars, requests, times = summed.split(list(map(len, parts)))
     return Totals(grad_sq_sum[0], MicroBatchSums(losses, tokens, scalars), requests, times)
@@ -230,9 +233,9 @@ def update(
     return PendingStep(result, totals, run.model.scalars, rates, copy, by_layer)
 
 
-def _for_all(run: Run) -> Callable[[float], str]:
+def _waited_for_all(run: Run, seconds: float) -> str:
     """The message when a sum at the end of the step fails."""
-    return lambda seconds: (
+    return (
         f"rank {run.groups.rank} had done its part of the step and waited {seconds:.1f} s "
         "for all others to do theirs. The rank whose output lacks this message"
     )
