@@ -27,12 +27,12 @@ from typing import Any
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
+from megatron.tools._plan.drawing import Panel, draw, figures  # noqa: E402
 from megatron.tools._plan.simulate import Costs, simulate  # noqa: E402
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.schedules import IN_PAIRS  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
-from megatron.parallel.drawing import Panel, draw, figures  # noqa: E402
 from megatron.parallel.schedule import BUILDERS, Kind, Schedule, build_schedule
 from megatron.parallel.timeline import Timeline, in_pairs  # noqa: E402
 

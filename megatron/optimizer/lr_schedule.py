@@ -98,6 +98,7 @@ class ParamSchedule:
         base = self.learning_rate(samples)
         if self.decoupled_max_lr is None:
             return LearningRates(base, base)
+        # The same shape between other ends.
         ends = replace(self, max_lr=self.decoupled_max_lr, min_lr=self.decoupled_min_lr)
         return LearningRates(base, ends.learning_rate(samples))
 
@@ -105,6 +106,7 @@ class ParamSchedule:
         """Learning rate of the step that brings the run to `samples`, but for tensors that declare
         `decoupled_lr`.
         """
+        # Warm-up, then the style's shape, then the minimum, in the order of Megatron-LM's tests.
         if self.warmup > 0 and samples <= self.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup
         if LR_DECAYS[self.style].decays and samples > self.decay:
@@ -181,6 +183,7 @@ def check_tables() -> None:
         ("--lr-wsd-decay-style", FINAL_DECAYS, FINAL),
         ("--weight-decay-incr-style", WEIGHT_DECAY_CHANGES, CHANGES),
     ):
+        # At import, so that an incomplete entry is found before a run is.
         if incomplete := sorted(set(choices) ^ set(functions)):
             raise KeyError(
                 f"{flag} {incomplete[0]}: needs an entry in config/groups.py and a function in "

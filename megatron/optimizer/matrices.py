@@ -46,6 +46,7 @@ def of_matrices(entry: BufferEntry) -> bool:
 
 def other_segments(block: Block) -> list[Segment]:
     """The segments of what this rank updates, without the matrices."""
+    # Matrices as ranges of what this rank updates; a cut matrix has a part of its range here.
     first, last = block.own
     matrices = [
         (max(entry.start, first) - first, min(entry.stop, last) - first)
@@ -56,6 +57,7 @@ def other_segments(block: Block) -> list[Segment]:
     for part, multipliers in block.segments():
         start = part.start
         for begin, end in matrices:
+            # What lies before the matrix is a segment; the next one begins behind it.
             if begin < end and part.start <= begin < part.stop:
                 if start < begin:
                     found.append(Segment(slice(start, begin), multipliers))
@@ -99,15 +101,21 @@ def step_matrices(
             continue
         multipliers = block.multipliers(entry)
         for box in entry.boxes:
+            # 1. The momentum is updated on the slices, and each rank writes its parts into a matrix
+            # of zeros.
             whole = torch.zeros(box.shape, dtype=master.dtype, device=master.device)
             for part, kept, _, gradient in own[box.name]:
                 kept.mul_(rule.momentum).add_(gradient.to(coefficient.dtype) * coefficient)
+                # Of ranks that hold the same part one alone adds it.
                 if holders(box, groups).rank == 0:
                     whole[_range(part)] = kept.reshape(part.extent)
+            # 2. The sum over all ranks that hold parts is the whole matrix: over those that share
+            # the block, then over tensor-parallel ranks, unless each has all of it.
             if block.stage > 0:
                 all_reduce(whole, block.shard)
             if box.replicated != "tp":
                 all_reduce(whole, groups.tp)
+            # 3. Every rank computes the direction of the whole matrix, and takes its parts of it.
             direction = rule.direction(whole)
             for part, _, weight, _ in own[box.name]:
                 change = (

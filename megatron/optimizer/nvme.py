@@ -78,6 +78,7 @@ class StateFiles:
         lengths, size = {block: block.own[1] - block.own[0] for block in blocks}, 0
         self.parts: dict[Block, list[StatePart]] = {}
         for block, length in lengths.items():
+            # Parts lie in the files in the order in which steps use them, so reads are sequential.
             self.parts[block] = [
                 StatePart(block, slice(at, min(at + PART, length)), size + at)
                 for at in range(0, length, PART)
@@ -86,6 +87,7 @@ class StateFiles:
         self.order = [part for parts in self.parts.values() for part in parts]
         self.files = self._make(size)
         room = part_room(list(lengths.values()))
+        # The ring is all the host memory that this takes: one part in use, the others on their way.
         self.ring = [
             Slot({kind: _aligned(room * dtype.itemsize) for kind, dtype in dtypes.items()})
             for _ in range(SLOTS)
@@ -109,8 +111,10 @@ class StateFiles:
         there is no waiting but for the disk.
         """
         expected = (self.kinds, self.reads) == (kinds, read)
+        # The part before is released; its slot may be read into.
         if self.using and not (expected and read and self.plan[self.at] is part):
             self.done()
+        # Out of order, such as for a checkpoint of one tensor: what was read ahead is of no use.
         if not (expected and self.at < len(self.plan) and self.plan[self.at] is part):
             self.expect(kinds, part, read=read)
         slot = self.ring[self.at % SLOTS]
@@ -137,6 +141,7 @@ class StateFiles:
         """All parts, or those from one on, will be used in order: begin to read, when the files
         hold all that was written.
         """
+        # Files must hold what was written before they are read again.
         for slot in self.ring:
             self._wait(slot)
         self.plan, self.kinds, self.reads = (
@@ -157,6 +162,7 @@ class StateFiles:
         """
         needed, free = {kind: size * dtype.itemsize for kind, dtype in self.dtypes.items()}, None
         try:
+            # Room is reserved before training, so that no step finds the disk full.
             disk = os.statvfs(self.folder)
             free = disk.f_bavail * disk.f_frsize
             if free < sum(needed.values()):
@@ -190,9 +196,11 @@ class StateFiles:
         (file, direct), item = self.files[kind], self.dtypes[kind].itemsize
         for part, move in ((out, os.pwritev), (coming, os.preadv)):
             if part is not None:
+                # Whole pages: O_DIRECT takes nothing else. The padding is never used.
                 data, start = memoryview(memory)[: in_pages(part.size) * item], part.position * item
                 _all(move, file, data, start)
                 if not direct:
+                    # Else the page cache would hold a copy of all that the ring has passed through.
                     os.posix_fadvise(file, start, len(data), os.POSIX_FADV_DONTNEED)
 
     def _wait(self, slot: Slot) -> None:
@@ -263,6 +271,7 @@ def new_file(folder: Path, size: int) -> tuple[int, bool]:
     Raises OSError.
     """
     try:
+        # Without a name the file's room is free as soon as the process ends, however it ends.
         file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
@@ -295,6 +304,7 @@ def _all(
 ) -> None:
     """preadv or pwritev all of `data`. Raises OSError."""
     while len(data):
+        # A read or write may be cut short by a signal.
         moved = move(file, [data], start)
         if moved == 0:
             raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}: its file ends at byte {start}")

@@ -52,6 +52,7 @@ class HostSteps:
             return
         # The gradient came after all passes, so after the gathers that read what is now
         # overwritten.
+        # The gradient of the block after this one crosses while the host updates this one.
         place = self.order.index(block)
         for coming in self.order[place : place + 2]:
             self._fetch(coming)
@@ -60,6 +61,7 @@ class HostSteps:
         if block.offloaded:
             update(grad, target)
             return
+        # The device reads the result from pinned memory; the buffer is free when that copy is over.
         pinned = self.ring[place % 2]
         out = pinned.weight[: target.numel()]
         update(grad, out)
@@ -72,6 +74,7 @@ class HostSteps:
         if block in self.fetched:
             return
         pinned = self.ring[self.order.index(block) % 2]
+        # The buffer's last weights must have left before a gradient of the next round comes in.
         if pinned.free is not None:
             pinned.free.synchronize()
         grad = pinned.grad[: block.grad_shard.numel()]

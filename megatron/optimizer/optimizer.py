@@ -96,6 +96,7 @@ class Optimizer:
         self.steps = torch.zeros((), dtype=torch.float32, device=device)
 
     def _open_files(self, dtypes: dict[str, torch.dtype]) -> StateFiles | None:
+        # One set of files for all blocks: their reads follow each other in the order of the steps.
         in_files = [block for block in self.blocks if block.in_files]
         if not in_files:
             return None
@@ -106,6 +107,7 @@ class Optimizer:
         """Master weights and moments, zeros of `dtypes`, where the block has them."""
         if block.in_files:
             return InFiles(block, self.files)
+        # A frozen block has weights and no states.
         tensors = {MASTER: block.master}
         for name, dtype in dtypes.items() if block.trained else ():
             tensors[name] = torch.zeros_like(block.master, dtype=dtype)
@@ -223,6 +225,8 @@ class Optimizer:
 
     def _sums_by_layer(self, parts: Iterable[tuple[Block, Tensor]], backend: str) -> Tensor:
         """Sums of squares (float64) of parts of blocks, [layers] in the order of `layer_names`."""
+        # A layer may have several blocks, and a rank has a part of each: the caller sums over
+        # ranks.
         place = {name: index for index, name in enumerate(layer_names(self.chosen.model))}
         sums = torch.zeros(len(place), dtype=torch.float64, device=self.steps.device)
         for block, part in parts:
@@ -282,10 +286,13 @@ class Optimizer:
         self, rates: LearningRates, weight_decay: float, coefficient: Tensor, found_inf: Tensor
     ) -> None:
         """Hand over the steps of blocks on the host."""
+        # Gradients may cross to the host from here on; the scalars have to be there before the
+        # first step.
         self.host.begin()
         if self.files is not None:
             self.files.expect(tuple(self.files.dtypes))
         scalars = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()}
+        # A copy: the step count moves on before the last block is stepped.
         count = self.steps.to("cpu", copy=True)
         for block in self.trained:
             if block.on_host:
@@ -309,6 +316,8 @@ class Optimizer:
         alike.
         """
         for piece, held in self.kept[block].pieces((MASTER, *self.state_names), "change"):
+            # Learning rate, decay and epsilon are the same in a segment: one pass of the kernel for
+            # each.
             near, rounded = grad[piece], None if out is None else out[piece]
             segments = block.segments(piece) if block.in_files else self.segments[block]
             for part, multipliers in segments:
@@ -342,8 +351,10 @@ class Optimizer:
 
     @torch.no_grad()
     def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor | None], None]) -> None:
+        # Called by ZeRO when a forward pass comes near the block.
         self.host.step(block, update)
         self.waiting.remove(block)
+        # Kept for the count of zeros in a console line, unless the next step has begun.
         if block in self.used_up or not self.keeps_gradients:
             self.used_up.discard(block)
             block.drop()
@@ -368,6 +379,8 @@ class Optimizer:
         the last stage of a tied matrix: the first stage's is the one that counts, and their slices
         need not be the same.
         """
+        # Ranks that hold the same box: copies of the slice under hybrid sharding, and tensor-
+        # parallel ranks with a replicated tensor.
         groups = self.groups.buffers[box.group]
         # of a state, replicate is replicas
         copies = groups.replicate if self.blocks[0].stage > 0 else groups.replicas
@@ -393,6 +406,7 @@ class Optimizer:
         for block in self.blocks:
             if block.plan.group == STATE:
                 continue
+            # Frozen weights are counted too; what is kept with the weights and not trained is not.
             for piece, held in self.kept[block].pieces((MASTER,), "read"):
                 for part in block.counted(self.groups, piece):
                     yield block, held[MASTER][part]
@@ -403,6 +417,7 @@ class Optimizer:
         """
         count = torch.zeros((), dtype=torch.float64, device=self.steps.device)
         for block in self.trained:
+            # Boxes leave the padding out, whose gradient is always zero.
             for box, view in block.boxes(block.grad_shard):
                 if self.owns(box):
                     count += (box.view(view) == 0).sum()

@@ -30,11 +30,13 @@ class LossScaler:
         """Account for one step."""
         if not self.dynamic:
             return
+        # An overflow: the step was skipped on every rank, as they share the norm.
         if overflow:
             self.clean_steps, self.hysteresis = 0, self.hysteresis - 1
             if self.hysteresis <= 0:
                 self.scale = max(self.scale / 2, self.config.min_loss_scale)
             return
+        # A clean step: after a whole window of them a larger scale is tried.
         self.clean_steps += 1
         if self.clean_steps == self.config.loss_scale_window:
             self.clean_steps, self.hysteresis = 0, self.config.hysteresis

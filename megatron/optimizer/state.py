@@ -65,6 +65,7 @@ class InFiles:
 
     def boxes(self, kind: str) -> Iterator[tuple[Box, FileTensor]]:
         for part in self.files.parts[self.block]:
+            # The views of a part, without its memory: it is read when a checkpoint asks for it.
             like = torch.empty(part.size, dtype=self.files.dtypes[kind], device="meta")
             for box, view in self.block.boxes(like, part.slice):
                 yield box, FileTensor(self.files, part, kind, view)

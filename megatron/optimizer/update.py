@@ -64,6 +64,7 @@ class UpdateRule:
         A bf16 exp_avg_sq is rounded to nearest: it cannot decay while 1 - beta2 is under half a
         spacing of bf16 (2^-9 to 2^-8).
         """
+        # Which states can be narrow is declared with the optimizer's flags.
         field = OPTIMIZERS[self.config.optimizer].states[name]
         is_narrow = field is not None and getattr(self.config, field) == "bf16"
         return torch.bfloat16 if is_narrow else wide
@@ -97,11 +98,15 @@ class UpdateRule:
             "weight_decay": weight_decay,
             "eps": self.config.adam_eps * eps_multiplier,
         }
+        # What the kernel reads and writes next to the master weights, in the order of its
+        # arguments.
         stored = [grad, *(states[name] for name in self.state_names)]
         if self.chosen.takes_segments:
             scalars = {"step": step, "coefficient": coefficient, **settings}
             self.chosen.step(self.config, master, *stored, out, **scalars)
             return
+        # A kernel that divides the gradient by a scalar saves one pass over it; float64 runs
+        # multiply first, as its scalar is fp32.
         scales = self.chosen.scales_grad and coefficient.dtype == torch.float32
         settings |= {"count": step + 1, "divisor": 1 / coefficient if scales else None}
 
@@ -260,6 +265,7 @@ RULES: dict[str, dict[str, Implementation]] = {
 
 def rules_of(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
     """The update rule of the flags, and the same for state in the host's memory."""
+    # The first implementation of the table where no flag chooses one.
     field = OPTIMIZERS[config.optimizer].implementation
     name = next(iter(RULES[config.optimizer])) if field is None else getattr(config, field)
     rule = UpdateRule(config, name)
@@ -271,6 +277,8 @@ def check_tables() -> None:
     """Raises KeyError for an entry of OPTIMIZERS or RULES that the other table lacks, and TypeError
     for an implementation that does not take the states of its rule.
     """
+    # A flag's choice without a rule would fail in the first step, a rule without a choice never
+    # run.
     if incomplete := sorted(OPTIMIZERS.keys() ^ RULES.keys()):
         raise KeyError(
             f"--optimizer {incomplete[0]}: needs an entry in config/groups.py and an "
@@ -281,6 +289,8 @@ def check_tables() -> None:
         if not implementations:
             raise KeyError(f"--optimizer {optimizer}: has no implementation in optimizer/update.py")
         for name, implementation in implementations.items():
+            # A state that is passed by position to the wrong parameter would train without an
+            # error.
             takes = list(inspect.signature(implementation.step).parameters)
             if takes[3 : 3 + len(states)] != states:
                 raise TypeError(

@@ -144,6 +144,7 @@ class Block:
         self.grad_dtype, self.trained = grad_dtype, grad_dtype is not None
         self.name, self.entries, self.size = plan.name, plan.entries, plan.size
         self.groups, self.shard = groups, groups.shard
+        # What this rank updates: all of the block at stage 0, its slice above.
         mine = _equal_part((0, self.size), self.shard)
         self.own = mine if stage > 0 else (0, self.size)
         # what this rank counts, where all count once
@@ -163,6 +164,7 @@ class Block:
     def _take_parameters(self) -> None:
         """Make the parameters views into the weight."""
         for entry, parameter in zip(self.entries, self.parameters, strict=True):
+            # Swapped in place: modules and optimizers that hold the parameter keep the same object.
             stored = nn.Parameter(entry.view(self.weight), requires_grad=self.trained)
             # what it declares stays
             vars(stored).update(vars(parameter), main_grad=None, label=entry.name)
@@ -173,6 +175,8 @@ class Block:
         they are the weights, nor at stage 3, which rounds when it gathers, unless that is in
         another memory or they are.
         """
+        # At stage 3 the weight's storage is freed between uses, so the master is separate in any
+        # precision.
         length = self.own[1] - self.own[0]
         separate = self.stage == 3 or dtype != wide or self.on_host
         self.master: Tensor | None = None
@@ -246,10 +250,14 @@ class Block:
         """Give the parameters a `main_grad`: the block's gradient buffer. Weights of linear layers
         are overwritten by their first product: only what lies between and after them is cleared.
         """
+        # Between two steps a buffer belongs to nobody's gradient: the allocator's memory may be
+        # anything.
         assert self.grad is None
         self.grad = self.grad_place
         if self.grad is None:
             self.grad = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
+        # The first product of a linear layer overwrites its part: clearing it would read and write
+        # it once more.
         for first, last in self.plan.cleared:
             self.grad[first:last].zero_()
         for entry, parameter in zip(self.entries, self.parameters):
@@ -284,6 +292,7 @@ class Block:
         """A `main_grad` of zeros for what a split backward pass completes with the input gradient:
         buffer [size - late], the rest has none.
         """
+        # Small: norms, biases and positions. The matrices' part of the block has no buffer yet.
         early = torch.zeros(
             self.size - self.plan.late, dtype=self.grad_dtype, device=self.weight.device
         )
@@ -310,6 +319,8 @@ class Block:
                 if first <= entry.start and entry.stop <= last:
                     yield box, entry.view(buffer, first)
                     continue
+                # The rank's slice may begin and end inside of a row: parts are named so that a
+                # checkpoint can be read in any other layout.
                 for start, stop, row in entry.runs(box):
                     for at, part in _rectangles(
                         box,
@@ -334,6 +345,7 @@ class Block:
         what tensor-parallel ranks share, the first counts.
         """
         lowest, highest = self._range(piece)
+        # Subtract what another rank counts, then cut the rest to this rank's share.
         start, ranges = 0, []
         for entry in self.entries:
             for box in entry.boxes:
@@ -351,6 +363,7 @@ class Block:
     def segments(self, piece: Piece | None = None) -> list[Segment]:
         """The ranges of a buffer as in `boxes` that are updated alike."""
         first, last = self._range(piece)
+        # Multipliers change only where the plan says so: two or three ranges a block.
         start, found = first, []
         for stop, multipliers in self.plan.ranges:
             if start < min(stop, last):
@@ -381,6 +394,7 @@ def _rectangles(box: Box, row: int, width: int, start: int, stop: int) -> Iterat
     each begins, box).
     """
     while start < stop:
+        # A part of a row up to its end, or as many whole rows as there are.
         first, column = divmod(start, width)
         extent: tuple[int, ...]
         if column > 0 or stop - start < width:
@@ -420,6 +434,8 @@ def plan_blocks(
     declared = {
         parameter: _Declared(name, parameter, spec) for name, parameter, spec in model.declared()
     }
+    # A unit has a buffer for each group of ranks: experts and dense tensors are replicated over
+    # different ranks.
     for unit_name, unit in model.units():
         # a tied head adds none
         own = [parameter for parameter in unit.parameters() if parameter not in placed]
@@ -450,6 +466,8 @@ def _in_buffer_order(model: GPTModel, own: list[_Declared]) -> list[_Declared]:
     """Decayed parameters first, of them the late ones, and those together that an update rule
     treats alike.
     """
+    # The order decides how few ranges there are: one run of decayed tensors, and in it one run of
+    # those whose gradients a split backward pass computes later.
     kinds = list(dict.fromkeys(each.spec.multipliers for each in own))
     return sorted(
         own,
@@ -465,6 +483,7 @@ def _lay_out(model: GPTModel, unit: str, group: str, members: list[_Declared], p
     """The buffer of a unit's parameters that one group holds, in `parts` equal slices."""
     entries, ranges, end, late_end = [], [], 0, 0
     for name, parameter, spec in members:
+        # Each tensor starts on the grid, so that every cut of the buffer into slices lies on it.
         entries.append(BufferEntry(name, end, parameter.shape, spec.boxes(model.grid(group))))
         end += padded(parameter.numel())
         ranges.append((end, spec.multipliers))
@@ -508,6 +527,8 @@ def build_blocks(
     (megatron/model/additions.py).
     """
     check_additions(model)
+    # 1. Where everything lies. 2. Which blocks are trained, and which are stepped on the host. 3.
+    # The buffers.
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
     plans = plan_blocks(
         model, lambda group: 1 if group == STATE else groups.buffers[group].replicas.size
@@ -563,6 +584,7 @@ def on_host_of(sizes: Sequence[int], fraction: float) -> list[bool]:
     that they hold about `fraction` of all elements: the last ones, which have the most time until
     they are needed. Frozen ones have no elements.
     """
+    # From the last block: the next forward pass needs it last, so its step has the most time.
     found, left = [], fraction * sum(sizes)
     for size in reversed(sizes):
         found.append(left > size / 2 and size > 0)

@@ -33,6 +33,8 @@ def sum_of_squares(
         # else an element is not, or squares that fp32 cannot hold were added up
         if squares.isfinite():
             return squares
+    # In one order on every rank and in every layout of the same slices: the norm's bits decide the
+    # clipping of all ranks.
     total = torch.zeros((), dtype=torch.float64, device=device)
     for buffer in buffers:
         for piece in buffer.split(PIECE_CUDA if buffer.is_cuda else PIECE):

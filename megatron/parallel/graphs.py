@@ -62,6 +62,8 @@ class CudaGraph:
         torch.cuda.graph would wait for the whole GPU first: a message that a neighbour sends only
         after its own capture would never arrive.
         """
+        # Forward and backward passes are captured on the same stream: autograd runs a node on the
+        # stream of its forward pass.
         stream = capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), garbage_collector_off():
@@ -143,6 +145,8 @@ class GraphedPasses(LayerPasses):
         """The micro-batch in a slot, where graphs read it."""
         if not torch.is_grad_enabled() or self.steps <= STEPS_WITHOUT:
             return micro
+        # A slot is reused as soon as its micro-batch has ended, so their number is that of
+        # micro-batches in flight at most.
         if self.free:
             slot = self.free.pop()
             copy_tensors(micro, slot.micro)
@@ -167,12 +171,15 @@ class GraphedPasses(LayerPasses):
         slot = self.slots.get(id(micro))
         if slot is None or not is_captured(layer):
             return super().forward(layer, x, micro, scalars)
+        # Captured at first use: shapes never change in a run.
         key = layer, slot.index
         if key not in self.captured:
             self.captured[key] = self._capture_forward(layer, x, slot)
         captured = self.captured[key]
         captured.x.data.copy_(x)  # what autograd has saved of it is to be read again
         captured.forward.replay()
+        # The next layer's graph reads y where it was captured. What a later pass of another stage
+        # reads must outlive the next replay, so it is copied.
         y = captured.y.detach()
         return copied(y) if layer in self.last else y, captured
 
@@ -182,6 +189,8 @@ class GraphedPasses(LayerPasses):
         if not isinstance(saved, CapturedLayer):
             return super().backward(kind, layer, dy, saved, aux_scale)
         assert kind is Kind.BACKWARD, "a split backward pass is not captured"
+        # Whether main_grad is overwritten is part of the captured kernels: one graph for the first
+        # micro-batch of a step, another for the rest.
         weights = self.parameters[layer]
         overwrites = are_overwritten(weights)
         if overwrites not in saved.backward:
@@ -196,6 +205,7 @@ class GraphedPasses(LayerPasses):
     def _capture_forward(self, layer: Layer, x: Tensor, slot: MicroBatchSlot) -> CapturedLayer:
         if not self.captured:
             gc.collect()  # frees memory of the first steps, which the pools can use
+        # The input's place is outside of the pool: it is written by copies between replays.
         place = torch.empty_like(x).requires_grad_()
         graph = self.graph(slot.pool)
         y = graph.capture(lambda: layer(place, slot.micro))

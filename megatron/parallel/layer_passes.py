@@ -87,8 +87,11 @@ class LayerPasses:
         inputs alone where it is recomputed, None where nothing is differentiated. Auxiliary outputs
         are added to `scalars`, if there are any.
         """
+        # A recomputed layer runs without a graph now, and with one when its backward pass comes.
         if torch.is_grad_enabled() and layer.recompute.whole:
             return self._forward_without_graph(layer, x, micro, scalars)
+        # Detached: each layer is a separate graph, so its memory is freed with its own backward
+        # pass.
         leaf = None if x is None else x.detach().requires_grad_(torch.is_grad_enabled())
         return self.graph_of(leaf, layer(leaf, micro), scalars)
 
@@ -141,6 +144,8 @@ class LayerPasses:
         """What is kept of a layer's input [s, b, h], and of its micro-batch."""
         if x is None or self.sharing.size == 1:
             return Inputs(x, micro)
+        # All ranks of the group have the same x: each keeps a part, and one all-gather restores it.
+        # The clone lets go of the whole storage.
         share = x.flatten().chunk(self.sharing.size)[self.sharing.rank].clone()
         return Inputs(share, micro, x.shape)
 
@@ -189,10 +194,13 @@ class LayerPasses:
         """The gradient of x; those of parameters are in their main_grad, in `left`, or (where that
         is to come first) still in `.grad`.
         """
+        # One call of autograd for the output and all auxiliary losses, so that each node runs once.
         edges, gradients = [graph.output], [dy]
         for edge, dtype in graph.objectives:
             edges.append(edge)
             gradients.append(torch.full((), aux_scale, dtype=dtype, device=dy.device))
+        # The first backward pass of a layer proves that each parameter in the graph gets a
+        # gradient; the set of parameters does not change afterwards.
         first = layer not in self.parameters
         if first:
             self.parameters[layer] = list(layer.parameters())

@@ -59,6 +59,8 @@ class StageMessages:
             f"send {_describe(message)} to the {WORDS[action.kind]} pass of stage {action.stage}",
         ):
             x = coming.wait()
+        # The sender has computed with some of our earlier messages: free the tensors of those
+        # sends.
         to, count = self.acknowledgements[message]
         while self.num_arrived.get(to, 0) < count:
             self._finish_send(to)  # has arrived: does not wait
@@ -66,6 +68,7 @@ class StageMessages:
 
     def send(self, action: Action) -> None:
         """Start to send a result."""
+        # Started and not awaited: the host computes on while the message travels.
         (_, to), message = channel_of(action, self.placement)
         queue = self.sending.setdefault(to, deque())
         channel = self.groups.channel(self.rank, to)
@@ -86,6 +89,7 @@ class StageMessages:
 
     def finish(self) -> None:
         """Wait until all sends have arrived."""
+        # The last messages of a step have no later message that proves their arrival.
         for to, queue in self.sending.items():
             with self._waiting_for(to, "take the last messages of the step"):
                 while queue:
@@ -98,6 +102,8 @@ class StageMessages:
         self.num_arrived[to] = self.num_arrived.get(to, 0) + 1
 
     def _tag(self, message: Message) -> int:
+        # Unique in a step: a message that is received out of order fails on Gloo instead of being
+        # taken for another.
         number = message.micro * len(self.placement) + message.stage
         return 2 * number + (message.kind is Kind.BACKWARD)
 
@@ -105,6 +111,7 @@ class StageMessages:
         """Around a wait for a neighbor; names both ranks if it fails."""
 
         def text(seconds: float) -> str:
+            # Built only when the wait has failed: an ordinary wait formats no text.
             ranks = self.groups.pp.ranks
             stages = [str(stage) for stage, rank in enumerate(self.placement) if rank == other]
             named = f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)} (rank {ranks[other]})"

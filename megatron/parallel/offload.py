@@ -43,9 +43,11 @@ class Route:
         self.passes = passes
         self.leaves = [False] * len(passes)
         self.reads: list[Key | None] = [None] * len(passes)
+        # How many passes of transformer layers precede each pass: the time that copies have.
         before = [0]  # passes of transformer layers
         for layer, *_ in passes:
             before.append(before[-1] + layer.recomputes)
+        # Pair each forward pass with the pass that reads what it keeps.
         first: dict[Key, int] = {}
         for index, (layer, kind, micro) in enumerate(passes):
             if kind is Kind.FORWARD:
@@ -152,11 +154,15 @@ class HostCopies:
     def send(self, storages: list[Storage]) -> Departed:
         """Copy storages that the current stream has written. They stay until `let_go`."""
         for storage in storages:
+            # Buffers are taken in the order of the copies, so the pool's size is the same in every
+            # step.
             storage.buffer = self.pool.take(storage.size)
         if not self.on_gpu:
             for storage in storages:
                 self._copy_out(storage)
             return Departed(storages, None)
+        # The copies read what the pass has written, and write where an earlier copy back may still
+        # read.
         self.leaving.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.leaving):
             for storage in storages:
@@ -169,6 +175,7 @@ class HostCopies:
     @staticmethod
     def _copy_out(storage: Storage) -> None:
         assert storage.buffer is not None and storage.tensor is not None
+        # Pinned memory: the copy does not block the host.
         place = storage.buffer.memory.view(storage.dtype)
         place.copy_(storage.tensor, non_blocking=True)
 
@@ -184,6 +191,7 @@ class HostCopies:
     def fetch(self, departed: Departed) -> Any:
         """Set off the way back; the event behind the copies."""
         for storage in departed.storages:
+            # Allocated on the current stream, whose passes will read it.
             size = storage.size // storage.dtype.itemsize
             storage.tensor = torch.empty(size, dtype=storage.dtype, device=self.device)
         if not self.on_gpu:
@@ -252,6 +260,7 @@ class OffloadingPasses(LayerPasses):
 
     def prepare_passes(self, passes: Sequence[Pass]) -> None:
         """Before a step, or an evaluation: these passes come, in this order."""
+        # The route keeps the list of passes, so its identity cannot be reused.
         if id(passes) not in self.routes:
             self.routes[id(passes)] = Route(passes)
         self.route, self.at = self.routes[id(passes)], -1
@@ -265,6 +274,8 @@ class OffloadingPasses(LayerPasses):
         scalars: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, Any]:
         self._begin()
+        # 1. The pass. 2. Copies of what it keeps begin. 3. What the pass before has sent is freed,
+        # so that a copy has the time of one pass.
         departed = None
         if self.route.leaves[self.at] and torch.is_grad_enabled():
             y, kept, parked = self._forward_parking(layer, x, micro, scalars)
@@ -285,6 +296,8 @@ class OffloadingPasses(LayerPasses):
             assert isinstance(inputs, Inputs) and isinstance(inputs.x, Tensor)
             parked = [OffloadableTensor(inputs.x, LAYER_INPUT)]
             return y, inputs._replace(x=parked[0]), parked
+        # The graph's leaf has no memory of its own: x lives in the saved tensors alone, which may
+        # move.
         with layer.parking() as saved:
             leaf, own = self._entry(x)
             output = layer(own, micro)
@@ -311,7 +324,9 @@ class OffloadingPasses(LayerPasses):
         """Before a pass: what it reads has come, and what the next one reads is on its way."""
         self.at += 1
         reads, ahead = self.route.reads, self.at + 1
+        # The copy back was started one pass ago; the stream waits for it, not the host.
         key = reads[self.at]
+        # Fetch for the next pass before this one is queued: the copy runs during this pass.
         coming = reads[ahead] if ahead < len(reads) else None
         if coming is not None:
             self.coming[coming] = self.copies.fetch(self.away.pop(coming))
@@ -344,6 +359,7 @@ class OffloadingPasses(LayerPasses):
         """The storages of a forward pass that leave: those that the chosen modules alone keep,
         neither weights nor parts of the micro-batch.
         """
+        # Weights and the micro-batch are needed by other passes and stay on the device.
         staying = storages_of(tensors_of(micro)) | storages_of(layer.parameters())
         of_storage: dict[int, list[OffloadableTensor]] = {}
         for each in parked:
@@ -354,6 +370,7 @@ class OffloadingPasses(LayerPasses):
             tensor = sharing[0].tensor
             assert tensor is not None
             elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+            # A storage that a module outside of the choice keeps would stay anyway.
             chosen = all(each.module in layer.offloaded for each in sharing)
             if not chosen or key in staying or elements < max(1, self.smallest):
                 continue

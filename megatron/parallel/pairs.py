@@ -43,6 +43,8 @@ class PairedPipeline(Pipeline):
             for each in todo:
                 if each.before is not None:
                     self.weights.acquire(each.before)
+            # Alone where the other pass is over already: stages may have different numbers of
+            # layers.
             if call is None:
                 second.run(other)
             elif other is None:
@@ -53,6 +55,7 @@ class PairedPipeline(Pipeline):
                 if each.after is not None:
                     self.weights.release(each.after)
 
+        # Both results are handed over when both passes are over, in the order of the schedule.
         if backward.stage > 0:
             step.messages.put(Message(Kind.BACKWARD, backward.stage - 1, backward.micro), first.dy)
         step.store_outputs(forward, second.x, second.saved)
@@ -76,6 +79,8 @@ class _BackwardPass:
             if call.kind is Kind.REBUILD:
                 self.pipeline.rebuild(self.action.stage, call.layer, self.saved)
                 return
+            # A pair is never split: the weight gradients belong to this pass, and nothing is left
+            # over.
             saved, aux_scale = self.saved.pop(), self.step.aux_scale
             self.dy, _ = self.pipeline.passes.backward(
                 call.kind, call.layer, self.dy, saved, aux_scale

@@ -124,6 +124,7 @@ class StepState:
     def store_outputs(self, action: Action, y: Tensor, saved: deque[Any]) -> None:
         """Keep what the backward pass needs, and hand the output to the next stage."""
         _, stage, micro = action
+        # In evaluation no backward pass will come.
         if torch.is_grad_enabled():
             self.saved[stage, micro] = saved
         if stage == self.last_stage:
@@ -166,6 +167,7 @@ class Pipeline:
 
     def prepare(self, schedule: Schedule) -> RankSchedule:
         """What a schedule means for this rank; computed once."""
+        # A run has few schedules: one for each number of micro-batches, and one for evaluation.
         if id(schedule) in self.prepared:
             return self.prepared[id(schedule)]
         assert schedule.placement == self.placement
@@ -268,6 +270,8 @@ class Pipeline:
         micro_batch = step.micro_batches[action.micro]
         saved: deque[Any] = deque()
         x = step.input_of(action)
+        # While this stage computes, its neighbors compute other micro-batches and receives of ours
+        # are on their way; stage 3 gathers the next layer on a side stream.
         for layer, _, label, before, after in unit.passes:
             if before is not None:
                 self.weights.acquire(before)
@@ -282,6 +286,7 @@ class Pipeline:
         """A backward pass of a stage: whole, or one half of a split one."""
         (action,) = unit.actions
         _, stage, micro = action
+        # Popped one by one: what a layer has saved is freed as soon as its backward pass is over.
         dy, saved = step.input_of(action), step.saved.pop((stage, micro))
         deferred: deque[Any] = deque()  # for the second half
         for layer, kind, label, before, after in unit.passes:
@@ -318,6 +323,8 @@ def calls_of(kind: Kind, layers: Sequence[Layer]) -> list[Call]:
         return [(layer, kind) for layer in layers]
     if kind is Kind.BACKWARD_WEIGHT:
         return [(layer, kind) for layer in reversed(layers) if layer.splits_backward]
+    # From the last layer to the first; a group that is recomputed together is rebuilt when its last
+    # layer is reached.
     calls: list[Call] = []
     for place, layer in reversed(list(enumerate(layers))):
         if layer.recompute.last:

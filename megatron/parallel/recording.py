@@ -33,6 +33,7 @@ class Recording:
         """A moment of the work queued so far."""
         if self.device.type != "cuda":
             return time.perf_counter()
+        # An event is a mark in the stream's queue: the host neither waits nor reads the time here.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -56,6 +57,8 @@ class Recording:
         sums = [0.0, 0.0]
         spans = self.spans()
         for span, waited, is_paired in zip(spans, self.waited, in_pairs(spans)):
+            # On a GPU the host's waits are not within the events' span: the stream runs on without
+            # it.
             lost = 0.0 if self.device.type == "cuda" else waited
             own = span.end - span.begin - lost
             sums[span.kind is not Kind.FORWARD] += own / 2 if is_paired else own
@@ -82,6 +85,7 @@ class Recording:
         Each row counts from its own rank's recording: they are made when all ranks have just done
         their last step together.
         """
+        # All ranks of the pipeline are here: their last collective was the all-reduce of this step.
         own = json.dumps([[span.kind.value, *span[1:]] for span in self.spans()]).encode()
         rows = (json.loads(text) for text in gather_bytes(own, pipeline, self.device))
         spans = (tuple(Span(Kind(span[0]), *span[1:]) for span in row) for row in rows)

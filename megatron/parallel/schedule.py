@@ -98,6 +98,8 @@ class Schedule:
         """What a rank begins at a place of its list: one action, or a pair."""
         actions = self.actions[rank]
         if self.pairs:
+            # Only this order overlaps well: the tokens that a backward pass sends travel while the
+            # forward pass of a later micro-batch computes.
             both = actions[index : index + 2]
             if [action.kind for action in both] == [Kind.BACKWARD, Kind.FORWARD]:
                 return both
@@ -161,6 +163,8 @@ def channel_of(
     """
     kind, stage, micro = action
     if kind is Kind.SEND_FORWARD or kind is Kind.RECEIVE_FORWARD:
+        # A message is named by the stage that receives it, so both ends of a channel compute the
+        # same name.
         receiver = stage + 1 if kind is Kind.SEND_FORWARD else stage
         ends, message = (receiver - 1, receiver), Message(Kind.FORWARD, receiver, micro)
     elif kind is Kind.SEND_BACKWARD or kind is Kind.RECEIVE_BACKWARD:
@@ -184,6 +188,7 @@ def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, 
     Gloo does not report that a send is complete unless one waits for it; but who sends the result
     of a computation has received what his earlier computations needed.
     """
+    # 1. What this rank sends, in the order in which it is computed.
     placement, found = schedule.placement, {}
     mine = [
         message
@@ -197,6 +202,8 @@ def acknowledgements(schedule: Schedule, rank: int) -> dict[Message, tuple[int, 
         for step in (-1, 1)
         if 0 <= stage + step < len(placement)
     } - {rank}
+    # 2. For each neighbor: the message it sends after its computation `index` proves that all of
+    # ours which its computations up to `index` read have arrived.
     for peer in neighbours:
         order = [action for action in schedule.actions[peer] if action.kind in COMPUTATIONS]
         used = {needs(action, placement): index for index, action in enumerate(order)}
@@ -240,6 +247,8 @@ def _receives(orders: Sequence[Units], placement: Sequence[int]) -> list[dict[in
     ]
     posts: list[dict[int, list[Action]]] = [{} for _ in orders]
     for (_, receiver), messages in _messages_made(orders, placement).items():
+        # From the last message to the first: a receive is posted one computation before its reader,
+        # and never after the receive of a message that was sent later.
         latest = len(orders[receiver])
         timed = []
         for message in reversed(messages):
@@ -260,6 +269,8 @@ def communicate(
     for it, so that it travels during that one; earlier where the sender sends it before what is
     needed sooner: messages from one rank to another are received in the order in which they leave.
     """
+    # Receives come before a unit and sends after it. Both ranks of a channel derive their lists
+    # from the same orders, so their messages match without any negotiation.
     bare = Schedule("", tuple(placement), 0, tuple(map(tuple, orders)), pairs)
     units = [list(bare.units(rank)) for rank in range(len(orders))]
     lists = []
@@ -280,6 +291,7 @@ def _order(letters: str, micro_batches: int, stage: int, upper_stage: int = -1) 
     meaning = {kind.value: (kind, stage) for kind in COMPUTATIONS} | {
         kind.value.lower(): (kind, upper_stage) for kind in COMPUTATIONS
     }
+    # Letters past the last micro-batch are dropped, so one pattern serves any number of them.
     count = dict.fromkeys(meaning, 0)
     order = []
     for letter in letters:
@@ -307,6 +319,8 @@ def _one_forward_one_backward(
     """
     orders = []
     for rank in range(ranks):
+        # The warm-up: each rank runs one forward pass more than the next one before its first
+        # backward pass can come; in pairs two.
         ahead = ranks - rank - 1
         if pairs:
             letters = "F" * (2 * ahead + 1) + "BF" * micro_batches
@@ -338,12 +352,15 @@ def _interleaved(
     holds at most 2 (ranks - r - 1) + (virtual - 1) x group + 1 stages' micro-batches, with `pairs`
     one more.
     """
+    # Each group of micro-batches passes through all turns of the ring before the next group starts.
     groups = _even_groups(micro_batches, max(micro_batches // ranks, 1))
     stages = [turn * ranks for turn in range(virtual)]  # the first of each turn
     forward = [(first, micro) for group in groups for first in stages for micro in group]
     backward = [(first, micro) for group in groups for first in reversed(stages) for micro in group]
     orders = []
     for rank in range(ranks):
+        # Warm-up of `ahead` forward passes, then one of each in turn, then the rest of the backward
+        # passes.
         forwards = [Action(Kind.FORWARD, first + rank, micro) for first, micro in forward]
         backwards = [Action(Kind.BACKWARD, first + rank, micro) for first, micro in backward]
         ahead = 2 * (ranks - rank - 1) + (virtual - 1) * len(groups[0]) + pairs
@@ -379,10 +396,14 @@ def _zero_bubble_v(ranks: int, virtual: int, micro_batches: int) -> list[list[Ac
     last action; fewer run what of that list is theirs. Every rank holds at most 2 ranks pairs of
     stage and micro-batch, the activations of `ranks` micro-batches on a whole rank's layers.
     """
+    # The pattern is made for at least 2 ranks - 1 micro-batches; with fewer, those that do not
+    # exist are left out, and the order of the others stays.
     count = max(micro_batches, 2 * ranks - 1)
     orders = []
     for rank in range(ranks):
         other = ranks - rank
+        # Capital letters are the stage on the way down, small ones that on the way up. Weight
+        # gradients fill the time in which a rank would wait for its neighbors.
         fill = "F" * (2 * other - 1) + "fF" * rank + "fiw" * other
         drain = "Ii" * rank + "IW" * other + "w" * rank + "W" * rank
         order = _order(fill + "FIWfiw" * (count - ranks) + drain, count, rank, 2 * ranks - 1 - rank)
@@ -407,6 +428,8 @@ def build_schedule(
     micro-batches, in every schedule. `pairs`: of a backward pass and the forward pass of a later
     micro-batch, where the schedule can have them (`SCHEDULES`).
     """
+    # The cache returns the same object for the same step, by whose identity the executor finds what
+    # it has prepared.
     rule, placement = SCHEDULES[name], place(name, ranks, virtual)
     assert ranks >= 1 and micro_batches >= 1, f"{ranks} ranks, {micro_batches} micro-batches"
     assert rule.virtual in (None, virtual), f"{name} with {virtual} stages a rank"
@@ -423,11 +446,13 @@ def forward_only(placement: tuple[int, ...], micro_batches: int) -> Schedule:
     orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     done = [0] * len(placement)
     while done[-1] < micro_batches:
+        # A stage may run when the stage before it is ahead of it.
         ready = [
             stage
             for stage, count in enumerate(done)
             if count < (done[stage - 1] if stage else micro_batches)
         ]
+        # Of several ready stages of a rank the last one runs: what it reads is freed soonest.
         for stage in {placement[stage]: stage for stage in ready}.values():
             orders[placement[stage]].append(Action(Kind.FORWARD, stage, done[stage]))
             done[stage] += 1

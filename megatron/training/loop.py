@@ -34,7 +34,6 @@ from megatron.observe.metrics import (
     timer_metrics,
 )
 from megatron.optimizer.lr_schedule import LearningRates
-from megatron.parallel.drawing import draw
 from megatron.parallel.recording import Recording
 from megatron.parallel.timeline import Timeline
 from megatron.training.checkpointing import finalize, save, save_local
@@ -168,9 +167,10 @@ def pipeline_timeline(run: Run, recording: Recording, batch_size: int) -> Timeli
 
 def _show(run: Run, timeline: Timeline) -> None:
     """The picture of a time line, where the tracker wants it."""
-    panel = f"{timeline.schedule}, the step of iteration {run.progress.iteration}", timeline
+    title = f"{timeline.schedule}, the step of iteration {run.progress.iteration}"
     last = finished(run.config, run.progress)
-    run.tracker.show("pipeline-timeline", lambda: draw([panel], "s"), last=last)
+    page = partial(run.advisor.draw_timeline, title, timeline)
+    run.tracker.show("pipeline-timeline", page, last=last)
 
 
 def log(

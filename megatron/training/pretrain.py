@@ -243,6 +243,7 @@ def build(
         lease=lease,
         peak_tflops=peak_tflops_of(config, device),
         decode=tokenizer.decode,
+        advisor=advisor,
         forecast=forecast,
         profiler=step_profiler(config, groups.rank, device, advisor),
     ), prepared.checkpoint

@@ -25,7 +25,7 @@ from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.zero import Zero
-from megatron.training.advisor import Forecast
+from megatron.training.advisor import Advisor, Forecast
 from megatron.training.exit import ExitConditions
 from megatron.training.profile import StepProfiler
 from megatron.training.timing import Timing
@@ -77,6 +77,7 @@ class Run:
     peak_tflops: float | None
     profiler: StepProfiler | None  # on the ranks of --profile-ranks
     decode: Callable[[list[int]], str]  # token ids as text
+    advisor: Advisor = field(default_factory=Advisor)
     forecast: Forecast | None = None  # on rank 0
     starving: StarvingExperts = field(default_factory=StarvingExperts)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from megatron.tools._plan.drawing import ROW, draw, peak_activations, schedule_of
 from megatron.tools._plan.schedule_check import ScheduleError, check
 from megatron.tools._plan.simulate import Costs, simulate
 
 from megatron.config.errors import UserError
 from megatron.config.schedules import SCHEDULES
-from megatron.parallel.drawing import ROW, draw, peak_activations, schedule_of
 from megatron.parallel.schedule import Action, Kind, build_schedule
 from megatron.parallel.timeline import Span, Timeline
 

@@ -7,11 +7,11 @@ import random
 import time
 
 import pytest
+from megatron.tools._plan.drawing import peak_activations
 from megatron.tools._plan.schedule_check import ScheduleError
 from megatron.tools._plan.simulate import Costs, simulate
 from random_schedules import random_placement, random_schedule
 
-from megatron.parallel.drawing import peak_activations
 from megatron.parallel.schedule import Action, Kind, Schedule, build_schedule, communicate
 from megatron.parallel.timeline import Span, Timeline
 

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import plot_schedule
+from megatron.tools._plan import drawing
 from megatron.tools._plan.simulate import Costs, simulate
 
-from megatron.parallel import drawing
 from megatron.parallel.schedule import Kind, build_schedule
 from megatron.parallel.timeline import Span, Timeline
 

@@ -1,6 +1,6 @@
 """The time line of a pipeline's step as a picture (SVG).
 
-Called from training/loop.py, for trackers, and from tools/plot_schedule.py.
+Called from tools/_advisor.py, for the trackers of a run, and from tools/plot_schedule.py.
 """
 
 from __future__ import annotations
