@@ -71,6 +71,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Share of all ranks' time in which they do not compute."""
+        # All ranks begin and end the step together, so each has the whole step as its time.
         total = len(self.rows) * (self.end - self.begin)
         return 1 - sum(map(self.busy, range(len(self.rows)))) / total if total else 0.0
 
@@ -92,6 +93,7 @@ class Timeline:
         """
         events: list[dict[str, Any]] = []
         for rank, row in enumerate(self.rows):
+            # A process a rank, so that viewers draw one row for each.
             here = {"pid": first + rank, "tid": 0}
             name = {"name": f"{title} rank {rank}".strip()}
             events.append({"ph": "M", "name": "process_name", "args": name, **here})
@@ -108,6 +110,7 @@ class Timeline:
     def from_json(text: str) -> Timeline:
         """The inverse of `to_json`. Raises UserError for anything else."""
         try:
+            # Types are converted here, so that what is drawn has numbers for sure.
             data = json.loads(text)
             rows = tuple(tuple(_span(*values) for values in row) for row in data["rows"])
             timeline = Timeline(
@@ -127,6 +130,7 @@ class Timeline:
 
 def is_pair(span: Span, after: Span) -> bool:
     """Whether two spans of a rank, one behind the other, are of passes that ran side by side."""
+    # A pair has one begin and one end; nothing else on a rank overlaps.
     kinds = span.kind is Kind.BACKWARD and after.kind is Kind.FORWARD
     return kinds and span.begin < span.end and span[3:] == after[3:]
 
@@ -146,6 +150,7 @@ def _span(kind: str, stage: int, micro: int, begin: float, end: float) -> Span:
 
 def _problem(timeline: Timeline) -> str | None:
     """What contradicts itself in a time line."""
+    # A file of a user: each contradiction is named instead of drawn.
     ranks = len(timeline.rows)
     if not all(0 <= rank < ranks for rank in timeline.placement):
         return f"its placement {timeline.placement} names a rank that has no row; there are {ranks}"

@@ -57,6 +57,7 @@ class Advisor:
         """The configuration with --recompute-layers chosen for --memory-budget, and the reasons.
         Raises UserError when nothing fits.
         """
+        # A budget without a planner would be ignored silently: refuse it.
         if config.training.memory_budget is not None:
             raise UserError(
                 "--memory-budget needs the planner of tools/, which is not installed; set "
@@ -76,6 +77,7 @@ class Advisor:
         """Predict a resolved run on `device`, or on `planned_for` (cuda, cpu). `node`: GiB of this
         node and its number of ranks. Raises UserError when host memory does not suffice.
         """
+        # No sections, no verdict: the banner leaves them out.
         return Forecast()
 
     def memory_advice(

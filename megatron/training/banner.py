@@ -50,10 +50,12 @@ def describe(
     when host memory does not suffice.
     """
     config = prepared.config
+    # A dry run on a laptop describes the run on its GPU.
     target = torch.device(planned_for or device)
     forecast = advisor.forecast(
         config, prepared.tokenizer.vocab_size, world_size, device, planned_for, node
     )
+    # Without a planner its sections are empty, and an empty section is not printed.
     planned = defaultdict(list, forecast.sections)
     sections = {
         "verdict": planned["verdict"],
@@ -78,6 +80,7 @@ def describe(
 
 def _export_lines(config: Config, advisor: Advisor) -> list[str]:
     """A warning, before time is spent, that this run's checkpoints cannot be exported."""
+    # Found now rather than after training: no flag of a checkpoint can be changed afterwards.
     fault = None if config.checkpoint.save is None else advisor.export_fault(config.model)
     return [] if fault is None else [f"no export of this run's checkpoints: {fault}"]
 
@@ -95,6 +98,7 @@ def _version_lines() -> list[str]:
 
 def peak_tflops_of(config: Config, device: torch.device) -> float | None:
     """TFLOP/s of --peak-tflops or of a known device: the reference of MFU."""
+    # The flag comes first: a card may be limited below the number of its data sheet.
     known = peak_tflops(device_name(device), compute_dtype(config.precision))
     return config.logging.peak_tflops or known
 
@@ -108,6 +112,7 @@ def _device_line(config: Config, device: torch.device) -> str:
 def _latent_lines(model: ModelConfig) -> list[str]:
     if not model.multi_latent_attention:
         return []
+    # Queries are compressed only where a rank is given.
     queries = "the token" if model.q_lora_rank is None else model.q_lora_rank
     return [
         f"latent attention: queries of {queries}, keys and values of {model.kv_lora_rank}; a head "
@@ -119,6 +124,7 @@ def _latent_lines(model: ModelConfig) -> list[str]:
 def _model_lines(prepared: Prepared) -> list[str]:
     model, tokenizer = prepared.config.model, prepared.tokenizer
     frozen = prepared.config.optimizer.freeze
+    # Of the model as published: neither the padding of the vocabulary nor what a rank holds.
     parameters = parameter_count(model, tokenizer.vocab_size)
     counts = [f"{name} {count:,}" for name, count in parameters.items() if name != "total"]
     return [
@@ -135,10 +141,12 @@ def _model_lines(prepared: Prepared) -> list[str]:
 
 
 def _expert_lines(prepared: Prepared) -> list[str]:
+    # Experts are split over ranks of their own axis, so a rank's number of them is named.
     config, model = prepared.config, prepared.config.model
     layers = sum(model.expert_layers())
     if not layers:
         return []
+    # What one token passes through decides the cost; the total decides the memory.
     active = active_parameters(model, prepared.tokenizer.vocab_size)
     ranks = expert_ranks(config)
     here = model.num_experts // ranks.ep
@@ -154,6 +162,7 @@ def _precision_line(config: Config) -> str:
     kept = "float64" if dtype == torch.float64 else "float32"
     name = str(dtype).removeprefix("torch.")
     kinds = f"{name} weights, {kept} master weights, gradients and moments"
+    # Which GEMMs are 8-bit depends on the layer and on the shape: the banner names them.
     wide = wide_linears(config.model, config.precision)
     if not wide:
         return kinds
@@ -169,6 +178,7 @@ def _batch_lines(prepared: Prepared, world_size: int) -> list[str]:
     config, seq = prepared.config, prepared.config.data.seq_length
     size, micro = config.training.global_batch_size, config.training.micro_batch_size
     dp = data_parallel_size(config, world_size)
+    # MFU counts the real vocabulary; Megatron-LM counts the padded one, so both are printed.
     flops, padded_flops = (
         flops_per_iteration(config.model, size, seq, vocab)
         for vocab in (prepared.tokenizer.vocab_size, prepared.padded_vocab)
@@ -184,6 +194,7 @@ def _batch_lines(prepared: Prepared, world_size: int) -> list[str]:
 
 def _kernel_lines(config: Config, device: torch.device) -> list[str]:
     model = config.model
+    # What `auto` has become on this device, with the reasons of each fallback.
     _, kernels = choose_kernels(config, device)
     chosen = [f"{operator} {choice.implementation}" for operator, choice in kernels.items()]
     if OPTIMIZERS[config.optimizer.optimizer].implementation is None:
@@ -193,6 +204,7 @@ def _kernel_lines(config: Config, device: torch.device) -> list[str]:
         chosen.append("layers compiled by torch.compile")
     chosen.append(f"recompute {recompute_text(config.training)}")
     chosen.append(f"deterministic mode {'on' if model.deterministic_mode else 'off'}")
+    # A note where a flag keeps `auto` from a faster kernel.
     lines = ["; ".join(chosen)]
     if (
         kernels["attention"].implementation == "plain"
@@ -210,6 +222,7 @@ def megatron_core_lines() -> list[str]:
     package; `megatron.core` is found as well only where both are installed in one folder.
     """
     try:
+        # Both packages are called megatron: an environment with both can import the wrong one.
         version = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         return []
@@ -235,6 +248,7 @@ def run_record(
     """What metrics.config.json and wandb store of a run: configuration, layout, versions, git
     state, memory verdict, predicted step time and banner. Unknown entries are omitted.
     """
+    # What a reader needs to make the run again, whatever tracker it is in.
     axes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "dp")}
     versions = {
         "megatron": __version__,
@@ -260,6 +274,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
     """
     if not (root / ".git").exists():
         return None
+    # Without locks: the checkout may be shared by many jobs. Untracked files are data and logs.
     command = "git --no-optional-locks status --porcelain=v2 --branch --untracked-files=no".split()
     try:
         done = subprocess.run(
@@ -267,6 +282,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
+    # Lines with # are the state of the branch, all others are changed files.
     lines = done.stdout.splitlines()
     heads = dict(line.removeprefix("# branch.").split(" ", 1) for line in lines if line[0] == "#")
     return {

@@ -64,6 +64,8 @@ def locate_checkpoint(
     options = config.checkpoint
     if options.load is None:
         return None
+    # The local tier holds newer iterations of the same run; a named iteration, or weights for
+    # another run, come from the folder.
     if local_checkpoints is not None and options.ckpt_step is None and not options.finetune:
         checkpoint = local_checkpoints.newest(
             options.load, options.save, options.allow_older_checkpoint
@@ -73,6 +75,8 @@ def locate_checkpoint(
             options.load, options.ckpt_step, ranks=ranks, older=options.allow_older_checkpoint
         )
     with raise_on_all_ranks(ranks.world, ranks.device):
+        # A job that is requeued has the same command line each time: nothing to load is an error
+        # only if it cannot be the first start.
         first_start = (
             options.load == options.save
             and options.ckpt_step is None
@@ -89,6 +93,7 @@ def locate_checkpoint(
 def fetch(checkpoint: Checkpoint, run: Run) -> None:
     """Bring what this rank reads of a local checkpoint to its node; all ranks call it."""
     if isinstance(checkpoint, LocalCheckpoint):
+        # Only what is read is fetched: an evaluation needs no moments.
         with_states = run.config.checkpoint.load_optim and not run.config.evaluation.skip_train
         pairs = [
             *run.optimizer.weight_boxes(),
@@ -106,6 +111,7 @@ def _kept_there(
     with its initial values where the checkpoint does not have it: another program's weights, or a
     run that needed none.
     """
+    # A run that resumes must find all of it.
     if not run.config.checkpoint.finetune:
         return pairs
     known = set(checkpoint.names)
@@ -131,6 +137,8 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
         or run.config.evaluation.skip_train
     ):
         return
+    # Refused before anything is read: a run that resumes with half of its state would train on
+    # without an error.
     missing = [
         name
         for name in run.optimizer.state_names
@@ -142,6 +150,7 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
             "(--no-save-optim, or another --optimizer); "
             "give --no-load-optim to start with fresh state"
         )
+    # The step count is part of Adam's bias correction, the scale of the next step's loss.
     run.optimizer.fill_states(checkpoint.read_all)
     run.optimizer.steps.fill_(checkpoint.state["optimizer_steps"])
     run.scaler.load(checkpoint.state["scaler"])
@@ -161,6 +170,7 @@ def make_manager(
     if options.save is None:
         return None
     pairs = _own_pairs(config, optimizer)
+    # Host memory for a save in the background is reserved now, so that no save fails for it later.
     memory = staging_bytes(pairs, options.async_save_host_memory) if options.async_save else None
     if local_checkpoints is not None and not config.evaluation.skip_train:
         local_checkpoints.require_space(shard_bytes(pairs), options.async_save)
@@ -186,6 +196,7 @@ def make_manager(
 def _own_pairs(config: Config, optimizer: Optimizer) -> list[tuple[Box, Tensor]]:
     """What this rank writes of weights and optimizer state."""
     options = config.checkpoint
+    # Of ranks that hold the same box one writes it, or each writes a share.
     pairs = [*optimizer.weight_boxes(), *(optimizer.state_boxes() if options.save_optim else ())]
     return own_part(pairs, optimizer.holder, balanced=options.ckpt_parallel_write == "balanced")
 
@@ -226,6 +237,7 @@ def finalize(run: Run) -> bool:
     """Wait for a save under way; whether the last one went well."""
     if run.checkpoints is None:
         return True
+    # The wait is an event of the run: it is time in which nothing trains.
     if run.checkpoints.pending is None:  # a save that is over has its event already
         return run.checkpoints.finalize()
     with run.timing.events.during("checkpoint-wait", run.progress.iteration):
@@ -236,6 +248,7 @@ def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:
     """On rank 0 the lease of --save, if that is given. Raises UserError on every rank while another
     run writes there. `job`: as `take_lease`'s.
     """
+    # Two runs that write to one folder would destroy each other's checkpoints.
     root, lease = config.checkpoint.save, None
 
     def take() -> None:
@@ -266,6 +279,7 @@ def prepare_save_folder(
     options = config.checkpoint
     if options.save is None:
         return
+    # Every rank writes: a file system that one node has not mounted is found here.
     try_folder(options.save, ranks)
     if not config.evaluation.skip_train:
         run = adopt_run_id(

@@ -30,6 +30,7 @@ def evaluate(
     """Mean loss per valid token over the first eval-iters x global-batch-size samples of a source.
     None after a signal to any rank; NaN when no token is valid.
     """
+    # The same samples in every layout and at every evaluation, so that losses can be compared.
     batch = run.config.training.global_batch_size
     samples = run.config.evaluation.eval_iters * batch
     # a pipeline needs many micro-batches in flight
@@ -100,11 +101,14 @@ def write_sample(run: Run, source: Source) -> SampleText:
     Each token is drawn with a random number of its position, the same at every evaluation, so that
     the texts of a run differ by the weights alone.
     """
+    # 1. A prompt: the first sample's first tokens, the same on every rank.
     start = source.batch(0, 1).tokens[0].numpy()
     length = min(LONGEST_PROMPT, (len(start) + 1) // 2)
     count = min(run.config.logging.log_sample_text, len(start) + 1 - length)
     window = np.zeros(len(start) + 1, np.int64)
     window[:length] = start[:length]
+    # 2. One token at a time, without a cache of keys and values: few tokens, and every layout has
+    # this path already.
     key = philox.key(run.config.training.seed, "sample-text")
     for place in range(length, length + count):
         word = philox.philox4x32([torch.tensor([c]) for c in (place, 0, 0, 0)], key)[0].item()
@@ -125,6 +129,7 @@ def _next_token(run: Run, source: Source, window: np.ndarray, position: int, uni
             # deterministic mode has no cumulative sum of floating-point numbers on a GPU
             drawn[0] = _draw(logits.cpu(), uniform)
 
+    # All ranks run the pass; the head's input is seen on the last stage alone.
     hook = run.model.head.register_forward_pre_hook(look) if run.pipeline.has_head else None
     try:
         run_micro_batches(run, replace(source, reader=_OneWindow(window)), 0, run.chunk)

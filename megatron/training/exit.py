@@ -55,6 +55,7 @@ def exit_on_signals(logs: bool = True) -> Iterator[None]:
 
     `logs`: this rank logs the signal. One rank of a job is enough.
     """
+    # Python handles signals in the main thread only; tests build runs in others.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -98,6 +99,7 @@ class ExitConditions:
         }
 
     def _receive(self, number: int, _frame: object) -> None:
+        # Only noted: the step under way ends first, on all ranks in the same iteration.
         self.received = signal.Signals(number)
         signal.signal(number, self._previous[self.received])
         logger.info(f"received {self.received.name}: {self.on_signal}")
@@ -130,6 +132,7 @@ class ExitConditions:
 
     def check(self, iteration: int) -> Exit | None:
         """The reason to stop after this iteration, if any, by the last exchange."""
+        # All ranks decide by the same numbers: a rank that left alone would hang the others.
         *signals, over = self.agreed
         for number, ranks in zip(SIGNAL_CODES, signals):
             if ranks:

@@ -19,6 +19,7 @@ def manual_collection(config: TrainingConfig) -> Iterator[None]:
     if not config.manual_gc:
         yield
         return
+    # One collection now: what building the run has left is not carried along.
     was_enabled = gc.isenabled()
     gc.disable()
     gc.collect()
@@ -44,4 +45,5 @@ def collected_evaluation(config: TrainingConfig) -> Iterator[None]:
         gc.collect()
     yield
     if collects:
+        # The youngest generation is enough for what one evaluation has made.
         gc.collect(generation=0)

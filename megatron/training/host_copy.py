@@ -15,6 +15,7 @@ from megatron.distributed.peers import idle
 
 def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
     """Float64 numbers of the host, on the device: from pinned memory, so that nothing waits."""
+    # A copy from pageable memory would make the host wait until the GPU has caught up.
     host = torch.tensor(numbers, dtype=torch.float64)
     if device.type == "cuda":
         host = torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)

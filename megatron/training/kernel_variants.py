@@ -27,6 +27,7 @@ from megatron.parallel.blocks import accumulation_dtype
 
 def alike(number: int, most: int) -> int:
     """A number up to `most` + 1 that compiles to the same kernel; `most` is a multiple of 16."""
+    # A kernel depends on a size above `most` only through its being a multiple of 16.
     if number <= most:
         return number
     return most if number % 16 == 0 else most + 1
@@ -48,6 +49,7 @@ class RunShape:
     @property
     def length(self) -> int:
         """Positions of a sample in a rank's hidden states."""
+        # Context parallelism cuts the sequence, and sequence parallelism cuts a rank's part again.
         distributed = self.config.distributed
         parts = distributed.context_parallel_size
         parts *= self.tp if distributed.sequence_parallel else 1
@@ -63,6 +65,7 @@ class RunShape:
     def heads(self) -> dict[str, int]:
         """Query groups of a rank's projection, queries of each, and the head dimension."""
         model = self.config.model
+        # With fewer groups than tensor-parallel ranks, several ranks hold the same group.
         groups = max(1, (model.num_query_groups or model.num_attention_heads) // self.tp)
         queries = model.num_attention_heads // self.tp // groups
         return {"g": groups, "m": queries, "d": model.kv_channels or 0}
@@ -82,6 +85,7 @@ class RunShape:
 
 def kernel_variants(shape: RunShape, choices: Mapping[str, Choice]) -> dict[str, list[Variant]]:
     """Operator -> variants of its kernels, for the operators that our kernels compute."""
+    # Other implementations are checked by their own projects.
     by_us = [name for name, choice in choices.items() if choice.implementation in OURS]
     if shape.config.precision.fp8_format is not None:
         by_us.append("fp8")
@@ -123,6 +127,7 @@ def _attention(shape: RunShape) -> Settings:
         "fused": shape.fused,
         "gluon": model.attention_backend == "gluon",
     }
+    # Deterministic mode takes two kernels; else one adds the gradients of queries with atomics.
     backward = "attention dq" if model.deterministic_mode else "attention dkv_dq"
     return [
         (kernel, common | {"causal": causal, "drop": drop})
@@ -138,9 +143,12 @@ def _norm(shape: RunShape) -> Settings:
     batch = shape.config.training.micro_batch_size
     rows = {"rows": alike(shape.length * batch, 64)}
     whole = common | rows | {"width": model.hidden_size}
+    # The norms of a layer: alone, and with the addition of the residual stream before them.
     found = _both_passes("norm", whole | {"add": False}, whole | {"add": True})
     if not model.qk_layernorm:
         return found
+    # Norms of queries and keys: in the projection's output together with the rotation, or on
+    # separate tensors.
     if shape.fused:
         turns = model.rotary_width if shape.rotates else 0
         sizes = {"s": alike(shape.config.data.seq_length, 16), "b": alike(batch, 2)}
@@ -155,6 +163,7 @@ def _norm(shape: RunShape) -> Settings:
 
 def _rotary(shape: RunShape) -> Settings:
     model, heads = shape.config.model, shape.heads
+    # Backward is the rotation by the opposite angle.
     if not shape.rotates or (model.qk_layernorm and shape.fused):  # qk_norm turns them
         return []
     batch = shape.config.training.micro_batch_size
@@ -171,6 +180,7 @@ def _rotary(shape: RunShape) -> Settings:
 
 def _activation(shape: RunShape) -> Settings:
     model, etp = shape.config.model, expert_ranks(shape.config).etp
+    # Dense layers, shared experts and routed experts have different widths, so different kernels.
     dense = [model.ffn_hidden_size] if not all(model.expert_layers()) else []
     shared = [model.moe_shared_expert_intermediate_size] if model.num_experts is not None else []
     rows, bias = alike(shape.tokens, 64), {"bias": model.add_bias_linear}
@@ -191,6 +201,7 @@ def _dropout(shape: RunShape) -> Settings:
 
 def _cross_entropy(shape: RunShape) -> Settings:
     width, tp = shape.padded_vocab // shape.tp, shape.tp
+    # The last tensor-parallel ranks may hold padding alone, or a part with padding.
     own = {min(max(shape.vocab_size - rank * width, 0), width) for rank in range(tp)}
     softcap = shape.config.model.final_logit_softcapping
     common = {"tokens": alike(shape.tokens, 16), "width": width, "softcap": softcap}
@@ -199,6 +210,7 @@ def _cross_entropy(shape: RunShape) -> Settings:
 
 def _init(shape: RunShape) -> Settings:
     """Of whole matrices; with ZeRO a rank may begin and end within a row."""
+    # A matrix that another axis cuts has another width on a rank.
     parts = shape.tp, expert_ranks(shape.config).etp
     matrices = {
         (tensor.local_shape(parts[tensor.expert is not None])[1], tensor.init.std)
@@ -212,6 +224,7 @@ def _init(shape: RunShape) -> Settings:
 
 
 def _grad_dtype(shape: RunShape) -> str:
+    # The dtype in which gradients are accumulated, which GEMMs and norm read and write.
     narrow = shape.config.optimizer.main_grads_dtype == "bf16"
     dtype = shape.dtype if narrow else accumulation_dtype(shape.dtype)
     return str(dtype).removeprefix("torch.")
@@ -225,6 +238,7 @@ def _grad_norm(shape: RunShape) -> Settings:
 
 def _adam(shape: RunShape) -> Settings:
     optimizer = shape.config.optimizer
+    # Each combination of narrow moments is a separate compilation.
     moments = {
         name: "bfloat16" if getattr(optimizer, f"{name}_dtype") == "bf16" else "float32"
         for name in ("exp_avg", "exp_avg_sq")
@@ -241,6 +255,8 @@ def _adam(shape: RunShape) -> Settings:
 def _grouped_gemm(shape: RunShape) -> Settings:
     model, etp = shape.config.model, expert_ranks(shape.config).etp
     width = (model.moe_ffn_hidden_size or 0) // etp
+    # A gated activation has two matrices in one; each weight gradient is overwritten once a step
+    # and added to afterwards.
     fused = width * (2 if model.activation in GATED else 1)
     sizes = [{"o": o, "i": i} for o, i in ((fused, model.hidden_size), (model.hidden_size, width))]
     grad = {"grad": _grad_dtype(shape)}
@@ -253,6 +269,7 @@ def _grouped_gemm(shape: RunShape) -> Settings:
 
 def _fp8(shape: RunShape) -> Settings:
     precision, model = shape.config.precision, shape.config.model
+    # Hybrid: gradients have a wider range and fewer bits than activations and weights.
     gradient = "float8_e5m2" if precision.fp8_format == "hybrid" else "float8_e4m3fn"
     sizes = {"rows": alike(shape.tokens, 128), "width": model.hidden_size}
     scaling = SCALINGS[precision.fp8_recipe]

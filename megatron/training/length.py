@@ -41,6 +41,7 @@ def epoch_lines(config: Config, data: Data) -> list[str]:
     if data.train is None or not isinstance(data.train.reader, FileReader):
         return []
     _, samples = run_length(config)
+    # Blends are exact in samples, so the number of epochs of each source is known in advance.
     reader, lines = data.train.reader, []
     if samples < reader.blend.first_sample:
         return []

@@ -57,6 +57,7 @@ def _explain(
     device: torch.device,
     advisor: Advisor,
 ) -> None:
+    # 1. What is alive, while the frames of the error still hold it.
     folder = profile_folder(config)
     found = live_tensors(device)
     largest = _largest_lines(found)
@@ -65,6 +66,7 @@ def _explain(
         path = write_snapshot(folder, groups.rank, device)
         largest += [f"history of the allocator: {path}"] if path else []
     del found
+    # 2. What the plan had expected, and what to change.
     traceback.clear_frames(error.__traceback__)  # free memory for the plan
     gc.collect()
     try:
@@ -73,6 +75,7 @@ def _explain(
         )
     except Exception as fault:
         planned = [f"the plan could not be made again: {type(fault).__name__}: {fault}"]
+    # 3. The report, in the error and in a file: another rank's output may be all that a user sees.
     lines = [f"memory ran out on rank {groups.rank}", taken, *planned, *largest]
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -93,6 +96,7 @@ def _memory(device: torch.device, live: int) -> tuple[str, float]:
     may use.
     """
     if device.type == "cuda":
+        # Of the device as a whole: other processes take part of it, too.
         free, total = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         other = total - free - torch.cuda.memory_reserved(device)
@@ -101,6 +105,7 @@ def _memory(device: torch.device, live: int) -> tuple[str, float]:
             f"allocator keeps, {_gib(other)} of kernels, NCCL and other processes, "
             f"{_gib(free)} free"
         ), total / GIB
+    # On a CPU the limit is the smaller of the machine's memory and ulimit -v.
     page = resource.getpagesize()
     total, limit = os.sysconf("SC_PHYS_PAGES") * page, resource.getrlimit(resource.RLIMIT_AS)[0]
     limited = limit != resource.RLIM_INFINITY and limit < total
@@ -146,6 +151,7 @@ def live_tensors(device: torch.device) -> list[LiveTensors]:
     for label, tensor in _reachable():
         if tensor is None or tensor.device.type != device.type or tensor.layout != torch.strided:
             continue
+        # Views share a storage, which counts once, under the first name it was found by.
         storage = tensor.untyped_storage()
         if storage._cdata in seen or not storage.nbytes():
             continue
@@ -158,6 +164,8 @@ def live_tensors(device: torch.device) -> list[LiveTensors]:
 
 def _reachable() -> list[Buffer]:
     """All tensors, identified ones first."""
+    # The collector knows every object: a run's blocks, states and graphs are found without a
+    # registry.
     buffers: list[Buffer] = []
     nodes: list[Any] = []
     others: list[Buffer] = []
@@ -200,6 +208,8 @@ def _kept_by_autograd(nodes: list[Any]) -> list[Buffer]:
         if node is None or node in seen:
             continue
         seen.add(node)
+        # Saved tensors are attributes of a node; recomputed and offloaded ones appear as what
+        # stands for them.
         nodes += [following for following, _ in node.next_functions]
         for name in dir(node):
             saved = getattr(node, name) if name.startswith("_raw_saved_") else ()

@@ -120,6 +120,8 @@ def share_positions(batch: Batch, cp: ContextParallel, window: int | None) -> Ba
     """The positions that this rank of a context-parallel axis holds of whole samples, and what all
     of them hold. On the host, so that no GPU is waited for.
     """
+    # Each rank of the axis takes the same number of positions, chosen so that attention is the same
+    # work for all.
     starts = batch.document_starts
     length = batch.tokens.shape[1]
     places = places_of_ranks(length, cp, None if starts is None else starts.numpy(), window)
@@ -135,6 +137,7 @@ def _scalars(run: Run, found: dict[str, Tensor]) -> Tensor:
     """Scalars in the order of GPTModel.scalars, such that the sum over all ranks counts each part
     once.
     """
+    # Tensor-parallel ranks compute the same scalar, unless it declares that each has a part of it.
     specs = run.model.scalars
     scalars = torch.zeros(sum(spec.size for spec in specs), dtype=torch.float64, device=run.device)
     for spec, place in zip(specs, scalars.split([spec.size for spec in specs]), strict=True):

@@ -73,18 +73,25 @@ def prepare(
     or on none. Memory is that of `planned_for` (cuda, cpu) or of the device. Raises UserError.
     """
     with raise_on_all_ranks(world, device):
+        # 1. Flags: the size of the vocabulary comes from the tokenizer, and other values follow
+        # from it.
         tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
         config, notes = _resolved(
             config, notes, tokenizer.vocab_size, world_size, planned_for or device.type, advisor
         )
         schedule = ParamSchedule.of(config)
+    # 2. The checkpoint: all ranks open the one that rank 0 finds.
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
     with raise_on_all_ranks(world, device):
+        # 3. What differs from the run that wrote it. Each rank raises only after all have checked.
         progress, changes = Progress(), []
         if checkpoint is not None:
             changes = _changes(checkpoint, config, tokenizer)
             progress = _resumed_progress(checkpoint, config)
+        # 4. The data, at the sample where the run continues.
         data = _data(config, tokenizer, checkpoint, progress, scan=world.rank == 0)
+        # 5. Changes that need permission are refused or noted; the schedule is the checkpoint's or
+        # ours.
         changed: list[str] = []
         if checkpoint is not None:
             changed = said_changes(checkpoint.state, config)
@@ -110,6 +117,7 @@ def _resolved(
     advisor: Advisor,
 ) -> tuple[Config, list[str]]:
     """The configuration with derived and chosen values, and notes about them."""
+    # The planner chooses last: it needs all other values.
     resolved = resolve(config, world_size, vocab_size)
     config, reasons = advisor.choose_recompute(resolved.config, vocab_size, world_size, device)
     return config, [*notes, *resolved.notes, *reasons]
@@ -125,10 +133,13 @@ def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> Non
         return
 
     def check() -> dict[str, str]:
+        # One rank of a node is enough: the others have the same GPU and versions.
         if read_launch().local_rank != 0:
             return {}
         return faults(variants_of_run(prepared, device), device)
 
+    # All ranks must choose the same kernels, or their sums would differ: one rank's fault counts
+    # for all.
     for rank, found in enumerate(ranks.gather_or_raise(check)):
         for operator, fault in found.items():
             FAULTY.setdefault(operator, f"the check at start failed on rank {rank}: {fault}")
@@ -153,6 +164,7 @@ def _changes(checkpoint: Checkpoint, config: Config, tokenizer: Tokenizer) -> li
     """The differences from the run that wrote the checkpoint, except those of its data. A
     difference that no flag accepts is refused at once.
     """
+    # A converted checkpoint has weights and no run: it can be taken with --finetune.
     weights_alone = config.checkpoint.finetune or "schedule" not in checkpoint.state
     check_complete(checkpoint, weights_alone=weights_alone)
     changes = changed_fields(checkpoint.state, config, tokenizer.vocab_size, tokenizer.fingerprint)
@@ -171,6 +183,7 @@ def _resumed_progress(checkpoint: Checkpoint, config: Config) -> Progress:
             f"{checkpoint.path}: holds only weights (converted from another format) and no run "
             "to resume; give --finetune"
         )
+    # Fields that an older version did not write take their defaults.
     names = [field.name for field in dataclasses.fields(Progress) if field.name in state]
     return from_saved(Progress, {name: state[name] for name in names}, "state")
 
@@ -187,6 +200,7 @@ def _data(
     if not scan:
         unscanned = dataclasses.replace(config.data, check_data=False)
         config = dataclasses.replace(config, data=unscanned)
+    # The ledger has the blends that the run has read so far: the order of samples depends on it.
     ledger = checkpoint.state["ledger"] if progress.iteration > 0 else None
     return build_data(config, tokenizer, ledger, progress.consumed_samples)
 

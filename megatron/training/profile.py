@@ -62,6 +62,7 @@ class StepProfiler:
             self.step.enter_context(named("iteration", iterations + 1))
 
     def _prepare(self) -> None:
+        # Prepared one step early: the profiler's own start-up is not in the trace.
         on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         self.profiler = profile(
             activities=[ProfilerActivity.CPU, *on_gpu],
@@ -98,6 +99,7 @@ class StepProfiler:
         assert self.profiler is not None
         self._synchronize()
         self.profiler.stop_trace()
+        # One file a rank; the table of where the time went is the tools'.
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank-{self.rank}.trace.json"
         self.profiler.export_chrome_trace(str(path))
@@ -113,6 +115,7 @@ def step_profiler(
     config: Config, rank: int, device: torch.device, advisor: Advisor
 ) -> StepProfiler | None:
     """The profiler of a rank of --profile-ranks; None on other ranks."""
+    # On other ranks there is no profiler, and the loop asks for none.
     chosen = config.logging.profile and rank in config.logging.profile_ranks
     return StepProfiler(config, rank, device, advisor) if chosen else None
 

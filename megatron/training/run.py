@@ -61,6 +61,7 @@ class Run:
     vocab_size: int
     padded_vocab: int
     tokenizer_fingerprint: str
+    # The engine: the stages of this rank, how they are sharded, executed and updated.
     model: GPTModel
     zero: Zero
     pipeline: Pipeline
@@ -68,6 +69,7 @@ class Run:
     schedule: ParamSchedule
     scaler: LossScaler
     data: Data
+    # What records the run and ends it.
     tracker: Tracker | None  # on rank 0
     exits: ExitConditions
     timing: Timing
@@ -105,6 +107,7 @@ class Run:
 
 def finished(config: Config, progress: Progress) -> bool:
     """Whether the run has reached --train-iters or --train-samples."""
+    # Only one of the two flags can be given.
     if config.training.train_iters is not None:
         return progress.iteration >= config.training.train_iters
     return progress.consumed_samples >= config.training.train_samples

@@ -172,6 +172,8 @@ def forward_backward(
     Of every chunk of samples, one micro-batch of each data-parallel rank, this rank runs its own;
     the gradients are summed over all ranks.
     """
+    # The number of valid tokens is known after the passes: until then the gradient is divided by
+    # that of all tokens, which `update` corrects.
     scale = loss_scale / (batch_size * run.config.data.seq_length)
     run.optimizer.zero_grad()
     with run.timers("forward-backward"):
@@ -186,6 +188,7 @@ def forward_backward(
 def all_reduce_totals(run: Run, result: BackwardResult, *, rank_times: bool = False) -> Totals:
     """Sum over all ranks what the update and the loop depend on, in one message."""
     timer = run.timing.rank_timer
+    # A save in the background continues when all ranks are ready for its next part.
     ready = run.checkpoints.ready() if run.checkpoints is not None else ()
     requests = to_device([*run.exits.requests(), *ready], run.device)
     parts = [
@@ -228,6 +231,7 @@ def update(
         grad_scale=grad_scale,
     )
     run.model.update_routers(scalars, outcome.skipped)
+    # One copy to the host for all of it, started here and read one step later.
     verdict = torch.stack([outcome.grad_norm, outcome.skipped.double()])
     copy = AsyncHostCopy(torch.cat([verdict, *totals.sums, totals.requests, totals.rank_times]))
     return PendingStep(result, totals, run.model.scalars, rates, copy, by_layer)
@@ -263,6 +267,7 @@ def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[NonFinite]:
     )
     for index in range(len(metrics.losses)):
         run.optimizer.zero_grad()
+        # Each rank runs its part of the chunk; no gradient is sent, so a NaN stays where it arose.
         first = metrics.first_sample + index * run.chunk
         with run.zero.watching() as grad_sq_sum:
             sums = run_micro_batches(run, run.data.train, first, run.chunk, scale=scale)

@@ -66,9 +66,12 @@ class RankTimer:
 
     def end_lap(self, recording: Recording) -> None:
         """Close a lap, in which `recording` was made."""
+        # On a GPU the events of this step have not happened yet: those of the step before are read,
+        # which costs no wait.
         on_gpu = self.device.type == "cuda"
         complete, self.before = self.before if on_gpu else recording, recording
         forward, backward = (0.0, 0.0) if complete is None else complete.own_seconds()
+        # What the clock counts but no section does is the rest: Python, launches, logging.
         total, data = busy_clock() - self.begun, self.timers.total("data") - self.data
         if on_gpu:
             total = max(total, forward + backward)
@@ -81,6 +84,7 @@ class RankTimer:
         the sum over ranks is everyone's: seconds of a lap in each part of the interval, then of
         each section.
         """
+        # Zeros in the other rows: the step's all-reduce carries the table at no extra message.
         row, self.laps = summary(self.laps), []
         table = torch.zeros(self.world.size, len(row), dtype=torch.float64, device=self.device)
         table[self.world.rank] = to_device(row, self.device)
@@ -106,6 +110,7 @@ def make_timing(
     the file of events.
     """
     timers, rank_timer, stragglers = Timers(in_trace=named), None, None
+    # Host names are gathered once, so that a report can name the node of a slow rank.
     if config.logging.log_straggler and groups.world.size > 1:
         rank_timer = RankTimer(ranks.device, groups.world, timers)
         nodes = ranks.gather_or_raise(socket.gethostname)
@@ -127,6 +132,7 @@ def summary(laps: Sequence[Sequence[float]]) -> list[float]:
     """Seconds of a lap, mean over each of up to BLOCKS parts of the laps, then those of each
     section, mean over all laps.
     """
+    # Parts of the interval show whether a rank is slow always or only for a while.
     count = len(laps)
     blocks = min(BLOCKS, count)
     parts = [laps[count * i // blocks : count * (i + 1) // blocks] for i in range(blocks)]
