@@ -175,7 +175,7 @@ class Optimizer:
                         ]
                     )
 
-    def zero_grad(self) -> None:
+    def drop_gradients(self) -> None:
         """Before a step: no gradient is left of the one before, but where a step on the host has
         yet to use it.
         """
@@ -186,7 +186,7 @@ class Optimizer:
                 block.drop()
 
     @cached_property
-    def skips_on_device(self) -> bool:
+    def skip_decided_on_device(self) -> bool:
         """Whether a word on the device suppresses a step, so that the host need not wait for the
         norm.
         """
@@ -255,7 +255,7 @@ class Optimizer:
         norm = grad_sq_sum.sqrt() * grad_scale
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
         coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_scale).to(self.wide)
-        if not self.skips_on_device and found_inf.item():
+        if not self.skip_decided_on_device and found_inf.item():
             return StepOutcome(norm, found_inf)
 
         # 2. Steps on the host are handed over: each is made when the next forward pass needs it.
@@ -376,8 +376,7 @@ class Optimizer:
 
     def holder(self, box: Box) -> Holder | None:
         """The place of this rank among those that hold one of its boxes and may write it. None for
-        the last stage of a tied matrix: the first stage's is the one that counts, and their slices
-        need not be the same.
+        the last stage of a tied matrix: the first stage's is the one that counts.
         """
         # Ranks that hold the same box: copies of the slice under hybrid sharding, and tensor-
         # parallel ranks with a replicated tensor.
@@ -411,7 +410,7 @@ class Optimizer:
                 for part in block.counted(self.groups, piece):
                     yield block, held[MASTER][part]
 
-    def zero_gradients(self) -> Tensor:
+    def count_zero_gradients(self) -> Tensor:
         """How many of this rank's real gradient elements are exactly zero, padding left out; every
         element counts on one rank.
         """

@@ -73,7 +73,7 @@ class LayerPasses:
 
     def __init__(self, sharing: Axis = ALONE, objectives: Iterable[str] = ()):
         self.sharing, self.objectives = sharing, frozenset(objectives)
-        # of the layers that have been differentiated
+        # of the layers that have been differentiated, and so checked once
         self.parameters: dict[Layer, list[nn.Parameter]] = {}
 
     def forward(
@@ -247,6 +247,7 @@ def check_all_params_got_grads(
     """
     parameters = _parameters_in(edges)
     for parameter in parameters:
+        # `.data` shares the memory and has a version counter separate from the buffer's, which begins at 0
         if parameter.main_grad is not None:
             parameter.main_grad = parameter.main_grad.data
     yield

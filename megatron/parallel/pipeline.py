@@ -230,6 +230,7 @@ class Pipeline:
         PeerError when a neighbor dies or hangs.
         """
         plan = self.prepare(schedule)
+        # a training step ends with Zero.end_step, after this; an evaluation has no gradients to end
         self.weights.begin_step(plan.weights)
         messages = StageMessages(
             self.placement,
@@ -297,6 +298,8 @@ class Pipeline:
                     self.rebuild(stage, layer, saved)
                 else:
                     dy, kept = self.passes.backward(kind, layer, dy, saved.pop(), step.aux_scale)
+                    # this half runs from the last layer to the first, the second half likewise: it
+                    # pops from the right
                     if kind is Kind.BACKWARD_INPUT:
                         deferred.appendleft(kept)
             if after is not None:

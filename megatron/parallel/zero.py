@@ -43,7 +43,11 @@ from megatron.parallel.zero_plan import After, Before, ZeroPlan, ZeroPlanner
 
 
 class Zero:
-    """Carries out the plan of a step. Where one rank alone holds a block, nothing is sent."""
+    """Carries out the plan of a step. Where one rank alone holds a block, nothing is sent.
+
+    All ranks that share a block start the same collectives in the same order: they run the same
+    schedule, so they have the same plan. At most one reduction is pending at a time.
+    """
 
     def __init__(
         self, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig
@@ -156,9 +160,8 @@ class Zero:
         """
         if self.planner.reduces:
             self._finish_reductions()
-        if self.watched is None:
-            sum_copies(self.trained)
-            sum_partial_gradients(self.trained, self.groups)
+        sum_copies(self.trained)
+        sum_partial_gradients(self.trained, self.groups)
 
     def _finish_reductions(self) -> None:
         with self.on_stream(self.reduce_stream):
@@ -347,6 +350,10 @@ def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
             if name in (box.spec.grad_sum or ())
             for view in block.runs(entry, box, block.grad_shard)
         ]
+        # both ends of a pipeline cut the matrix alike, as it is all that its block holds
+        assert name != "tied" or all(
+            block.stage == 0 or len(block.entries) == 1 for block in blocks if _is_tied(block)
+        )
         pack: list[Tensor] = []
         size = 0  # bytes
         for index, view in enumerate(views):
@@ -360,3 +367,9 @@ def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
                     for x, summed in zip(pack, packed.split([x.numel() for x in pack])):
                         x.copy_(summed)
                 pack, size = [], 0
+
+
+def _is_tied(block: Block) -> bool:
+    """Whether a block holds an end of a tied matrix."""
+    boxes = (box for entry in block.entries for box in entry.boxes)
+    return any("tied" in (box.spec.grad_sum or ()) for box in boxes)

@@ -1,6 +1,8 @@
 """One optimizer step.
 
-Called from training/loop.py.
+What it yields, in order: BackwardResult is of this rank, after its passes. Totals are of all ranks,
+on the device. PendingStep is the step once it is queued, its numbers on their way to the host.
+StepMetrics are these numbers, read one step later. Called from training/loop.py.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Totals(NamedTuple):
 
     grad_sq_sum: Tensor  # of the accumulated gradient
     sums: MicroBatchSums
-    requests: Tensor  # ranks that ask for an exit or are ready to save
+    exit_requests: Tensor  # ranks that ask for an exit
+    save_requests: Tensor  # ranks that are ready for the next part of a save
     rank_times: Tensor  # RankTimer.table of all ranks; empty unless this step logs it
 
 
@@ -59,9 +62,8 @@ class StepMetrics:
     tokens: list[float]
     scalars: dict[str, float]  # auxiliary outputs of layers: sums over tokens
     counts: dict[str, list[float]]  # the same, of those that are several numbers
-    # ranks that asked for an exit (ExitConditions.requests), then those that are ready for more of
-    # a save (CheckpointManager.ready)
-    requests: list[float]
+    exit_requests: list[float]  # ranks that ask for an exit: ExitConditions.requests
+    save_requests: list[float]  # ranks that are ready for more of a save: CheckpointManager.ready
     rank_times: list[float]  # RankTimer.table's rows; empty unless the step is logged
     loss: float  # the mean per valid token; NaN without one
     # This rank's share of the gradient's squares by layer, as of `grad_norm` (--log-layer-norms in
@@ -86,11 +88,11 @@ class PendingStep:
         sizes = [
             *(1, 1, len(sums.losses), len(sums.tokens)),
             *(spec.size for spec in self.specs),
-            *(len(self.totals.requests), len(self.totals.rank_times)),
+            *(len(each) for each in self.totals[2:]),
         ]
         values = iter(self.scalars.read())
         parts = [[next(values) for _ in range(size)] for size in sizes]
-        (norm,), (skipped,), losses, tokens, *auxiliary, requests, rank_times = parts
+        (norm,), (skipped,), losses, tokens, *auxiliary, exits, saves, rank_times = parts
         named = list(zip(self.specs, auxiliary, strict=True))
         return StepMetrics(
             first_sample=result.first_sample,
@@ -102,23 +104,24 @@ class PendingStep:
             tokens=tokens,
             scalars={spec.name: values[0] for spec, values in named if spec.size == 1},
             counts={spec.name: values for spec, values in named if spec.size > 1},
-            requests=requests,
+            exit_requests=exits,
+            save_requests=saves,
             rank_times=rank_times,
             loss=sum(losses) / sum(tokens) if sum(tokens) else float("nan"),
             layer_grad_sq_sums=self.layer_grad_sq_sums,
         )
 
 
-def train_step(run: Run, finish_previous: Callable[[], None]) -> PendingStep:
+def train_step(run: Run, finish_pending: Callable[[], None]) -> PendingStep:
     """Forward and backward over the micro-batches of a global batch, one reduction, update.
 
-    `finish_previous` acts on the outcome of the step before. It is called as late as possible, so
+    `finish_pending` acts on the outcome of the step before. It is called as late as possible, so
     that the host queues this step's work while the device still computes.
     """
     config, progress, timer = run.config, run.progress, run.timing.rank_timer
     batch_size = global_batch_size_at(progress.consumed_samples, config)
     if run.scaler.dynamic:  # the loss scale depends on that outcome
-        finish_previous()
+        finish_pending()
 
     # 1. Forward and backward passes. Layers are gathered and reduced as they run.
     result = forward_backward(
@@ -128,7 +131,7 @@ def train_step(run: Run, finish_previous: Callable[[], None]) -> PendingStep:
         loss_scale=run.scaler.scale,
         recording=Recording(run.device) if run.groups.pp.size > 1 or timer is not None else None,
     )
-    finish_previous()
+    finish_pending()
     if timer is not None:
         timer.end_lap(result.recording)
         timer.begin_update()
@@ -138,7 +141,8 @@ def train_step(run: Run, finish_previous: Callable[[], None]) -> PendingStep:
     logged = wanted and is_logged(config, after)
 
     with run.timers("optimizer"):
-        # 2. One all-reduce carries everything that ranks must agree on.
+        # 2. Gradients are summed already. One all-reduce sums the few numbers that ranks must
+        # agree on: norm, losses, tokens, requests to exit or save.
         totals = all_reduce_totals(run, result, rank_times=timer is not None and logged)
 
         # 3. Update the shards that this rank owns. Their weights reach the other ranks behind the
@@ -175,7 +179,7 @@ def forward_backward(
     # The number of valid tokens is known after the passes: until then the gradient is divided by
     # that of all tokens, which `update` corrects.
     scale = loss_scale / (batch_size * run.config.data.seq_length)
-    run.optimizer.zero_grad()
+    run.optimizer.drop_gradients()
     with run.timers("forward-backward"):
         sums = run_micro_batches(
             run, run.data.train, first_sample, batch_size, scale=scale, recording=recording
@@ -190,17 +194,19 @@ def all_reduce_totals(run: Run, result: BackwardResult, *, rank_times: bool = Fa
     timer = run.timing.rank_timer
     # A save in the background continues when all ranks are ready for its next part.
     ready = run.checkpoints.ready() if run.checkpoints is not None else ()
-    requests = to_device([*run.exits.requests(), *ready], run.device)
+    exits = run.exits.requests()
+    requests = to_device([*exits, *ready], run.device)
     parts = [
         run.optimizer.grad_sq_sum().reshape(1),
         *result.sums,
-        requests,
+        requests[: len(exits)],
+        requests[len(exits) :],
         timer.table().flatten() if rank_times else requests[:0],
     ]
     with waiting(partial(_waited_for_all, run)):
         summed = all_reduce(torch.cat(parts), run.groups.world)
-    grad_sq_sum, losses, tokens, scalars, requests, times = summed.split(list(map(len, parts)))
-    return Totals(grad_sq_sum[0], MicroBatchSums(losses, tokens, scalars), requests, times)
+    grad_sq_sum, *sums, exit_sum, save_sum, times = summed.split(list(map(len, parts)))
+    return Totals(grad_sq_sum[0], MicroBatchSums(*sums), exit_sum, save_sum, times)
 
 
 def update(
@@ -233,7 +239,7 @@ def update(
     run.model.update_routers(scalars, outcome.skipped)
     # One copy to the host for all of it, started here and read one step later.
     verdict = torch.stack([outcome.grad_norm, outcome.skipped.double()])
-    copy = AsyncHostCopy(torch.cat([verdict, *totals.sums, totals.requests, totals.rank_times]))
+    copy = AsyncHostCopy(torch.cat([verdict, *totals.sums, *totals[2:]]))
     return PendingStep(result, totals, run.model.scalars, rates, copy, by_layer)
 
 
@@ -266,7 +272,7 @@ def non_finite_micro_batches(run: Run, metrics: StepMetrics) -> list[NonFinite]:
         len(metrics.losses), run.groups.dp.size, 2, dtype=torch.float64, device=run.device
     )
     for index in range(len(metrics.losses)):
-        run.optimizer.zero_grad()
+        run.optimizer.drop_gradients()
         # Each rank runs its part of the chunk; no gradient is sent, so a NaN stays where it arose.
         first = metrics.first_sample + index * run.chunk
         with run.zero.watching() as grad_sq_sum:

@@ -24,7 +24,7 @@ from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.optimizer.update import RULES
 from megatron.parallel import blocks
-from megatron.training import evaluate, loop, prepare, pretrain, step
+from megatron.training import evaluate, loop, prepare, pretrain, reporting, step
 from megatron.training.run import Run
 
 # ---- data
@@ -643,7 +643,7 @@ def _(original):
     "logging",
     "the base rate logged as the decoupled one",
     "decoupled-tied",
-    loop,
+    reporting,
     "_rate_metrics",
 )
 def _(original):
@@ -815,7 +815,11 @@ def _(original):
 
 
 @mutant(
-    "logging", "zeros of the gradient with those of padding", "llama", Optimizer, "zero_gradients"
+    "logging",
+    "zeros of the gradient with those of padding",
+    "llama",
+    Optimizer,
+    "count_zero_gradients",
 )
 def _(original):
     return lambda self: torch.stack(

@@ -15,7 +15,7 @@ from parity.layouts import BASE, LLAMA, NO_DROPOUT
 from parity.worker import Outcome, run_case
 
 from megatron.model.experts.router import Router
-from megatron.training import loop
+from megatron.training import loop, reporting
 
 L, H, S, B, V, PADDED = 2, 32, 16, 8, 50, 128
 STEP_SECONDS, EVALUATION_SECONDS, PEAK = 2.0, 100.0, 5.0
@@ -54,6 +54,7 @@ def run_by_clock(flags: tuple[str, ...]) -> list[Row]:
     clock = SimpleNamespace(**{**vars(loop.time), "perf_counter": lambda: now[0]})
     with (
         mock.patch.object(loop, "time", clock),
+        mock.patch.object(reporting, "time", clock),
         mock.patch.object(loop, "train_step", step),
         mock.patch.object(loop, "evaluate_all", evaluation),
         mock.patch.object(worker, "is_measured", lambda name: False),

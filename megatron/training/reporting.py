@@ -1,0 +1,212 @@
+"""The console line of an interval, and what trackers record of it.
+
+Called from training/loop.py. What a line needs of other ranks is summed here: all ranks call `log`
+in the same iterations.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron.config.groups import Config
+from megatron.config.stages import frozen_units
+from megatron.distributed.collectives import all_reduce
+from megatron.model.arithmetic import flops_per_iteration, iterations_for
+from megatron.model.gpt import layer_names
+from megatron.observe.console import training_line
+from megatron.observe.expert_load import load_metrics
+from megatron.observe.metrics import eta_seconds, memory_metrics, rates, timer_metrics
+from megatron.optimizer.lr_schedule import LearningRates
+from megatron.parallel.recording import Recording
+from megatron.parallel.timeline import Timeline
+from megatron.training.passes import schedule_of
+from megatron.training.run import Progress, Run, finished
+from megatron.training.step import StepMetrics
+from megatron.training.timing import rows_of_ranks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Interval:
+    """What this process knows of the time since the last console line; sums of losses are in
+    Progress, which checkpoints keep.
+    """
+
+    started: float
+    iterations: int = 0
+    outside: float = 0.0  # seconds of evaluation and checkpoints, which are no part of an iteration
+    last: StepMetrics | None = None
+
+
+def last_iteration(config: Config, progress: Progress) -> int:
+    """The iteration at which the run ends; under --train-samples counted through the batch-size
+    ramp-up.
+    """
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    return progress.iteration + iterations_for(
+        config.training.train_samples, config, progress.consumed_samples
+    )
+
+
+def log(
+    run: Run, interval: Interval, learning_rates: LearningRates, recording: Recording | None
+) -> Interval:
+    """Log and track one line; the next interval."""
+    progress = run.progress
+    now = time.perf_counter()
+    seconds = (now - interval.started - interval.outside) / interval.iterations
+    metrics = _metrics(run, interval, seconds) | _rate_metrics(run, learning_rates)
+    timeline = None
+    if recording is not None and run.groups.pp.size > 1:
+        timeline = pipeline_timeline(run, recording, interval.last.batch_size)
+        metrics["pipeline-bubble-fraction"] = timeline.bubble
+    metrics |= _weight_metrics(run) | _layer_norms(run, interval.last)
+    metrics |= _timing_metrics(run, interval.last)
+    end = last_iteration(run.config, progress)
+    watch = run.timing.stragglers
+    line = training_line(
+        progress.iteration,
+        end,
+        metrics,
+        skipped=progress.open_skipped,
+        nan=progress.open_nan,
+        eta_seconds=eta_seconds(progress.iteration, end, seconds),
+        more=[] if watch is None else watch.fields(metrics),
+    )
+    logger.info(line)
+    run.starving.look(interval.last.counts, progress.iteration)
+    if run.tracker is not None:
+        run.tracker.log(progress.iteration, metrics)
+        if timeline is not None:
+            _show(run, timeline)
+    progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
+    return Interval(time.perf_counter())
+
+
+def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
+    """The row of an interval with this time per iteration (names and units: metrics.py)."""
+    config, progress, report = run.config, run.progress, interval.last
+    seq, batch = config.data.seq_length, report.batch_size
+    loss = progress.open_loss / progress.open_steps if progress.open_steps else report.loss
+    # layers add up over all tokens, whatever the loss leaves out
+    scalars = {name: value / (batch * seq) for name, value in report.scalars.items()}
+    return {
+        **consumed(run),
+        "lm loss": loss,
+        **scalars,
+        **load_metrics(report.counts, config.logging.moe_per_layer_logging),
+        "batch-size": batch,
+        "loss-scale": report.loss_scale,
+        "grad-norm": report.grad_norm,
+        "skipped-train-samples": progress.skipped_samples,
+        "world-size": run.groups.world.size,
+        **rates(
+            seconds=seconds,
+            tokens=batch * seq,
+            flops=flops_per_iteration(config.model, batch, seq, run.vocab_size),
+            padded_flops=flops_per_iteration(config.model, batch, seq, run.padded_vocab),
+            world_size=run.groups.world.size,
+            peak_tflops=run.peak_tflops,
+        ),
+        **_prediction(run, batch),
+        **memory_metrics(run.device),
+        **timer_metrics(
+            run.timers.take(),
+            iterations=interval.iterations,
+            elapsed=seconds * interval.iterations,
+            timing_log_level=config.logging.timing_log_level,
+        ),
+    }
+
+
+def _prediction(run: Run, batch: int) -> dict[str, float]:
+    """Seconds of an iteration by the plan, which is made for the whole global batch."""
+    seconds = None if run.forecast is None else run.forecast.step_seconds
+    if seconds is None or batch != run.config.training.global_batch_size:
+        return {}
+    return {"predicted-iteration-time": seconds}
+
+
+def _rate_metrics(run: Run, learning_rates: LearningRates) -> dict[str, float]:
+    """The learning rates of the last step; that of --decoupled-lr where there is one."""
+    metrics = {"learning-rate": learning_rates.base}
+    if run.schedule.decoupled_max_lr is not None:
+        metrics["decoupled-learning-rate"] = learning_rates.decoupled
+    return metrics
+
+
+def _weight_metrics(run: Run) -> dict[str, float]:
+    """What --log-num-zeros-in-grad and --log-params-norm ask for; all ranks take part."""
+    metrics: dict[str, float] = {}
+    if run.config.logging.log_num_zeros_in_grad:
+        zeros = all_reduce(run.optimizer.count_zero_gradients(), run.groups.world)
+        metrics["num-zeros"] = int(zeros.item())
+    if run.config.logging.log_params_norm:
+        run.zero.wait_for_weights()
+        total = all_reduce(run.optimizer.squared_weight_norm(), run.groups.world)
+        metrics["params-norm"] = math.sqrt(total.item())
+    return metrics
+
+
+def _layer_norms(run: Run, report: StepMetrics) -> dict[str, float]:
+    """What --log-layer-norms asks for, of the last step's gradient and the weights after it; all
+    ranks take part in one sum. A frozen layer has no gradient, and a tied head no weights of its
+    own.
+    """
+    if report.layer_grad_sq_sums is None:
+        return {}
+    run.zero.wait_for_weights()
+    squares = torch.stack([report.layer_grad_sq_sums, run.optimizer.layer_weight_sq_sums()])
+    gradients, weights = all_reduce(squares, run.groups.world).sqrt().tolist()
+    model, frozen = run.config.model, frozen_units(run.config)
+    names = layer_names(model)
+    if not model.untie_embeddings_and_output_weights:
+        names.remove("head")
+    trained = {f"grad-norm/{n}": v for n, v in zip(names, gradients) if n not in frozen}
+    return trained | {f"params-norm/{name}": value for name, value in zip(names, weights)}
+
+
+def _timing_metrics(run: Run, report: StepMetrics) -> dict[str, float]:
+    """Goodput, and which rank keeps the others waiting."""
+    metrics: dict[str, float] = {}
+    if run.config.checkpoint.save is not None:
+        metrics |= run.timing.events.goodput(run.progress.iteration)
+    watch = run.timing.stragglers
+    if watch is not None:
+        metrics |= watch.add(rows_of_ranks(report.rank_times, run.groups.world.size))
+    return metrics
+
+
+def consumed(run: Run) -> dict[str, float]:
+    """How far the run is: the x axes of its metrics."""
+    samples = run.progress.consumed_samples
+    return {
+        "consumed_samples": samples,
+        "consumed-tokens": samples * run.config.data.seq_length,
+    }
+
+
+def pipeline_timeline(run: Run, recording: Recording, batch_size: int) -> Timeline:
+    """The step just recorded, of this rank's pipeline; rank 0 writes --pipeline-timeline."""
+    schedule = schedule_of(run, batch_size // run.chunk, training=True)
+    timeline = recording.timeline(schedule, run.groups.pp)
+    if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
+        Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")
+    return timeline
+
+
+def _show(run: Run, timeline: Timeline) -> None:
+    """The picture of a time line, where the tracker wants it."""
+    title = f"{timeline.schedule}, the step of iteration {run.progress.iteration}"
+    last = finished(run.config, run.progress)
+    page = partial(run.advisor.draw_timeline, title, timeline)
+    run.tracker.show("pipeline-timeline", page, last=last)
