@@ -52,7 +52,14 @@ from megatron.model.stages import Stage  # noqa: E402
 from megatron.parallel.blocks import build_blocks  # noqa: E402
 from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
 from megatron.parallel.messages import StageMessages  # noqa: E402
-from megatron.parallel.pipeline import LayerPass, Pipeline, StepState, StepSums, Unit, Weights  # noqa: E402
+from megatron.parallel.pipeline import (  # noqa: E402
+    LayerPass,
+    Pipeline,
+    StepState,
+    StepSums,
+    Unit,
+    Weights,
+)
 from megatron.parallel.recording import Recording  # noqa: E402
 from megatron.parallel.schedule import (
     COMPUTATIONS,

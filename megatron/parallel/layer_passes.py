@@ -247,7 +247,7 @@ def check_all_params_got_grads(
     """
     parameters = _parameters_in(edges)
     for parameter in parameters:
-        # `.data` shares the memory and has a version counter separate from the buffer's, which begins at 0
+        # `.data` shares the memory and has a separate version counter, which begins at 0
         if parameter.main_grad is not None:
             parameter.main_grad = parameter.main_grad.data
     yield

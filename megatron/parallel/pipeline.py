@@ -230,7 +230,7 @@ class Pipeline:
         PeerError when a neighbor dies or hangs.
         """
         plan = self.prepare(schedule)
-        # a training step ends with Zero.end_step, after this; an evaluation has no gradients to end
+        # a training step ends with Zero.end_step; an evaluation has no gradients
         self.weights.begin_step(plan.weights)
         messages = StageMessages(
             self.placement,

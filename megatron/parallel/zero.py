@@ -160,7 +160,10 @@ class Zero:
         """
         if self.planner.reduces:
             self._finish_reductions()
-        sum_copies(self.trained)
+        # Hybrid sharding: each slice is summed over the ranks that hold the same one.
+        for block in self.trained:
+            if block.groups.replicate.size > 1:
+                all_reduce(block.grad_shard, block.groups.replicate)
         sum_partial_gradients(self.trained, self.groups)
 
     def _finish_reductions(self) -> None:
@@ -326,13 +329,6 @@ class Zero:
 #
 # Sums, never means: the loss is divided by the global token count once, when the optimizer steps.
 # All of them act on the gradients of what this rank updates, which under ZeRO are slices.
-
-
-def sum_copies(blocks: list[Block]) -> None:
-    """Hybrid sharding: sum each slice over the ranks that hold the same one."""
-    for block in blocks:
-        if block.groups.replicate.size > 1:
-            all_reduce(block.grad_shard, block.groups.replicate)
 
 
 def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:

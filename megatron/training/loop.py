@@ -75,9 +75,10 @@ def train(run: Run) -> Exit:
                 run.lease.check()
 
             # 3. Console line, evaluation and checkpoint: no part of a rank's compute time.
-            if any(due) or exit_now or config.training.manual_gc:
-                with nullcontext() if timer is None else timer.outside():
+            with nullcontext() if timer is None else timer.outside():
+                if any(due) or exit_now:
                     interval, exit_now = _between_steps(run, interval, step, due, exit_now)
+                collect_after(iteration, config.training)
             if exit_now and (progress.evaluation_due or not due.end):
                 return _end(run, exit_now)
         return Exit(COMPLETE, 0 if finalize(run) else 1)
@@ -96,18 +97,16 @@ class Due(NamedTuple):
 def due_after(run: Run) -> Due:
     """What is due after the iteration that run.progress has counted last."""
     config, iteration, end = run.config, run.progress.iteration, finished(run.config, run.progress)
-
-    def every(interval: int | None) -> bool:
-        return bool(interval) and iteration % interval == 0
-
-    evaluation, checkpoint = config.evaluation, config.checkpoint
-    return Due(
-        log=end or iteration % config.logging.log_interval == 0,
-        evaluate=(end or every(evaluation.eval_interval)) and bool(run.data.valid),
-        save=every(checkpoint.save_interval),
-        save_local=every(checkpoint.local_save_interval),
-        end=end,
+    log, evaluate, save, save_local = (
+        bool(interval) and iteration % interval == 0
+        for interval in (
+            config.logging.log_interval,
+            config.evaluation.eval_interval,
+            config.checkpoint.save_interval,
+            config.checkpoint.local_save_interval,
+        )
     )
+    return Due(log or end, (evaluate or end) and bool(run.data.valid), save, save_local, end)
 
 
 def _between_steps(
@@ -118,7 +117,6 @@ def _between_steps(
         interval = log(run, interval, step.learning_rates, step.result.recording)
     if exit_now or due.evaluate or due.save or due.save_local or due.end:
         exit_now = _evaluate_and_save(run, interval, due, exit_now)
-    collect_after(run.progress.iteration, run.config.training)
     return interval, exit_now
 
 
