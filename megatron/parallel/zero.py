@@ -54,6 +54,7 @@ class Zero:
     ):
         self.blocks, self.groups, self.stage = blocks, groups, blocks[0].stage
         self.trained = [block for block in blocks if block.trained]
+        self.is_hybrid = any(block.groups.replicate.size > 1 for block in self.trained)
         self.planner = ZeroPlanner(model, blocks, groups, config)
         self.overlap_reduce = config.overlap_grad_reduce
         self.overlap_gather = config.overlap_param_gather
@@ -160,10 +161,8 @@ class Zero:
         """
         if self.planner.reduces:
             self._finish_reductions()
-        # Hybrid sharding: each slice is summed over the ranks that hold the same one.
-        for block in self.trained:
-            if block.groups.replicate.size > 1:
-                all_reduce(block.grad_shard, block.groups.replicate)
+        if self.is_hybrid:
+            sum_copies(self.trained)
         sum_partial_gradients(self.trained, self.groups)
 
     def _finish_reductions(self) -> None:
@@ -329,6 +328,13 @@ class Zero:
 #
 # Sums, never means: the loss is divided by the global token count once, when the optimizer steps.
 # All of them act on the gradients of what this rank updates, which under ZeRO are slices.
+
+
+def sum_copies(blocks: list[Block]) -> None:
+    """Hybrid sharding: sum each slice over the ranks that hold the same one."""
+    for block in blocks:
+        if block.groups.replicate.size > 1:
+            all_reduce(block.grad_shard, block.groups.replicate)
 
 
 def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
