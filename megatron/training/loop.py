@@ -134,6 +134,7 @@ def _evaluate_and_save(
                 or evaluate_all(run, "validation") is None
             )
         exit_now = exit_now or run.exits.check(run.progress.iteration)
+    # After the evaluation, so that its outcome is in the checkpoint.
     if due.save or due.end or exit_now:
         save(run)
     elif due.save_local:
@@ -161,14 +162,17 @@ def finish_step(run: Run, pending: PendingStep | None, interval: Interval) -> No
         run.checkpoints.advance(report.save_requests)
     interval.last = report
     interval.iterations += 1
+    # A batch without a valid token is skipped too, and is no overflow.
     overflow = report.skipped and sum(report.tokens) > 0
     real = overflow and run.scaler.at_minimum()
     run.scaler.update(overflow)
     if not report.skipped:
+        # The clock of the learning rate runs only with steps that changed the weights.
         progress.scheduled_samples += report.batch_size
         progress.open_loss += report.loss
         progress.open_steps += 1
         return
+    # Skipped: an overflow halves the scale; a real NaN or Inf is a matter of --nan-policy.
     _count_skipped(run, report)
     iteration = progress.iteration
     if sum(report.tokens) == 0:
@@ -199,6 +203,7 @@ def _samples(report: StepMetrics) -> str:
 
 
 def _blame(run: Run, report: StepMetrics) -> str:
+    # The step is computed again, micro-batch by micro-batch: all ranks do it together.
     failed, size = non_finite_micro_batches(run, report), run.config.training.micro_batch_size
     lines = [
         (
@@ -222,6 +227,7 @@ def _blame(run: Run, report: StepMetrics) -> str:
 
 def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
     """Evaluate every source of a split, log and track; None when a signal cut it short."""
+    # 1. Each source by itself. All ranks leave the loop together: a signal is agreed upon.
     sources = run.data.valid if split == "validation" else run.data.test
     losses = {}
 
@@ -244,6 +250,7 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
         losses[name] = loss
         log_sample(loss, source.bytes_per_token, name if len(sources) > 1 else None)
     if len(sources) > 1:
+        # 2. The blend, weighted as training is.
         sizes = [source.bytes_per_token for source in sources.values()]
         log_sample(
             blended(sources, list(losses.values())),
@@ -279,6 +286,7 @@ def blended(sources: dict[str, Source], values: list[float]) -> float:
 
 def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int], None]:
     """Reports `what: done/total, ETA` at most every quiet_seconds."""
+    # Quiet for short evaluations.
     start = last = time.monotonic()
 
     def report(done: int, total: int) -> None:

@@ -64,6 +64,8 @@ def run_micro_batches(
     With a `scale` gradients of scale x objective are added to every main_grad; without one it is an
     evaluation: no dropout, no gradients.
     """
+    # Tokens are counted as micro-batches are read, by the iterator below; losses come from the
+    # head.
     training, count = scale is not None, samples // run.chunk
     sums = torch.zeros(2, count, dtype=torch.float64, device=run.device)
     aux_scale = scale

@@ -147,6 +147,7 @@ def _start_device(launch: Launch, config: Config, resolved: Config) -> torch.dev
     """This rank's device, connected with the other ranks, which must have the same configuration
     and versions.
     """
+    # The order matters: determinism and cores are set before any kernel runs or thread starts.
     device, backend = choose_device(launch, config.distributed)
     set_determinism(device, resolved.model.deterministic_mode)
     if device.type == "cuda" and resolved.optimizer.optimizer_cpu_offload:
@@ -159,6 +160,7 @@ def _start_device(launch: Launch, config: Config, resolved: Config) -> torch.dev
 
 def _report_failure(run: Run, error: Exception) -> None:
     """Note in an error where the run failed, and report the failure to the other ranks."""
+    # Other ranks read the reason from the store and name this rank instead of timing out.
     error.add_note(f"[{run.groups.describe()}, iteration {run.progress.iteration}]")
     first_line = str(error).splitlines()[0] if str(error) else ""
     reason = f"{type(error).__name__}: {first_line}"
@@ -185,6 +187,7 @@ def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
     """The last line of a dry run and its exit code."""
     if verdict is None or verdict.word == "fits":
         return "dry run: everything is in order; nothing was trained", 0
+    # Exit code 2 lets a script refuse to submit a job that cannot run.
     fault = "memory is tight" if verdict.fits else "the run does not fit into memory"
     text = f"dry run: the settings are in order, but {fault} (see verdict above); nothing was "
     return text + "trained", 0 if verdict.fits else 2
@@ -267,6 +270,8 @@ def _describe_on_rank_0(
     prepared: Prepared, groups: Groups, device: torch.device, advisor: Advisor
 ) -> tuple[dict[str, list[str]], Forecast | None]:
     """The banner's sections and the forecast, on rank 0; its UserError is raised on all ranks."""
+    # The plan takes seconds for thousands of ranks: rank 0 makes it, the others wait for its
+    # verdict.
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     node = pages / 2**30, read_launch().local_size
     with raise_on_all_ranks(groups.world, device):
@@ -294,6 +299,7 @@ def _build_engine(
     config: Config, vocab_size: int, groups: Groups, device: torch.device, advisor: Advisor
 ) -> tuple[Pipeline, Optimizer]:
     """This rank's stages, sharded, with their executor and their optimizer."""
+    # From here on memory is taken: an error gets the out-of-memory report.
     record_memory_history(config, device)
     with explained_out_of_memory(config, vocab_size, groups, device, advisor):
         pipeline = _build_pipeline(config, vocab_size, groups, device)
@@ -305,6 +311,7 @@ def _build_engine(
 
 
 def _exit_conditions(config: Config) -> ExitConditions:
+    # What the log says when a signal comes, which depends on what the run can still do.
     on_signal = "saving and exiting after this step"
     if config.evaluation.skip_train:
         on_signal = "ending the evaluation and exiting"
@@ -316,6 +323,7 @@ def _exit_conditions(config: Config) -> ExitConditions:
 def _build_pipeline(
     config: Config, vocab_size: int, groups: Groups, device: torch.device
 ) -> Pipeline:
+    # 1. The stages of this rank on the meta device, then one flat buffer for each layer.
     model = build_model(config, vocab_size, groups, device)
     blocks = build_run_blocks(config, model, device, groups)
     if model.config.attention_backend == "fa4":
@@ -327,22 +335,25 @@ def _build_pipeline(
         with raise_on_all_ranks(groups.world, device):
             compile_layers(model, device)
     zero = Zero(model, blocks, groups, config.distributed)
-    sharing = groups.tp if config.training.distribute_saved_activations else ALONE
-    kind: type[Pipeline] = Pipeline
-    passes = LayerPasses(sharing, objectives_of(model))
-    if config.training.activation_offload:
-        smallest = config.training.min_offloaded_tensor_size
-        kind = OffloadingPipeline
-        passes = OffloadingPasses(device, smallest, sharing, passes.objectives)
-    if config.training.cuda_graphs:
+
+    # 2. The executor. Offload, graphs and pairs exclude each other, and each has its own: an
+    # ordinary run has no code of theirs in its step.
+    training, objectives = config.training, objectives_of(model)
+    sharing = groups.tp if training.distribute_saved_activations else ALONE
+    stages = placement_of(config), hidden_shape(config), groups, device
+    if training.activation_offload:
+        smallest = training.min_offloaded_tensor_size
+        offloading = OffloadingPasses(device, smallest, sharing, objectives)
+        return OffloadingPipeline(model, zero, offloading, *stages)
+    if training.cuda_graphs:
         for block in zero.trained:
             block.keep_grad_place()
-        kind, passes = GraphedPipeline, GraphedPasses(model, device)
-    placement, shape = placement_of(config), hidden_shape(config)
-    parts = model, zero, passes, placement, shape, groups, device
+        return GraphedPipeline(model, zero, GraphedPasses(model, device), *stages)
+    passes = LayerPasses(sharing, objectives)
     if config.distributed.overlap_moe_expert_parallel_comm:
-        return PairedPipeline(*parts, run_overlapped=Interleaver().run_overlapped)
-    return kind(*parts)
+        overlapped = Interleaver().run_overlapped
+        return PairedPipeline(model, zero, passes, *stages, run_overlapped=overlapped)
+    return Pipeline(model, zero, passes, *stages)
 
 
 def _open_tracker(
@@ -357,6 +368,7 @@ def _open_tracker(
     """
     if forecast is None:
         return None
+    # Trackers are opened before the banner is printed: it names their places.
     sections = {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
     record = run_record(
         prepared.config, groups.layout, sections, forecast.verdict, forecast.prediction
@@ -423,6 +435,7 @@ def _train_and_evaluate(run: Run) -> int:
 
 def _end_of_cut_evaluation(run: Run) -> int:
     """End a run when a signal interrupted an evaluation outside of training; the exit code."""
+    # The same on all ranks: they agreed on the signal.
     ended = run.exits.check(run.progress.iteration)
     assert ended is not None
     logger.info(
@@ -435,6 +448,7 @@ def _end_of_cut_evaluation(run: Run) -> int:
 
 def _end(run: Run, code: int, reason: str) -> None:
     """Write the last event of this start, and log the goodput of all starts."""
+    # The last event of this start; goodput counts from the first start of the run.
     run.timing.events.end(run.progress.iteration, code, reason)
     folder = run.config.checkpoint.save
 

@@ -70,6 +70,7 @@ class StepProfiler:
             with_stack=self.config.pytorch_profiler_collect_callstack,
             experimental_config=_ExperimentalConfig(profile_all_threads=self.all_threads),
         )
+        # The warm-up allocates the profiler's buffers; recording starts with the next step.
         self.profiler.prepare_trace()
 
     def _record(self) -> None:
@@ -101,6 +102,7 @@ class StepProfiler:
         self.profiler.stop_trace()
         # One file a rank; the table of where the time went is the tools'.
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Work that is still queued belongs to the trace: it was awaited above.
         path = self.folder / f"rank-{self.rank}.trace.json"
         self.profiler.export_chrome_trace(str(path))
         self.profiler = None

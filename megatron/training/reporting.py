@@ -62,9 +62,11 @@ def log(
 ) -> Interval:
     """Log and track one line; the next interval."""
     progress = run.progress
+    # 1. The time of an iteration, without evaluations and checkpoints.
     now = time.perf_counter()
     seconds = (now - interval.started - interval.outside) / interval.iterations
     metrics = _metrics(run, interval, seconds) | _rate_metrics(run, learning_rates)
+    # 2. What all ranks of a pipeline, or of the world, give together.
     timeline = None
     if recording is not None and run.groups.pp.size > 1:
         timeline = pipeline_timeline(run, recording, interval.last.batch_size)
@@ -88,6 +90,7 @@ def log(
         run.tracker.log(progress.iteration, metrics)
         if timeline is not None:
             _show(run, timeline)
+    # 4. The next interval begins; what is open is saved with a checkpoint that comes between lines.
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())
 
@@ -130,6 +133,7 @@ def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
 
 def _prediction(run: Run, batch: int) -> dict[str, float]:
     """Seconds of an iteration by the plan, which is made for the whole global batch."""
+    # During a ramp-up of the batch size the plan is of another batch.
     seconds = None if run.forecast is None else run.forecast.step_seconds
     if seconds is None or batch != run.config.training.global_batch_size:
         return {}
@@ -148,6 +152,7 @@ def _weight_metrics(run: Run) -> dict[str, float]:
     """What --log-num-zeros-in-grad and --log-params-norm ask for; all ranks take part."""
     metrics: dict[str, float] = {}
     if run.config.logging.log_num_zeros_in_grad:
+        # The gradients of the last step are still there: the optimizer keeps them under this flag.
         zeros = all_reduce(run.optimizer.count_zero_gradients(), run.groups.world)
         metrics["num-zeros"] = int(zeros.item())
     if run.config.logging.log_params_norm:
@@ -165,6 +170,7 @@ def _layer_norms(run: Run, report: StepMetrics) -> dict[str, float]:
     if report.layer_grad_sq_sums is None:
         return {}
     run.zero.wait_for_weights()
+    # One all-reduce for both, of as many numbers as there are layers.
     squares = torch.stack([report.layer_grad_sq_sums, run.optimizer.layer_weight_sq_sums()])
     gradients, weights = all_reduce(squares, run.groups.world).sqrt().tolist()
     model, frozen = run.config.model, frozen_units(run.config)
@@ -197,6 +203,7 @@ def consumed(run: Run) -> dict[str, float]:
 
 def pipeline_timeline(run: Run, recording: Recording, batch_size: int) -> Timeline:
     """The step just recorded, of this rank's pipeline; rank 0 writes --pipeline-timeline."""
+    # A collective of the pipeline; rows of other data-parallel ranks are not shown.
     schedule = schedule_of(run, batch_size // run.chunk, training=True)
     timeline = recording.timeline(schedule, run.groups.pp)
     if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:

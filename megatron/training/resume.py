@@ -60,6 +60,7 @@ def _tensors(run: Run) -> dict[str, list[int]]:
     """Name and shape of every logical tensor that the shards of all ranks together must hold,
     computed from the flags, not from what ranks hold.
     """
+    # The list against which a checkpoint is complete: a rank that wrote too little is found.
     shapes = model_shapes(run.config.model, run.vocab_size)
     trained = trained_names(run.config.model, run.vocab_size)
     states = (
@@ -97,10 +98,12 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
         or run.config.evaluation.skip_train
     ):
         return ""
+    # 1. What decides rounding: layout, device, versions, kernels and flags.
     known = "kernels" in checkpoint.state  # not in a checkpoint from before they were written down
     theirs, ours = (
         _decides_rounding(state, kernels=known) for state in (checkpoint.state, run_state(run))
     )
+    # 2. ZeRO stages that add in the same order give the same bits on a CPU, where sums are ours.
     if run.device.type == "cpu" and _same_sums(
         checkpoint.state["config"], run.config.to_dict(), run.chunk
     ):
@@ -134,6 +137,7 @@ def _decides_rounding(state: dict[str, Any], *, kernels: bool = False) -> dict[s
     """What decides it, by name; of kernels what was taken, where that is known, and else what the
     flags specify.
     """
+    # Each field declares whether it decides bits: the list needs no upkeep here.
     config = config_of(state).to_dict()
     deciding = (
         field
@@ -161,6 +165,7 @@ def _same_sums(theirs: dict[str, Any], ours: dict[str, Any], chunk: int) -> bool
     first, 2 and 3 over ranks first; a norm for clipping is that of the whole at 0, of shards
     above.
     """
+    # Without accumulation or clipping there is only one order.
     stages = [config["distributed"].get("zero_stage", 0) for config in (theirs, ours)]
     accumulates = any(config["training"]["global_batch_size"] > chunk for config in (theirs, ours))
     clips = any(config["optimizer"]["clip_grad"] > 0 for config in (theirs, ours))
@@ -200,6 +205,7 @@ def changed_fields(
     tokenizer and what --accept-changed names.
     """
     theirs = config_of(state)
+    # 1. The model: no flag accepts another one.
     found = _changed_weights(theirs, config)
     if vocab_size != state["vocab_size"]:
         rows = state["vocab_size"]
@@ -208,6 +214,7 @@ def changed_fields(
     if config.checkpoint.finetune or state.get("tokenizer") is None:
         # another tokenizer of the same size is the user's choice when weights alone are taken
         return found
+    # 2. The tokenizer, then fields that change what later steps see.
     if tokenizer_fingerprint != state["tokenizer"]:
         found.append(Change("tokenizer: its files are not those of the checkpoint", "tokenizer"))
     for name, change in _CHANGES.items():
@@ -236,6 +243,8 @@ def _both_rotary(theirs: Config, ours: Config) -> bool:
 
 def _changed_weights(theirs: Config, ours: Config) -> list[Change]:
     """Fields that make it another model; of learned positions their table is a part."""
+    # With rotary positions some fields hold no weights, so a change of them is another run of the
+    # same model.
     rotary = _both_rotary(theirs, ours)
     found = []
     for field in dataclasses.fields(ModelConfig):
@@ -258,6 +267,8 @@ def said_changes(state: dict[str, Any], config: Config) -> list[str]:
         return []
     theirs = config_of(state)
     finetune = config.checkpoint.finetune
+    # Each field declares what a change of it means; --finetune starts a new run, so most changes
+    # are its purpose.
     said = [
         (name, GROUP_OF[name])
         for name, change in _CHANGES.items()
@@ -289,6 +300,8 @@ def changed_data(state: dict[str, Any], config: Config, ledger: dict[str, Any]) 
         for each in (state["ledger"], ledger)
     ]
     # ids are of content and order
+    # Files may move and be renamed: sources are compared by what they hold. Older ledgers have ids
+    # alone.
     key = "content" if all("content" in source for sources in last for source in sources) else "id"
     old, new = ({source[key]: source for source in sources} for sources in last)
     texts = [
@@ -319,6 +332,7 @@ def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config
     """Lines for the banner on what was accepted. Raises CheckpointError listing every change that
     was not, with the flag that would accept it.
     """
+    # All refused changes are listed at once, each with the flag that accepts it.
     accepted = config.checkpoint.accept_changed or ()
     refused = [change for change in changes if change.accept not in accepted]
     faults = [
@@ -326,6 +340,7 @@ def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config
         for change in refused
     ]
     if faults:
+        # What to do about them: only the ways that lead out of this list.
         ways = []
         if any(change.accept for change in changes):
             ways.append(
@@ -359,6 +374,7 @@ def take_checkpoint_args(config: Config) -> Config:
         raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
     # Checkpoints hold the type of positions that follows from the flags.
     config, _ = derive(config, 1, None, POSITIONS[:1])
+    # A field at its default is taken from the checkpoint; one that was given must agree with it.
     faults, default = [], Config()
     for name in (field for field, change in _CHANGES.items() if change.taken):
         group = GROUP_OF[name]
@@ -404,6 +420,7 @@ def _loaded(group: str, name: str, value: Any) -> Any:
 
 def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
     """The manifest of the checkpoint that will be loaded, if nothing else of it is damaged."""
+    # The iterations that could be meant, newest first.
     root, step = Path(options.load), options.ckpt_step
     known = (
         newest_first(root)[0]
@@ -419,6 +436,7 @@ def _manifest_of(options: CheckpointConfig) -> dict[str, Any]:
                 )
             ]
         )
+    # A damaged one is passed over only where the user allows an older checkpoint.
     for iteration in known:
         try:
             return read_manifest(root / iteration_folder(iteration))[0]
@@ -443,6 +461,7 @@ def saved_schedule(saved: dict[str, Any]) -> ParamSchedule:
 
     The ends of --decoupled-lr are there both or not at all.
     """
+    # Fields that a later version added take their defaults.
     schedule = from_saved(ParamSchedule, saved, "state.schedule")
     if (schedule.decoupled_max_lr is None) != (schedule.decoupled_min_lr is None):
         raise InputError(
@@ -460,6 +479,7 @@ def resumed_schedule(ours: ParamSchedule, theirs: dict[str, Any], config: Config
     """
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         return saved_schedule(theirs)
+    # Which of the two is meant cannot be known: the user chooses, or nothing is trained.
     different = [f"  {line}" for line in schedule_changes(ours, theirs)]
     if different and not config.optimizer.override_opt_param_scheduler:
         raise CheckpointError(

@@ -72,6 +72,7 @@ class Run:
     # What records the run and ends it.
     tracker: Tracker | None  # on rank 0
     exits: ExitConditions
+    # What measures, saves and ends the run.
     timing: Timing
     progress: Progress
     checkpoints: CheckpointManager | None  # with --save
@@ -98,6 +99,7 @@ class Run:
         """Whether this rank's losses and tokens enter sums over all ranks: of those with the same
         samples the last stage's first one.
         """
+        # Tensor-parallel ranks compute the same loss; other stages have none.
         return self.pipeline.has_head and self.groups.tp.rank == 0
 
     def own_samples(self, first: int) -> int:
