@@ -57,7 +57,7 @@ def other_segments(block: Block) -> list[Segment]:
     for part, multipliers in block.segments():
         start = part.start
         for begin, end in matrices:
-            # What lies before the matrix is a segment; the next one begins behind it.
+            # What lies before the matrix is a segment; the next one begins after it.
             if begin < end and part.start <= begin < part.stop:
                 if start < begin:
                     found.append(Segment(slice(start, begin), multipliers))

@@ -43,11 +43,6 @@ class StepOutcome:
     skipped: Tensor  # 1.0 where the step was skipped
 
 
-def step_now(block: Block, step_on_host: Callable[[], None]) -> None:
-    """Without ZeRO the host does not put off its step."""
-    step_on_host()
-
-
 def _check_matrix_rule(rule: MatrixRule | None, blocks: Iterable[Block]) -> None:
     if rule is not None and any(block.on_host for block in blocks):
         raise ValueError(
@@ -65,12 +60,12 @@ class Optimizer:
         config: Config,
         groups: Groups = one_process(),
         all_gather_weights: Callable[[Block], None] | None = None,
-        defer: Callable[[Block, Callable[[], None]], None] = step_now,
+        deferred: dict[Block, Callable[[], None]] | None = None,
         matrix_rule: MatrixRule | None = None,
     ):
         """`all_gather_weights` is called with each block whose weights have changed, if other ranks
-        hold them; `defer` with each that is stepped on the host, and its step, to be called before
-        the weights are read. `matrix_rule` updates the matrices of layers, the rule of the flags
+        hold them; `deferred` gets the steps of blocks on the host, to be called before the weights
+        are read (None: they are made at once). `matrix_rule` updates the matrices of layers, the rule of the flags
         all else. Raises ValueError where state on the host needs it.
         """
         _check_matrix_rule(matrix_rule, blocks)
@@ -78,7 +73,7 @@ class Optimizer:
         device = blocks[0].weight.device
         self.chosen, _ = choose_kernels(config, device)
         self.blocks, self.groups = blocks, groups
-        self.all_gather_weights, self.defer = all_gather_weights, defer
+        self.all_gather_weights, self.deferred = all_gather_weights, deferred
         self.config = self.chosen.optimizer
         self.trained = [block for block in blocks if block.trained]
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
@@ -249,7 +244,7 @@ class Optimizer:
         `grad_scale` (float64 scalar or number) turns the accumulated gradient into that of the
         mean loss per valid token: nominal tokens / (valid tokens x loss scale). A non-finite
         gradient or factor leaves weights, moments and step count as they are. The steps of blocks
-        on the host are not carried out: `defer` gets them.
+        on the host are not carried out: `deferred` gets them.
         """
         # 1. One factor unscales, normalizes and clips; a NaN or Inf anywhere is in the norm.
         norm = grad_sq_sum.sqrt() * grad_scale
@@ -299,7 +294,11 @@ class Optimizer:
                 update = partial(
                     self._update, self.host_rule, block, count, rates, weight_decay, **scalars
                 )
-                self.defer(block, partial(self._step_on_host, block, update))
+                step = partial(self._step_on_host, block, update)
+                if self.deferred is None:
+                    step()
+                else:
+                    self.deferred[block] = step
 
     def _update(
         self,

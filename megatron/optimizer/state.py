@@ -18,7 +18,7 @@ from megatron.optimizer.nvme import FileTensor, StateFiles
 from megatron.parallel.blocks import Block
 
 Use = Literal["read", "change", "fill"]  # fill: the old values are of no use
-Piece = tuple[slice, dict[str, Tensor]]
+Held = tuple[slice, dict[str, Tensor]]  # a part of what a rank updates, and its tensors
 
 
 class BlockState(Protocol):
@@ -26,7 +26,7 @@ class BlockState(Protocol):
 
     tensors: dict[str, Tensor]
 
-    def pieces(self, kinds: Sequence[str], use: Use) -> Iterable[Piece]:
+    def pieces(self, kinds: Sequence[str], use: Use) -> Iterable[Held]:
         """What is in memory at a time of what this rank updates of the block, with its tensors of
         these kinds: theirs until the next is asked for.
         """
@@ -43,7 +43,7 @@ class InMemory:
     def __init__(self, block: Block, tensors: dict[str, Tensor]):
         self.block, self.tensors = block, tensors
 
-    def pieces(self, kinds: Sequence[str], use: Use) -> Iterable[Piece]:
+    def pieces(self, kinds: Sequence[str], use: Use) -> Iterable[Held]:
         first, last = self.block.own
         return [(slice(0, last - first), self.tensors)]
 
@@ -58,7 +58,7 @@ class InFiles:
         self.block, self.files = block, files
         self.tensors: dict[str, Tensor] = {}
 
-    def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Piece]:
+    def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Held]:
         for part in self.files.parts[self.block]:
             yield part.slice, self.files.use(part, tuple(kinds), read=use != "fill")
             self.files.done(changed=use != "read")

@@ -1,6 +1,6 @@
 """Flat storage: all parameters of a block are views into one buffer, and so are their gradients.
 
-A block is what lives and dies together: the word embedding, one layer, an untied head. Every tensor
+A block holds the parameters of the word embedding, of one layer, or of an untied head. Every tensor
 starts at a multiple of ALIGNMENT elements, so a buffer can be cut anywhere on that grid and torch's
 fused AdamW still gives the same bits (its vector and scalar code differ in rounding). Decayed
 tensors come first: a block is one decayed and one undecayed segment.
@@ -109,18 +109,17 @@ class Plan:
         )
 
 
-Piece = slice  # of what a rank updates; Block has a method of the type's name
-
-
 class Segment(NamedTuple):
     """A range of what a rank updates, and what an update rule multiplies there."""
 
-    part: Piece
+    part: slice
     multipliers: Multipliers
 
 
 class Block:
-    """The flat buffers of one block on this rank. `stage` is 0 where one rank alone holds them."""
+    """The flat buffers of one block on this rank. `stage`: --zero-stage, and 0 for what is kept with
+    the weights and not trained.
+    """
 
     grad_place: Tensor | None = None  # of every gradient buffer, where CUDA graphs write to it
 
@@ -162,7 +161,20 @@ class Block:
         self._build_masters(dtype, wide, device)
 
     def _take_parameters(self) -> None:
-        """Make the parameters views into the weight."""
+        """Make the parameters views into the weight.
+
+        What a parameter carries from then on, who sets it, and who reads it:
+
+            spec, grad_sum       the model, model/spec.py          layout, sums over ranks
+            label                here                              messages
+            main_grad            open, close, open_early           all backward passes
+            overwrite_main_grad  open                              the first weight gradient of a
+                                                                   step, which clears it
+            deferred_grads       split backward passes, linear.py  backward passes of linear layers
+            fp8                  model/fp8.py                      GEMMs
+            by_apex              training/pretrain.py              weight gradients
+            tensor_parallel      model/compile.py                  compiled linear layers
+        """
         for entry, parameter in zip(self.entries, self.parameters, strict=True):
             # Swapped in place: modules and optimizers that hold the parameter keep the same object.
             stored = nn.Parameter(entry.view(self.weight), requires_grad=self.trained)
@@ -204,7 +216,7 @@ class Block:
         """What this rank updates, of one of the block's whole buffers."""
         return buffer[self.own[0] : self.own[1]]
 
-    def slice(self, buffer: Tensor) -> Tensor:
+    def reduced_part(self, buffer: Tensor) -> Tensor:
         """This rank's slice of a whole buffer: `part`, but at stage 0, where a rank updates all of
         it.
         """
@@ -308,7 +320,7 @@ class Block:
 
     # ---- what this rank updates
 
-    def boxes(self, buffer: Tensor, piece: Piece | None = None) -> Iterator[tuple[Box, Tensor]]:
+    def boxes(self, buffer: Tensor, piece: slice | None = None) -> Iterator[tuple[Box, Tensor]]:
         """The parts of logical tensors in a buffer as long as `own`, or in one of only a piece of
         that, each with the view that holds it: whole parameters where they are not cut, else runs
         of whole rows and parts of rows.
@@ -339,7 +351,7 @@ class Block:
             if low < high:
                 yield buffer[low - self.own[0] : high - self.own[0]]
 
-    def counted(self, groups: Groups, piece: Piece | None = None) -> list[Piece]:
+    def counted(self, groups: Groups, piece: slice | None = None) -> list[slice]:
         """The parts of a buffer as in `boxes` that this rank counts, such that over all ranks each
         element of the model comes once: of those that hold the same parameters each counts a slice;
         what tensor-parallel ranks share, the first counts.
@@ -360,7 +372,7 @@ class Block:
                 found.append(slice(low - lowest, high - lowest))
         return found
 
-    def segments(self, piece: Piece | None = None) -> list[Segment]:
+    def segments(self, piece: slice | None = None) -> list[Segment]:
         """The ranges of a buffer as in `boxes` that are updated alike."""
         first, last = self._range(piece)
         # Multipliers change only where the plan says so: two or three ranges a block.
@@ -375,7 +387,7 @@ class Block:
         """What an update rule multiplies at a parameter."""
         return next(multipliers for stop, multipliers in self.plan.ranges if entry.start < stop)
 
-    def _range(self, piece: Piece | None) -> tuple[int, int]:
+    def _range(self, piece: slice | None) -> tuple[int, int]:
         """The block's elements [first, last) in a piece of what this rank updates; all of that for
         None.
         """

@@ -45,7 +45,7 @@ class StageMessages:
         self.num_arrived: dict[int, int] = {}  # of the sends to each rank
 
     def put(self, message: Message, x: Tensor) -> None:
-        """Hand a result to the computation that reads it: here, or behind the send that follows."""
+        """Hand a result to the computation that reads it: here, or on the rank to which it is sent next."""
         stays = self.placement[message.stage] == self.rank
         (self.inbox if stays else self.outbox)[message] = x
 
@@ -94,7 +94,7 @@ class StageMessages:
             with self._waiting_for(to, "take the last messages of the step"):
                 while queue:
                     queue.popleft().wait()
-        assert not (self.inbox or self.outbox), "the schedule left messages behind"
+        assert not (self.inbox or self.outbox), "the schedule left messages unread or unsent"
 
     def _finish_send(self, to: int) -> None:
         """Wait for the oldest send to a rank, and free its tensor."""

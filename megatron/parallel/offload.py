@@ -2,7 +2,7 @@
 
 Which pass comes when is fixed by the schedule, so nothing is learnt in a first step. A forward
 pass ends with copies of what its layer keeps to pinned buffers, on a stream of their own. They have
-the time of the next pass: behind that one the memory on the device is freed. What a pass will read
+the time of the next pass: after that one the memory on the device is freed. What a pass will read
 comes back during the pass before it, on a third stream. What would have to come back before it has
 left stays on the device, and so does what is read with no pass of a transformer layer in between.
 
@@ -55,7 +55,7 @@ class Route:
                     first[layer, micro] = index
             elif kind in READING and (layer, micro) in first:
                 forward = first.pop((layer, micro))
-                # freed behind the next pass, and fetched before the last
+                # freed after the next pass, and fetched before the last
                 is_away = index > forward + 2
                 if is_away and before[index] > before[self._end(forward)]:
                     self.leaves[forward] = True
@@ -138,7 +138,7 @@ class Departed(NamedTuple):
     """What one forward pass has sent to the host."""
 
     storages: list[Storage]
-    over: Any  # the event behind the copies; None on a CPU
+    over: Any  # the event after the copies; None on a CPU
 
 
 class HostCopies:
@@ -189,7 +189,7 @@ class HostCopies:
             storage.tensor = None
 
     def fetch(self, departed: Departed) -> Any:
-        """Set off the way back; the event behind the copies."""
+        """Start the copies back; the event after them."""
         for storage in departed.storages:
             # Allocated on the current stream, whose passes will read it.
             size = storage.size // storage.dtype.itemsize

@@ -77,7 +77,7 @@ class Message(NamedTuple):
 @dataclass(frozen=True)
 class Schedule:
     """What every rank does in one step. With `pairs` a backward pass and a forward pass that comes
-    directly behind it run at the same time.
+    directly after it run at the same time.
     """
 
     name: str

@@ -89,7 +89,7 @@ class Timeline:
 
     def chrome_events(self, title: str = "", first: int = 0) -> list[dict[str, Any]]:
         """The same as events of a Chrome trace (microseconds): a process a rank, numbered from
-        `first`, each behind `title`. A unit of a simulated cost is a second.
+        `first`, each with `title` first. A unit of a simulated cost is a second.
         """
         events: list[dict[str, Any]] = []
         for rank, row in enumerate(self.rows):
@@ -129,7 +129,7 @@ class Timeline:
 
 
 def is_pair(span: Span, after: Span) -> bool:
-    """Whether two spans of a rank, one behind the other, are of passes that ran side by side."""
+    """Whether two spans of a rank, one after the other, are of passes that ran at the same time."""
     # A pair has one begin and one end; nothing else on a rank overlaps.
     kinds = span.kind is Kind.BACKWARD and after.kind is Kind.FORWARD
     return kinds and span.begin < span.end and span[3:] == after[3:]

@@ -68,6 +68,8 @@ class Zero:
         # completes
         self.early: dict[tuple[Layer, int] | None, list[Tensor]] = {}
         self.gathering: dict[Block, Handle] = {}
+        # steps of blocks on the host, which the optimizer leaves here: each is made when the next
+        # pass comes near the block, or by `wait_for_weights`
         self.deferred: dict[Block, Callable[[], None]] = {}
         self.reducing: tuple[Block, Tensor, Handle] | None = None
         # gradient buffers that a side stream may still read, and the event after which none does
@@ -134,7 +136,7 @@ class Zero:
             self._gather(block)
         for block in todo.gathers:
             self._arrive(block)
-        # A step on the host would hold up the pass: its block is gathered behind the pass.
+        # A step on the host would hold up the pass: its block is gathered after it is queued.
         if not any(block in self.deferred for block in todo.prefetches):
             for block in todo.prefetches:
                 self._gather(block)
@@ -206,12 +208,6 @@ class Zero:
                 )
             if not self.overlap_gather:
                 self._arrive(block)
-
-    def defer(self, block: Block, step: Callable[[], None]) -> None:
-        """`step` will change the weights that this rank updates. It is called when the next pass
-        comes near the block, or by `wait_for_weights`.
-        """
-        self.deferred[block] = step
 
     def wait_for_weights(self) -> None:
         """Wait for all weights that are on their way or to be changed."""
@@ -288,7 +284,7 @@ class Zero:
         self._finish()
         # its next backward pass, which may come at once, gets another buffer
         grad = block.close() if self.stage >= 2 else block.grad
-        own = block.slice(grad)
+        own = block.reduced_part(grad)
         first = self.stage >= 2 and block.summed is None and block.shard.size > 1
         # the step's first sum is where others are added
         out = torch.empty_like(own) if first else own

@@ -39,7 +39,7 @@ def evaluate(
     earlier = None
     for first in range(0, samples, step):
         asked = run.exits.ask(run.groups.world, run.device)
-        # on a GPU signals are read one turn late, so that this turn is queued behind the last
+        # on a GPU signals are read one turn late, so that this turn is queued right after the last
         seen = asked if asked.is_here else earlier
         if seen is not None and run.exits.take(seen):
             return None

@@ -306,7 +306,7 @@ def _build_engine(
         zero: Zero = pipeline.weights  # type: ignore[assignment]
         with raise_on_all_ranks(groups.world, device):
             gather = zero.all_gather_weights if zero.stage in (1, 2) else None
-            optimizer = Optimizer(zero.blocks, config, groups, gather, zero.defer)
+            optimizer = Optimizer(zero.blocks, config, groups, gather, zero.deferred)
     return pipeline, optimizer
 
 

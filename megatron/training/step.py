@@ -145,8 +145,8 @@ def train_step(run: Run, finish_pending: Callable[[], None]) -> PendingStep:
         # agree on: norm, losses, tokens, requests to exit or save.
         totals = all_reduce_totals(run, result, rank_times=timer is not None and logged)
 
-        # 3. Update the shards that this rank owns. Their weights reach the other ranks behind the
-        # next forward pass. Schedules count the samples of steps that were not skipped.
+        # 3. Update the shards that this rank owns. Their weights reach the other ranks while the
+        # next forward pass runs. Schedules count the samples of steps that were not skipped.
         samples = progress.scheduled_samples + batch_size
         pending = update(
             run,
