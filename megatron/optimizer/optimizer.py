@@ -65,8 +65,9 @@ class Optimizer:
     ):
         """`all_gather_weights` is called with each block whose weights have changed, if other ranks
         hold them; `deferred` gets the steps of blocks on the host, to be called before the weights
-        are read (None: they are made at once). `matrix_rule` updates the matrices of layers, the rule of the flags
-        all else. Raises ValueError where state on the host needs it.
+        are read (None: they are made at once). `matrix_rule` updates the matrices of layers, the
+        rule of the flags all else; no flag sets it. Raises ValueError where state on the host needs
+        it.
         """
         _check_matrix_rule(matrix_rule, blocks)
         self.matrix_rule = matrix_rule
