@@ -117,8 +117,8 @@ class Segment(NamedTuple):
 
 
 class Block:
-    """The flat buffers of one block on this rank. `stage`: --zero-stage; 0 for what is kept with the
-    weights and not trained.
+    """The flat buffers of one block on this rank. `stage`: --zero-stage; 0 for what is not trained and
+    kept with the weights.
     """
 
     grad_place: Tensor | None = None  # of every gradient buffer, where CUDA graphs write to it

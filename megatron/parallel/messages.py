@@ -45,7 +45,7 @@ class StageMessages:
         self.num_arrived: dict[int, int] = {}  # of the sends to each rank
 
     def put(self, message: Message, x: Tensor) -> None:
-        """Hand a result to the computation that reads it: here, or on the rank that it is sent to."""
+        """Hand a result to its reader: here, or on the rank that it is sent to."""
         stays = self.placement[message.stage] == self.rank
         (self.inbox if stays else self.outbox)[message] = x
 
