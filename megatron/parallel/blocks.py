@@ -117,8 +117,8 @@ class Segment(NamedTuple):
 
 
 class Block:
-    """The flat buffers of one block on this rank. `stage`: --zero-stage; 0 for what is not trained and
-    kept with the weights.
+    """The flat buffers of one block on this rank. `stage` is --zero-stage, but 0 for what is kept
+    with the weights and not trained.
     """
 
     grad_place: Tensor | None = None  # of every gradient buffer, where CUDA graphs write to it
