@@ -83,8 +83,8 @@ TINY = {"layers": 8, "hidden": 32, "heads": 4, "ffn": 48, "seq": 16, "batch": 2,
 class KeptWeights(Weights):
     """Weights and gradients that are always there."""
 
-    def plan(self, units: Any) -> Any:
-        return SimpleNamespace(passes=[(None, None) for unit in units for _ in unit])
+    def plan(self, turns: Any) -> Any:
+        return SimpleNamespace(passes=[(None, None) for turn in turns for _ in turn])
 
 
 class Job:

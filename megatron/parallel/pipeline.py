@@ -37,8 +37,8 @@ from megatron.parallel.schedule import (
 class Weights(Protocol):
     """How weights and gradients are kept between passes: parallel/zero.py."""
 
-    def plan(self, units: Sequence[Sequence[Pass]]) -> Any:
-        """What is to be done around passes that come in this order; those of a unit run at the same
+    def plan(self, turns: Sequence[Sequence[Pass]]) -> Any:
+        """What is to be done around passes that come in this order; those of a turn run at the same
         time. `plan.passes` has a pair for each pass: what is done before it and after it, None for
         nothing.
         """
@@ -173,8 +173,8 @@ class Pipeline:
         assert schedule.placement == self.placement
         units = list(schedule.units(self.rank))
         computed = [unit for unit in units if unit[0].kind in COMPUTATIONS]
-        passes = [list(self._passes_of(unit)) for unit in computed]
-        weights = self.weights.plan(passes)
+        turns = [list(self._turns_of(unit)) for unit in computed]
+        weights = self.weights.plan([turn for own in turns for turn in own])
 
         # A micro-batch is read when its first computation begins, and freed after its last one.
         last = {action.micro: unit for unit in computed for action in unit}
@@ -184,27 +184,25 @@ class Pipeline:
             id(unit): Unit(
                 unit,
                 _label(unit),
-                tuple(self._layer_pass(each, *next(todo)) for each in own),
+                tuple(self._layer_pass(each, *next(todo)) for turn in own for each in turn),
                 tuple(action.micro for action in unit if first[action.micro] is unit),
                 tuple(action.micro for action in unit if last[action.micro] is unit),
             )
-            for unit, own in zip(computed, passes)
+            for unit, own in zip(computed, turns)
         }
         self.prepared[id(schedule)] = RankSchedule(
             schedule,
             [expanded.get(id(unit)) or Unit(unit) for unit in units],
             acknowledgements(schedule, self.rank),
-            [each for own in passes for each in own],
+            [each for own in turns for turn in own for each in turn],
             weights,
         )
         return self.prepared[id(schedule)]
 
-    def _passes_of(self, unit: tuple[Action, ...]) -> Iterator[Pass]:
-        """The passes of layers of a computation; of a pair one of each in turn."""
+    def _turns_of(self, unit: tuple[Action, ...]) -> Iterator[list[Pass]]:
+        """The passes of layers of a computation, one in each turn; of a pair one of each."""
         for calls in zip_longest(*(self.calls[action.kind, action.stage] for action in unit)):
-            for action, call in zip(unit, calls):
-                if call is not None:
-                    yield (*call, action.micro)
+            yield [(*call, action.micro) for action, call in zip(unit, calls) if call is not None]
 
     def _layer_pass(self, each: Pass, before: Any, after: Any) -> LayerPass:
         layer, kind, micro = each

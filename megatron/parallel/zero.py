@@ -99,11 +99,11 @@ class Zero:
 
     # ---- passes
 
-    def plan(self, units: Sequence[Sequence[Pass]]) -> ZeroPlan:
-        """What will be done around these passes, in this order; those of a unit run at the same
+    def plan(self, turns: Sequence[Sequence[Pass]]) -> ZeroPlan:
+        """What will be done around these passes, in this order; those of a turn run at the same
         time.
         """
-        return self.planner.plan(units)
+        return self.planner.plan(turns)
 
     def begin_step(self, plan: ZeroPlan) -> None:
         """The passes of this plan will come now."""

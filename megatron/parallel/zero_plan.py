@@ -85,15 +85,15 @@ class ZeroPlanner:
         self.following = dict(pairwise(blocks))
         self.last = {chunk[-1][1] for chunk in model.chunks}
 
-    def plan(self, units: Sequence[Sequence[Pass]]) -> ZeroPlan:
-        """The plan of passes in their order; those of a unit run at the same time."""
-        walk = _Walk(self, [each for unit in units for each in unit])
+    def plan(self, turns: Sequence[Sequence[Pass]]) -> ZeroPlan:
+        """The plan of passes in their order; those of a turn run at the same time."""
+        walk = _Walk(self, [each for turn in turns for each in turn])
         first = walk.needs[0] if walk.needs and self.overlap_gather else ()
         passes = []
-        for unit in units:
-            # the passes of a unit all begin before any of them ends
-            before = [walk.before(*each) for each in unit]
-            passes += zip(before, [walk.after(*each) for each in unit])
+        for turn in turns:
+            # the passes of a turn all begin before any of them ends
+            before = [walk.before(*each) for each in turn]
+            passes += zip(before, [walk.after(*each) for each in turn])
         return ZeroPlan(first, passes)
 
     def reads_gathered(self, layer: Layer, kind: Kind) -> bool:

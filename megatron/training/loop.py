@@ -112,20 +112,13 @@ def due_after(run: Run) -> Due:
 def _between_steps(
     run: Run, interval: Interval, step: PendingStep, due: Due, exit_now: Exit | None
 ) -> tuple[Interval, Exit | None]:
-    """Log, evaluate and save what is due; the interval that continues, and the reason to stop."""
+    """Log, evaluate and save what is due; the interval that continues, and the reason to stop, if
+    there is one now.
+    """
     if due.log:
         interval = log(run, interval, step.learning_rates, step.result.recording)
-    if exit_now or due.evaluate or due.save or due.save_local or due.end:
-        exit_now = _evaluate_and_save(run, interval, due, exit_now)
-    return interval, exit_now
 
-
-def _evaluate_and_save(
-    run: Run, interval: Interval, due: Due, exit_now: Exit | None
-) -> Exit | None:
-    """Evaluation and checkpoints between two steps, outside of the interval's time. The reason to
-    stop, if there is one now.
-    """
+    # what follows is no part of an iteration's time
     paused = time.perf_counter()
     if due.evaluate:
         with collected_evaluation(run.config.training):
@@ -140,7 +133,7 @@ def _evaluate_and_save(
     elif due.save_local:
         save_local(run)
     interval.outside += time.perf_counter() - paused
-    return exit_now
+    return interval, exit_now
 
 
 def _end(run: Run, reason: Exit) -> Exit:

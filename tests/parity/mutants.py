@@ -282,9 +282,9 @@ MUTANTS = (
     Mutant(
         "the tied matrix counted twice in the norm",
         OPTIMIZER,
-        "        for block in self.trained:\n            for part in self.counted[block]:\n",
+        "        for block in self.trained:\n            shard = block.grad_shard\n",
         "        for block in [*self.trained, self.trained[0]]:\n"
-        "            for part in self.counted[block]:\n",
+        "            shard = block.grad_shard\n",
         ("fp64-gpt-tp2",),
     ),
     Mutant(

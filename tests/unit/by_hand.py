@@ -38,8 +38,8 @@ class KeptWeights(Weights):
     sharded.
     """
 
-    def plan(self, units):
-        return SimpleNamespace(passes=[(None, None) for unit in units for _ in unit])
+    def plan(self, turns):
+        return SimpleNamespace(passes=[(None, None) for turn in turns for _ in turn])
 
 
 def filled(model: GPTModel) -> list[Block]:
