@@ -175,29 +175,23 @@ class Pipeline:
         computed = [unit for unit in units if unit[0].kind in COMPUTATIONS]
         turns = [list(self._turns_of(unit)) for unit in computed]
         weights = self.weights.plan([turn for own in turns for turn in own])
+        passes = [[each for turn in own for each in turn] for own in turns]
 
-        # A micro-batch is read when its first computation begins, and freed after its last one.
-        last = {action.micro: unit for unit in computed for action in unit}
-        first = {action.micro: unit for unit in reversed(computed) for action in unit}
         todo = iter(weights.passes)
-        expanded = {
-            id(unit): Unit(
-                unit,
-                _label(unit),
-                tuple(self._layer_pass(each, *next(todo)) for turn in own for each in turn),
-                tuple(action.micro for action in unit if first[action.micro] is unit),
-                tuple(action.micro for action in unit if last[action.micro] is unit),
-            )
-            for unit, own in zip(computed, turns)
-        }
-        self.prepared[id(schedule)] = RankSchedule(
+        life = _lives(computed)
+        expanded = {}
+        for unit, own in zip(computed, passes):
+            steps = tuple(self._layer_pass(each, *next(todo)) for each in own)
+            expanded[id(unit)] = Unit(unit, _label(unit), steps, *life[id(unit)])
+        plan = RankSchedule(
             schedule,
-            [expanded.get(id(unit)) or Unit(unit) for unit in units],
+            [expanded.get(id(unit), Unit(unit)) for unit in units],
             acknowledgements(schedule, self.rank),
-            [each for own in turns for turn in own for each in turn],
+            [each for own in passes for each in own],
             weights,
         )
-        return self.prepared[id(schedule)]
+        self.prepared[id(schedule)] = plan
+        return plan
 
     def _turns_of(self, unit: tuple[Action, ...]) -> Iterator[list[Pass]]:
         """The passes of layers of a computation, one in each turn; of a pair one of each."""
@@ -348,6 +342,23 @@ def loss_gradient(sums: Tensor, scale: float) -> Tensor:
     dy = sums.new_zeros(sums.shape)
     dy[0].fill_(scale)  # a tensor of numbers would be copied from the host, which waits for the GPU
     return dy
+
+
+def _lives(
+    computed: Sequence[tuple[Action, ...]],
+) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """By the identity of a computation: the micro-batches that it is the first to use, and those
+    that it is the last to use. A micro-batch is read and freed there.
+    """
+    first = {action.micro: unit for unit in reversed(computed) for action in unit}
+    last = {action.micro: unit for unit in computed for action in unit}
+    return {
+        id(unit): (
+            tuple(action.micro for action in unit if first[action.micro] is unit),
+            tuple(action.micro for action in unit if last[action.micro] is unit),
+        )
+        for unit in computed
+    }
 
 
 def _label(unit: tuple[Action, ...]) -> str:

@@ -89,7 +89,7 @@ class ZeroPlanner:
         """The plan of passes in their order; those of a turn run at the same time."""
         walk = _Walk(self, [each for turn in turns for each in turn])
         first = walk.needs[0] if walk.needs and self.overlap_gather else ()
-        passes = []
+        passes: list[tuple[Before | None, After | None]] = []
         for turn in turns:
             # the passes of a turn all begin before any of them ends
             before = [walk.before(*each) for each in turn]

@@ -16,18 +16,20 @@ from megatron import __version__
 from megatron.config.derive import data_parallel_size, expert_ranks
 from megatron.config.fp8 import layer_in_fp8, wide_linears
 from megatron.config.groups import OPTIMIZERS, Config, ModelConfig
+from megatron.data.loader import Data, FileReader
 from megatron.distributed.groups import Layout, describe_layout, layout_of
 from megatron.model.arithmetic import (
     active_parameters,
     flops_per_iteration,
+    iterations_for,
     parameter_count,
     peak_tflops,
+    samples_after,
 )
 from megatron.model.kernels import choose_kernels, compute_dtype, remarks
 from megatron.model.recompute import recompute_text
 from megatron.optimizer.update import RULES
 from megatron.training.advisor import Advisor, Forecast, Verdict
-from megatron.training.length import epoch_lines, length_line
 from megatron.training.resume import device_name
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 20  # timeout
+# repeated data is worth as much as new data up to about here: Muennighoff et al. 2023, arXiv
+# 2305.16264
+MOST_EPOCHS = 4
 
 
 def describe(
@@ -190,6 +195,51 @@ def _batch_lines(prepared: Prepared, world_size: int) -> list[str]:
         f"{flops / 1e12:.4g} TFLOP an iteration ({padded_flops / 1e12:.4g} with the padded "
         "vocabulary, Megatron's count)",
     ]
+
+
+def run_length(config: Config) -> tuple[int, int]:
+    """Iterations of a run, and the samples that they consume, through the ramp-up of the batch
+    size.
+    """
+    training = config.training
+    iterations = training.train_iters
+    if iterations is None:
+        iterations = iterations_for(training.train_samples, config)
+    return iterations, samples_after(iterations, config)
+
+
+def length_line(config: Config) -> str:
+    """One line for the banner."""
+    iterations, samples = run_length(config)
+    return (
+        f"{iterations:,} iterations, {samples:,} samples, "
+        f"{samples * config.data.seq_length:,} tokens in all"
+    )
+
+
+def epoch_lines(config: Config, data: Data) -> list[str]:
+    """A line for each training source: how many times the run reads it; a warning above
+    MOST_EPOCHS.
+    """
+    if data.train is None or not isinstance(data.train.reader, FileReader):
+        return []
+    _, samples = run_length(config)
+    # Blends are exact in samples, so the number of epochs of each source is known in advance.
+    reader, lines = data.train.reader, []
+    if samples < reader.blend.first_sample:
+        return []
+    for stream, index in zip(reader.streams, reader.blend.indices_at(samples), strict=True):
+        epochs = index / stream.samples
+        text = (
+            f"train: {stream.dataset.prefix}: read {epochs:.3g} times in this run "
+            f"({epochs:.3g} epochs)"
+        )
+        lines.append(
+            f"warning: {text}; more than {MOST_EPOCHS} epochs teach little more"
+            if epochs > MOST_EPOCHS
+            else text
+        )
+    return lines
 
 
 def _kernel_lines(config: Config, device: torch.device) -> list[str]:

@@ -5,14 +5,16 @@ Called from training/pretrain.py.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
+from megatron.config.groups import TrainingConfig
 from megatron.data.loader import Source
 from megatron.distributed.peers import PEERS
 from megatron.observe.console import evaluation_lines
@@ -20,7 +22,6 @@ from megatron.observe.metrics import evaluation_metrics
 from megatron.training.checkpointing import finalize, save, save_local
 from megatron.training.evaluate import evaluate, write_sample
 from megatron.training.exit import Exit
-from megatron.training.garbage import collect_after, collected_evaluation, manual_collection
 from megatron.training.reporting import Interval, consumed, log
 from megatron.training.run import Run, finished
 from megatron.training.step import (
@@ -291,3 +292,45 @@ def _progress_line(what: str, quiet_seconds: float = 5.0) -> Callable[[int, int]
             logger.info(f" {what}: {done}/{total} samples, ETA {left:.0f} s")
 
     return report
+
+
+# ---- --manual-gc: Python's collector runs after the same iterations on all ranks, so that no rank
+# waits for the collection of another
+
+
+@contextmanager
+def manual_collection(config: TrainingConfig) -> Iterator[None]:
+    """Switches the automatic collector off under --manual-gc. Nothing is frozen: reports of live
+    tensors find them among the collector's objects.
+    """
+    if not config.manual_gc:
+        yield
+        return
+    # One collection now: what building the run has left is not carried along.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def collect_after(iteration: int, config: TrainingConfig) -> None:
+    """Collects after every --manual-gc-interval iterations."""
+    interval = config.manual_gc_interval
+    if config.manual_gc and interval and iteration % interval == 0:
+        gc.collect()
+
+
+@contextmanager
+def collected_evaluation(config: TrainingConfig) -> Iterator[None]:
+    """Collects before an evaluation, and what the evaluation has made after it."""
+    collects = config.manual_gc and config.manual_gc_eval
+    if collects:
+        gc.collect()
+    yield
+    if collects:
+        # The youngest generation is enough for what one evaluation has made.
+        gc.collect(generation=0)

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from megatron.config.groups import TrainingConfig
-from megatron.training.garbage import collect_after, collected_evaluation, manual_collection
+from megatron.training.loop import collect_after, collected_evaluation, manual_collection
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from megatron.config.groups import DataConfig
 from megatron.config.validate import resolve
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
-from megatron.training.length import epoch_lines, length_line, run_length
+from megatron.training.banner import epoch_lines, length_line, run_length
 
 BASE = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 10 "
