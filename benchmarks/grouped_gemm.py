@@ -30,8 +30,7 @@ from megatron.benchmarks.training import machine
 
 from megatron.config.groups import ModelConfig
 from megatron.model.experts.experts import LOOP, TORCH_GROUPED, Experts, RowCounts
-from megatron.model.recompute_context import RecomputeContext
-from megatron.model.tensor_parallel import DENSE
+from megatron.model.tensor_parallel import NO_TP
 
 ROUNDS = 11
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -83,7 +82,7 @@ class Turns:
         self.shape, self.generator = shape, generator
         self.layers = {}
         for backend in (LOOP, TORCH_GROUPED):
-            layer = Experts(config, "experts", DENSE, RecomputeContext()).to_empty(device="cpu")
+            layer = Experts(config, "experts", NO_TP).to_empty(device="cpu")
             layer = layer.to(dtype)
             layer.backend = backend
             for number, weight in enumerate((layer.fc1, layer.fc2)):

@@ -94,7 +94,7 @@ def l2_norm(buffers: Iterable[Tensor]) -> Tensor:
     return norm
 
 
-def add_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor) -> None:
+def accumulate_weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor) -> None:
     """main_grad [o, i] (fp32) += dy^T x, with dy [tokens, o] and x [tokens, i] in half
     precision.
     """

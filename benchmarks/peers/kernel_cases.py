@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron.model.attention.rotary import apply_rotary
 from megatron.model.dropout import Dropout, DropoutState
-from megatron.model.linear import linear_weight_grad
+from megatron.model.linear import wgrad_gemm
 from megatron.parallel.grad_norm import sum_of_squares as torch_sum
 
 COPY_SHARE = 0.85  # of the copy's bandwidth: what the predictions of memory-bound operators assume
@@ -388,7 +388,7 @@ def _each(operands: list[tuple[Tensor, Tensor]], outs: tuple[Tensor, ...]) -> Te
 def _each_grad(parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
     """A weight gradient for each expert, added as the layer adds it."""
     for x, dy, _, grad in parts:
-        linear_weight_grad(dy, x, grad, False, False)
+        wgrad_gemm(dy, x, grad, False, False)
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """What a module must be so that it trains when it is added to a unit of the model.
 
-An ordinary torch.nn module trains like our layers: its gradients join theirs (model/block.py), its
-weights are drawn and lie in checkpoints by the module's name (model/spec.py). What cannot do so is
-refused here, by name, when the model gets its storage. Called from parallel/blocks.py, when a
-model is given its storage.
+An ordinary torch.nn module trains like our layers: its gradients join theirs
+(parallel/layer_passes.py), its weights are drawn and lie in checkpoints by the module's name
+(model/spec.py). What cannot do so is refused here, by name, when the model gets its storage.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ def check_additions(model: GPTModel) -> None:
 
 def _shared(model: GPTModel) -> Iterator[str]:
     """A block of the optimizer is one unit's, and gathered for its passes alone."""
+    # A tied head is the embedding's matrix on purpose.
     tied = model.head is not None and model.head.weight
     users = Counter(
         parameter
@@ -85,6 +85,7 @@ def _state(model: GPTModel) -> Iterator[str]:
     """State that no checkpoint would hold, and random numbers that depend on the layout and on what
     was drawn before.
     """
+    # Checkpoints hold parameters alone.
     for name, _ in model.named_buffers():
         yield (
             f"{name}: a buffer, which no checkpoint would hold; compute it from the "

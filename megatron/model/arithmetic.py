@@ -2,8 +2,7 @@
 padding, peaks, batch sizes.
 
 `ModelConfig` and `Config` are resolved ones (no None among the sizes). h hidden, f ffn width, q and
-k total width of the query and of the key heads, V vocabulary. Called from
-tools/_plan/memory.py, training/banner.py and training/loop.py.
+k total width of the query and of the key heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ def padded_vocab_size(vocab_size: int, model: ModelConfig, tp: int = 1) -> int:
     """
     if model.padded_vocab_size is not None:
         return model.padded_vocab_size
+    # each rank's part is a multiple of make-vocab-size-divisible-by
     unit = model.make_vocab_size_divisible_by * tp
     return -(-vocab_size // unit) * unit
 
@@ -71,6 +71,7 @@ def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[st
     there are any, are all of them.
     """
     layers = model.num_layers
+    # The first layer has the table of positions; a tied head is the embedding's matrix.
     first, matrix = layer_parameters(model, 0), head_matrix(model, vocab_size, vocab_size)
     norm = elements(norm_parameters(model.normalization, model.hidden_size, "norm").values(), tp)
     counts = {
@@ -86,10 +87,12 @@ def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[st
 
 def _mlp_count(model: ModelConfig, tp: int) -> dict[str, int]:
     """Parameters of all MLPs, routers and experts; shared experts are MLPs."""
+    # Layers of one kind have the same number of parameters.
     with_experts = sum(model.expert_layers())
     dense = model.num_layers - with_experts
     counts = {"mlp": dense * elements(mlp_parameters(model, "mlp").values(), tp)}
     if with_experts:
+        # A shared expert and its gate go through every token, so they count as MLP.
         kinds = {"experts": 0, "router": 0}
         for name, spec in moe_parameters(model, "mlp").items():
             kind = name.partition(".")[0]
@@ -159,6 +162,7 @@ def unit_flops(model: ModelConfig, seq: int, vocab: int) -> tuple[int, ...]:
     (q + v) seq for the causal half of attention, where v is the width of all heads' values; 2 h V
     for the head, none for the embedding.
     """
+    # Once a kind of layer: a model has a few kinds, and may have hundreds of layers.
     kinds = {index: _layer_flops(model, index, seq) for index in distinct_layers(model)}
     layers = [kinds[like_layer(model, index)] for index in range(model.num_layers)]
     return (0, *layers, 2 * model.hidden_size * vocab)
@@ -177,6 +181,8 @@ def core_flops(model: ModelConfig, seq: int) -> int:
 
 
 def _layer_flops(model: ModelConfig, index: int, seq: int) -> int:
+    # Every element of a linear layer's weight is one multiply-add a token; of experts only the
+    # chosen ones'.
     products = [spec for spec in layer_parameters(model, index).values() if spec.product]
     experts = elements(spec for spec in products if spec.group == "expert")
     matrices = elements(spec for spec in products if spec.group != "expert")
@@ -189,6 +195,7 @@ def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) ->
     without recomputation: a backward pass costs two forward passes. With the padded vocabulary it
     is Megatron-LM's count, with the real one the count for MFU.
     """
+    # forward, dgrad, wgrad
     return 3.0 * batch * seq * sum(unit_flops(model, seq, vocab))
 
 
@@ -224,6 +231,7 @@ def peak_tflops(device_name: str, dtype: Any) -> float | None:
     """Dense peak of a device in TFLOP/s for a torch dtype (or its name); None for unknown devices,
     CPUs and other precisions.
     """
+    # Patterns are in the order of specificity: H100 PCIe before H100.
     precision = str(dtype).removeprefix("torch.")
     for pattern, half, single in _PEAKS:
         if re.search(pattern, device_name):
@@ -262,6 +270,7 @@ def iterations_for(samples: int, config: Config, consumed: int = 0) -> int:
     """
     iterations = 0
     for before, size, steps in _stages(config, consumed):
+        # full steps of this batch size; the last may consume more than is asked for
         needed = -(-max(samples - before, 0) // size)
         if steps is None or needed <= steps:
             return iterations + needed

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.model.attention.attention import SelfAttention
-from megatron.model.attention.context_parallel import WHOLE, ContextParallel, Places
+from megatron.model.attention.context_parallel import NO_CP, ContextParallel, Places
 from megatron.model.attention.latent_attention import LatentAttention, parameters_of_attention
 from megatron.model.attention.rotary import Rotary
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.embedding import Embedding
 from megatron.model.experts.moe import (
-    UNDIVIDED,
+    NO_EP,
     ExpertParallel,
     MoE,
     Routing,
@@ -35,9 +35,9 @@ from megatron.model.experts.moe import (
 from megatron.model.experts.router import OBJECTIVE
 from megatron.model.linear import column_linear, linear
 from megatron.model.linear_cross_entropy import linear_cross_entropy
-from megatron.model.loss import cross_entropy
-from megatron.model.mlp import MLP, always_rebuilt, mlp_parameters
-from megatron.model.norm import Norm, norm_parameters
+from megatron.model.loss import cross_entropy, own_columns
+from megatron.model.mlp import MLP, always_rebuilt, mlp_class, mlp_parameters
+from megatron.model.norm import AddNorm, norm_parameters
 from megatron.model.recompute import KEPT, LayerRecompute
 from megatron.model.recompute_context import OffloadableTensor, RecomputeContext
 from megatron.model.spec import (
@@ -49,7 +49,7 @@ from megatron.model.spec import (
     parts_under,
     under,
 )
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ ENDS = Multipliers(decoupled_lr=True)  # the word embedding and the head's matri
 
 def word_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
     """The word embedding [v, h], which is the head's matrix too unless they are untied."""
+    # Tied: the first and the last pipeline stage hold copies, whose gradients are summed.
     ends = None if config.untie_embeddings_and_output_weights else "tied"
     shape = (vocab_size, config.hidden_size)
     return ParameterSpec(
@@ -146,6 +147,7 @@ def layer_parameters(
                 ),
             )
         )
+    # in the order of the flat buffer
     made |= norm("input_norm", f"{name}.input_norm")
     made |= {
         f"attention.{own}": spec
@@ -163,6 +165,7 @@ def like_layer(config: ModelConfig, index: int) -> int:
     """The first layer whose parameters are those of layer `index` but for their names: layers
     between the ends are alike, those with experts and those without.
     """
+    # The ends may have positions or the final norm as well.
     if index in (0, config.num_layers - 1):
         return index
     experts = config.expert_layers()
@@ -178,8 +181,8 @@ def distinct_layers(config: ModelConfig) -> list[int]:
 class ScalarSpec:
     """A number that layers return alongside their output: of each micro-batch a sum over tokens, as
     the loss is, added up over all layers that return one of this name. Metrics show it by its name,
-    divided by the valid tokens of the step. `size`: how many numbers it is; several are counts, and
-    what becomes of them is the business of who knows the name.
+    divided by all tokens of the step, masked ones included. `size`: several numbers are counts,
+    which GPTModel.update_routers reads.
     """
 
     name: str
@@ -231,7 +234,7 @@ class EmbeddingBlock(Layer):
     of_vocabulary = True
 
     def __init__(
-        self, config: ModelConfig, vocab_size: int, padded_vocab: int, tp: TensorParallel = DENSE
+        self, config: ModelConfig, vocab_size: int, padded_vocab: int, tp: TensorParallel = NO_TP
     ):
         super().__init__()
         self.word = Embedding(word_matrix(config, vocab_size, padded_vocab), tp)
@@ -252,40 +255,43 @@ class LayerBlock(Layer):
         config: ModelConfig,
         seed: int,
         index: int,
-        tp: TensorParallel = DENSE,
-        cp: ContextParallel = WHOLE,
-        ep: ExpertParallel = UNDIVIDED,
+        tp: TensorParallel = NO_TP,
+        cp: ContextParallel = NO_CP,
+        ep: ExpertParallel = NO_EP,
     ):
         super().__init__()
         self.config = config
         parameters = layer_parameters(config, index, tp.sequence)
 
-        def norm(name: str) -> Norm:
-            return Norm(under(parameters, name), config, tp)
+        def norm(name: str) -> AddNorm:
+            return AddNorm(under(parameters, name), config, tp)
 
         def dropout(*names: object) -> Dropout:
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
 
-        self.position = (
-            Embedding(parameters["position.weight"])  # every rank has all of it
-            if "position.weight" in parameters
-            else None
-        )
-        self.embedding_dropout = dropout("embedding.dropout") if index == 0 else None
-        self.recompute_context = RecomputeContext()
-        self.recompute_context.modules = always_rebuilt(config)
+        drops = config.hidden_dropout > 0
+        self.position = None
+        if "position.weight" in parameters:
+            self.position = Embedding(parameters["position.weight"])  # every rank has all of it
+            # A hook, so that --torch-compile can compile `forward`: the table's gradient is added
+            # to main_grad, which no compiled graph sees.
+            self.register_forward_pre_hook(_add_positions)
+        self.embedding_dropout = dropout("embedding.dropout") if index == 0 and drops else None
         self.input_norm = norm("input_norm")
         attention = LatentAttention if config.multi_latent_attention else SelfAttention
-        self.attention = attention(config, seed, index, tp, cp, self.recompute_context)
+        self.attention = attention(config, seed, index, tp, cp)
         self.attention_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = (
-            MoE(config, seed, index, tp, ep, self.recompute_context)
+            MoE(config, seed, index, tp, ep)
             if config.expert_layers()[index]
-            else MLP(config, f"layers.{index}.mlp", tp, self.recompute_context)
+            else mlp_class(config)(config, f"layers.{index}.mlp", tp)
         )
         self.mlp_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm("final_norm") if "final_norm.weight" in parameters else None
+        self.drops = drops
+        self.recompute_context = RecomputeContext()
+        self.choose_recompute(KEPT)
 
     @classmethod
     def scalars(cls, config: ModelConfig, index: int, sequence: bool) -> tuple[ScalarSpec, ...]:
@@ -293,66 +299,74 @@ class LayerBlock(Layer):
             return ()
         return tuple(
             ScalarSpec(name, name == OBJECTIVE, parts_under(sequence), size)
+            # under SP each rank sums over its part of the sequence
             for name, size in sums_beside(config, index)
         )
 
     def choose_recompute(self, choice: LayerRecompute) -> None:
         super().choose_recompute(choice)
-        self.recompute_context.modules = choice.modules | always_rebuilt(self.config)
+        modules = choice.modules | always_rebuilt(self.config)
+        self.recompute_context.wrap(self, modules, (self.input_norm, self.mlp_norm))
 
     def parking(self) -> AbstractContextManager[list[ref[OffloadableTensor]]]:
-        return self.recompute_context.parking()
+        # (module, what its inputs are filed under, what comes behind it is filed under); additions
+        # and dropout between the modules are filed under no name
+        readers: list[tuple[nn.Module, str, str | None]] = [
+            (self.input_norm, "attn_norm", None),
+            *self.attention.readers(),
+            (self.mlp_norm, "mlp_norm", None),
+            (self.mlp, "", ""),
+            *(self.mlp.readers() if isinstance(self.mlp, MLP | MoE) else ()),
+        ]
+        if self.final_norm is not None:
+            readers.append((self.final_norm, "final_norm", None))
+        return self.recompute_context.parking(readers)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:
-        if self.position is not None:
-            x = x + self.position(micro.position_ids)
-        with self.recompute_context.forward_pass():
-            return self.transform(x, micro)
-
-    def transform(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:
-        """All but the table of positions: what --torch-compile compiles."""
+        """What --torch-compile compiles."""
+        stream = x
+        # None where nothing is dropped: then the norms' kernels add the residual themselves
+        drop = micro.hidden_dropout if self.drops else None
         if self.embedding_dropout is not None:
-            x = self.embedding_dropout.hidden(x, micro.hidden_dropout)
-        self.recompute_context.enter("attn_norm")
-        y, x = self.input_norm.of_sum(x)
-        self.recompute_context.discard("layernorm", y, self.input_norm, x)
-        y, x = self._add_norm(
-            self.attention(y, micro.rotary, micro.mask, micro.dropout, micro.places),
-            self.attention_dropout,
-            x,
-            "mlp_norm",
-            micro,
-        )  # attention's output has no name here: it would live as long as this function runs
-        self.recompute_context.discard("layernorm", y, self.mlp_norm, x)
-        if not isinstance(self.mlp, MoE):
-            return self._add_mlp(self.mlp(y), x, micro)
-        y, sums = self.mlp(
-            y, micro.hidden_dropout, micro.token_index, micro.routings, self.recompute.whole
-        )
-        y = self._add_mlp(y, x, micro)
-        return WithScalars(y, sums) if sums else y
+            stream = self.embedding_dropout.hidden(stream, drop)
 
-    def _add_mlp(self, y: Tensor, x: Tensor, micro: MicroBatch) -> Tensor:
-        """The output [s, b, h]: y added to the residual stream x."""
+        # attention
+        branch, stream = self.input_norm(stream)
+        branch = self.attention(branch, micro.rotary, micro.mask, micro.dropout, micro.places)
+
+        # residual connection, and the norm in front of the MLP
+        if drop is None:
+            branch, stream = self.mlp_norm(branch, stream)
+        else:
+            branch, stream = self.mlp_norm(self.attention_dropout.add(branch, stream, drop))
+
+        # MLP; experts also return the numbers that the loss and the metrics need
+        scalars: dict[str, Tensor] = {}
+        if isinstance(self.mlp, MoE):
+            branch, scalars = self.mlp(
+                branch,
+                micro.hidden_dropout,
+                micro.token_index,
+                micro.routings,
+                self.recompute.whole,
+            )
+        else:
+            branch = self.mlp(branch)
+
+        # residual connection; behind the last layer the final norm, the only reader of the stream
         if self.final_norm is None:
-            self.recompute_context.enter("")
-            return self.mlp_dropout.add(y, x, micro.hidden_dropout)
-        return self._add_norm(y, self.mlp_dropout, x, "final_norm", micro)[0]
+            y = stream + branch if drop is None else self.mlp_dropout.add(branch, stream, drop)
+        elif drop is None:
+            y, _ = self.final_norm(branch, stream)
+        else:
+            y, _ = self.final_norm(self.mlp_dropout.add(branch, stream, drop))
+        return WithScalars(y, scalars) if scalars else y
 
-    def _add_norm(
-        self, y: Tensor, dropout: Dropout, x: Tensor, name: str, micro: MicroBatch
-    ) -> tuple[Tensor, Tensor]:
-        """(norm of the residual stream, the stream) behind the addition of y, with dropout, to the
-        stream x.
-        """
-        norm: Norm = getattr(self, name)
-        self.recompute_context.enter("")
-        if dropout.acts(micro.hidden_dropout):
-            total = dropout.add(y, x, micro.hidden_dropout)
-            self.recompute_context.enter(name)
-            return norm.of_sum(total)
-        self.recompute_context.enter(name)
-        return norm.of_sum(y, x)
+
+def _add_positions(layer: LayerBlock, inputs: tuple[Tensor, MicroBatch]) -> tuple[Any, ...]:
+    """A forward hook of the first layer: the learned positions are added to its input [s, b, h]."""
+    x, micro = inputs
+    return x + layer.position(micro.position_ids), micro
 
 
 class HeadBlock(Layer):
@@ -368,18 +382,26 @@ class HeadBlock(Layer):
         vocab_size: int,
         padded_vocab: int,
         tied: nn.Parameter | None,
-        tp: TensorParallel = DENSE,
+        tp: TensorParallel = NO_TP,
     ):
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
         self.weight = (
             head_matrix(config, vocab_size, padded_vocab).parameter(tp) if tied is None else tied
         )
+        self.columns = own_columns(
+            self.weight.shape[0],
+            vocab_size,
+            config.final_logit_softcapping,
+            tp,
+            config.cross_entropy_backend,
+        )
 
     def logits(self, x: Tensor) -> Tensor:
         """[s, b, h] -> logits over the real vocabulary [s, b, v], soft-capped. One tensor-parallel
         rank alone.
         """
+        # For generation and comparisons: all columns are here.
         assert self.tp.size == 1
         cap = self.config.final_logit_softcapping
         z = linear(x, self.weight)[..., : self.vocab_size]
@@ -389,21 +411,16 @@ class HeadBlock(Layer):
         """[2]: the objective to differentiate (with z-loss in training) and the loss to report,
         summed over unmasked tokens.
         """
-        settings = (
-            self.vocab_size,
-            self.config.final_logit_softcapping,
-            self.tp,
-            self.config.cross_entropy_backend,
-        )
         if self.config.fused_linear_cross_entropy:
-            loss, lse = linear_cross_entropy(x, self.weight, micro.labels, *settings)
+            loss, lse = linear_cross_entropy(x, self.weight, micro.labels, self.columns)
         else:
-            loss, lse = cross_entropy(
-                column_linear(x, self.weight, None, self.tp), micro.labels, *settings
-            )
+            logits = column_linear(x, self.weight, None, self.tp)
+            loss, lse = cross_entropy(logits, micro.labels, self.columns)
+        # Sums over tokens, not means: the step divides by the valid tokens of all ranks once.
         mask = micro.loss_mask.to(loss.dtype)
         reported = (loss.detach() * mask).sum()
         objective = (loss * mask).sum()
         if self.config.z_loss_coeff > 0 and micro.dropout is not None:
+            # z-loss (PaLM): keeps log Z near 0; in training alone
             objective = objective + self.config.z_loss_coeff * (lse.square() * mask).sum()
         return torch.stack([objective, reported])

@@ -1,7 +1,4 @@
-"""The model of a run's flags, as one rank holds it.
-
-Called from training/pretrain.py and tools/_plan/memory.py.
-"""
+"""The model of a run's flags, as one rank holds it."""
 
 from __future__ import annotations
 
@@ -29,11 +26,14 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
     meta device. `device` is where it will run, which decides what kernels its layers take;
     `vocab_size` is the tokenizer's.
     """
+    # The same cut on every rank: stages are placed, and this rank takes its own.
     padded = padded_vocab_size(vocab_size, config.model, groups.tp.size)
     stages = zip(pipeline_stages(config, padded), placement_of(config), strict=True)
     own = tuple(stage for stage, rank in stages if rank == groups.pp.rank)
     model = build_stages(config, vocab_size, groups, device, own)
+    # Layers are wrapped for recomputation once, before anything runs.
     model.choose_recompute(config.training)
+    # What is recomputed keeps nothing that could wait on the host: recomputation is chosen first.
     model.choose_offload(config.training)
     return model
 
@@ -54,6 +54,7 @@ def build_stages(
         overlap=distributed.tp_comm_overlap,
     )
     padded = padded_vocab_size(vocab_size, config.model, tp.size)
+    # From here on no backend but attention's is `auto`.
     chosen, _ = choose_kernels(config, device)
     model = GPTModel(
         chosen.model,
@@ -77,6 +78,7 @@ def _mark_fp8(model: GPTModel, config: Config, groups: Groups) -> None:
         if not layer_in_fp8(precision, int(index), layers):
             continue
         for linear in wide_linears(config.model, precision):
+            # Linear layers find the mark on their weight.
             weight = layer.get_parameter(f"{linear.name}.weight")
             mark_fp8(weight, precision, linear.split, groups.tp, groups.cp)
 
@@ -84,6 +86,7 @@ def _mark_fp8(model: GPTModel, config: Config, groups: Groups) -> None:
 def hidden_shape(config: Config) -> tuple[int, int, int]:
     """[s, b, h] of what travels between the stages of a resolved configuration."""
     distributed = config.distributed
+    # Context- and sequence-parallel ranks each hold an equal part of the sequence.
     split = distributed.context_parallel_size
     if distributed.sequence_parallel:
         split *= distributed.tensor_model_parallel_size
@@ -99,6 +102,7 @@ def declared(model: ModelConfig, vocab_size: int) -> dict[str, ParameterSpec]:
     """What a whole model's parameters declare, by name, those of modules that were added to it too.
     Nothing is allocated.
     """
+    # Parameters are born on the meta device, so the whole model costs no memory.
     described = GPTModel(
         model,
         vocab_size=vocab_size,

@@ -1,17 +1,27 @@
 """Layers compiled by torch.compile: a graph for each kind of layer, in each mode.
 
-Called from training/pretrain.py.
+What a graph cannot trace, or would fuse less well, is replaced when a layer is compiled: linear
+layers by an operator that hides what they do to `main_grad`, autograd functions of activations by
+plain operations.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config.errors import UserError
+from megatron.kernels.activation import apply_function
+from megatron.kernels.lang import operator
 from megatron.model.block import LayerBlock
 from megatron.model.dropout import Dropout
-from megatron.model.linear import Linear
+from megatron.model.linear import DEFERRED, Linear, _ColumnLinear, _Linear, _RowLinear
+from megatron.model.mlp import MLP
+from megatron.model.opaque import Context
+from megatron.model.tensor_parallel import TensorParallel
 
 # graphs of one rank at most: the first, a middle and the last layer, each in training, in the
 # forward pass that full recomputation repeats, and in evaluation
@@ -32,11 +42,9 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
     torch._dynamo.config.recompile_limit = GRAPHS
     for layer in model.modules():
         if isinstance(layer, LayerBlock):
-            _leave_constants_out(layer, device)
-            compiled = torch.compile(
-                layer.transform, backend=BACKEND, fullgraph=True, dynamic=False
-            )
-            layer.transform = compiled  # type: ignore[method-assign]
+            _prepare(layer, device)
+            compiled = torch.compile(layer.forward, backend=BACKEND, fullgraph=True, dynamic=False)
+            layer.forward = compiled  # type: ignore[method-assign]
 
 
 def _find_compiler(device: torch.device) -> None:
@@ -55,13 +63,85 @@ def _find_compiler(device: torch.device) -> None:
         ) from error
 
 
-def _leave_constants_out(layer: LayerBlock, device: torch.device) -> None:
-    """Keep what differs from layer to layer, or exists once a rank, where a graph does not take it
-    for a constant.
+def _prepare(layer: LayerBlock, device: torch.device) -> None:
+    """Give a layer's modules their traceable functions. What differs from layer to layer, or exists
+    once a rank, is kept where a graph does not take it for a constant.
     """
     for module in layer.modules():
         if isinstance(module, Linear):
             module.weight.tensor_parallel = module.tp
+            module.function = OPERATORS[module.function]
+        elif isinstance(module, MLP) and not module.fuses_bias:
+            module.activate = partial(apply_function, kind=module.activation)
         for site in vars(module).values():
             if isinstance(site, Dropout):
                 site.keep_words_on(device)
+
+
+# ---- linear layers as operators
+
+FUNCTIONS: dict[str, Any] = {"whole": _Linear, "column": _ColumnLinear, "row": _RowLinear}
+
+
+def _context(weight: Tensor, bias: Tensor | None) -> Context:
+    """What the autograd function of a linear layer finds in its context."""
+    needed = (True, weight.requires_grad)
+    return Context(needed, weight=weight, bias=bias, tp=weight.tensor_parallel)
+
+
+@operator("linear")
+def _opaque_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
+    context = _context(weight, bias)
+    return FUNCTIONS[kind].forward(context, x, weight, bias, context.tp)
+
+
+@_opaque_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
+    return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
+
+
+@operator("linear_backward")
+def _opaque_linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str
+) -> Tensor:
+    context = _context(weight, bias)
+    if getattr(weight, DEFERRED, None) is not None:
+        # a compiled graph writes something else into them as soon as it has read them
+        dy, x = dy.clone(), x.clone()
+    context.save_for_backward(x)
+    return FUNCTIONS[kind].backward(context, dy)[0]
+
+
+@_opaque_linear_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _save_linear(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, bias, ctx.kind, _ = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _differentiate_linear(ctx: Any, dy: Tensor) -> tuple:
+    dx = torch.ops.megatron.linear_backward(dy, *ctx.saved_tensors, ctx.kind)
+    return dx, None, None, None, None
+
+
+_opaque_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)
+
+
+class LinearOperator:
+    """Stands in for the autograd function of a linear layer of this kind."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None, tp: TensorParallel) -> Tensor:
+        rows = x.shape[0]  # of the output: under SP a gathered sequence, or a scattered one
+        if tp.sequence and self.kind != "whole":
+            rows = rows * tp.size if self.kind == "column" else rows // tp.size
+        return torch.ops.megatron.linear(x, weight, bias, self.kind, rows)
+
+
+# one of each kind, since a graph takes them for constants
+OPERATORS = {function: LinearOperator(kind) for kind, function in FUNCTIONS.items()}

@@ -1,7 +1,7 @@
 """Dropout whose mask is a pure function of (seed, layer, site, sample, position): equal under
 recompute and in every layout.
 
-s sequence, b batch, h hidden. Called from model/block.py and model/attention/attention.py.
+s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Dropout:
             return x
         if self.backend == "triton":
             return _TritonDropout.apply(x, None, state, self.key, self.probability)
+        # The counter of an element holds its sample and its position in it: the same mask in every
+        # layout and in a recomputation.
         s, b, h = x.shape
         # [s, b]
         rows = torch.broadcast_tensors(state.sample_ids[None, :], state.token_index[:, None])
@@ -91,5 +93,6 @@ class Dropout:
         if not self.acts(state):
             return residual + x
         if self.backend == "triton":
+            # One pass over x and the residual; the backward pass draws the mask again.
             return _TritonDropout.apply(x, residual, state, self.key, self.probability)
         return residual + self.hidden(x, state)

@@ -1,6 +1,6 @@
 """Embedding lookup whose weight gradient accumulates into `main_grad`.
 
-s sequence, b batch, h hidden, v rows of the table. Called from model/block.py.
+s sequence, b batch, h hidden, v rows of the table.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from megatron.config.workspace import SCRATCH_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.model.spec import ParameterSpec
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
-def embedding_weight_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
+def accumulate_embedding_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> None:
     """main_grad [v, h] += dy [s, b, h] at the rows ids [s, b]; deterministic, no dense matrix of
     the weight's size.
     """
@@ -44,7 +44,7 @@ class _Embedding(torch.autograd.Function):
         assert not getattr(ctx.weight, "overwrite_main_grad", False), (
             "of a tied matrix the head's product comes first"
         )
-        embedding_weight_grad(dy, ids, ctx.weight.main_grad)
+        accumulate_embedding_grad(dy, ids, ctx.weight.main_grad)
         return None, None
 
 
@@ -56,12 +56,14 @@ class _VocabularyParallelEmbedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ids: Tensor, weight: nn.Parameter, tp: TensorParallel) -> Tensor:
+        # This rank's rows of the table; ids of other ranks' rows read row 0 and are masked.
         local = ids - tp.axis.rank * weight.shape[0]
         elsewhere = (local < 0) | (local >= weight.shape[0])
         local.masked_fill_(elsewhere, 0)
         ctx.save_for_backward(local, elsewhere)
         ctx.weight, ctx.tp = weight, tp
         y = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
+        # One rank has the row of an id and the others zeros, so the sum does not round.
         return reduce_scatter(y, tp.axis) if tp.sequence else all_reduce(y, tp.axis)
 
     @staticmethod
@@ -70,8 +72,9 @@ class _VocabularyParallelEmbedding(torch.autograd.Function):
         assert not getattr(ctx.weight, "overwrite_main_grad", False), (
             "of a tied matrix the head's product comes first"
         )
+        # Under SP each rank has the gradient of its part of the sequence, and its rows need all.
         dy = all_gather(dy, ctx.tp.axis) if ctx.tp.sequence else dy
-        embedding_weight_grad(
+        accumulate_embedding_grad(
             dy.masked_fill(elsewhere.unsqueeze(-1), 0), local, ctx.weight.main_grad
         )
         return None, None, None
@@ -82,7 +85,7 @@ class Embedding(nn.Module):
     each tensor-parallel rank holds v / size rows.
     """
 
-    def __init__(self, weight: ParameterSpec, tp: TensorParallel = DENSE):
+    def __init__(self, weight: ParameterSpec, tp: TensorParallel = NO_TP):
         super().__init__()
         self.tp = tp
         self.weight = weight.parameter(tp)

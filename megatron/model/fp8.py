@@ -14,7 +14,6 @@ a whole tensor the tensor is a micro-batch's.
 
 On a GPU kernels/fp8.py quantises and torch._scaled_mm multiplies; on a CPU both are done by their
 definitions, on fp32 or fp64 numbers. **Never run on a GPU.** s sequence, b batch, i in, o out.
-Marked by model/build.py, called from model/linear.py.
 """
 
 from __future__ import annotations
@@ -76,6 +75,7 @@ class Fp8Products:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., i] -> [..., o]."""
+        # Both factors have the summed dimension i contiguous as they are.
         q, w = self._quantise(self._input(x, plain=True), self._weight(weight, plain=True))
         y = scaled_product(q.q, q.scale, w.q, w.scale, x.dtype, bias)
         return y.view(*x.shape[:-1], -1)
@@ -83,17 +83,19 @@ class Fp8Products:
     def input_grad(
         self, dy: Tensor, weight: Tensor, *, weight_grad: bool
     ) -> tuple[Tensor, Tensor | Quantised]:
-        """dx [..., i] of dy [..., o], and what `add_weight_grad` takes in place of dy if that is
-        called next, as `weight_grad` specifies.
+        """dx [..., i] of dy [..., o], and what `accumulate_weight_grad` takes in place of dy if
+        that is called next, as `weight_grad` specifies.
         """
+        # dy is quantized once for both products: as it is for dx, transposed for dW.
         keeps = weight_grad and self.weight_grad
         own = self._output_grad(dy, plain=True, transposed=keeps)
         q, w = self._quantise(own, self._weight(weight, transposed=True))
         dx = scaled_product(q.q, q.scale, w.q_t, w.scale_t, dy.dtype)
+        # The copy for dx is dropped before dW is computed.
         kept = Quantised(None, None, q.q_t, q.scale_t) if keeps else dy
         return dx.view(*dy.shape[:-1], -1), kept
 
-    def add_weight_grad(
+    def accumulate_weight_grad(
         self, dy: Tensor | Quantised, x: Tensor, main_grad: Tensor, overwrite: bool
     ) -> None:
         """main_grad [o, i] += dy^T x, or = where it is to `overwrite`: see `input_grad`."""
@@ -102,9 +104,12 @@ class Fp8Products:
             (q,) = self._quantise(own)
         else:
             dy, q = self._quantise(self._output_grad(dy, transposed=True), own)
+        # A GEMM of 8-bit floats cannot accumulate in fp32 main_grad: pieces of its rows are
+        # computed, and added while they are in cache.
         outputs, inputs = main_grad.shape
         rows = piece_rows(outputs, inputs, main_grad.element_size())
         pieces = main_grad.split(rows)
+        # one scale for all rows, or one (or a block of them) a row
         is_one = self.scaling == "tensor"
         scales = [dy.scale_t] * len(pieces) if is_one else dy.scale_t.split(rows)
         for into, factor, scale in zip(pieces, dy.q_t.split(rows), scales, strict=True):
@@ -129,6 +134,7 @@ class Fp8Products:
         """Each of the factors in 8 bits, with the scales of the whole tensors that they are parts
         of.
         """
+        # The maxima of all factors first, so that one all-reduce an axis serves them.
         found = [self._maxima(factor) for factor in factors]
         _share(self.axis, zip(found, map(self._shares, factors), strict=True))
         _share(self.cp, zip(found, map(self._shares_positions, factors), strict=True))
@@ -143,6 +149,7 @@ class Fp8Products:
         """
         if factor.split is None or self.scaling == "block":
             return False, False
+        # A row's scale spans the summed dimension: ranks share it where that is cut.
         whole = self.scaling == "tensor"
         return (
             factor.plain and (whole or factor.split == 1),
@@ -151,6 +158,8 @@ class Fp8Products:
 
     def _shares_positions(self, factor: Factor) -> tuple[bool, bool]:
         """The same of context-parallel ranks, which hold other tokens."""
+        # Context-parallel ranks hold other rows of a tensor: only a scale of the whole tensor spans
+        # them.
         shares = factor.of_tokens and self.scaling == "tensor" and self.cp.size > 1
         return shares and factor.plain, shares and factor.transposed
 
@@ -202,6 +211,7 @@ def scaled_product(
 ) -> Tensor:
     """(a scale_a) (b scale_b)^T + bias of a [m, k] and b [n, k] in 8 bits -> [m, n] in `dtype`."""
     if not a.is_cuda:
+        # The definition: both factors scaled back, multiplied in fp32 or wider.
         wide = torch.promote_types(dtype, torch.float32)
         y = dequantise(a, scale_a).to(wide) @ dequantise(b, scale_b).to(wide).t()
         return (y if bias is None else y.add_(bias)).to(dtype)
@@ -213,6 +223,7 @@ def scaled_product(
 
 def piece_rows(outputs: int, inputs: int, element: int) -> int:
     """Rows of a weight's gradient that are formed at once."""
+    # whole tiles of 128 rows
     rows = PIECE_BYTES // (element * inputs) // 128 * 128
     return min(outputs, max(128, rows))
 

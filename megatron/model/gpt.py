@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig, TrainingConfig
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.model.attention.attention import mask_of, steps_of
-from megatron.model.attention.context_parallel import WHOLE, ContextParallel, Places
+from megatron.model.attention.context_parallel import NO_CP, ContextParallel, Places
 from megatron.model.attention.rotary import RotaryTables
 from megatron.model.block import (
     EmbeddingBlock,
@@ -26,12 +26,12 @@ from megatron.model.block import (
     ScalarSpec,
 )
 from megatron.model.dropout import DropoutState
-from megatron.model.experts.moe import UNDIVIDED, ExpertParallel, MoE, expert_tokens
+from megatron.model.experts.moe import NO_EP, ExpertParallel, MoE, expert_tokens
 from megatron.model.offload import stage_offload
 from megatron.model.recompute import stage_recompute
 from megatron.model.spec import ParameterSpec, spec_of
 from megatron.model.stages import Stage, whole
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
 def layer_names(config: ModelConfig) -> list[str]:
@@ -43,13 +43,14 @@ def scalars_of(
     layer_class: type[LayerBlock], config: ModelConfig, sequence: bool
 ) -> tuple[ScalarSpec, ...]:
     """What the layers of a whole model return alongside their output."""
+    # Layers that return a number of the same name share its sum.
     of_layers = (layer_class.scalars(config, i, sequence) for i in range(config.num_layers))
     return tuple(dict.fromkeys(spec for layer in of_layers for spec in layer))
 
 
 class GPTModel(nn.Module):
-    """Decoder-only transformer. Parameters are born on the meta device; `optimizer.blocks` gives
-    them storage, `model.init` values.
+    """Decoder-only transformer. Parameters are born on the meta device; parallel/blocks.py gives
+    them storage, model/init.py values.
 
     `config` is resolved (no None among its sizes), `vocab_size` the real vocabulary, `padded_vocab`
     the rows of its matrices over all ranks, `stages` those that this rank holds, in order (None:
@@ -67,14 +68,15 @@ class GPTModel(nn.Module):
         padded_vocab: int,
         dtype: torch.dtype,
         seed: int,
-        tp: TensorParallel = DENSE,
-        cp: ContextParallel = WHOLE,
-        ep: ExpertParallel = UNDIVIDED,
+        tp: TensorParallel = NO_TP,
+        cp: ContextParallel = NO_CP,
+        ep: ExpertParallel = NO_EP,
         stages: tuple[Stage, ...] | None = None,
     ):
         super().__init__()
         self.config, self.dtype, self.vocab_size, self.tp = config, dtype, vocab_size, tp
         self.cp, self.ep = cp, ep
+        # Embedding and head exist on ranks that hold their stage.
         stages = whole(config) if stages is None else stages
         self.embedding = (
             EmbeddingBlock(config, vocab_size, padded_vocab, tp)
@@ -91,6 +93,7 @@ class GPTModel(nn.Module):
         tied = (
             None
             if config.untie_embeddings_and_output_weights or self.embedding is None
+            # the same parameter, where this rank has both ends
             else self.embedding.word.weight
         )
         self.head = (
@@ -98,6 +101,7 @@ class GPTModel(nn.Module):
             if any(stage.head for stage in stages)
             else None
         )
+        # One table serves all layers of a micro-batch.
         rotates = config.position_embedding_type in ("rope", "yarn")
         self.rotary = RotaryTables(config, dtype) if rotates else None
         self.stages = stages
@@ -160,6 +164,7 @@ class GPTModel(nn.Module):
         samples. Under context parallelism the first four are of the positions that this rank holds,
         and `places` [C, s / C] are those of all ranks.
         """
+        # sequence first, as all activations are
         tokens, labels, loss_mask, position_ids = (
             x.t().contiguous() for x in (tokens, labels, loss_mask, position_ids)
         )
@@ -167,10 +172,13 @@ class GPTModel(nn.Module):
         if places is not None:
             steps = steps_of(self.config, self.cp, places, document_starts)
             held = Places.of(places, self.cp, steps)
+        # Dropout counts positions in the whole sample, whatever part of it this rank holds.
         length = tokens.shape[0] * self.cp.size
         token_index = torch.arange(length, device=tokens.device) if held is None else held.own
         own = slice(None)  # the positions of the hidden states that this rank holds
         if self.tp.sequence:
+            # Under SP a rank has an equal part of the sequence between attention and MLP. Masks of
+            # hidden dropout and learned positions are of that part, attention sees the whole.
             part = tokens.shape[0] // self.tp.size
             own = slice(self.tp.axis.rank * part, (self.tp.axis.rank + 1) * part)
         return MicroBatch(
@@ -189,13 +197,11 @@ class GPTModel(nn.Module):
     def _mask(
         self, length: int, document_starts: Tensor | None, held: Places | None
     ) -> AttentionMask:
-        """Of this rank's queries; where attention is computed in steps, each with a mask of its
-        own, that of the first.
-        """
+        """Of this rank's queries; where attention is computed in steps, the first step's."""
         if held is not None and held.steps:
             return held.steps[0].mask
-        own = held.own if held is not None and self.cp.gathers else None
-        return mask_of(self.config, length, document_starts, own)
+        queries = held.own if held is not None and self.cp.gathers else None
+        return mask_of(self.config, length, document_starts, queries)
 
     @torch.no_grad()
     def update_routers(self, scalars: Tensor, skipped: Tensor) -> None:
@@ -203,10 +209,12 @@ class GPTModel(nn.Module):
         each expert had, by `scalars`, those of all layers one behind the other, summed over all
         ranks. `skipped`: 1 where the step was skipped, else 0.
         """
+        # The sums come one behind the other in the order of self.scalars.
         parts = scalars.split([spec.size for spec in self.scalars])
         counts = {spec.name: part for spec, part in zip(self.scalars, parts, strict=True)}
         for layer in self.layers.values():
             if isinstance(mlp := layer.mlp, MoE):
+                # The last count is of choices beyond an expert's capacity.
                 mlp.router.update(counts[expert_tokens(mlp.index)][:-1], 1 - skipped)
 
     @torch.no_grad()

@@ -1,7 +1,5 @@
 """Initial weights: each element of a logical tensor is a function of (seed, name, row, column),
 whatever the layout.
-
-Called from optimizer/optimizer.py, box by box of the master weights.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ def fill_initial(box: Box, local: Tensor, seed: int, backend: str = "torch") -> 
         return
     key = philox.key(seed, box.name)
     by_kernel = backend == "triton" and lang.unfit(local.device, torch.float32) is None
+    # The counter is the element's place in the logical tensor: any box of any layout draws the same
+    # values.
     rows = box.extent[0] // box.groups
     for group in range(box.groups):
         part = torch.empty(target.shape[1:], dtype=torch.float32, device=local.device)

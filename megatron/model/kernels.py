@@ -1,7 +1,5 @@
 """Which implementation computes each operator of a run: the one place where flags, device and
 precision meet the dispatch table.
-
-Called from model/build.py and optimizer/optimizer.py; the banner prints what it chose.
 """
 
 from __future__ import annotations
@@ -41,6 +39,7 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
     """
     dtype = compute_dtype(config.precision)
     _check_fp8(config, device)
+    # What this model cannot have is refused if a flag asks for it, and not taken by `auto`.
     unable = _unable(config, lang.capability(device), dtype)
     prefers = {"attention": _prefers_ours(config, device), "grouped-gemm": True}
     operators = [operator for operator in OPERATORS if _takes_part(config, operator)]
@@ -56,6 +55,8 @@ def choose_kernels(config: Config, device: torch.device) -> tuple[Config, dict[s
         for operator in operators
     }
     _check_ring(config, device, choices["attention"], unable["attention"])
+    # The choices go into the configuration that layers are built from: they read one name each.
+    # Attention's `auto` stays, see above.
     fields = {
         _field(operator): choice.implementation
         for operator, choice in choices.items()
@@ -83,6 +84,7 @@ def _check_fp8(config: Config, device: torch.device) -> None:
     if precision.fp8_format is None or device.type != "cuda":
         return
     asked = f"--fp8-format {precision.fp8_format}"
+    # torch._scaled_mm needs Hopper's tensor cores.
     arch = lang.capability(device)
     if arch < lang.HOPPER:
         raise UserError(
@@ -143,6 +145,7 @@ def masked_by_positions(config: Config) -> str | None:
     those that hide more than causality does.
     """
     heads, ring = attention_ranks(config.distributed)
+    # All-to-all alone, or a ring of causal blocks: queries and keys count from 0.
     if heads == config.distributed.context_parallel_size or (ring > 1 and not _masks(config)):
         return None
     return (
@@ -197,6 +200,7 @@ def _unable_grouped(config: Config, dtype: torch.dtype) -> str | None:
         return f"torch {torch.__version__} has none"
     if dtype == torch.float64:
         return "float64"
+    # grouped_mm reads rows of 16 bytes
     width = (config.model.moe_ffn_hidden_size or 0) // expert_ranks(config).etp
     for flag, size in (("--hidden-size", config.model.hidden_size), ("an expert's width", width)):
         if size * dtype.itemsize % 16:
@@ -207,11 +211,13 @@ def _unable_grouped(config: Config, dtype: torch.dtype) -> str | None:
 def _unable_attention(config: Config, arch: int, dtype: torch.dtype) -> dict[str, str]:
     """Of `_unable`: attention."""
     model, unable = config.model, {}
+    # torch's kernels and FlashAttention 4 take no dropout of ours, no cap, and FA4 no mask either.
     needs = beyond_sdpa(model, training=True)
     if needs:
         unable["sdpa"] = f"cannot compute {', '.join(needs)}"
     if needs := [*needs, *_masks(config)]:
         unable["fa4"] = f"cannot compute {', '.join(needs)}"
+    # Our kernels have limits by head dimension and architecture.
     given = {"softcap": model.attn_logit_softcapping, "drop": model.attention_dropout}
     if model.kv_channels is not None and (reason := unfit(model.kv_channels, arch, dtype, **given)):
         unable["triton"] = reason
@@ -244,6 +250,7 @@ def _wanted(config: Config, operator: str, device: torch.device) -> str:
     if wanted == "auto" and operator == "rotary" and config.model.multi_latent_attention:
         return "torch"  # the kernel turns pairs of other channels
     if wanted == "auto" and operator == "grouped-gemm":
+        # One grouped launch pays where a loop of GEMMs is bound by the host.
         most = SMALL_PRODUCT["cuda" if device.type == "cuda" else "cpu"]
         return wanted if expert_product_flops(config) < most else "torch"
     return wanted
@@ -271,6 +278,7 @@ def expert_product_flops(config: Config) -> float:
     etp, ep = expert_ranks(config)
     tp = distributed.tensor_model_parallel_size  # tokens are shared by sequence parallelism
     tokens = config.training.micro_batch_size * config.data.seq_length
+    # Tokens of this rank, times choices, from all ranks whose tokens reach its experts.
     own = tokens / distributed.context_parallel_size / tp
     rows = own * model.moe_router_topk * etp * ep / model.num_experts
     width = (model.moe_ffn_hidden_size or 0) / etp * (2 if model.activation in GATED else 1)

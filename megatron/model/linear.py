@@ -22,10 +22,8 @@ this rank's part of the sequence, never a gathered copy. Collectives of s b h el
     row          -                       -
     row, SP      all-gather of dy        all-gather of dy
 
-An unsplit backward has those of B and column's of W. Weights that are marked form their products
-of 8-bit floats (fp8.py), which adds an all-reduce of maxima under scales of a tensor or a row.
-Called from model/attention/attention.py, model/mlp.py and model/block.py;
-parallel/layer_passes.py opens and empties the list of deferred weight gradients.
+An unsplit backward has those of B and column's of W. Weights that are marked form their products of
+8-bit floats (fp8.py), which adds an all-reduce of maxima under scales of a tensor or a row.
 """
 
 from __future__ import annotations
@@ -52,14 +50,13 @@ from megatron.distributed.collectives import (
 from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import apex
 from megatron.kernels.fp8 import Quantised
-from megatron.kernels.lang import multiprocessors, operator
+from megatron.kernels.lang import multiprocessors
 from megatron.model.fp8 import FP8
-from megatron.model.opaque import Context
 from megatron.model.spec import ParameterSpec
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
-def linear_weight_grad(
+def wgrad_gemm(
     dy: Tensor,
     x: Tensor,
     main_grad: Tensor,
@@ -72,9 +69,10 @@ def linear_weight_grad(
     once before they are added, and fp16 factors are widened, in temporaries of at most
     SCRATCH_BYTES. `rows_vary`: s b differs from call to call, and bf16 factors are widened too.
     """
+    # [tokens, o] and [tokens, i]
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
     if by_apex and main_grad.dtype == torch.float32 and dy.dtype != torch.float32:
-        apex.add_weight_grad(dy, x, main_grad.zero_() if overwrite else main_grad)
+        apex.accumulate_weight_grad(dy, x, main_grad.zero_() if overwrite else main_grad)
         return
     beta = 0 if overwrite else 1
     if main_grad.dtype == dy.dtype:
@@ -105,6 +103,7 @@ def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> N
     """
     rows = _rows_at_once(x.shape[1], dy.element_size(), main_grad.element_size())
     for grad, part in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
+        # rounded to bf16 once, behind the sum over tokens in fp32
         wgrad = part.t() @ x
         if overwrite:
             grad.copy_(wgrad)
@@ -130,8 +129,8 @@ def gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def dgrad(dy: Tensor, weight: Tensor, *, weight_grad: bool) -> tuple[Tensor, Tensor | Quantised]:
-    """dy [s, b, o] times weight [o, i], and what `add_weight_grad` takes in place of dy; that is
-    called next if `weight_grad`.
+    """dy [s, b, o] times weight [o, i], and what `accumulate_weight_grad` takes in place of dy;
+    that is called next if `weight_grad`.
     """
     fp8 = getattr(weight, FP8, None)
     if fp8 is None:
@@ -139,7 +138,7 @@ def dgrad(dy: Tensor, weight: Tensor, *, weight_grad: bool) -> tuple[Tensor, Ten
     return fp8.input_grad(dy, weight, weight_grad=weight_grad)
 
 
-def add_weight_grad(dy: Tensor | Quantised, x: Tensor, weight: nn.Parameter) -> None:
+def accumulate_weight_grad(dy: Tensor | Quantised, x: Tensor, weight: nn.Parameter) -> None:
     """Add a weight's gradient in its main_grad, or put it there if that is to be overwritten. `dy`
     is as `dgrad` returns it, or as it came.
     """
@@ -147,12 +146,12 @@ def add_weight_grad(dy: Tensor | Quantised, x: Tensor, weight: nn.Parameter) -> 
     weight.overwrite_main_grad = False
     fp8 = getattr(weight, FP8, None)
     if fp8 is not None and fp8.weight_grad:
-        fp8.add_weight_grad(dy, x, weight.main_grad, overwrite)
+        fp8.accumulate_weight_grad(dy, x, weight.main_grad, overwrite)
         return
-    linear_weight_grad(dy, x, weight.main_grad, overwrite, getattr(weight, "by_apex", False))
+    wgrad_gemm(dy, x, weight.main_grad, overwrite, getattr(weight, "by_apex", False))
 
 
-def bias_grad(dy: Tensor, main_grad: Tensor) -> None:
+def accumulate_bias_grad(dy: Tensor, main_grad: Tensor) -> None:
     """main_grad [o] += the sum of dy [s, b, o] over tokens, accumulated in main_grad's
     precision.
     """
@@ -176,7 +175,7 @@ class WeightGrad(NamedTuple):
     def start(self) -> Callable[[], None]:
         """Set off what is gathered; what it returns waits for that and adds the gradient."""
         dy, x = start_all_gather(self.dy, self.dy_axis), start_all_gather(self.x, self.x_axis)
-        return lambda: add_weight_grad(dy.wait(), x.wait(), self.weight)
+        return lambda: accumulate_weight_grad(dy.wait(), x.wait(), self.weight)
 
 
 class DeferredWgrad(Protocol):
@@ -200,6 +199,7 @@ def add_weight_grads(left: list[DeferredWgrad]) -> None:
     """
     started: deque[Callable[[], None]] = deque()
     while left or started:
+        # One all-gather ahead of the GEMM that runs.
         while left and len(started) < (2 if left[0].overlap else 1):
             started.append(left.pop(0).start())
         finish = started.popleft()
@@ -213,6 +213,7 @@ def deferring_weight_grads(module: nn.Module) -> Iterator[list[DeferredWgrad]]:
     onto this list instead of computing them.
     """
     left: list[DeferredWgrad] = []
+    # Weights of linear layers and of experts declare that their gradient is one product.
     declared = ((weight, getattr(weight, "spec", None)) for weight in module.parameters())
     weights = {weight for weight, spec in declared if spec is not None and spec.product}
     weights |= {layer.weight for layer in module.modules() if isinstance(layer, Linear)}
@@ -226,27 +227,40 @@ def deferring_weight_grads(module: nn.Module) -> Iterator[list[DeferredWgrad]]:
 
 
 class _Linear(torch.autograd.Function):
+    """A linear layer whose weight is whole on this rank; `tp` is not read."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias
-        return gemm(x, weight, bias)
+        fp8 = getattr(weight, FP8, None)
+        return F.linear(x, weight, bias) if fp8 is None else fp8.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        (x,) = ctx.saved_tensors
-        deferred = getattr(ctx.weight, DEFERRED, None)
+        (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        deferred, fp8 = getattr(weight, DEFERRED, None), getattr(weight, FP8, None)
         frozen = not ctx.needs_input_grad[1]
-        dx, kept = dgrad(dy, ctx.weight, weight_grad=deferred is None and not frozen)
-        if frozen:  # and so is the bias
-            return dx, None, None
-        if deferred is None:
-            add_weight_grad(kept, x, ctx.weight)
+
+        # dgrad. With 8-bit floats it quantizes dy for the wgrad that follows, too.
+        kept: Tensor | Quantised
+        if fp8 is None:
+            dx, kept = dy.matmul(weight), dy
         else:
-            deferred.append(WeightGrad(ctx.weight, dy, x.detach()))
-        if ctx.bias is not None:
-            bias_grad(dy, ctx.bias.main_grad)
-        return dx, None, None
+            dx, kept = fp8.input_grad(dy, weight, weight_grad=deferred is None and not frozen)
+        if frozen:  # and so is the bias
+            return dx, None, None, None
+
+        # wgrad, added to main_grad now or by the second half of a split backward pass
+        if deferred is None:
+            accumulate_weight_grad(kept, x, weight)
+        else:
+            deferred.append(WeightGrad(weight, dy, x.detach()))
+        if bias is not None:  # summed over tokens in main_grad's precision
+            bias.main_grad.add_(dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype))
+        return dx, None, None, None
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -263,6 +277,8 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
             return gemm(x, weight, bias)
+        # All-gather of x along the sequence, whole or piece by piece while the pieces that are here
+        # are multiplied.
         if not _cuts(tp, x, weight, weight.shape[0]):
             return gemm(all_gather(x, tp.axis), weight, bias)
         whole = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
@@ -275,26 +291,30 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
         deferred = getattr(weight, DEFERRED, None)
+        frozen = not ctx.needs_input_grad[1]
+        computes_wgrad = deferred is None and not frozen
+
+        # Under SP wgrad needs the whole x once more: its all-gather runs while dgrad is computed.
         x_axis = tp.axis if tp.sequence else ALONE
-        gathering, frozen = None, not ctx.needs_input_grad[1]
-        if frozen:
-            pass
-        elif deferred is None:
-            gathering = start_all_gather(x, x_axis)
-            if not tp.overlap:
-                gathering.wait()
-        else:
-            deferred.append(WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap))
-        dx, kept = dgrad(dy, weight, weight_grad=gathering is not None)
+        gathering = start_all_gather(x, x_axis) if computes_wgrad else None
+        if gathering is not None and not tp.overlap:
+            gathering.wait()
+
+        # dgrad, and the sum over the ranks, which runs while wgrad is computed
+        dx, kept = dgrad(dy, weight, weight_grad=computes_wgrad)
         start = start_reduce_scatter if tp.sequence else start_all_reduce
         summing = start(dx, tp.axis)
         del dx  # under sequence parallelism it is whole, and read once
         if not tp.overlap:
             summing.wait()
+
+        # wgrad and the bias's gradient, of this rank's outputs
         if gathering is not None:
-            add_weight_grad(kept, gathering.wait(), weight)
+            accumulate_weight_grad(kept, gathering.wait(), weight)
+        elif not frozen:
+            deferred.append(WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap))
         if ctx.bias is not None and not frozen:
-            bias_grad(dy, ctx.bias.main_grad)
+            accumulate_bias_grad(dy, ctx.bias.main_grad)
         return summing.wait(), None, None, None
 
 
@@ -311,6 +331,7 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
+            # Each rank's product is a part of the sum over the inputs.
             y = all_reduce(gemm(x, weight), tp.axis)
         elif _cuts(tp, x, weight, weight.shape[0] // 2):
             # the first half of the outputs is summed alongside the product of the second
@@ -327,30 +348,30 @@ class _RowLinear(torch.autograd.Function):
         (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
         deferred = getattr(weight, DEFERRED, None)
         frozen = not ctx.needs_input_grad[1]
-        if deferred is not None and not frozen:
-            deferred.append(
-                WeightGrad(
-                    weight,
-                    dy,
-                    x.detach(),
-                    dy_axis=tp.axis if tp.sequence else ALONE,
-                    overlap=tp.overlap,
-                )
-            )
-        if ctx.bias is not None and not frozen:
-            bias_grad(dy, ctx.bias.main_grad)
+        own = dy  # under SP of this rank's part of the sequence
+
+        # dgrad: under SP dy is gathered along the sequence first, or piece by piece with the GEMMs
         kept: Tensor | Quantised
         if tp.sequence and _cuts(tp, dy, weight, weight.shape[1]):
-            whole = dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:]))
+            kept = dy.new_empty((tp.size * dy.shape[0], *dy.shape[1:]))
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            for rows, part in gather_parts(dy, tp.axis, whole):
+            for rows, part in gather_parts(dy, tp.axis, kept):
                 torch.mm(part.flatten(0, -2), weight, out=dx[rows].flatten(0, -2))
-            kept = whole
         else:
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
             dx, kept = dgrad(dy, weight, weight_grad=deferred is None and not frozen)
-        if deferred is None and not frozen:
-            add_weight_grad(kept, x, weight)
+        if frozen:  # and so is the bias
+            return dx, None, None, None
+
+        # wgrad, of the whole dy; what is deferred holds this rank's part alone
+        if deferred is None:
+            accumulate_weight_grad(kept, x, weight)
+        else:
+            dy_axis = tp.axis if tp.sequence else ALONE
+            left = WeightGrad(weight, own, x.detach(), dy_axis=dy_axis, overlap=tp.overlap)
+            deferred.append(left)
+        if ctx.bias is not None:  # added behind the sum: its gradient is of this rank's part
+            accumulate_bias_grad(own, ctx.bias.main_grad)
         return dx, None, None, None
 
 
@@ -365,6 +386,7 @@ def worth_cutting(x: Tensor, outputs: int) -> bool:
     """Whether a piece of a product, of x [s, b, i] with that many outputs, keeps a GPU as busy as
     the whole does: it has a tile for each multiprocessor. On a CPU any has.
     """
+    # A wave of tiles fills the GPU; a piece with fewer would leave multiprocessors idle.
     tiles = -(-x.shape[:-1].numel() // TILE[0]) * -(-outputs // TILE[1])
     return not x.is_cuda or tiles >= multiprocessors(x.device)
 
@@ -377,103 +399,44 @@ def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-_FUNCTIONS: dict[str, Any] = {"whole": _Linear, "column": _ColumnLinear, "row": _RowLinear}
-
-
-def _arguments(
-    kind: str, weight: Tensor, bias: Tensor | None
-) -> tuple[Context, tuple[TensorParallel, ...]]:
-    """The arguments of a function of this kind that are no tensors."""
-    tp = weight.tensor_parallel
-    context = Context((True, weight.requires_grad), weight=weight, bias=bias, tp=tp)
-    return context, () if kind == "whole" else (tp,)
-
-
-@operator("linear")
-def _opaque_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
-    context, tp = _arguments(kind, weight, bias)
-    return _FUNCTIONS[kind].forward(context, x, weight, bias, *tp)
-
-
-@_opaque_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
-    return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
-
-
-@operator("linear_backward")
-def _opaque_linear_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str
-) -> Tensor:
-    context, _ = _arguments(kind, weight, bias)
-    if getattr(weight, DEFERRED, None) is not None:
-        # a compiled graph writes something else into them as soon as it has read them
-        dy, x = dy.clone(), x.clone()
-    context.save_for_backward(x)
-    return _FUNCTIONS[kind].backward(context, dy)[0]
-
-
-@_opaque_linear_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _save_linear(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, weight, bias, ctx.kind, _ = inputs
-    ctx.save_for_backward(x, weight, bias)
-
-
-def _differentiate_linear(ctx: Any, dy: Tensor) -> tuple:
-    dx = torch.ops.megatron.linear_backward(dy, *ctx.saved_tensors, ctx.kind)
-    return dx, None, None, None, None
-
-
-_opaque_linear.register_autograd(_differentiate_linear, setup_context=_save_linear)
-
-
-def _apply(
-    kind: str, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
-) -> Tensor:
-    """A linear layer, whole or shared over tensor-parallel ranks: as an operator that hides what it
-    does to `main_grad` where torch.compile traces, else as an autograd function.
-    """
-    kind = "whole" if tp.size == 1 else kind
-    if torch.compiler.is_compiling():
-        rows = x.shape[0]
-        if tp.sequence:
-            rows = rows * tp.size if kind == "column" else rows // tp.size
-        return torch.ops.megatron.linear(x, weight, bias, kind, rows)
-    if kind == "whole":
-        return _Linear.apply(x, weight, bias)
-    return _FUNCTIONS[kind].apply(x, weight, bias, tp)
-
-
 def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
     """x [s, b, i] times weight [o, i] transposed, plus bias [o]: bit-equal to
     torch.nn.functional.linear.
     """
-    return _apply("whole", x, weight, bias, DENSE)
+    return _Linear.apply(x, weight, bias, NO_TP)
 
 
 def column_linear(
     x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
 ) -> Tensor:
     """x [s, b, i] (under SP this rank's s / size) -> [s, b, o / size]."""
-    return _apply("column", x, weight, bias, tp)
+    return (_Linear if tp.size == 1 else _ColumnLinear).apply(x, weight, bias, tp)
 
 
 class Linear(nn.Module):
-    """torch.nn.Linear whose gradients accumulate into `main_grad`: weight [o, i], bias [o]."""
+    """torch.nn.Linear whose gradients accumulate into `main_grad`: weight [o, i], bias [o].
+    `skip_bias_add`: whoever reads the output adds the bias, and its gradient.
+    """
+
+    sharded: type[torch.autograd.Function] = _Linear  # over several tensor-parallel ranks
 
     def __init__(
-        self, weight: ParameterSpec, bias: ParameterSpec | None = None, tp: TensorParallel = DENSE
+        self,
+        weight: ParameterSpec,
+        bias: ParameterSpec | None = None,
+        tp: TensorParallel = NO_TP,
+        *,
+        skip_bias_add: bool = False,
     ):
         super().__init__()
-        self.tp = tp
+        self.tp, self.skip_bias_add = tp, skip_bias_add
         self.weight = weight.parameter(tp)
         self.bias = None if bias is None else bias.parameter(tp)
+        self.function: Any = _Linear if tp.size == 1 else self.sharded
 
     def forward(self, x: Tensor) -> Tensor:
-        return _apply("whole", x, self.weight, self.bias, DENSE)
+        bias = None if self.skip_bias_add else self.bias
+        return self.function.apply(x, self.weight, bias, self.tp)
 
 
 class ColumnLinear(Linear):
@@ -481,8 +444,7 @@ class ColumnLinear(Linear):
     [s, b, o / size].
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _apply("column", x, self.weight, self.bias, self.tp)
+    sharded = _ColumnLinear
 
 
 class RowLinear(Linear):
@@ -490,5 +452,4 @@ class RowLinear(Linear):
     s / size).
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _apply("row", x, self.weight, self.bias, self.tp)
+    sharded = _RowLinear

@@ -16,8 +16,7 @@ already would make it 6, but
 
 Collectives are those of model/linear.py and model/loss.py, whole: under SP an all-gather of x in
 each pass and a reduce-scatter of dx, else an all-reduce of dx; one all-gather of three numbers a
-token. dx is summed when its last chunk is there, overlapped with nothing. Called from
-model/block.py under --fused-linear-cross-entropy.
+token. dx is summed when its last chunk is there, overlapped with nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from torch import Tensor, nn
 
 from megatron.config.workspace import HEAD_CHUNK_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from megatron.model.linear import add_weight_grad
-from megatron.model.loss import Columns, own_columns
+from megatron.model.linear import accumulate_weight_grad
+from megatron.model.loss import Columns
 from megatron.model.tensor_parallel import TensorParallel
 
 
@@ -50,6 +49,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: nn.Parameter, labels: Tensor, columns: Columns
     ) -> tuple[Tensor, Tensor]:
+        # Logits of a chunk live until they are reduced to three numbers a token; the numbers of all
+        # chunks go in one all-gather.
         rows = _whole(x, columns.tp).flatten(0, 1)
         parts = [
             columns.reduce(F.linear(rows[piece], weight), labels[piece])
@@ -64,13 +65,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss: Tensor, dlse: Tensor):
         (x, lse, labels), weight, tp = ctx.saved_tensors, ctx.weight, ctx.columns.tp
         whole = _whole(x, tp)
+        # dx of the whole sequence: chunks write their rows, and one collective sums them over the
+        # ranks.
         dx = torch.empty_like(whole, memory_format=torch.contiguous_format)
         for piece in _chunks(rows := whole.flatten(0, 1), weight):
+            # The chunk's logits once more, turned into their gradient where they are.
             dlogits = F.linear(rows[piece], weight)
             ctx.columns.into_gradient(dlogits, labels[piece], lse[piece], dloss[piece], dlse[piece])
+            # dgrad, then wgrad into main_grad: the first chunk may overwrite, the others add.
             torch.mm(dlogits, weight, out=dx.flatten(0, 1)[piece])
             if ctx.needs_input_grad[1]:
-                add_weight_grad(dlogits, rows[piece], weight)
+                accumulate_weight_grad(dlogits, rows[piece], weight)
             del dlogits  # before the next ones are made
         return (
             reduce_scatter(dx, tp.axis) if tp.sequence else all_reduce(dx, tp.axis),
@@ -85,18 +90,11 @@ def _whole(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def linear_cross_entropy(
-    x: Tensor,
-    weight: nn.Parameter,
-    labels: Tensor,
-    vocab_size: int,
-    softcap: float | None,
-    tp: TensorParallel,
-    backend: str = "torch",
+    x: Tensor, weight: nn.Parameter, labels: Tensor, columns: Columns
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy` of `column_linear(x, weight)`: (loss, log-sum-exp) per token [s, b] from x
     [s, b, h] (under SP this rank's s / size), this rank's rows of the weight [padded v / size, h],
     and labels [s, b]. The weight's gradient is added in its main_grad, chunk by chunk in order.
     """
-    first, columns = own_columns(weight.shape[0], vocab_size, softcap, tp, backend)
-    loss, lse = _LinearCrossEntropy.apply(x, weight, labels.flatten() - first, columns)
+    loss, lse = _LinearCrossEntropy.apply(x, weight, labels.flatten() - columns.first, columns)
     return loss.view(labels.shape), lse.view(labels.shape)

@@ -1,7 +1,6 @@
 """Token cross-entropy over the real vocabulary, its gradient formed in the logits' own storage.
 
-n tokens, s sequence, b batch, v vocabulary. Called from model/block.py and
-model/linear_cross_entropy.py.
+n tokens, s sequence, b batch, v vocabulary.
 """
 
 from __future__ import annotations
@@ -14,15 +13,11 @@ from torch import Tensor
 from megatron.config.workspace import LOSS_CHUNK_BYTES
 from megatron.distributed.collectives import all_gather
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
-from megatron.model.tensor_parallel import DENSE, TensorParallel
-
-
-def _chunks(logits: Tensor):
-    rows = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * logits.shape[1]))
-    return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
 def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """In fp32 or wider, capped to cap tanh(z / cap)."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide if softcap is None else (wide / softcap).tanh_().mul_(softcap)
 
@@ -30,43 +25,46 @@ def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:
 @dataclass(frozen=True)
 class Columns:
     """The columns of the logits that this rank holds: how they are reduced to three numbers a
-    token, and turned into their gradient.
+    token, and turned into their gradient. By torch; TritonColumns by kernels/cross_entropy.py.
 
-    Logits are [n, padded v / size], labels [n] counted from this rank's first column. `backend`:
-    torch, or triton (kernels/cross_entropy.py).
+    Logits are [n, padded v / size], labels [n] counted from this rank's first column.
     """
 
+    first: int  # its number in the vocabulary
     count: int  # that are no padding
     softcap: float | None
     tp: TensorParallel
-    backend: str
 
     def reduce(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[3, n]: a maximum, the sum of exponentials after it is subtracted, and the logit of the
-        label where it is here, else 0. With torch the maximum is the log-sum-exp of this rank's
-        columns, and the sum is 1: log_softmax is one pass over a chunk in cache.
+        label where it is here, else 0. Here the maximum is the log-sum-exp of this rank's columns,
+        and the sum is 1: log_softmax is one pass over a chunk in cache.
         """
-        if self.backend == "triton":
-            return cross_entropy_parts(logits, labels, self.count, self.softcap)
-        parts = torch.empty(
-            (3, *labels.shape),
-            dtype=torch.promote_types(logits.dtype, torch.float32),
-            device=logits.device,
-        )
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        parts = torch.zeros((3, *labels.shape), dtype=wide, device=logits.device)
         top, exponentials, target = parts
-        here, index = self._find(labels)
+        if self.count == 0:  # this rank holds nothing but padding
+            top.fill_(torch.finfo(wide).min)
+            return parts
+
+        # With several ranks a label may be in another's columns: any column is read instead, and
+        # its logit does not count. On one rank a label out of range is a fault, and raises.
+        alone = self.tp.size == 1
+        index = labels if alone else labels.clamp(0, self.count - 1)
         exponentials.fill_(1)
-        for rows in _chunks(logits) if self.count else ():
+        # By chunks of rows that stay in cache: a copy of all logits in fp32 would double their
+        # memory.
+        step = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * logits.shape[1]))
+        for start in range(0, len(labels), step):
+            rows = slice(start, start + step)
             z = _wide_logits(logits[rows, : self.count], self.softcap)
             at_label = z.gather(-1, index[rows, None])
             log_probability = torch.log_softmax(z, -1).gather(-1, index[rows, None])
             top[rows] = (at_label - log_probability).squeeze(-1)
             target[rows] = at_label.squeeze(-1)
             del z  # before the next one is made
-        if self.count == 0:  # this rank holds nothing but padding
-            top.fill_(torch.finfo(parts.dtype).min), exponentials.zero_(), target.zero_()
-        if here is not None:
-            target.mul_(here)
+        if not alone:
+            target.mul_((labels >= 0) & (labels < self.count))
         return parts
 
     def combine(self, parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,6 +75,7 @@ class Columns:
         if self.tp.size == 1:
             lse = exponentials.log_().add_(top)
         else:
+            # log sum exp over all columns, from each rank's maximum and sum: sum_r e^(m_r - m) s_r
             tops, sums, targets = all_gather(parts[None], self.tp.axis).unbind(1)  # [ranks, tokens]
             top = tops.amax(0)
             lse = (sums * (tops - top).exp_()).sum(0).log_().add_(top)
@@ -87,41 +86,53 @@ class Columns:
         self, logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, dlse: Tensor
     ) -> None:
         """Overwrite the logits with their gradient."""
-        if self.backend == "triton":
-            cross_entropy_backward_(logits, labels, lse, dloss, dlse, self.count, self.softcap)
-            return
-        here, index = self._find(labels)
-        of_all = dloss + dlse
-        of_label = -dloss if here is None else -(dloss * here)
-        for rows in _chunks(logits) if self.count else ():
+        # d loss / d z_j = softmax_j - [j is the label]; d lse / d z_j = softmax_j
+        alone = self.tp.size == 1
+        index, of_label, of_all = labels, -dloss, dloss + dlse
+        if not alone:  # a label in another rank's columns gives nothing here
+            index = labels.clamp(0, max(self.count - 1, 0))
+            of_label = of_label * ((labels >= 0) & (labels < self.count))
+        step = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * logits.shape[1]))
+        for start in range(0, len(labels) if self.count else 0, step):
+            rows = slice(start, start + step)
             part = logits[rows, : self.count]
             z = _wide_logits(part, self.softcap)
             # one rank's softmax is exp(z - lse) in one pass
-            dz = torch.softmax(z, -1) if self.tp.size == 1 else (z - lse[rows, None]).exp_()
+            dz = torch.softmax(z, -1) if alone else (z - lse[rows, None]).exp_()
             dz.mul_(of_all[rows, None])
             dz.scatter_add_(-1, index[rows, None], of_label[rows, None])
-            if self.softcap is not None:
+            if self.softcap is not None:  # the derivative of the cap is 1 - tanh^2
                 dz.mul_(z.div_(self.softcap).square_().neg_().add_(1))
             part.copy_(dz)
             del z, dz  # before the next ones are made
-        logits[:, self.count :] = 0
+        logits[:, self.count :] = 0  # padding
 
-    def _find(self, labels: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(whether a label is here, its column here). Not asked on one rank, where a label out of
-        range is a fault.
-        """
-        if self.tp.size == 1:
-            return None, labels
-        return (labels >= 0) & (labels < self.count), labels.clamp(0, max(self.count - 1, 0))
+
+class TritonColumns(Columns):
+    """The same by our kernels, which read the logits once in either pass."""
+
+    def reduce(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy_parts(logits, labels, self.count, self.softcap)
+
+    def into_gradient(
+        self, logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, dlse: Tensor
+    ) -> None:
+        cross_entropy_backward_(logits, labels, lse, dloss, dlse, self.count, self.softcap)
 
 
 def own_columns(
-    width: int, vocab_size: int, softcap: float | None, tp: TensorParallel, backend: str
-) -> tuple[int, Columns]:
-    """(the first of this rank's columns, `width` on each rank, what is done with them)."""
+    width: int,
+    vocab_size: int,
+    softcap: float | None = None,
+    tp: TensorParallel = NO_TP,
+    backend: str = "torch",
+) -> Columns:
+    """The columns of this rank, of `width` on each. Vocabulary entries from vocab_size on are
+    padding: no probability mass, no gradient.
+    """
     first = tp.axis.rank * width
     columns = min(max(vocab_size - first, 0), width)
-    return first, Columns(columns, softcap, tp, backend)
+    return (TritonColumns if backend == "triton" else Columns)(first, columns, softcap, tp)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -140,20 +151,11 @@ class _CrossEntropy(torch.autograd.Function):
         return logits, None, None
 
 
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    softcap: float | None = None,
-    tp: TensorParallel = DENSE,
-    backend: str = "torch",
-) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, labels: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
     """(loss, log-sum-exp) per token [s, b] in fp32 (fp64 for fp64) from this rank's logits [s, b,
-    padded v / size] and labels [s, b].
-
-    Vocabulary entries from vocab_size on are padding: no probability mass, no gradient. The
-    backward pass overwrites the logits.
+    padded v / size] and labels [s, b]. The backward pass overwrites the logits.
     """
-    first, columns = own_columns(logits.shape[-1], vocab_size, softcap, tp, backend)
-    loss, lse = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten() - first, columns)
+    # Labels are counted from this rank's first column; those outside are another rank's.
+    own = labels.flatten() - columns.first
+    loss, lse = _CrossEntropy.apply(logits.flatten(0, 1), own, columns)
     return loss.view(labels.shape), lse.view(labels.shape)

@@ -10,11 +10,11 @@ gradients add up in main_grad piece by piece. What the norms in front of attenti
 made again too, since it is as large as the input of a layer. Under sequence parallelism a piece is
 gathered from the pieces of all ranks, which hold other tokens than a piece of the whole sequence
 would: products of rows do not mind, and the reduce-scatter hands each rank its own rows back.
-
-Called from model/block.py, once a layer.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
+from megatron.kernels.activation import FUNCTIONS, activation_backward
 from megatron.kernels.activation import activation as activation_forward
-from megatron.kernels.activation import activation_backward, apply_function
-from megatron.model.linear import ColumnLinear, RowLinear, column_linear
-from megatron.model.opaque import add_gradient
-from megatron.model.recompute_context import RecomputeContext
+from megatron.model.linear import ColumnLinear, RowLinear
+from megatron.model.opaque import accumulate_gradients
 from megatron.model.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 _ATEN = torch.ops.aten  # whose forms with `out` write into a half of the fused tensor
 _GATES = {
@@ -47,6 +46,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(fused)
         ctx.activation = activation
         gate, up = fused.chunk(2, dim=-1)
+        # act(gate) in a new tensor, then times up in place: one tensor of width f
         value, _ = _GATES[activation]
         return value(gate, out=gate.new_empty(gate.shape)).mul_(up)
 
@@ -55,6 +55,7 @@ class _Gated(torch.autograd.Function):
         (fused,) = ctx.saved_tensors
         gate, up = fused.chunk(2, dim=-1)
         value, gradient = _GATES[ctx.activation]
+        # Both halves are written into the gradient of the fused tensor, without a concatenation.
         dfused = torch.empty_like(fused)
         dgate, dup = dfused.chunk(2, dim=-1)
         gradient(torch.mul(dy, up, out=dgate), gate, grad_input=dgate)
@@ -86,6 +87,7 @@ def weighed_gated_gradients(
     value, gradient = _GATES[activation]
     dfused = torch.empty_like(fused)
     dgate, dup = dfused.chunk(2, dim=-1)
+    # act(gate) lies in dup's memory until dup is formed of it.
     dweights = torch.mul(value(gate, out=dup), up).mul_(dy).sum(1, dtype=weights.dtype)
     weighted = (dy * weights.unsqueeze(1)).to(fused.dtype)
     gradient(torch.mul(weighted, up, out=dgate), gate, grad_input=dgate)
@@ -104,9 +106,10 @@ class _TritonActivation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
+        # The bias's gradient is summed over tokens in the pass that writes dx.
         dx, dbias = activation_backward(dy, *ctx.saved_tensors, ctx.bias, ctx.activation)
         if ctx.needs_input_grad[1]:  # else there is none, or it is frozen
-            add_gradient(ctx.bias, dbias, dx)
+            accumulate_gradients((ctx.bias,), (dbias,), dx)
         return dx, None, None
 
 
@@ -123,6 +126,8 @@ class _TakePiece(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, drows: Tensor, dx: Tensor | None):
+        # The last piece is differentiated first: it makes the tensor, all of whose rows get
+        # written.
         dx = drows.new_empty(ctx.shape) if dx is None else dx
         dx[ctx.rows] = drows
         return dx, None
@@ -143,24 +148,13 @@ class _PutPiece(torch.autograd.Function):
         return dy if ctx.needs_input_grad[0] else None, dy[ctx.rows], None
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
-    """The activation on fc1's output [s, b, f or 2f] -> [s, b, f]."""
-    if torch.compiler.is_compiling():
-        return apply_function(x, activation)
-    if activation in _GATES:
-        return _Gated.apply(x, activation)
-    if activation == "squared-relu":
-        return _SquaredReLU.apply(x)
-    return apply_function(x, activation)
-
-
-def activate_by(
-    backend: str, x: Tensor, activation: str, bias: nn.Parameter | None = None
-) -> Tensor:
-    """The same by an implementation. Ours adds fc1's bias, which others have added before."""
+def activation_function(kind: str, backend: str = "torch") -> Callable[[Tensor], Tensor]:
+    """The activation on fc1's output [..., f or 2f] -> [..., f]."""
     if backend == "triton":
-        return _TritonActivation.apply(x, bias, activation)
-    return activate(x, activation)
+        return lambda fused: _TritonActivation.apply(fused, None, kind)
+    if kind in _GATES:
+        return lambda fused: _Gated.apply(fused, kind)
+    return _SquaredReLU.apply if kind == "squared-relu" else FUNCTIONS[kind]
 
 
 def mlp_parameters(
@@ -170,6 +164,7 @@ def mlp_parameters(
     there are any. `width`: f, by default that of the MLP.
     """
     h, f = config.hidden_size, width or config.ffn_hidden_size
+    # fc1 fuses gate and up, so that a gated MLP is one GEMM; checkpoints name them apart.
     parts = ("gate", "up") if config.activation in GATED else ("up",)
     matrices = tuple(
         TensorSpec(f"{name}.{part}.weight", (f, h), normal(config), "matrix", shard=Shard(0))
@@ -207,57 +202,82 @@ def saved_widths(model: ModelConfig) -> tuple[int, int]:
     input).
     """
     f = model.ffn_hidden_size
+    # [gate; up] before the activation, one of them behind it
     return (2 * f if model.activation in GATED else f), f
 
 
 class MLP(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. `recompute_context`: the
-    layer's; `width`: f, by default that of the flags.
+    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. `width`: f, by default that
+    of the flags.
     """
+
+    recomputable = {"mlp": "inner", "mlp_act": "activate"}
 
     def __init__(
         self,
         config: ModelConfig,
         name: str = "mlp",
-        tp: TensorParallel = DENSE,
-        recompute_context: RecomputeContext | None = None,
+        tp: TensorParallel = NO_TP,
         width: int | None = None,
     ):
         super().__init__()
-        self.recompute_context = recompute_context or RecomputeContext()
-        self.activation, self.backend = config.activation, config.activation_backend
-        self.pieces = config.tiled_mlp
+        self.activation = config.activation
+        # Our activation kernel adds fc1's bias, and sums its gradient in the pass over dx.
+        self.fuses_bias = config.activation_backend == "triton"
         parameters = mlp_parameters(config, name, tp.sequence, width)
-        self.fc1 = ColumnLinear(parameters["fc1.weight"], parameters.get("fc1.bias"), tp)
+        self.fc1 = ColumnLinear(
+            parameters["fc1.weight"], parameters.get("fc1.bias"), tp, skip_bias_add=self.fuses_bias
+        )
         self.fc2 = RowLinear(parameters["fc2.weight"], parameters.get("fc2.bias"), tp)
+        self.activate = (
+            # chosen once: a forward pass calls it without looking at the kind
+            self._activate_with_bias if self.fuses_bias else activation_function(self.activation)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.pieces == 1:
-            return self._piece(x)
+        return self.fc2(self.inner(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """fc2's input [s, b, f]."""
+        return self.activate(self.fc1(x))
+
+    def _activate_with_bias(self, fused: Tensor) -> Tensor:
+        return _TritonActivation.apply(fused, self.fc1.bias, self.activation)
+
+    def readers(self) -> Iterable[tuple[nn.Module, str, str | None]]:
+        """Under what the modules' inputs are filed where activations are offloaded, see
+        RecomputeContext.parking.
+        """
+        yield self, "mlp_fc1", None
+        yield self.fc1, "mlp_fc1", "mlp_act"
+        yield self.fc2, "mlp_fc2", None
+
+
+class TiledMLP(MLP):
+    """The MLP of --tiled-mlp: over pieces of the sequence, one after another."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        name: str = "mlp",
+        tp: TensorParallel = NO_TP,
+        width: int | None = None,
+    ):
+        super().__init__(config, name, tp, width)
+        self.pieces = config.tiled_mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Pieces of tokens: fc1's output and the activation exist for one piece at a time.
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         length = x.shape[0] // self.pieces
         for start in range(0, x.shape[0], length):
+            # The piece's gradient goes into its rows of one tensor, see the module's docstring.
             rows = slice(start, start + length)
             piece, x = _TakePiece.apply(x, rows)
-            y = _PutPiece.apply(y, self._piece(piece), rows)
+            y = _PutPiece.apply(y, super().forward(piece), rows)
         return y
 
-    def _piece(self, x: Tensor) -> Tensor:
-        """The MLP of some tokens [s, b, h] -> [s, b, h]."""
-        self.recompute_context.enter("mlp_fc1")
-        inner = self.recompute_context("mlp", self._inner, x)
-        self.recompute_context.enter("mlp_fc2")
-        return self.fc2(inner)
 
-    def _inner(self, x: Tensor) -> Tensor:
-        """fc2's input [s, b, f]."""
-        # our activation adds the bias, and sums up its gradient in the pass that it makes over dx
-        # anyway
-        ours = self.backend == "triton"
-        fused = column_linear(x, self.fc1.weight, None, self.fc1.tp) if ours else self.fc1(x)
-        self.recompute_context.enter("mlp_act")
-        return self.recompute_context("mlp_act", self._activate, fused)
-
-    def _activate(self, fused: Tensor) -> Tensor:
-        """The activation of fc1's output [s, b, f or 2f]."""
-        return activate_by(self.backend, fused, self.activation, self.fc1.bias)
+def mlp_class(config: ModelConfig) -> type[MLP]:
+    """The class of the MLPs of this model."""
+    return TiledMLP if config.tiled_mlp > 1 else MLP

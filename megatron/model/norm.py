@@ -3,7 +3,6 @@ gradients into `main_grad`.
 
 Computed by PyTorch, by NVIDIA's apex (never run), or by kernels/norm.py, which also takes the
 residual addition in front and the sum of two gradients behind. s sequence, b batch, h hidden.
-Called from model/block.py, and from model/attention/attention.py for queries and keys.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig
 from megatron.kernels import apex
 from megatron.kernels.norm import add_norm, norm, norm_backward
-from megatron.model.opaque import add_gradient
+from megatron.model.opaque import accumulate_gradients
 from megatron.model.spec import ONES, ParameterSpec, vector
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter, eps: float) -> Tensor:
+        # Mean and 1 / std [s, b, 1] are kept in place of the normed tensor.
         y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd)
         ctx.weight, ctx.bias = weight, bias
@@ -32,6 +32,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         x, mean, rstd = ctx.saved_tensors
+        # One pass over dy and x gives all three.
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             dy,
             x,
@@ -43,14 +44,14 @@ class _LayerNorm(torch.autograd.Function):
             [True, *ctx.needs_input_grad[1:3]],
         )
         if ctx.needs_input_grad[1]:  # else it is frozen
-            add_gradient(ctx.weight, dweight, dx)
-            add_gradient(ctx.bias, dbias, dx)
+            accumulate_gradients((ctx.weight, ctx.bias), (dweight, dbias), dx)
         return dx, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: nn.Parameter, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, weight: nn.Parameter, bias: None, eps: float) -> Tensor:
+        # y = x / sqrt(mean(x^2) + eps) * weight, in fp32 or wider
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         rstd = (
             torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -70,12 +71,13 @@ class _RMSNorm(torch.autograd.Function):
         dweight = None
         if ctx.needs_input_grad[1]:  # else it is frozen
             dweight = (dy * normed).flatten(0, -2).sum(0)
+        # dx = rstd (dn - n mean(dn n)), with n the normed x and dn = dy weight
         dnormed = dy * ctx.weight.to(rstd.dtype)
         projection = torch.linalg.vecdot(dnormed, normed).div_(x.shape[-1]).unsqueeze(-1)
         dx = dnormed.addcmul_(normed, projection, value=-1).mul_(rstd).to(x.dtype)
         if dweight is not None:
-            add_gradient(ctx.weight, dweight, dx)
-        return dx, None, None
+            accumulate_gradients((ctx.weight,), (dweight,), dx)
+        return dx, None, None, None
 
 
 class _ApexNorm(torch.autograd.Function):
@@ -83,6 +85,7 @@ class _ApexNorm(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, eps: float
     ) -> Tensor:
+        # apex's kernels, by whether the kind has a bias
         y, *statistics = (
             apex.rms_norm(x, weight, eps) if bias is None else apex.layer_norm(x, weight, bias, eps)
         )
@@ -96,8 +99,7 @@ class _ApexNorm(torch.autograd.Function):
         differentiate = apex.rms_norm_backward if ctx.bias is None else apex.layer_norm_backward
         dx, *gradients = differentiate(dy, *ctx.saved_tensors, *parameters, ctx.eps)
         if ctx.needs_input_grad[1]:  # else it is frozen
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                add_gradient(parameter, gradient, dx)
+            accumulate_gradients(parameters, gradients, dx)
         return dx, None, None, None
 
 
@@ -114,6 +116,8 @@ class _TritonNorm(torch.autograd.Function):
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
+            # The stream is returned too, so that its gradient comes to this function and is added
+            # in the kernel.
             total, (y, statistics) = x.view_as(x), norm(x, weight, bias, eps)
         else:
             y, total, statistics = add_norm(x, residual, weight, bias, eps)
@@ -125,18 +129,18 @@ class _TritonNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor, dtotal: Tensor | None):
         total, statistics = ctx.saved_tensors
+        # The kernel adds the residual stream's own gradient to dx, which is both inputs' gradient.
         dx, gradients = norm_backward(dy, total, ctx.weight, statistics, dtotal)
         if ctx.needs_input_grad[2]:  # else it is frozen
-            add_gradient(ctx.weight, gradients[0], dx)
-            if ctx.bias is not None:
-                add_gradient(ctx.bias, gradients[1], dx)
+            parameters = (ctx.weight,) if ctx.bias is None else (ctx.weight, ctx.bias)
+            accumulate_gradients(parameters, gradients, dx)
         return dx, dx if ctx.needs_input_grad[1] else None, None, None, None
 
 
 class NormKind(NamedTuple):
     """One choice of --normalization. A backend other than torch computes it if `kernels`."""
 
-    function: type[torch.autograd.Function]  # of (x, weight, bias if there is one, eps)
+    function: type[torch.autograd.Function]  # of (x, weight, bias or None, eps)
     bias: bool
     kernels: bool  # kernels/norm.py and apex compute it
 
@@ -153,6 +157,7 @@ def norm_parameters(
     """The scale [size] and, where the kind has one, the bias [size] of a norm. Every
     tensor-parallel rank holds them whole.
     """
+    # Under SP each rank sees a part of the sequence: gradients are parts of a sum (`grad_sum`).
     scale = vector(f"{name}.weight", size, ONES, copies="tp", grad_sum=grad_sum)
     bias = vector(f"{name}.bias", size, copies="tp", grad_sum=grad_sum)
     return {"weight": ParameterSpec((scale,))} | (
@@ -164,28 +169,31 @@ class Norm(nn.Module):
     """The norm over the last dimension that `config` names, of NORMS."""
 
     def __init__(
-        self, parameters: dict[str, ParameterSpec], config: ModelConfig, tp: TensorParallel = DENSE
+        self, parameters: dict[str, ParameterSpec], config: ModelConfig, tp: TensorParallel = NO_TP
     ):
         super().__init__()
-        kind = NORMS[config.normalization]
-        self.function, self.eps = kind.function, config.norm_epsilon
+        kind, self.eps = NORMS[config.normalization], config.norm_epsilon
         self.backend = config.norm_backend if kind.kernels else "torch"
+        self.function = _ApexNorm if self.backend == "apex" else kind.function
         self.weight = parameters["weight"].parameter(tp)
         self.bias = parameters["bias"].parameter(tp) if "bias" in parameters else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.backend == "triton":
             return _TritonNorm.apply(x, None, self.weight, self.bias, self.eps)[0]
-        if self.backend == "apex":
-            return _ApexNorm.apply(x, self.weight, self.bias, self.eps)
-        weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        return self.function.apply(x, *weights, self.eps)
+        return self.function.apply(x, self.weight, self.bias, self.eps)
 
-    def of_sum(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(norm of the sum, the sum) of x and a residual, or of x alone: the caller that uses both
-        has their gradients added in the norm's backward.
-        """
-        if self.backend == "triton":
+
+class AddNorm(Norm):
+    """The norm in front of a sublayer, with the residual addition before it: (norm of x + residual,
+    their sum), or of x alone. Who reads both has their gradients added in the norm's backward.
+    """
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.backend == "triton":  # one kernel for both
             return _TritonNorm.apply(x, residual, self.weight, self.bias, self.eps)
-        total = x if residual is None else residual + x
-        return self(total), total
+        # torch adds the residual in a separate pass, and autograd adds its gradient in another.
+        stream = x if residual is None else residual + x
+        return self.function.apply(stream, self.weight, self.bias, self.eps), stream

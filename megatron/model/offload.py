@@ -1,7 +1,4 @@
-"""Which tensors of each layer of a stage wait on the host for their backward pass.
-
-Called from model/gpt.py, which sets it in the layers, and from the plan.
-"""
+"""Which tensors of each layer of a stage wait on the host for their backward pass."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ def stage_offload(
         return [frozenset()] * len(choices)
     chosen = frozenset(training.offload_modules or (LAYER_INPUT, *INSIDE))
     kept = [chosen & kept_inputs(choice, model) for choice in choices]
+    # The first layers' tensors wait the longest between forward and backward: theirs go.
     eligible = [index for index, modules in enumerate(kept) if modules]
     going = eligible[: round(training.activation_offload_fraction * len(eligible))]
     return [modules if index in going else frozenset() for index, modules in enumerate(kept)]
@@ -32,6 +30,7 @@ def kept_inputs(choice: LayerRecompute, model: ModelConfig) -> frozenset[str]:
     """The modules whose inputs a layer keeps with this recomputation."""
     if choice.whole:
         return frozenset([LAYER_INPUT] if choice.first else [])
+    # A module whose input is recomputed keeps nothing that could go.
     again = choice.modules | always_rebuilt(model)
     return frozenset(INSIDE) - {
         *(["qkv_linear", "mlp_fc1"] if "layernorm" in again else []),

@@ -4,12 +4,12 @@
 A compiled backward pass is a graph of tensors, fixed when the forward pass was traced. main_grad is
 not among them: it is opened after the forward pass, moves from step to step, and is overwritten or
 added to, at once or later, as attributes of the parameter specify. The operators here take the
-parameter, and read that when they run. Called from model/norm.py, model/mlp.py,
-model/attention/qk_norm.py and model/linear.py.
+parameter, and read that when they run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from megatron.kernels.lang import operator
 
 
-def add_gradient(parameter: nn.Parameter, gradient: Tensor, dx: Tensor) -> None:
-    """main_grad += gradient, in a backward pass that returns dx."""
-    if torch.compiler.is_compiling():
-        torch.ops.megatron.add_gradient_(dx, parameter, gradient)
-    else:
-        parameter.main_grad.add_(gradient)
+def accumulate_gradients(
+    parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor], dx: Tensor
+) -> None:
+    """main_grad += gradient of each parameter, in a backward pass that returns dx."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if torch.compiler.is_compiling():
+            torch.ops.megatron.add_gradient_(dx, parameter, gradient)
+        else:
+            parameter.main_grad.add_(gradient)
 
 
 # dx is not written: who reads it later keeps the operator in the graph

@@ -1,7 +1,4 @@
-"""What the backward pass of each layer of a stage computes again.
-
-Called from model/build.py, which sets it in the layers, and from the plan.
-"""
+"""What the backward pass of each layer of a stage computes again."""
 
 from __future__ import annotations
 
@@ -52,6 +49,7 @@ def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompu
     """
     layers = len(stage)
     if training.recompute_layers is not None:
+        # --recompute-layers names every layer of the model.
         words = layer_words(training.recompute_layers)
         return [choice_of(words[layer]) for layer in stage]
     if training.recompute_granularity == "selective":
@@ -60,7 +58,9 @@ def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompu
         return [KEPT] * layers
     size = training.recompute_num_layers or 1
     if training.recompute_method == "block":
+        # block
         return [WHOLE if index < size else KEPT for index in range(layers)]
+    # uniform
     starts = range(0, layers, size)
     return [choice for start in starts for choice in group_of(min(size, layers - start))]
 

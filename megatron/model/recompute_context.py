@@ -1,11 +1,15 @@
 """Selective recomputation: tensors inside a layer that its backward pass computes again instead of
 keeping them (Korthikanti et al. 2022).
 
-Autograd saves what backward passes read. A `RecomputeContext` intervenes: of a computation that is
-to be made again it keeps the inputs, drops what is saved inside, and marks the results, so that a
-function that saves one of them keeps a `SavedPlace` instead. The first read of any of these runs
-the computation again, once, and gives each reader its tensor. A tensor goes when its last reader
-has had it. Inputs may be results of another such computation, which then runs first.
+Modules name the methods that can be recomputed in a class attribute `recomputable`, and know
+nothing else of this file: `RecomputeContext.wrap` replaces the chosen methods of one layer by
+wrapped ones. A layer that recomputes nothing runs as it is written.
+
+Autograd saves what backward passes read. Of a wrapped method the context keeps the inputs, drops
+what is saved inside, and marks the results, so that a function that saves one of them keeps a
+`SavedPlace` instead. The first read of any of these runs the method again, once, and gives each
+reader its tensor. A tensor goes when its last reader has had it. Inputs may be results of another
+wrapped method, which then runs first.
 
 Same kernels on same inputs give the same bits, and dropout masks are functions of positions, so
 that gradients have the bits of those without recomputation. A split backward pass reads a linear
@@ -14,8 +18,6 @@ layer's input in its first half, and what it leaves for the second holds the ten
 The same hooks find what a forward pass may send to the host (parallel/offload.py): within
 `parking` all that is kept is on a list, each tensor with the module that reads it in the forward
 pass.
-
-Called from model/block.py, model/attention/attention.py and model/mlp.py.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -64,6 +67,7 @@ class OffloadableTensor:
         """Hold nothing any more; who reads the tensor asks `whole` for its storage [elements]."""
         assert self.tensor is not None
         self.shape = self.tensor.size(), self.tensor.stride(), self.tensor.storage_offset()
+        # The view is made again of its storage when it has come back.
         self.tensor, self.whole = None, whole
 
     def read(self) -> Tensor:
@@ -115,6 +119,7 @@ class RecomputedTensor:
 
     def _run(self) -> None:
         """Make the computation again, and keep what will be read."""
+        # Runs once; inputs that are results of other computations run those first.
         function, self.function = self.function, None
         inputs = [
             unpack(saved).detach().requires_grad_(differentiated)
@@ -144,40 +149,133 @@ def results_of(y: Any) -> tuple[Tensor, ...]:
 
 
 class RecomputeContext:
-    """Decides for one layer what is kept. `modules`: names of computations that are made again; it
-    is the caller of each, which names it.
+    """Decides for one layer what its forward pass keeps. `modules`: the names of what its backward
+    pass computes again.
     """
 
     def __init__(self) -> None:
         self.modules: frozenset[str] = frozenset()
+        # the methods that are wrapped, and what the instance had under their names (None: nothing,
+        # the method is its class's)
+        self.wrapped: list[tuple[nn.Module, str, Function | None]] = []
         # in a forward pass, by storage: results that are not kept. A weak reference keeps the
         # storage's identity from being given to another.
         self.results: dict[int, tuple[StorageWeakRef, RecomputedTensor, int]] | None = None
         # in a forward pass whose tensors may leave; weak, since parts of a graph go unused
         self.parked: list[weakref.ref[OffloadableTensor]] | None = None
-        self.module = ""  # that reads what is saved now
+        self.reader = ""  # the module that reads what is saved now
+
+    # ---- wrapping, once for all forward passes to come
+
+    def wrap(self, layer: nn.Module, modules: frozenset[str], norms: Sequence[nn.Module]) -> None:
+        """Let forward passes of the layer keep no more than is needed to compute `modules` again.
+        `norms`: those whose outputs are recomputed under the name "layernorm".
+        """
+        # A layer may be given another choice: first it gets its own methods back.
+        while self.wrapped:
+            owner, method, original = self.wrapped.pop()
+            if original is None:
+                delattr(owner, method)
+            else:
+                setattr(owner, method, original)
+        self.modules = modules
+        if not modules:
+            return
+        self._replace(layer, "forward", self._intercepted)
+        for module in layer.modules():
+            for name, method in getattr(module, "recomputable", {}).items():
+                if name in modules:
+                    self._replace(module, method, self._recomputed)
+        for norm in norms if "layernorm" in modules else ():
+            self._replace(norm, "forward", self._discarding)
+
+    def _replace(
+        self, owner: nn.Module, method: str, wrapper: Callable[[Function], Function]
+    ) -> None:
+        self.wrapped.append((owner, method, vars(owner).get(method)))
+        setattr(owner, method, wrapper(getattr(owner, method)))
+
+    def _intercepted(self, forward: Function) -> Function:
+        """The layer's forward pass, with what autograd saves of it going through `_pack`."""
+
+        def run(*inputs: Any) -> Any:
+            if not torch.is_grad_enabled() or self.results is not None:
+                return forward(*inputs)
+            with self._packing():
+                return forward(*inputs)
+
+        return run
+
+    def _recomputed(self, function: Function) -> Function:
+        """The function, of whose forward pass the inputs alone are kept. Tensors are given by
+        position; what is given by name is a constant of the recomputation.
+        """
+
+        def run(*inputs: Tensor, **constants: Any) -> Any:
+            call = partial(function, **constants)
+            if self.results is None:
+                return call(*inputs)
+            recomputed = self._computation(call, inputs)
+            # Nothing inside is a separate choice: its hooks are replaced by those that drop.
+            results, self.results = self.results, None
+            try:
+                with saved_tensors_hooks(recomputed.drop, unpack):
+                    y = call(*inputs)
+            finally:
+                self.results = results
+            self._mark(recomputed, y)
+            return y
+
+        return run
+
+    def _discarding(self, forward: Function) -> Function:
+        """A norm whose output is not kept by the linear layers that read it. The norm keeps its own
+        input, the residual stream, which is saved anyway.
+        """
+
+        def norm_of(stream: Tensor) -> Tensor:
+            return forward(stream)[0]
+
+        def run(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+            y, stream = forward(*inputs)
+            if self.results is not None:
+                self._mark(self._computation(norm_of, (stream,)), y)
+            return y, stream
+
+        return run
+
+    # ---- during a forward pass
 
     @contextlib.contextmanager
-    def parking(self) -> Iterator[list[weakref.ref[OffloadableTensor]]]:
-        """Around a forward pass whose tensors may leave the device: all that it saves."""
+    def parking(
+        self, readers: Iterable[tuple[nn.Module, str, str | None]]
+    ) -> Iterator[list[weakref.ref[OffloadableTensor]]]:
+        """Around a forward pass whose tensors may leave the device: all that it saves. `readers`:
+        for a module the name under which tensors are filed when it is called, and the name from its
+        end on (None: as before).
+        """
+        hooks = []
+        for module, name, after in readers:
+            hooks.append(module.register_forward_pre_hook(partial(self._file_under, name)))
+            if after is not None:
+                hooks.append(module.register_forward_hook(partial(self._file_under, after)))
         parked: list[weakref.ref[OffloadableTensor]] = []
-        self.parked = parked
+        self.parked, self.reader = parked, ""
         try:
-            yield parked
+            with self._packing():
+                yield parked
         finally:
             self.parked = None
+            for hook in hooks:
+                hook.remove()
 
-    def enter(self, module: str) -> None:
-        """From here on the forward pass saves what this module reads ("": none of them)."""
-        if self.parked is not None:
-            self.module = module
+    def _file_under(self, name: str, *_: Any) -> None:
+        """A forward hook: from here on the forward pass saves what this module reads."""
+        self.reader = name
 
     @contextlib.contextmanager
-    def forward_pass(self) -> Iterator[None]:
+    def _packing(self) -> Iterator[None]:
         """Around the forward pass of the layer."""
-        if not (self.modules or self.parked is not None) or not torch.is_grad_enabled():
-            yield
-            return
         assert self.results is None, "two forward passes of a layer at a time"
         self.results = {}
         try:
@@ -186,36 +284,16 @@ class RecomputeContext:
         finally:
             self.results = None
 
-    def __call__(self, module: str, function: Function, *inputs: Tensor) -> Any:
-        """function(*inputs); if `module` is recomputed, its inputs alone are kept."""
-        if self.results is None or module not in self.modules:
-            return function(*inputs)
-        rebuilt = self._rebuilt(function, inputs)
-        results, self.results = self.results, None  # nothing inside is a separate choice
-        try:
-            with saved_tensors_hooks(rebuilt.drop, unpack):
-                y = function(*inputs)
-        finally:
-            self.results = results
-        self._mark(rebuilt, y)
-        return y
-
-    def discard(self, module: str, y: Tensor, function: Function, *inputs: Tensor) -> None:
-        """If `module` is recomputed, a function that saves y keeps nothing: it is
-        function(*inputs).
-        """
-        if self.results is not None and module in self.modules:
-            self._mark(self._rebuilt(function, inputs), y)
-
-    def _rebuilt(self, function: Function, inputs: tuple[Tensor, ...]) -> RecomputedTensor:
+    def _computation(self, function: Function, inputs: tuple[Tensor, ...]) -> RecomputedTensor:
         differentiated = [x.requires_grad for x in inputs]
         return RecomputedTensor(function, [self._pack(x) for x in inputs], differentiated)
 
-    def _mark(self, rebuilt: RecomputedTensor, y: Any) -> None:
+    def _mark(self, recomputed: RecomputedTensor, y: Any) -> None:
+        """From here on a function that saves a result of the computation keeps its place alone."""
         assert self.results is not None
         for index, result in enumerate(results_of(y)):
             storage = result.untyped_storage()
-            self.results[storage._cdata] = StorageWeakRef(storage), rebuilt, -1 - index
+            self.results[storage._cdata] = StorageWeakRef(storage), recomputed, -1 - index
 
     def _pack(self, tensor: Tensor) -> Saved:
         """What is kept of a tensor that is saved."""
@@ -225,8 +303,9 @@ class RecomputeContext:
             kept = tensor.detach()  # with its graph it could be its own owner
             if self.parked is None:
                 return kept
-            place = OffloadableTensor(kept, self.module)
+            place = OffloadableTensor(kept, self.reader)
             self.parked.append(weakref.ref(place))
             return place
+        # of a view of the result: where it lies in the result's storage
         shape = tensor.size(), tensor.stride(), tensor.storage_offset()
         return found[1].place(found[2], shape)

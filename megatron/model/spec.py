@@ -7,9 +7,20 @@ module may fuse several logical tensors, hold padding, or be one rank's share of
 `ParameterSpec` specifies which. A `Box` is the part of one logical tensor that a rank's parameter
 holds.
 
-No name is matched anywhere: a new layer declares its tensors here and is complete. Called from
-every module that owns parameters, and read by model/init.py, parallel/blocks.py and the
-checkpoints.
+No name is matched anywhere: a new layer declares its tensors here and is complete.
+
+A parameter carries these attributes:
+
+    attribute            set by                              read by
+    spec                 ParameterSpec.parameter             everything that cuts, sums or saves it
+    grad_sum             declare_grad_sum                    spec_of, of modules without a spec
+    label                parallel/blocks.py                  messages that name the parameter
+    main_grad            parallel/blocks.py, each step       backward functions, the optimizer
+    overwrite_main_grad  parallel/blocks.py, each step       the first wgrad, which resets it
+    deferred_grads       deferring_weight_grads, for a pass  backward functions of linear layers
+    fp8                  mark_fp8                            linear layers
+    by_apex              training/pretrain.py                wgrad GEMMs
+    tensor_parallel      compile_layers                      operators of compiled linear layers
 """
 
 from __future__ import annotations
@@ -22,7 +33,7 @@ from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import ALONE, Axis, Groups
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -95,11 +106,13 @@ class TensorSpec:
         """Whether one of that many expert-parallel ranks holds it."""
         if self.expert is None:
             return True
+        # Experts are held in blocks: rank r has the r-th share of the numbers.
         number, count = self.expert
         return number * ranks // count == rank
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
         """What one of that many tensor-parallel ranks stores of it, padding included."""
+        # Padding follows the real rows: the last ranks hold it.
         shape = [self.shape[0] if self.stored is None else self.stored, *self.shape[1:]]
         if self.shard is not None:
             shape[self.shard.dimension] //= self.shard.count(ranks)
@@ -129,6 +142,8 @@ class Box:
 
     def view(self, local: Tensor) -> Tensor:
         """[groups, rows, ...] of the local parameter: strided, C-order equal to `extent`."""
+        # The parameter is `groups` blocks of `stride` rows, and the box the same rows of each
+        # block.
         rows = self.extent[0] // self.groups
         stride = local.shape[0] // self.groups
         grouped = local[: stride * self.groups].view(self.groups, stride, *local.shape[1:])
@@ -171,11 +186,12 @@ class ParameterSpec:
         """The shape of the parameter on one of that many tensor-parallel ranks; of experts, on the
         `expert_rank`-th of `experts` ranks that each hold some.
         """
+        # Fused tensors lie one behind the other along the rows.
         held = [tensor for tensor in self.tensors if tensor.is_held(expert_rank, experts)]
         shapes = [tensor.local_shape(ranks) for tensor in held]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def parameter(self, tp: TensorParallel = DENSE) -> nn.Parameter:
+    def parameter(self, tp: TensorParallel = NO_TP) -> nn.Parameter:
         """A parameter of this rank's shape on the meta device, which carries this declaration."""
         shape = self.local_shape(tp.size, tp.experts.rank, tp.experts.size)
         is_trained = self.group != "state"
@@ -183,10 +199,12 @@ class ParameterSpec:
         made.spec = self
         return made
 
-    def boxes(self, tp: TensorParallel = DENSE) -> tuple[Box, ...]:
+    def boxes(self, tp: TensorParallel = NO_TP) -> tuple[Box, ...]:
         """The parts of logical tensors in this rank's parameter; none where they are all
         padding.
         """
+        # Key/value heads are the groups of a fused QKV matrix; with more ranks than heads each rank
+        # has one.
         groups = max(1, self.interleave // tp.size)
         boxes, start = [], 0
         for tensor in self.tensors:
@@ -205,11 +223,14 @@ def _box(
     offset = [0] * len(extent)
     if tensor.shard is not None:
         dimension = tensor.shard.dimension
+        # Neighbouring ranks hold the same part where there are fewer parts than ranks.
         sharing = tp.size // tensor.shard.count(tp.size)  # ranks that hold the same part
         offset[dimension] = tp.axis.rank // sharing * extent[dimension]
+    # rows that are no padding
     real = min(tensor.shape[0] - offset[0], extent[0])
     if real <= 0 < extent[0]:
         return []
+    # Copies count as such only where there is more than one rank to hold them.
     shared = {None: False, "tp": tp.size > 1, "kv": tp.kv.size > 1, "tied": True}[tensor.copies]
     copies = tensor.copies if shared else None
     part = (real, *extent[1:])
@@ -233,6 +254,7 @@ def normal(config: ModelConfig, *, residual_output: bool = False) -> Init:
     """Of a matrix: --init-method-std, over sqrt(2 x layers) where it ends a residual branch
     (GPT-2).
     """
+    # Two additions to the stream a layer: its variance stays that of one layer.
     std = config.init_method_std
     return Init(std / (2 * config.num_layers) ** 0.5 if residual_output else std)
 
@@ -257,6 +279,7 @@ def spec_of(name: str, parameter: nn.Parameter, config: ModelConfig) -> Paramete
     """The declaration of a parameter called `name` in the model; what can be said of one that has
     none: ranks hold it whole, matrices are drawn, vectors begin with ones, biases with zeros.
     """
+    # A layer of ours declares its parameters; of an ordinary module the names have to do.
     if (spec := getattr(parameter, "spec", None)) is not None:
         return spec
     shape, is_matrix = tuple(parameter.shape), parameter.dim() > 1
@@ -290,6 +313,8 @@ class Holder(NamedTuple):
 
 def holders(box: Box, groups: Groups) -> Axis:
     """The ranks that hold the same box, data-parallel copies left out."""
+    # Ends of a pipeline share a tied matrix; key/value heads and whole tensors are shared within
+    # TP.
     axes = {None: ALONE, "tp": groups.tp, "kv": groups.kv, "tied": groups.tied}
     return axes[box.replicated]
 

@@ -1,7 +1,4 @@
-"""How the units of a model are cut into pipeline stages.
-
-Called from model/build.py and the plan.
-"""
+"""How the units of a model are cut into pipeline stages."""
 
 from __future__ import annotations
 
@@ -50,6 +47,7 @@ def pipeline_stages(config: Config, padded_vocab: int) -> tuple[Stage, ...]:
     count = (
         distributed.pipeline_model_parallel_size * distributed.num_virtual_stages_per_pipeline_rank
     )
+    # auto: as even in FLOPs as whole units allow
     flops = unit_flops(model, config.data.seq_length, padded_vocab)
     sizes = _balance_once(flops, unit_parameters(model, padded_vocab, copied=True), count)
     return _stages([size - (k == 0) - (k == count - 1) for k, size in enumerate(sizes)])
@@ -57,6 +55,7 @@ def pipeline_stages(config: Config, padded_vocab: int) -> tuple[Stage, ...]:
 
 def _stages(layers: Sequence[int]) -> tuple[Stage, ...]:
     """The stages with these numbers of layers."""
+    # the first layer of each stage, and the end of the last
     ends = list(accumulate(layers, initial=0))
     return tuple(
         Stage(k == 0, range(*ends[k : k + 2]), k == len(layers) - 1) for k in range(len(layers))
@@ -70,6 +69,8 @@ def balance(flops: Sequence[int], parameters: Sequence[int], count: int) -> tupl
     micro-batches.
     """
     assert 1 <= count <= len(flops)
+    # First the smallest bound on FLOPs for which `count` stages suffice, then under it that on
+    # parameters.
     most_parameters = sum(parameters)
     most_flops = _least(
         flops, lambda most: _needed(flops, parameters, most, most_parameters) <= count
@@ -87,6 +88,7 @@ def balance(flops: Sequence[int], parameters: Sequence[int], count: int) -> tupl
                 own = [own[0] + flops[begin], own[1] + parameters[begin]]
                 if own[0] > most_flops or own[1] > most_parameters:
                     break
+                # A tie goes to the smaller earlier stage: tuples compare by squares, then sizes.
                 candidate = squares + own[0] ** 2, (end - begin, *sizes)
                 found[begin] = min(candidate, found.get(begin, candidate))
         best = found
@@ -106,6 +108,7 @@ def _needed(
     for unit in zip(flops, parameters, strict=True):
         if unit[0] > most_flops or unit[1] > most_parameters:
             return len(flops) + 1
+        # Greedy: a stage is closed when the next unit would exceed a bound.
         if own[0] + unit[0] > most_flops or own[1] + unit[1] > most_parameters:
             stages, own = stages + 1, [0, 0]
         own = [own[0] + unit[0], own[1] + unit[1]]
@@ -117,5 +120,6 @@ def _least(costs: Sequence[int], holds: Callable[[int], bool]) -> int:
     ones.
     """
     ends = list(accumulate(costs, initial=0))
+    # A stage's cost is one of these sums, and the condition is monotonic: bisect.
     sums = sorted({stop - start for i, start in enumerate(ends) for stop in ends[i + 1 :]})
     return sums[bisect_left(sums, True, key=holds)]

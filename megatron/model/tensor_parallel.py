@@ -1,7 +1,5 @@
 """How a layer shares its matrices over an axis (TP), and whether activations between matrices are
 split along the sequence (SP).
-
-Made by model/build.py, and read by every layer that shares a matrix.
 """
 
 from __future__ import annotations
@@ -29,4 +27,4 @@ class TensorParallel:
         return self.axis.size
 
 
-DENSE = TensorParallel()
+NO_TP = TensorParallel()

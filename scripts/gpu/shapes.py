@@ -22,7 +22,7 @@ from megatron.kernels.rotary import rotary_, rotary_reference
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.model.linear import linear_weight_grad
+from megatron.model.linear import wgrad_gemm
 
 if IS_CUDA:
     TOKENS, HIDDEN, FFN, GROUPS, HEADS, DIM, VOCAB = 8192, 4096, 14336, 8, 4, 128, 128256
@@ -97,9 +97,9 @@ def wgrad_errors() -> list[float]:
     dy, x = (random(TOKENS, 1, HIDDEN).bfloat16() for _ in range(2))
     grad = torch.full((HIDDEN, HIDDEN), float("nan"), device=DEVICE)
     expected = dy.flatten(0, 1).double().T @ x.flatten(0, 1).double()
-    linear_weight_grad(dy, x, grad, True)
+    wgrad_gemm(dy, x, grad, True)
     written = error(grad, expected)
-    linear_weight_grad(dy, x, grad, False)
+    wgrad_gemm(dy, x, grad, False)
     return [written, error(grad, 2 * expected)]
 
 

@@ -20,11 +20,11 @@ CONVERSIONS = frozenset(
 NEVER_TRACED = {
     "_CombineRows": "--torch-compile is refused with --num-experts",
     "_WeighedActivation": "--torch-compile is refused with --num-experts",
-    "_GatheredAttention": "--torch-compile is refused with context parallelism",
-    "_RingAttention": "--torch-compile is refused with context parallelism",
+    "GatheredAttention": "--torch-compile is refused with context parallelism",
+    "RingAttention": "--torch-compile is refused with context parallelism",
     "_PutPiece": "--torch-compile is refused with --tiled-mlp",
-    "_Gated": "`activate` takes other operators while it is traced",
-    "_SquaredReLU": "`activate` takes other operators while it is traced",
+    "_Gated": "compile_layers takes plain operations in its place",
+    "_SquaredReLU": "compile_layers takes plain operations in its place",
     "_RowLinear": "an opaque operator calls it",
 }
 

@@ -14,11 +14,11 @@ from megatron.checkpoint.staged import staging_bytes
 from megatron.distributed.setup import set_determinism
 from megatron.model import linear_cross_entropy
 from megatron.model.attention.attention import attention_core
-from megatron.model.embedding import embedding_weight_grad
-from megatron.model.linear import column_linear, linear_weight_grad
-from megatron.model.loss import cross_entropy
+from megatron.model.embedding import accumulate_embedding_grad
+from megatron.model.linear import column_linear, wgrad_gemm
+from megatron.model.loss import cross_entropy, own_columns
 from megatron.model.spec import Box
-from megatron.model.tensor_parallel import DENSE
+from megatron.model.tensor_parallel import NO_TP
 from megatron.observe.tracking import read_metrics
 from megatron.training import pretrain as pretrain_module
 from pretrain_gpt import main
@@ -130,7 +130,7 @@ def test_gradient_functions(dtype):
     x, dy = (torch.randn(64, 2, n, generator=generator).to(dtype) for n in (96, 128))
     grad = torch.zeros(128, 96, device="cuda")
     torch.backends.cuda.matmul.allow_tf32 = False
-    linear_weight_grad(dy.cuda(), x.cuda(), grad)
+    wgrad_gemm(dy.cuda(), x.cuda(), grad)
     expected = dy.flatten(0, 1).double().T @ x.flatten(0, 1).double()
     # narrow inputs, but the product leaves the tensor cores in fp32
     assert (grad.cpu() - expected).norm() < 1e-6 * expected.norm()
@@ -138,7 +138,7 @@ def test_gradient_functions(dtype):
     results = []
     for _ in range(3):
         rows = torch.zeros(5, 96, device="cuda")
-        embedding_weight_grad(x.cuda(), ids.cuda(), rows)
+        accumulate_embedding_grad(x.cuda(), ids.cuda(), rows)
         results.append(rows.cpu())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
     expected = torch.zeros(5, 96, dtype=torch.float64).index_add_(
@@ -151,7 +151,7 @@ def test_loss_and_attention_in_bf16():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 2, 1024, generator=generator).bfloat16().cuda().requires_grad_()
     labels = torch.randint(0, 1000, (64, 2), generator=generator).cuda()
-    loss, _ = cross_entropy(logits * 1, labels, 1000)
+    loss, _ = cross_entropy(logits * 1, labels, own_columns(1024, 1000))
     loss.sum().backward()
     wide = logits.detach().double()[..., :1000].requires_grad_()
     expected = torch.nn.functional.cross_entropy(
@@ -181,15 +181,14 @@ def test_head_and_loss_in_chunks(monkeypatch):
         for shape in ((128, 2, 64), (1024, 64))
     )
     labels = torch.randint(0, 1000, (128, 2), generator=generator).cuda()
+    columns = own_columns(1024, 1000)
     for fused in (True, False):
         x, weight = x.detach().requires_grad_(), torch.nn.Parameter(weight)
         weight.main_grad, x.grad = torch.zeros(1024, 64, device="cuda"), None
         if fused:
-            loss, lse = linear_cross_entropy.linear_cross_entropy(
-                x, weight, labels, 1000, None, DENSE
-            )
+            loss, lse = linear_cross_entropy.linear_cross_entropy(x, weight, labels, columns)
         else:
-            loss, lse = cross_entropy(column_linear(x, weight, None, DENSE), labels, 1000)
+            loss, lse = cross_entropy(column_linear(x, weight, None, NO_TP), labels, columns)
         (loss + 1e-2 * lse.square()).sum().backward()
         results.append((loss.detach(), x.grad, weight.main_grad))
     for ours, apart in zip(*results, strict=True):

@@ -17,7 +17,7 @@ from unit.model.made import norm
 
 from megatron.config.groups import Config, ModelConfig, OptimizerConfig, PrecisionConfig
 from megatron.model.kernels import choose_kernels, remarks
-from megatron.model.linear import linear_weight_grad
+from megatron.model.linear import wgrad_gemm
 from megatron.parallel.grad_norm import sum_of_squares
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -430,7 +430,7 @@ def test_apex_is_found_by_what_it_holds(fake):
     dy, x, grad = torch.randn(5, 1, 3).bfloat16(), torch.randn(5, 1, 4).bfloat16(), torch.ones(3, 4)
     product = dy[:, 0].float().t() @ x[:, 0].float()
     for overwrite, expected in ((False, 1 + product), (True, product)):
-        linear_weight_grad(dy, x, grad, overwrite, by_apex=True)
+        wgrad_gemm(dy, x, grad, overwrite, by_apex=True)
         torch.testing.assert_close(grad, expected)
 
 

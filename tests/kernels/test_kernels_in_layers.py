@@ -13,6 +13,7 @@ from megatron.model import compile
 from megatron.model.block import LayerBlock
 from megatron.model.compile import compile_layers
 from megatron.model.gpt import GPTModel
+from megatron.model.norm import AddNorm
 
 pytestmark = pytest.mark.table(traits=each_value)
 
@@ -158,14 +159,14 @@ def test_gradients_of_a_sum_and_its_norm(kind, device):
     """Whoever uses the norm, the sum, or both; a frozen weight's main_grad is not touched."""
 
     def gradients(backend, uses, frozen=False):
-        norm = norm_layer(kind, 16, 1e-5, backend).to_empty(device=device)
+        norm = norm_layer(kind, 16, 1e-5, backend, layer=AddNorm).to_empty(device=device)
         generator = torch.Generator().manual_seed(1)
         for parameter in norm.parameters():
             parameter.data.copy_(torch.randn(16, generator=generator))
             parameter.main_grad = torch.ones(16, device=device)
             parameter.requires_grad_(not frozen)
         x, residual, *dy = (torch.randn(3, 2, 16, generator=generator).to(device) for _ in range(4))
-        both = norm.of_sum(x.requires_grad_(), residual.requires_grad_())
+        both = norm(x.requires_grad_(), residual.requires_grad_())
         torch.autograd.backward([both[i] for i in uses], [dy[i] for i in uses])
         return [x.grad, residual.grad, *(parameter.main_grad for parameter in norm.parameters())]
 

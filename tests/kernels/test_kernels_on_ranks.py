@@ -25,10 +25,10 @@ from unit.by_hand import (
 from megatron.config.groups import ModelConfig
 from megatron.data.loader import Batch
 from megatron.distributed.groups import Layout, build_groups
-from megatron.model.attention.context_parallel import WHOLE, ContextParallel
+from megatron.model.attention.context_parallel import NO_CP, ContextParallel
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
@@ -78,7 +78,7 @@ TRITON = {
 
 def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
     """The loss and every main_grad of one micro-batch on this rank."""
-    tp, cp = DENSE, WHOLE
+    tp, cp = NO_TP, NO_CP
     if how in TYPES:
         groups = build_groups(Layout(cp=2), dist.get_rank(), dist.new_group, **TYPES[how])
         cp = ContextParallel.of(groups, how)

@@ -22,33 +22,43 @@ from megatron.model.attention.rotary import RotaryTables
 from megatron.model.block import HeadBlock, LayerBlock
 from megatron.model.dropout import Dropout
 from megatron.model.gpt import GPTModel
-from megatron.model.norm import Norm
+from megatron.model.norm import AddNorm, Norm
 from megatron.optimizer.optimizer import Optimizer
 
 # ---- norms
 
 
-@mutant("norm", "a LayerNorm's variance over n - 1", "gpt-files", Norm, "forward")
-def _(original):
-    def forward(self, x):
-        n = x.shape[-1]
-        return original(self, x) * (1.0 if self.bias is None else math.sqrt((n - 1) / n))
+def sums_of(change: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Make:
+    """AddNorm.forward whose norm and residual stream are changed."""
 
-    return forward
+    def make(original):
+        def forward(self, x, residual=None):
+            return change(self, *original(self, x, residual))
 
+        return forward
 
-@mutant("norm", "an RMSNorm that takes the mean off", "llama", Norm, "forward")
-def _(original):
-    return lambda self, x: original(self, x - x.mean(-1, keepdim=True))
+    return make
 
 
-@mutant("norm", "an RMSNorm's epsilon outside the root", "llama", Norm, "forward")
-def _(original):
-    def forward(self, x):
-        square = x.square().mean(-1, keepdim=True)
-        return original(self, x) * (square + self.eps).sqrt() / (square.sqrt() + self.eps)
+@mutant("norm", "a LayerNorm's variance over n - 1", "gpt-files", AddNorm, "forward")
+@sums_of
+def _(self, y, stream):
+    n = y.shape[-1]
+    return y * (1.0 if self.bias is None else math.sqrt((n - 1) / n)), stream
 
-    return forward
+
+@mutant("norm", "an RMSNorm that takes the mean off", "llama", AddNorm, "forward")
+@sums_of
+def _(self, y, stream):
+    centred = stream - stream.mean(-1, keepdim=True)
+    return Norm.forward(self, centred), stream
+
+
+@mutant("norm", "an RMSNorm's epsilon outside the root", "llama", AddNorm, "forward")
+@sums_of
+def _(self, y, stream):
+    square = stream.square().mean(-1, keepdim=True)
+    return y * (square + self.eps).sqrt() / (square.sqrt() + self.eps), stream
 
 
 @mutant("norm", "a norm's epsilon ten times as large", "gpt-files", Norm, "__init__")
@@ -71,13 +81,10 @@ def _(original):
     return backward
 
 
-@mutant("norm", "a residual stream that is taken behind the norm", "llama", Norm, "of_sum")
-def _(original):
-    def of_sum(self, x, residual=None):
-        y, _ = original(self, x, residual)
-        return y, y
-
-    return of_sum
+@mutant("norm", "a residual stream that is taken behind the norm", "llama", AddNorm, "forward")
+@sums_of
+def _(self, y, stream):
+    return y, y
 
 
 @mutant("norm", "no final norm", "llama", LayerBlock, "__init__")
@@ -85,7 +92,7 @@ def _(original):
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)
         if self.final_norm is not None:
-            self.final_norm.forward = lambda x: x
+            self.final_norm.forward = lambda y, x: (x + y, x + y)
 
     return init
 
@@ -98,17 +105,19 @@ def _(original):
     "the exact GELU for its tanh form and the other way round",
     "gpt-files",
     mlp,
-    "activate",
+    "activation_function",
 )
 def _(original):
     other = {"gelu": "gelu-tanh", "gelu-tanh": "gelu"}
-    return lambda x, activation: original(x, other.get(activation, activation))
+    return lambda kind: original(other.get(kind, kind))
 
 
-@mutant("activation", "gate and up exchanged", "llama", mlp, "activate")
+@mutant("activation", "gate and up exchanged", "llama", mlp, "activation_function")
 def _(original):
-    return lambda x, activation: original(
-        torch.cat(x.chunk(2, -1)[::-1], -1) if activation in mlp.GATED else x, activation
+    return lambda kind: (
+        (lambda fused: original(kind)(torch.cat(fused.chunk(2, -1)[::-1], -1)))
+        if kind in mlp.GATED
+        else original(kind)
     )
 
 
@@ -133,11 +142,9 @@ def _(original):
     return {**original, "geglu": (value, gradient)}
 
 
-@mutant("activation", "a squared ReLU that is not squared", "mixed-5", mlp, "activate")
+@mutant("activation", "a squared ReLU that is not squared", "mixed-5", mlp, "activation_function")
 def _(original):
-    return lambda x, activation: (
-        x.relu() if activation == "squared-relu" else original(x, activation)
-    )
+    return lambda kind: torch.relu if kind == "squared-relu" else original(kind)
 
 
 # ---- positions
@@ -325,15 +332,11 @@ def _(original):
     )
 
 
-@mutant("attention", "queries see the key that follows", "llama", attention, "_sdpa")
+@mutant("attention", "queries see the key that follows", "llama", attention, "attention_core")
 def _(original):
-    def core(q, k, v, mask, scale):
-        seen = (
-            torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(1)[None, None]
-            if mask is True
-            else mask
-        )
-        return original(q, k, v, seen, scale)
+    def core(q, k, v, *, mask, **kwargs):
+        late = torch.arange(len(q), dtype=torch.int32) + 1
+        return original(q, k, v, mask=dataclasses.replace(mask, q_positions=late), **kwargs)
 
     return core
 
@@ -480,9 +483,13 @@ def _(original):
 # ---- initial values, gradients of embedding and biases
 
 
-@mutant("model", "biases not trained", "gpt-files", linear, "bias_grad")
+@mutant("model", "biases not trained", "gpt-files", linear._Linear, "backward")
 def _(original):
-    return lambda dy, main_grad: original(dy * 0, main_grad)
+    def backward(ctx, dy):
+        ctx.bias = None
+        return original(ctx, dy)
+
+    return backward
 
 
 @mutant(
@@ -490,7 +497,7 @@ def _(original):
     "a token that comes twice counts once in the embedding's gradient",
     "llama",
     embedding,
-    "embedding_weight_grad",
+    "accumulate_embedding_grad",
 )
 def _(original):
     def weight_grad(dy, ids, main_grad):
@@ -547,8 +554,8 @@ also(block, "normal")(_usual_deviation)
 
 @mutant("loss", "the cap of logits ignored", "caps-zloss", block, "cross_entropy")
 def _(original):
-    return lambda logits, labels, vocab_size, softcap, *rest: original(
-        logits, labels, vocab_size, None, *rest
+    return lambda logits, labels, columns: original(
+        logits, labels, dataclasses.replace(columns, softcap=None)
     )
 
 
@@ -561,7 +568,7 @@ def _(original):
 )
 def _(original):
     def into_gradient(self, logits, labels, lse, dloss, dlse):
-        z = loss._wide_logits(logits[:, : self.count], self.softcap)
+        z = self.softcap * (logits[:, : self.count] / self.softcap).tanh()
         dz = (z - lse[:, None]).exp() * (dloss + dlse)[:, None]
         dz.scatter_add_(-1, labels[:, None], -dloss[:, None])
         logits[:, : self.count].copy_(dz)
@@ -572,8 +579,8 @@ def _(original):
 
 @mutant("loss", "padded vocabulary takes probability", "llama", block, "cross_entropy")
 def _(original):
-    return lambda logits, labels, vocab_size, *rest: original(
-        logits, labels, logits.shape[-1], *rest
+    return lambda logits, labels, columns: original(
+        logits, labels, dataclasses.replace(columns, count=logits.shape[-1])
     )
 
 
@@ -609,14 +616,7 @@ def head(
         def forward(self, x, micro):
             c = self.config
             logits = block.column_linear(x, self.weight, None, self.tp)
-            found, lse = block.cross_entropy(
-                logits,
-                micro.labels,
-                self.vocab_size,
-                c.final_logit_softcapping,
-                self.tp,
-                c.cross_entropy_backend,
-            )
+            found, lse = block.cross_entropy(logits, micro.labels, self.columns)
             mask = micro.loss_mask.to(found.dtype)
             everything = torch.ones_like(mask)
             reported = (found.detach() * (mask if reported_mask else everything)).sum()

@@ -15,7 +15,7 @@ from megatron.kernels import attention as kernels_attention
 
 from megatron.model import gpt
 from megatron.model.attention import attention, context_parallel, ring_attention
-from megatron.model.attention.attention import SelfAttention
+from megatron.model.attention.attention import ContextParallelCore
 from megatron.model.attention.context_parallel import Places
 from megatron.model.attention.ring_attention import BlockAttention
 from megatron.parallel.pipeline import Pipeline
@@ -107,13 +107,13 @@ def first_queries() -> Patch:
 
 def heads_of_the_first_rank() -> Patch:
     """Dropout of attention that counts heads from the first on every rank."""
-    real = SelfAttention._over_ranks
+    real = ContextParallelCore._over_ranks
 
-    def over_ranks(self, core, parts, places):
+    def over_ranks(self, core, qkv, places):
         first = self.first_head
-        return real(self, lambda *qkv, first_head: core(*qkv, first_head=first), parts, places)
+        return real(self, lambda *own, first_head: core(*own, first_head=first), qkv, places)
 
-    return mock.patch.object(SelfAttention, "_over_ranks", over_ranks)
+    return mock.patch.object(ContextParallelCore, "_over_ranks", over_ranks)
 
 
 def key_heads_of_the_first_ranks() -> Patch:

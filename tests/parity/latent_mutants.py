@@ -9,6 +9,7 @@ from collections.abc import Callable
 from unittest import mock
 
 from megatron.model.attention import latent_attention
+from megatron.model.attention.attention import CoreAttention
 from megatron.model.attention.latent_attention import LatentAttention
 
 Patch = contextlib.AbstractContextManager
@@ -26,28 +27,25 @@ def whole_down_gradients() -> Patch:
 
 def scale_without_yarn() -> Patch:
     """Scores on several ranks are scaled by the width of a key alone."""
-    real = LatentAttention._attend
+    real = CoreAttention.__init__
 
-    def attend(self, *parts, **given):
-        if self.tp.size == 1:
-            return real(self, *parts, **given)
-        q, *rest = parts
-        scale = self.head_dim**-0.5 / self.config.softmax_scale
-        return real(self, q * scale, *rest, **given)
+    def init(self, config, seed, layer, tp):
+        real(self, config, seed, layer, tp)
+        if tp.size > 1:
+            self.settings["scale"] = config.kv_channels**-0.5
 
-    return mock.patch.object(LatentAttention, "_attend", attend)
+    return mock.patch.object(CoreAttention, "__init__", init)
 
 
 def values_of_the_next_head() -> Patch:
     """On several ranks each head reads the values of the next one."""
-    real = LatentAttention._attend
+    real = LatentAttention.project
 
-    def attend(self, *parts, **given):
-        q, k, v = parts
-        shifted = v.roll(-1, 2) if self.tp.size > 1 else v
-        return real(self, q, k, shifted, **given)
+    def project(self, x, **given):
+        q, k, v = real(self, x, **given)
+        return q, k, v.roll(-1, 2) if self.tp.size > 1 else v
 
-    return mock.patch.object(LatentAttention, "_attend", attend)
+    return mock.patch.object(LatentAttention, "project", project)
 
 
 PATCHES: dict[str, Callable[[], Patch]] = {

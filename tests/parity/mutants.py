@@ -102,7 +102,7 @@ MUTANTS = (
         "no sum of a column-parallel layer's input gradients",
         f"{MODEL}/linear.py",
         "summing = start(dx, tp.axis)",
-        "summing = start(dx, tp.axis if tp.sequence else DENSE.axis)",
+        "summing = start(dx, tp.axis if tp.sequence else NO_TP.axis)",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
@@ -116,11 +116,11 @@ MUTANTS = (
         "a column-parallel bias learnt on one rank alone",
         f"{MODEL}/linear.py",
         (
-            "if ctx.bias is not None and not frozen:\n            bias_grad(dy, "
+            "if ctx.bias is not None and not frozen:\n            accumulate_bias_grad(dy, "
             "ctx.bias.main_grad)\n        return summing"
         ),
         (
-            "if ctx.bias is not None and tp.axis.rank == 0:\n            bias_grad(dy, "
+            "if ctx.bias is not None and tp.axis.rank == 0:\n            accumulate_bias_grad(dy, "
             "ctx.bias.main_grad)\n        return summing"
         ),
         ("fp64-gpt-tp2",),
@@ -170,8 +170,8 @@ MUTANTS = (
     Mutant(
         "shifted labels of the cross-entropy",
         f"{MODEL}/loss.py",
-        "labels.flatten() - first,",
-        "labels.flatten() - first - tp.axis.rank,",
+        "labels.flatten() - columns.first",
+        "labels.flatten() - columns.first - columns.tp.axis.rank",
         ("fp64-gpt-tp2",),
     ),
     Mutant(

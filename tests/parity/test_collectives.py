@@ -83,7 +83,7 @@ def test_context_parallelism(gloo_world, size, groups):
     grouped = "--group-query-attention", "--num-query-groups", str(groups)
     tokens, channels = SEQ // size, HIDDEN // 8
     gathered = 2 * groups * channels * tokens * (size - 1) * FP64
-    for backend, caller in (("auto", "_GatheredAttention"), ("plain", "_GatherSequence")):
+    for backend, caller in (("auto", "GatheredAttention"), ("plain", "_GatherSequence")):
         chosen = "--attention-backend", backend
         found = in_layers(gloo_world, size, *grouped, *chosen, shared="--context-parallel-size")
         assert found == {
@@ -135,7 +135,7 @@ def hops(size, block):
     return {
         ("hop", "forward", "_next_block"): (size - 1, block),
         ("hop", "backward", "_next_block"): (size - 1, block),
-        ("hop", "backward", "_RingAttention.backward"): (size - 1, block),
+        ("hop", "backward", "RingAttention.backward"): (size - 1, block),
     }
 
 

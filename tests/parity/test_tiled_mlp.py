@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from parity.test_fp8_layouts import BLOCKS, Fp8Row
 from parity.worker import Outcome, run_case
 
 from megatron.model import linear
-from megatron.model.mlp import MLP, _TakePiece
+from megatron.model.mlp import MLP, TiledMLP, _TakePiece
 
 ROWS = (  # and pieces
     (Row("tp2", "gpt"), 16),
@@ -62,10 +63,10 @@ def test_the_run_in_pieces_is_the_same(gloo_world, row, count):
 def _forward(change: Callable) -> contextlib.AbstractContextManager:
     """Another order or choice of pieces: `change` of (their inputs, the MLP of one)."""
 
-    def forward(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(change(x.chunk(mlp.pieces), mlp._piece))
+    def forward(mlp: TiledMLP, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(change(x.chunk(mlp.pieces), partial(MLP.forward, mlp)))
 
-    return mock.patch.object(MLP, "forward", forward)
+    return mock.patch.object(TiledMLP, "forward", forward)
 
 
 def piece_twice() -> contextlib.AbstractContextManager:
@@ -92,14 +93,14 @@ def pieces_of_the_whole_sequence() -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def lost_weight_gradient() -> Iterator[None]:
     """The second of each weight's pieces adds nothing to its gradient."""
-    real, calls = linear.linear_weight_grad, []
+    real, calls = linear.wgrad_gemm, []
 
     def adds(dy, x, main_grad, *args):
         calls.append(main_grad.data_ptr())
         if calls.count(main_grad.data_ptr()) != 2:
             real(dy, x, main_grad, *args)
 
-    with mock.patch.object(linear, "linear_weight_grad", adds):
+    with mock.patch.object(linear, "wgrad_gemm", adds):
         yield
 
 

@@ -2,12 +2,11 @@
 the attention core.
 
 s query length, t key length, b batch, n query heads, g key/value heads, d head dim, h hidden.
-Called from model/block.py, once a layer; model/gpt.py asks it for the mask of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
 from megatron.model.attention.context_parallel import (
-    WHOLE,
+    NO_CP,
     ContextParallel,
     Places,
     gather_keys,
@@ -32,15 +31,14 @@ from megatron.model.attention.qk_norm import normed_projection
 from megatron.model.attention.ring_attention import (
     AttentionStep,
     BlockAttention,
-    gathered_attention,
-    ring_attention,
+    GatheredAttention,
+    RingAttention,
     ring_steps,
 )
 from megatron.model.attention.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.linear import ColumnLinear, RowLinear
 from megatron.model.norm import Norm, norm_parameters
-from megatron.model.recompute_context import RecomputeContext
 from megatron.model.spec import (
     ZEROS,
     ParameterSpec,
@@ -51,7 +49,7 @@ from megatron.model.spec import (
     under,
     vector,
 )
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 CAUSAL = AttentionMask()
 OURS = ("gluon", "triton")  # the backends of flash_attention, which takes masks with tables
@@ -70,10 +68,12 @@ def mask_of(
     """
     given: dict[str, Any] = {"window": config.window_size, "document_starts": document_starts}
     if own is not None:
+        # Queries of some positions only, keys of all.
         given |= {"q_positions": own, "k_positions": torch.arange(length, device=own.device)}
         if document_starts is not None:
             given["document_starts"] = document_starts[:, own]
     if config.attention_backend in OURS:
+        # Our kernels read tables of bounds, which are made once here for all layers.
         return attention_mask(length if own is None else len(own), length, **given)
     return AttentionMask(**given)
 
@@ -85,6 +85,7 @@ def steps_of(
     all context-parallel ranks, document_starts [b, s].
     """
     if cp.ring.size > 1:
+        # a2a+p2p: the ranks that exchange heads are one rank of the ring
         places, rank = places.reshape(cp.ring.size, -1), cp.ring.rank
     elif cp.gathers and computes_blocks(config, places.device.type):
         rank = cp.axis.rank
@@ -105,26 +106,6 @@ def computes_blocks(config: ModelConfig, device: str) -> bool:
     gives its log-sum-exp.
     """
     return device == "cpu" and choose_attention(config, training=True) == "sdpa"
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | bool, scale: float) -> Tensor:
-    """torch's fused attention on [s, b, n, d]; a mask that is no tensor specifies whether it is
-    causal.
-    """
-    dtype = q.dtype
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    if not q.is_cuda:  # the backward pass of torch's CPU kernel takes three times as long in bf16
-        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    tensor, causal = (None, mask) if isinstance(mask, bool) else (mask, False)
-    if q.is_cuda and (tensor is not None or q.element_size() > 2) and k.shape[1] < q.shape[1]:
-        # torch's flash kernel takes neither a mask nor fp32, and its memory-efficient kernel needs
-        # as many key heads as query heads. Without one of them torch would keep all scores,
-        # [b, n, s, s].
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, tensor, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out.to(dtype).permute(2, 0, 1, 3)
 
 
 def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
@@ -178,6 +159,7 @@ def attention_core(
     is our kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
     """
     if backend not in SDPA:
+        # Our kernels, or the definition by plain operations; all three return the log-sum-exp.
         compute = (
             partial(flash_attention, gluon=backend == "gluon", deterministic=deterministic)
             if backend in OURS
@@ -188,12 +170,30 @@ def attention_core(
             *qkv, scale=scale, mask=mask, softcap=softcap, first_head=first_head, **drop
         )
         return (out, lse) if return_lse else out
+
     assert not return_lse and softcap is None and (dropout is None or not dropout.acts(state))
     q, k, v = qkv
+    return _sdpa(q, k, v, mask, scale)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    """torch's fused attention on [s, b, n, d]."""
+    dtype = q.dtype
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
-    return _sdpa(
-        q, k, v, mask.causal if simple else mask.dense(q.shape[0], k.shape[0], q.device), scale
+    seen = None if simple else mask.dense(q.shape[2], k.shape[2], q.device)  # [b or 1, 1, s, t]
+    if not q.is_cuda:  # the backward pass of torch's CPU kernel takes three times as long in bf16
+        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+    elif (seen is not None or q.element_size() > 2) and k.shape[1] < q.shape[1]:
+        # torch's flash kernel takes neither a mask nor fp32, and its memory-efficient kernel needs
+        # as many key heads as query heads. Without one of them torch would keep all scores,
+        # [b, n, s, s].
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    causal = simple and mask.causal
+    out = F.scaled_dot_product_attention(
+        q, k, v, seen, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
+    return out.to(dtype).permute(2, 0, 1, 3)
 
 
 def _dropped(dropout: Dropout | None, state: DropoutState | None, backend: str) -> dict[str, Any]:
@@ -201,6 +201,8 @@ def _dropped(dropout: Dropout | None, state: DropoutState | None, backend: str) 
     if dropout is None or state is None or not dropout.acts(state):
         return {}
     return {
+        # The kernels take the key as numbers; the definition also takes tensors, which
+        # --torch-compile needs.
         "drop": dropout.probability,
         "key": dropout.key if backend in OURS else dropout.words,
         "sample_ids": state.sample_ids,
@@ -215,6 +217,7 @@ def attention_parameters(
     With fewer key/value heads than ranks, several ranks hold (and draw) the same one.
     """
     h, d = config.hidden_size, config.kv_channels
+    # GPT-2 scales the initial values of matrices that write to the residual stream.
     residual = normal(config, residual_output=True)
     proj = TensorSpec(
         f"{name}.proj.weight",
@@ -262,93 +265,107 @@ def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> Paramet
     return ParameterSpec((query, key, value), interleave=groups, product=bool(rest))
 
 
-class AttentionForm(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. `recompute_context`: that
-    of the layer. A form of attention gives it `proj`, and what the core reads.
+class CoreAttention(nn.Module):
+    """softmax(q k^T scale) v: queries [s, b, n, d], keys and values [s, b, g, d], or the fused
+    projection where the backend reads that, -> [s, b, n d]. Each rank computes its heads.
     """
 
-    proj: RowLinear
+    recomputable = {"core_attn": "forward"}
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        seed: int,
-        layer: int,
-        tp: TensorParallel = DENSE,
-        cp: ContextParallel = WHOLE,
-        recompute_context: RecomputeContext | None = None,
-    ):
+    def __init__(self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel):
         super().__init__()
-        self.recompute_context = recompute_context or RecomputeContext()
-        self.config, self.cp = config, cp
-        self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
+        self.heads = config.num_attention_heads // tp.size
         self.first_head = tp.axis.rank * self.heads
-        self.dropout = Dropout(config.attention_dropout, seed, "layers", layer, "attention.dropout")
+        self.value_width = config.value_channels
+        # by whether the model is trained: evaluation needs no dropout, which not all can compute
         self.backend = {
             training: choose_attention(config, training=training) for training in (True, False)
+        }
+        drop = config.attention_dropout
+        self.dropout = (
+            Dropout(drop, seed, "layers", layer, "attention.dropout") if drop > 0 else None
+        )
+        self.settings: dict[str, Any] = {
+            "scale": config.softmax_scale,
+            "softcap": config.attn_logit_softcapping,
+            "deterministic": config.deterministic_mode,
         }
 
     def forward(
         self,
-        x: Tensor,
-        rotary: Rotary | None,
+        *qkv: Tensor,
         mask: AttentionMask,
         state: DropoutState | None,
         places: Places | None = None,
     ) -> Tensor:
-        backend = self.backend[state is not None]
-        heads = partial(self._heads, rotary=rotary, backend=backend)
-        attend = partial(self._attend, mask=mask, state=state, backend=backend, places=places)
-        self.recompute_context.enter("qkv_linear")
-        parts = self.recompute_context("qkv", heads, x)
-        self.recompute_context.enter("core_attn")
-        attended = self.recompute_context("core_attn", attend, *parts)
-        self.recompute_context.enter("attn_proj")
-        return self.proj(attended)
-
-    def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
-        """What the attention core reads: the fused projection, or queries, keys and values."""
-        raise NotImplementedError
-
-    def _attend(
-        self,
-        *parts: Tensor,
-        mask: AttentionMask,
-        state: DropoutState | None,
-        backend: str,
-        places: Places | None,
-    ) -> Tensor:
-        """The attention core [s, b, n d] of what `_heads` gives."""
-        core: Callable[..., Tensor] = partial(  # type: ignore[assignment]
-            attention_core,
-            scale=self.config.softmax_scale,
+        """`state`: of training, None in evaluation; `places`: read under context parallelism."""
+        out: Tensor = attention_core(  # type: ignore[assignment]
+            *qkv,
             mask=mask,
-            backend=backend,
-            softcap=self.config.attn_logit_softcapping,
+            backend=self.backend[state is not None],
             dropout=self.dropout,
             state=state,
-            deterministic=self.config.deterministic_mode,
+            first_head=self.first_head,
+            **self.settings,
         )
-        if places is None:
-            return core(*parts, first_head=self.first_head).flatten(2)
-        if places.steps:
-            core = partial(self._by_blocks, steps=places.steps, state=state, backend=backend)
-        return self._over_ranks(core, parts, places).flatten(2)
+        # [s, b, n, d] -> [s, b, n d]; latent attention fills values with zeros to the keys' width
+        if out.shape[-1] != self.value_width:
+            out = out[..., : self.value_width]
+        return out.flatten(2)
+
+
+class ContextParallelCore(CoreAttention):
+    """The same over context-parallel ranks: each has the queries, keys and values of its positions
+    [s / C, b, ...], and gives the attention of its queries over all keys.
+    """
+
+    def __init__(
+        self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel, cp: ContextParallel
+    ):
+        super().__init__(config, seed, layer, tp)
+        self.cp = cp
+
+    def forward(
+        self,
+        *qkv: Tensor,
+        mask: AttentionMask,
+        state: DropoutState | None,
+        places: Places | None = None,
+    ) -> Tensor:
+        assert places is not None
+        backend = self.backend[state is not None]
+        core: Callable[..., Any] = (
+            partial(self._by_blocks, steps=places.steps, state=state, backend=backend)
+            if places.steps
+            else partial(
+                attention_core,
+                mask=mask,
+                backend=backend,
+                dropout=self.dropout,
+                state=state,
+                **self.settings,
+            )
+        )
+        out = self._over_ranks(core, qkv, places)
+        if out.shape[-1] != self.value_width:
+            out = out[..., : self.value_width]
+        return out.flatten(2)
 
     def _over_ranks(
-        self, core: Callable[..., Tensor], parts: tuple[Tensor, ...], places: Places
+        self, core: Callable[..., Any], qkv: tuple[Tensor, ...], places: Places
     ) -> Tensor:
-        """Attention of this rank's queries [s / C, b, n, d] over all ranks' keys and values."""
-        q, k, v = parts
-        if self.cp.gathers and not places.steps:
-            whole_k, whole_v = gather_keys(k, v, places, self.cp.axis)
-            return core(q, whole_k, whole_v, first_head=self.first_head)
+        """Attention [s / C, b, n, d] of this rank's queries over all ranks' keys and values."""
+        q, k, v = qkv
+        if self.cp.gathers and not places.steps:  # all-gather, then one call over all keys
+            k, v = gather_keys(k, v, places, self.cp.axis)
+            return core(q, k, v, first_head=self.first_head)
         axis = self.cp.heads
         if axis.size == 1:
             return core(q, k, v, first_head=self.first_head)
-        whole = heads_for_sequence(q, k, v, axis)
+        # all-to-all: the positions of all ranks of fewer heads, and back
+        q, k, v = heads_for_sequence(q, k, v, axis)
         first_head = self.first_head + axis.rank * (self.heads // axis.size)
-        return sequence_for_heads(core(*whole, first_head=first_head), axis)
+        return sequence_for_heads(core(q, k, v, first_head=first_head), axis)
 
     def _by_blocks(
         self,
@@ -361,22 +378,75 @@ class AttentionForm(nn.Module):
         backend: str,
         first_head: int,
     ) -> Tensor:
-        """The attention core over the blocks of keys of a ring's ranks, or of all."""
+        """Attention over the blocks of keys of a ring's ranks, or of all."""
         if q.is_cuda and backend in SDPA:  # which gives no log-sum-exp there
             backend = "plain"
         dropped = _dropped(self.dropout, state, backend)
         samples = dropped.pop("sample_ids", None)
-        options = Options(
-            self.config.softmax_scale,
-            self.config.attn_logit_softcapping,
-            first_head=first_head,
-            deterministic=self.config.deterministic_mode,
-            **dropped,
-        )
+        options = Options(first_head=first_head, **self.settings, **dropped)
+        # Steps are joined by their log-sum-exp; each is one call of the backend, forward and
+        # backward.
         block = BlockAttention(backend, options, samples)
         if self.cp.gathers:
-            return gathered_attention(q, k, v, steps, block, self.cp.axis)
-        return ring_attention(q, k, v, steps, block, self.cp.ring)
+            return GatheredAttention.apply(q, k, v, steps, block, self.cp.axis)
+        return RingAttention.apply(q, k, v, steps, block, self.cp.ring)
+
+
+class Attention(nn.Module):
+    """x [s, b, h] -> [s, b, h]; each rank computes its part of the heads. A form of attention makes
+    its projections, and of them what the core reads.
+    """
+
+    recomputable = {"qkv": "project"}
+    proj: RowLinear
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        layer: int,
+        tp: TensorParallel = NO_TP,
+        cp: ContextParallel = NO_CP,
+    ):
+        super().__init__()
+        self.config, self.tp, self.cp_size = config, tp, cp.size
+        self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
+        self.make_projections(config, f"layers.{layer}.attention")
+        self.core = (
+            CoreAttention(config, seed, layer, tp)
+            if cp.size == 1
+            else ContextParallelCore(config, seed, layer, tp, cp)
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        mask: AttentionMask,
+        state: DropoutState | None,
+        places: Places | None = None,
+    ) -> Tensor:
+        """`state`: of training, None in evaluation; `places`: under context parallelism."""
+        # [s, b, g, n / g + 2, d], or q, k and v; under SP of the whole sequence, as ColumnLinear
+        # gathers
+        qkv = self.project(x, rotary=rotary, training=state is not None)
+        return self.proj(self.core(*qkv, mask=mask, state=state, places=places))
+
+    def make_projections(self, config: ModelConfig, name: str) -> None:
+        """The linear layers and norms, with the parameters that this name declares."""
+        raise NotImplementedError
+
+    def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
+        """What the attention core reads: the fused projection, or queries, keys and values."""
+        raise NotImplementedError
+
+    def readers(self) -> Iterable[tuple[nn.Module, str, str | None]]:
+        """Under what the modules' inputs are filed where activations are offloaded, see
+        RecomputeContext.parking.
+        """
+        yield self, "qkv_linear", ""
+        yield self.core, "core_attn", None
+        yield self.proj, "attn_proj", None
 
 
 def is_projection_read(config: ModelConfig, backend: str, cp_size: int, rotates: bool) -> bool:
@@ -388,56 +458,55 @@ def is_projection_read(config: ModelConfig, backend: str, cp_size: int, rotates:
     return backend in OURS and is_turned and is_normed and cp_size == 1
 
 
-class SelfAttention(AttentionForm):
+class SelfAttention(Attention):
     """Attention whose queries, keys and values are one projection of x."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        seed: int,
-        layer: int,
-        tp: TensorParallel = DENSE,
-        cp: ContextParallel = WHOLE,
-        recompute_context: RecomputeContext | None = None,
-    ):
-        super().__init__(config, seed, layer, tp, cp, recompute_context)
+    def make_projections(self, config: ModelConfig, name: str) -> None:
+        tp = self.tp
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries_per_group = self.heads // self.groups
-        parameters = attention_parameters(config, f"layers.{layer}.attention", tp.sequence)
+        parameters = attention_parameters(config, name, tp.sequence)
         self.qkv = ColumnLinear(parameters["qkv.weight"], parameters.get("qkv.bias"), tp)
         self.proj = RowLinear(parameters["proj.weight"], parameters.get("proj.bias"), tp)
-
-        def norm(name: str) -> Norm:
-            return Norm(under(parameters, name), config, tp)
-
         self.q_norm, self.k_norm = (
-            (norm("q_norm"), norm("k_norm")) if config.qk_layernorm else (None, None)
+            Norm(under(parameters, each), config, tp) if config.qk_layernorm else None
+            for each in ("q_norm", "k_norm")
         )
+        # by whether positions rotate: whether the core reads the projection as it is
+        self.reads_projection = {
+            rotates: is_projection_read(config, config.attention_backend, self.cp_size, rotates)
+            for rotates in (True, False)
+        }
 
-    def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         qkv = self.qkv(x)
-        self.recompute_context.enter("core_attn")
         heads = self.groups, self.queries_per_group + 2, self.head_dim
-        rotates = rotary is not None
-        if self.q_norm is None and rotates and self.config.rotary_backend == "triton":
-            qkv, rotary = rotate_fused(qkv, rotary, heads), None
-        # all that this context-parallel rank holds of the sequence, whatever part x is
+        reads_projection = self.reads_projection[rotary is not None]
+        # By our kernel the fused projection is rotated where it lies.
+        if self.q_norm is None and rotary is not None and self.config.rotary_backend == "triton":
+            qkv, rotary = rotate_fused(qkv, rotary, heads), None  # in place
+
+        # [s, b, g, n / g + 2, d], of the whole sequence that this context-parallel rank holds, also
+        # where x is a sequence-parallel part of it
         qkv = qkv.view(*qkv.shape[:2], *heads)
-        if is_projection_read(self.config, backend, self.cp.size, rotates):
+        if reads_projection:
             if self.q_norm is not None:
                 qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
             return (qkv,)
-        return self._separate(qkv, rotary)
-
-    def _separate(self, qkv: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [s, b, n, d], keys and values [s, b, g, d] of the projection [s, b, g, n/g + 2,
-        d], normalised and rotated.
-        """
         if self.q_norm is None and rotary is not None:
             return rotate_projection(qkv, rotary)
+
+        # queries [s, b, n, d], keys and values [s, b, g, d]
         q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
-        q, k = q.flatten(2, 3), k.squeeze(3)
+        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.q_norm is not None:
+            # over the channels of a head, before the rotation
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
-        return q, k, v.squeeze(3)
+        if rotary is not None:
+            q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
+        return q, k, v
+
+    def readers(self) -> Iterable[tuple[nn.Module, str, str | None]]:
+        yield from super().readers()
+        # Behind the projection, norms and rotation save what they share with the core.
+        yield self.qkv, "qkv_linear", "core_attn"  # norms and rotation read what the core reads

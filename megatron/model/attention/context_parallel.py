@@ -21,14 +21,14 @@ Which positions are dealt out to whom follows from that: to the ranks of all-gat
 so that their work is even; the ranks that exchange heads share a part, each some of its positions
 in a row. Gathered keys are put in their natural order, so that a mask, and the counters of dropout,
 are those of the whole sequence. s length of the sample, C ranks, b batch, n query heads, g
-key/value heads of this tensor-parallel rank, d head dim. Called from model/attention/attention.py;
-model/gpt.py makes the places of a micro-batch.
+key/value heads of this tensor-parallel rank, d head dim.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +59,7 @@ class ContextParallel:
         """Of a rank whose groups were made for this --cp-comm-type."""
         return cls(groups.cp, comm_type == "allgather", groups.cp_heads, groups.cp_ring)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.axis.size
 
@@ -69,7 +69,7 @@ class ContextParallel:
         return self.size // self.heads.size
 
 
-WHOLE = ContextParallel()
+NO_CP = ContextParallel()
 
 
 class Places(NamedTuple):
@@ -83,6 +83,8 @@ class Places(NamedTuple):
     @classmethod
     def of(cls, places: Tensor, cp: ContextParallel, steps: tuple[AttentionStep, ...]) -> Places:
         """Of `places_of_ranks`'s answer [C, s / C], on its device."""
+        # `order` lists the positions as a gather brings them; its inverse puts them in natural
+        # order.
         order = places.flatten()
         index = torch.arange(len(order), device=order.device)
         inverse = torch.empty_like(order).scatter_(0, order, index)
@@ -96,6 +98,7 @@ def places_of_ranks(
     window: int | None = None,
 ) -> np.ndarray:
     """The positions [C, length / C] of each rank of an axis, ascending, see `places_of`."""
+    # The ranks that exchange heads share a part: each has some of its positions in a row.
     parts = places_of(length, cp.parts, document_starts, window)
     return parts.reshape(cp.size, -1)  # the ranks that exchange heads are neighbours
 
@@ -108,13 +111,17 @@ def places_of(
     token's document begins.
     """
     if document_starts is None:
+        # Zig-zag: chunk r and its mirror image 2C - 1 - r together see the same number of pairs for
+        # every r.
         chunks = np.arange(length).reshape(2 * size, -1)
         return np.concatenate([chunks[:size], chunks[::-1][:size]], axis=1)
     each = length // size
     block = min(BLOCK, each & -each)  # the largest power of two that divides a rank's positions
+    # keys that each query sees, from its document's beginning on, [b, length]
     pairs = np.arange(length) - document_starts + 1
     if window is not None:
         pairs = np.minimum(pairs, window)
+    # Every sample of a micro-batch is cut alike, so their work is added up, block by block.
     work = pairs.reshape(len(pairs), -1, block).sum(axis=(0, 2))
     blocks = np.sort(_shares(work, size), axis=1)
     return (blocks[:, :, None] * block + np.arange(block)).reshape(size, each)
@@ -128,6 +135,7 @@ def _shares(work: np.ndarray, size: int) -> np.ndarray:
     count = len(work) // size
     taken: list[list[int]] = [[] for _ in range(size)]
     loads = [(0, rank) for rank in range(size)]
+    # longest processing time first (Graham 1969)
     for index in np.argsort(-work, kind="stable").tolist():
         load, rank = heapq.heappop(loads)
         taken[rank].append(index)
@@ -148,6 +156,7 @@ def _exchange(shares: np.ndarray, work: np.ndarray) -> bool:
     most, least = shares[totals.argmax()], shares[totals.argmin()]
     if totals.max() <= EVEN * totals.mean():
         return False
+    # The best exchange moves half of the gap.
     gap = totals.max() - totals.min()
     moved = work[most][:, None] - work[least][None, :]
     one, other = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
@@ -175,6 +184,7 @@ class _GatherSequence(torch.autograd.Function):
 def gather_keys(k: Tensor, v: Tensor, places: Places, axis: Axis) -> tuple[Tensor, Tensor]:
     """Keys and values [s / C, b, g, d] of this rank -> [s, b, g, d], in one collective."""
     both = _GatherSequence.apply(torch.stack((k, v)).transpose(0, 1), places, axis)
+    # Keys and values travel as one tensor [s / C, 2, b, g, d].
     whole_k, whole_v = both.unbind(1)  # type: ignore[attr-defined]
     return whole_k, whole_v
 
@@ -212,7 +222,9 @@ def heads_for_sequence(
     """
     size = axis.size
     if k.shape[2] < size:
+        # Each rank needs at least one key/value head.
         k, v = (x.repeat_interleave(size // x.shape[2], 2) for x in (k, v))
+    # [s / A, b, A, heads of a rank, d]: one message to each rank carries all three.
     parts = [x.unflatten(2, (size, -1)) for x in (q, k, v)]
     whole = _AllToAll.apply(torch.cat(parts, 3), axis, False)
     q, k, v = whole.split([part.shape[3] for part in parts], 2)  # type: ignore[attr-defined]

@@ -11,26 +11,23 @@ tensor-parallel ranks; the down-projections, which are narrow, every rank holds 
 sequence parallelism it is the latents that are gathered. Values are narrower than keys, and zeros
 fill them up where the attention core takes one width.
 
-s sequence, b batch, n heads of this rank, c content, r position and v value channels of a head,
-h hidden. Called from model/block.py, once a layer.
+s sequence, b batch, n heads of this rank, c content, r position and v value channels of a head, h
+hidden.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from megatron.model.attention.attention import AttentionForm, attention_parameters
-from megatron.model.attention.context_parallel import WHOLE, ContextParallel
+from megatron.model.attention.attention import Attention, attention_parameters
 from megatron.model.attention.rotary import Rotary, rotate_pairs, rotate_pairs_back
 from megatron.model.linear import ColumnLinear, Linear, RowLinear
 from megatron.model.norm import Norm, norm_parameters
-from megatron.model.recompute_context import RecomputeContext
 from megatron.model.spec import (
     ParameterSpec,
     Shard,
@@ -40,7 +37,7 @@ from megatron.model.spec import (
     under,
     vector,
 )
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import TensorParallel
 
 
 def _down(config: ModelConfig, name: str, rows: int, parts: tuple[str, ...]) -> ParameterSpec:
@@ -79,6 +76,7 @@ def _queries(
 ) -> dict[str, ParameterSpec]:
     """The projections that queries are made by."""
     rank = config.q_lora_rank
+    # without a latent: one projection of x
     if rank is None:
         return {"q.weight": _by_heads(config, f"{name}.q", width, config.hidden_size)}
     return {
@@ -135,6 +133,7 @@ class _ForAllHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         if ctx.tp.sequence:
+            # Each rank's dy is the gradient of its own heads: sum it over the ranks.
             return reduce_scatter(dy.contiguous(), ctx.tp.axis), None
         return all_reduce(dy.clone(), ctx.tp.axis), None
 
@@ -150,6 +149,7 @@ class _Heads(torch.autograd.Function):
         ctx, q: Tensor, kv: Tensor, position: Tensor, cos: Tensor, sin: Tensor, width: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         rotating = position.shape[-1]
+        # The key's position channels are the same for all heads: rotated once, then expanded.
         content = q.shape[-1] - rotating
         ctx.save_for_backward(cos, sin)
         ctx.widths = content, rotating, kv.shape[-1] - content
@@ -157,6 +157,7 @@ class _Heads(torch.autograd.Function):
         turned = rotate_pairs(position, cos, sin).expand(heads)
         key, value = kv.split(ctx.widths[::2], dim=-1)
         q = torch.cat((q[..., :content], rotate_pairs(q[..., content:], cos, sin)), dim=-1)
+        # a view of one zero, which the concatenation copies
         zeros = value.new_zeros(()).expand(*value.shape[:-1], width - value.shape[-1])
         return q, torch.cat((key, turned), dim=-1), torch.cat((value, zeros), dim=-1)
 
@@ -164,6 +165,8 @@ class _Heads(torch.autograd.Function):
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):
         cos, sin = ctx.saved_tensors
         content, rotating, value = ctx.widths
+        # All heads read the same position channels of the key, so their gradients are added up, in
+        # the table's precision.
         dq_position = rotate_pairs_back(dq[..., content:], cos, sin)
         position = dk[..., content:].sum(2, keepdim=True, dtype=cos.dtype)
         dkv = torch.cat((dk[..., :content], dv[..., :value]), dim=-1)
@@ -171,22 +174,16 @@ class _Heads(torch.autograd.Function):
         return torch.cat((dq[..., :content], dq_position), -1), dkv, dposition, None, None, None
 
 
-class LatentAttention(AttentionForm):
+class LatentAttention(Attention):
     """Attention whose keys and values are made of one narrow vector of each token."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        seed: int,
-        layer: int,
-        tp: TensorParallel = DENSE,
-        cp: ContextParallel = WHOLE,
-        recompute_context: RecomputeContext | None = None,
-    ):
-        super().__init__(config, seed, layer, tp, cp, recompute_context)
-        self.tp = tp
-        parameters = latent_parameters(config, f"layers.{layer}.attention", tp.sequence)
+    recomputable = {**Attention.recomputable, "mla_up_proj": "up_project"}
+
+    def make_projections(self, config: ModelConfig, name: str) -> None:
+        tp = self.tp
+        parameters = latent_parameters(config, name, tp.sequence)
         epsilon = config.latent_norm_epsilon or config.norm_epsilon
+        # Some families of models give the norms of latents a separate epsilon.
         norms = dataclasses.replace(config, norm_epsilon=epsilon)
 
         def norm(name: str) -> Norm | None:
@@ -203,22 +200,20 @@ class LatentAttention(AttentionForm):
         self.kv_up = ColumnLinear(parameters["kv_up.weight"], tp=tp)
         self.proj = RowLinear(parameters["proj.weight"], parameters.get("proj.bias"), tp)
 
-    def _heads(self, x: Tensor, rotary: Rotary | None, backend: str) -> tuple[Tensor, ...]:
-        """Queries, keys and values of this rank's heads; values as wide as keys where the core
-        takes one width.
-        """
+    def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         config = self.config
         q = x if self.q_down is None else self.q_down(x)
+        # [s, b, kv-lora-rank] and [s, b, r]
         latent, position = self.kv_down(x).split(
             (config.kv_lora_rank, config.qk_pos_emb_head_dim), dim=-1
         )
-        is_plain = backend == "plain" and self.cp.size == 1
+        # values as wide as keys where the core takes one width
+        is_plain = self.core.backend[training] == "plain" and self.cp_size == 1
         width = config.v_head_dim if is_plain else self.head_dim
-        up = partial(self._up, rotary=rotary, width=width)
-        return self.recompute_context("mla_up_proj", up, q, latent, position)
+        return self.up_project(q, latent, position, rotary=rotary, width=width)
 
-    def _up(
-        self, q: Tensor, latent: Tensor, position: Tensor, rotary: Rotary | None, width: int
+    def up_project(
+        self, q: Tensor, latent: Tensor, position: Tensor, *, rotary: Rotary | None, width: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the queries' latent [s, b, r] (or x), that of keys and values
         and the keys' position channels; under sequence parallelism of this rank's part of s.
@@ -229,6 +224,8 @@ class LatentAttention(AttentionForm):
         latent = latent if self.kv_norm is None else self.kv_norm(latent)
         query = self.q if self.q_up is None else self.q_up
         assert query is not None
+        # The up-projections gather the sequence; the position channels, which all heads share, are
+        # gathered by themselves.
         position = _ForAllHeads.apply(position, self.tp) if self.tp.size > 1 else position
         return _Heads.apply(
             query(q).unflatten(-1, (self.heads, -1)),
@@ -237,11 +234,3 @@ class LatentAttention(AttentionForm):
             *rotary,
             width,
         )
-
-    def _attend(self, *parts: Tensor, **given) -> Tensor:
-        """The attention core [s, b, n v]."""
-        attended = super()._attend(*parts, **given)
-        width = parts[2].shape[-1]
-        if width == self.config.v_head_dim:
-            return attended
-        return attended.unflatten(-1, (self.heads, width))[..., : self.config.v_head_dim].flatten(2)

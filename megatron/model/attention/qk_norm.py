@@ -1,8 +1,7 @@
 """Norms of queries and keys, and their rotation, on the fused QKV projection by kernels/qk_norm.py:
 what attention reads next is again one tensor of the projection's shape.
 
-s sequence, b batch, g key/value heads, q queries of each, d head dim. Called from
-model/attention/attention.py where norms, rotary embedding and attention are all our kernels.
+s sequence, b batch, g key/value heads, q queries of each, d head dim.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from megatron.kernels.qk_norm import qk_norm, qk_norm_backward
 from megatron.model.attention.rotary import Rotary
 from megatron.model.norm import Norm
-from megatron.model.opaque import add_gradient
+from megatron.model.opaque import accumulate_gradients
 
 
 class _QKNorm(torch.autograd.Function):
@@ -37,16 +36,17 @@ class _QKNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         qkv, statistics, cos, sin = ctx.saved_tensors
+        # Statistics of the forward pass are read, the normed projection is not kept.
         dx, gradients = qk_norm_backward(dy.contiguous(), qkv, *ctx.weights, cos, sin, statistics)
         if ctx.needs_input_grad[1]:  # else they are frozen
             parameters = [*ctx.weights, *(bias for bias in ctx.biases if bias is not None)]
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                add_gradient(parameter, gradient, dx)
+            accumulate_gradients(parameters, gradients, dx)
         return dx, None, None, None, None, None, None, None
 
 
 def normed_projection(qkv: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Tensor:
     """qkv [s, b, g, q + 2, d] with its query and key heads normed and, with tables, turned."""
+    # The two norms share one launch, so they share the epsilon.
     cos, sin = rotary or (None, None)
     return _QKNorm.apply(
         qkv, q_norm.weight, k_norm.weight, q_norm.bias, k_norm.bias, cos, sin, q_norm.eps

@@ -74,7 +74,10 @@ def ring_steps(
     masks are to know positions where they need not, for dropout.
     """
     size, length = places.shape
-    blocks = [(rank - step) % size for step in range(size)]
+    blocks = [(rank - step) % size for step in range(size)]  # in the order of the hops
+
+    # Zig-zag: a rank holds a chunk from the front and its mirror image from the back. Of an earlier
+    # rank's block all queries see the front chunk, of a later rank's the back queries see all.
     if window is None and document_starts is None and not by_positions:
         first, second = slice(length // 2), slice(length // 2, None)
         whole = AttentionMask(causal=False)
@@ -87,6 +90,8 @@ def ring_steps(
                 for block in blocks[1:]
             ),
         )
+
+    # Documents, windows and dropout: masks by positions, for all queries and keys.
     own = places[rank]
     starts = None if document_starts is None else document_starts[:, own]
     return tuple(
@@ -121,7 +126,7 @@ class BlockAttention:
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) over this block alone; of rows that see none of its keys 0 and -inf."""
         options = self.options
-        if self.backend == "sdpa":
+        if self.backend == "sdpa":  # on CPUs alone: on a GPU torch's kernels return no lse
             return _cpu_forward(q, k, v, mask, options.scale)
         given: dict[str, Any] = {
             "scale": options.scale,
@@ -151,6 +156,7 @@ class BlockAttention:
         """What this block gives to (dq, dk, dv); out and lse are those of all blocks."""
         if self.backend == "sdpa":
             return _cpu_backward(dout, out, lse, q, k, v, mask, self.options.scale)
+        # Dropout masks are functions of positions: the backward pass draws them again.
         given = dout, out, lse, q, k, v, mask, self.options, self.sample_ids
         if self.backend == "plain":
             return attention_reference_backward(*given)
@@ -184,13 +190,14 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
 ) -> tuple[Tensor, Tensor]:
+    # torch's kernel for CPUs takes positions of a mask as an additive tensor, and returns its lse.
     q, k, v = _by_head(q, k, v)
     seen = _seen(mask, q, k)
     causal = mask.causal and seen is None
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=_addend(seen, q.dtype), scale=scale
     )
-    if seen is not None:
+    if seen is not None:  # a row without a key here must not count when blocks are joined
         lse = lse.masked_fill(~seen.any(-1), float("-inf"))  # torch's is 0
     return out.permute(2, 0, 1, 3), lse
 
@@ -205,6 +212,7 @@ def _cpu_backward(
     mask: AttentionMask,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # out and lse of all blocks: exp(scores - lse) are then the probabilities of the whole row
     dout, q, k, v, out = _by_head(dout, q, k, v, out)
     seen = _seen(mask, q, k)
     causal = mask.causal and seen is None
@@ -219,12 +227,13 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Take a block's part [s, b, n, d] and its lse [b, n, s] into out and lse, which are of blocks
     before it. Each row has seen a key before, itself.
     """
+    # sigmoid(l' - l) is e^(l' - L), and L - l is -log sigmoid(l - l'); see the module's docstring
     weight = torch.sigmoid(part_lse - lse).permute(2, 0, 1).unsqueeze(-1)
     out.lerp_(part.to(out.dtype), weight)
     lse.sub_(F.logsigmoid(lse - part_lse))
 
 
-def _take_in(
+def _add_step(
     block: BlockAttention,
     q: Tensor,
     step: AttentionStep,
@@ -237,45 +246,38 @@ def _take_in(
     at, (k, v) = step.queries, held
     part, part_lse = block.forward(q[at], k[step.keys], v[step.keys], step.mask)
     if before is None:
+        # fp32 also in a bf16 run: the parts of all steps are added up in it
         return part.to(torch.promote_types(q.dtype, torch.float32)), part_lse
     out, lse = before
     _join(out[at], lse[..., at], part, part_lse)
     return before
 
 
-def _gradients(
+def _step_gradients(
     block: BlockAttention,
     dout: Tensor,
     saved: tuple[Tensor, Tensor, Tensor],
     step: AttentionStep,
     held: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What a step gives to (dq, dk, dv), of its queries and keys; `saved`: q, out and lse."""
+    dq: Tensor | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """(the gradient of all queries with this step's part, what the step gives to those of its keys
+    and values). `saved`: q, out and lse; `dq`: of the steps before, in fp32 where it is narrower.
+    """
     at, (k, v), (q, out, lse) = step.queries, held, saved
-    return block.backward(
+    part, *parts = block.backward(
         dout[at], out[at], lse[..., at], q[at], k[step.keys], v[step.keys], step.mask
     )
-
-
-def _add_queries(dq: Tensor | None, part: Tensor, step: AttentionStep) -> Tensor:
-    """The gradient of all queries, in fp32 where it is narrower, with what a step gives to it; None
-    before the first.
-    """
     if dq is None:
-        return part.to(torch.promote_types(part.dtype, torch.float32))
-    dq[step.queries] += part
-    return dq
+        return part.to(torch.promote_types(part.dtype, torch.float32)), parts
+    dq[at] += part
+    return dq, parts
 
 
-def _next_block(
-    held: Tensor, step: AttentionStep, steps: tuple[AttentionStep, ...], axis: Axis
-) -> Handle | None:
-    """The hop that brings the block of the next step; None in the last."""
-    return None if step is steps[-1] else start_ring_hop(held, axis)
-
-
-class _RingAttention(torch.autograd.Function):
-    """q [s, b, n, d], k and v [s, b, g, d] of each rank -> [s, b, n, d]."""
+class RingAttention(torch.autograd.Function):
+    """Attention of q [s, b, n, d], this rank's positions, over k and v [s, b, g, d] of all ranks ->
+    [s, b, n, d], by steps of a `block`: the keys and values go round the ring of an `axis`.
+    """
 
     @staticmethod
     def forward(
@@ -287,15 +289,16 @@ class _RingAttention(torch.autograd.Function):
         block: BlockAttention,
         axis: Axis,
     ) -> Tensor:
-        own = held = torch.stack((k, v))
+        own = held = torch.stack((k, v))  # one message a hop
         found = None
         for step in steps:
-            coming = _next_block(held, step, steps, axis)
-            found = _take_in(block, q, step, held, found)
+            # the hop of the next block runs while this one is computed
+            coming = None if step is steps[-1] else start_ring_hop(held, axis)
+            found = _add_step(block, q, step, held, found)
             if coming is not None:
                 held = coming.wait()
         out, lse = found[0].to(q.dtype), found[1]
-        ctx.save_for_backward(q, own, out, lse)
+        ctx.save_for_backward(q, own, out, lse)  # other ranks' keys come round again
         ctx.others = steps, block, axis
         return out
 
@@ -308,44 +311,39 @@ class _RingAttention(torch.autograd.Function):
         arriving: Handle | None = None
         held, own_gradient, dq = own, None, None
         for step in steps:
-            coming = _next_block(held, step, steps, axis)
-            part, *parts = _gradients(block, dout, (q, out, lse), step, held)
-            dq = _add_queries(dq, part, step)
-            del part
+            coming = None if step is steps[-1] else start_ring_hop(held, axis)
+            dq, parts = _step_gradients(block, dout, (q, out, lse), step, held, dq)
+
+            # The gradient of a block follows the block, one hop behind it.
             gradient = torch.zeros_like(own, dtype=wide) if arriving is None else arriving.wait()
             for index in (1, 0):  # of values and keys; each goes when it has been added
                 gradient[index, step.keys] += parts.pop()
-            if own_gradient is None:
+            if own_gradient is None:  # the first step is of the rank's own block
                 own_gradient = gradient
             else:
                 arriving = start_ring_hop(gradient, axis)
             if coming is not None:
                 held = coming.wait()
-        if arriving is not None:
+        if arriving is not None:  # what the other ranks gave to the own block comes home
             own_gradient += arriving.wait()
         dk, dv = own_gradient.to(own.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
-class _GatheredAttention(torch.autograd.Function):
-    """As _RingAttention, with the blocks of all ranks at once."""
+class GatheredAttention(torch.autograd.Function):
+    """As RingAttention, with the blocks of all ranks at once."""
 
     @staticmethod
     def forward(
-        ctx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        steps: tuple[AttentionStep, ...],
-        block: BlockAttention,
-        axis: Axis,
+        ctx, q: Tensor, k: Tensor, v: Tensor, steps: Any, block: BlockAttention, axis: Axis
     ) -> Tensor:
         own = torch.stack((k, v))
+        # the all-gather runs while the rank's own block is computed
         coming = start_all_gather(own, axis)
-        found = _take_in(block, q, steps[0], own, None)
-        blocks = coming.wait().unflatten(0, (axis.size, 2))
+        found = _add_step(block, q, steps[0], own, None)
+        blocks = coming.wait().unflatten(0, (axis.size, 2))  # [C, 2, s, b, g, d]
         for step in steps[1:]:
-            found = _take_in(block, q, step, blocks[step.of], found)
+            found = _add_step(block, q, step, blocks[step.of], found)
         out, lse = found[0].to(q.dtype), found[1]
         ctx.save_for_backward(q, blocks, out, lse)
         ctx.others = steps, block, axis
@@ -357,36 +355,10 @@ class _GatheredAttention(torch.autograd.Function):
         steps, block, axis = ctx.others
         gradient, dq = torch.zeros_like(blocks), None
         for step in steps:
-            part, *parts = _gradients(block, dout, (q, out, lse), step, blocks[step.of])
-            dq = _add_queries(dq, part, step)
-            del part
+            held = blocks[step.of]
+            dq, parts = _step_gradients(block, dout, (q, out, lse), step, held, dq)
             for index in (1, 0):
                 gradient[step.of, index, step.keys] = parts.pop()
+        # each rank gets the sum of what all gave to its block
         dk, dv = reduce_scatter(gradient.flatten(0, 1), axis)
         return dq.to(q.dtype), dk, dv, None, None, None
-
-
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    steps: tuple[AttentionStep, ...],
-    block: BlockAttention,
-    axis: Axis,
-) -> Tensor:
-    """Attention of q [s, b, n, d], this rank's positions, over k and v [s, b, g, d] of all ranks ->
-    [s, b, n, d].
-    """
-    return _RingAttention.apply(q, k, v, steps, block, axis)  # type: ignore[no-any-return]
-
-
-def gathered_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    steps: tuple[AttentionStep, ...],
-    block: BlockAttention,
-    axis: Axis,
-) -> Tensor:
-    """As `ring_attention`, with keys and values that are gathered from all ranks."""
-    return _GatheredAttention.apply(q, k, v, steps, block, axis)  # type: ignore[no-any-return]

@@ -3,8 +3,7 @@ sequence, b batch, n heads, d head dim.
 
 Channels i and i + r/2 of the r rotating ones form a pair (the "halves" convention of GPT-NeoX and
 Hugging Face). Sources: Su et al. 2021 (RoPE); Chen et al. 2023 (linear); Llama 3.1 release
-(by-parts); Peng et al. 2023 (YaRN). Called from model/attention/attention.py;
-model/gpt.py makes the table of a micro-batch.
+(by-parts); Peng et al. 2023 (YaRN).
 """
 
 from __future__ import annotations
@@ -40,6 +39,8 @@ def _kept_by_yarn(config: ModelConfig, rotating: int) -> Tensor:
             / (2 * math.log(config.rotary_base))
         )
 
+    # Pairs below `low` turn often over the original length and keep their frequency, those above
+    # `high` are interpolated; between them is a linear ramp.
     low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
     high = min(math.ceil(pair_with(config.yarn_beta_slow)), rotating - 1)
     pair = torch.arange(0, rotating, 2, dtype=torch.float64) / 2
@@ -56,8 +57,10 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """
     rotating = config.rotary_width
     channel = torch.arange(0, rotating, 2, dtype=torch.float64)
+    # theta_i = base^(-2i / r)
     frequency = config.rotary_base ** -(channel / rotating)
     if config.rotary_seq_len_interpolation_factor:
+        # position interpolation (Chen et al.): the same factor for all pairs
         frequency = frequency / config.rotary_seq_len_interpolation_factor
     factor = config.rope_factor
     if config.use_rope_scaling:
@@ -84,6 +87,7 @@ class RotaryTables:
         Angles in float64, rounded once.
         """
         frequency, scale = self._frequencies_on(positions.device)
+        # [s, b, 1, r / 2] in fp64: an fp32 angle of 100,000 rad is off by up to 0.004.
         angle = positions.unsqueeze(-1).unsqueeze(-1).double() * frequency
         cos, sin = (angle.cos() * scale).to(self.wide), (angle.sin() * scale).to(self.wide)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -101,6 +105,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     back.
     """
     width = cos.shape[-1]
+    # Under --rotary-percent channels from `width` on do not turn.
     turning = x if width == x.shape[-1] else x[..., :width]
     first, second = turning.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
@@ -132,6 +137,7 @@ class _RotaryOfProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
+        # The last two of the m + 2 heads of a group are its key and its value.
         q = _rotate(qkv[:, :, :, :-2], cos.unsqueeze(2), sin.unsqueeze(2), 1)
         k = _rotate(qkv[:, :, :, -2], cos, sin, 1)
         return q.flatten(2, 3), k, qkv[:, :, :, -1]
@@ -141,6 +147,7 @@ class _RotaryOfProjection(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         # the transpose of a rotation turns the other way
         dq, dk = _rotate(dq, cos, sin, -1), _rotate(dk, cos, sin, -1)
+        # The gradient of the projection in one concatenation: per group [queries | key | value].
         parts = dq.unflatten(2, (dk.shape[2], -1)), dk.unsqueeze(3), dv.unsqueeze(3)
         return torch.cat(parts, dim=3), None, None
 
@@ -190,6 +197,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., half:]
     first, second = x[..., 0::2], x[..., 1::2]
+    # (first + i second) e^(i phi): the real parts of all pairs, then the imaginary parts.
     turned = first * cos - second * sin, second * cos + first * sin
     return torch.cat(turned, dim=-1).to(x.dtype)
 
@@ -199,6 +207,7 @@ def rotate_pairs_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = dy.shape[-1] // 2
     cos, sin = cos[..., :half], sin[..., half:]
     first, second = dy[..., :half], dy[..., half:]
+    # times e^(-i phi), and each pair back in neighbouring channels
     turned = first * cos + second * sin, second * cos - first * sin
     return torch.stack(turned, dim=-1).flatten(-2).to(dy.dtype)
 

@@ -14,7 +14,7 @@ gathered and added up choice by choice, and so are the gradients of its row. Whi
 where is a plan of integers, made once: a recomputation is given the same plan. The host waits once,
 for the numbers of rows; not at all where every assignment stays on this rank and the experts'
 products read the numbers on the device. T tokens of this rank, h hidden, N rows of this rank's
-experts. Called from model/experts/moe.py.
+experts.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def assignments_by_expert(
     """(how many assignments each of `count` experts has, the assignments [T, k] in their order).
     Those that are not kept come last.
     """
+    # Choices that no expert takes count as of an expert behind the last, so they sort to the end.
     flat = experts.flatten() if keep is None else torch.where(keep, experts, count).flatten()
     order = flat.argsort(stable=True)
     place = inverse_of(order).view(experts.shape)
@@ -99,6 +100,8 @@ def inverse_of(order: Tensor) -> Tensor:
 
 def transposed_order(counts: Tensor, total: int) -> Tensor:
     """Rows lie source by source [sources, experts]: their order [total] expert by expert."""
+    # Where the rows of each (source, expert) begin now, and where they begin expert by expert: a
+    # row moves by the difference.
     starts = counts.flatten().cumsum(0) - counts.flatten()
     ordered = counts.t().flatten()
     first = starts.view(counts.shape).t().flatten()
@@ -149,6 +152,7 @@ class _TakeWeights(torch.autograd.Function):
         assignments = ctx.assignments
         if len(dy) == 0:
             return dy.new_zeros(assignments.place.shape), None
+        # [T, k] of the rows' gradients; a choice without a row gives none
         found = dy[assignments.place]
         if assignments.taken is not None:
             found = found.masked_fill(~assignments.taken, 0)
@@ -163,6 +167,7 @@ def _add_up(rows: Tensor, assignments: Assignments) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
     total: Tensor | None = None
     for choice in range(k):
+        # In the order of the choices: the sum has the same bits in every layout.
         part = rows.index_select(0, assignments.place[:, choice])
         if assignments.taken is not None:
             part.masked_fill_(~assignments.taken[:, choice].view(-1, *[1] * (rows.dim() - 1)), 0)
@@ -198,6 +203,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        # What needs no gradient, as the weights of a frozen router, is not sent back.
         needed = ctx.needs_input_grad[2:]
         sent = [dy for dy, is_needed in zip(dys, needed) if is_needed]
         found = iter(_exchanged(sent, ctx.exchange, not ctx.back))
@@ -209,6 +215,7 @@ def _exchanged(tensors: Sequence[Tensor], exchange: RowExchange, back: bool) -> 
     there, here = exchange.send, exchange.receive
     if back:
         there, here = here, there
+    # Under a pair of micro-batches the other's pass computes while these are on their way.
     coming = [start_all_to_all_rows(rows, there, here, exchange.axis) for rows in tensors]
     yield_turn()
     return tuple(rows.wait() for rows in coming)
@@ -232,6 +239,7 @@ class _Spread(torch.autograd.Function):
 def _spread(rows: Tensor, spread: RowExchange) -> Tensor:
     """The rows of all ranks; numbers differ, so that each sends its own to all."""
     size = spread.axis.size
+    # An all-gather with different sizes is an all-to-all of copies.
     copies = rows.repeat(size, *[1] * (rows.dim() - 1))
     return all_to_all_rows(copies, [len(rows)] * size, spread.receive, spread.axis)
 
@@ -273,18 +281,24 @@ class AllToAll:
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
         """Where assignments [T, k] go whose experts these are; `keep`: those that go anywhere."""
         ep, etp = self.grid.experts, self.grid.axis
+        # How many rows go to each expert, sorted by expert: what goes to a rank lies together.
         chosen, assignments = assignments_by_expert(experts, keep, self.count)
         if keep is None and self.stays_uncounted:
             return DispatchPlan(assignments, None, None, None, None, RowCounts.of(TRITON, chosen))
+        # Every rank learns how many rows come from whom: all-to-all over ep of the counts [E], then
+        # all-gather over etp of what its ranks will receive.
         coming = all_gather(all_to_all(chosen.view(ep.size, -1), ep).flatten(), etp)
         numbers = torch.cat([chosen, coming]).tolist()  # the host waits here
         mine, theirs = numbers[: self.count], numbers[self.count :]
         here = self.count // ep.size
         if keep is not None:
             assignments = _first(assignments, sum(mine), keep)
+        # Rows arrive source by source, and within a source expert by expert; the products need them
+        # expert by expert.
         sources = _sums(theirs, here)  # rows from each rank of ep, of each rank of etp
         own = sources[etp.rank * ep.size :][: ep.size]
         coming = coming.view(-1, here)
+        # One source delivers the rows in order.
         order = transposed_order(coming, sum(theirs)) if len(sources) > 1 else None
         return DispatchPlan(
             assignments,
@@ -311,6 +325,7 @@ class AllToAll:
         """x [T, h] and the weights of its assignments [T, k] -> those of the experts here, [N, h]
         and [N].
         """
+        # permute, all-to-all over ep, all-gather over etp, permute
         rows = _TakeRows.apply(x, plan.assignments)
         of_rows = _TakeWeights.apply(weights, plan.assignments)
         if plan.exchange is not None:
@@ -325,6 +340,7 @@ class AllToAll:
 
     def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """What the experts made of the rows [N, h] -> the sum for each token [T, h]."""
+        # The way back: the same steps in the opposite order, each the adjoint of its counterpart.
         if plan.order is not None:
             rows = _Permute.apply(rows, plan.place, plan.order)
         if plan.spread is not None:
@@ -345,6 +361,7 @@ class AllGather:
     def plan(self, experts: Tensor, keep: Tensor | None) -> DispatchPlan:
         here = self.count // self.grid.experts.size
         own = experts if keep is None else torch.where(keep, experts, self.count)
+        # The choices of all ranks, numbered from this rank's first expert.
         for axis in self.axes:
             own = all_gather(own, axis)
         own = own - self.grid.experts.rank * here
@@ -361,6 +378,7 @@ class AllGather:
         return _TakeRows.apply(x, plan.assignments), _TakeWeights.apply(weights, plan.assignments)
 
     def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        # Each rank has the outputs of its experts; the reduce-scatter adds them up for each token.
         y = _CombineRows.apply(rows, plan.assignments)
         for axis in reversed(self.axes):
             y = _Gather.apply(y, axis, True)

@@ -13,13 +13,13 @@ part is cleared where it is to be overwritten.
 
 The weight of an expert for a token enters before fc2's product: then the way back saves nothing,
 and the gradient of the weight is a sum over f of what is there anyway. N rows, E experts of this
-rank, h hidden, f width of an expert on this rank. Called from model/experts/moe.py, once a layer.
+rank, h hidden, f width of an expert on this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
-from megatron.model.linear import DEFERRED, linear_weight_grad
-from megatron.model.mlp import activate_by, weighed_gated_gradients
-from megatron.model.recompute_context import RecomputeContext
+from megatron.model.linear import DEFERRED, wgrad_gemm
+from megatron.model.mlp import activation_function, weighed_gated_gradients
 from megatron.model.spec import ParameterSpec, Shard, TensorSpec, normal
 from megatron.model.tensor_parallel import TensorParallel
 
@@ -52,6 +51,7 @@ class RowCounts(NamedTuple):
         """
         ends = None
         if backend != LOOP:
+            # The kernels read on the device where each expert's rows end: the host need not wait.
             total = counts.sum(0) if counts.dim() == 2 else counts
             ends = total.cumsum(0, dtype=torch.int32)
         return cls(counts.shape[-1], None if numbers is None else tuple(numbers), ends)
@@ -73,6 +73,8 @@ def expert_parameters(config: ModelConfig, name: str) -> dict[str, ParameterSpec
 def _expert_specs(config: ModelConfig, name: str) -> tuple[ParameterSpec, ParameterSpec]:
     h, f, count = config.hidden_size, config.moe_ffn_hidden_size, config.num_experts
     assert count is not None and f is not None
+    # fc1 is [gate; up] of expert 0, then of expert 1, ...: in checkpoints each is a matrix of its
+    # name
     parts = ("gate", "up") if config.activation in GATED else ("up",)
     inner, output = normal(config), normal(config, residual_output=True)
 
@@ -115,6 +117,7 @@ def expert_products(
     """Rows [N, i] times the matrix [o, i] of each row's expert `turned`: [N, o]. Or rows [N, o]
     times it as it is: [N, i]. `weight` [E o, i] is all of them.
     """
+    # [E, o, i], a view: the experts' matrices lie one behind the other
     matrices = weight.view(counts.experts, -1, weight.shape[1])
     if backend == TRITON:
         assert counts.ends is not None
@@ -124,6 +127,7 @@ def expert_products(
     if backend == TORCH_GROUPED:
         return F.grouped_mm(rows, matrices, offs=counts.ends)
     out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+    # One GEMM an expert, each into its rows of one output.
     each = matrices.unbind()
     rounded = _generated_by_shape(rows)
     for expert, part in _of_experts(counts):
@@ -142,6 +146,7 @@ def add_expert_weight_grads(
     """
     overwrite = getattr(weight, "overwrite_main_grad", False)
     weight.overwrite_main_grad = False
+    # [E, o, i]
     of_experts = weight.main_grad.view(counts.experts, -1, weight.shape[1])
     if backend == TRITON:
         assert counts.ends is not None
@@ -155,7 +160,7 @@ def add_expert_weight_grads(
             if not count:
                 of_experts[expert].zero_()
     for expert, part in _of_experts(counts):
-        linear_weight_grad(
+        wgrad_gemm(
             dy[part],
             x[part],
             of_experts[expert],
@@ -199,6 +204,7 @@ class _ExpertLinear(torch.autograd.Function):
         how = ctx.counts, ctx.backend
         dy = dy.contiguous()
         if ctx.needs_input_grad[1]:
+            # The second half of a split backward pass needs the rows as they are ordered now.
             deferred = getattr(weight, DEFERRED, None)
             if deferred is None:
                 add_expert_weight_grads(dy, rows, weight, *how)
@@ -222,6 +228,8 @@ class _WeighedActivation(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weights)
         ctx.activation, ctx.gated = activation, gated
+        # The weight enters before fc2: its gradient is then a sum over f, and nothing more is
+        # saved.
         return (activation(x) * weights.unsqueeze(1)).to(x.dtype)
 
     @staticmethod
@@ -229,6 +237,7 @@ class _WeighedActivation(torch.autograd.Function):
         x, weights = ctx.saved_tensors
         if ctx.gated is not None:
             return *weighed_gated_gradients(dy, x, weights, ctx.gated), None, None
+        # Without a formula for the gate the activation is differentiated by autograd, once more.
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = ctx.activation(leaf)
@@ -243,29 +252,30 @@ class Experts(nn.Module):
     matrix, and those that hold other experts.
     """
 
+    recomputable = {"moe_act": "activate"}
+
     def __init__(
         self,
         config: ModelConfig,
         name: str,
         grid: TensorParallel,
-        recompute_context: RecomputeContext,
     ):
         super().__init__()
         parameters = expert_parameters(config, name)
         self.fc1 = parameters["fc1"].parameter(grid)
         self.fc2 = parameters["fc2"].parameter(grid)
         self.backend = config.grouped_gemm_backend
-        self.recompute_context = recompute_context
+        # Of torch's gated activations the gradients of x and weight share one pass.
         by_torch = config.activation_backend == "torch" and config.activation in GATED
         self.gated = config.activation if by_torch else None
-        self.activation = partial(
-            activate_by, config.activation_backend, activation=config.activation
-        )
+        self.activation = activation_function(config.activation, config.activation_backend)
 
     def forward(self, rows: Tensor, weights: Tensor, counts: RowCounts) -> Tensor:
         fused = _ExpertLinear.apply(rows, self.fc1, counts, self.backend)
-        inner = self.recompute_context("moe_act", self._activate_and_weight, fused, weights)
+        # [N, f or 2f] -> [N, f]
+        inner = self.activate(fused, weights)
         return _ExpertLinear.apply(inner, self.fc2, counts, self.backend)
 
-    def _activate_and_weight(self, fused: Tensor, weights: Tensor) -> Tensor:
+    def activate(self, fused: Tensor, weights: Tensor) -> Tensor:
+        """The activation of fc1's rows [N, f or 2f], times the weight of each row [N] -> [N, f]."""
         return _WeighedActivation.apply(fused, weights, self.activation, self.gated)

@@ -5,11 +5,12 @@ expert.
 The number of choices that each expert had is a sum over tokens like the loss, and comes with it to
 every rank once a step. What the router has decided for a micro-batch is kept where the layer is
 recomputed, so that tokens take the same way again. s sequence, b batch, h hidden, T = s b tokens of
-this rank, E experts. Called from model/block.py, once a layer.
+this rank, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -27,10 +28,9 @@ from megatron.model.experts.router import (
     router_parameters,
 )
 from megatron.model.linear import Linear
-from megatron.model.mlp import MLP, mlp_parameters
-from megatron.model.recompute_context import RecomputeContext
+from megatron.model.mlp import mlp_class, mlp_parameters
 from megatron.model.spec import ParameterSpec, TensorSpec, normal, parts_under
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 _DISPATCHERS: dict[str, Any] = {"alltoall": AllToAll, "allgather": AllGather}
 
@@ -41,11 +41,11 @@ class ExpertParallel(NamedTuple):
     samples.
     """
 
-    grid: TensorParallel = DENSE
+    grid: TensorParallel = NO_TP
     samples: Axis = ALONE
 
 
-UNDIVIDED = ExpertParallel()
+NO_EP = ExpertParallel()
 
 
 class Routing(NamedTuple):
@@ -68,6 +68,7 @@ def moe_parameters(
     }
     width = config.moe_shared_expert_intermediate_size
     if width is not None:
+        # the MLP that every token goes through
         shared = mlp_parameters(config, f"{name}.shared_expert", sequence, width)
         made |= {f"shared_expert.{own}": spec for own, spec in shared.items()}
     if config.moe_shared_expert_gate:
@@ -95,6 +96,8 @@ def expert_tokens(index: int) -> str:
 class MoE(nn.Module):
     """x [s, b, h] of this rank -> [s, b, h], and in training sums alongside it."""
 
+    recomputable = {"moe": "through_experts"}
+
     def __init__(
         self,
         config: ModelConfig,
@@ -102,23 +105,22 @@ class MoE(nn.Module):
         index: int,
         tp: TensorParallel,
         ep: ExpertParallel,
-        recompute_context: RecomputeContext,
     ):
         super().__init__()
         name = f"layers.{index}.mlp"
         assert config.num_experts is not None
-        self.index, self.recompute_context = index, recompute_context
+        self.index = index
+        # metrics are means over these
         self.layers = sum(config.expert_layers())
         self.router = Router(config, seed, f"{name}.router", tp, ep.samples)
-        self.experts = Experts(config, f"{name}.experts", ep.grid, recompute_context)
+        self.experts = Experts(config, f"{name}.experts", ep.grid)
         self.dispatcher = _DISPATCHERS[config.moe_token_dispatcher_type](
             ep.grid, config.num_experts, config.grouped_gemm_backend
         )
+        # A dense MLP, shared over the ranks of attention's tensor parallelism.
         width = config.moe_shared_expert_intermediate_size
         self.shared_expert = (
-            None
-            if width is None
-            else MLP(config, f"{name}.shared_expert", tp, recompute_context, width)
+            None if width is None else mlp_class(config)(config, f"{name}.shared_expert", tp, width)
         )
         self.shared_expert_gate = (
             Linear(_shared_expert_gate(config, name, tp.sequence))
@@ -138,7 +140,8 @@ class MoE(nn.Module):
         those of the micro-batch that layers keep for their second forward pass, as this one does
         where it `keeps_routing`.
         """
-        self.recompute_context.enter("")  # nothing of experts waits on the host
+        # Routing: a layer whose forward pass comes twice takes the choice of the first, so that
+        # tokens go the same way again.
         logits, scores = self.router.scores(x, state)
         routing = routings.pop(self.index, None)
         if routing is None:
@@ -147,22 +150,30 @@ class MoE(nn.Module):
             if keeps_routing and state is not None:
                 routings[self.index] = routing
         choice, plan = routing
+        # The weights are differentiated, so they are computed again from the scores.
         weights = self.router.weights(scores, choice.experts)
-
-        def through_experts(x: Tensor, weights: Tensor) -> Tensor:
-            rows, of_rows = self.dispatcher.rows(x.flatten(0, 1), weights, plan)
-            return self.dispatcher.combine(self.experts(rows, of_rows, plan.counts), plan)
-
-        y = self.recompute_context("moe", through_experts, x, weights).view(x.shape)
+        # Experts: dispatch, two grouped GEMMs, combine; then the shared expert, which sees every
+        # token.
+        y = self.through_experts(x, weights, plan=plan).view(x.shape)
         if self.shared_expert is not None:
             y = y + self._shared(x)
         if state is None:
             return y, {}
         return y, self._sums(logits, scores, choice)
 
+    def through_experts(self, x: Tensor, weights: Tensor, *, plan: DispatchPlan) -> Tensor:
+        """x [s, b, h] and the weights of its tokens' choices [T, k] -> [T, h]."""
+        rows, of_rows = self.dispatcher.rows(x.flatten(0, 1), weights, plan)
+        return self.dispatcher.combine(self.experts(rows, of_rows, plan.counts), plan)
+
+    def readers(self) -> Iterable[tuple[nn.Module, str, str | None]]:
+        """As of MLP; of the experts themselves nothing is offloaded."""
+        return () if self.shared_expert is None else self.shared_expert.readers()
+
     def _shared(self, x: Tensor) -> Tensor:
         assert self.shared_expert is not None
         y = self.shared_expert(x)
+        # one gate a token (Qwen)
         return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
 
     def _sums(self, logits: Tensor, scores: Tensor, choice: RouterChoice) -> dict[str, Tensor]:
@@ -171,6 +182,7 @@ class MoE(nn.Module):
         """
         losses = self.router.losses(logits, scores, choice)
         for name, value in losses.items():
+            # Metrics show the mean over layers; the objective is a sum.
             if name != OBJECTIVE:
                 losses[name] = value / self.layers
         return {**losses, expert_tokens(self.index): choice.counts}

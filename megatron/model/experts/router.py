@@ -15,8 +15,7 @@ divided by T: by all tokens of the batch, those that --eod-mask-loss leaves out 
 included, since all are routed. T, c and the sums are those of a micro-batch, or of a sample; for
 `global_aux_loss` the shares c_i / (k T) are those of the whole batch of the step before, since the
 first backward passes of a step come before its last forward passes. Bias and shares are kept with
-the weights and are in every checkpoint. s, b tokens of this rank, T = s b, h hidden. Called from
-model/experts/moe.py.
+the weights and are in every checkpoint. s, b tokens of this rank, T = s b, h hidden.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import philox
 from megatron.model.dropout import DropoutState
 from megatron.model.spec import ZEROS, Init, ParameterSpec, TensorSpec, normal, parts_under
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 # by the type of auxiliary loss: what metrics call it, as Megatron-LM does
 LOSS_NAMES: dict[Balancing, str] = {
@@ -102,6 +101,7 @@ class _RouterProduct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         if ctx.needs_input_grad[1]:
+            # A small GEMM in the router's precision; main_grad was cleared, so it is added to.
             weight.main_grad.add_(dy.t() @ x.to(ctx.dtype))
         return (dy @ weight.to(ctx.dtype)).to(x.dtype), None, None
 
@@ -121,12 +121,14 @@ def first_choices(
     """Whether each choice [n] is among the first `capacity` of its expert: those with the greatest
     weights, where these are given, and of equal ones those that come first in `order`.
     """
+    # Three stable sorts, the least significant key first: order, weight, expert.
     by = order.argsort(stable=True)
     if weights is not None:
         by = by[weights[by].argsort(descending=True, stable=True)]
     by = by[experts[by].argsort(stable=True)]
     of_expert = experts[by]
     start = torch.searchsorted(of_expert, torch.arange(count, device=experts.device))
+    # the place of a choice among those of its expert
     place = torch.arange(len(by), device=experts.device) - start[of_expert]
     return torch.empty_like(by, dtype=torch.bool).scatter_(0, by, place < capacity)
 
@@ -141,7 +143,7 @@ class Router(nn.Module):
         config: ModelConfig,
         seed: int,
         name: str,
-        tp: TensorParallel = DENSE,
+        tp: TensorParallel = NO_TP,
         samples: Axis = ALONE,
     ):
         super().__init__()
@@ -162,7 +164,9 @@ class Router(nn.Module):
         dtype = torch.float64 if self.config.moe_router_dtype == "fp64" else torch.float32
         dtype = torch.promote_types(x.dtype, dtype)
         if state is not None and self.config.moe_input_jitter_eps > 0:
+            # in training alone, as dropout
             x = x * self._jitter(x, state)
+        # [T, E] in fp32 or fp64, whatever the layer's precision
         logits = _RouterProduct.apply(x.flatten(0, 1), self.weight, dtype)
         if self.config.moe_router_score_function == "softmax":
             return logits, logits.softmax(-1) if self.config.moe_router_pre_softmax else logits
@@ -174,6 +178,7 @@ class Router(nn.Module):
         """[s, b, h] of 1 - eps to 1 + eps, a function of seed, layer, sample and position."""
         eps = self.config.moe_input_jitter_eps
         rows = torch.broadcast_tensors(state.sample_ids[None, :], state.token_index[:, None])
+        # uniform in [0, 1), then scaled to [1 - eps, 1 + eps)
         noise = torch.empty(x.shape[0] * x.shape[1], x.shape[2], device=x.device)
         philox.uniform(noise, self.key, [word.flatten() for word in rows])
         return noise.mul_(2 * eps).add_(1 - eps).view(x.shape).to(x.dtype)
@@ -185,18 +190,22 @@ class Router(nn.Module):
         k = config.moe_router_topk
         biased = self.expert_bias is not None or config.moe_router_num_groups is not None
         if config.moe_router_force_load_balancing:
+            # For measurements: token after token goes to the next k experts, whatever its scores.
             samples = len(scores) // len(token_index)
             first = token_index.repeat_interleave(samples).unsqueeze(1) * k
             experts = (first + torch.arange(k, device=first.device)) % count
         else:
             experts = (self._biased(scores) if biased else scores).topk(k).indices
+        # Integers from here on: a recomputation takes them from the first forward pass.
         chosen = count_of(experts, count)
         keep = None
         if config.moe_expert_capacity_factor is not None:
             keep = self._within_capacity(experts, self.weights(scores, experts), token_index)
+        # The counts of the metrics and of the bias are of choices, taken or not.
         dropped = chosen.new_zeros(1) if keep is None else (~keep).sum().view(1)
         loads: dict[Balancing, Tensor] = {}
         if training and self.coefficients:
+            # Auxiliary losses balance the choice without the bias, as in Megatron-LM.
             plain = scores.topk(k).indices if biased else experts
             loads = self._loads(plain, len(scores) // len(token_index), count)
         return RouterChoice(experts, keep, torch.cat([chosen, dropped]), loads)
@@ -211,6 +220,7 @@ class Router(nn.Module):
         groups, taken = config.moe_router_num_groups, config.moe_router_group_topk
         if groups is None or taken is None:
             return scores
+        # Groups are consecutive experts [T, groups, E / groups].
         of_groups = scores.unflatten(1, (groups, -1))
         best = of_groups.topk(config.moe_router_topk // taken).values.sum(-1).topk(taken).indices
         inside = torch.zeros_like(of_groups[..., 0], dtype=torch.bool).scatter_(1, best, True)
@@ -223,6 +233,7 @@ class Router(nn.Module):
         if config.moe_router_score_function == "softmax":
             weights = chosen if config.moe_router_pre_softmax else chosen.softmax(-1)
         else:
+            # Sigmoid scores do not add up to 1: the chosen ones are normalized.
             total = chosen.sum(-1, keepdim=True) + 1e-20
             weights = chosen / total if config.moe_router_topk > 1 else chosen
         factor = config.moe_router_topk_scaling_factor
@@ -234,6 +245,8 @@ class Router(nn.Module):
         """
         size, k, s = self.samples.size, experts.shape[1], len(token_index)
         sample = torch.arange(len(experts) // s, device=experts.device)
+        # The number of each token in the micro-batch, in all layouts the same: ties are broken by
+        # it.
         order = (sample * s * size + token_index.unsqueeze(1)).flatten()
         order = all_gather(order, self.samples).repeat_interleave(k)
         every, weight = (
@@ -244,6 +257,7 @@ class Router(nn.Module):
         assert count is not None and factor is not None
         capacity = math.ceil(len(every) / count * factor)
         by_probability = self.config.moe_token_drop_policy == "probs"
+        # Choices of all ranks [n], and this rank's part of the answer.
         keep = first_choices(every, order, weight if by_probability else None, capacity, count)
         return keep.view(size, -1, k)[self.samples.rank]
 
@@ -257,6 +271,7 @@ class Router(nn.Module):
         if not self.coefficients.keys() - {"global_aux_loss"}:
             return loads
         sample = torch.arange(samples, device=experts.device).view(1, -1, 1)
+        # Rows are position-major [s, b, k]; an expert of each sample is a separate key.
         keys = experts.view(-1, samples, experts.shape[1]) + sample * count
         counts = all_reduce(count_of(keys, samples * count), self.samples).view(samples, count)
         choices = experts.numel() * self.samples.size
@@ -272,10 +287,12 @@ class Router(nn.Module):
         objective = logits.new_zeros(())
         if choice.loads:
             if self.config.moe_router_score_function != "softmax":
+                # Scores that add up to 1 over the experts, whatever the router's function is.
                 whole = scores / scores.sum(-1, keepdim=True)
             else:
                 whole = scores if self.config.moe_router_pre_softmax else logits.softmax(-1)
         for kind, load in choice.loads.items():
+            # [b or 1, E]: of each sample, or of all tokens
             sums = whole.view(-1, load.shape[0], whole.shape[1]).sum(0)
             loss = (load.to(sums.dtype) * sums).sum()
             found[LOSS_NAMES[kind]] = loss.detach()
@@ -292,11 +309,13 @@ class Router(nn.Module):
         where the step was, and 0 where it was skipped.
         """
         if self.expert_bias is not None:
+            # sign(mean - c): an expert with fewer tokens than the mean becomes more likely
             steps = (
                 (counts.mean() - counts).sign() * taken * self.config.moe_router_bias_update_rate
             )
             self.expert_bias.add_(steps.to(self.expert_bias.dtype))
         if self.expert_share is not None:
+            # lerp with weight 0 keeps the share of the step before where the step was skipped
             share = counts / counts.sum().clamp(min=1)
             self.expert_share.lerp_(
                 share.to(self.expert_share.dtype), taken.to(self.expert_share.dtype)

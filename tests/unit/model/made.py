@@ -7,7 +7,7 @@ from megatron.model.embedding import Embedding
 from megatron.model.linear import ColumnLinear, Linear, RowLinear
 from megatron.model.norm import Norm, norm_parameters
 from megatron.model.spec import Init, ParameterSpec, Shard, TensorSpec, vector
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 DRAWN = Init(std=0.02)
 
@@ -16,7 +16,7 @@ def linear(
     i: int,
     o: int,
     bias: bool,
-    tp: TensorParallel = DENSE,
+    tp: TensorParallel = NO_TP,
     kind: type[Linear] = Linear,
     name: str = "linear",
 ) -> Linear:
@@ -31,17 +31,22 @@ def linear(
 
 
 def norm(
-    kind: str, size: int, eps: float = 1e-5, backend: str = "torch", name: str = "norm"
+    kind: str,
+    size: int,
+    eps: float = 1e-5,
+    backend: str = "torch",
+    name: str = "norm",
+    layer: type[Norm] = Norm,
 ) -> Norm:
     """A norm of this width."""
     config = ModelConfig(normalization=kind, norm_epsilon=eps, norm_backend=backend)
-    return Norm(norm_parameters(kind, size, name), config)
+    return layer(norm_parameters(kind, size, name), config)
 
 
 def table(
     rows: int,
     width: int,
-    tp: TensorParallel = DENSE,
+    tp: TensorParallel = NO_TP,
     name: str = "table.weight",
 ) -> Embedding:
     """An embedding of so many rows, over all ranks."""

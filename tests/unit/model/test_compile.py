@@ -68,7 +68,7 @@ def test_a_key_that_is_a_number_would_make_a_graph_a_layer(monkeypatch, capsys):
 
 def test_recomputation_compiles_a_third_mode(monkeypatch, capsys):
     recompute = ("--recompute-granularity", "full")
-    assert graphs(monkeypatch, 2, "--hidden-dropout", "0", *recompute) == compile.GRAPHS
+    assert graphs(monkeypatch, 2, "--hidden-dropout", "0.1", *recompute) == compile.GRAPHS
 
 
 def micro_batch(model: GPTModel) -> MicroBatch:

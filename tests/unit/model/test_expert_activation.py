@@ -1,14 +1,12 @@
 """The activation of experts with the weight of each row: its gradients, and that of a gate, which
-is written out, beside autograd's.
+is written out, next to autograd's.
 """
-
-from functools import partial
 
 import pytest
 import torch
 
 from megatron.model.experts.experts import _WeighedActivation
-from megatron.model.mlp import activate_by
+from megatron.model.mlp import activation_function
 
 
 def gradients(kind: str, dtype: torch.dtype, gated: bool) -> list[torch.Tensor]:
@@ -18,7 +16,7 @@ def gradients(kind: str, dtype: torch.dtype, gated: bool) -> list[torch.Tensor]:
     x, dy = (torch.randn(9, width, generator=generator).to(dtype) for width in (20, 10))
     weights = torch.rand(9, generator=generator).to(wide)
     leaves = [each.requires_grad_() for each in (x, weights)]
-    activation = partial(activate_by, "torch", activation=kind)
+    activation = activation_function(kind)
     out = _WeighedActivation.apply(*leaves, activation, kind if gated else None)
     return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
 
@@ -35,7 +33,7 @@ def test_gradients_of_a_gate_have_the_bits_of_autograds(kind, dtype):
 def test_gradients_by_differences(kind, gated):
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(4, dtype=torch.float64, requires_grad=True)
-    activation = partial(activate_by, "torch", activation=kind)
+    activation = activation_function(kind)
 
     def function(x, weights):
         return _WeighedActivation.apply(x, weights, activation, kind if gated else None)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.model.experts.dispatch import AllGather, AllToAll, transposed_order
 from megatron.model.experts.router import count_of, first_choices
-from megatron.model.tensor_parallel import DENSE
+from megatron.model.tensor_parallel import NO_TP
 
 
 @st.composite
@@ -32,7 +32,7 @@ def test_rows_lie_in_the_order_of_experts_and_come_back(case, dispatcher, backen
     tokens, k = experts.shape
     x = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(tokens, k, dtype=torch.float64, requires_grad=True)
-    dispatch = dispatcher(DENSE, count, backend)
+    dispatch = dispatcher(NO_TP, count, backend)
     plan = dispatch.plan(experts, keep)
     rows, of_rows = dispatch.rows(x, weights, plan)
     taken = torch.ones_like(experts, dtype=torch.bool) if keep is None else keep

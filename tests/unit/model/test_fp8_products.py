@@ -259,7 +259,7 @@ def test_a_gpu_is_given_what_its_products_take(recipe, form):
             assert (dx.shape, dx.dtype) == (x.shape, torch.bfloat16)
             if products.weight_grad:
                 with mock.patch.object(fp8, "PIECE_BYTES", 4 * 256 * 128):
-                    products.add_weight_grad(kept, x, main_grad, overwrite=False)
+                    products.accumulate_weight_grad(kept, x, main_grad, overwrite=False)
         # the check can fail: a scale of another number of rows
         q = torch.empty(64, 256, device="cuda", dtype=E4M3)
         if recipe != "tensorwise":

@@ -13,8 +13,8 @@ from megatron.distributed.groups import Layout, build_groups
 from megatron.model import linear_cross_entropy as module
 from megatron.model.linear import column_linear
 from megatron.model.linear_cross_entropy import linear_cross_entropy
-from megatron.model.loss import cross_entropy
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.loss import cross_entropy, own_columns
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 S, B, H, PADDED = 8, 3, 12, 32  # 24 tokens
 
@@ -36,14 +36,13 @@ def head(x, weight, *, fused, vocabulary, softcap, tp, frozen=False, micro_batch
         torch.full(weight.shape, 7.0, dtype=torch.promote_types(weight.dtype, torch.float32)),
         True,
     )
+    columns = own_columns(weight.shape[0], vocabulary, softcap, tp)
     for _ in range(micro_batches):
         x = x.detach().clone().requires_grad_()
         if fused:
-            loss, lse = linear_cross_entropy(x, weight, labels, vocabulary, softcap, tp)
+            loss, lse = linear_cross_entropy(x, weight, labels, columns)
         else:
-            loss, lse = cross_entropy(
-                column_linear(x, weight, None, tp), labels, vocabulary, softcap, tp
-            )
+            loss, lse = cross_entropy(column_linear(x, weight, None, tp), labels, columns)
         ((loss + 0.1 * lse.square()) * draw(S, B, seed=2).to(loss.dtype)).sum().backward()
     return loss.detach(), lse.detach(), x.grad, weight.main_grad
 
@@ -57,7 +56,7 @@ def chunks_of(tokens, width, element_size=8):
 @pytest.mark.parametrize("vocabulary, softcap", [(32, None), (21, 2.0)])
 def test_equals_the_two_apart(tokens, vocabulary, softcap, monkeypatch):
     monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(tokens, PADDED))
-    settings = {"vocabulary": vocabulary, "softcap": softcap, "tp": DENSE, "micro_batches": 2}
+    settings = {"vocabulary": vocabulary, "softcap": softcap, "tp": NO_TP, "micro_batches": 2}
     apart, together = (
         head(draw(S, B, H), draw(PADDED, H, seed=3), fused=fused, **settings)
         for fused in (False, True)
@@ -75,7 +74,7 @@ def check_layout(size, sequence, vocabulary, softcap):
     try:
         x, weight = draw(S, B, H), draw(PADDED, H, seed=3)
         settings = {"vocabulary": vocabulary, "softcap": softcap}
-        loss, lse, dx, main_grad = head(x, weight, fused=False, tp=DENSE, **settings)
+        loss, lse, dx, main_grad = head(x, weight, fused=False, tp=NO_TP, **settings)
         mine = lambda z: z.chunk(size)[tp.axis.rank]  # noqa: E731
         got = head(mine(x) if sequence else x, mine(weight), fused=True, tp=tp, **settings)
     finally:
@@ -151,7 +150,7 @@ class LiveLogits(TorchDispatchMode):
 def test_the_logits_are_never_whole(fused, tokens, monkeypatch):
     monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(5, PADDED))
     with LiveLogits() as live:
-        head(draw(S, B, 4), draw(PADDED, 4), fused=fused, vocabulary=30, softcap=2.0, tp=DENSE)
+        head(draw(S, B, 4), draw(PADDED, 4), fused=fused, vocabulary=30, softcap=2.0, tp=NO_TP)
     assert live.most == tokens * PADDED * 8
 
 
@@ -159,7 +158,7 @@ def test_gradients_of_bf16_are_summed_in_fp32(monkeypatch):
     """Chunks of one token: in bf16 their sum would lose the small ones."""
     monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(1, PADDED, 2))
     x, weight = draw(S, B, H, dtype=torch.bfloat16), draw(PADDED, H, seed=3, dtype=torch.bfloat16)
-    settings = {"vocabulary": 30, "softcap": None, "tp": DENSE}
+    settings = {"vocabulary": 30, "softcap": None, "tp": NO_TP}
     got, again, exact = (
         head(x.to(kind), weight.to(kind), fused=True, **settings)[3]
         for kind in (torch.bfloat16, torch.bfloat16, torch.float64)
@@ -172,7 +171,7 @@ def test_gradients_of_bf16_are_summed_in_fp32(monkeypatch):
 
 def test_a_frozen_weight_is_left_alone(monkeypatch):
     monkeypatch.setattr(module, "HEAD_CHUNK_BYTES", chunks_of(5, PADDED))
-    settings = {"vocabulary": 30, "softcap": None, "tp": DENSE, "frozen": True}
+    settings = {"vocabulary": 30, "softcap": None, "tp": NO_TP, "frozen": True}
     apart, together = (
         head(draw(S, B, H), draw(PADDED, H), fused=fused, **settings) for fused in (False, True)
     )

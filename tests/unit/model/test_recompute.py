@@ -167,10 +167,10 @@ def test_rebuilding_for_every_reader_would_be_found(monkeypatch):
 
 def test_no_reader_comes_twice():
     recompute_context = RecomputeContext()
-    recompute_context.modules = frozenset({"exp"})
+    exp = recompute_context._recomputed(torch.exp)
     x = torch.randn(3, requires_grad=True)
-    with recompute_context.forward_pass():
-        y = recompute_context("exp", torch.exp, x).sin()
+    with recompute_context._packing():
+        y = exp(x).sin()
     y.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="read more often than it was saved"):
         y.sum().backward()
@@ -184,14 +184,14 @@ def test_another_micro_batchs_inputs_would_be_found(monkeypatch):
     training = recomputing("layernorm")
     expected = trained("gpt", NO_RECOMPUTE, split)
     assert equal(trained("gpt", training, split), expected)
-    make, streams = RecomputeContext._rebuilt, {}
+    make, streams = RecomputeContext._computation, {}
 
     def of_the_first(recompute_context, function, inputs):
         made = make(recompute_context, function, inputs)
         made.inputs = streams.setdefault((id(recompute_context), id(function)), made.inputs)
         return made
 
-    monkeypatch.setattr(RecomputeContext, "_rebuilt", of_the_first)
+    monkeypatch.setattr(RecomputeContext, "_computation", of_the_first)
     assert not equal(trained("gpt", training, split), expected)
 
 

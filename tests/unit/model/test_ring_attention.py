@@ -49,7 +49,7 @@ def axis_of_all():
 
 
 def run(
-    case: str, dtype: torch.dtype = torch.float64, attend: str = "ring_attention"
+    case: str, dtype: torch.dtype = torch.float64, attend: str = "RingAttention"
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(this rank's positions, its part of out, dq, dk, dv)."""
     backend, options, masked = CASES[case]
@@ -66,7 +66,7 @@ def run(
         places, axis.rank, masked.get("window"), starts, by_positions="drop" in options
     )
     block = BlockAttention(backend, Options(0.3, **options), SAMPLES)
-    out = getattr(ring, attend)(q, k, v, steps, block, axis)
+    out = getattr(ring, attend).apply(q, k, v, steps, block, axis)
     out.backward(dout)
     return own, [out.detach(), q.grad, k.grad, v.grad]
 
@@ -94,7 +94,7 @@ def test_equals_attention_of_one_process(gloo_world, case, size):
 @pytest.mark.parametrize("case", ["causal", "window", "documents"])
 def test_gathered_blocks_equal_attention_of_one_process(gloo_world, case):
     expected = whole(case)
-    for own, found in gloo_world(3).run(run, case, torch.float64, "gathered_attention"):
+    for own, found in gloo_world(3).run(run, case, torch.float64, "GatheredAttention"):
         for got, want in zip(found, expected, strict=True):
             assert (got - want[own]).abs().max() < 1e-13 * want.abs().max() * LENGTH
 
@@ -102,11 +102,11 @@ def test_gathered_blocks_equal_attention_of_one_process(gloo_world, case):
 @pytest.mark.parametrize(
     "case, attend",
     [
-        ("causal", "ring_attention"),
-        ("documents", "ring_attention"),
-        ("causal, plain", "ring_attention"),
-        ("causal", "gathered_attention"),
-        ("documents", "gathered_attention"),
+        ("causal", "RingAttention"),
+        ("documents", "RingAttention"),
+        ("causal, plain", "RingAttention"),
+        ("causal", "GatheredAttention"),
+        ("documents", "GatheredAttention"),
     ],
 )
 def test_narrow_numbers(gloo_world, case, attend):

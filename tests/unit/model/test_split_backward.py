@@ -20,9 +20,9 @@ from megatron.model.linear import (
     RowLinear,
     add_weight_grads,
     deferring_weight_grads,
-    linear_weight_grad,
+    wgrad_gemm,
 )
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 S, B, H, F = 8, 2, 12, 24
 SHARED = ((2, False, True), (2, False, False), (2, True, True), (2, True, False), (4, True, True))
@@ -30,7 +30,7 @@ SHARED = ((2, False, True), (2, False, False), (2, True, True), (2, True, False)
 
 def mode(size, sequence, overlap):
     if size == 1:
-        return DENSE
+        return NO_TP
     return TensorParallel(
         build_groups(Layout(tp=size), dist.get_rank(), dist.new_group).tp,
         sequence=sequence,
@@ -155,7 +155,7 @@ def order_of_work(overlap):
     layers = pair(tp)
     with deferring_weight_grads(layers) as left:
         backward(layers, tp), backward(layers, tp)
-    start, product = linear_module.start_all_gather, linear_module.linear_weight_grad
+    start, product = linear_module.start_all_gather, linear_module.wgrad_gemm
     with (
         mock.patch.object(
             linear_module,
@@ -164,7 +164,7 @@ def order_of_work(overlap):
         ),
         mock.patch.object(
             linear_module,
-            "linear_weight_grad",
+            "wgrad_gemm",
             lambda *args: events.append("product") or product(*args),
         ),
     ):
@@ -182,25 +182,25 @@ def test_a_gather_runs_beside_the_product_before(gloo_world, overlap):
 
 
 def test_a_failed_backward_leaves_no_list_behind(monkeypatch):
-    layers = pair(DENSE)
+    layers = pair(NO_TP)
     with (
         monkeypatch.context() as patch,
         pytest.raises(RuntimeError, match="broken"),
         deferring_weight_grads(layers),
     ):
-        patch.setattr(linear_module, "bias_grad", mock.Mock(side_effect=RuntimeError("broken")))
-        backward(layers, DENSE)
+        patch.setattr(linear_module, "WeightGrad", mock.Mock(side_effect=RuntimeError("broken")))
+        backward(layers, NO_TP)
     before = gradients(layers)
-    backward(layers, DENSE)
+    backward(layers, NO_TP)
     assert not any(torch.equal(a, b) for a, b in zip(gradients(layers), before))
 
 
 def test_linear_layers_outside_are_not_touched():
     """The head's matrix, which no linear layer of the unit holds, has its gradient at once."""
-    inside, outside = pair(DENSE), pair(DENSE)
+    inside, outside = pair(NO_TP), pair(NO_TP)
     before = gradients(outside)
     with deferring_weight_grads(inside) as left:
-        backward(outside, DENSE)
+        backward(outside, NO_TP)
     assert left == [] and not any(torch.equal(a, b) for a, b in zip(gradients(outside), before))
 
 
@@ -214,5 +214,5 @@ def test_the_gradient_buffer_is_looked_up_when_it_is_written():
     layer.weight.main_grad = torch.zeros(F, H, dtype=torch.float64)
     add_weight_grads(left)
     expected = torch.zeros(F, H, dtype=torch.float64)
-    linear_weight_grad(dy, x.detach(), expected)
+    wgrad_gemm(dy, x.detach(), expected)
     assert torch.equal(layer.weight.main_grad, expected)

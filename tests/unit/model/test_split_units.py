@@ -24,7 +24,7 @@ from megatron.distributed.groups import Layout, build_groups
 from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
@@ -73,7 +73,7 @@ RECOMPUTE = {
 }
 
 
-def build(config, dtype=torch.float64, tp=DENSE, how="plain"):
+def build(config, dtype=torch.float64, tp=NO_TP, how="plain"):
     """A model with random gradients: a backward pass adds to what is there."""
     model = GPTModel(config, vocab_size=VOCAB, padded_vocab=32, dtype=dtype, seed=5, tp=tp)
     for block in build_blocks(model, torch.device("cpu")):
@@ -127,7 +127,7 @@ def split(model, passes, micro_batches):
 
 
 def check_equal(name, how, size=1, sequence=False, overlap=True, micro_batches=1):
-    config, tp = CONFIGS[name], DENSE
+    config, tp = CONFIGS[name], NO_TP
     if size > 1:
         groups = build_groups(
             Layout(tp=size), dist.get_rank(), dist.new_group, config.num_query_groups
@@ -277,7 +277,7 @@ def least_bytes(config, tp):
 @pytest.mark.parametrize("how", RECOMPUTE)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_inputs_and_output_gradients_alone_stay(name, how):
-    check_what_stays(name, DENSE, how)
+    check_what_stays(name, NO_TP, how)
 
 
 def check_what_stays_on_a_rank(name, sequence):

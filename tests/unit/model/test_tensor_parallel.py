@@ -13,8 +13,8 @@ from unit.model.made import linear, table
 from megatron.distributed.groups import Layout, build_groups
 from megatron.model import linear as layers
 from megatron.model.linear import ColumnLinear, RowLinear
-from megatron.model.loss import cross_entropy
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.loss import cross_entropy, own_columns
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 S, B, I, O = 8, 2, 12, 24
 MODES = pytest.mark.parametrize(
@@ -203,9 +203,10 @@ def check_loss(size, vocabulary, softcap):
     labels[0, 0], labels[0, 1] = 0, vocabulary - 1
     weights, square = draw(S, B, seed=2), draw(S, B, seed=3)
     results = []
-    for each, own in ((DENSE, logits), (tp, logits.chunk(size, -1)[tp.axis.rank])):
+    for each, own in ((NO_TP, logits), (tp, logits.chunk(size, -1)[tp.axis.rank])):
         z = own.clone().requires_grad_()
-        loss, lse = cross_entropy(z * 1, labels, vocabulary, softcap, each)
+        columns = own_columns(own.shape[-1], vocabulary, softcap, each)
+        loss, lse = cross_entropy(z * 1, labels, columns)
         (loss * weights + lse.square() * square).sum().backward()
         results.append((loss.detach(), lse.detach(), z.grad))
     (loss, lse, dz), (got_loss, got_lse, got_dz) = results
@@ -230,9 +231,8 @@ def check_one_collective(size):
     )
     try:
         logits = draw(S, B, 16).requires_grad_()
-        loss, _ = cross_entropy(
-            logits * 1, torch.zeros(S, B, dtype=torch.long), 16 * size, None, tp
-        )
+        columns = own_columns(16, 16 * size, None, tp)
+        loss, _ = cross_entropy(logits * 1, torch.zeros(S, B, dtype=torch.long), columns)
         forward = list(calls)
         loss.sum().backward()
     finally:

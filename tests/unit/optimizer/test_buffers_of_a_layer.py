@@ -21,7 +21,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.model.linear import Linear
 from megatron.model.spec import Init, ParameterSpec, TensorSpec
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import Block, build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Pipeline
@@ -46,7 +46,7 @@ class Paired(LayerBlock):
     """A layer that ends with a matrix of which two ranks each hold copies of their own."""
 
     def __init__(
-        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = DENSE, *rest: Any
+        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = NO_TP, *rest: Any
     ):
         super().__init__(config, seed, index, tp, *rest)
         name = f"layers.{index}.pair.weight"

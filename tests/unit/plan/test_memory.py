@@ -28,7 +28,7 @@ from megatron.model.arithmetic import padded_vocab_size, parameter_count
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import choose_kernels
 from megatron.model.stages import whole
-from megatron.model.tensor_parallel import DENSE, TensorParallel
+from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
 
 SEQ, BATCH, VOCAB = 64, 2, 301
@@ -116,7 +116,7 @@ def kept_bytes(config: Config, dtype: torch.dtype) -> int:
     """Bytes of the storages alive between forward and backward, without parameters and the
     micro-batch itself.
     """
-    size, tp = config.distributed.tensor_model_parallel_size, DENSE
+    size, tp = config.distributed.tensor_model_parallel_size, NO_TP
     if size > 1:
         groups = build_groups(
             Layout(tp=size), dist.get_rank(), dist.new_group, config.model.num_query_groups

@@ -48,7 +48,7 @@ KINDS = (
     "before",
 )
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
-WEIGHT_GRADIENTS = {"linear_weight_grad", "embedding_weight_grad", "bias_grad"}
+WEIGHT_GRADIENTS = {"wgrad_gemm", "accumulate_embedding_grad", "accumulate_bias_grad"}
 # Functions of torch.distributed, and the bytes of buffers that Gloo's own hide in them: measured by
 # test_tracker.py.
 CALLS: dict[str, Callable[..., int]] = {
