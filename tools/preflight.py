@@ -35,6 +35,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,12 @@ from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.config.validate import blend_prefixes, resolve
 from megatron.data.tokenizer import build_tokenizer
 from megatron.distributed.groups import describe_layout, group_options, layout_of
-from megatron.distributed.launchers import Launch, rank_hosts, rough_launch
+from megatron.distributed.launchers import (
+    Launch,
+    expand_counts,
+    expand_hosts,
+    rough_launch,
+)
 from megatron.distributed.peers import run_for
 from megatron.distributed.setup import choose_device, make_groups, read_launch
 
@@ -205,6 +211,17 @@ def write_report(path: Path, findings: Findings, faults: list[Fault]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def rank_hosts(launch: Launch, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The host of each rank, in the blocks of srun; empty under other launchers. Raises
+    LaunchError.
+    """
+    if launch.launcher != "srun":
+        return []
+    hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
+    tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
+    return [host for host, count in zip(hosts, tasks) for _ in range(count)]
 
 
 def check(argv: list[str]) -> tuple[list[str], int]:

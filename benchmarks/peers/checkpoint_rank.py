@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -210,9 +209,7 @@ def ours(
     def save(folder: Path) -> float:
         saver = the_saver()
         # the memory is that of the first save, the folder a new one
-        saver.destination = replace(saver.destination, root=folder)
-        if saver.staged is not None:
-            saver.staged.destination = saver.destination
+        saver.root = Path(folder)
         saver.save(1, pairs, {"iteration": 1})
         free = time.perf_counter()
         if not saver.finalize():

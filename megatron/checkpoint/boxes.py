@@ -4,9 +4,7 @@ tensor. No torch here.
 
 from __future__ import annotations
 
-import heapq
-import math
-from bisect import bisect_left
+from collections import Counter
 from typing import Any
 
 from megatron.config.input_files import InputError, expect
@@ -39,56 +37,24 @@ def intersect(
 
 
 def tiles(shape: Dims, boxes: list[Box]) -> bool:
-    """Whether boxes cover `shape` exactly once: they lie inside, their volumes add up to its own,
-    and no two have anything in common.
+    """Whether boxes cover `shape` exactly once.
+
+    The mixed difference of a box's indicator function is +1 and -1 at its corners and 0 elsewhere,
+    and determines the function: the boxes tile the shape when the corners of all of them add up to
+    those of the shape.
     """
-    volume = 0
-    for offset, extent in boxes:
-        if any(o < 0 or o + e > n for o, e, n in zip(offset, extent, shape)):
-            return False
-        volume += math.prod(extent)
-    if volume != math.prod(shape):
-        return False
-    # A sweep along dimension 0 over the boxes that reach its line. In one or two dimensions those
-    # are disjoint intervals of the other one, and a new box is compared with its neighbours there:
-    # n log n. In more it is compared with all of them.
-    full = sorted(box for box in boxes if math.prod(box[1]))
-    return len(boxes) == 1 or not (
-        _any_boxes_meet(full) if len(shape) > 2 else _any_intervals_meet(full, len(shape))
-    )
-
-
-def _any_boxes_meet(boxes: list[Box]) -> bool:
-    """The sweep in any number of dimensions."""
-    line: list[Box] = []
-    for box in boxes:
-        line = [other for other in line if other[0][0] + other[1][0] > box[0][0]]
-        if any(intersect(*box, *other) for other in line):
-            return True
-        line.append(box)
-    return False
-
-
-def _any_intervals_meet(boxes: list[Box], dims: int) -> bool:
-    """The sweep in one or two dimensions."""
-    begins: list[int] = []  # of the intervals on the line, and
-    ends: list[int] = []
-    # (end in dimension 0, begin in dimension 1) of the same boxes, a heap
-    leaving: list[tuple[int, int]] = []
-    for offset, extent in boxes:
-        row = offset[0]
-        if dims == 2:
-            begin = offset[1]
-            end = offset[1] + extent[1]
-        else:
-            begin, end = 0, 1  # all boxes of a vector take the whole line
-        while leaving and leaving[0][0] <= row:
-            at = bisect_left(begins, heapq.heappop(leaving)[1])
-            del begins[at], ends[at]
-        at = bisect_left(begins, begin)
-        if (at and ends[at - 1] > begin) or (at < len(begins) and begins[at] < end):
-            return True
-        begins.insert(at, begin)
-        ends.insert(at, end)
-        heapq.heappush(leaving, (row + extent[0], begin))
-    return False
+    whole = (0,) * len(shape), shape
+    if boxes == [whole]:
+        return True
+    corners: Counter[Dims] = Counter()
+    for box, count in [(whole, -1), *((box, 1) for box in boxes)]:
+        signed = [((), count)]
+        for offset, extent in zip(*box):
+            signed = [
+                ((*corner, at), sign * factor)
+                for corner, sign in signed
+                for at, factor in ((offset, 1), (offset + extent, -1))
+            ]
+        for corner, sign in signed:
+            corners[corner] += sign
+    return not any(corners.values())

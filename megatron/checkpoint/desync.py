@@ -3,36 +3,33 @@ every save, and the error names the ranks and tensors that differ.
 
 Compared are a block's weights over all ranks that compute with them, master weights and moments
 over those that step the same slice, what tensor-parallel ranks hold alike, and both copies of a
-tied embedding. Host memory is digested by xxh3-128 in a thread, device memory by a sum on the
-device.
+tied embedding. A digest is a sum that is formed where the data is.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.manifest import CheckpointError, chunk_hasher
+from megatron.checkpoint.manifest import CheckpointError, chunk_digest
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import some
 from megatron.model.spec import holders
 from megatron.optimizer.optimizer import MASTER, Optimizer
 from megatron.parallel.blocks import Block
 
-WORDS = 1 << 20  # of device memory that are multiplied at a time
-PIECE = 16 << 20  # bytes that are brought to the host at a time
+WORDS = 1 << 20  # that are multiplied at a time
 FACTOR = -7046029254386353131  # odd: 2**64 divided by the golden ratio
 HELD_BY = {
     "tp": "among tensor-parallel ranks",
     "kv": "among ranks with the same key/value head",
     "tied": "at both ends of the pipeline",
 }
-NAMED = 4  # most tensors that the error lists
+MAX_NAMED = 4  # tensors in the error
 
 
 class Key(NamedTuple):
@@ -44,62 +41,36 @@ class Key(NamedTuple):
 
 
 class DesyncCheck:
-    """Digests of everything that this rank and others hold, as it is now: it may not change before
-    `wait` returns.
+    """Digests of everything that this rank and others hold, as it is now: on a GPU they are queued
+    on the current stream.
 
     All weights must have arrived (`Zero.wait_for_weights`). Not compared: weights gathered at ZeRO
     stage 3, which live for a pass, and state in files.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.hashers: dict[Key, Any] = defaultdict(chunk_hasher)
         self.sums: dict[Key, Tensor] = {}
-        host = []
         for key, data in shared_parts(optimizer):
-            # the other end of a tied embedding may keep its state on the host
-            if data.device.type == "cpu" or HELD_BY["tied"] in key.among:
-                host.append((self.hashers[key], data.detach()))
-            else:
-                self.sums[key] = position_sum(data.detach(), self.sums.get(key))
-
-        def hash_host() -> None:
-            for hasher, data in host:
-                for piece in data.split(PIECE // data.element_size()):
-                    hasher.update(memoryview(piece.cpu().view(torch.uint8).numpy()))
-
-        threads = ThreadPoolExecutor(1, "replicas")
-        self.thread = threads.submit(hash_host)
-        threads.shutdown(wait=False)
-
-    def wait(self) -> None:
-        """Until everything has been read; on a GPU, until the reads are queued on the current
-        stream.
-        """
-        self.thread.result()
+            self.sums[key] = position_sum(data.detach(), self.sums.get(key))
 
     def check(self, ranks: Ranks) -> None:
         """Raise CheckpointError, the same on all ranks, where values that several ranks hold are
         not the same bits. All ranks call this together.
         """
-        digests: list[tuple[Key, str]] = []
-
-        def combined() -> list[tuple[Key, str]]:
-            self.wait()
-            digests.extend((key, hasher.hexdigest()) for key, hasher in self.hashers.items())
-            sums = torch.stack([*self.sums.values()]).tolist() if self.sums else []
-            digests.extend((key, str(total)) for key, total in zip(self.sums, sums))
-            totals: dict[Key, Any] = defaultdict(chunk_hasher)
-            for key, text in digests:
-                totals[key._replace(tensor="")].update(text.encode())
-            return [(key, total.hexdigest()) for key, total in totals.items()]
+        values = [total.to(ranks.device) for total in self.sums.values()]
+        sums = dict(zip(self.sums, torch.stack(values).tolist())) if values else {}
 
         # Two rounds: a digest of each comparison first, those of its tensors only if it fails.
-        differing = differences(ranks.gather_or_raise(combined))
+        totals: dict[Key, list[int]] = defaultdict(list)
+        for key, total in sums.items():
+            totals[key._replace(tensor="")].append(total)
+        combined = [(key, chunk_digest(str(all_).encode()).hex()) for key, all_ in totals.items()]
+        differing = differences(ranks.gather_or_raise(lambda: combined))
         if differing:
             failed = {
                 key for key, groups in differing.items() if ranks.world.rank in sum(groups, [])
             }
-            lines = [(key, text) for key, text in digests if key._replace(tensor="") in failed]
+            lines = [pair for pair in sums.items() if pair[0]._replace(tensor="") in failed]
             raise CheckpointError(explain(differences(ranks.gather_or_raise(lambda: lines))))
 
 
@@ -107,7 +78,7 @@ def differences(gathered: list[list]) -> dict[Key, list[list[int]]]:
     """Of the (key, digest) pairs of all ranks the keys with several digests: the ranks of each
     digest, the most frequent one first.
     """
-    found: dict[Key, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[Key, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, pairs in enumerate(gathered):
         for key, digest in pairs:
             found[Key(*key)][digest].append(rank)
@@ -121,17 +92,18 @@ def differences(gathered: list[list]) -> dict[Key, list[list[int]]]:
 def explain(differing: dict[Key, list[list[int]]]) -> str:
     """The error of all ranks."""
     lines = []
-    for key, (most, *others) in differing.items():
-        names = [f"rank{'s'[: len(group) - 1]} {some([*map(str, group)], 8)}" for group in others]
-        first = f"rank{'s'[: len(most) - 1]} {some([*map(str, most)], 8)}"
+    for key, groups in differing.items():
+        first, *others = (
+            f"rank{'s'[: len(ranks) - 1]} {some([*map(str, ranks)], 8)}" for ranks in groups
+        )
         lines.append(
-            f"{key.tensor} of {' and of '.join(names)} differs from the same of {first}"
-            if len(most) > len(others[0])
-            else f"{key.tensor} differs between {' and '.join([first, *names])}"
+            f"{key.tensor} of {' and of '.join(others)} differs from the same of {first}"
+            if len(groups[0]) > len(groups[1])
+            else f"{key.tensor} differs between {' and '.join([first, *others])}"
         )
     return (
-        f"replicas have diverged: {some(lines, NAMED, '; ')}. These ranks no longer train the same "
-        "model: a fault of memory or of a device, or an operation that is not deterministic. "
+        f"replicas have diverged: {some(lines, MAX_NAMED, '; ')}. These ranks no longer train the "
+        "same model: a fault of memory or of a device, or an operation that is not deterministic. "
         "Resume from an older checkpoint, without the machine named above"
     )
 

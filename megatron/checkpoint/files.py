@@ -292,7 +292,7 @@ def _compare(
     path: Path, size: int, parts: Iterable[tuple[int, int, bytes]], *, from_disk: bool = True
 ) -> None:
     failure = f"{path}: read back from the disk:"
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
         found = os.fstat(file.fileno()).st_size
         if found != size:
             raise CheckpointError(
@@ -300,25 +300,13 @@ def _compare(
             )
         if from_disk:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        buffer = memoryview(bytearray(min(m.CHUNK, size)))
-        hasher = chunk_hasher()
         for start, stop, digest in parts:
-            hasher.reset()
-            at = start
-            while at < stop:
-                try:
-                    count = os.preadv(file.fileno(), [buffer[: stop - at]], at)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{failure} bytes {at} to {stop - 1} cannot be read: {error.strerror}. "
-                        f"{_FIX}"
-                    ) from error
-                if count == 0:
-                    raise CheckpointError(f"{failure} it ends at byte {at}. {_FIX}")
-                hasher.update(buffer[:count])
-                at += count
-            if hasher.digest() != digest:
+            where = f"{failure} bytes {start} to {stop - 1}"
+            try:
+                read = m.chunk_digest(file.read(stop - start))
+            except OSError as error:
                 raise CheckpointError(
-                    f"{failure} bytes {start} to {stop - 1} are not those that were written. {_FIX}"
-                )
+                    f"{where} cannot be read: {error.strerror}. {_FIX}"
+                ) from error
+            if read != digest:
+                raise CheckpointError(f"{where} are not those that were written. {_FIX}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.boxes import Dims, Shapes, shapes_of, tiles
+from megatron.checkpoint.boxes import Dims, Shapes, intersect, shapes_of, tiles
 from megatron.checkpoint.fetch import BATCH, Fetcher, Range
 from megatron.checkpoint.manifest import (
     ITEM_BYTES,
@@ -63,10 +63,7 @@ class ShardFile:
 
     def table(self) -> DigestTable:
         """Its digest table, read and verified now."""
-        table = _load_table(self.path.parent / table_file(self.number), self.table_digest)
-        if (table.data_start, table.chunk, table.size) != (self.data_start, self.chunk, self.size):
-            raise CheckpointError(f"{self.path}: its digest table is not the one that was opened")
-        return table
+        return read_table(self.path.parent / table_file(self.number), self.table_digest)
 
 
 class Piece(NamedTuple):
@@ -152,7 +149,7 @@ class Index:
         return self.fetcher.bytes_read
 
     def _open(self) -> None:
-        self.manifest, self._head = read_manifest(self.path)
+        self.manifest, self._head = self._read_manifest()
         for shard, entries, shapes in self._open_shards():
             self.shards.append(shard)
             self._add(shard, entries, shapes)
@@ -163,6 +160,44 @@ class Index:
                     f"{list(stored.shape)} exactly once"
                 )
         self._compare_with_expected()
+
+    def _read_manifest(self) -> tuple[JsonObject, bytes]:
+        return read_manifest(self.path)
+
+    def _read_head(self, number: int) -> tuple[DigestTable, bytes]:
+        """The digest table of a shard, and its header with the padding."""
+        record = self.manifest["shards"][number]
+        path = self.path / shard_file(number)
+        table = read_table(self.path / table_file(number), record["table_digest"])
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: {error.strerror}: the checkpoint is incomplete"
+            ) from error
+        if not size == table.size == record["bytes"]:
+            raise CheckpointError(
+                f"{path}: has {size} bytes, the manifest has {record['bytes']}: truncated, or "
+                "of another checkpoint"
+            )
+        return table, load_bytes(path, table.data_start)
+
+    def _open_shard(self, number: int) -> tuple[ShardFile, dict[str, Entry], Shapes]:
+        """A shard, the entries of its header and the global shapes of their tensors."""
+        path = self.path / shard_file(number)
+        table, header = self._read_head(number)
+        if m.chunk_digest(header) != table.header:
+            raise CheckpointError(f"{path}: damaged: the header does not match its digest")
+        entries, metadata = decode_header(header, table.size - table.data_start, path)
+        try:
+            shapes = shapes_of(parse_json(metadata["shapes"].encode()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}: the header lacks the tensors' global shapes: {error}"
+            ) from error
+        digest = self.manifest["shards"][number]["table_digest"]
+        shard = ShardFile(number, path, table.size, digest, table.data_start, table.chunk)
+        return shard, entries, shapes
 
     def _compare_with_expected(self) -> None:
         """The state of a run lists all its tensors: one that no rank has written is found here
@@ -187,16 +222,13 @@ class Index:
     def _open_shards(
         self,
     ) -> Iterator[tuple[ShardFile, dict[str, Entry], Shapes]]:
-        records = list(enumerate(self.manifest["shards"]))
-        if len(records) == 1:
-            yield _open_shard(self.path, *records[0])
+        numbers = range(len(self.manifest["shards"]))
+        if len(numbers) == 1:
+            yield self._open_shard(0)
             return
         with ThreadPoolExecutor(OPENERS) as threads:
-            for first in range(0, len(records), 4 * OPENERS):  # bounds the headers in memory
-                yield from threads.map(
-                    lambda record: _open_shard(self.path, *record),
-                    records[first : first + 4 * OPENERS],
-                )
+            for first in numbers[:: 4 * OPENERS]:  # bounds the headers in memory
+                yield from threads.map(self._open_shard, numbers[first : first + 4 * OPENERS])
 
     def _add(self, shard: ShardFile, entries: dict[str, Entry], shapes: Shapes) -> None:
         for key, entry in entries.items():
@@ -248,6 +280,16 @@ class Index:
         for name, dtype, shape, rows in content["tensors"]:
             self.tensors[name] = StoredTensor(tuple(shape), dtype, self.shards, array("q", rows))
 
+    def overlaps(self, name: str, offset: Dims, extent: Dims) -> Iterator[tuple[Piece, Dims, Dims]]:
+        """The pieces that hold anything of a box of a tensor, and (low, high) of what that is; a
+        scalar counts as a vector of one.
+        """
+        for piece in self.tensors[name].pieces:
+            box = offset or (0,), extent or (1,)
+            common = intersect(*box, piece.offset or (0,), piece.extent or (1,))
+            if common is not None:
+                yield piece, *common
+
     def _names_of(self, shard: ShardFile, start: int, stop: int) -> str:
         """The tensors that have any of the bytes [start, stop) of a shard's data."""
         hit = [
@@ -293,42 +335,9 @@ def _all_data(shards: list[ShardFile]) -> Iterator[Range]:
             yield Range(shard, start, min(start + step, shard.data_bytes))
 
 
-def _open_shard(
-    folder: Path, number: int, record: JsonObject
-) -> tuple[ShardFile, dict[str, Entry], Shapes]:
-    """A shard, the entries of its header and the global shapes of their tensors; its table, its
-    size and its header are right.
-    """
-    path = folder / shard_file(number)
-    table = _load_table(folder / table_file(number), record["table_digest"])
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}: the checkpoint is incomplete") from error
-    if not size == table.size == record["bytes"]:
-        raise CheckpointError(
-            f"{path}: has {size} bytes, the manifest has {record['bytes']}: truncated, or "
-            "of another checkpoint"
-        )
-    header = load_bytes(path, table.data_start)
-    if m.chunk_digest(header) != table.header:
-        raise CheckpointError(f"{path}: damaged: the header does not match its digest")
-    entries, metadata = decode_header(header, size - table.data_start, path)
-    try:
-        shapes = shapes_of(parse_json(metadata["shapes"].encode()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: the header lacks the tensors' global shapes: {error}"
-        ) from error
-    return (
-        ShardFile(number, path, size, record["table_digest"], table.data_start, table.chunk),
-        entries,
-        shapes,
-    )
-
-
-def _load_table(path: Path, digest: str) -> DigestTable:
-    raw = load_bytes(path, MANIFEST_LIMIT)
+def read_table(path: Path, digest: str, raw: bytes | None = None) -> DigestTable:
+    """The digest table at `path`, or the one that `raw` holds, verified by its own digest."""
+    raw = load_bytes(path, MANIFEST_LIMIT) if raw is None else raw
     if table_digest(raw) != digest:
         raise CheckpointError(
             f"{path}: damaged, or of another checkpoint: it does not match its digest in {MANIFEST}"

@@ -16,7 +16,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,88 +25,49 @@ from megatron.checkpoint.manifest import CheckpointError
 logger = logging.getLogger(__name__)
 
 NAME = "in_use.json"
-RENEWED = 10.0  # seconds between two renewals
-STALE = 60.0  # seconds without a renewal after which the owner counts as dead
-LOOK = 0.5  # seconds between two looks at the lease of an owner that may be alive
-LARGEST = 4096  # bytes of the file
+RENEW_S = 5.0  # between two renewals
+STALE_S = 60.0  # without a renewal, after which the owner counts as dead
+POLL_S = 0.5  # between two looks at the lease of an owner that may be alive
+FIELDS = ("token", "run", "machine", "pid", "job")
 
 
-@dataclass(frozen=True)
-class Owner:
-    """A run that writes to a folder. Machine, process id and start time identify its process."""
-
-    token: str
-    host: str
-    machine: str  # boot id and namespace of process ids; empty without /proc
-    pid: int
-    started: int  # clock ticks from boot to the start of the process; -1: it does not run
-    job: str  # Slurm job; empty outside of Slurm
-    since: str
-
-    @staticmethod
-    def here(job: str) -> Owner:
-        """This process, from now on."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        pid = os.getpid()
-        return Owner(
-            secrets.token_hex(8), socket.gethostname(), _machine(), pid, _started(pid), job, now
-        )
-
-    @property
-    def is_dead(self) -> bool | None:
-        """Whether its process has ended; None on another machine, and where /proc hides the
-        processes of other users.
-        """
-        if not self.machine or self.machine != _machine() or not os.access("/proc/1/stat", os.R_OK):
-            return None
-        return _started(self.pid) != self.started
-
-    def __str__(self) -> str:
-        job = f" (Slurm job {self.job})" if self.job else ""
-        text = f"process {self.pid} on {self.host}{job}, since {self.since}"
-        return re.sub(r"[^\x20-\x7e]", "?", text)
-
-
-def _machine() -> str:
+def describe_run(job: str) -> dict[str, str]:
+    """This process as the content of a lease. `machine`: boot id and namespace of process ids, empty
+    without /proc; `job`: Slurm's, empty outside of it.
+    """
+    pid = os.getpid()
+    run = f"process {pid} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}"
+    since = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return ""
+        machine = ""
+    values = secrets.token_hex(8), f"{run}, since {since}", machine, str(pid), job
+    return dict(zip(FIELDS, values, strict=True))
 
 
-def _started(pid: int) -> int:
+def read_owner(path: Path) -> dict[str, str]:
+    """The run that holds a lease; empty texts when the file is missing, incomplete or no lease."""
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return -1
-    return -1 if state in "ZX" else int(rest[18])  # a zombie has ended
-
-
-def read_owner(path: Path) -> Owner | None:
-    """The owner that a lease names; None when the file is missing, incomplete or not a lease."""
-    try:
-        with open(path, "rb") as file:
-            return Owner(**json.loads(file.read(LARGEST)))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
+        found = json.loads(path.read_bytes()[:4096])
+        return {name: re.sub(r"[^\x20-\x7e]", "?", found[name]) for name in FIELDS}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return dict.fromkeys(FIELDS, "") | {"run": f"a run that cannot be read from {NAME}"}
 
 
 class Lease:
     """A --save folder that this process alone writes to, until `release`."""
 
-    def __init__(self, path: Path, owner: Owner):
-        self.path = path
-        self.owner = owner
-        self.lost = False
+    def __init__(self, path: Path, token: str):
+        self.path, self.token, self.lost = path, token, False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self._thread.start()
 
     def _renew(self) -> None:
-        while not self._end.wait(RENEWED):
-            found = read_owner(self.path)
-            if found is not None and found.token != self.owner.token:
+        while not self._end.wait(RENEW_S):
+            if read_owner(self.path)["token"] not in (self.token, ""):
                 self.lost = True
                 return
             with suppress(OSError):  # the file system may be unavailable for a while
@@ -118,16 +78,16 @@ class Lease:
         if self.lost:
             raise CheckpointError(
                 f"{self.path}: another run has taken this folder over "
-                f"({read_owner(self.path)}), since this one had not renewed its lease for "
-                f"{STALE:g} s; it ends here, so that the two do not mix. Its checkpoints are whole."
+                f"({read_owner(self.path)['run']}), since this one had not renewed its lease for "
+                f"{STALE_S:g} s; it ends here, so that the two do not mix. Its checkpoints are "
+                "whole."
             )
 
     def release(self) -> None:
         """Give the folder up; the file goes unless another run has taken it over."""
         self._end.set()
         self._thread.join()
-        owner = read_owner(self.path)
-        if owner is not None and owner.token == self.owner.token:
+        if read_owner(self.path)["token"] == self.token:
             with suppress(OSError):
                 self.path.unlink()
 
@@ -136,63 +96,62 @@ def take_lease(root: str | Path, job: str) -> Lease:
     """Become the only writer of `root`, which is made if needed; `job` is the Slurm job, if any.
 
     A dead owner is replaced: at once if its process has ended on this machine or it was an earlier
-    start of the same Slurm job, otherwise when it has not renewed its lease for STALE seconds.
+    start of the same Slurm job, otherwise when it has not renewed its lease for STALE_S seconds.
     Raises CheckpointError, which names the owner, when that is alive; OSError.
     """
     path = Path(root, NAME)
     make_root(path.parent)
-    me = Owner.here(job)
-    content = json.dumps(asdict(me), indent=1).encode() + b"\n"
+    me = describe_run(job)
     while True:
         try:
             with new_file(path) as file:
-                write_all(file, [memoryview(content)])
-            return Lease(path, me)
+                write_all(file, [memoryview(json.dumps(me, indent=1).encode() + b"\n")])
+            return Lease(path, me["token"])
         except FileExistsError:
             with suppress(FileNotFoundError):  # it was released just now
                 _remove_dead(path, me)
 
 
-def _remove_dead(path: Path, me: Owner) -> None:
+def _remove_dead(path: Path, me: dict[str, str]) -> None:
     """Remove the lease of a dead owner. Raises CheckpointError when it is alive."""
-    before = _stamp(path)
-    owner = read_owner(path)
-    why = _death(path, owner, me, before)
+    aside = path.with_name(f".{NAME}.{me['token']}")
+    owner, judged = read_owner(path), _stamp(path)
+    try:
+        with new_file(aside) as file:
+            age = (os.fstat(file).st_mtime_ns - judged[1]) / 1e9
+        why = _death(owner, me, age) or _watch(path, owner["run"], judged)
 
-    # Of two runs that judge the same owner, one removes its lease; the other may catch the new one.
-    aside = path.with_name(f".{NAME}.{me.token}")
-    os.rename(path, aside)
-    if _stamp(aside) != before:
-        with suppress(OSError):
-            os.link(aside, path)
-        owner = read_owner(aside)
-        aside.unlink()
-        raise _in_use(path, owner)
-    aside.unlink()
-    shown = owner or f"a run that cannot be read from {NAME}"
-    logger.info(f" --save {path.parent}: taken over from {shown}: {why}")
+        # Of two runs that judge the same owner, one removes its lease. The other may catch the new
+        # lease instead, and puts it back.
+        os.rename(path, aside)
+        if _stamp(aside) != judged:
+            with suppress(OSError):
+                os.link(aside, path)
+            raise _in_use(path, read_owner(aside)["run"])
+    finally:
+        aside.unlink(missing_ok=True)
+    logger.info(f" --save {path.parent}: taken over from {owner['run']}: {why}")
 
 
-def _death(path: Path, owner: Owner | None, me: Owner, stamp: tuple[int, int]) -> str:
-    """Why an owner counts as dead. Raises CheckpointError when it is alive."""
-    if owner is not None and owner.is_dead is not None:
-        if owner.is_dead:
+def _death(owner: dict[str, str], me: dict[str, str], age: float) -> str:
+    """Why an owner is known to be dead; empty when it may be alive."""
+    if owner["machine"] and owner["machine"] == me["machine"]:
+        if not Path("/proc", owner["pid"]).exists():
             return "it has ended"
-        raise _in_use(path, owner)
-    if owner is not None and owner.job and owner.job == me.job:
+    elif owner["job"] and owner["job"] == me["job"]:
         return "it was an earlier start of the same Slurm job"
-    age = _file_system_time(path.parent) - stamp[1] / 1e9
-    if age > STALE:
-        return f"it has renewed its lease {age:.0f} s ago for the last time"
+    return f"it has renewed its lease {age:.0f} s ago for the last time" if age > STALE_S else ""
 
-    shown = owner or f"the run that wrote {NAME}"
-    logger.info(f" --save {path.parent}: waiting up to {STALE:g} s to see whether {shown} is alive")
-    end = time.monotonic() + STALE
+
+def _watch(path: Path, run: str, judged: tuple[int, int]) -> str:
+    """Why an owner is dead, after STALE_S seconds. Raises CheckpointError when it renews."""
+    logger.info(f" --save {path.parent}: waiting up to {STALE_S:g} s to see whether {run} is alive")
+    end = time.monotonic() + STALE_S
     while time.monotonic() < end:
-        time.sleep(LOOK)
-        if _stamp(path) != stamp:
-            raise _in_use(path, read_owner(path) or owner)
-    return f"it did not renew its lease for {STALE:g} s"
+        time.sleep(POLL_S)
+        if _stamp(path) != judged:
+            raise _in_use(path, read_owner(path)["run"])
+    return f"it did not renew its lease for {STALE_S:g} s"
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -201,18 +160,9 @@ def _stamp(path: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def _file_system_time(root: Path) -> float:
-    probe = root / f".{NAME}.{secrets.token_hex(8)}"
-    try:
-        with new_file(probe):
-            return probe.stat().st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-def _in_use(path: Path, owner: Owner | None) -> CheckpointError:
+def _in_use(path: Path, run: str) -> CheckpointError:
     return CheckpointError(
-        f"--save {path.parent}: another run is writing there: {owner or 'unreadable'}. Two runs "
-        "would mix their metrics and checkpoints: give this one another --save folder, or end "
-        f"that one first. If it is dead for certain, delete {path}"
+        f"--save {path.parent}: another run is writing there: {run}. Two runs would mix their "
+        "metrics and checkpoints: give this one another --save folder, or end that one first. If "
+        f"it is dead for certain, delete {path}"
     )

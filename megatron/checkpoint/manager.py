@@ -5,56 +5,30 @@ while training waits, or in the background (`staged.py`).
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.background import Background
 from megatron.checkpoint.files import GB
 from megatron.checkpoint.index import read_manifest
 from megatron.checkpoint.manifest import iteration_folder, list_iterations
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.save_plan import not_empty
-from megatron.checkpoint.staged import StagedSave, StagedSaves
+from megatron.checkpoint.staged import StagedSave, Staging
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.desync import DesyncCheck
     from megatron.checkpoint.local.checkpoints import LocalCheckpoints
-    from megatron.checkpoint.save_plan import BoxTensor, Pairs
+    from megatron.checkpoint.save_plan import BoxTensor
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Destination:
-    """Where a run's checkpoints go, and how. `rate`: the most MB/s of a rank in the background;
-    `before`: iterations that were there before this run, on the first rank.
-    """
-
-    root: Path
-    ranks: Ranks
-    retention: Policy
-    verify: bool
-    rate: float | None
-    before: list[int]
-
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """One save: the (box, tensor) `pairs` that this rank writes, and the JSON `state`. `local`: the
-    local tier has the shards; `began`: when it started, by time.perf_counter.
-    """
-
-    iteration: int
-    pairs: Pairs
-    state: dict[str, Any]
-    replicas: DesyncCheck | None
-    local: bool
-    began: float
 
 
 @dataclass(frozen=True)
@@ -98,16 +72,28 @@ class CheckpointManager:
         rate: float | None = None,
         report: Callable[[int, Saved], None] = lambda iteration, saved: None,
     ):
+        self.root = Path(root)
         self.ranks = ranks
+        self.retention = retention
+        self.verify = verify
         self.local_checkpoints = local_checkpoints
+        self.rate = rate
         self.report = report
-        before = list_iterations(Path(root)) if ranks.first else []
-        to = Destination(Path(root), ranks, retention, verify, rate, before)
-        self.destination = to
-        self.staged = None if memory is None else StagedSaves(to, memory, local_checkpoints)
+        # iterations that were there before this run, on the first rank
+        self.before = list_iterations(self.root) if ranks.first else []
         self.pending: StagedSave | None = None
         self.went_well = True  # the last save
         self.stall = 0.0  # seconds that the last one has held training up
+        self.began = 0.0  # when it started, by time.perf_counter
+        # A process writes in the background; a shard of the local tier needs no memory.
+        self.background: Background | None = None
+        self.staging: Staging | None = None
+        if memory is not None:
+            size = memory if local_checkpoints is None else mmap.PAGESIZE
+            self.background = Background(size)
+            ranks.gather_or_raise(self.background.start)
+            if local_checkpoints is None:
+                self.staging = Staging(self.background, ranks.device)
 
     def save(
         self,
@@ -117,8 +103,8 @@ class CheckpointManager:
         replicas: DesyncCheck | None = None,
     ) -> None:
         """Save, or begin to: a save that is still under way is waited for before. All ranks call it
-        together. `replicas` are compared before anything is written, in the background before the
-        checkpoint counts.
+        together. `pairs`: the (box, tensor) pairs that this rank writes; `state`: JSON. `replicas`
+        are compared before anything is written, in the background before the checkpoint counts.
         """
         began = time.perf_counter()
         if self.pending is not None:
@@ -127,44 +113,40 @@ class CheckpointManager:
                 f" the save before was not over: waited {time.perf_counter() - began:.1f} s "
                 "for it; a longer --save-interval avoids that"
             )
+        self.began = began
         try:
-            if replicas is not None and not (self.staged and self.staged.staging):
+            if replicas is not None and self.staging is None:
                 replicas.check(self.ranks)
             pairs = not_empty(pairs)
             local = self.local_checkpoints is not None and self.local_checkpoints.save(
                 iteration, pairs, state
             )
-            request = SaveRequest(iteration, pairs, state, replicas, local, began)
-            if self.staged is not None and (self.staged.staging or local):
-                self.pending = self.staged.start(request)
+            if self.staging is not None or (self.background is not None and local):
+                self.pending = StagedSave(self, iteration, pairs, state, replicas)
             else:
-                self._save_now(request)
+                save_checkpoint(
+                    self.root,
+                    iteration,
+                    pairs,
+                    state,
+                    self.ranks,
+                    verify=self.verify,
+                    before=self.before,
+                )
+                if self.ranks.first:
+                    retire(self.root, self.retention, iteration)
         except (UserError, OSError) as error:
             self.close()  # its process may wait for the rest of a shard
             self._failed(iteration, error)
             return
         self.stall = time.perf_counter() - began
         if self.pending is None:
-            self._committed(request)
-
-    def _save_now(self, request: SaveRequest) -> None:
-        to = self.destination
-        save_checkpoint(
-            to.root,
-            request.iteration,
-            request.pairs,
-            request.state,
-            to.ranks,
-            verify=to.verify,
-            before=to.before,
-        )
-        if to.ranks.first:
-            retire(to.root, to.retention, request.iteration)
+            self._committed(iteration)
 
     def before_update(self) -> None:
         """The tensors are about to change: wait for what a save under way still reads of them."""
         if self.pending is not None:
-            self.stall += self.pending.before_update()
+            self.pending.before_update()
 
     # ---- from step to step
 
@@ -174,7 +156,7 @@ class CheckpointManager:
         """
         if self.pending is not None:
             return self.pending.ready()
-        return [] if self.staged is None else [0.0, 0.0]
+        return [] if self.background is None else [0.0, 0.0]
 
     def advance(self, sums: Sequence[float]) -> None:
         """All ranks call this after the same step: go on to the next phase when every one is ready
@@ -197,8 +179,8 @@ class CheckpointManager:
 
     def close(self) -> None:
         """End the writer process, if there is one, whatever it does."""
-        if self.staged is not None:
-            self.staged.background.close()
+        if self.background is not None:
+            self.background.close()
 
     def _next_phase(self, save: StagedSave) -> None:
         try:
@@ -206,10 +188,10 @@ class CheckpointManager:
                 return
         except UserError as error:
             self._end(save)
-            self._failed(save.request.iteration, error)
+            self._failed(save.iteration, error)
             return
         self._end(save)
-        self._committed(save.request)
+        self._committed(save.iteration)
 
     def _end(self, save: StagedSave) -> None:
         save.close()
@@ -221,14 +203,13 @@ class CheckpointManager:
             f"iteration {iteration} was NOT saved; older checkpoints are untouched. {error}"
         )
 
-    def _committed(self, request: SaveRequest) -> None:
+    def _committed(self, iteration: int) -> None:
         self.went_well = True
         if not self.ranks.first:
             return
-        folder = self.destination.root / iteration_folder(request.iteration)
+        folder = self.root / iteration_folder(iteration)
         manifest, _ = read_manifest(folder)
         size = sum(shard["bytes"] for shard in manifest["shards"])
-        seconds = time.perf_counter() - request.began
-        saved = Saved(str(folder), size, seconds, self.stall)
+        saved = Saved(str(folder), size, time.perf_counter() - self.began, self.stall)
         logger.info(str(saved))
-        self.report(request.iteration, saved)
+        self.report(iteration, saved)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.fetch import BATCH, DamageError, Range
 from megatron.checkpoint.index import Index, Piece, StoredTensor, newest_first
 from megatron.checkpoint.manifest import (
@@ -249,13 +248,11 @@ class Checkpoint(Index):
                     f"{self.path}: {name} {shapes}: the model's flags or the tokenizer differ"
                 )
             if not shape:  # a scalar is read as a vector of one
-                offset = (0,)
-                extent = (1,)
                 view = view.view(1)
-            for piece in stored.pieces:
-                common = intersect(offset, extent, piece.offset or (0,), piece.extent or (1,))
-                if common is not None:
-                    cuts.append(_Cut(piece, TORCH_DTYPES[stored.dtype], *common, offset, view))
+            cuts += [
+                _Cut(piece, TORCH_DTYPES[stored.dtype], low, high, offset or (0,), view)
+                for piece, low, high in self.overlaps(name, offset, extent)
+            ]
         cuts.sort(key=lambda cut: (cut.piece.shard.number, cut.begin))
         try:
             for batch, data in self.fetcher.stream(

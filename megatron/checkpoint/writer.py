@@ -120,27 +120,18 @@ def write_shards(
             progress(count)
 
     def write(number: int) -> JsonObject:
+        index = attempt.index + number
+        where = attempt.folder, index, attempt.shards, attempt.iteration
         try:
-            return write_shard(
-                attempt.folder,
-                attempt.index + number,
-                attempt.shards,
-                attempt.iteration,
-                parts[number],
-                verify=verify,
-                progress=report,
-            )
+            return write_shard(*where, parts[number], verify=verify, progress=report)
         except BaseException as error:
             faults.append(error)
             raise
 
-    if len(parts) < 2:
+    if len(parts) < 2:  # without a thread
         return [write(number) for number in range(len(parts))]
     with ThreadPoolExecutor(len(parts)) as threads:
-        futures = [threads.submit(write, number) for number in range(len(parts))]
-    if faults:
-        raise faults[0]
-    return [future.result() for future in futures]
+        return list(threads.map(write, range(len(parts))))
 
 
 def write_shard(
@@ -156,9 +147,10 @@ def write_shard(
     """
     pairs = in_file_order(pairs)
     data = (
-        memoryview(piece.reshape(-1).view(torch.uint8).numpy())
+        memoryview(part.cpu().numpy())
         for box, tensor in pairs
-        for piece in _host_pieces(box.view(tensor.detach()))
+        for piece in contiguous_pieces(box.view(tensor.detach()))
+        for part in piece.reshape(-1).view(torch.uint8).split(PIECE)
     )
     return write_shard_file(
         folder, index, shard_header(pairs, index, shards, iteration), data, **options
@@ -193,17 +185,16 @@ def shard_header(pairs: Pairs, index: int, shards: int, iteration: int) -> bytes
     )
 
 
-def _host_pieces(view: Tensor) -> Iterator[Tensor]:
-    """Contiguous CPU tensors that hold `view`'s elements in order: the memory itself where
-    possible, else copies of at most PIECE bytes.
+def contiguous_pieces(view: Tensor) -> Iterator[Tensor]:
+    """Contiguous tensors that hold `view`'s elements in order: the memory itself where possible,
+    else copies of at most PIECE bytes.
     """
-    size = view.numel() * view.element_size()
-    if view.is_contiguous() and (view.device.type == "cpu" or size <= PIECE):
-        yield view.cpu()
+    if view.is_contiguous():
+        yield view
     elif view[0].numel() * view.element_size() > PIECE:
         for part in view:
-            yield from _host_pieces(part)
+            yield from contiguous_pieces(part)
     else:
-        step = max(1, PIECE * len(view) // size)
+        step = max(1, PIECE // (view[0].numel() * view.element_size()))
         for start in range(0, len(view), step):
-            yield view[start : start + step].contiguous().cpu()
+            yield view[start : start + step].contiguous()

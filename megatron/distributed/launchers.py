@@ -317,17 +317,6 @@ def slurm_job(environment: Environment = os.environ) -> str:
     return environment.get("SLURM_JOB_ID", "")
 
 
-def rank_hosts(launch: Launch, environment: Environment = os.environ) -> list[str]:
-    """The host of each rank, in the blocks of srun; empty under other launchers. Raises
-    LaunchError.
-    """
-    if launch.launcher != "srun":
-        return []
-    hosts = expand_hosts(environment["SLURM_STEP_NODELIST"])
-    tasks = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
-    return [host for host, count in zip(hosts, tasks) for _ in range(count)]
-
-
 def _checked(launch: Launch, names: str) -> Launch:
     values = f"{launch.rank}, {launch.world_size}, {launch.local_rank}, {launch.local_size}"
     faults = [

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,34 +62,22 @@ class OtherRank(logging.Handler):
         super().__init__(logging.WARNING)
         self.rank = rank
         self.store = store
-        self.held: list[tuple[float, str]] = []  # when each is due
-        self.changed = threading.Condition()
-        self.thread: threading.Thread | None = None
-        self.over = False
+        self.held: dict[threading.Timer, str] = {}  # delayed warnings, the oldest first
 
     def emit(self, record: logging.LogRecord) -> None:
         """Delay a warning."""
-        with self.changed:
-            self.held.append((time.monotonic() + PATIENCE, self.format(record)))
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._write_due, daemon=True)
-                self.thread.start()
-            self.changed.notify()
+        timer = threading.Timer(PATIENCE, lambda: self._write(timer))
+        timer.daemon = True
+        self.held[timer] = self.format(record)
+        timer.start()
 
-    def _write_due(self) -> None:
-        while True:
-            with self.changed:
-                while not self.held and not self.over:
-                    self.changed.wait()
-                if not self.held:
-                    return
-                due, text = self.held[0]
-                if not self.over and due > time.monotonic():
-                    self.changed.wait(due - time.monotonic())
-                    continue
-                self.held.pop(0)
-            if self._is_news(text):
-                print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
+    def _write(self, last: threading.Timer) -> None:
+        """Write the warnings up to that of `last`, unless they have been written."""
+        with self.lock:
+            while last in self.held:
+                text = self.held.pop(next(iter(self.held)))
+                if self._is_news(text):
+                    print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
     def _is_news(self, text: str) -> bool:
         """Whether neither rank 0 nor another rank has logged it."""
@@ -104,11 +91,8 @@ class OtherRank(logging.Handler):
 
     def close(self) -> None:
         """Write delayed warnings at once."""
-        with self.changed:
-            self.over = True
-            self.changed.notify()
-        if self.thread is not None:
-            self.thread.join(timeout=PATIENCE)
+        for timer in list(self.held):
+            self._write(timer)
         super().close()
 
 

@@ -1,8 +1,6 @@
 """The persistent Gloo worlds themselves."""
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.pool import Hang, RankError, World  # noqa: I001  # tests/distributed, not torch's
-
-TESTS = Path(__file__).resolve().parents[1]
 
 
 def add_ranks(n):
@@ -136,65 +132,8 @@ def test_a_function_that_has_no_name_elsewhere_is_refused(gloo_world):
         gloo_world(2).run(lambda: 0)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL],
-)
-@pytest.mark.full
-def test_nothing_is_left_when_pytest_is_interrupted(tmp_path, number):
-    """A pytest that has a world is ended by a signal in the middle of a test."""
-    (tmp_path / "test_wait.py").write_text(
-        "import time\nfrom test_pool import add_ranks\n\n"
-        "def test_wait(gloo_world):\n"
-        f"    pids = [str(pid) for pid, *_ in gloo_world(2).run(add_ranks, 1)]\n"
-        f"    open({str(tmp_path / 'pids')!r}, 'w').write(' '.join(pids) + ' end')\n"
-        "    time.sleep(600)\n"
-    )
-    (tmp_path / "conftest.py").write_text(
-        "import pytest\nfrom distributed.pool import Worlds\n\n"
-        "@pytest.fixture(scope='session')\ndef gloo_world():\n"
-        "    worlds = Worlds()\n    yield worlds\n    worlds.close()\n"
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "distributed")]),
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)],
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        # a shell's background job ignores it, and so would this one
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        pids = (
-            until(
-                lambda: (
-                    (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().endswith("end")
-                )
-            )
-            and (tmp_path / "pids").read_text()
-        )
-        pids = [int(pid) for pid in pids.split()[:-1]]
-        process.send_signal(number)
-        assert until(lambda: process.poll() is not None)
-        assert until(lambda: not any(alive(pid) for pid in pids))
-    finally:
-        process.kill()
-        process.wait()
-
-
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def until(condition, seconds=240):  # a busy machine takes a minute to start a world
-    end = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return met

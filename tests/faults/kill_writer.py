@@ -20,10 +20,8 @@ complete, every checkpoint listed is whole, every value of every tensor and of t
 its iteration, and the ranks that were not killed have ended by themselves, with the collective's
 error. The next processes go on from there in the same folder. A writer process that is killed alone
 fails at most one save, with one error on all ranks; the next one succeeds. Negative controls:
-`--writer in-place` (no temporary folder) and `overwrite` (one folder for all iterations); with
---mode async `early` (says that it has saved when it has begun to) and `uncopied` (training goes on
-before the copy is made); with --mode local --ranks 2 `alone` (nothing is copied to the partner),
-with --ranks 3 `half-xor` (a piece of every stripe is in no XOR parity block).
+`--writer in-place` (no temporary folder); with --mode async `uncopied` (training continues before
+the copy is made).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """What the processes of the kill campaigns do: save one iteration after the other, in several ways
-and in some bad ones, and tell what is complete.
+and in two bad ones, and log what is complete.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import random
 import re
 import shutil
@@ -22,19 +21,13 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.checkpoint import manifest, writer  # noqa: E402
-from megatron.checkpoint.local import saves, xor  # noqa: E402
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id  # noqa: E402
 from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
-from megatron.checkpoint.manager import CheckpointManager, SaveRequest  # noqa: E402
+from megatron.checkpoint.manager import CheckpointManager  # noqa: E402
 from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
 from megatron.checkpoint.save_plan import own_part  # noqa: E402
-from megatron.checkpoint.staged import (  # noqa: E402
-    StagedSave,
-    StagedSaves,
-    Staging,
-    staging_bytes,
-)
+from megatron.checkpoint.staged import Staging, staging_bytes  # noqa: E402
 from megatron.model.spec import Box, Holder  # noqa: E402
 
 SHAPES = {
@@ -93,15 +86,6 @@ def in_place(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks 
     if ranks.first:
         (target / manifest.MANIFEST).write_bytes(manifest.encode_manifest(content))
     ranks.gather_or_raise(lambda: None)
-
-
-def overwrite(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks = ONE) -> None:
-    """A mutant: the newest checkpoint takes the place of the one before."""
-    for old in manifest.list_iterations(root) if ranks.first else []:
-        os.rename(
-            root / manifest.iteration_folder(old), root / manifest.iteration_folder(iteration)
-        )
-    in_place(root, iteration, pairs, state, ranks)
 
 
 # ---- jobs: loops that save one iteration after the other and `tell` of each that is complete -----
@@ -210,36 +194,6 @@ def node_folder(root: Path, node: int) -> Path:
     return Path(f"{root}.node{node}")
 
 
-def uncopied_to_partner(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
-    """A mutant: a node's shards lie on that node alone."""
-    with mock.patch.object(saves, "partner_copies", lambda *args: []):
-        in_tiers(root, first, ranks, tell)
-
-
-def without_a_piece(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
-    """A mutant: one piece of a stripe is in no XOR block."""
-    real = xor.Stripe._pieces
-    with mock.patch.object(
-        xor.Stripe,
-        "_pieces",
-        lambda stripe, of, without=-1: real(stripe, of, without)[: None if without >= 0 else 1],
-    ):
-        in_tiers(root, first, ranks, tell, "xor")
-
-
-def early(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
-    """A mutant: a save counts when it has begun."""
-    start = StagedSaves.start
-
-    def started(saves: StagedSaves, request: SaveRequest) -> StagedSave:
-        save = start(saves, request)
-        tell(str(request.iteration))
-        return save
-
-    with mock.patch.object(StagedSaves, "start", started):
-        in_background(root, first, ranks, tell)
-
-
 def uncopied(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
     """A mutant: the copy is made when training has gone on."""
     fill, hand_over = Staging.fill, Staging.hand_over
@@ -256,18 +210,9 @@ def uncopied(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
         in_background(root, first, ranks, tell)
 
 
-SAVES: dict[str, Callable] = {
-    "real": writer.save_checkpoint,
-    "in-place": in_place,
-    "overwrite": overwrite,
-}
+SAVES: dict[str, Callable] = {"real": writer.save_checkpoint, "in-place": in_place}
 JOBS: dict[str, dict[str, Job]] = {  # mode, writer
     "sync": {name: partial(at_once, save) for name, save in SAVES.items()},
-    "async": {"real": in_background, "early": early, "uncopied": uncopied},
-    "local": {
-        "real": in_tiers,
-        "alone": uncopied_to_partner,
-        "xor": partial(in_tiers, redundancy="xor"),
-        "half-xor": without_a_piece,
-    },
+    "async": {"real": in_background, "uncopied": uncopied},
+    "local": {"real": in_tiers, "xor": partial(in_tiers, redundancy="xor")},
 }

@@ -23,6 +23,7 @@ SENDS = 8  # a rank sends fewer messages than this per window
 
 PathOf = Callable[[int], Path]  # of a file, by its number
 Owner = Callable[[int], int]  # the rank that reads a file, by its number
+Reader = Callable[[int, int, int], Tensor]  # of a file by its number: from a byte on, a size
 Part = tuple[int, int]  # a file's number, and a byte in it
 
 
@@ -52,30 +53,12 @@ class Stream:
                 yield min(size, length - start), [(number, at + start) for number, at in parts]
 
 
-@dataclass
-class ShardFiles:
-    """The files that a rank reads. What cannot be read is sent as zeros, since the receiver counts
-    on the bytes; the first fault is kept.
-    """
-
-    path: PathOf
-    open: dict[int, int] = field(default_factory=dict)
-    fault: Exception | None = None
-
-    def read(self, number: int, at: int, size: int) -> Tensor:
-        """The bytes from `at` on; zeros after the end of the file."""
-        piece = torch.zeros(size, dtype=torch.uint8)
-        try:
-            if number not in self.open:
-                self.open[number] = os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC)
-            os.preadv(self.open[number], [memoryview(piece.numpy())], at)
-        except OSError as error:
-            self.fault = self.fault or error
-        return piece
-
-    def close(self) -> None:
-        for file in self.open.values():
-            os.close(file)
+def read_piece(path: Path, at: int, size: int) -> Tensor:
+    """The bytes of a file from `at` on; zeros after its end."""
+    piece = torch.zeros(size, dtype=torch.uint8)
+    with open(path, "rb", buffering=0) as file:
+        os.preadv(file.fileno(), [memoryview(piece.numpy())], at)
+    return piece
 
 
 def exchange(
@@ -88,25 +71,32 @@ def exchange(
     """Make the files of `streams`: `owner(number)` reads a file at `path(number)`, and
     `write(number, pieces)` takes what a rank makes.
 
-    All ranks call this with the same streams in the same order. An error is raised when everything
-    has been moved. Over NCCL messages pass through the device (never run).
+    All ranks call this with the same streams in the same order. What cannot be read is sent as
+    zeros, and what cannot be written is taken, since the others count on the messages: the first
+    error is raised when everything has been moved. Over NCCL messages pass through the device
+    (never run).
     """
-    fault: Exception | None = None
+    faults: list[Exception] = []
+
+    def read(number: int, at: int, size: int) -> Tensor:
+        try:
+            return read_piece(path(number), at, size)
+        except OSError as error:
+            faults.insert(0, error)  # it comes before what it makes of the files written here
+            return torch.zeros(size, dtype=torch.uint8)
+
     for turn in _turns(streams, owner):
-        files = ShardFiles(path)
-        pieces = _pieces(turn, ranks, owner, files)
+        pieces = _pieces(turn, ranks, owner, read)
         try:
             for stream in turn:
                 if stream.to == ranks.world.rank:
                     write(stream.number, pieces)
         except (OSError, UserError) as error:
-            fault = fault or error
-        for _ in pieces:  # other ranks wait for messages, even if nothing can be written here
+            faults.append(error)
+        for _ in pieces:
             pass
-        files.close()
-        fault = files.fault or fault
-    if fault is not None:
-        raise fault
+    if faults:
+        raise faults[0]
 
 
 def _turns(streams: Iterable[Stream], owner: Owner) -> list[list[Stream]]:
@@ -147,9 +137,7 @@ class _Window:
             yield memoryview(self.made.numpy())
 
 
-def _pieces(
-    turn: list[Stream], ranks: Ranks, owner: Owner, files: ShardFiles
-) -> Iterator[memoryview]:
+def _pieces(turn: list[Stream], ranks: Ranks, owner: Owner, read: Reader) -> Iterator[memoryview]:
     """The stream of a turn that this rank makes, while it sends what other ranks need. Every rank
     starts its messages in the same order.
     """
@@ -159,7 +147,7 @@ def _pieces(
         for stream, window in zip(turn, windows, strict=True):
             if window is not None:
                 size, parts = window
-                _start(started, stream.to, size, parts, ranks, owner, files)
+                _start(started, stream.to, size, parts, ranks, owner, read)
         in_flight.append(started)
         if len(in_flight) == IN_FLIGHT:
             yield from in_flight.popleft().finish()
@@ -174,7 +162,7 @@ def _start(
     parts: list[Part],
     ranks: Ranks,
     owner: Owner,
-    files: ShardFiles,
+    read: Reader,
 ) -> None:
     """Start the messages of this rank for `size` bytes that rank `to` makes of `parts`."""
     world = ranks.world
@@ -185,9 +173,9 @@ def _start(
         reader = owner(number)
         if to != world.rank:
             if reader == world.rank:
-                piece = files.read(number, at, size).to(device)
+                piece = read(number, at, size).to(device)
                 window.sending.append(Sending(piece, to, world, 0))
         elif reader == world.rank:
-            window.made.bitwise_xor_(files.read(number, at, size))
+            window.made.bitwise_xor_(read(number, at, size))
         else:
             window.receiving.append(Receiving((size,), torch.uint8, device, reader, world, 0))

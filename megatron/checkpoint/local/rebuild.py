@@ -9,16 +9,15 @@ import math
 import os
 import shutil
 from base64 import b85decode, b85encode
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.boxes import intersect
 from megatron.checkpoint.files import is_whole
-from megatron.checkpoint.index import load_bytes
-from megatron.checkpoint.local.exchange import Stream, exchange
+from megatron.checkpoint.index import load_bytes, read_table
+from megatron.checkpoint.local.exchange import Stream
 from megatron.checkpoint.local.nodes import Nodes, RunId
 from megatron.checkpoint.local.saves import GIB, NodeAttempt
 from megatron.checkpoint.local.xor import Stripe, stripes_in
@@ -28,7 +27,6 @@ from megatron.checkpoint.manifest import (
     CheckpointError,
     DigestTable,
     decode_manifest,
-    iteration_folder,
     list_iterations,
     shard_file,
     table_digest,
@@ -92,6 +90,11 @@ class Found:
         """The nodes that have a file."""
         return [node for node, held in enumerate(self.held) if number in held]
 
+    def bytes_of_nodes(self) -> list[int]:
+        """Bytes of the files that each node has."""
+        records = self.all_records
+        return [sum(records[number]["bytes"] for number in held) for held in self.held]
+
     def reader(self, nodes: Nodes, number: int) -> int:
         """The rank that reads a file for others."""
         holders = self.holders(number)
@@ -145,7 +148,7 @@ def _listed(
     nodes: Nodes, run: RunId, oldest: int, before: float
 ) -> list[tuple[int, str, list[int]]]:
     """Of each of this node's checkpoints of `run` the iteration, the digest of the manifest, and
-    the files that are here, judged by table and size.
+    the files that are here with their size.
     """
     rows = []
     for iteration in list_iterations(nodes.root / run.folder):
@@ -155,23 +158,14 @@ def _listed(
             found = Found(iteration, raw, ())
             if found.content["run"] != asdict(run) or found.content["iteration"] != iteration:
                 continue
-        except (CheckpointError, KeyError):
+            sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        except (CheckpointError, KeyError, OSError):
             continue  # the manifest of another node lists what is missing here
         if oldest <= iteration < before:
-            files = [i for i, record in enumerate(found.all_records) if _fits(folder, i, record)]
+            records = enumerate(found.all_records)
+            files = [i for i, each in records if sizes.get(shard_file(i)) == each["bytes"]]
             rows.append((iteration, table_digest(raw), files))
     return rows
-
-
-def _fits(folder: Path, number: int, record: JsonObject) -> bool:
-    try:
-        table = load_bytes(folder / table_file(number), MANIFEST_LIMIT)
-        return (
-            table_digest(table) == record["table_digest"]
-            and (folder / shard_file(number)).stat().st_size == record["bytes"]
-        )
-    except (CheckpointError, OSError):
-        return False
 
 
 def _shared_manifest(nodes: Nodes, run: RunId, iteration: int, source: int) -> bytes:
@@ -191,7 +185,7 @@ def _without_damaged(nodes: Nodes, run: RunId, found: Found) -> Found:
     own = sorted(found.held[nodes.index])
     mine = own[nodes.place :: len(nodes.members[nodes.index])]
     damaged = nodes.ranks.gather_or_raise(
-        lambda: [number for number in mine if not _is_whole(folder, number)]
+        lambda: [i for i in mine if not _is_whole(folder, i, found.all_records[i])]
     )
     held = (
         files.difference(*(damaged[rank] for rank in ranks))
@@ -200,19 +194,13 @@ def _without_damaged(nodes: Nodes, run: RunId, found: Found) -> Found:
     return replace(found, held=tuple(held))
 
 
-def _is_whole(folder: Path, number: int) -> bool:
+def _is_whole(folder: Path, number: int, record: JsonObject) -> bool:
+    """Whether every byte of a file and of its digest table is as its entry specifies."""
     try:
-        _, table = _table(folder, number)
+        table = read_table(folder / table_file(number), record["table_digest"])
     except CheckpointError:
         return False
     return is_whole(folder / shard_file(number), table)
-
-
-def _table(folder: Path, number: int) -> tuple[bytes, DigestTable]:
-    """A shard's digest table, as it is in the file and decoded."""
-    path = folder / table_file(number)
-    raw = load_bytes(path, MANIFEST_LIMIT)
-    return raw, DigestTable.decode(raw, path)
 
 
 # ---- a lost node ---------------------------------------------------------------------------------
@@ -226,15 +214,16 @@ def restore(nodes: Nodes, run: RunId, found: Found, *, copies: bool) -> Found | 
     or None where a shard is lost.
     """
     lost = found.missing
-    plan = _Plan(nodes, found)
+    streams = []
     if found.stripes:
-        plan.rebuild(lost)
+        streams = _rebuilt(nodes, found, lost)
     elif copies and len(nodes.members) > 1:
-        plan.copy()
-    if not plan.streams:
+        streams = _second_copies(nodes, found)
+    if not streams:
         return found
+    made = [{each.number for each in streams if each.to in ranks} for ranks in nodes.members]
     try:
-        _carry_out(plan, nodes, run, found)
+        _make(streams, made, nodes, run, found)
     except UserError as error:
         whole = not lost or min(lost) >= len(found.records)
         what = f"the local checkpoint of iteration {found.iteration}"
@@ -245,24 +234,31 @@ def restore(nodes: Nodes, run: RunId, found: Found, *, copies: bool) -> Found | 
         else:
             logger.warning(f"shards of {what} have one copy only: {error}")
         return found if whole else None
-    return replace(found, held=tuple(old | new for old, new in zip(found.held, plan.files)))
+    return replace(found, held=tuple(old | new for old, new in zip(found.held, made)))
 
 
-def _carry_out(plan: _Plan, nodes: Nodes, run: RunId, found: Found) -> None:
-    """Replace the folder of every node that gets files by one with links to its old files, and the
-    new ones. Raises UserError on every rank when that fails; nothing has changed then.
+def _make(
+    streams: list[Stream], made: list[set[int]], nodes: Nodes, run: RunId, found: Found
+) -> None:
+    """Replace the folder of every node that gets files, `made`, by one with links to its old files,
+    and the new ones. Raises UserError on every rank when that fails; nothing has changed then.
     """
     shards = len(found.records)
     folder = nodes.folder(run, found.iteration)
-    own = found.held[nodes.index]
+
+    def link() -> None:
+        for number in found.held[nodes.index]:
+            for name in (shard_file(number), table_file(number)):
+                os.link(folder / name, attempt.folder / name)
+
     with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
-        attempt.gather_or_raise(lambda: _link(folder, attempt.folder, own) if nodes.first else None)
+        attempt.gather_or_raise(lambda: link() if nodes.first else None)
         reader = partial(found.reader, nodes)
-        attempt.make(plan.streams, found.all_records, reader, folder, shards)
-        attempt.publish(found.manifest, lambda node: bool(plan.files[node]))
+        attempt.make(streams, found.all_records, reader, folder, shards)
+        attempt.publish(found.manifest, lambda node: bool(made[node]))
     to = ", ".join(
         f"node {node} ({nodes.hosts[node]}): {len(numbers & set(range(shards)))}"
-        for node, numbers in enumerate(plan.files)
+        for node, numbers in enumerate(made)
         if numbers
     )
     logger.info(
@@ -271,130 +267,100 @@ def _carry_out(plan: _Plan, nodes: Nodes, run: RunId, found: Found) -> None:
     )
 
 
-class _Plan:
-    """Which files are made where: `streams`, the `files` that each node gets, and the bytes that it
-    has with them, `load`.
+def _second_copies(nodes: Nodes, found: Found) -> list[Stream]:
+    """Every shard that one node alone has goes to the emptiest other one."""
+    streams = []
+    load = found.bytes_of_nodes()
+    for number, record in enumerate(found.records):
+        holders = found.holders(number)
+        if len(holders) == 1:
+            others = [node for node in range(len(load)) if node not in holders]
+            to = min(others, key=load.__getitem__)
+            load[to] += record["bytes"]
+            streams.append(Stream.copy(number, record["bytes"], nodes.rank(to, number)))
+    return streams
+
+
+def _rebuilt(nodes: Nodes, found: Found, missing: set[int]) -> list[Stream]:
+    """A missing shard and the block of the same place go to one node: of those with the fewest
+    other files of the stripe the emptiest.
     """
-
-    def __init__(self, nodes: Nodes, found: Found) -> None:
-        self.nodes = nodes
-        self.found = found
-        self.records = found.all_records
-        self.streams: list[Stream] = []
-        self.files: list[set[int]] = [set() for _ in nodes.members]
-        self.load = [sum(self.records[number]["bytes"] for number in held) for held in found.held]
-
-    def _add(self, node: int, stream: Stream) -> None:
-        self.streams.append(stream)
-        self.files[node].add(stream.number)
-        self.load[node] += self.records[stream.number]["bytes"]
-
-    def copy(self) -> None:
-        """Every shard that one node alone has goes to the emptiest other one."""
-        for number, record in enumerate(self.found.records):
-            holders = self.found.holders(number)
-            if len(holders) == 1:
-                others = [node for node in range(len(self.load)) if node not in holders]
-                to = min(others, key=self.load.__getitem__)
-                self._add(to, Stream.copy(number, record["bytes"], self.nodes.rank(to, number)))
-
-    def rebuild(self, missing: set[int]) -> None:
-        """A missing shard and the block of the same place go to one node: of those with the fewest
-        other files of the stripe the emptiest.
-        """
-        for stripe in self.found.stripes:
-            blocks = range(stripe.first, stripe.first + len(stripe.shards))
-            for place, (shard, block) in enumerate(zip(stripe.shards, blocks)):
-                lost = [number for number in (shard, block) if number in missing]
-                if not lost:
-                    continue
-                others = {*stripe.shards, *blocks} - {shard, block}
-                shared = [len(others & held) for held in self.found.held]
-                to = min(range(len(shared)), key=lambda node: (shared[node], self.load[node]))
-                for number in lost:
-                    make = stripe.shard if number == shard else stripe.xor_block
-                    self._add(to, make(place, self.nodes.rank(to, number)))
-
-
-def _link(source: Path, target: Path, numbers: Iterable[int]) -> None:
-    for number in numbers:
-        for name in (shard_file(number), table_file(number)):
-            os.link(source / name, target / name)
+    streams = []
+    load = found.bytes_of_nodes()
+    for stripe in found.stripes:
+        blocks = range(stripe.first, stripe.first + len(stripe.shards))
+        for place, (shard, block) in enumerate(zip(stripe.shards, blocks)):
+            lost = [number for number in (shard, block) if number in missing]
+            if not lost:
+                continue
+            others = {*stripe.shards, *blocks} - {shard, block}
+            shared = [len(others & held) for held in found.held]
+            to = min(range(len(shared)), key=lambda node: (shared[node], load[node]))
+            for number in lost:
+                make = stripe.shard if number == shard else stripe.xor_block
+                load[to] += found.all_records[number]["bytes"]
+                streams.append(make(place, nodes.rank(to, number)))
+    return streams
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
 class LocalCheckpoint(Checkpoint):
-    """A local checkpoint as any rank opens it: a folder with links to the shards of its node and,
-    for the others, files that have their header and size and no data. `fetch` fills those that are
-    read; what is not filled is refused by its digests. All ranks open, fetch and close together;
-    closing removes the folder.
+    """A local checkpoint as any rank opens it: the headers of all shards come from the nodes that
+    have them. `fetch` brings the shards that are read to this rank's node. All ranks open, fetch
+    and close together; closing removes what was fetched.
     """
 
     def __init__(self, nodes: Nodes, run: RunId, found: Found) -> None:
         self.nodes = nodes
+        self.run = run
         self.found = found
-        self._attempt = NodeAttempt(nodes, run, found.iteration, "read")
-        heads = _heads(nodes, run, found)
-        self._attempt.__enter__()
-        try:
-            self._attempt.gather_or_raise(lambda: self._lay_out(heads) if nodes.first else None)
-            self._attempt.gather_or_raise(
-                lambda: super(LocalCheckpoint, self).__init__(self._attempt.folder)
-            )
-            self.path = self._attempt.root / iteration_folder(found.iteration)  # for messages
-        except BaseException:
-            self._attempt.__exit__()
-            raise
+        self._attempt: NodeAttempt | None = None
+        self._heads = _heads(nodes, run, found)
+        folder = nodes.folder(run, found.iteration)
+        nodes.ranks.gather_or_raise(lambda: super(LocalCheckpoint, self).__init__(folder))
 
-    def _lay_out(self, heads: dict[int, list[str]]) -> None:
-        folder = self._attempt.folder
-        held = self.found.held[self.nodes.index]
-        _link(self._attempt.root / iteration_folder(self.found.iteration), folder, held)
-        for number, record in enumerate(self.found.records):
-            if number not in held:
-                table, header = map(b85decode, heads[number])
-                (folder / table_file(number)).write_bytes(table)
-                (folder / shard_file(number)).write_bytes(header)
-                os.truncate(folder / shard_file(number), record["bytes"])
-        (folder / MANIFEST).write_bytes(self.found.manifest)
+    def _read_manifest(self) -> tuple[JsonObject, bytes]:
+        return self.found.content, b""
+
+    def _read_head(self, number: int) -> tuple[DigestTable, bytes]:
+        if number not in self._heads:
+            return super()._read_head(number)
+        table, header = map(b85decode, self._heads[number])
+        digest = self.found.records[number]["table_digest"]
+        return read_table(self.path / table_file(number), digest, table), header
 
     def fetch(self, boxes: Iterable[Box]) -> int:
         """Bring the shards that hold anything of `boxes` to this rank's node; returns how many
         bytes of shards travelled, over all nodes.
         """
         nodes = self.nodes
-        lacking = self._shards_of(boxes) - self.found.held[nodes.index]
+        held = self.found.held[nodes.index]
+        lacking = {
+            piece.shard.number
+            for box in boxes
+            if box.name in self.tensors
+            for piece, *_ in self.overlaps(box.name, tuple(box.offset), tuple(box.extent))
+            if piece.shard.number not in held
+        }
         by_rank = nodes.ranks.gather_or_raise(lambda: sorted(lacking))
-        streams = []
-        for node, ranks in enumerate(nodes.members):
-            for number in sorted({number for rank in ranks for number in by_rank[rank]}):
-                to = nodes.rank(node, number)
-                streams.append(Stream.copy(number, self.shards[number].size, to))
-        here = nodes.members[nodes.index]
-        arriving = sum(stream.size for stream in streams if stream.to in here)
-        self._attempt.gather_or_raise(lambda: self._require(arriving))
+        streams = [
+            Stream.copy(number, self.shards[number].size, nodes.rank(node, number))
+            for node, ranks in enumerate(nodes.members)
+            for number in sorted({number for rank in ranks for number in by_rank[rank]})
+        ]
+        if not streams:
+            return 0
+        here = [each for each in streams if each.to in nodes.members[nodes.index]]
+        self._attempt = NodeAttempt(nodes, self.run, self.found.iteration, "read").__enter__()
+        self._attempt.gather_or_raise(lambda: self._require(sum(each.size for each in here)))
         reader = partial(self.found.reader, nodes)
-        self._attempt.gather_or_raise(
-            lambda: exchange(
-                streams, nodes.ranks, reader, lambda number: self.shards[number].path, self._fill
-            )
-        )
+        self._attempt.make(streams, self.found.records, reader, self.path)
+        for number in (each.number for each in here):
+            path = self._attempt.folder / shard_file(number)
+            self.shards[number] = replace(self.shards[number], path=path)
         return sum(stream.size for stream in streams)
-
-    def _shards_of(self, boxes: Iterable[Box]) -> set[int]:
-        """The shards that hold anything of `boxes`."""
-        needed = set()
-        for box in boxes:
-            if box.name not in self.tensors:
-                continue
-            offset = tuple(box.offset) or (0,)
-            extent = tuple(box.extent) or (1,)
-            for piece in self.tensors[box.name].pieces:
-                if intersect(offset, extent, piece.offset or (0,), piece.extent or (1,)):
-                    needed.add(piece.shard.number)
-        return needed
 
     def _require(self, size: int) -> None:
         free = shutil.disk_usage(self.nodes.root).free
@@ -408,18 +374,14 @@ class LocalCheckpoint(Checkpoint):
                 "--load with --ckpt-step"
             )
 
-    def _fill(self, number: int, pieces: Iterator[memoryview]) -> None:
-        with open(self.shards[number].path, "r+b", buffering=0) as file:
-            for piece in pieces:
-                while len(piece):
-                    piece = piece[file.write(piece) :]
-
     def _instead(self) -> str:
         return "take a checkpoint of --load with --ckpt-step"
 
     def close(self) -> None:
         super().close()
-        self._attempt.__exit__()
+        if self._attempt is not None:
+            self._attempt.__exit__()
+            self._attempt = None
 
 
 def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, list[str]]:
@@ -433,8 +395,9 @@ def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, list[str]]:
         own = []
         for number in range(len(found.records)):
             if number not in everywhere and found.reader(nodes, number) == nodes.ranks.world.rank:
-                raw, table = _table(folder, number)
-                header = load_bytes(folder / shard_file(number), table.data_start)
+                raw = load_bytes(folder / table_file(number), MANIFEST_LIMIT)
+                start = DigestTable.decode(raw, folder / table_file(number)).data_start
+                header = load_bytes(folder / shard_file(number), start)
                 own.append((number, [b85encode(data).decode() for data in (raw, header)]))
         return own
 

@@ -295,20 +295,27 @@ def require_space(
     count = KEPT + 1 + flushes
 
     def check() -> None:
-        if not nodes.first:
+        own = _size(nodes.root / run.folder)
+        free = shutil.disk_usage(nodes.root).free + own
+        if count * one <= free:
             return
-        free = shutil.disk_usage(nodes.root).free + _size(nodes.root / run.folder)
-        if count * one > free:
-            flushing = ", one on its way to --save" if flushes else ""
-            raise CheckpointError(
-                f"--local-checkpoint-dir {nodes.root} on node {nodes.index} "
-                f"({nodes.hosts[nodes.index]}): {count} checkpoints ({KEPT} kept, one being "
-                f"written{flushing}) of {one / GIB:.3g} GiB each need {count * one / GIB:.3g} "
-                f"GiB, and {free / GIB:.3g} GiB are free.{_left_by_others(nodes, run)} Give a "
-                f"larger folder{', or --local-redundancy none' if redundancy != 'none' else ''}"
-            )
+        node = f"node {nodes.index} ({nodes.hosts[nodes.index]})"
+        flushing = ", one on its way to --save" if flushes else ""
+        others = _size(nodes.root) - own
+        left = (
+            f" Other runs have left {others / GIB:.3g} GiB there (run-*): remove what is no longer "
+            "needed."
+            if others
+            else ""
+        )
+        fix = ", or --local-redundancy none" if redundancy != "none" else ""
+        raise CheckpointError(
+            f"--local-checkpoint-dir {nodes.root} on {node}: {count} checkpoints ({KEPT} kept, one "
+            f"being written{flushing}) of {one / GIB:.3g} GiB each need {count * one / GIB:.3g} "
+            f"GiB, and {free / GIB:.3g} GiB are free.{left} Give a larger folder{fix}"
+        )
 
-    nodes.ranks.gather_or_raise(check)
+    nodes.ranks.gather_or_raise(lambda: check() if nodes.first else None)
 
 
 def _node_bytes(nodes: Nodes, by_rank: list[int], redundancy: str) -> int:
@@ -326,18 +333,6 @@ def _node_bytes(nodes: Nodes, by_rank: list[int], redundancy: str) -> int:
                 largest = max(by_rank[rank] for rank in ranks)
                 found += largest // (len(ranks) - 1) + ALIGN
     return found
-
-
-def _left_by_others(nodes: Nodes, run: RunId) -> str:
-    """A sentence about what other runs have in the node's folder; empty when that is nothing."""
-    folders = (path for path in nodes.root.glob("run-*") if path.name != run.folder)
-    others = sum(_size(path) for path in folders)
-    if not others:
-        return ""
-    return (
-        f" Other runs have left {others / GIB:.3g} GiB there (run-*): remove what is no longer "
-        "needed."
-    )
 
 
 def _size(folder: Path) -> int:

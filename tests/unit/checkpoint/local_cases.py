@@ -8,7 +8,6 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -232,29 +231,6 @@ def save_with_pictures(
     return taken
 
 
-def die_while_saving(root: Path, each: int, iteration: int, seed: int, who: int, at: int) -> None:
-    """kill -9 of rank `who` before its call number `at` that changes something in a local save."""
-    left = at
-
-    def deadly(real):
-        def call(*args, **kwargs):
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return call
-
-    joined = join(root, each)
-    dist.barrier()
-    if dist.get_rank() == who:
-        for name in ("pwritev", "rename", "fsync", "mkdir"):
-            setattr(os, name, deadly(getattr(os, name)))
-    with small(None, 1 << 16):
-        save_local(joined, RUN, iteration, dealt(seed, seed), STATE, "partner")
-
-
 # ---- mutants: mistakes that the tests must notice ------------------------------------------------
 
 
@@ -317,20 +293,20 @@ def _incomplete_xor_blocks() -> contextlib.AbstractContextManager:
 
 
 def _damaged_pieces() -> contextlib.AbstractContextManager:
-    real = exchange.ShardFiles.read
+    real = exchange.read_piece
 
-    def read(files: exchange.ShardFiles, number: int, at: int, size: int) -> torch.Tensor:
-        piece = real(files, number, at, size)
+    def read(path: Path, at: int, size: int) -> torch.Tensor:
+        piece = real(path, at, size)
         piece[-1] ^= dist.get_rank() == 0
         return piece
 
-    return mock.patch.object(exchange.ShardFiles, "read", read)
+    return mock.patch.object(exchange, "read_piece", read)
 
 
 MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "copies at home": _copies_at_home,
     "nothing is read to the end": lambda: mock.patch.object(
-        rebuild, "_is_whole", lambda folder, number: True
+        rebuild, "_is_whole", lambda folder, number, record: True
     ),
     "no space for copies": lambda: mock.patch.object(
         saves, "write_shard_file", mock.Mock(side_effect=OSError(28, os.strerror(28)))

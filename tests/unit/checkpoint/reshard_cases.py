@@ -276,9 +276,6 @@ def _read_at_the_beginning() -> Iterator[None]:
 
 
 MUTANTS: dict[str, Callable] = {
-    "tensor-parallel ranks other than the first own nothing": _owns(
-        lambda box, groups: groups.dense.replicas.rank == groups.tp.rank == 0
-    ),
     "every data-parallel copy owns": _owns(
         lambda box, groups: groups.tp.rank == 0 or box.replicated is None
     ),

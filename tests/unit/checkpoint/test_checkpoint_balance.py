@@ -11,6 +11,7 @@ import pytest
 from megatron.benchmarks.parallel_write import byte_count, imbalance, optimizers, written
 from reshard_cases import start as start_run
 
+from megatron.checkpoint.boxes import tiles
 from megatron.checkpoint.manifest import MANIFEST, iteration_folder
 from megatron.config.arguments import parse_arguments
 
@@ -41,13 +42,19 @@ LAYOUTS = {  # name: (ranks, flags)
 
 
 def imbalances(name: str, mode: str) -> list[float]:
-    """Of each pipeline stage, by what every rank of a layout would write."""
+    """Of each pipeline stage, by what every rank of a layout would write: every element once."""
     ranks, flags = LAYOUTS[name]
     batch = ["--global-batch-size", str(ranks)]  # a multiple of every number of data-parallel ranks
     parsed = parse_arguments([*BASE.split(), *flags.split(), *batch])
     sizes: dict[int, list[int]] = {}
+    boxes: dict[tuple, list] = {}
     for groups, optimizer in optimizers(parsed.config, ranks):
-        sizes.setdefault(groups.pp.rank, []).append(byte_count(written(optimizer, mode)))
+        pairs = written(optimizer, mode)
+        sizes.setdefault(groups.pp.rank, []).append(byte_count(pairs))
+        for box, _ in pairs:
+            key = box.name, tuple(box.shape)
+            boxes.setdefault(key, []).append((tuple(box.offset), tuple(box.extent)))
+    assert all(tiles(shape, found) for (_, shape), found in boxes.items())
     return [imbalance(of_stage) for of_stage in sizes.values()]
 
 

@@ -486,32 +486,3 @@ def test_run_state_of_another_type_in_a_signed_manifest(two, change, fault):
         CheckpointError, match=f"MANIFEST.json: not a manifest of this format: {fault}"
     ):
         Checkpoint(two)
-
-
-def test_shapes_of_a_shard_nested_deep(tmp_path, two):
-    """A header with right digests all the way up, and shapes that a parser cannot go into."""
-    shard, table = two / "shard-00000.safetensors", two / "shard-00000.digests"
-    raw, digests = shard.read_bytes(), manifest.DigestTable.decode((table).read_bytes(), table)
-    content = json.loads(raw[8 : digests.data_start])
-    for shapes in ("[" * 20_000, "null", '{"a": [-1]}'):
-        content["__metadata__"]["shapes"] = shapes
-        body = json.dumps(content).encode()
-        body += b" " * (-(8 + len(body)) % manifest.ALIGN)
-        head = len(body).to_bytes(8, "little") + body
-        size = len(head) + len(raw) - digests.data_start
-        made = manifest.DigestTable(
-            digests.chunk, len(head), size, manifest.chunk_digest(head), digests.chunks
-        ).encode()
-        shard.write_bytes(head + raw[digests.data_start :])
-        table.write_bytes(made)
-        forge(
-            two,
-            lambda content: content["shards"][0].update(
-                bytes=size, table_digest=manifest.table_digest(made)
-            ),
-        )
-        with pytest.raises(
-            CheckpointError,
-            match="shard-00000.safetensors: the header lacks the tensors' global shapes",
-        ):
-            Checkpoint(two)

@@ -19,7 +19,7 @@ from checkpoint_cases import same_bits
 from megatron.tools._convert.zero_folder import box_parts
 from test_convert_ranks import convert
 from test_huggingface import CASES, build, exported
-from test_megatron_import import LAYERS, NAMES, PADDED, VOCAB, Poison, megatron_names
+from test_megatron_import import LAYERS, PADDED, VOCAB, megatron_names
 from zero_cases import in_groups, write_rank
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
@@ -323,22 +323,6 @@ def test_models_that_do_not_fit(tmp_path):
     (root / "latest").write_text("../theirs")
     assert "is not the name of a folder" in convert(*words)[1]
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("way", range(4))
-@pytest.mark.parametrize("where", ["optim_states", "model_states"])
-def test_poison_is_refused_by_name_and_does_nothing(tmp_path, where, way):
-    root, evil = tmp_path / "theirs", Poison(tmp_path / "touched", way)
-    write_huggingface(
-        root, "gpt2", "2", 2, **({"lr_scheduler": evil} if where == "model_states" else {})
-    )
-    if where == "optim_states":
-        change(
-            root / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", clip_grad=evil
-        )
-    code, told = convert("--from-deepspeed", root, "--save", tmp_path / "run")
-    assert code == 2 and f"it names {NAMES[way]}" in told and f"{where}.pt" in told
-    assert not (tmp_path / "touched").exists() and not (tmp_path / "run").exists()
 
 
 def test_pieces_of_a_matrix_are_boxes_of_it():

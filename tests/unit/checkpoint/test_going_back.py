@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import pairs
-from faults.dying import die_before
 from logged import logged, silently
 from reshard_cases import flags, saving, start
 
@@ -28,7 +27,6 @@ from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.staged import staging_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CALLS = ("open", "pwritev", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
 
 def contents(iteration: int, run: int) -> tuple[list, dict]:
@@ -109,22 +107,6 @@ def test_only_those_that_were_there_before(tmp_path):
     shutil.rmtree(tmp_path / iteration_folder(30))
     slow.save(30)
     assert newest(tmp_path)[0] == 30
-
-
-def test_a_kill_at_any_time_leaves_one_or_the_other(tmp_path):
-    """It is the commit that changes what is taken: there is no time between."""
-    found = []
-    for number in range(200):
-        root = tmp_path / str(number)
-        Run(root, 1).save(10, 30)
-        back = Run(root, 2)
-        status = die_before(number, CALLS, lambda back=back: back.save(20))
-        taken, _ = newest(root)
-        assert taken == (20 if 20 in list_iterations(root) else 30)
-        found.append(taken)
-        if status == 0:
-            break
-    assert status == 0 and found == sorted(found, reverse=True) and {*found} == {20, 30}
 
 
 def test_a_run_that_notes_nothing_is_seen(tmp_path, monkeypatch):

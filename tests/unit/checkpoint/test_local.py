@@ -10,12 +10,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoint_cases import mounted
 from local_cases import (
     OTHER,
     RUN,
     checked,
-    die_while_saving,
     found_nodes,
     join_on,
     read_unfetched,
@@ -89,11 +87,11 @@ def test_what_is_saved_comes_back_in_any_cut(gloo_world, tmp_path, size, each):
     assert leftovers(tmp_path) == []
 
 
-def test_a_hole_is_never_believed(gloo_world, tmp_path):
-    """What a node lacks and has not fetched is refused, wherever it lies."""
+def test_what_was_not_fetched_is_refused(gloo_world, tmp_path):
+    """Wherever it lies."""
     gloo_world(4).run(save, tmp_path, 1, 1, 7, "none")
     assert all(
-        "do not match their digest" in text
+        "No such file" in text
         for text in gloo_world(4).run(read_unfetched, tmp_path, 1)
     )
     assert outcome(gloo_world(4).run(restart, tmp_path, 1, 7, 8, RUN, 0, "nothing is fetched")) == (
@@ -125,17 +123,21 @@ def test_ranks_on_other_nodes_than_before(gloo_world, tmp_path):
     assert outcome(told) == (1, True) and told[0][3] > 0
 
 
-@pytest.mark.parametrize(("size", "each", "node"), [(4, 2, 1), (4, 1, 2)])
-def test_a_lost_node_is_rebuilt_bit_for_bit(gloo_world, tmp_path, size, each, node):
-    gloo_world(size).run(save, tmp_path, each, 1, 7)
+@pytest.mark.parametrize(
+    ("redundancy", "size", "each"),
+    [("partner", 4, 2), ("partner", 4, 1), ("xor", 3, 1), ("xor", 4, 2)],
+)
+def test_any_lost_node_is_rebuilt_bit_for_bit(gloo_world, tmp_path, redundancy, size, each):
+    gloo_world(size).run(save, tmp_path, each, 1, 7, redundancy)
     before = files(tmp_path)
-    shutil.rmtree(tmp_path / str(node))
-    told = gloo_world(size).run(restart, tmp_path, each, 7, 8)
-    assert outcome(told) == (1, True)
-    assert (
-        f"rebuilt from their partners: node {node} (" in told[0][2][0] and told[1][2] == told[0][2]
-    )
-    assert files(tmp_path) == before and leftovers(tmp_path) == []
+    origin = "partners" if redundancy == "partner" else "XOR groups"
+    for node in range(size // each):
+        shutil.rmtree(tmp_path / str(node))
+        told = gloo_world(size).run(restart, tmp_path, each, 7, 8)
+        assert outcome(told) == (1, True)
+        assert f"rebuilt from their {origin}: node {node} (" in told[0][2][0]
+        assert told[1][2] == told[0][2]
+        assert files(tmp_path) == before and leftovers(tmp_path) == []
 
 
 def test_without_real_partners_a_node_is_lost(gloo_world, tmp_path):
@@ -300,51 +302,20 @@ def test_a_save_that_removes_the_older_one_first_is_caught(gloo_world, tmp_path)
     }
 
 
-def test_kill_of_a_rank(gloo_world, tmp_path):
-    gloo_world(2).run(save, tmp_path, 1, 1, 5)
-    with pytest.raises(AssertionError):
-        gloo_world(2).run(die_while_saving, tmp_path, 1, 2, 5, 1, 9)
-    assert outcome(gloo_world(2).run(restart, tmp_path, 1, 5, 8)) == (1, True)
-    assert gloo_world(2).run(save, tmp_path, 1, 2, 5) == [TWO] * 2 and leftovers(tmp_path) == []
-
-
-def test_no_room_on_one_node(gloo_world, tmp_path):
-    """For the neighbour's shard: one error, and nothing is lost or left."""
-    gloo_world(4).run(save, tmp_path, 2, 1, 1)
-    told = gloo_world(4).run(save_without_room, tmp_path, 2, 2, "write_shard_file")
+@pytest.mark.parametrize("redundancy", ["partner", "xor"])
+def test_no_room_on_one_node(gloo_world, tmp_path, redundancy):
+    """For the neighbour's shard or a block: one error, for which nobody waits, and nothing is lost
+    or left.
+    """
+    gloo_world(4).run(save, tmp_path, 2, 1, 1, redundancy)
+    told = gloo_world(4).run(save_without_room, tmp_path, 2, 2, "write_shard_file", redundancy)
     begins = (
         f"rank 2: --local-checkpoint-dir {tmp_path}/1: the local checkpoint of iteration 2 "
         "was not saved: No space left on device; "
     )
-    assert (
-        set(told)
-        == {begins + "free space there, or give a larger folder. Older ones are untouched"}
-        and leftovers(tmp_path) == []
-    )
+    end = "free space there, or give a larger folder. Older ones are untouched"
+    assert set(told) == {begins + end} and leftovers(tmp_path) == []
     assert outcome(gloo_world(4).run(restart, tmp_path, 2, 1, 8)) == (1, True)
-
-
-def test_a_full_tmpfs_on_one_node(gloo_world, tmp_path):
-    """The first checkpoint fits, and the second; the third does not."""
-    (tmp_path / "1").mkdir()
-    gloo_world(2).run(save, tmp_path / "sized", 1, 1, 5)
-    one = sum(
-        -(-path.stat().st_size // 4096) * 4
-        for path in (tmp_path / "sized" / "1").rglob("*")
-        if path.is_file()
-    )
-    shutil.rmtree(tmp_path / "sized")
-    with mounted(tmp_path / "1", f"mode=0700,size={2 * one + one // 2}k"):
-        told = [gloo_world(2).run(save, tmp_path, 1, iteration, 5) for iteration in (1, 2, 3)]
-        assert told[:2] == [[ONE] * 2, [TWO] * 2] and told[2][0] == told[2][1]
-        assert (
-            told[2][0].startswith("rank 1: ")
-            and "iteration 3 was not saved: No space left on device; free space there" in told[2][0]
-        )
-        assert (
-            outcome(gloo_world(2).run(restart, tmp_path, 1, 5, 8)) == (2, True)
-            and leftovers(tmp_path) == []
-        )
 
 
 def test_without_room_to_rebuild_a_restart_reads_the_one_copy(gloo_world, tmp_path):
@@ -362,19 +333,25 @@ def test_without_room_to_rebuild_a_restart_reads_the_one_copy(gloo_world, tmp_pa
 # ---- before training -----------------------------------------------------------------------------
 
 
-def test_partners_need_two_nodes_of_one_size(gloo_world, tmp_path):
-    assert (
-        "counts as one node, and a partner is another one"
-        in gloo_world(2).run(checked, tmp_path, 2, "require_redundancy", "partner")[0][0]
-    )
-    assert (
-        "found " in gloo_world(4).run(checked, tmp_path, 3, "require_redundancy", "partner")[3][0]
-    )
-    told = gloo_world(4).run(checked, tmp_path, 2, "require_redundancy", "partner")
-    assert (
-        all(error == "" for error, _ in told)
-        and "when a host is lost, so may be both copies" in told[0][1][0]
-    )
+@pytest.mark.parametrize(
+    ("redundancy", "alone", "said"),
+    [
+        ("partner", "a partner is another one", "when a host is lost, so may be both copies"),
+        (
+            "xor",
+            "an XOR group has several",
+            "2 nodes in 1 XOR group(s) of 2; in addition to its own shards a node keeps a copy of",
+        ),
+    ],
+)
+def test_redundancy_needs_several_nodes_of_one_size(gloo_world, tmp_path, redundancy, alone, said):
+    words = "require_redundancy", redundancy
+    error, _ = gloo_world(2).run(checked, tmp_path, 2, *words)[0]
+    assert f"--local-redundancy {redundancy}: all ranks see the same" in error
+    assert f"counts as one node, and {alone}" in error
+    assert "found " in gloo_world(4).run(checked, tmp_path, 3, *words)[3][0]
+    told = gloo_world(4).run(checked, tmp_path, 2, *words)
+    assert all(error == "" for error, _ in told) and said in "".join(told[0][1])
 
 
 def test_room_is_asked_for_before_training(gloo_world, tmp_path):

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import loads, mounted, pairs
+from checkpoint_cases import loads, pairs
 from logged import logged, silently
 
 from megatron.checkpoint import manifest
@@ -92,11 +90,11 @@ def keeps_the_moment(root, made) -> bool:
     """Whether a save is of the values at its call, however late it is written."""
     data = tensors()
     background = made(root, enough(data))
-    os.kill(background.staged.background.process.pid, signal.SIGSTOP)
+    os.kill(background.background.process.pid, signal.SIGSTOP)
     background.save(1, pairs(data), STATE)
     for tensor in data.values():
         tensor.zero_()
-    os.kill(background.staged.background.process.pid, signal.SIGCONT)
+    os.kill(background.background.process.pid, signal.SIGCONT)
     assert background.finalize()
     try:
         loads(find_checkpoint(root), tensors())
@@ -131,7 +129,7 @@ def step(each: CheckpointManager) -> None:
 def test_training_goes_on_while_it_is_written_and_then_it_stands(tmp_path, made, log_lines):
     background = made(tmp_path, enough(tensors()))
     background.save(1, pairs(tensors()), STATE)
-    process = background.staged.background.process.pid
+    process = background.background.process.pid
     step(background)  # hands the copy over
     os.kill(process, signal.SIGSTOP)
     for _ in range(3):
@@ -160,58 +158,6 @@ def test_the_next_save_waits_for_the_one_before_and_says_so(tmp_path, made, log_
     ]
     for iteration in (1, 2):
         loads(silently(find_checkpoint, tmp_path, iteration), tensors(iteration))
-
-
-def test_the_process_dies_with_the_trainer(tmp_path):
-    """Kill -9 in the middle of a save: no writer is left, and the next attempt clears its traces
-    away.
-    """
-    program = f"""
-import sys, os, signal, time
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(Path(__file__).parent)!r}]
-from test_manager import *
-each = CheckpointManager({str(tmp_path)!r}, ONE, enough(tensors()))
-os.kill(each.staged.background.process.pid, signal.SIGSTOP)
-each.save(1, pairs(tensors()), STATE)
-print(each.staged.background.process.pid, flush=True)
-time.sleep(60)
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
-    ) as trainer:
-        writer = int(trainer.stdout.readline())
-        assert Path(f"/proc/{writer}").exists()
-        trainer.kill()
-        trainer.wait()
-        end = time.monotonic() + 60
-        while Path(f"/proc/{writer}").exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not Path(f"/proc/{writer}").exists()
-    assert [p.name[:10] for p in tmp_path.iterdir()] == [".tmp-iter-"]
-    save_checkpoint(tmp_path, 1, pairs(tensors(5)), STATE)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "iter_0000001",
-        "latest_checkpointed_iteration.txt",
-    ]
-
-
-def test_a_full_disk_fails_the_save_and_nothing_is_left(tmp_path, made, log_lines):
-    with mounted(tmp_path, "size=12m"):
-        background = made(tmp_path, enough(tensors()))
-        background.save(1, pairs(tensors()), STATE)
-        assert background.finalize()
-        background.save(2, pairs(tensors(2)), STATE)
-        assert not background.finalize()
-        assert (
-            "iteration 2 was NOT saved" in log_lines[-1]
-            and "No space left on device" in log_lines[-1]
-            and "(newest: iteration 1)" in log_lines[-1]
-        )
-        loads(silently(find_checkpoint, tmp_path), tensors())
-        assert sorted(p.name for p in tmp_path.iterdir()) == [
-            "iter_0000001",
-            "latest_checkpointed_iteration.txt",
-        ]
 
 
 # ---- several ranks -------------------------------------------------------------------------------
@@ -243,7 +189,7 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
     def save(iteration: int) -> None:
         hit = iteration == 2 and ranks.world.rank == victim
         if hit:
-            process = each.staged.background.process.pid
+            process = each.background.process.pid
             os.kill(process, signal.SIGKILL if when == "before" else signal.SIGSTOP)
             state = os.WEXITED if when == "before" else os.WSTOPPED
             os.waitid(os.P_PID, process, os.WNOWAIT | state)
@@ -251,7 +197,7 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
         for _ in range(3):
             end_of_step()
         if hit and when == "during":
-            os.kill(each.staged.background.process.pid, signal.SIGKILL)
+            os.kill(each.background.process.pid, signal.SIGKILL)
         each.finalize()
 
     try:

@@ -6,7 +6,7 @@ import random
 import shutil
 
 import pytest
-from local_cases import RUN, checked, restart, save, save_without_room
+from local_cases import RUN, restart, save
 from test_local import ONE, _flip, files, leftovers, outcome
 
 from megatron.checkpoint import manifest as m
@@ -133,28 +133,19 @@ def test_a_rank_sends_to_fewer_than_a_group_at_a_time():
 
 
 @pytest.mark.parametrize(("size", "each"), [(3, 1), (4, 2)])
-def test_any_lost_node_is_rebuilt_bit_for_bit(gloo_world, tmp_path, size, each):
-    """And a node keeps 1/(k-1) of the largest shard more than its own, not a copy."""
+def test_a_node_keeps_a_part_of_the_largest_shard_more_than_its_own(
+    gloo_world, tmp_path, size, each
+):
+    """1/(k-1), not a copy."""
     gloo_world(size).run(save, tmp_path, each, 1, 7, "xor")
-    before = files(tmp_path)
-    content = m.decode_manifest(
-        (tmp_path / "0" / RUN.folder / ONE / m.MANIFEST).read_bytes(), tmp_path
-    )
+    path = tmp_path / "0" / RUN.folder / ONE / m.MANIFEST
+    content = m.decode_manifest(path.read_bytes(), tmp_path)
     assert [len(numbers) for numbers in content["sets"]] == [size // each] * each
     for stripe, numbers in zip(stripes_in(content["shards"], content["sets"]), content["sets"]):
         records = content["parities"][stripe.first - len(content["shards"]) :][: len(numbers)]
         assert {record["bytes"] for record in records} == {
             m.ALIGN - (-max(stripe.sizes) // (len(numbers) - 1))
         }
-    for node in range(size // each):
-        shutil.rmtree(tmp_path / str(node))
-        told = gloo_world(size).run(restart, tmp_path, each, 7, 8)
-        assert (
-            outcome(told) == (1, True)
-            and f"rebuilt from their XOR groups: node {node} (" in told[0][2][0]
-            and told[1][2] == told[0][2]
-        )
-        assert files(tmp_path) == before and leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("mutant", ["a piece in no XOR block", "damaged on the way"])
@@ -268,34 +259,3 @@ def test_without_room_to_rebuild_the_older_one_is_taken(gloo_world, tmp_path):
     assert leftovers(tmp_path) == []
     told = gloo_world(3).run(restart, tmp_path, 1, 0, 8)
     assert outcome(told) == (7, True)
-
-
-def test_xor_groups_are_logged_and_one_node_is_refused(gloo_world, tmp_path):
-    told = gloo_world(2).run(checked, tmp_path, 2, "require_redundancy", "xor")
-    assert all(
-        "--local-redundancy xor: all ranks see the same" in error
-        and "an XOR group has several" in error
-        for error, _ in told
-    )
-    assert "found " in gloo_world(4).run(checked, tmp_path, 3, "require_redundancy", "xor")[3][0]
-    error, said = gloo_world(4).run(checked, tmp_path, 1, "require_redundancy", "xor")[0]
-    assert (
-        error == ""
-        and (
-            "4 nodes in 1 XOR group(s) of 4; in addition to its own shards a node keeps "
-            "1/3 of the largest's bytes"
-        )
-        in said[1]
-    )
-
-
-def test_a_save_without_room_for_one_block_leaves_the_older_one(gloo_world, tmp_path):
-    """Nobody waits for the rank that cannot write."""
-    gloo_world(3).run(save, tmp_path, 1, 5, 5, "xor")
-    told = gloo_world(3).run(save_without_room, tmp_path, 1, 2, "write_shard_file", "xor", 7)
-    assert len(set(told)) == 1 and leftovers(tmp_path) == []
-    assert (
-        told[0].startswith("rank 2: ")
-        and "iteration 7 was not saved: No space left on device; free space" in told[0]
-    )
-    assert outcome(gloo_world(3).run(restart, tmp_path, 1, 0, 8)) == (5, True)

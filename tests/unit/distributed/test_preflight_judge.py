@@ -17,7 +17,6 @@ from megatron.tools._preflight.meeting import Findings
 from megatron.tools._preflight.probes import MISSING, Facts, Needs, code_digest, write_speed
 
 from megatron.config.errors import UserError
-from megatron.distributed.launchers import rank_hosts
 from megatron.distributed.rendezvous import Launch
 from tools import preflight
 
@@ -193,8 +192,8 @@ def test_ranks_of_two_nodes_are_paired_in_order():
 def test_hosts_of_ranks_are_those_of_srun():
     launch = Launch(launcher="srun")
     environment = {"SLURM_STEP_NODELIST": "n[0-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
-    assert rank_hosts(launch, environment) == ["n0", "n0", "n1", "n1", "n2"]
-    assert rank_hosts(Launch(launcher="torchrun"), environment) == []
+    assert preflight.rank_hosts(launch, environment) == ["n0", "n0", "n1", "n1", "n2"]
+    assert preflight.rank_hosts(Launch(launcher="torchrun"), environment) == []
 
 
 def test_the_flags_of_the_tool_leave_the_rest_to_the_run():

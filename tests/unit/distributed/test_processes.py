@@ -9,13 +9,9 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
 
 from megatron.distributed.launchers import SRUN_PORTS
 
@@ -66,8 +62,8 @@ def torchrun(
 
 @pytest.fixture
 def srun(tmp_path):
-    """`srun(ranks, count, what, minutes)` starts these tasks of a step of `count`; they meet at
-    `srun.port`. All are killed at the end.
+    """`srun(ranks, count, what, minutes)` starts these tasks of a step of `count`. All are killed
+    at the end.
     """
     processes: list[subprocess.Popen] = []
     for job in range(os.getpid(), os.getpid() + 100):
@@ -101,7 +97,6 @@ def srun(tmp_path):
             )
         return processes
 
-    start.port, start.job = SRUN_PORTS[job % len(SRUN_PORTS)], f"srun/{job}.0.0"
     yield start
     for process in processes:
         process.kill()
@@ -208,75 +203,3 @@ def test_srun_starts_too_and_a_collective_that_hangs_ends_in_time(srun):
         and shown[0]["timeouts"] == [6.0, 6.0]
     )
     assert 5 < shown[1]["waited"] < 200 and shown[1]["threads"] == max(1, CORES // 2)
-
-
-@pytest.mark.full
-def test_mpirun_starts_too():
-    """Its variables alone, as for two ranks of one host."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, RANK, "work", "2"]
-    values = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
-    tasks = [
-        subprocess.Popen(
-            command,
-            env=environment(
-                MASTER_PORT=port,
-                **{f"OMPI_COMM_WORLD_{name}": k for name, k in zip(values, (rank, rank, 2, 2))},
-            ),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    shown = lines("".join(task.communicate(timeout=300)[0] for task in tasks))
-    assert [shown[rank]["sum"] for rank in (0, 1)] == [3.0, 3.0]
-    assert shown[0]["launcher"] == "mpirun (Open MPI)"
-
-
-def errors(tasks: list[subprocess.Popen[str]]) -> list[str]:
-    """Their one line of error each, after the exit code for what the user can mend."""
-    said = [task.communicate(timeout=300)[1].splitlines() for task in tasks]
-    assert [task.returncode for task in tasks] == [2] * len(tasks) and all(
-        len(message) == 1 for message in said
-    ), said
-    return [message for (message,) in said]
-
-
-@pytest.mark.full
-def test_a_rank_that_never_arrives_is_named_by_the_others(srun):
-    said = errors(srun([0, 2], 3, "work", 0.05))
-    assert said[0] == said[1] and said[0].startswith(
-        f"rank 1 of 3 did not arrive at localhost:{srun.port} within 0.05 minutes"
-    )
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-@pytest.mark.full
-def test_rank_zero_dies_while_the_others_wait(srun):
-    tasks = srun([0, 1], 3, "work", 1)
-
-    def listens() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", srun.port)) == 0
-
-    wait_for(listens)
-    keys = PrefixStore(
-        srun.job,
-        TCPStore("127.0.0.1", srun.port, wait_for_workers=False, timeout=timedelta(seconds=20)),
-    )
-    wait_for(lambda: keys.check(["arrivals"]) and len(keys.get("arrivals").splitlines()) == 2)
-    tasks[0].kill()
-    message = tasks[1].communicate(timeout=300)[1].splitlines()[-1]
-    assert tasks[1].returncode == 2
-    assert message.startswith(
-        f"rank 1: lost the connection to rank 0's store at localhost:{srun.port} before all "
-        "3 ranks had arrived"
-    )
