@@ -127,27 +127,28 @@ class StagedSave:
         replicas: DesyncCheck | None,
     ):
         self.manager = manager
+        self.background = manager.background
+        self.staging = manager.staging
         self.pairs = pairs
         self.state = state
-        self.replicas = replicas if manager.staging is not None else None
-        self.handed_over = manager.staging is None  # all of this rank's shard
+        self.replicas = replicas if self.staging is not None else None
+        self.handed_over = self.staging is None  # all of this rank's shard
         self.outcome: JsonObject | None = None  # of this rank's part of the phase
         self.records: list[JsonObject] | None = None  # of all shards, once they are written
         explain = partial(not_saved, manager.root, iteration)
         own = int(bool(pairs))
         self.attempt = Attempt(manager.root, iteration, manager.ranks, explain, state, own)
-        self._opened = ExitStack()  # the attempt and files, until the save is over
         with ExitStack() as opened:
             opened.enter_context(self.attempt)
             self.attempt.gather_or_raise(lambda: self._start_writing(opened))
-            self._opened = opened.pop_all()
+            self._opened = opened.pop_all()  # the attempt and files, until the save is over
 
     def _start_writing(self, opened: ExitStack) -> None:
         attempt, manager = self.attempt, self.manager
         if attempt.index is None:
             return
         options = {"index": attempt.index, "verify": manager.verify, "rate": manager.rate}
-        if manager.staging is None:
+        if self.staging is None:
             path, record = manager.local_checkpoints.shard(attempt.iteration, attempt.index)
             # open, for it may be removed in the local tier before it has been copied
             shard = opened.enter_context(open(path, "rb"))
@@ -158,14 +159,14 @@ class StagedSave:
         header = shard_header(pairs, attempt.index, attempt.shards, attempt.iteration)
         size = len(header) + shard_bytes(pairs)
         self._send("write", options | {"header": len(header), "bytes": size})
-        manager.staging.fill(header, (box.view(tensor.detach()) for box, tensor in pairs))
+        self.staging.fill(header, (box.view(tensor.detach()) for box, tensor in pairs))
 
     def _send(self, do: str, what: JsonObject) -> None:
         """Have the writer process do something. Raises CheckpointError."""
-        self.manager.background.start()
+        self.background.start()
         attempt = self.attempt
         command = {"root": str(attempt.root), "iteration": attempt.iteration}
-        self.manager.background.send({"do": do, "folder": str(attempt.folder)} | command | what)
+        self.background.send({"do": do, "folder": str(attempt.folder)} | command | what)
 
     @property
     def iteration(self) -> int:
@@ -184,9 +185,8 @@ class StagedSave:
 
     def before_update(self) -> None:
         """The tensors are about to change: the current stream waits for the copies."""
-        staging = self.manager.staging
-        if staging is not None and staging.copied is not None:
-            torch.cuda.current_stream().wait_event(staging.copied)
+        if self.staging is not None and self.staging.copied is not None:
+            torch.cuda.current_stream().wait_event(self.staging.copied)
 
     def look(self, *, wait: bool) -> None:
         """See what has become of this rank's part of the phase."""
@@ -197,11 +197,11 @@ class StagedSave:
             self.outcome = {"result": None}
             return
         try:
-            if not self.handed_over and (wait or manager.staging.is_here):
-                manager.staging.hand_over()
+            if not self.handed_over and (wait or self.staging.is_here):
+                self.staging.hand_over()
                 self.handed_over = True
             if self.handed_over:
-                self.outcome = manager.background.answer(wait=wait)
+                self.outcome = self.background.answer(wait=wait)
         except CheckpointError as error:
             where = f"{manager.root}: the checkpoint of iteration"
             self.outcome = {"error": f"{where} {self.iteration} was not saved: {error}"}

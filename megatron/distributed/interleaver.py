@@ -3,7 +3,7 @@ other ranks yields to the other, so that the exchange overlaps its computation.
 
 Each has its own thread, since both are in the midst of passes of autograd when they give way.
 They give way at the same places on all ranks and nowhere else, so that all ranks start their
-collectives in the same order. Called from parallel/layer_passes.py; layers give way.
+collectives in the same order.
 """
 
 from __future__ import annotations

@@ -262,14 +262,18 @@ def _any_run() -> Iterator[None]:
         yield
 
 
-def _one_name() -> contextlib.AbstractContextManager:
-    """Folders of one iteration are taken for the same save."""
-    real = rebuild._listed
-    return mock.patch.object(
-        rebuild,
-        "_listed",
-        lambda *args: [(iteration, "", *rest) for iteration, _, *rest in real(*args)],
-    )
+@contextlib.contextmanager
+def _no_space_for_copies() -> Iterator[None]:
+    """There is for what is read."""
+    real = rebuild._make
+
+    def make(*args: object) -> None:
+        full = mock.Mock(side_effect=OSError(28, os.strerror(28)))
+        with mock.patch.object(saves, "write_shard_file", full):
+            real(*args)
+
+    with mock.patch.object(rebuild, "_make", make):
+        yield
 
 
 def _unverified(folder: Path, number: int, header: bytes, data: Iterator[memoryview]) -> dict:
@@ -308,15 +312,12 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "nothing is read to the end": lambda: mock.patch.object(
         rebuild, "_is_whole", lambda folder, number, record: True
     ),
-    "no space for copies": lambda: mock.patch.object(
-        saves, "write_shard_file", mock.Mock(side_effect=OSError(28, os.strerror(28)))
-    ),
+    "no space for copies": _no_space_for_copies,
     "nothing is fetched": lambda: mock.patch.object(
         LocalCheckpoint, "fetch", lambda self, boxes: 0
     ),
     "the folder of any run": lambda: mock.patch.object(RunId, "folder", "run"),
     "any run": _any_run,
-    "saves are one": _one_name,
     "damaged and unverified": _damaged_and_unverified,
     "a piece in no XOR block": _incomplete_xor_blocks,
     "damaged on the way": _damaged_pieces,

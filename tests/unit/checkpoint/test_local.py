@@ -90,10 +90,7 @@ def test_what_is_saved_comes_back_in_any_cut(gloo_world, tmp_path, size, each):
 def test_what_was_not_fetched_is_refused(gloo_world, tmp_path):
     """Wherever it lies."""
     gloo_world(4).run(save, tmp_path, 1, 1, 7, "none")
-    assert all(
-        "No such file" in text
-        for text in gloo_world(4).run(read_unfetched, tmp_path, 1)
-    )
+    assert all("No such file" in text for text in gloo_world(4).run(read_unfetched, tmp_path, 1))
     assert outcome(gloo_world(4).run(restart, tmp_path, 1, 7, 8, RUN, 0, "nothing is fetched")) == (
         1,
         False,
@@ -238,8 +235,6 @@ def test_two_saves_of_an_iteration_are_never_mixed(gloo_world, tmp_path):
     for name, node in (("a", "0"), ("b", "1")):
         shutil.copytree(tmp_path / name / node, tmp_path / "mixed" / node)
     assert outcome(gloo_world(2).run(restart, tmp_path / "mixed", 1, 7, 8)) == (None, True)
-    with pytest.raises(AssertionError, match="does not match its digest"):
-        gloo_world(2).run(restart, tmp_path / "mixed", 1, 7, 8, RUN, 0, "saves are one")
 
 
 def test_leftovers_of_another_run_are_not_seen(gloo_world, tmp_path):
@@ -285,7 +280,9 @@ def _pictures(
             shutil.copytree(picture, now / str(node))
             shutil.copytree(other / str(1 - node), now / str(1 - node))
             told.append(outcome(gloo_world(2).run(restart, now, 1, 5, 8)))
-            assert told[-1][0] is None or leftovers(now) == []
+    # the next save removes what the interrupted one has left
+    gloo_world(2).run(save, now, 1, 3, 5, redundancy)
+    assert leftovers(now) == []
     return told
 
 

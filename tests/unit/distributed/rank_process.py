@@ -84,30 +84,7 @@ def main(config, _notes, **_: object) -> int:
 
 megatron.training.pretrain.pretrain = main
 lr = 0.2 if WHAT == "flags" and os.environ.get("RANK") == "1" else 0.1
-sys.exit(
-    pretrain_gpt.main(
-        [
-            "--num-layers",
-            "1",
-            "--hidden-size",
-            "8",
-            "--num-attention-heads",
-            "1",
-            "--seq-length",
-            "8",
-            "--micro-batch-size",
-            "1",
-            "--train-iters",
-            "1",
-            "--lr",
-            str(lr),
-            "--mock-data",
-            "--tokenizer-type",
-            "NullTokenizer",
-            "--vocab-size",
-            "9",
-            "--distributed-timeout-minutes",
-            str(MINUTES),
-        ]
-    )
-)
+FLAGS = f"""--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8
+--micro-batch-size 1 --train-iters 1 --lr {lr} --mock-data --tokenizer-type NullTokenizer
+--vocab-size 9 --distributed-timeout-minutes {MINUTES}"""
+sys.exit(pretrain_gpt.main(FLAGS.split()))
