@@ -32,8 +32,8 @@ FIELDS = ("token", "run", "machine", "pid", "job")
 
 
 def describe_run(job: str) -> dict[str, str]:
-    """This process as the content of a lease. `machine`: boot id and namespace of process ids, empty
-    without /proc; `job`: Slurm's, empty outside of it.
+    """This process as the content of a lease. `machine`: boot id and namespace of process ids,
+    empty without /proc; `job`: Slurm's, empty outside of it.
     """
     pid = os.getpid()
     run = f"process {pid} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}"

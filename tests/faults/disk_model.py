@@ -1,14 +1,22 @@
-"""A model of page cache and disk, for what a power loss leaves: what the disk may hold when only
-fsync makes things durable.
+"""A model of page cache and disk, for what a kill or a power loss leaves: what the disk may hold
+when only fsync makes things durable.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from threading import Lock
 
 CALLS = ("open", "pwritev", "fsync", "rename", "mkdir", "close")
+REMOVALS = ("unlink", "rmdir")
+# which names and which contents are there afterwards
+CRASHES = {
+    "kill": ("now", "now"),  # the page cache survives
+    "power loss, names are on the disk at once": ("now", "durable"),
+    "power loss, names are on the disk when their folder is synced": ("durable", "durable"),
+}
 
 
 class Node:
@@ -19,12 +27,10 @@ class Node:
 
 
 class Disk:
-    """What a crash would leave of the files below `root`, by the system calls that write them, in a
-    model of page cache and disk.
+    """What a crash would leave of the files below `root`, by the system calls that write them.
 
-    Before each call `crashes` receives it, as nested dictionaries of bytes, under two adversaries:
-    names reach the disk at once and contents by fsync alone; names, too, only when their folder is
-    fsynced. File systems lie between the two.
+    Before each call `crashes` receives it, as nested dictionaries of bytes, for each of CRASHES.
+    File systems lie between the two kinds of power loss.
     """
 
     def __init__(self, root: Path) -> None:
@@ -39,7 +45,8 @@ class Disk:
 
     def follow(self, monkeypatch) -> None:
         """The calls of this process, which are carried out too."""
-        for name in CALLS:
+        monkeypatch.setattr(shutil, "_use_fd_functions", False)  # rmtree names whole paths
+        for name in (*CALLS, *REMOVALS):
             monkeypatch.setattr(os, name, self._followed(name, getattr(os, name)))
 
     def _followed(self, name: str, real):
@@ -77,12 +84,13 @@ class Disk:
         self.crash()
 
     def crash(self) -> None:
-        def left(node: Node, names: str) -> dict | bytes:
+        def left(node: Node, names: str, contents: str) -> dict | bytes:
             if isinstance(node.now, bytes):
-                return node.durable
-            return {name: left(child, names) for name, child in getattr(node, names).items()}
+                return getattr(node, contents)
+            children = getattr(node, names).items()
+            return {name: left(child, names, contents) for name, child in children}
 
-        self.crashes += [(self.acknowledged, left(self.top, names)) for names in ("now", "durable")]
+        self.crashes += [(self.acknowledged, left(self.top, *kind)) for kind in CRASHES.values()]
 
     def entry(self, path) -> tuple[Node, str]:
         *folders, last = Path(path).relative_to(self.root).parts
@@ -109,6 +117,12 @@ class Disk:
         node = a.now[old]
         a.now = {name: child for name, child in a.now.items() if name != old}
         b.now = b.now | {new: node}
+
+    def on_unlink(self, _, path):
+        folder, name = self.entry(path)
+        folder.now = {other: child for other, child in folder.now.items() if other != name}
+
+    on_rmdir = on_unlink
 
     def on_pwritev(self, count, file, buffers, at):
         data, node = b"".join(buffers)[:count], self.files[file]

@@ -1,5 +1,5 @@
-"""The writer process of a background save dies at any call or with its trainer, meets a full disk or
-a power loss: training goes on or ends, what is on the disk is whole, and nothing is left behind.
+"""The writer process of a background save dies at any call or with its trainer, meets a full disk
+or a power loss: training continues or ends, what is on the disk is whole, and nothing is left.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def test_the_trainer_dies_at_calls_of_its_writer(tmp_path, monkeypatch, every):
     assert status == 0 and recovered == sorted(recovered) and set(recovered) == {1, 2}
 
 
-# ---- a trainer that dies ------------------------------------------------------------------------------
+# ---- a trainer that dies -------------------------------------------------------------------------
 
 
 @contextmanager

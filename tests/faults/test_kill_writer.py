@@ -1,5 +1,5 @@
-"""Kill -9 at random times and before every system call of a save, power loss after every one; and
-bad writers that must be caught.
+"""Kill -9 at random times, kill and power loss at every system call of a save; and bad writers that
+must be caught.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import sys
 
 import pytest
 import torch
-from disk_model import CALLS, Disk, put
-from dying import die_before
+from disk_model import CRASHES, Disk, put
 from kill_writer import campaign, check, main, verdict
 from saving_jobs import JOBS, SAVES, contents
 
@@ -46,106 +45,70 @@ def test_the_documented_command(tmp_path, monkeypatch, capsys):
     assert end.value.code == 0 and "2 kills" in printed and "0 bad recoveries" in printed
 
 
-def two_threads(monkeypatch) -> None:
-    """To write two shards; the rest has one: a process that is forked must not wait for threads
-    that stay behind.
-    """
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(writer, "PART", 1 << 16)
+# ---- a crash at any system call (disk_model.py) --------------------------------------------------
 
 
-def save_and_retire(root, iteration: int, pairs: list, state: dict) -> None:
-    save_checkpoint(root, iteration, pairs, state)
+def save_and_retire(root, iteration: int) -> None:
+    save_checkpoint(root, iteration, *contents(iteration))
     retire(root, Policy(last=1), iteration)
 
 
-def save_and_delete(root, iteration: int, pairs: list, state: dict) -> None:
+def save_in_place(root, iteration: int) -> None:
+    """A mutant: writes where readers look."""
+    SAVES["in-place"](root, iteration, *contents(iteration))
+
+
+def save_and_delete(root, iteration: int) -> None:
     """A mutant: older checkpoints are deleted under their names."""
-    save_checkpoint(root, iteration, pairs, state)
+    save_checkpoint(root, iteration, *contents(iteration))
     for old in list_iterations(root)[1:]:
         shutil.rmtree(root / iteration_folder(old))
 
 
-@pytest.mark.parametrize(
-    "save, good",
-    [(save_and_retire, True), (SAVES["in-place"], False), (save_and_delete, False)],
-)
-def test_kill_before_every_system_call(tmp_path, monkeypatch, save, good):
-    two_threads(monkeypatch)
-    recovered, faults = [], []
-    for number in range(200):
-        root = tmp_path / str(number)
-        save_checkpoint(root, 1, *contents(1))
-        calls = (*CALLS, "unlink", "rmdir")
-        status = die_before(number, calls, lambda: save(root, 2, *contents(2)))
-        iteration, fault = verdict(root, 2 if status == 0 else 1)
-        recovered.append(iteration)
-        faults += [fault] if fault else []
-        if status == 0:
-            break
-        assert os.WIFSIGNALED(status), "the victim failed by itself"
-        save_and_retire(root, 3, *contents(3))  # the next attempt is not hindered, and tidies up
-        assert not [p for p in root.iterdir() if p.name.startswith(".")]
-    assert status == 0 and recovered[0] == 1 and recovered[-1] == 2 and len(recovered) > 10
-    assert (faults == []) == good
-    if good:
-        assert recovered == sorted(recovered) and list_iterations(root) == [2]
-
-
-def test_kill_while_a_damaged_checkpoint_is_replaced(tmp_path):
-    """Before every system call: the older checkpoint stays, and the next attempt completes the
-    replacement.
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """disk(*acts): what follows the calls of `acts`, each of which saves the next iteration, by two
+    threads, in a new folder.
     """
-    for number in range(200):
-        root = tmp_path / str(number)
-        for iteration in (1, 2):
-            save_checkpoint(root, iteration, *contents(iteration))
-        (root / "iter_0000002" / "shard-00000.digests").write_bytes(b"damaged")
-        status = die_before(number, CALLS, lambda: save_checkpoint(root, 2, *contents(2)))
-        assert check(find_checkpoint(root, step=1), 1) is None
-        if status != 0:
-            save_checkpoint(root, 2, *contents(2))
-        assert verdict(root, 2) == (2, None)
-        assert not [p for p in root.iterdir() if p.name.startswith(".")]
-        if status == 0:
-            break
-    assert status == 0 and number > 20
 
+    def follow(*acts) -> Disk:
+        root = tmp_path / "run"
+        root.mkdir()
+        followed = Disk(root)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "get_num_threads", lambda: 2)
+            patch.setattr(writer, "PART", 1 << 16)
+            followed.follow(patch)
+            for iteration, act in enumerate(acts, 1):
+                act(root, iteration)
+                followed.acknowledged = iteration
+            followed.crash()
+        assert len(followed.crashes) > 90
+        return followed
 
-# ---- power loss (disk_model.py) ------------------------------------------------------------------
-
-
-def power_losses(tmp_path, monkeypatch) -> list[str]:
-    """Save iterations 1, 2 and lose power before each call and at the end; what recovery finds
-    wrong.
-    """
-    root = tmp_path / "run"
-    root.mkdir()
-    disk = Disk(root)
-    with monkeypatch.context() as patch:
-        two_threads(patch)
-        disk.follow(patch)
-        for iteration in (1, 2):
-            save_checkpoint(root, iteration, *contents(iteration))
-            disk.acknowledged = iteration
-        disk.crash()
-    assert len(disk.crashes) > 60
-    return recoveries(disk, tmp_path)
+    return follow
 
 
 def recoveries(disk: Disk, tmp_path) -> list[str]:
     """What is wrong with what is found after every crash of two saves."""
     found, faults = [], []
     for number, (acknowledged, tree) in enumerate(disk.crashes):
-        iteration, fault = verdict(put(tree, tmp_path / str(number)), acknowledged)
+        root = put(tree, tmp_path / str(number))
+        iteration, fault = verdict(root, acknowledged)
         found.append(iteration)
         faults += [fault] if fault else []
-    assert faults or (set(found) == {0, 1, 2} and found[-1] == found[-2] == 2)
+        if number % 20 == 0:  # the next attempt is not hindered, and tidies up
+            save_and_retire(root, 3)
+            assert not [path for path in root.iterdir() if path.name.startswith(".")]
+    assert faults or (set(found) == {0, 1, 2} and {*found[-len(CRASHES) :]} == {2})
     return faults
 
 
-def test_power_loss_after_any_call(tmp_path, monkeypatch):
-    assert power_losses(tmp_path, monkeypatch) == []
+@pytest.mark.parametrize(
+    ("save", "good"), [(save_and_retire, True), (save_in_place, False), (save_and_delete, False)]
+)
+def test_a_crash_at_any_call(disk, tmp_path, save, good):
+    assert (recoveries(disk(save, save), tmp_path) == []) == good
 
 
 def only(kind: type):
@@ -159,9 +122,34 @@ def only(kind: type):
 
 
 @pytest.mark.parametrize("kind", [bytes, dict])
-def test_power_loss_catches_a_missing_fsync(tmp_path, monkeypatch, kind):
+def test_power_loss_catches_a_missing_fsync(disk, tmp_path, monkeypatch, kind):
     """Without the fsync of files, or of folders, the same oracle finds torn or vanished
     checkpoints.
     """
     monkeypatch.setattr(Disk, "on_fsync", only(kind))
-    assert power_losses(tmp_path, monkeypatch)
+    assert recoveries(disk(save_and_retire, save_and_retire), tmp_path)
+
+
+def test_a_crash_while_a_damaged_checkpoint_is_replaced(disk, tmp_path):
+    """The older checkpoint stays, and the next attempt completes the replacement."""
+
+    def save(root, iteration: int) -> None:
+        save_checkpoint(root, iteration, *contents(iteration))
+
+    def damage_and_save(root, _: int) -> None:
+        file = os.open(root / iteration_folder(2) / "shard-00000.digests", os.O_WRONLY)
+        os.pwritev(file, [b"damaged"], 0)
+        os.fsync(file)
+        os.close(file)
+        save(root, 2)
+
+    followed = disk(save, save, damage_and_save)
+    states = [tree for acknowledged, tree in followed.crashes if acknowledged >= 2]
+    assert len(states) > 60
+    for number, tree in enumerate(states):
+        root = put(tree, tmp_path / str(number))
+        assert check(find_checkpoint(root, step=1), 1) is None
+        if number % 10 == 0 or tree is states[-1]:
+            save(root, 2)
+            assert verdict(root, 2) == (2, None)
+            assert not [path for path in root.iterdir() if path.name.startswith(".")]

@@ -336,15 +336,7 @@ class LocalCheckpoint(Checkpoint):
         bytes of shards travelled, over all nodes.
         """
         nodes = self.nodes
-        held = self.found.held[nodes.index]
-        lacking = {
-            piece.shard.number
-            for box in boxes
-            if box.name in self.tensors
-            for piece, *_ in self.overlaps(box.name, tuple(box.offset), tuple(box.extent))
-            if piece.shard.number not in held
-        }
-        by_rank = nodes.ranks.gather_or_raise(lambda: sorted(lacking))
+        by_rank = nodes.ranks.gather_or_raise(lambda: sorted(self._lacking(boxes)))
         streams = [
             Stream.copy(number, self.shards[number].size, nodes.rank(node, number))
             for node, ranks in enumerate(nodes.members)
@@ -361,6 +353,15 @@ class LocalCheckpoint(Checkpoint):
             path = self._attempt.folder / shard_file(number)
             self.shards[number] = replace(self.shards[number], path=path)
         return sum(stream.size for stream in streams)
+
+    def _lacking(self, boxes: Iterable[Box]) -> set[int]:
+        """The shards of `boxes` that this node does not have."""
+        return {
+            piece.shard.number
+            for box in boxes
+            if box.name in self.tensors
+            for piece, *_ in self.overlaps(box.name, tuple(box.offset), tuple(box.extent))
+        } - self.found.held[self.nodes.index]
 
     def _require(self, size: int) -> None:
         free = shutil.disk_usage(self.nodes.root).free

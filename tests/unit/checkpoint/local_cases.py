@@ -71,10 +71,10 @@ def dealt(seed: int, cut_seed: int) -> list[tuple[Box, torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def small(mutant: str | None = None, chunk: int = 256) -> Iterator[None]:
+def small(mutant: str | None = None) -> Iterator[None]:
     """Chunks and messages so small that every shard has several, and a mutant."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(manifest, "CHUNK", chunk))
+        stack.enter_context(mock.patch.object(manifest, "CHUNK", 1 << 14))
         stack.enter_context(mock.patch.object(exchange, "WINDOW", 300))
         stack.enter_context(mock.patch.object(exchange, "PIECE", 1000))
         if mutant is not None:
@@ -224,7 +224,7 @@ def save_with_pictures(
     joined = join(root, each)
     dist.barrier()
     with (
-        small(mutant, 1 << 16),
+        small(mutant),
         mock.patch.multiple(os, **{name: pictured(real) for name, real in reals.items()}),
     ):
         save_local(joined, RUN, iteration, dealt(seed, seed), STATE, redundancy)

@@ -17,9 +17,9 @@ import pytest
 import torch
 from checkpoint_cases import same_bits
 from megatron.tools._convert.zero_folder import box_parts
+from megatron_names import LAYERS, PADDED, VOCAB, megatron_names
 from test_convert_ranks import convert
 from test_huggingface import CASES, build, exported
-from test_megatron_import import LAYERS, PADDED, VOCAB, megatron_names
 from zero_cases import in_groups, write_rank
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
@@ -160,7 +160,7 @@ def write_megatron(
         "group_query_attention",
         "num_query_groups",
     ):
-        state.pop(name)
+        state.pop(name, None)
     stages = [range(LAYERS)] if pp == 1 else [range(2), range(2, LAYERS)]
     for stage, layers in enumerate(stages):
         for rank in range(tp):

@@ -4,9 +4,6 @@ default, known to change nothing, or refused by name. Every value here differs f
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-
 import pytest
 import torch
 from checkpoint_cases import same_bits
@@ -19,6 +16,7 @@ from megatron.tools._convert.megatron_arguments import (
 )
 from megatron.tools._convert.megatron_deepspeed import megatron_arguments
 from megatron.tools._convert.pickles import Record, namespace
+from megatron_names import their_arguments, their_tensors
 from test_convert_ranks import convert
 from test_huggingface import LLAMA, VOCAB, build, tokens
 from test_lost_fields import MODELS
@@ -282,104 +280,8 @@ def test_what_versions_of_megatron_have_ignored_is_noted():
 
 # ---- tensors of experts, latent attention and norms that are stored minus one --------------------
 
-KEYS = {
-    "input_norm.weight": "input_layernorm.weight",
-    "attention.q.weight": "self_attention.linear_q_proj.weight",
-    "attention.q_down.weight": "self_attention.linear_q_down_proj.weight",
-    "attention.q_norm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "attention.q_up.weight": "self_attention.linear_q_up_proj.weight",
-    "attention.kv_down.weight": "self_attention.linear_kv_down_proj.weight",
-    "attention.kv_norm.weight": "self_attention.kv_layernorm.weight",
-    "attention.kv_up.weight": "self_attention.linear_kv_up_proj.weight",
-    "attention.proj.weight": "self_attention.linear_proj.weight",
-    "mlp_norm.weight": "pre_mlp_layernorm.weight",
-    "mlp.down.weight": "mlp.linear_fc2.weight",
-    "mlp.router.weight": "mlp.router.weight",
-    "mlp.router.expert_bias": "mlp.router.expert_bias",
-    "mlp.shared_expert.down.weight": "mlp.shared_experts.linear_fc2.weight",
-    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
-}
 # Models with their tensors under three spellings of experts.
 SPELLINGS = ("stacked", "local_experts.{}.linear_{}.weight", "linear_{1}.weight{0}")
-
-
-def layer_tensors(model: ModelConfig, held: dict, layer: int, spelling: str) -> dict:
-    """A layer under Megatron-LM's names; the experts by `spelling`."""
-
-    def own(name: str) -> torch.Tensor:
-        return held[f"layers.{layer}.{name}"]
-
-    def there(name: str) -> bool:
-        return f"layers.{layer}.{name}" in held
-
-    def fc1(name: str) -> torch.Tensor:
-        return torch.cat([own(f"{name}.gate.weight"), own(f"{name}.up.weight")])
-
-    found = {theirs: own(ours) for ours, theirs in KEYS.items() if there(ours)}
-    if model.multi_latent_attention is False:
-        del found["self_attention.linear_q_proj.weight"]
-        for kind in ("weight", "bias"):
-            if there(f"attention.q.{kind}"):
-                qkv = [own(f"attention.{part}.{kind}") for part in "qkv"]
-                parts = [x.reshape(model.num_query_groups, -1, *x.shape[1:]) for x in qkv]
-                fused = torch.cat(parts, 1).flatten(0, 1)
-                found[f"self_attention.linear_qkv.{kind}"] = fused
-    for name, theirs in (("mlp", "mlp"), ("mlp.shared_expert", "mlp.shared_experts")):
-        if there(f"{name}.gate.weight"):
-            found[f"{theirs}.linear_fc1.weight"] = fc1(name)
-    if there("mlp.router.weight"):
-        count = model.num_experts
-        experts = {
-            "fc1": [fc1(f"mlp.experts.{e}") for e in range(count)],
-            "fc2": [own(f"mlp.experts.{e}.down.weight") for e in range(count)],
-        }
-        for part, values in experts.items():
-            if spelling == "stacked":
-                found[f"mlp.experts.experts.linear_{part}.weight"] = torch.stack(values)
-            else:
-                for e, value in enumerate(values):
-                    found[f"mlp.experts.{spelling.format(e, part)}"] = value
-    return found
-
-
-def their_tensors(model: ModelConfig, held: dict, spelling: str) -> dict:
-    """All tensors; layers are stacked where they are alike."""
-    found = {
-        "embedding.word_embeddings.weight": held["embedding.word.weight"],
-        "decoder.final_layernorm.weight": held["final_norm.weight"],
-        "output_layer.weight": held["head.weight"],
-    }
-    layers = [layer_tensors(model, held, i, spelling) for i in range(model.num_layers)]
-    alike = len({tuple(layer) for layer in layers}) == 1
-    for i, layer in enumerate(layers):
-        for name, value in layer.items():
-            if alike:
-                found[f"decoder.layers.{name}"] = torch.stack([each[name] for each in layers])
-            else:
-                found[f"decoder.layers.{i}.{name}"] = value.clone()
-    return found
-
-
-def their_arguments(model: ModelConfig) -> argparse.Namespace:
-    """The arguments of a model, as Megatron-LM keeps them."""
-    given = {
-        field.name: getattr(model, field.name)
-        for field in dataclasses.fields(model)
-        if getattr(model, field.name) != field.default
-    }
-    given["swiglu"] = given.pop("activation") == "swiglu"
-    given["moe_router_load_balancing_type"] = "aux_loss"
-    given["moe_aux_loss_coeff"] = 0.0
-    given["moe_layer_freq"] = [int(each) for each in model.expert_layers()]
-    if model.position_embedding_type == "yarn":
-        given["position_embedding_type"] = "rope"
-        given["rotary_scaling_factor"] = given.pop("rope_scaling_factor")
-        given["original_max_position_embeddings"] = given.pop(
-            "rope_original_max_position_embeddings"
-        )
-    if model.window_size:
-        given["window_size"] = (model.window_size - 1, 0)
-    return argparse.Namespace(**given)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

@@ -10,7 +10,6 @@ import json
 import os
 import pickle
 import random
-import signal
 import zipfile
 from pathlib import Path
 
@@ -23,8 +22,9 @@ from checkpoint_cases import same_bits
 from megatron.tools._convert.dcp_folder import DcpFolder
 from megatron.tools._convert.models import MappedFile
 from megatron.tools._convert.pickles import map_tensor, read_metadata, read_torch_file
+from megatron_names import LAYERS, PADDED, VOCAB, megatron_names
 from test_convert_ranks import convert
-from test_huggingface import CASES, build, tokens
+from test_huggingface import CASES, tokens
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -37,98 +37,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
-
-VOCAB, PADDED, LAYERS = 67, 72, 3
-
-
-def megatron_names(
-    case: str,
-) -> tuple[argparse.Namespace, dict[str, torch.Tensor], dict[str, torch.Tensor], object]:
-    """(arguments, tensors under Megatron-LM's names with stacked layers, our logical tensors, our
-    model) of one of test_huggingface's models.
-    """
-    base, changes, _ = CASES[case]
-    config = argparse.Namespace(**{**vars(base), **changes})
-    model, held = build(model_config := type(base)(**vars(config)))
-    groups = config.num_query_groups
-
-    def fused(i: int, kind: str) -> torch.Tensor:
-        q, k, v = (held[f"layers.{i}.attention.{part}.{kind}"] for part in "qkv")
-        return torch.cat([x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)], 1).flatten(0, 1)
-
-    def ffn(i: int, kind: str) -> torch.Tensor:
-        return torch.cat(
-            [
-                held[f"layers.{i}.mlp.{part}.{kind}"]
-                for part in (("gate", "up") if config.activation == "swiglu" else ("up",))
-            ]
-        )
-
-    def padded(x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x, torch.full((PADDED - VOCAB, x.shape[1]), 9.0, dtype=x.dtype)])
-
-    inner = {
-        "self_attention.linear_qkv.layer_norm_": lambda i, kind: held[
-            f"layers.{i}.input_norm.{kind}"
-        ],
-        "self_attention.linear_qkv.": fused,
-        "self_attention.linear_proj.": lambda i, kind: held[f"layers.{i}.attention.proj.{kind}"],
-        "self_attention.q_layernorm.": lambda i, kind: held[f"layers.{i}.attention.q_norm.{kind}"],
-        "self_attention.k_layernorm.": lambda i, kind: held[f"layers.{i}.attention.k_norm.{kind}"],
-        "pre_mlp_layernorm.": lambda i, kind: held[f"layers.{i}.mlp_norm.{kind}"],
-        "mlp.linear_fc1.": ffn,
-        "mlp.linear_fc2.": lambda i, kind: held[f"layers.{i}.mlp.down.{kind}"],
-    }
-    theirs = {"embedding.word_embeddings.weight": padded(held["embedding.word.weight"])}
-    for name, value in inner.items():
-        for kind in ("weight", "bias"):
-            try:
-                theirs[f"decoder.layers.{name}{kind}"] = torch.stack(
-                    [value(i, kind) for i in range(LAYERS)]
-                )
-            except KeyError:
-                assert kind == "bias" or "_layernorm" in name
-    for mine, name in {
-        "embedding.position.weight": "embedding.position_embeddings.weight",
-        "final_norm.weight": "decoder.final_layernorm.weight",
-        "final_norm.bias": "decoder.final_layernorm.bias",
-    }.items():
-        if mine in held:
-            theirs[name] = held[mine]
-    if "head.weight" in held:
-        theirs["output_layer.weight"] = padded(held["head.weight"])
-    arguments = argparse.Namespace(
-        **{
-            name: getattr(config, name)
-            for name in (
-                "num_layers",
-                "hidden_size",
-                "ffn_hidden_size",
-                "num_attention_heads",
-                "kv_channels",
-                "group_query_attention",
-                "num_query_groups",
-                "max_position_embeddings",
-                "position_embedding_type",
-                "normalization",
-                "norm_epsilon",
-                "add_bias_linear",
-                "add_qkv_bias",
-                "qk_layernorm",
-                "untie_embeddings_and_output_weights",
-                "hidden_dropout",
-                "attention_dropout",
-            )
-        },
-        swiglu=config.activation == "swiglu",
-        rotary_base=10000,
-        exit_signal=signal.SIGTERM,
-        params_dtype=torch.bfloat16,
-        num_experts=None,
-    )
-    assert model_config.activation in ("gelu", "swiglu")
-    return arguments, theirs, held, model
-
 
 BESIDE = {
     "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": torch.ones(3),
