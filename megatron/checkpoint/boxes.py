@@ -48,7 +48,7 @@ def tiles(shape: Dims, boxes: list[Box]) -> bool:
         return True
     corners: Counter[Dims] = Counter()
     for box, count in [(whole, -1), *((box, 1) for box in boxes)]:
-        signed = [((), count)]
+        signed: list[tuple[Dims, int]] = [((), count)]
         for offset, extent in zip(*box):
             signed = [
                 ((*corner, at), sign * factor)

@@ -167,6 +167,7 @@ def commit(
     `before`: iterations that were under `root` when the run began; the later ones among them are of
     a pass that this save supersedes.
     """
+    # 1. The manifest, durable before the folder gets its name.
     superseded = _attempts(root, [each for each in before if each > iteration])
     content = {
         "format": FORMAT,
@@ -186,6 +187,8 @@ def commit(
         Index(temporary)  # what could not be opened later is not committed now
     except CheckpointError as error:
         raise CheckpointError(not_saved(root, iteration, _file_error(error) or error)) from error
+
+    # 2. One rename makes the checkpoint; what is known of the newest one follows.
     target = root / iteration_folder(iteration)
     if not _take_place(temporary, target, content):
         return target

@@ -149,10 +149,13 @@ class Index:
         return self.fetcher.bytes_read
 
     def _open(self) -> None:
+        # 1. The manifest, then tables and headers of all shards, which it has the digests of.
         self.manifest, self._head = self._read_manifest()
         for shard, entries, shapes in self._open_shards():
             self.shards.append(shard)
             self._add(shard, entries, shapes)
+
+        # 2. Every element of every tensor once, and every tensor that the run has.
         for name, stored in self.tensors.items():
             if not tiles(stored.shape, [piece[:2] for piece in stored.pieces]):
                 raise CheckpointError(
@@ -238,6 +241,7 @@ class Index:
                 stored = self.tensors[name] = StoredTensor(
                     shapes.get(name, ()), entry.dtype, self.shards, array("q")
                 )
+            # all shards have the same tensor in mind
             agrees = (
                 shapes.get(name) == stored.shape
                 and entry.dtype == stored.dtype
@@ -265,6 +269,7 @@ class Index:
     def _take(self, known: bytes) -> None:
         content = json.loads(zlib.decompress(known))
         self._head = bytes.fromhex(content["head"])
+        # another folder, or another save of the same iteration, has another manifest
         self.manifest = content["manifest"]
         seen = load_bytes(self.path / MANIFEST, MANIFEST_HEAD) if self.path.is_dir() else b""
         if seen != self._head:
@@ -312,6 +317,7 @@ class Index:
 
         `part`: (i, n), the i-th of n about equal parts of it.
         """
+        # about equal parts in whole batches, so that no two parts read the same chunk
         spans = list(_all_data(self.shards))
         low, high = (len(spans) * at // part[1] for at in (part[0], part[0] + 1))
         done = 0
@@ -349,6 +355,7 @@ def read_manifest(folder: Path) -> tuple[JsonObject, bytes]:
     """The manifest of a checkpoint folder, verified by its own digest, and its first bytes; the
     folder has the name of the manifest.
     """
+    # the name says which checkpoint is the newest, so it has to be the manifest's
     raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
     content = decode_manifest(raw, folder / MANIFEST)
     right = iteration_folder(content["iteration"])

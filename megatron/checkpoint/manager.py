@@ -115,12 +115,15 @@ class CheckpointManager:
             )
         self.began = began
         try:
+            # 1. What has diverged is not saved; the local tier comes first.
             if replicas is not None and self.staging is None:
                 replicas.check(self.ranks)
             pairs = not_empty(pairs)
             local = self.local_checkpoints is not None and self.local_checkpoints.save(
                 iteration, pairs, state
             )
+
+            # 2. In the background from the staging memory or from the local tier, else now.
             if self.staging is not None or (self.background is not None and local):
                 self.pending = StagedSave(self, iteration, pairs, state, replicas)
             else:

@@ -71,6 +71,7 @@ def open_checkpoint(
     byte is read and verified first, each rank its part. Raises as find_checkpoint, on several ranks
     the same UserError on each.
     """
+    # The first rank decides which ones come into question, whatever appears in the meantime.
     root = Path(root)
     iterations = ranks.gather_or_raise(lambda: _candidates(root, step) if ranks.first else None)[0]
     for iteration in iterations:
@@ -253,6 +254,7 @@ class Checkpoint(Index):
                 _Cut(piece, TORCH_DTYPES[stored.dtype], low, high, offset or (0,), view)
                 for piece, low, high in self.overlaps(name, offset, extent)
             ]
+        # in the order of the files
         cuts.sort(key=lambda cut: (cut.piece.shard.number, cut.begin))
         try:
             for batch, data in self.fetcher.stream(

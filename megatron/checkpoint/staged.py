@@ -67,6 +67,7 @@ class Staging:
         """Send the writer the file in waves of what the memory holds; returns with the last one on
         its way into it.
         """
+        # a wave ends with a whole chunk, so that the writer digests what it has
         self.memory[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         self.end = len(header)
         limit = self._limit(self.end)
@@ -211,9 +212,12 @@ class StagedSave:
         committed. Raises UserError on every rank where one's part has failed.
         """
         ranks = self.manager.ranks
+        # the outcome is the same on all ranks
         results = self.attempt.gather_or_raise(partial(_result_of, self.outcome, ranks.who))
         if self.phase == 1:
             return True
+
+        # Shards of diverged replicas are written, and not committed.
         if self.replicas is not None:
             self.replicas.check(ranks)
         self.records = [record | who for record, who in results if record is not None]

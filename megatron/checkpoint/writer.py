@@ -58,6 +58,7 @@ def save_checkpoint(
     root = Path(root)
     pairs = not_empty(tensors)
     parts = shard_parts(pairs)
+    # Shards of all ranks are durable before the first one commits them.
     with Attempt(
         root, iteration, ranks, partial(not_saved, root, iteration), state, len(parts)
     ) as attempt:

@@ -69,12 +69,14 @@ class LocalCheckpoints:
             )
         if run is None:
             return open_checkpoint(load, None, ranks, older)
+
+        # A local one that is as new as --load's newest is taken without opening that.
         newest = max(shared, default=0)
         found = self._newest_whole(run, 0 if older else newest)
         if found is None or found.iteration < newest:
             try:
                 checkpoint = open_checkpoint(load, None, ranks, older)
-            except UserError as error:  # the same on all ranks
+            except UserError as error:  # the same on all ranks: an older local one may do
                 if found is None or not older:
                     raise
                 logger.warning(str(error))

@@ -124,6 +124,7 @@ def newest_local(
     All ranks call this together; each reads its part of what its node has. Why newer ones are
     passed over is logged.
     """
+    # What every node has, of all saves: an iteration may have been saved twice.
     listed = nodes.ranks.gather_or_raise(
         lambda: _listed(nodes, run, oldest, before) if nodes.first else []
     )
@@ -133,6 +134,7 @@ def newest_local(
             next((files for *key, files in listed[first] if tuple(key) == save), None)
             for first, *_ in nodes.members
         ]
+        # The manifest of one node is for all; files count when every byte is as it specifies.
         source = next(node for node, files in enumerate(held) if files is not None)
         manifest = _shared_manifest(nodes, run, save[0], nodes.members[source][0])
         found = Found(save[0], manifest, tuple(frozenset(files or ()) for files in held))
@@ -221,6 +223,8 @@ def restore(nodes: Nodes, run: RunId, found: Found, *, copies: bool) -> Found | 
         streams = _second_copies(nodes, found)
     if not streams:
         return found
+
+    # All nodes make their files, or none: what is there stays until everything is whole.
     made = [{each.number for each in streams if each.to in ranks} for ranks in nodes.members]
     try:
         _make(streams, made, nodes, run, found)
@@ -336,6 +340,7 @@ class LocalCheckpoint(Checkpoint):
         bytes of shards travelled, over all nodes.
         """
         nodes = self.nodes
+        # 1. One copy for each node that has a rank which reads the shard.
         by_rank = nodes.ranks.gather_or_raise(lambda: sorted(self._lacking(boxes)))
         streams = [
             Stream.copy(number, self.shards[number].size, nodes.rank(node, number))
@@ -344,11 +349,15 @@ class LocalCheckpoint(Checkpoint):
         ]
         if not streams:
             return 0
+
+        # 2. Copies are whole, or the restart ends with an error on all ranks.
         here = [each for each in streams if each.to in nodes.members[nodes.index]]
         self._attempt = NodeAttempt(nodes, self.run, self.found.iteration, "read").__enter__()
         self._attempt.gather_or_raise(lambda: self._require(sum(each.size for each in here)))
         reader = partial(self.found.reader, nodes)
         self._attempt.make(streams, self.found.records, reader, self.path)
+
+        # 3. From now on they are read from here.
         for number in (each.number for each in here):
             path = self._attempt.folder / shard_file(number)
             self.shards[number] = replace(self.shards[number], path=path)

@@ -77,11 +77,14 @@ def save_local(
     """
     pairs = not_empty(tensors)
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
+        # 1. Every rank writes its shard; copies and blocks are made of what has been written.
         gathered = attempt.gather_or_raise(
             lambda: (attempt.write_own(pairs), datetime.now(UTC).isoformat(timespec="seconds"))
         )
         records = [entry for entry, _ in gathered if entry is not None]
         described = attempt.add_redundancy(redundancy, records)
+
+        # 2. The same manifest on every node, then the name, then older ones go.
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -217,6 +220,7 @@ class NodeAttempt(Attempt):
             sync_folder(self.root)
             return table_digest(manifest)
 
+        # what was replaced goes when every node has its new folder
         digests = {digest for digest in self.gather_or_raise(replace) if digest is not None}
         assert len(digests) == 1, "the nodes have different manifests"
         shutil.rmtree(self._trash(self.iteration), ignore_errors=True)
