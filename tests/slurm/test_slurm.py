@@ -195,35 +195,6 @@ def test_a_mistake_in_the_settings_is_not_tried_again(cluster, tmp_path):
         assert cluster.job(job.id)["ExitCode"] == "2:0"
 
 
-@pytest.mark.campaign
-def test_a_container_a_setup_file_and_names_with_spaces(cluster, tmp_path):
-    folder = tmp_path / "my jobs"
-    folder.mkdir()
-    container = program(folder / "run in image", 'export IMAGE="$1"; shift; exec "$@"')
-    python = program(
-        folder / "python of image",
-        (
-            '[ "$IMAGE" = "my image.sif" ] && [ "$NCCL_SOCKET_IFNAME" = lo ] && exec '
-            f'{sys.executable} "$@"'
-        ),
-    )
-    (folder / "my setup.sh").write_text(
-        f"export NCCL_SOCKET_IFNAME=lo CONTAINER=\"'{container}' 'my image.sif'\" "
-        f"PYTHON='{python}'\n"
-    )
-    job = Job(
-        cluster, folder, "torchrun", ("--train-iters", "20"), SETUP=str(folder / "my setup.sh")
-    )
-    job.ends("COMPLETED")
-    assert job.iteration() == 20 and f"in {container} my image.sif" in job.log()
-    logs = {
-        path.relative_to(job.save / f"logs/{job.id}-0"): path.read_text()
-        for path in (job.save / "logs").rglob("*.log")
-    }
-    assert sum("iteration       20/" in text for text in logs.values()) == 1, logs.keys()
-    assert len({(path.parts[0], path.parent.name) for path in logs}) == 4, logs.keys()
-
-
 @pytest.mark.full
 def test_sigusr1_to_the_launcher_alone_reaches_every_rank(tmp_path):
     """Slurm's cgroup plugin signals only the process that srun started; here the plugin signals all

@@ -13,7 +13,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_cases import example, loads, pairs, same_bits, save_in_shards, whole
+from checkpoint_cases import example, flip, loads, pairs, same_bits, save_in_shards, whole
 from logged import silently
 from xxhash import xxh3_128_hexdigest
 
@@ -376,10 +376,7 @@ def test_nothing_of_a_checkpoint_is_executed(tmp_path, two):
 def test_damage_names_the_chunk_and_at_most_sixteen_tensors(tmp_path):
     tensors = {f"t{i}": torch.zeros(2) for i in range(20)}
     path = save_checkpoint(tmp_path, 1, [(whole(n, t), t) for n, t in tensors.items()], {})
-    file = path / "shard-00000.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    flip(path / "shard-00000.safetensors")
     with pytest.raises(
         CheckpointError,
         match=re.escape(f"(in tensor {', '.join(f't{i}' for i in range(16))} and 4 more)"),

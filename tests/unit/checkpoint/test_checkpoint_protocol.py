@@ -12,7 +12,7 @@ import subprocess
 
 import pytest
 import torch
-from checkpoint_cases import example, loads, mounted, pairs
+from checkpoint_cases import example, flip, loads, mounted, pairs
 from logged import silently
 
 from megatron.checkpoint import commit, files, writer
@@ -72,9 +72,8 @@ def test_a_state_with_nan_equals_itself(root):
 )
 def test_a_damaged_checkpoint_is_moved_aside_with_a_warning(root, name, log_lines):
     file = root / "iter_0000001" / name
-    raw = bytearray(file.read_bytes())
-    raw[-2] ^= 4
-    file.write_bytes(raw)
+    flip(file, -2)
+    raw = file.read_bytes()
     save_checkpoint(root, 1, pairs(example(5)), STATE)
     (line,) = log_lines
     loads(find_checkpoint(root), example(5))

@@ -19,10 +19,8 @@ from test_huggingface import CASES, VOCAB, build, difference, tokens
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config, DataConfig, PrecisionConfig
 from megatron.model.spec import Box
-from megatron.training.pretrain import pretrain
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
@@ -75,9 +73,7 @@ def take_over(folder: Path, root: Path) -> int:
     return run(convert_checkpoint, "--from-huggingface", folder, "--save", root)
 
 
-@pytest.mark.parametrize(
-    "case", ["gpt2", "llama tied, gqa, eps", "mistral", "qwen2", "qwen3 window", "llama yarn"]
-)
+@pytest.mark.parametrize("case", ["gpt2", "llama tied, gqa, eps", "llama yarn"])
 def test_exported_models_load_in_transformers_and_come_back(tmp_path, case, capsys):
     _, model, held = save_run(tmp_path / "run", case)
     assert export(tmp_path / "run", tmp_path / "hf") == 0
@@ -105,27 +101,6 @@ def test_exported_models_load_in_transformers_and_come_back(tmp_path, case, caps
             )
             == 0
         )
-
-
-def test_a_run_trains_on_from_an_imported_model(tmp_path, capsys):
-    save_run(tmp_path / "run", "llama")
-    export(tmp_path / "run", tmp_path / "hf", "--dtype", "fp32")
-    take_over(tmp_path / "hf", tmp_path / "imported")
-    flags = f"""--config {tmp_path}/imported/model.json --load {tmp_path}/imported --finetune
-    --save {tmp_path}/new
-        --mock-data --vocab-size {VOCAB - 1} --tokenizer-type NullTokenizer --seq-length 24
-        --micro-batch-size 2 --train-iters 2 --lr 1e-3 --log-interval 1 --eval-iters 0""".split()
-    parsed = parse_arguments(flags)
-    assert pretrain(parsed.config, parsed.notes) == 0
-    assert "loaded checkpoint" in capsys.readouterr().out
-    with (
-        Checkpoint(find_checkpoint(tmp_path / "new")) as after,
-        Checkpoint(find_checkpoint(tmp_path / "imported")) as before,
-    ):
-        assert after.iteration == 2 and "optimizer.exp_avg.head.weight" in after.names
-        moved = (after["head.weight"] - before["head.weight"]).abs()
-        # two steps of at most about the learning rate from the imported values
-        assert 0 < moved.max() < 0.01
 
 
 @pytest.mark.parametrize(

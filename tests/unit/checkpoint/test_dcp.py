@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_cases import cut, example, same_bits, save_in_shards
+from checkpoint_cases import cut, example, flip, same_bits, save_in_shards
 from megatron.tools._convert.dcp import CheckpointReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -53,10 +53,7 @@ def test_whole_tensors(tmp_path):
 
 def test_damage_is_named(tmp_path):
     folder = saved(tmp_path)
-    file = folder / "shard-00001.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    flip(folder / "shard-00001.safetensors")
     with pytest.raises(
         dcp.api.CheckpointException, match="shard-00001.safetensors: damaged: bytes"
     ):

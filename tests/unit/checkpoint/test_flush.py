@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from checkpoint_cases import example, loads, pairs, save_in_shards
+from checkpoint_cases import example, flip, loads, pairs, save_in_shards
 from logged import silently
 
 from megatron.checkpoint import manifest
@@ -103,9 +103,7 @@ def test_a_copy_is_the_shard(source, tmp_path):
 def test_a_damaged_local_copy_is_refused(source, tmp_path, monkeypatch, at):
     record = Index(source).manifest["shards"][0]
     path = source / manifest.shard_file(0)
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 4
-    path.write_bytes(raw)
+    flip(path, at)
     (tmp_path / "copy").mkdir()
     with pytest.raises(CheckpointError, match="local copy of shard-00000.safetensors is damaged"):
         copy_shard(path, tmp_path / "copy", 0, record, None)
@@ -189,10 +187,7 @@ def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path, lo
     each = saver()
 
     def damage() -> None:
-        path = next(tmp_path.glob("local/*/*/*.safetensors"))
-        raw = bytearray(path.read_bytes())
-        raw[-5] ^= 1
-        path.write_bytes(raw)
+        flip(next(tmp_path.glob("local/*/*/*.safetensors")))
 
     assert not held_up(each, 1, damage)
     assert (

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import example, pairs
+from checkpoint_cases import example, flip, pairs
 from reshard_cases import BASE, FEATURES, start
 
 from megatron.checkpoint import files
@@ -28,13 +28,6 @@ def shard(tmp_path):
     folder = save_checkpoint(tmp_path, 1, pairs(tensors), {"iteration": 1})
     path = folder / "shard-00000.safetensors"
     return path, DigestTable.decode(path.with_suffix(".digests").read_bytes(), path)
-
-
-def flip(path, at: int) -> None:
-    file = os.open(path, os.O_RDWR)
-    byte = os.pread(file, 1, at)
-    os.pwrite(file, bytes([byte[0] ^ 1 << at % 8]), at)
-    os.close(file)
 
 
 def test_every_byte_is_covered(shard):

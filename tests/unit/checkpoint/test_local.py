@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checkpoint_cases import flip
 from local_cases import (
     OTHER,
     RUN,
@@ -191,18 +192,12 @@ def test_two_are_kept_and_an_abandoned_pass_is_not(gloo_world, tmp_path):
 # ---- damage --------------------------------------------------------------------------------------
 
 
-def _flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-3] ^= 1
-    path.write_bytes(raw)
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "digests", "json"])
 def test_damage_is_found_and_mended_from_the_partner(gloo_world, tmp_path, kind):
     gloo_world(2).run(save, tmp_path, 1, 1, 7)
     before = files(tmp_path)
     for path in (tmp_path / "1" / RUN.folder / ONE).glob(f"*.{kind}"):
-        _flip(path)
+        flip(path)
     told = gloo_world(2).run(restart, tmp_path, 1, 7, 8)
     assert outcome(told) == (1, True) and "rebuilt" in told[0][2][0] and files(tmp_path) == before
 
@@ -210,7 +205,7 @@ def test_damage_is_found_and_mended_from_the_partner(gloo_world, tmp_path, kind)
 def test_damage_without_a_copy_leaves_the_older_one(gloo_world, tmp_path):
     gloo_world(2).run(save, tmp_path, 1, 1, 1, "none")
     gloo_world(2).run(save, tmp_path, 1, 2, 2, "none")
-    _flip(next(tmp_path.glob(f"*/{RUN.folder}/{TWO}/*.safetensors")))
+    flip(next(tmp_path.glob(f"*/{RUN.folder}/{TWO}/*.safetensors")))
     assert outcome(
         gloo_world(2).run(restart, tmp_path, 1, 2, 2, RUN, 0, "nothing is read to the end")
     ) == (2, False)

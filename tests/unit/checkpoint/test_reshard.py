@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checkpoint_cases import flip
 from reshard_cases import (
     FEATURES,
     LAYOUTS,
@@ -205,9 +206,7 @@ def test_damage_that_one_rank_reads_ends_all_with_one_error_or_all_take_the_olde
     arguments = flags("gqa-untied", "tp2")
     gloo_world(2).run(start, (*arguments, *saving(tmp_path), "--ckpt-parallel-write", "owner"))
     shard = saved(tmp_path, 6) / "shard-00001.safetensors"
-    raw = bytearray(shard.read_bytes())
-    raw[-5] ^= 2
-    shard.write_bytes(raw)
+    flip(shard, -5)
     first, second = gloo_world(2).run(start, (*arguments, "--load", str(tmp_path)))
     assert first == second and first.startswith(f"rank 1: {shard}: damaged: bytes ")
     assert "iter_0000006 cannot be loaded; load the older whole one with --ckpt-step 3" in first

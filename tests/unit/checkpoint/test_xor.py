@@ -6,8 +6,9 @@ import random
 import shutil
 
 import pytest
+from checkpoint_cases import flip
 from local_cases import RUN, restart, save
-from test_local import ONE, _flip, files, leftovers, outcome
+from test_local import ONE, files, leftovers, outcome
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.files import write_shard_file
@@ -212,7 +213,7 @@ def test_damage_is_a_loss(gloo_world, tmp_path, damaged, comes_back):
         shards, tables = (
             sorted(folder.glob(f"*.{suffix}")) for suffix in ("safetensors", "digests")
         )
-        _flip(
+        flip(
             {
                 "shard": shards[0],
                 "block": shards[1],
