@@ -53,6 +53,10 @@ class Ranks:
         raise_rank_error([each[1:] if each[0] == "-" else "" for each in lines], self.world, fault)
         return [json.loads(each[1:]) for each in lines]
 
+    def from_first(self, part: Callable[[], Any]) -> Any:
+        """What the first rank's part returns, on every rank; errors as of `gather_or_raise`."""
+        return self.gather_or_raise(lambda: part() if self.first else None)[0]
+
     def refuse(self, error: UserError) -> None:
         """Raise it, on every rank the same."""
         with raise_on_all_ranks(self.world, self.device):

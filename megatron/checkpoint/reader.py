@@ -73,7 +73,7 @@ def open_checkpoint(
     """
     # The first rank decides which ones come into question, whatever appears in the meantime.
     root = Path(root)
-    iterations = ranks.gather_or_raise(lambda: _candidates(root, step) if ranks.first else None)[0]
+    iterations = ranks.from_first(lambda: _candidates(root, step))
     for iteration in iterations:
         path = root / iteration_folder(iteration)
         others = [i for i in iterations if i < iteration]
@@ -85,7 +85,7 @@ def open_checkpoint(
                 _compare_tracker(root, path)
             return checkpoint
         if not older or not others:
-            fix = ranks.gather_or_raise(lambda: _instead(root, others) if ranks.first else "")[0]
+            fix = ranks.from_first(lambda: _instead(root, others))
             ranks.refuse(CheckpointError(f"{fault}. {path.name} cannot be loaded; {fix}."))
         if ranks.first:
             logger.warning(
@@ -129,7 +129,7 @@ def _open_together(path: Path, ranks: Ranks) -> tuple[Checkpoint | None, str | N
     def first() -> str | None:
         nonlocal checkpoint
         try:
-            checkpoint = Checkpoint(path) if ranks.first else None
+            checkpoint = Checkpoint(path)
         except CheckpointError as error:
             return str(error)
         return None
@@ -138,7 +138,7 @@ def _open_together(path: Path, ranks: Ranks) -> tuple[Checkpoint | None, str | N
         nonlocal checkpoint
         checkpoint = checkpoint or Checkpoint(path, known)
 
-    fault = ranks.gather_or_raise(first)[0]
+    fault = ranks.from_first(first)
     if fault is not None:
         return None, fault
     known = ranks.share(checkpoint.encode() if checkpoint and ranks.world.size > 1 else b"")

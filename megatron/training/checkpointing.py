@@ -259,7 +259,7 @@ def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:
             raise CheckpointError(not_writable(Path(root), error)) from error
 
     if root is not None:
-        ranks.gather_or_raise(lambda: take() if ranks.first else None)
+        ranks.from_first(take)
     return lease
 
 

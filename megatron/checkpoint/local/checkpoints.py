@@ -58,9 +58,7 @@ class LocalCheckpoints:
         `older` allows it, else never. Raises as open_checkpoint.
         """
         ranks = self.nodes.ranks
-        name, shared, copied = ranks.gather_or_raise(
-            lambda: _look(load, save) if ranks.first else None
-        )[0]
+        name, shared, copied = ranks.from_first(lambda: _look(load, save))
         run = None if name is None else RunId(**name)
         if copied:
             logger.warning(
@@ -171,8 +169,6 @@ def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> R
     """
 
     def first() -> dict[str, str] | None:
-        if not ranks.first:
-            return None
         goes_on = _same(load, save)
         try:
             if not local:
@@ -186,5 +182,5 @@ def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> R
                 "give another folder"
             ) from error
 
-    run = ranks.gather_or_raise(first)[0]
+    run = ranks.from_first(first)
     return None if run is None else RunId(**run)

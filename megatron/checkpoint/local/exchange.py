@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -119,63 +119,46 @@ def _turns(streams: Iterable[Stream], owner: Owner) -> list[list[Stream]]:
     return [list(turn.values()) for turn, _ in turns]
 
 
-@dataclass
-class _Window:
-    """A window of every stream of a turn. `made`: the bytes of the one that this rank makes."""
-
-    made: Tensor | None = None
-    receiving: list[Receiving] = field(default_factory=list)
-    sending: list[Sending] = field(default_factory=list)
-
-    def finish(self) -> Iterator[memoryview]:
-        """Wait for the messages; the piece, if this rank makes one."""
-        for message in self.receiving:
-            self.made.bitwise_xor_(message.wait().cpu())
-        for sent in self.sending:
-            sent.wait()
-        if self.made is not None:
-            yield memoryview(self.made.numpy())
-
-
 def _pieces(turn: list[Stream], ranks: Ranks, owner: Owner, read: Reader) -> Iterator[memoryview]:
     """The stream of a turn that this rank makes, while it sends what other ranks need. Every rank
     starts its messages in the same order.
     """
-    in_flight: deque[_Window] = deque()
-    for windows in zip_longest(*(stream.windows() for stream in turn)):
-        started = _Window()
-        for stream, window in zip(turn, windows, strict=True):
-            if window is not None:
-                size, parts = window
-                _start(started, stream.to, size, parts, ranks, owner, read)
-        in_flight.append(started)
-        if len(in_flight) == IN_FLIGHT:
-            yield from in_flight.popleft().finish()
-    while in_flight:
-        yield from in_flight.popleft().finish()
-
-
-def _start(
-    window: _Window,
-    to: int,
-    size: int,
-    parts: list[Part],
-    ranks: Ranks,
-    owner: Owner,
-    read: Reader,
-) -> None:
-    """Start the messages of this rank for `size` bytes that rank `to` makes of `parts`."""
     world = ranks.world
     device = ranks.device if world.size > 1 and not is_gloo(world) else torch.device("cpu")
-    if to == world.rank:
-        window.made = torch.zeros(size, dtype=torch.uint8)
-    for number, at in parts:
-        reader = owner(number)
-        if to != world.rank:
-            if reader == world.rank:
-                piece = read(number, at, size).to(device)
-                window.sending.append(Sending(piece, to, world, 0))
-        elif reader == world.rank:
-            window.made.bitwise_xor_(read(number, at, size))
-        else:
-            window.receiving.append(Receiving((size,), torch.uint8, device, reader, world, 0))
+    in_flight: deque[tuple[Tensor | None, list[Receiving], list[Sending]]] = deque()
+    for windows in zip_longest(*(stream.windows() for stream in turn)):
+        made, receiving, sending = None, [], []
+        for stream, window in zip(turn, windows, strict=True):
+            if window is None:  # a shorter one is over
+                continue
+            size, parts = window
+            mine = stream.to == world.rank
+            if mine:
+                made = torch.zeros(size, dtype=torch.uint8)
+            for number, at in parts:
+                reader = owner(number)
+                if reader == world.rank:
+                    piece = read(number, at, size)
+                    if mine:
+                        made.bitwise_xor_(piece)
+                    else:
+                        sending.append(Sending(piece.to(device), stream.to, world, 0))
+                elif mine:
+                    receiving.append(Receiving((size,), torch.uint8, device, reader, world, 0))
+        in_flight.append((made, receiving, sending))
+        if len(in_flight) == IN_FLIGHT:
+            yield from _finish(*in_flight.popleft())
+    while in_flight:
+        yield from _finish(*in_flight.popleft())
+
+
+def _finish(
+    made: Tensor | None, receiving: list[Receiving], sending: list[Sending]
+) -> Iterator[memoryview]:
+    """Wait for the messages of a window; the piece, if this rank makes one."""
+    for message in receiving:
+        made.bitwise_xor_(message.wait().cpu())
+    for sent in sending:
+        sent.wait()
+    if made is not None:
+        yield memoryview(made.numpy())
