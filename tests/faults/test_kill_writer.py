@@ -68,7 +68,7 @@ def save_and_delete(root, iteration: int) -> None:
 
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
-    """disk(*acts): what follows the calls of `acts`, each of which saves the next iteration in a new
+    """disk(*acts): what follows the calls of `acts`, each of which saves the next iteration in one
     folder.
     """
     monkeypatch.setattr(saving_jobs, "SHAPES", {"w": (300, 300), "v": (300,)})
