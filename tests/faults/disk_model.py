@@ -29,19 +29,17 @@ class Node:
 class Disk:
     """What a crash would leave of the files below `root`, by the system calls that write them.
 
-    Before each call `crashes` receives it, as nested dictionaries of bytes, for each of CRASHES.
-    File systems lie between the two kinds of power loss.
+    Before each call `crashes` receives it, as nested dictionaries of bytes, for each of CRASHES,
+    where it has changed. File systems lie between the two kinds of power loss.
     """
 
     def __init__(self, root: Path) -> None:
-        self.root, self.top, self.files, self.crashes, self.acknowledged, self.lock = (
-            root,
-            Node({}),
-            {},
-            [],
-            0,
-            Lock(),
-        )
+        self.root, self.top = root, Node({})
+        self.files: dict = {}
+        self.crashes: list[tuple[int, dict]] = []
+        self.last: dict[str, tuple[int, dict]] = {}  # of each kind
+        self.acknowledged = 0
+        self.lock = Lock()
 
     def follow(self, monkeypatch) -> None:
         """The calls of this process, which are carried out too."""
@@ -90,7 +88,11 @@ class Disk:
             children = getattr(node, names).items()
             return {name: left(child, names, contents) for name, child in children}
 
-        self.crashes += [(self.acknowledged, left(self.top, *kind)) for kind in CRASHES.values()]
+        for kind, views in CRASHES.items():
+            state = self.acknowledged, left(self.top, *views)
+            if state != self.last.get(kind):  # many calls change nothing of what is left
+                self.crashes.append(state)
+            self.last[kind] = state
 
     def entry(self, path) -> tuple[Node, str]:
         *folders, last = Path(path).relative_to(self.root).parts

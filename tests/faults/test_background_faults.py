@@ -324,7 +324,7 @@ def background_power_losses(tmp_path, monkeypatch) -> list[str]:
             events.append(pickle.load(file))
     disk = Disk(root)
     disk.replay(events)
-    assert len({process for process, *_ in events}) == 3 and len(disk.crashes) > 60
+    assert len({process for process, *_ in events}) == 3 and len(disk.crashes) > 40
     return recoveries(disk, tmp_path)
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import saving_jobs
 import torch
-from disk_model import CRASHES, Disk, put
+from disk_model import Disk, put
 from kill_writer import campaign, check, main, verdict
 from saving_jobs import JOBS, SAVES, contents
 
@@ -85,7 +85,7 @@ def disk(tmp_path, monkeypatch):
                 act(root, iteration)
                 followed.acknowledged = iteration
             followed.crash()
-        assert len(followed.crashes) > 60
+        assert len(followed.crashes) > 40
         return followed
 
     return follow
@@ -99,10 +99,10 @@ def recoveries(disk: Disk, tmp_path) -> list[str]:
         iteration, fault = verdict(root, acknowledged)
         found.append(iteration)
         faults += [fault] if fault else []
-        if number % 20 == 0:  # the next attempt is not hindered, and tidies up
+        if number % 10 == 0:  # the next attempt is not hindered, and tidies up
             save_and_retire(root, 3)
             assert not [path for path in root.iterdir() if path.name.startswith(".")]
-    assert faults or (set(found) == {0, 1, 2} and {*found[-len(CRASHES) :]} == {2})
+    assert faults or (set(found) == {0, 1, 2} and found[-1] == 2)
     return faults
 
 
@@ -147,11 +147,11 @@ def test_a_crash_while_a_damaged_checkpoint_is_replaced(disk, tmp_path):
 
     followed = disk(save, save, damage_and_save, threads=1)
     states = [tree for acknowledged, tree in followed.crashes if acknowledged >= 2]
-    assert len(states) > 60
+    assert len(states) > 20
     for number, tree in enumerate(states):
         root = put(tree, tmp_path / str(number))
         assert check(find_checkpoint(root, step=1), 1) is None
-        if number % 10 == 0 or tree is states[-1]:
+        if number % 5 == 0 or tree is states[-1]:
             save(root, 2)
             assert verdict(root, 2) == (2, None)
             assert not [path for path in root.iterdir() if path.name.startswith(".")]
