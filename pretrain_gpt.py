@@ -23,7 +23,7 @@ from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.derive import POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.streams import escape_unencodable
-from megatron.distributed.launchers import given_rank, rough_launch
+from megatron.distributed.launchers import rough_launch
 from megatron.training.exit import exit_on_signals
 
 PATIENCE = 8.0  # seconds for rank 0 to print the error, and its launcher to end the others
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             # The values of positions, so that the file keeps its meaning if a default changes.
             print(dump_config(derive(parsed.config, 1, None, POSITIONS)[0]))
             return 0
-        with exit_on_signals(logs=given_rank(os.environ) == 0):
+        with exit_on_signals(logs=rough_launch().rank == 0):
             # torch is imported only when something runs
             from megatron.training.pretrain import pretrain
 

@@ -126,18 +126,14 @@ def launch_of(environment: Environment) -> Launch:
     return launch
 
 
-def given_rank(environment: Environment) -> int:
-    """The rank if the variables give one, without checking them; else 0."""
-    return _first_number(environment, "rank", "RANK", "SLURM_PROCID")
-
-
 def rough_launch(environment: Environment = os.environ) -> Launch:
     """`launch_of`, or for error messages a guess from incomplete variables."""
     try:
         return launch_of(environment)
     except LaunchError:
+        rank = _first_number(environment, "rank", "RANK", "SLURM_PROCID")
         local = _first_number(environment, "local_rank", "LOCAL_RANK", "SLURM_LOCALID")
-        return Launch(rank=given_rank(environment), local_rank=local)
+        return Launch(rank=rank, local_rank=local)
 
 
 def _first_number(environment: Environment, field: str, generic: str, slurm: str) -> int:

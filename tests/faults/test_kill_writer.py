@@ -85,7 +85,7 @@ def disk(tmp_path, monkeypatch):
                 act(root, iteration)
                 followed.acknowledged = iteration
             followed.crash()
-        assert len(followed.crashes) > 40
+        assert len(followed.crashes) > 20
         return followed
 
     return follow

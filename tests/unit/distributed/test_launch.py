@@ -16,7 +16,7 @@ from megatron.distributed.launchers import (
     LaunchError,
     expand_counts,
     expand_hosts,
-    given_rank,
+    rough_launch,
 )
 from megatron.distributed.setup import (
     choose_device,
@@ -114,7 +114,7 @@ class TestMPI:
         assert found == Launch(
             5, 8, 1, local_size, launcher, "n0", 4000, f"{launcher}/", found.agent_store
         )
-        assert given_rank(of_mpi(launcher)) == 5
+        assert rough_launch(of_mpi(launcher)).rank == 5
 
     def test_without_an_address_it_joins_on_one_host_and_is_refused_on_several(self, launcher):
         with pytest.raises(LaunchError, match=r"as one of 8, .*export MASTER_ADDR"):
