@@ -12,16 +12,22 @@ from pathlib import Path
 if not __package__:  # run as a file of a checkout
     import _checkout  # noqa: F401
 
-from megatron.config.arguments import COMMANDS, Option, options, options_by_flag  # noqa: E402
 from megatron.config.compatibility import (  # noqa: E402
     CompatibilityRow,
     asks,
     by_value,
-    key,
+    differences,
     rows,
     table,
 )
 from megatron.config.groups import Config  # noqa: E402
+from megatron.config.help import COMMANDS, HELP  # noqa: E402
+from megatron.config.options import (  # noqa: E402
+    Option,
+    key,  # noqa: E402
+    options,
+    options_by_flag,
+)
 from megatron.config.streams import escape_unencodable  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +69,7 @@ def _option_row(option: Option) -> str:
         names += f" {option.kind.__name__}{' ...' if option.many else ''}"
     return (
         f"| {names} | {_value(option.default)} | {_cell(option.help)} | "
-        f"{_cell(option.megatron or '')} |"
+        f"{_cell(differences().get(option.names[0], ''))} |"
     )
 
 
@@ -108,7 +114,7 @@ def _section(title: str, columns: str, *verdicts: str) -> list[str]:
 def document() -> str:
     """The text of docs/flags.md."""
     lines = [INTRODUCTION, "## command", "", "| flag | meaning |", "|---|---|"]
-    lines += [f"| `{name}` | {_cell(text)} |" for name, text in COMMANDS.items()]
+    lines += [f"| `{name}` | {_cell(text)} |" for name, text in {**HELP, **COMMANDS}.items()]
     for field in dataclasses.fields(Config):
         lines += [
             "",

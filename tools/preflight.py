@@ -61,10 +61,11 @@ from megatron.tools._preflight.probes import Needs, Probe
 import megatron
 from megatron.checkpoint.manifest import TRACKER
 from megatron.config.arguments import dump_config, parse_arguments
+from megatron.config.data_paths import parse_blend
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.streams import escape_unencodable  # noqa: E402
-from megatron.config.validate import blend_prefixes, resolve
+from megatron.config.validate import resolve
 from megatron.data.tokenizer import build_tokenizer
 from megatron.distributed.groups import describe_layout, group_options, layout_of
 from megatron.distributed.launchers import (
@@ -115,7 +116,7 @@ def input_files(config: Config) -> list[str]:
     data = config.data
     prefixes: list[str] = []
     for words in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
-        prefixes += blend_prefixes(words or ())
+        prefixes += [prefix for _, prefix in parse_blend(words or (), "--data-path")]
     found = [f"{prefix}{end}" for prefix in dict.fromkeys(prefixes) for end in (".bin", ".idx")]
     return found + [
         path for path in (data.tokenizer_model, data.vocab_file, data.merge_file) if path

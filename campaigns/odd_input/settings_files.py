@@ -13,10 +13,11 @@ from typing import Any
 import yaml
 
 from campaigns.odd_input.cases import ODD, Verdicts, Wrong, damage, places, put
-from megatron.config.arguments import NO_PATHS, Option, options, options_by_field, parse_arguments
+from megatron.config.arguments import parse_arguments
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
+from megatron.config.options import NO_PATHS, Option, options, options_by_field
 from megatron.config.validate import cross_field_faults
 
 FLAGS = (

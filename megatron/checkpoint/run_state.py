@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from megatron.checkpoint.boxes import shapes_of
-from megatron.config.arguments import Option, options_by_field
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError, JsonObject, expect
+from megatron.config.options import Option, options_by_field
 
 HUGE = 1e300  # numbers that are no float, or nearly none, are no number of a run
 LARGEST = 2**62  # sums of two counts still fit 64 bits

@@ -1,5 +1,4 @@
-"""The command line: flags generated from the groups of `groups.py`, read so that every fault is
-reported at once.
+"""The command line, read so that every fault is reported at once.
 
 Python's argparse formats `--help`, but does not read the line: it stops at the first fault, and an
 unset shell variable (`--lr $LR`) makes it blame the next flag. Here a flag owns every word up to
@@ -9,71 +8,44 @@ are not fields are answered by the table in `compatibility.py`.
 
 from __future__ import annotations
 
-import argparse
-import ast
 import dataclasses
 import difflib
 import functools
-import inspect
 import json
-import math
 import re
-import types
-import typing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from megatron.config import compatibility, groups
-from megatron.config.compatibility import Occurrence, Words, key
+from megatron.config import compatibility
+from megatron.config.compatibility import Occurrence
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.derive import DEFAULTS, GROUP_OF
 from megatron.config.errors import ArgumentErrors, UserError, first_faults, shortened
 from megatron.config.groups import Config
+from megatron.config.help import COMMANDS, HELP, TAKES_FILE, help_text
 from megatron.config.input_files import (
     SETTINGS_LIMIT,
     NotJson,
     decode,
-    is_text,
     parse_json,
     path_fault,
     read_bytes,
 )
 from megatron.config.megatron_deepspeed import translate
-from megatron.config.metadata import flag_name
 from megatron.config.named_files import data_flags, extended_vocabulary
+from megatron.config.options import (
+    Place,
+    Words,
+    as_word,
+    key,
+    options_by_field,
+    options_by_flag,
+)
 from megatron.config.settings_files import check_program, flat_flags
+from megatron.config.spelling import did_you_mean, one_edit, same_meaning
 from megatron.config.validate import cross_field_faults
 from megatron.config.yaml_text import parse_yaml
 
-COMMANDS = {
-    "--config": (
-        "Read settings from this JSON or YAML file (as --print-config writes it); flags on "
-        "the command line win."
-    ),
-    "--deepspeed_config": (
-        "Compare this DeepSpeed JSON file with the flags: what it equals is noted, what "
-        "contradicts is refused."
-    ),
-    "--print-config": "Print the settings as JSON and exit; --config reads them back.",
-    "--dry-run": (
-        "Check everything (files, tokenizer, batch arithmetic, memory) and exit without training."
-    ),
-}
-TAKES_FILE = ("--config", "--deepspeed-config")
-NO_PATHS = {
-    "split",
-    "freeze",
-    "recompute_layers",
-    "pipeline_model_parallel_layout",
-    "step_batch_size_schedule",
-    "wandb_project",
-    "wandb_exp_name",
-    "wandb_group",
-    "wandb_entity",
-}
-
-Place = tuple[str, str]  # group and field
 Values = dict[Place, Any]
 
 
@@ -90,157 +62,11 @@ class Parsed:
     print_config: bool
 
 
-@dataclass(frozen=True)
-class Option:
-    """One field as a flag: `names` set it (the first is its spelling in messages), `off` set a
-    boolean to False.
-    """
-
-    group: str
-    field: str
-    names: tuple[str, ...]
-    off: tuple[str, ...]
-    kind: type
-    choices: tuple[Any, ...]
-    many: bool
-    optional: bool
-    default: Any
-    help: str
-    megatron: str | None
-
-    def convert(self, text: str) -> Any:
-        """The value of one word; raises UserError with what was expected."""
-        if self.choices and text not in map(str, self.choices):
-            raise UserError(
-                "choose from "
-                f"{', '.join(map(str, self.choices))}{did_you_mean(text, map(str, self.choices))}"
-            )
-        if self.kind is bool:
-            if text.lower() not in ("true", "false"):
-                raise UserError("it takes no value")
-            return text.lower() == "true"
-        if self.kind is str:
-            fault = "" if self.field in NO_PATHS else path_fault(text)
-            if fault or not is_text(text):
-                raise UserError(fault or "holds a character that UTF-8 text cannot hold")
-            return text
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not math.isfinite(number):
-            raise UserError("expected a number")
-        if self.kind is float:
-            return number
-        if abs(number) >= 2**63:
-            raise UserError("expected a whole number of at most 64 bits")
-        if re.fullmatch(r"[-+]?\d[\d_]*", text):
-            return int(text)
-        if number != int(number) or abs(number) > 2**53:
-            raise UserError("expected a whole number")
-        return int(number)
-
-    def parse(self, words: Words) -> Any:
-        """The value of a flag followed by `words`; raises UserError with what is wrong and the
-        fix.
-        """
-        if self.kind is bool and not words:
-            return True
-        if not words or any(word == "" for word in words):
-            raise UserError("no value follows it (is a shell variable unset?)")
-        if not self.many and len(words) > 1:
-            raise UserError(
-                f"takes {'no value' if self.kind is bool else 'one value'}; drop the others, "
-                "or quote a value with spaces"
-            )
-        values = tuple(self.convert(word) for word in words)
-        return values if self.many else values[0]
-
-    def load(self, value: Any) -> Any:
-        """The field's value from one read in a configuration file; raises UserError."""
-        if value is None and self.optional:
-            return None
-        if isinstance(value, list) and self.many and value:
-            if any(type(item) not in (str, int, float) for item in value):
-                raise UserError("expected a list of words or numbers")
-            return tuple(self.convert(_word(item)) for item in value)
-        if (
-            value is None
-            or isinstance(value, (list, dict))
-            or isinstance(value, bool) != (self.kind is bool)
-        ):
-            raise UserError(f"expected {'a list' if self.many else self.kind.__name__}")
-        if self.kind is str and not isinstance(value, str):
-            raise UserError("expected a string")
-        converted = self.convert(_word(value))
-        return (converted,) if self.many else converted
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def one_edit(one: str, other: str) -> bool:
-    """Whether one inserted, deleted, replaced or swapped letter lies between two words."""
-    if one == other or abs(len(one) - len(other)) > 1:
-        return False
-    shortest = min(len(one), len(other))
-    start = next((i for i in range(shortest) if one[i] != other[i]), shortest)
-    rest = shortest - start
-    end = next((i for i in range(rest) if one[-1 - i] != other[-1 - i]), rest)
-    left = one[start : len(one) - end]
-    right = other[start : len(other) - end]
-    return max(len(left), len(right)) == 1 or (len(left) == 2 and left == right[::-1])
-
-
-def _nearest(word: str, known: typing.Iterable[str]) -> list[str]:
-    """What a word may have been meant to be: all that are one letter away, else the one that looks
-    most alike, if any does.
-    """
-    known = list(known)
-    return [other for other in known if one_edit(word, other)] or difflib.get_close_matches(
-        word, known, n=1, cutoff=0.7
-    )
-
-
-def did_you_mean(word: str, known: typing.Iterable[str]) -> str:
-    """The end of a message about an unknown word: the known ones that are nearest, if any are."""
-    near = _nearest(word, known)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
 @functools.cache
 def _known_flags() -> list[str]:
     """Every known flag, ours first."""
-    ours = [*options_by_flag(), *map(key, COMMANDS), "--help"]
+    ours = [*options_by_flag(), *map(key, COMMANDS), *HELP]
     return list(dict.fromkeys([*ours, *compatibility.rows()]))
-
-
-# Words of flags that carry no meaning by themselves.
-FILLERS = {"num", "size", "use", "enable", "with", "n", "value"}
-
-
-def _alike(one: str, other: str) -> bool:
-    """Whether two words of flags may be the same: one abbreviates the other, or a letter is
-    wrong in a word long enough to show it.
-    """
-    short, long = sorted((one, other), key=len)
-    is_prefix = len(short) >= 3 and long.startswith(short)
-    return one == other or is_prefix or (len(short) >= 5 and one_edit(one, other))
-
-
-def same_meaning(one: str, other: str) -> bool:
-    """Whether two flags consist of the same words in any order, but for typos, abbreviations and
-    FILLERS. A word that only one of them has makes it another setting.
-    """
-    left = one.removeprefix("--").split("-")
-    right = other.removeprefix("--").split("-")
-    for word in list(left):
-        match = next((candidate for candidate in right if _alike(word, candidate)), None)
-        if match is not None:
-            left.remove(word)
-            right.remove(match)
-    return not {*left, *right} - FILLERS
 
 
 def suggestions(flag: str) -> list[str]:
@@ -254,129 +80,6 @@ def suggestions(flag: str) -> list[str]:
         return near
     alike = difflib.get_close_matches(word, _known_flags(), n=10, cutoff=0.7)
     return [other for other in alike if same_meaning(word, other)][:1]
-
-
-@functools.cache
-def _classes(path: str) -> dict[str, Any]:
-    """The syntax trees of a file's classes. A file is parsed once: every start pays for it."""
-    tree = ast.parse(Path(path).read_text())
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _field_help(group: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass and of its bases, from their source."""
-    if not dataclasses.is_dataclass(group):
-        return {}
-    body: list[Any] = _classes(inspect.getfile(group))[group.__name__].body
-    found: dict[str, str] = {}
-    for base in group.__bases__:
-        found |= _field_help(base)
-    return (
-        found
-        | {
-            field.target.id: " ".join(text.value.value.split())  # type: ignore
-            for field, text in zip(body, body[1:], strict=False)
-            if isinstance(field, ast.AnnAssign)
-            and isinstance(text, ast.Expr)
-            and isinstance(text.value, ast.Constant)
-        }
-    )
-
-
-def _option(group: str, field: dataclasses.Field, annotation: Any, text: str) -> Option:
-    """One option from a field's type: bool, int, float, str, Literal, tuple[X, ...], and each of
-    them or None.
-    """
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    members = typing.get_args(annotation) if union else (annotation,)
-    optional = type(None) in members
-    (inner,) = [member for member in members if member is not type(None)]
-    many = typing.get_origin(inner) is tuple
-    if many:
-        inner = typing.get_args(inner)[0]
-    choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
-    kind = type(choices[0]) if choices else inner
-    assert kind in (bool, int, float, str), f"{group}.{field.name}: no flag for {annotation}"
-    names = (flag_name(field.name), *field.metadata.get("names", ()))
-    off = (field.metadata.get("off") or flag_name("no_" + field.name),) if kind is bool else ()
-    return Option(
-        group,
-        field.name,
-        names,
-        off,
-        kind,
-        choices,
-        many,
-        optional,
-        field.default,
-        text,
-        field.metadata.get("megatron"),
-    )
-
-
-@functools.cache
-def options() -> tuple[Option, ...]:
-    """Every field of `Config` as an option, in the order of groups.py."""
-    result = []
-    for group in dataclasses.fields(Config):
-        cls = getattr(groups, str(group.type))
-        hints = typing.get_type_hints(cls)
-        texts = _field_help(cls)
-        own = inspect.get_annotations(cls)
-        result += [
-            _option(group.name, field, hints[field.name], texts[field.name])
-            for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own)
-        ]
-    return tuple(result)
-
-
-@functools.cache
-def options_by_field() -> dict[Place, Option]:
-    """Every option by its group and field."""
-    return {(option.group, option.field): option for option in options()}
-
-
-@functools.cache
-def options_by_flag() -> dict[str, tuple[Option, bool]]:
-    """Option and the boolean it sets (True but for off spellings) for each spelling, with
-    hyphens.
-    """
-    table: dict[str, tuple[Option, bool]] = {}
-    for option in options():
-        for flag in (*option.names, *option.off):
-            assert key(flag) not in table, f"{flag} belongs to two fields"
-            table[key(flag)] = (option, flag not in option.off)
-    return table
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """An argparse parser with one group per dataclass, for `--help`."""
-    parser = argparse.ArgumentParser(
-        prog="pretrain_gpt.py", usage="%(prog)s --flag value ...", allow_abbrev=False
-    )
-    commands = parser.add_argument_group("command")
-    for name, text in COMMANDS.items():
-        takes_file = key(name) in TAKES_FILE
-        kind: dict[str, Any] = {"metavar": "FILE"} if takes_file else {"action": "store_true"}
-        commands.add_argument(name, help=text, **kind)
-    for field in dataclasses.fields(Config):
-        group = parser.add_argument_group(field.name)
-        for option in (option for option in options() if option.group == field.name):
-            text = option.help.replace("%", "%%") + (
-                "" if option.default is None else f" (default: {option.default})"
-            )
-            if option.kind is bool:
-                group.add_argument(*option.names, *option.off, action="store_true", help=text)
-            else:
-                metavar = (
-                    "{" + ",".join(map(str, option.choices)) + "}"
-                    if option.choices
-                    else option.kind.__name__.upper()
-                )
-                group.add_argument(
-                    *option.names, nargs="+" if option.many else None, metavar=metavar, help=text
-                )
-    return parser
 
 
 def split_words(argv: list[str]) -> tuple[list[Occurrence], list[str]]:
@@ -660,7 +363,7 @@ def _read_flat(reading: _Reading, flag: str, value: Any) -> None:
 
 def _flat_words(item: Any) -> list[str]:
     """The words that a command line would have: a text of several numbers or paths is several."""
-    return item.split() if isinstance(item, str) and item else [_word(item)]
+    return item.split() if isinstance(item, str) and item else [as_word(item)]
 
 
 def _load(field: str, value: Any) -> Any:
@@ -715,8 +418,8 @@ def parse_arguments(argv: list[str]) -> Parsed:
     added, so that nothing waits behind the first mistake (but those about a flag whose value could
     not be read).
     """
-    if any(word in ("-h", "--help") for word in argv):
-        build_parser().print_help()
+    if text := help_text(argv):
+        print(text)
         raise SystemExit(0)
     occurrences, faults = split_words(argv)
     reading = _Reading(faults=faults)

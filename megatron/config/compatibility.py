@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from typing import Any
 from megatron.config.derive import GROUP_OF
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
+from megatron.config.options import Words, key
 
-Words = list[str]  # that follow a flag
 Occurrence = tuple[str, Words]
 Condition = list[dict[str, list[Any]]]  # alternatives: the values that fields may have
 
@@ -116,13 +115,6 @@ def recorded_names() -> tuple[str, ...]:
     return tuple(name for text in data()["names"].values() for name in text.split())
 
 
-def key(flag: str) -> str:
-    """The spelling by which a flag is looked up: underscores and hyphens are the same, as
-    DeepSpeed's flags mix them.
-    """
-    return flag[:2] + flag[2:].replace("_", "-")
-
-
 @functools.cache
 def rows() -> dict[str, CompatibilityRow]:
     """Row by exact name, with families spelled out. A name in two rows is an error of the table."""
@@ -172,8 +164,12 @@ def translate_value(flag: str, words: Words) -> tuple[Words, str]:
     """Our words for another codebase's values of our own flag, and a note; raises UserError for
     values that cannot act.
     """
-    if flag in IRREGULAR and (translated := IRREGULAR[flag](words)) is not None:
-        return translated
+    if flag == "--num-experts" and len(words) > 1:  # of each layer, in Megatron-DeepSpeed
+        if len(set(words)) > 1:
+            raise UserError("must be the same in every layer that has experts; give one number")
+        return words[:1], ""
+    if flag == "--window-size" and len(words) == 1 and "," in words[0]:
+        return _window(words[0])
     for word in words:
         if (flag, word) in by_value("refused_values"):
             raise UserError(by_value("refused_values")[flag, word])
@@ -183,38 +179,27 @@ def translate_value(flag: str, words: Words) -> tuple[Words, str]:
     return [by_value("values").get(pair, words[0])], by_value("value_notes").get(pair, "")
 
 
-def _window(words: Words) -> tuple[Words, str] | None:
+def _window(pair: str) -> tuple[Words, str]:
     """Megatron-LM's pair of --window-size as one number."""
-    if len(words) != 1 or "," not in words[0]:
-        return None
-    left, right = (part.strip() for part in words[0].strip("()").split(",", 1))
+    left, right = (part.strip() for part in pair.strip("()").split(",", 1))
     if not left.isdigit() or right != "0":
         raise UserError(
             "Megatron's pair must be W-1,0 here: W latest tokens, itself included, none after it"
         )
     size = str(int(left) + 1)
-    return [size], f"--window-size {words[0]} is a window of {size} tokens, itself included"
+    return [size], f"--window-size {pair} is a window of {size} tokens, itself included"
 
 
-def _experts(words: Words) -> tuple[Words, str] | None:
-    """Megatron-DeepSpeed's numbers of experts, one for each layer that has any."""
-    if len(set(words)) > 1:
-        raise UserError(
-            "the number of experts must be the same in every layer that has experts; give one"
-        )
-    return (words[:1], "") if len(words) > 1 else None
-
-
-# Flags whose values need more than the table: each returns None where the table answers.
-IRREGULAR: dict[str, Callable[[Words], tuple[Words, str] | None]] = {
-    "--window-size": _window,
-    "--num-experts": _experts,
-}
-
-
-def _each_name(section: str) -> dict[str, str]:
+def _each_name(table: dict[str, str]) -> dict[str, str]:
     """Each of the names in a key of a table -> its text."""
-    return {name: text for names, text in data()[section].items() for name in names.split()}
+    return {name: text for names, text in table.items() for name in names.split()}
+
+
+def differences() -> dict[str, str]:
+    """Flag of ours -> how it differs from Megatron-LM."""
+    found = data()["differences"]
+    absent = dict.fromkeys(found["not_in_megatron_lm"].split(), "not in Megatron-LM")
+    return absent | _each_name(found["notes"])
 
 
 def habit(flag: str) -> str:
@@ -225,7 +210,7 @@ def habit(flag: str) -> str:
 
 def follows(flag: str) -> str:
     """What to do about a short name whose setting follows from others, or an empty string."""
-    return _each_name("follows").get(flag, "")
+    return _each_name(data()["follows"]).get(flag, "")
 
 
 # ---------------------------------------------------------------- answers

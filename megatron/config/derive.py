@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from megatron.config.batch_schedule import schedule_words
-from megatron.config.errors import UserError
+from megatron.config.errors import UserError, shortened
 from megatron.config.groups import LR_DECAYS, Config, DecayKind, DistributedConfig
 from megatron.config.latent import yarn_scale
 from megatron.config.metadata import flag, flag_name
@@ -27,6 +27,18 @@ METADATA = {  # what every field declares of itself
     for field in dataclasses.fields(type(group.default))  # type: ignore[arg-type]
 }
 GATED = ("swiglu", "geglu")
+GATED_WIDTH = "8/3 x hidden-size rounded down to a multiple of 64"
+
+
+def spelled(field: str, value: Any) -> str:
+    """A field with a value as it is typed: `--lr 0.1`, `--no-save-optim`."""
+    if value is False:
+        return METADATA[field]["off"] or flag_name("no_" + field)
+    if value is True or value is None:
+        return flag_name(field)
+    items = value if isinstance(value, tuple) else (value,)
+    words = (f"{item:g}" if isinstance(item, float) else str(item) for item in items)
+    return " ".join([flag_name(field), *words])
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -105,16 +117,25 @@ class RunView:
         """The entry of --lr-decay-style in its table."""
         return LR_DECAYS[self.lr_decay_style]
 
+    @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches of a step on each rank; None while sizes are missing or wrong."""
+        if not self.has("micro_batch_size", "global_batch_size") or not self.dp:
+            return None
+        return self.global_batch_size // (self.micro_batch_size * self.dp)
+
     def show(self, field: str) -> str:
         """`--lr-decay-style cosine`: a flag with its value."""
         value = getattr(self, field)
         if value is None or isinstance(value, bool):
             return flag_name(field)
-        words = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        return (
-            f"{flag_name(field)} "
-            f"{words[:57] + '...' if isinstance(value, tuple) and len(words) > 60 else words}"
-        )
+        if isinstance(value, tuple):
+            value = shortened(" ".join(map(str, value)), 60)
+        return f"{flag_name(field)} {value}"
+
+    def fault(self, field: str, text: str) -> str:
+        """A message about a flag: the flag with its value, and what is wrong."""
+        return f"{self.show(field)}: {text}"
 
     def has(self, *fields: str) -> bool:
         """All of these are given and, where numbers, greater than zero."""
@@ -130,39 +151,20 @@ Derivation = Iterator[tuple[str, Any, str]]  # field, value, reason; none where 
 
 def _derive_model(run: RunView) -> Derivation:
     if run.ffn_hidden_size is None and run.has("hidden_size"):
-        if run.activation in GATED:
-            width = run.hidden_size * 8 // 3 // 64 * 64
-            yield (
-                "ffn_hidden_size",
-                width,
-                f"8/3 x hidden-size rounded down to a multiple of 64, as {run.activation} is gated",
-            )
-        else:
+        if run.activation not in GATED:
             yield "ffn_hidden_size", 4 * run.hidden_size, "4 x hidden-size"
+        elif width := run.hidden_size * 8 // 3 // 64 * 64:
+            yield "ffn_hidden_size", width, f"{GATED_WIDTH}, as {run.activation} is gated"
+    heads = run.num_attention_heads
     if run.multi_latent_attention:
         width = run.qk_head_dim + run.qk_pos_emb_head_dim
         if run.kv_channels != width:
             yield "kv_channels", width, "qk-head-dim + qk-pos-emb-head-dim"
-    elif (
-        run.kv_channels is None
-        and run.has("hidden_size", "num_attention_heads")
-        and run.hidden_size % run.num_attention_heads == 0
-    ):
-        yield (
-            "kv_channels",
-            run.hidden_size // run.num_attention_heads,
-            "hidden-size / num-attention-heads",
-        )
-    if (
-        run.num_query_groups is None
-        and not run.group_query_attention
-        and run.num_attention_heads is not None
-    ):
-        yield (
-            "num_query_groups",
-            run.num_attention_heads,
-            "one for each head without --group-query-attention",
-        )
+    elif run.kv_channels is None and run.has("hidden_size", "num_attention_heads"):
+        if run.hidden_size % heads == 0:
+            yield "kv_channels", run.hidden_size // heads, "hidden-size / num-attention-heads"
+    if run.num_query_groups is None and not run.group_query_attention and heads is not None:
+        yield "num_query_groups", heads, "one for each head without --group-query-attention"
     if run.max_position_embeddings is None and run.seq_length is not None:
         yield "max_position_embeddings", run.seq_length, "seq-length"
 
@@ -193,22 +195,16 @@ def _derive_position_type(run: RunView) -> Derivation:
         changed -= set(_YARN[:2])
     if run.rope_type == "rope" and (kind == "yarn" or rescales_scores(run)):
         return  # a fault
+    wanted = "rope"
     if run.rope_type == "rope":
-        wanted = "rope"
         for field in () if run.use_rope_scaling else sorted(changed):
             yield field, DEFAULTS[field], "--rope-type rope rescales no frequencies"
     elif kind == "yarn" or run.rope_type == "yarn" or (changed and not run.use_rope_scaling):
         wanted = "yarn"
-    else:
-        wanted = "rope"
     yield "rope_type", None, ""
     if wanted != kind:
-        reason = (
-            "latent attention takes YaRN unless --rope-type rope, as in Megatron-LM"
-            if wanted == "yarn"
-            else "latent attention has rotary positions, as in Megatron-LM"
-        )
-        yield "position_embedding_type", wanted, reason
+        what = "YaRN unless --rope-type rope" if wanted == "yarn" else "rotary positions"
+        yield "position_embedding_type", wanted, f"latent attention has {what}, as in Megatron-LM"
 
 
 def rescales_scores(run: RunView) -> bool:
@@ -262,15 +258,12 @@ def _derive_training(run: RunView) -> Derivation:
     if run.step_batch_size_schedule is not None:
         yield from _derive_batches(run)
     elif run.global_batch_size is None and run.micro_batch_size is not None and run.dp:
-        yield (
-            "global_batch_size",
-            run.micro_batch_size * run.dp,
-            f"micro-batch-size x {run.dp} data-parallel rank(s)",
-        )
-    if run.recompute_granularity == "full":
-        if run.recompute_method is None:
-            yield "recompute_method", "uniform", "every layer is recomputed"
-        if run.recompute_num_layers is None and run.recompute_method != "block":
+        reason = f"micro-batch-size x {run.dp} data-parallel rank(s)"
+        yield "global_batch_size", run.micro_batch_size * run.dp, reason
+    if run.recompute_granularity == "full" and run.recompute_method is None:
+        yield "recompute_method", "uniform", "every layer is recomputed"
+    if run.recompute_granularity == "full" and run.recompute_num_layers is None:
+        if run.recompute_method != "block":
             yield "recompute_num_layers", 1, "every layer by itself"
     if run.recompute_granularity == "selective" and run.recompute_modules is None:
         yield "recompute_modules", ("core_attn",), "Megatron's default"
@@ -308,26 +301,16 @@ def _derive_optimizer(run: RunView) -> Derivation:
     if run.optimizer_cpu_offload or run.optimizer != "adam":
         return
     if run.optimizer_nvme_offload is not None:
-        yield (
-            "optimizer_cpu_offload",
-            True,
-            "--optimizer-nvme-offload moves on what it keeps in host memory",
-        )
+        yield "optimizer_cpu_offload", True, "--optimizer-nvme-offload moves on from host memory"
     elif run.param_cpu_offload and run.zero_stage == 3:
-        yield (
-            "optimizer_cpu_offload",
-            True,
-            "--param-cpu-offload keeps weights where they are stepped",
-        )
+        reason = "--param-cpu-offload keeps weights where they are stepped"
+        yield "optimizer_cpu_offload", True, reason
 
 
 def _derive_distributed(run: RunView) -> Derivation:
     if run.sequence_parallel and run.tp == 1:
-        yield (
-            "sequence_parallel",
-            False,
-            "with --tensor-model-parallel-size 1 there are no ranks to split the sequence over",
-        )
+        reason = "--tensor-model-parallel-size 1 has no ranks to split the sequence over"
+        yield "sequence_parallel", False, reason
     if run.num_experts is not None and run.expert_tensor_parallel_size is None:
         reason = "tensor-model-parallel-size" if run.tp > 1 else ""
         yield "expert_tensor_parallel_size", run.tp, reason
@@ -337,18 +320,11 @@ def _derive_distributed(run: RunView) -> Derivation:
         unasked = run.pp == 1 and run.num_virtual_stages_per_pipeline_rank is None
         yield "num_virtual_stages_per_pipeline_rank", virtual, "" if unasked else _why_virtual(run)
     if run.pp == 1 and run.pipeline_schedule not in (None, "1f1b"):
-        yield (
-            "pipeline_schedule",
-            "1f1b",
-            "with --pipeline-model-parallel-size 1 there is one order",
-        )
+        yield "pipeline_schedule", "1f1b", "--pipeline-model-parallel-size 1 has one order"
     elif run.pipeline_schedule is None and virtual is not None:
         name = "1f1b" if virtual == 1 else "interleaved"
-        yield (
-            "pipeline_schedule",
-            name,
-            f"{virtual} stage(s) on each pipeline rank" if run.pp > 1 else "",
-        )
+        reason = f"{virtual} stage(s) on each pipeline rank" if run.pp > 1 else ""
+        yield "pipeline_schedule", name, reason
 
 
 def _without_sharing(run: RunView) -> Derivation:
@@ -357,11 +333,9 @@ def _without_sharing(run: RunView) -> Derivation:
     """
     if run.zero_stage == 0 or (run.replicas != 1 and run.zero_shard_size != 1):
         return
-    reason = (
-        "one data-parallel rank has nothing to shard over"
-        if run.replicas == 1
-        else "--zero-shard-size 1 shards over a single rank"
-    )
+    reason = "--zero-shard-size 1 shards over a single rank"
+    if run.replicas == 1:
+        reason = "one data-parallel rank has nothing to shard over"
     offloaded = run.zero_stage == 3 and run.param_cpu_offload
     if not offloaded:
         yield "zero_stage", 0, reason
@@ -373,7 +347,7 @@ def _without_sharing(run: RunView) -> Derivation:
 
 def _why_virtual(run: RunView) -> str:
     if run.pp == 1:
-        return "with --pipeline-model-parallel-size 1 there is one stage"
+        return "--pipeline-model-parallel-size 1 has one stage"
     if run.pipeline_model_parallel_layout not in (None, AUTO):
         return "stages in --pipeline-model-parallel-layout / pipeline-model-parallel-size"
     if run.num_layers_per_virtual_pipeline_stage is not None:

@@ -32,29 +32,22 @@ class ExpertsConfig:
     """experts"""
 
     num_experts: int | None = model_flag(None, bound=POSITIVE)
-    """Number of experts of each layer that has any: MLPs, of which a router chooses some for each
-    token (a mixture of experts, MoE).
-    """
+    """Experts of each mixture-of-experts (MoE) layer; a router chooses some for each token."""
     moe_ffn_hidden_size: int | None = model_flag(None, bound=POSITIVE, needs=needs.EXPERTS)
     """Width of an expert. Default: ffn-hidden-size."""
     moe_layer_freq: str = model_flag("1", needs=needs.EXPERTS)
-    """Which layers have experts: N for every N-th, the first among them, or a list with 1 for each
-    layer that has experts and 0 for each other, such as [0]*3+[1]*58.
-    """
+    """Layers with experts: N for every N-th from the first on, or a list such as [0]*3+[1]*58."""
     moe_router_topk: int = model_flag(2, bound=POSITIVE, needs=needs.EXPERTS)
     """Experts that the router chooses for each token."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = model_flag(
         "softmax", needs=needs.EXPERTS
     )
-    """What turns the router's logits into scores. The chosen scores are divided by their sum, but
-    with --moe-router-pre-softmax.
-    """
+    """Scores of the router's logits; the chosen ones are normalized unless
+    --moe-router-pre-softmax."""
     moe_router_pre_softmax: bool = model_flag(False, needs=(needs.EXPERTS, needs.SOFTMAX_ROUTER))
     """Apply the softmax to the logits of all experts, not to those of the chosen ones."""
     moe_router_num_groups: int | None = model_flag(None, bound=POSITIVE, needs=needs.EXPERTS)
-    """Groups of neighbouring experts; a token's experts are chosen within the best
-    --moe-router-group-topk of them.
-    """
+    """Groups of neighbouring experts; a token uses the best --moe-router-group-topk of them."""
     moe_router_group_topk: int | None = model_flag(
         None, bound=POSITIVE, needs=(needs.EXPERTS, needs.EXPERT_GROUPS)
     )
@@ -64,83 +57,54 @@ class ExpertsConfig:
     )
     """Factor of the weights of the chosen experts."""
     moe_router_enable_expert_bias: bool = model_flag(False, needs=needs.EXPERTS)
-    """Balance experts without a loss (Wang et al. 2024): a bias that is added to the scores when
-    experts are chosen, not when they are weighted, and that grows after each step for experts with
-    fewer tokens than the mean. Needs scores of a fixed range: --moe-router-score-function sigmoid
-    or sqrtsoftplus.
-    """
+    """Balance experts without a loss: a bias on the scores when experts are chosen, updated after
+    each step. Needs --moe-router-score-function sigmoid or sqrtsoftplus."""
     moe_router_bias_update_rate: float = flag(
         1e-3, bound=NOT_NEGATIVE, needs=(needs.EXPERTS, needs.EXPERT_BIAS), change=STEPS
     )
     """Change of an expert's bias in a step."""
     moe_router_load_balancing_type: tuple[Balancing, ...] = flag(
-        ("aux_loss",),
-        megatron="sinkhorn and quantile_balancing are refused here",
-        needs=needs.EXPERTS,
-        change=STEPS,
+        ("aux_loss",), needs=needs.EXPERTS, change=STEPS
     )
-    """Auxiliary losses that balance the experts' tokens: over the tokens of a micro-batch
-    (aux_loss), of each sample (seq_aux_loss), or with the shares that experts had of the whole
-    batch of the step before (global_aux_loss).
-    """
+    """Auxiliary balancing losses: over a micro-batch (aux_loss), each sample (seq_aux_loss), or
+    with the last step's shares of the global batch (global_aux_loss)."""
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), needs=needs.EXPERTS, change=STEPS)
-    """Coefficient of each of --moe-router-load-balancing-type. A loss is the coefficient where all
-    experts have as many tokens.
-    """
+    """Coefficient of each of --moe-router-load-balancing-type."""
     moe_z_loss_coeff: float = flag(0.0, bound=NOT_NEGATIVE, needs=needs.EXPERTS, change=STEPS)
     """Add coeff x (log sum exp of the router's logits)^2 to each token's loss."""
     moe_router_dtype: Literal["fp32", "fp64"] = flag(
-        "fp32",
-        megatron="the model's precision by default there",
-        needs=needs.EXPERTS_EXIST,
-        change=ROUNDING,
+        "fp32", needs=needs.EXPERTS_EXIST, change=ROUNDING
     )
     """Precision of the router's GEMM and scores."""
-    moe_router_force_load_balancing: bool = flag(
-        False, megatron="random there", needs=needs.EXPERTS, change=STEPS
-    )
-    """Give each expert as many tokens, whatever the router's scores: token i goes to experts i k,
-    i k + 1, ... For measurements of speed; the model learns nothing of use.
-    """
+    moe_router_force_load_balancing: bool = flag(False, needs=needs.EXPERTS, change=STEPS)
+    """Give each expert equally many tokens, whatever the scores: for speed measurements only."""
     moe_input_jitter_eps: float = flag(0.0, bound=BELOW_ONE, needs=needs.EXPERTS, change=STEPS)
     """In training multiply what the router reads by random numbers between 1 - eps and 1 + eps."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
-        "alltoall", megatron="default allgather there", needs=needs.EXPERTS_EXIST, change=ROUNDING
+        "alltoall", needs=needs.EXPERTS_EXIST, change=ROUNDING
     )
-    """How tokens come to the ranks of their experts: each is sent where it is needed (alltoall), or
-    all go to every expert-parallel rank (allgather), which is less to send where there are fewer of
-    these than experts of a token.
-    """
+    """How tokens reach their experts: alltoall, or allgather, which sends less if there are fewer
+    expert-parallel ranks than experts per token."""
     moe_expert_capacity_factor: float | None = flag(
         None, bound=POSITIVE, needs=needs.EXPERTS, change=STEPS
     )
-    """Tokens that an expert takes of a micro-batch at most, as a multiple of its even share; others
-    go without it. Default: all are taken.
-    """
+    """Most tokens of an expert in a micro-batch, in even shares; others skip it. Default: no
+    limit."""
     moe_token_drop_policy: Literal["probs", "position"] = flag(
         "probs", needs=(needs.EXPERTS, needs.EXPERT_CAPACITY), change=STEPS
     )
-    """Which tokens an expert at its capacity takes: those with the greatest weights for it, or the
-    first ones of the micro-batch.
-    """
+    """Tokens that an expert at capacity takes: the greatest weights, or the first ones."""
     moe_shared_expert_intermediate_size: int | None = model_flag(
         None, bound=POSITIVE, needs=needs.EXPERTS
     )
-    """Width of an MLP, in addition to the experts, that all tokens go through (shared experts, all
-    together).
-    """
+    """Width of an MLP for all tokens in addition to the experts (shared experts)."""
     moe_shared_expert_gate: bool = model_flag(False, needs=(needs.EXPERTS, needs.SHARED_EXPERT))
     """Multiply the shared expert's output by the sigmoid of a linear layer of the token."""
     grouped_gemm_backend: Literal["auto", "triton", "grouped-mm", "torch"] = flag(
-        "auto",
-        megatron="--moe-grouped-gemm asks for its grouped product there",
-        needs=needs.EXPERTS_EXIST,
-        change=KERNEL,
+        "auto", needs=needs.EXPERTS_EXIST, change=KERNEL
     )
-    """Implementation of the experts' GEMMs: one GEMM an expert (torch), torch's grouped GEMM, or
-    our Triton kernels, which add weight gradients up in fp32 too and, where all experts are on one
-    rank, let the host wait for nothing.
-    """
+    """Kernel of the experts' GEMMs: one GEMM an expert (torch), torch's grouped GEMM, or ours in
+    Triton, which also adds up weight gradients in fp32."""
 
     def expert_layers(self) -> tuple[bool, ...]:
         """Whether each layer has experts. Of a resolved configuration."""

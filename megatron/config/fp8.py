@@ -69,68 +69,65 @@ def layer_in_fp8(precision: PrecisionConfig | RunView, index: int, layers: int) 
 def fp8_faults(run: RunView) -> Iterator[str]:
     """What is wrong with the sizes of a run whose products are to be of 8-bit floats."""
     needed = ("hidden_size", "ffn_hidden_size", "kv_channels", "num_attention_heads")
-    if run.fp8_format is None or not run.has(*needed, "num_query_groups", "num_layers"):
-        return
-    asked, wide = run.show("fp8_format"), wide_linears(run, run)
+    if run.fp8_format is not None and run.has(*needed, "num_query_groups", "num_layers"):
+        for text in _faults(run):
+            yield run.fault("fp8_format", text)
+
+
+def _faults(run: RunView) -> Iterator[str]:
+    wide, recipe = wide_linears(run, run), run.show("fp8_recipe")
+    is_blockwise = run.fp8_recipe == "blockwise"
+    multiple = BLOCK if is_blockwise else MULTIPLE
     if not wide:
         widest = max(min(each.outputs, each.inputs) for each in linear_shapes(run))
         yield (
-            f"{asked}: no linear layer has {run.fp8_min_width} inputs and outputs, the widest has "
-            f"{widest} of the fewer; narrow ones lose more time than they gain: drop it, or lower "
+            f"no linear layer has {run.fp8_min_width} inputs and outputs, the widest has {widest} "
+            "of the fewer; narrow ones lose more time than they gain: drop it, or lower "
             "--fp8-min-width"
         )
     if not any(layer_in_fp8(run, index, run.num_layers) for index in range(run.num_layers)):
         yield (
-            f"{asked}: --first-last-layers-bf16 leaves none of --num-layers {run.num_layers}; "
-            "lower --num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16"
+            f"--first-last-layers-bf16 leaves none of --num-layers {run.num_layers}; lower "
+            "--num-layers-at-start-in-bf16 and --num-layers-at-end-in-bf16"
         )
-    multiple = BLOCK if run.fp8_recipe == "blockwise" else MULTIPLE
-    yield from _widths(run, wide, multiple)
-    yield from _tokens(run, multiple)
-    if run.cp > 1 and run.fp8_wgrad and run.fp8_recipe == "blockwise":
-        yield (
-            f"{asked}: under {run.show('context_parallel_size')} blocks of tokens would hold other "
-            "tokens than in one process; give --no-fp8-wgrad, or --fp8-recipe tensorwise"
-        )
-    if run.num_query_groups < run.tp and any(each.name == "attention.qkv" for each in wide):
-        yield (
-            f"{asked}: with {run.show('num_query_groups')} below "
-            f"{run.show('tensor_model_parallel_size')} several ranks hold parts of a key's "
-            "gradient, which would be rounded before they are added up; use at most "
-            f"--tensor-model-parallel-size {run.num_query_groups}"
-        )
-
-
-def _tokens(run: RunView, multiple: int) -> Iterator[str]:
-    """Tokens are what the products of weight gradients sum over."""
-    asked = run.show("fp8_format")
-    is_sized = run.has("seq_length", "micro_batch_size")
-    pieces = max(1, run.tiled_mlp)
-    tokens = run.seq_length // run.cp // pieces * run.micro_batch_size if is_sized else 0
-    if run.fp8_wgrad and run.fp8_recipe != "rowwise" and tokens % multiple:
-        of_what = f"a piece of {run.show('tiled_mlp')}" if pieces > 1 else "a micro-batch"
-        others = ", or fewer pieces" if pieces > 1 else ""
-        yield (
-            f"{asked}: {of_what} of {tokens} tokens is no multiple of {multiple}, which "
-            f"--fp8-recipe {run.fp8_recipe} needs for the gradients of weights; change "
-            f"--seq-length or --micro-batch-size{others}, or give --no-fp8-wgrad"
-        )
-    elif pieces > 1 and run.sequence_parallel and run.fp8_wgrad and run.fp8_recipe == "blockwise":
-        given = tokens // run.tp  # by each rank to a piece
-        if given % multiple:
-            yield (
-                f"{asked}: under --sequence-parallel each rank gives {given} tokens to a piece of "
-                f"{run.show('tiled_mlp')}, no multiple of {multiple}, and blocks of tokens would "
-                "hold other tokens than without pieces; take fewer pieces, or give --no-fp8-wgrad"
-            )
-
-
-def _widths(run: RunView, wide: tuple[LinearShape, ...], multiple: int) -> Iterator[str]:
     for each in wide:
         for size, what in zip(each.on_rank(run.tp), ("outputs", "inputs"), strict=True):
             if size % multiple:
                 yield (
-                    f"{run.show('fp8_format')}: {each.name} has {size} {what} on each "
-                    f"tensor-parallel rank, and --fp8-recipe {run.fp8_recipe} needs a multiple of "
-                    f"{multiple}; change --tensor-model-parallel-size or the width"
+                    f"{each.name} has {size} {what} on each tensor-parallel rank, and {recipe} "
+                    f"needs a multiple of {multiple}; change --tensor-model-parallel-size or the "
+                    "width"
                 )
+    if run.fp8_wgrad and run.fp8_recipe != "rowwise":
+        yield from _tokens(run, multiple)
+    if run.cp > 1 and run.fp8_wgrad and is_blockwise:
+        yield (
+            f"with {run.show('context_parallel_size')} blocks of tokens would hold other tokens "
+            "than in one process; give --no-fp8-wgrad, or --fp8-recipe tensorwise"
+        )
+    if run.num_query_groups < run.tp and any(each.name == "attention.qkv" for each in wide):
+        yield (
+            f"with {run.show('num_query_groups')} below {run.show('tensor_model_parallel_size')} "
+            "several ranks hold parts of a key's gradient, which would be rounded before they are "
+            f"added up; use at most --tensor-model-parallel-size {run.num_query_groups}"
+        )
+
+
+def _tokens(run: RunView, multiple: int) -> Iterator[str]:
+    """Weight gradients sum over tokens, those of a piece of --tiled-mlp with sequence parallelism
+    gathered from the ranks.
+    """
+    if not run.has("seq_length", "micro_batch_size"):
+        return
+    pieces = max(1, run.tiled_mlp)
+    tokens = run.seq_length // run.cp // pieces * run.micro_batch_size
+    where = f"a piece of {run.show('tiled_mlp')}" if pieces > 1 else "a micro-batch"
+    if tokens % multiple == 0 and pieces > 1 and run.sequence_parallel and multiple == BLOCK:
+        tokens //= run.tp
+        where += " from each rank of --sequence-parallel"
+    if tokens % multiple:
+        yield (
+            f"the {tokens} tokens of {where} are no multiple of {multiple}, which "
+            f"{run.show('fp8_recipe')} needs for weight gradients; change --seq-length, "
+            "--micro-batch-size or --tiled-mlp, or give --no-fp8-wgrad"
+        )

@@ -17,40 +17,28 @@ class LatentConfig:
     """latent attention"""
 
     multi_latent_attention: bool = model_flag(False)
-    """Multi-head latent attention (MLA, DeepSeek-V2): keys and values of all heads are made of one
-    narrow vector of each token, and positions rotate separate channels. --qk-layernorm then
-    normalizes that vector, and the queries' of --q-lora-rank.
-    """
+    """Multi-head latent attention (MLA, DeepSeek-V2): keys and values are projected from one narrow
+    vector of each token, and separate channels rotate."""
     q_lora_rank: int | None = model_flag(None, bound=POSITIVE, needs=needs.LATENT)
-    """Width of the vector that a token's queries are made of. Default: they are made of the token
-    itself.
-    """
+    """Width of the latent vector of queries. Default: queries come from the token itself."""
     kv_lora_rank: int = model_flag(32, bound=POSITIVE, needs=needs.LATENT)
-    """Width of the vector that a token's keys and values are made of."""
+    """Width of the latent vector of keys and values."""
     qk_head_dim: int = model_flag(128, bound=POSITIVE, needs=needs.LATENT)
     """Channels of a head's queries and keys that do not rotate."""
     qk_pos_emb_head_dim: int = model_flag(64, bound=POSITIVE, needs=needs.LATENT)
-    """Channels of a head's queries and keys that rotate; those of the keys are the same for all
-    heads.
-    """
+    """Channels of a head's queries and keys that rotate; keys share them over all heads."""
     v_head_dim: int = model_flag(128, bound=POSITIVE, needs=needs.LATENT)
     """Channels of a head's values."""
     rope_type: Literal["rope", "yarn"] | None = model_flag(None, needs=needs.LATENT_ROPE)
-    """Rotary positions of latent attention: plain, or YaRN, which is the default as in Megatron-LM,
-    also with --position-embedding-type rope or none.
-    """
-    latent_norm_epsilon: float | None = model_flag(
-        None, megatron="one --norm-epsilon for all norms there", bound=POSITIVE, needs=needs.LATENT
-    )
-    """Epsilon of the latent vectors' norms. Default: norm-epsilon. Hugging Face's families of
-    latent attention have 1e-6 whatever the other norms have.
-    """
+    """Rotary positions of latent attention. Default: yarn, as in Megatron-LM."""
+    latent_norm_epsilon: float | None = model_flag(None, bound=POSITIVE, needs=needs.LATENT)
+    """Epsilon of the latent vectors' norms. Default: norm-epsilon. Hugging Face's models have
+    1e-6."""
     mscale: float = position_flag(1.0, bound=NOT_NEGATIVE, needs=(needs.LATENT, needs.YARN))
-    """YaRN: the rotary table is multiplied by m(mscale) / m(mscale-all-dim), where m(x) is
-    0.1 x ln(--rope-scaling-factor) + 1.
-    """
+    """YaRN: scale the rotary table by m(mscale) / m(mscale-all-dim); m(x) = 0.1 x ln(factor) +
+    1."""
     mscale_all_dim: float = position_flag(0.0, bound=NOT_NEGATIVE, needs=(needs.LATENT, needs.YARN))
-    """YaRN: attention scores are multiplied by m(mscale-all-dim)^2, see --mscale."""
+    """YaRN: scale attention scores by m(mscale-all-dim)^2, see --mscale."""
 
     @property
     def rotary_width(self) -> int:

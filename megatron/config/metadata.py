@@ -1,6 +1,6 @@
 """What a field of the configuration declares in addition to its type: bounds, what it has no effect
 without (`needs.py`), what a change at a resume means. The rules of every field are derived from
-this (`rules.py`, `training/resume.py`, `deepspeed.py`).
+this (`rules.py`, `training/resume.py`).
 """
 
 from __future__ import annotations
@@ -86,19 +86,16 @@ def flag(
     default: Any,
     *names: str,
     off: str | None = None,
-    megatron: str | None = None,
     bound: Bound | None = None,
     needs: Need | tuple[Need, ...] = (),
     change: ChangeRule = NOTHING,
-    deepspeed: str = "",
 ) -> Any:
-    """A field with further option strings `names`, an option `off` that sets a boolean False, a
-    note for docs/flags.md on how Megatron-LM differs, its rules, and the keys of a
-    DeepSpeed file that mean the same, with spaces between them.
+    """A field with further option strings `names`, an option `off` that sets a boolean False, and
+    its rules. Its names in other programs are in compatibility.toml.
     """
-    metadata = {"names": names, "off": off, "megatron": megatron, "bound": bound, "change": change}
-    metadata |= {"needs": needs if isinstance(needs, tuple) else (needs,)}
-    return field(default=default, metadata=metadata | {"deepspeed": deepspeed.split()})
+    needs = needs if isinstance(needs, tuple) else (needs,)
+    metadata = {"names": names, "off": off, "bound": bound, "needs": needs, "change": change}
+    return field(default=default, metadata=metadata)
 
 
 model_flag = partial(flag, change=MODEL)

@@ -41,7 +41,8 @@ def is_rotary(run: Any) -> bool:
     return run.position_embedding_type in ("rope", "yarn")
 
 
-def _yarn(run: Any) -> bool:
+def is_yarn(run: Any) -> bool:
+    """Whether the rotary frequencies are YaRN's."""
     return run.position_embedding_type == "yarn"
 
 
@@ -54,14 +55,14 @@ ROTARY = Need("--position-embedding-type rope or yarn", is_rotary)
 ROPE = Need("--position-embedding-type rope", fault=True)
 SCALED_ROPE = Need(
     "--use-rope-scaling or --position-embedding-type yarn",
-    lambda run: run.use_rope_scaling or _yarn(run) or not is_rotary(run),
+    lambda run: run.use_rope_scaling or is_yarn(run) or not is_rotary(run),
     fault=True,
 )
 LLAMA_ROPE = Need(
     "--use-rope-scaling", lambda run: run.use_rope_scaling or not is_rotary(run), fault=True
 )
 YARN = Need(
-    "--position-embedding-type yarn", lambda run: _yarn(run) or not is_rotary(run), fault=True
+    "--position-embedding-type yarn", lambda run: is_yarn(run) or not is_rotary(run), fault=True
 )
 DYNAMIC_SCALE = Need(
     "dynamic loss scaling (no --loss-scale)",

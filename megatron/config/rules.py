@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron.config.derive import DEFAULTS, METADATA, RunView
 from megatron.config.metadata import flag_name
+from megatron.config.needs import is_yarn
 
 Faults = Iterator[str]
 
@@ -79,9 +80,6 @@ EXCLUSIONS = (
     Exclusion("cuda_graphs", ZERO_BUBBLE, fix="set --pipeline-schedule 1f1b or interleaved"),
     # a small model needs no tensor parallelism, and nothing has shown collectives in a graph
     Exclusion("cuda_graphs", "tensor_model_parallel_size"),
-)
-# Of mixtures of experts, and of latent attention.
-EXPERT_EXCLUSIONS = (
     Exclusion(
         "num_experts",
         "add_bias_linear=True",
@@ -96,17 +94,12 @@ EXPERT_EXCLUSIONS = (
         "moe_expert_capacity_factor",
         ", which drops nothing where all experts have the same number of tokens",
     ),
-)
-LATENT_EXCLUSIONS = tuple(
-    Exclusion("multi_latent_attention", other)
-    for other in (
-        "group_query_attention",
-        "add_qkv_bias",
-        "rotary_percent",
-        "rotary_backend=triton",
-        "torch_compile",
-        "fp8_format",
-    )
+    Exclusion("multi_latent_attention", "group_query_attention"),
+    Exclusion("multi_latent_attention", "add_qkv_bias"),
+    Exclusion("multi_latent_attention", "rotary_percent"),
+    Exclusion("multi_latent_attention", "rotary_backend=triton"),
+    Exclusion("multi_latent_attention", "torch_compile"),
+    Exclusion("multi_latent_attention", "fp8_format"),
 )
 
 # Two ways to specify the same thing: keep one.
@@ -127,6 +120,7 @@ MODEL_FILE = "tokenizer_type=SentencePieceTokenizer,HuggingFaceTokenizer,TikToke
 CHANGING = "weight_decay_incr_style=linear,cosine"
 # A setting and the field that it needs a value of, with what that is.
 NEEDED = (
+    ("moe_router_num_groups", "moe_router_group_topk", "the groups that a token's experts are of"),
     ("group_query_attention", "num_query_groups", "the number of key/value heads"),
     ("recompute", "memory_budget", "the GiB that the plan may need on a device"),
     ("tokenizer_type=NullTokenizer", "vocab_size", ""),
@@ -151,23 +145,62 @@ def _rate_is_read(run: RunView) -> bool:
     return not run.skip_train
 
 
+def _decays(run: RunView) -> bool:
+    return run.decay_kind.decays and not run.skip_train
+
+
+def _decays_to_min_lr(run: RunView) -> bool:
+    return _decays(run) and run.decoupled_min_lr is None
+
+
+def _grouped(run: RunView) -> bool:
+    return run.num_experts is not None and run.moe_router_num_groups is not None
+
+
 ORDERS = (
     Order("max_position_embeddings", "seq_length", False),
     Order("rope_high_freq_factor", "rope_low_freq_factor", True, lambda run: run.use_rope_scaling),
-    Order(
-        "yarn_beta_fast", "yarn_beta_slow", True, lambda run: run.position_embedding_type == "yarn"
-    ),
+    Order("yarn_beta_fast", "yarn_beta_slow", True, is_yarn),
     Order("initial_loss_scale", "min_loss_scale", False),
     Order("lr", "lr_warmup_init", False, _rate_is_read),
-    Order("lr", "min_lr", False, lambda run: run.decay_kind.decays and not run.skip_train),
+    Order("lr", "min_lr", False, _decays),
+    Order("decoupled_lr", "lr_warmup_init", False, _rate_is_read),
+    Order("decoupled_lr", "decoupled_min_lr", False, _decays),
+    Order("decoupled_lr", "min_lr", False, _decays_to_min_lr),
     Order("profile_step_end", "profile_step_start", True, lambda run: run.profile),
+    Order("num_layers", "recompute_num_layers", False),
+    Order("num_experts", "moe_router_topk", False),
+    Order("moe_router_num_groups", "moe_router_group_topk", False, _grouped),
 )
 
-# A width and the ranks that share it.
-SHARED = (
-    ("padded_vocab_size", "tensor_model_parallel_size"),
-    ("moe_ffn_hidden_size", "expert_tensor_parallel_size"),
-    ("moe_shared_expert_intermediate_size", "tensor_model_parallel_size"),
+
+def _tp_fits(run: RunView) -> bool:
+    """Whether the tensor-parallel size itself is right, so that widths can be held against it."""
+    return run.dp > 0 and not (run.has("num_attention_heads") and run.num_attention_heads % run.tp)
+
+
+class Multiple(NamedTuple):
+    """A size that must be a multiple of another where `when` holds."""
+
+    field: str
+    unit: str
+    when: Callable[[RunView], bool] = lambda run: True
+
+
+MULTIPLES = (
+    Multiple("ffn_hidden_size", "tensor_model_parallel_size", _tp_fits),
+    Multiple("padded_vocab_size", "tensor_model_parallel_size", _tp_fits),
+    Multiple("seq_length", "tensor_model_parallel_size", lambda run: run.sequence_parallel),
+    Multiple("moe_ffn_hidden_size", "expert_tensor_parallel_size"),
+    Multiple("moe_shared_expert_intermediate_size", "tensor_model_parallel_size", _tp_fits),
+    Multiple("save_retain_interval", "save_interval", lambda run: run.save is not None),
+)
+# A size and what it must divide.
+DIVISORS = (
+    ("num_query_groups", "num_attention_heads"),
+    ("expert_model_parallel_size", "num_experts"),
+    ("moe_router_num_groups", "num_experts"),
+    ("moe_router_group_topk", "moe_router_topk"),
 )
 
 
@@ -183,11 +216,20 @@ def nearest_divisor(number: int, size: int, least: int = 1) -> int:
     return min(fitting, key=lambda other: abs(other - size))
 
 
-def excluded(run: RunView, table: tuple[Exclusion, ...]) -> Faults:
-    """The faults of a table of exclusions."""
-    for one, other, why, fix in table:
-        if counts(run, one) and counts(run, other):
-            yield f"{shown(run, one)}: is not supported with {shown(run, other)}{why}; {fix}"
+def multiple(run: RunView, field: str, unit: int, what: str) -> Faults:
+    """The fault of a size that is no multiple of `unit`, which is `what`."""
+    value = getattr(run, field)
+    if value % unit:
+        near = nearest(value, unit)
+        yield run.fault(field, f"must be a multiple of {what}; the nearest is {near}")
+
+
+def divisor(run: RunView, field: str, number: int, what: str, least: int = 1) -> Faults:
+    """The fault of a size that does not divide `number`, which is `what`."""
+    size = getattr(run, field)
+    if number % size:
+        near = nearest_divisor(number, size, least)
+        yield run.fault(field, f"must divide {what}; the nearest that fits is {near}")
 
 
 def _is_valid(run: RunView, field: str) -> bool:
@@ -216,11 +258,13 @@ def without_effect(run: RunView, *, fault: bool) -> Iterator[tuple[str, str]]:
 
 
 def two_fields(run: RunView) -> Faults:
-    """The faults of all tables but those of experts and latent attention."""
+    """The faults of the tables."""
     for flag, text in without_effect(run, fault=True):
         verb = "set" if text.startswith("--") else "use"
         yield f"{flag}: has no effect without {text}; remove it or {verb} {text}"
-    yield from excluded(run, EXCLUSIONS)
+    for one, other, why, fix in EXCLUSIONS:
+        if counts(run, one) and counts(run, other):
+            yield f"{shown(run, one)}: is not supported with {shown(run, other)}{why}; {fix}"
     for one, other in CONTRADICTIONS:
         if counts(run, one) and counts(run, other):
             yield f"{run.show(one)}: contradicts {run.show(other)}; remove one of them"
@@ -239,9 +283,9 @@ def _values(run: RunView) -> Faults:
         if high < low or (strictly and high == low):
             relation = "greater than" if strictly else "at least"
             yield f"{run.show(greater)}: must be {relation} {run.show(less)}"
-    for field, ranks in SHARED:
-        if run.has(field, ranks) and (width := getattr(run, field)) % (size := getattr(run, ranks)):
-            yield (
-                f"{run.show(field)}: must be a multiple of {run.show(ranks)}; the nearest is "
-                f"{nearest(width, size)}"
-            )
+    for field, unit, when in MULTIPLES:
+        if run.has(field, unit) and when(run):
+            yield from multiple(run, field, getattr(run, unit), run.show(unit))
+    for field, number in DIVISORS:
+        if run.has(field, number):
+            yield from divisor(run, field, getattr(run, number), run.show(number))

@@ -13,25 +13,25 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 
 from megatron.config.batch_schedule import batch_steps
-from megatron.config.derive import RunView, derive
+from megatron.config.data_paths import parse_blend, parse_split
+from megatron.config.derive import GATED_WIDTH, RunView, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.foreign_checkpoint import foreign_checkpoint
 from megatron.config.fp8 import fp8_faults
 from megatron.config.groups import Config
 from megatron.config.metadata import flag_name
-from megatron.config.needs import is_rotary
 from megatron.config.offload import LAYER_INPUT
 from megatron.config.recompute import FULL, layer_words
 from megatron.config.rules import (
     NEEDED,
     Faults,
     counts,
+    divisor,
+    multiple,
     nearest,
-    nearest_divisor,
     ranges,
     two_fields,
     without_effect,
@@ -47,7 +47,12 @@ from megatron.config.validate_layout import (
     tensor_parallel,
     zero,
 )
-from megatron.config.validate_model import experts, latent_attention, recomputed_parts
+from megatron.config.validate_model import (
+    experts,
+    heads_and_positions,
+    latent_attention,
+    recomputed_parts,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,6 @@ class Resolved:
     notes: list[str]
 
 
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")  # a weight of a blend
 MOST_LAYERS = 10_000
 MOST_MICRO_BATCHES = 100_000  # of one step on one rank, each an entry of the schedule
 MOST_INCREMENTS = 100_000  # of a ramp-up
@@ -69,83 +73,46 @@ MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline
 
 def _bounds(run: RunView) -> Faults:
     """Sizes beyond which the plan and the schedule would take minutes to compute."""
+    count = run.micro_batches
     if run.has("num_layers") and run.num_layers > MOST_LAYERS:
-        yield (
-            f"{run.show('num_layers')}: at most {MOST_LAYERS:,} are planned for; give fewer layers"
+        yield run.fault("num_layers", f"must be at most {MOST_LAYERS:,}")
+    if count is not None and count > MOST_MICRO_BATCHES:
+        yield run.fault(
+            "global_batch_size",
+            f"{count:,} micro-batches in each step of a rank, at most {MOST_MICRO_BATCHES:,} are "
+            "planned for; raise --micro-batch-size, or give more ranks",
         )
-    if run.has("micro_batch_size", "global_batch_size") and run.dp:
-        count = run.global_batch_size // (run.micro_batch_size * run.dp)
-        if count > MOST_MICRO_BATCHES:
-            yield (
-                f"{run.show('global_batch_size')}: {count:,} micro-batches in each step of a "
-                f"rank, at most {MOST_MICRO_BATCHES:,} are "
-                f"planned for; raise --micro-batch-size, or give more ranks"
+    elif count is not None and run.has("num_layers") and run.pp > 1:
+        passes = run.num_layers * planned_micro_batches(run.pipeline_schedule, run.pp, count)
+        if passes > MOST_PASSES:
+            yield run.fault(
+                "global_batch_size",
+                f"{passes:,} passes of layers and micro-batches in a step, at most "
+                f"{MOST_PASSES:,} are planned for; raise --micro-batch-size, or give more "
+                "data-parallel ranks",
             )
-        elif run.has("num_layers") and run.pp > 1:
-            planned = planned_micro_batches(run.pipeline_schedule, run.pp, count)
-            if run.num_layers * planned > MOST_PASSES:
-                yield (
-                    f"{run.show('global_batch_size')}: {run.num_layers} layers x {planned:,} "
-                    "micro-batches of a step are more than the "
-                    f"{MOST_PASSES:,} passes that are planned for; raise --micro-batch-size, "
-                    "or give more data-parallel ranks"
-                )
-    if (
-        run.has("global_batch_size")
-        and len(run.rampup_batch_size or ()) == 3
-        and run.rampup_batch_size[1] > 0
-    ):
-        count = (run.global_batch_size - run.rampup_batch_size[0]) // run.rampup_batch_size[1]
+    ramp = run.rampup_batch_size or ()
+    if run.has("global_batch_size") and len(ramp) == 3 and ramp[1] > 0:
+        count = (run.global_batch_size - ramp[0]) // ramp[1]
         if count > MOST_INCREMENTS:
-            yield (
-                f"{run.show('rampup_batch_size')}: {count:,} increments, at most "
-                f"{MOST_INCREMENTS:,} are planned for; raise the increment"
+            yield run.fault(
+                "rampup_batch_size",
+                f"{count:,} increments, at most {MOST_INCREMENTS:,} are planned for; raise the "
+                "increment",
             )
 
 
 # ---------------------------------------------------------------- rules between fields
 
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+
 
 def _required(run: RunView) -> Faults:
-    for field in (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "seq_length",
-        "micro_batch_size",
-        "lr",
-    ):
-        if getattr(run, field) is None and not (field == "lr" and run.skip_train):
+    for field in REQUIRED if run.skip_train else (*REQUIRED, "lr"):
+        if getattr(run, field) is None:
             yield f"{flag_name(field)} is required"
-
-
-def _heads(run: RunView) -> Faults:
-    heads, groups = run.num_attention_heads, run.num_query_groups
-    if (
-        run.kv_channels is None
-        and run.has("hidden_size", "num_attention_heads")
-        and run.hidden_size % heads
-    ):
-        yield (
-            f"--hidden-size {run.hidden_size}: not divisible by --num-attention-heads "
-            f"{heads}; change one, or give --kv-channels"
-        )
-    if run.has("num_attention_heads", "num_query_groups") and heads % groups:
-        yield f"--num-query-groups {groups}: must divide --num-attention-heads {heads}"
-
-
-def _positions(run: RunView) -> Faults:
-    if (
-        is_rotary(run)
-        and run.has("kv_channels", "rotary_percent")
-        and not run.multi_latent_attention
-    ):
-        channels = int(run.kv_channels * run.rotary_percent)
-        if channels == 0 or channels % 2:
-            yield (
-                f"{run.show('rotary_percent')}: {channels} of {run.kv_channels} channels "
-                "would rotate; it must be an even number above 0"
-            )
+    if run.ffn_hidden_size is None and run.has("hidden_size"):
+        yield f"--ffn-hidden-size is required: {GATED_WIDTH} is 0 for {run.show('hidden_size')}"
 
 
 def _captured_gradients(run: RunView) -> Faults:
@@ -171,16 +138,6 @@ def _freeze(run: RunView) -> Faults:
         )
 
 
-def _uneven_weights(words: tuple[str, ...]) -> bool:
-    """Whether some of these words are weights without a prefix each: numbers that name no file."""
-    numbers = [NUMBER.fullmatch(word) is not None for word in words]
-    weighted = len(words) % 2 == 0 and all(numbers[::2]) and not any(numbers[1::2])
-    files = any(
-        is_number and os.path.isfile(word + ".idx") for word, is_number in zip(words, numbers)
-    )
-    return any(numbers) and not weighted and not files
-
-
 def _sources(run: RunView) -> Faults:
     by_split = given(run, "train_data_path", "valid_data_path", "test_data_path")
     kinds = list(map(flag_name, [*given(run, "data_path", "mock_data"), *by_split[:1]]))
@@ -191,32 +148,18 @@ def _sources(run: RunView) -> Faults:
     if by_split and run.train_data_path is None and not run.skip_train:
         yield f"{flag_name(by_split[0])}: --train-data-path is missing"
     for field in ("data_path", *by_split):
-        if _uneven_weights(getattr(run, field) or ()):
-            yield (
-                f"{run.show(field)}: give a weight before each prefix, as in 0.3 A 0.7 B, or "
-                "before none"
-            )
+        try:
+            blend = parse_blend(getattr(run, field) or (), flag_name(field))
+        except UserError as error:
+            yield str(error)
             continue
-        for prefix in blend_prefixes(getattr(run, field) or ()):
+        for _, prefix in blend:
             missing = [prefix + end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
             if missing:
                 yield (
                     f"{flag_name(field)} {prefix}: no such file: {' and '.join(missing)}; give the "
                     "prefix of files from tools/preprocess_data.py"
                 )
-
-
-def blend_prefixes(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The file prefixes of `prefix prefix ...` or `weight prefix weight prefix ...`."""
-    weighted = (
-        len(words) > 1
-        and len(words) % 2 == 0
-        and all(NUMBER.fullmatch(word) for word in words[::2])
-    )
-    return words[1::2] if weighted else words
-
-
-def _split(run: RunView) -> Faults:
     if run.split is not None:
         try:
             parse_split(run.split)
@@ -224,42 +167,24 @@ def _split(run: RunView) -> Faults:
             yield str(error)
 
 
-def parse_split(text: str) -> list[Fraction]:
-    """`969,30,1` -> the shares of train, valid and test, exactly. Raises UserError."""
-    try:
-        parts = [Fraction(part) for part in re.split(r"[,/ ]+", text.strip())]
-    except (ValueError, ZeroDivisionError):
-        parts = []
-    if not 1 <= len(parts) <= 3 or min(parts) < 0 or sum(parts) == 0:
-        raise UserError(
-            f"--split {text}: expected up to three shares like 969,30,1 with a sum above 0"
-        )
-    parts += [Fraction(0)] * (3 - len(parts))
-    return [part / sum(parts) for part in parts]
-
-
 def absent_tokenizer(path: str) -> str:
     """What to do about a tokenizer's file that does not exist, which may be meant as a name on the
     Hugging Face Hub.
     """
-    hub = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not os.path.splitext(path)[1] in (
-        ".json",
-        ".model",
-        ".tiktoken",
-        ".txt",
-    )
-    if not hub or os.path.isdir(os.path.dirname(path)):
-        return "no such file; tokenizers are read from local files only"
+    local = "tokenizers are read from local files only"
+    is_file = os.path.splitext(path)[1] in (".json", ".model", ".tiktoken", ".txt")
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path)
+    if not is_name or is_file or os.path.isdir(os.path.dirname(path)):
+        return f"no such file; {local}"
     return (
-        "no such file or folder; tokenizers are read from local files only. If it is a "
-        "repository on the Hugging Face Hub, run "
-        f"`hf download {path} tokenizer.json tokenizer_config.json --local-dir DIR`, and "
-        f"give --tokenizer-model DIR with --tokenizer-type HuggingFaceTokenizer"
+        f"no such file or folder; {local}. If it is a repository on the Hugging Face Hub, run `hf "
+        f"download {path} tokenizer.json tokenizer_config.json --local-dir DIR`, and give "
+        "--tokenizer-model DIR with --tokenizer-type HuggingFaceTokenizer"
     )
 
 
 def _tokenizer(run: RunView) -> Faults:
-    kind = run.tokenizer_type
+    kind, known = run.tokenizer_type, run.vocabulary
     if kind is None:
         mock = "; with --mock-data, --vocab-size N is enough" if run.mock_data else ""
         yield f"--tokenizer-type is required{mock}"
@@ -267,75 +192,54 @@ def _tokenizer(run: RunView) -> Faults:
         path = getattr(run, field)
         is_file = rule.startswith("tokenizer_type") and field != "vocab_size"
         if is_file and counts(run, rule) and path is not None and not os.path.exists(path):
-            yield f"{run.show(field)}: {absent_tokenizer(path)}"
-    rows = run.padded_vocab_size
-    if rows is not None and run.vocabulary is not None and rows < run.vocabulary:
-        yield (
-            f"{run.show('padded_vocab_size')}: the tokenizer has {run.vocabulary} tokens; give "
-            "that or more"
-        )
-    if (
-        kind not in (None, "NullTokenizer")
-        and None not in (run.vocabulary, run.vocab_size)
-        and run.vocab_size < run.vocabulary
-    ):
-        yield (
-            f"{run.show('vocab_size')}: the tokenizer has {run.vocabulary} tokens; remove "
-            "--vocab-size or give the right tokenizer"
-        )
+            yield run.fault(field, absent_tokenizer(path))
+    for field in ("padded_vocab_size", "vocab_size"):
+        is_rule = kind in (None, "NullTokenizer") and field == "vocab_size"  # that of the tokenizer
+        rows = getattr(run, field)
+        if not is_rule and None not in (known, rows) and rows < known:
+            yield run.fault(field, f"the tokenizer has {known} tokens; give that or more")
 
 
 def _batch(run: RunView) -> Faults:
-    if not run.has("micro_batch_size", "global_batch_size") or not run.dp:
+    if run.micro_batches is None:
         return
     unit = run.micro_batch_size * run.dp
     text = f"--micro-batch-size {run.micro_batch_size} x {run.dp} data-parallel rank(s) = {unit}"
-    if run.global_batch_size % unit:
-        yield (
-            f"{run.show('global_batch_size')}: not divisible by {text}; the nearest is "
-            f"{nearest(run.global_batch_size, unit)}"
-        )
-    if run.rampup_batch_size is None:
+    yield from multiple(run, "global_batch_size", unit, text)
+    ramp = run.rampup_batch_size
+    if ramp is None:
         return
-    shown = run.show("rampup_batch_size")
-    if len(run.rampup_batch_size) != 3:
-        yield f"{shown}: expected three numbers: start increment samples"
+    if len(ramp) != 3 or min(ramp) <= 0:
+        text = "must be three numbers above 0: start increment samples"
+        yield run.fault("rampup_batch_size", text)
         return
-    start, increment, samples = run.rampup_batch_size
-    if min(start, increment, samples) <= 0:
-        yield f"{shown}: start, increment and samples must be greater than 0"
-        return
+    start, increment, _ = ramp
     if start % unit or increment % unit:
-        yield f"{shown}: start and increment must be divisible by {text}"
+        yield run.fault("rampup_batch_size", f"start and increment must be multiples of {text}")
     if start >= run.global_batch_size or (run.global_batch_size - start) % increment:
-        yield (
-            f"{shown}: {run.show('global_batch_size')} must be the start plus a number of "
-            "increments"
-        )
+        text = f"{run.show('global_batch_size')} must be the start plus a number of increments"
+        yield run.fault("rampup_batch_size", text)
 
 
 def _batch_schedule(run: RunView) -> Faults:
-    if run.step_batch_size_schedule is None:
-        return
-    shown = run.show("step_batch_size_schedule")
-    if not run.has("seq_length"):
+    field = "step_batch_size_schedule"
+    if run.step_batch_size_schedule is None or not run.has("seq_length"):
         return
     try:
         steps = batch_steps(run.config.training, run.seq_length)
     except UserError as problem:
-        yield f"{shown}: {problem}"
+        yield run.fault(field, str(problem))
         return
     unit = (run.micro_batch_size or 1) * (run.dp or 1)
     for size in dict.fromkeys(size for _, size in steps if size % unit):
-        yield (
-            f"{shown}: {size} is not divisible by --micro-batch-size {run.micro_batch_size} x "
-            f"{run.dp} data-parallel rank(s) = {unit}; the nearest is {nearest(size, unit)}"
+        yield run.fault(
+            field,
+            f"{size} must be a multiple of --micro-batch-size {run.micro_batch_size} x {run.dp} "
+            f"data-parallel rank(s) = {unit}; the nearest is {nearest(size, unit)}",
         )
     if run.global_batch_size != steps[-1][1]:
-        yield (
-            f"{run.show('global_batch_size')}: contradicts the last step of {shown}; remove it or "
-            f"give {steps[-1][1]}"
-        )
+        text = f"contradicts the last step of {run.show(field)}; remove it or give {steps[-1][1]}"
+        yield run.fault("global_batch_size", text)
 
 
 def _decay_is_read(run: RunView) -> bool:
@@ -365,37 +269,15 @@ def _length(run: RunView) -> Faults:
 
 def _schedule(run: RunView) -> Faults:
     unit = "iters" if run.train_samples is None else "samples"
-    warmup, decay, final = (
-        getattr(run, name + unit) for name in ("lr_warmup_", "lr_decay_", "lr_wsd_decay_")
-    )
+    names = [f"lr_{part}_{unit}" for part in ("warmup", "decay", "wsd_decay")]
+    warmup, decay, final = (getattr(run, name) for name in names)
     if decay and warmup >= decay and _decay_is_read(run):
-        yield f"--lr-warmup-{unit} {warmup}: must be smaller than --lr-decay-{unit} {decay}"
-    has_final_decay = run.decay_kind.has_final_decay
-    if has_final_decay and not final:
-        yield (
-            f"{run.show('lr_decay_style')}: give --lr-wsd-decay-{unit}, the length of its final "
-            "decay"
-        )
-    if has_final_decay and final and decay and final + (warmup or 0) > decay:
-        yield (
-            f"--lr-wsd-decay-{unit} {final}: does not fit into --lr-decay-{unit} {decay} "
-            "after the warm-up"
-        )
-    yield from _decoupled(run)
-
-
-def _decoupled(run: RunView) -> Faults:
-    if run.decoupled_lr is None or run.skip_train:
-        return
-    shown = run.show("decoupled_lr")
-    if run.lr_warmup_init > run.decoupled_lr:
-        yield f"{run.show('lr_warmup_init')}: greater than {shown}"
-    if not run.decay_kind.decays:
-        return
-    if run.decoupled_min_lr is None and run.min_lr > run.decoupled_lr:
-        yield f"{run.show('min_lr')}: greater than {shown}; give --decoupled-min-lr"
-    elif run.decoupled_min_lr is not None and run.decoupled_min_lr > run.decoupled_lr:
-        yield f"{run.show('decoupled_min_lr')}: greater than {shown}"
+        yield run.fault(names[0], f"must be smaller than {run.show(names[1])}")
+    if run.decay_kind.has_final_decay and not final:
+        text = f"give {flag_name(names[2])}, the length of its final decay"
+        yield run.fault("lr_decay_style", text)
+    elif run.decay_kind.has_final_decay and decay and final + (warmup or 0) > decay:
+        yield run.fault(names[2], f"does not fit into {run.show(names[1])} after the warm-up")
 
 
 def _recompute(run: RunView) -> Faults:
@@ -405,52 +287,39 @@ def _recompute(run: RunView) -> Faults:
             "--recompute-method block: give --recompute-num-layers, the number of layers of each "
             "stage that are recomputed"
         )
-    if run.has("recompute_num_layers", "num_layers") and run.recompute_num_layers > run.num_layers:
-        yield f"{run.show('recompute_num_layers')}: there are {run.num_layers} layers; give fewer"
-    yield from _recompute_layers(run)
-    yield from _tiled_mlp(run)
-    if run.distribute_saved_activations and run.sequence_parallel and run.tp > 1:
-        yield (
-            "--distribute-saved-activations: with --sequence-parallel each rank keeps its part of "
-            "the sequence already; drop one"
-        )
-    sizes = run.has("micro_batch_size", "seq_length", "hidden_size") and run.tp > 1
-    if sizes and run.distribute_saved_activations:
+    if run.recompute_layers is not None:
+        yield from _recompute_layers(run)
+    if not run.distribute_saved_activations or run.tp <= 1:
+        return
+    if run.sequence_parallel:
+        yield "--distribute-saved-activations: --sequence-parallel shards them already; drop one"
+    if run.has("micro_batch_size", "seq_length", "hidden_size"):
         elements = run.micro_batch_size * run.seq_length * run.hidden_size // run.cp
         if elements % run.tp:
             yield (
                 f"--distribute-saved-activations: the {elements} elements of a layer's input are "
-                f"not divisible by {run.show('tensor_model_parallel_size')}; drop it"
+                f"not a multiple of {run.show('tensor_model_parallel_size')}; drop it"
             )
 
 
-def _tiled_mlp(run: RunView) -> Faults:
-    """Pieces of the sequence must be equal: ranks communicate in each, and 8-bit floats share
-    scales in blocks of tokens.
-    """
-    if run.tiled_mlp <= 1 or not run.has("seq_length"):
-        return
-    length = run.seq_length // run.cp // (run.tp if run.sequence_parallel else 1)
-    if length % run.tiled_mlp:
-        fits = nearest_divisor(length, run.tiled_mlp)
-        yield (
-            f"{run.show('tiled_mlp')}: must divide the {length} positions of the sequence that a "
-            f"rank holds; the nearest that fits is {fits}"
-        )
-
-
 def _recompute_layers(run: RunView) -> Faults:
-    if run.recompute_layers is None:
-        return
     try:
         count = len(layer_words(run.recompute_layers))
     except UserError as problem:
         yield f"--recompute-layers: {problem}"
         return
     if run.has("num_layers") and count != run.num_layers:
-        yield (
-            f"{run.show('recompute_layers')}: covers {count} layers, and there are {run.num_layers}"
-        )
+        yield run.fault("recompute_layers", f"covers {count} layers, not {run.show('num_layers')}")
+
+
+def _tiled_mlp(run: RunView) -> Faults:
+    """Pieces of the sequence must be equal: ranks communicate in each, and 8-bit floats share
+    scales in blocks of tokens.
+    """
+    if run.tiled_mlp > 1 and run.has("seq_length"):
+        length = run.seq_length // run.cp // (run.tp if run.sequence_parallel else 1)
+        what = f"the {length} positions of the sequence that a rank holds"
+        yield from divisor(run, "tiled_mlp", length, what)
 
 
 def _activation_offload(run: RunView) -> Faults:
@@ -463,24 +332,28 @@ def _activation_offload(run: RunView) -> Faults:
     all_whole = full and run.recompute_method != "block"
     if run.torch_compile and not all_whole:
         yield (
-            "--activation-offload: a layer that --torch-compile has compiled fixes what it keeps; "
-            "drop one, or take --recompute-granularity full, whose layer inputs can go"
+            "--activation-offload: is not supported with --torch-compile, which fixes what a "
+            "layer keeps; drop one, or give --recompute-granularity full"
         )
     if "attn_proj" in modules and "core_attn" not in modules:
-        yield (
-            f"{run.show('offload_modules')}: core attention keeps attn_proj's input too, so it "
-            "would stay on the device; add core_attn"
-        )
+        text = "core attention keeps attn_proj's input too; add core_attn"
+        yield run.fault("offload_modules", text)
     if LAYER_INPUT in modules and not some_whole and run.recompute is None:
-        yield (
-            f"{run.show('offload_modules')}: layer_input is of layers that are recomputed whole; "
-            "add --recompute-granularity full, or name modules inside a layer"
-        )
+        text = "layer_input needs recomputed layers; add --recompute-granularity full"
+        yield run.fault("offload_modules", text)
     if modules and LAYER_INPUT not in modules and all_whole:
-        yield (
-            f"{run.show('offload_modules')}: with --recompute-granularity full a layer keeps its "
-            "input alone; give --offload-modules layer_input"
-        )
+        text = "--recompute-granularity full keeps only layer inputs; give layer_input"
+        yield run.fault("offload_modules", text)
+
+
+FOLDERS = (
+    "save",
+    "tensorboard_dir",
+    "wandb_save_dir",
+    "profile_dir",
+    "local_checkpoint_dir",
+    "optimizer_nvme_offload",
+)
 
 
 def _cannot_be_made(folder: Path) -> str:
@@ -488,71 +361,41 @@ def _cannot_be_made(folder: Path) -> str:
     empty string when nothing is known.
     """
     folder = folder.absolute()
-    for place in (folder, *folder.parents):
+    places = (folder, *folder.parents)
+    for place in places:
         if place.is_symlink() and not os.path.exists(place):
-            return (
-                f"{place} is a link to {os.readlink(place)}, which does not exist; make that "
-                "folder, or remove the link"
-            )
-    there = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-    if there == folder and not there.is_dir():
-        return "is a file, not a folder"
+            return f"{place} is a link to {os.readlink(place)}, which does not exist; make that"
+    there = next(parent for parent in places if os.path.exists(parent))
     if not there.is_dir():
-        return f"cannot be made: {there} is not a folder; give another"
+        is_it = there == folder
+        return "is a file, not a folder" if is_it else f"cannot be made: {there} is not a folder"
     if not os.access(there, os.W_OK | os.X_OK):
         return f"cannot be written: no permission in {there}; give another folder"
     return ""
 
 
 def _checkpoint(run: RunView) -> Faults:
-    same = (
-        run.load is not None
-        and run.save is not None
-        and Path(run.load).absolute() == Path(run.save).absolute()
-    )
-    if run.load is not None and (foreign := foreign_checkpoint(run.load)):
-        yield f"{run.show('load')}: {foreign}"
-    if (
-        run.load is not None
-        and not os.path.isdir(run.load)
-        and (not same or run.exit_on_missing_checkpoint)
-    ):
-        yield (
-            f"{run.show('load')}: no such folder; for a first start give the same folder as "
-            "--save, or drop --load"
-        )
-    if run.pipeline_timeline is not None and not os.path.isdir(
-        Path(run.pipeline_timeline).absolute().parent
-    ):
-        yield (
-            f"{run.show('pipeline_timeline')}: no such folder: "
-            f"{Path(run.pipeline_timeline).parent}; make it first"
-        )
-    for field in (
-        "save",
-        "tensorboard_dir",
-        "wandb_save_dir",
-        "profile_dir",
-        "local_checkpoint_dir",
-        "optimizer_nvme_offload",
-    ):
-        if getattr(run, field) is not None and (
-            fault := _cannot_be_made(Path(getattr(run, field)))
-        ):
-            yield f"{run.show(field)}: {fault}"
-    if run.metrics_file is not None and (
-        fault := _cannot_be_made(Path(run.metrics_file).absolute().parent)
-    ):
-        yield f"{run.show('metrics_file')}: its folder {fault}"
-    if (
-        run.save_retain_interval is not None
-        and run.save is not None
-        and (not run.save_interval or run.save_retain_interval % run.save_interval)
-    ):
-        yield (
-            f"{run.show('save_retain_interval')}: must be a multiple of --save-interval; "
-            "give that too"
-        )
+    if run.load is not None:
+        same = run.save is not None and Path(run.load).absolute() == Path(run.save).absolute()
+        if foreign := foreign_checkpoint(run.load):
+            yield run.fault("load", foreign)
+        if not os.path.isdir(run.load) and (not same or run.exit_on_missing_checkpoint):
+            yield run.fault(
+                "load",
+                "no such folder; for a first start give the same folder as --save, or drop --load",
+            )
+    if run.pipeline_timeline is not None:
+        folder = Path(run.pipeline_timeline).absolute().parent
+        if not folder.is_dir():
+            yield run.fault("pipeline_timeline", f"no such folder: {folder}; make it first")
+    for field in given(run, *FOLDERS):
+        if fault := _cannot_be_made(Path(getattr(run, field))):
+            yield run.fault(field, fault)
+    if run.metrics_file is not None:
+        if fault := _cannot_be_made(Path(run.metrics_file).absolute().parent):
+            yield run.fault("metrics_file", f"its folder {fault}")
+    if run.save_retain_interval is not None and run.save is not None and not run.save_interval:
+        yield run.fault("save_retain_interval", "set --save-interval, of which it is a multiple")
 
 
 def _profile(run: RunView) -> Faults:
@@ -560,7 +403,7 @@ def _profile(run: RunView) -> Faults:
         return
     outside = [rank for rank in run.profile_ranks if rank < 0 or 0 < run.world <= rank]
     if outside:
-        yield f"{run.show('profile_ranks')}: there is no rank {outside[0]}; ranks count from 0"
+        yield run.fault("profile_ranks", f"there is no rank {outside[0]}; ranks count from 0")
 
 
 RULES: tuple[Callable[[RunView], Faults], ...] = (
@@ -577,19 +420,18 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     experts,
     latent_attention,
     recomputed_parts,
-    _heads,
-    _positions,
+    heads_and_positions,
     _captured_gradients,
     fp8_faults,
     _freeze,
     _sources,
-    _split,
     _tokenizer,
     _batch,
     _batch_schedule,
     _length,
     _schedule,
     _recompute,
+    _tiled_mlp,
     _activation_offload,
     _checkpoint,
 )
@@ -616,17 +458,10 @@ def _remarks(run: RunView) -> Faults:
                 "moment by less than bf16 can hold, so it hardly decays; "
                 f"give {flag_name(beta)} {0.99:g} or less, or keep it in fp32"
             )
-    if (
-        run.window_size is not None
-        and run.seq_length is not None
-        and run.window_size >= run.seq_length
-    ):
-        yield (
-            f"{run.show('window_size')} covers the whole --seq-length {run.seq_length}: full "
-            "causal attention"
-        )
+    if run.has("window_size", "seq_length") and run.window_size >= run.seq_length:
+        yield f"{run.show('window_size')} covers {run.show('seq_length')}: full causal attention"
     if run.split is not None and run.mock_data:
-        yield f"{run.show('split')}: mock data has no documents to divide"
+        yield run.fault("split", "mock data has no documents to divide")
     if run.save is None and not run.skip_train:
         yield "--save is not set: no checkpoints or metrics will be written"
 

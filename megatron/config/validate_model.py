@@ -1,5 +1,5 @@
-"""Rules of parts of the model: mixtures of experts, latent attention, and modules that exist only
-with them.
+"""Rules of parts of the model: heads and positions, mixtures of experts, latent attention, and
+modules that exist only with them.
 """
 
 from __future__ import annotations
@@ -11,119 +11,91 @@ from megatron.config.errors import UserError
 from megatron.config.experts import expert_pattern
 from megatron.config.metadata import flag_name
 from megatron.config.needs import is_rotary
-from megatron.config.rules import (
-    EXPERT_EXCLUSIONS,
-    LATENT_EXCLUSIONS,
-    Faults,
-    excluded,
-    nearest_divisor,
-)
+from megatron.config.rules import Faults
 from megatron.config.schedules import IN_PAIRS, SCHEDULES
+
+
+def heads_and_positions(run: RunView) -> Faults:
+    """Widths that do not follow, and channels that do not rotate in pairs."""
+    sizes = run.has("hidden_size", "num_attention_heads")
+    if run.kv_channels is None and sizes and run.hidden_size % run.num_attention_heads:
+        yield run.fault(
+            "hidden_size",
+            f"must be a multiple of {run.show('num_attention_heads')}; or give --kv-channels",
+        )
+    if not is_rotary(run) or run.multi_latent_attention or not run.has("kv_channels"):
+        return
+    channels = int(run.kv_channels * run.rotary_percent)
+    if run.has("rotary_percent") and (channels == 0 or channels % 2):
+        yield run.fault(
+            "rotary_percent",
+            f"{channels} of {run.kv_channels} channels would rotate; it must be an even number "
+            "above 0",
+        )
 
 
 def experts(run: RunView) -> Faults:
     """Rules of a mixture of experts."""
     if not run.has("num_experts"):
         return
-    yield from _pattern(run)
+    if run.has("num_layers"):
+        try:
+            expert_pattern(run.moe_layer_freq, run.num_layers)
+        except UserError as problem:
+            yield f"--moe-layer-freq {problem}"
     yield from _router(run)
-    yield from _groups(run)
     yield from _losses(run)
     yield from _ranks(run)
-    yield from excluded(run, EXPERT_EXCLUSIONS)
-    yield from _offload(run)
+    inside = "mlp_fc1", "mlp_act", "mlp_fc2"
+    words = [word for word in run.offload_modules or () if word in inside]
+    if run.activation_offload and words:
+        yield (
+            f"--offload-modules {' '.join(words)}: experts' activations are not offloaded; drop "
+            "the words, or recompute them with --recompute-modules moe_act"
+        )
     if run.overlap_moe_expert_parallel_comm:
-        yield from _pairs(run)
+        for text in _pairs(run):
+            yield f"--overlap-moe-expert-parallel-comm: {text}, or drop the flag"
 
 
 def _pairs(run: RunView) -> Faults:
     """What passes in pairs ask for."""
-    flag = "--overlap-moe-expert-parallel-comm"
     if run.moe_token_dispatcher_type != "alltoall":
-        yield (
-            f"{flag}: hides what --moe-token-dispatcher-type alltoall sends; give that, or drop "
-            "the flag"
-        )
+        yield "hides only what alltoall sends; give --moe-token-dispatcher-type alltoall"
     if run.pipeline_schedule in SCHEDULES and run.pipeline_schedule not in IN_PAIRS:
-        yield (
-            f"{flag}: {run.show('pipeline_schedule')} has no pairs of passes; give "
-            f"{' or '.join(IN_PAIRS)}"
-        )
+        others = " or ".join(IN_PAIRS)
+        yield f"{run.show('pipeline_schedule')} has no pairs of passes; give {others}"
     if run.activation_offload:
+        yield "--activation-offload copies during one pass at a time; recompute instead"
+    if run.micro_batches == 1:
         yield (
-            f"{flag}: --activation-offload copies during one pass at a time; drop one, or "
-            "recompute instead"
+            f"{run.show('global_batch_size')} is one micro-batch a step, which has no other to "
+            "overlap with; give more"
         )
-    if run.has("micro_batch_size", "global_batch_size") and run.dp:
-        unit = run.micro_batch_size * run.dp
-        if run.global_batch_size // unit == 1:
-            yield (
-                f"{flag}: {run.show('global_batch_size')} is one micro-batch a step, which has no "
-                f"other to overlap with; give {2 * unit} or more, or drop the flag"
-            )
-
-
-def _pattern(run: RunView) -> Faults:
-    if not run.has("num_layers"):
-        return
-    try:
-        expert_pattern(run.moe_layer_freq, run.num_layers)
-    except UserError as problem:
-        yield f"--moe-layer-freq {problem}"
 
 
 def _router(run: RunView) -> Faults:
-    if run.moe_router_topk > run.num_experts:
-        yield (
-            f"{run.show('moe_router_topk')}: there are {run.num_experts} experts; give "
-            f"{run.num_experts} or fewer"
-        )
     is_softmax = run.moe_router_score_function == "softmax"
-    if run.moe_router_topk == 1 and is_softmax and not run.moe_router_pre_softmax:
+    topk, groups, taken = run.moe_router_topk, run.moe_router_num_groups, run.moe_router_group_topk
+    if topk == 1 and is_softmax and not run.moe_router_pre_softmax:
         yield (
-            f"{run.show('moe_router_topk')}: the softmax of one chosen logit is 1 whatever it is, "
-            "so that the router would learn nothing from the loss; give --moe-router-pre-softmax"
+            "--moe-router-topk 1: the softmax of one chosen logit is always 1, so the router "
+            "would not learn from the loss; give --moe-router-pre-softmax"
         )
     if run.moe_router_enable_expert_bias and is_softmax:
         yield (
             "--moe-router-enable-expert-bias: a bias is meaningful only with scores of a fixed "
             "range; give --moe-router-score-function sigmoid"
         )
-
-
-def _groups(run: RunView) -> Faults:
-    groups, taken = run.moe_router_num_groups, run.moe_router_group_topk
-    if groups is None or groups <= 0:
+    if not run.has("moe_router_num_groups", "moe_router_group_topk") or run.num_experts % groups:
         return
-    shown = run.show("moe_router_num_groups")
-    if taken is None:
-        yield f"{shown}: give --moe-router-group-topk, the groups that a token's experts are from"
-        return
-    if run.num_experts % groups:
-        yield _undivided(run, shown, groups)
-        return
-    if taken <= 0:
-        return
-    shown = run.show("moe_router_group_topk")
     size = run.num_experts // groups
-    if taken > groups:
-        yield f"{shown}: there are {groups} groups; give {groups} or fewer"
-    elif run.moe_router_topk % taken:
-        yield (
-            f"{shown}: must divide {run.show('moe_router_topk')}, since groups are compared by "
-            "their best topk / group-topk experts"
+    if taken <= groups and topk % taken == 0 and topk > taken * size:
+        yield run.fault(
+            "moe_router_group_topk",
+            f"{taken} groups of {size} experts hold fewer than {run.show('moe_router_topk')}; give "
+            f"{-(-topk // size)} or more",
         )
-    elif run.moe_router_topk > taken * size:
-        yield (
-            f"{shown}: {taken} groups of {size} experts hold fewer than "
-            f"{run.show('moe_router_topk')}; give {-(-run.moe_router_topk // size)} or more"
-        )
-
-
-def _undivided(run: RunView, shown: str, size: int) -> str:
-    """The fault of a size that does not divide the experts."""
-    nearest = nearest_divisor(run.num_experts, size)
-    return f"{shown}: must divide --num-experts {run.num_experts}; the nearest is {nearest}"
 
 
 def _losses(run: RunView) -> Faults:
@@ -132,30 +104,23 @@ def _losses(run: RunView) -> Faults:
     if len(set(kinds)) < len(kinds):
         yield f"{shown}: names one twice; keep each once"
     if len(kinds) != len(coefficients):
-        yield (
-            f"{run.show('moe_aux_loss_coeff')}: has {len(coefficients)} numbers for the "
-            f"{len(kinds)} of {shown}; give one for each"
-        )
+        yield run.fault("moe_aux_loss_coeff", f"must be one number for each of {shown}")
     if min(coefficients) < 0:
-        yield f"{run.show('moe_aux_loss_coeff')}: must be 0 or more"
+        yield run.fault("moe_aux_loss_coeff", "must be 0 or more")
     if any(coeff > 0 for kind, coeff in zip(kinds, coefficients) if kind == "none"):
-        yield f"{run.show('moe_aux_loss_coeff')}: {shown} has no loss; give aux_loss, or drop it"
+        yield run.fault("moe_aux_loss_coeff", f"{shown} has no loss; give aux_loss, or drop it")
 
 
 def _ranks(run: RunView) -> Faults:
-    shown = run.show("expert_model_parallel_size")
     if run.ep <= 0 or run.etp <= 0:
         return
-    if run.num_experts % run.ep:
-        yield _undivided(run, shown, run.ep)
     stage = run.tp * run.cp * run.dp
     if run.dp and stage % (run.ep * run.etp):
-        product = shown
-        if run.etp > 1:
-            product += f" x --expert-tensor-parallel-size {run.etp}"
+        etp = f" x --expert-tensor-parallel-size {run.etp}" if run.etp > 1 else ""
         yield (
-            f"{product}: must divide the {stage} rank(s) of a pipeline stage (tensor- x context- x "
-            "data-parallel); give fewer, or --expert-tensor-parallel-size 1"
+            f"{run.show('expert_model_parallel_size')}{etp}: must divide the {stage} rank(s) of a "
+            "pipeline stage (tensor- x context- x data-parallel); give fewer, or "
+            "--expert-tensor-parallel-size 1"
         )
     if run.tp > 1 and not run.sequence_parallel:
         yield (
@@ -164,68 +129,35 @@ def _ranks(run: RunView) -> Faults:
         )
 
 
-def _offload(run: RunView) -> Faults:
-    if run.activation_offload and run.offload_modules:
-        inside = "mlp_fc1", "mlp_act", "mlp_fc2"
-        shown = [word for word in run.offload_modules if word in inside]
-        if shown:
-            yield (
-                f"{flag_name('offload_modules')} {' '.join(shown)}: experts' activations are not "
-                "offloaded; drop the words, or recompute them with --recompute-modules moe_act"
-            )
-
-
-# ---------------------------------------------------------------- latent attention
-
-
 def latent_attention(run: RunView) -> Faults:
     """Rules of multi-head latent attention."""
+    is_yarn = run.position_embedding_type == "yarn"
     if not run.multi_latent_attention:
-        if run.rope_type == "yarn" and run.position_embedding_type != "yarn":
+        if run.rope_type == "yarn" and not is_yarn:
             yield (
                 "--rope-type yarn: is a setting of --multi-latent-attention; use "
                 "--position-embedding-type yarn"
             )
         return
-    yield from _latent_widths(run)
-    yield from excluded(run, LATENT_EXCLUSIONS)
-
-
-def _latent_widths(run: RunView) -> Faults:
     if not is_rotary(run):
         yield (
             f"--multi-latent-attention with {run.show('position_embedding_type')}: a learned "
-            "table in addition to rotary positions, as Megatron-LM builds it, is not supported; "
-            "give --position-embedding-type rope"
+            "position table is not supported; give --position-embedding-type rope"
         )
-    if run.rope_type == "rope":
-        yield from _plain_rope(run)
-    if run.qk_pos_emb_head_dim % 2:
-        yield (
-            f"{run.show('qk_pos_emb_head_dim')}: channels rotate in pairs; give "
-            f"{run.qk_pos_emb_head_dim + 1}"
-        )
-    keys = run.qk_head_dim + run.qk_pos_emb_head_dim
-    if run.v_head_dim > keys:
-        yield (
-            f"{run.show('v_head_dim')}: more than the {keys} channels of a key (--qk-head-dim + "
-            f"--qk-pos-emb-head-dim); give {keys} or fewer"
-        )
-
-
-def _plain_rope(run: RunView) -> Faults:
-    if run.position_embedding_type == "yarn":
+    if run.rope_type == "rope" and is_yarn:
         yield "--rope-type rope: contradicts --position-embedding-type yarn; remove one"
-    elif rescales_scores(run):
+    elif run.rope_type == "rope" and rescales_scores(run):
         yield (
             f"--rope-type rope with {run.show('rope_scaling_factor')} and "
-            f"{run.show('mscale_all_dim')}: Megatron-LM scales the attention scores as YaRN does, "
-            "which is not supported with plain rotary positions; set --mscale-all-dim 0, or remove "
-            "--rope-type rope"
+            f"{run.show('mscale_all_dim')}: scaled attention scores are not supported with plain "
+            "rotary positions; set --mscale-all-dim 0, or remove --rope-type rope"
         )
+    rotating, keys = run.qk_pos_emb_head_dim, run.qk_head_dim + run.qk_pos_emb_head_dim
+    if rotating % 2:
+        yield run.fault("qk_pos_emb_head_dim", f"channels rotate in pairs; give {rotating + 1}")
+    if run.v_head_dim > keys:
+        yield run.fault("v_head_dim", f"must be at most {keys}, the channels of a key")
 
-
-# ---------------------------------------------------------------- modules
 
 # Words of recomputation: the flag whose part they are, and what to give without it.
 PARTS = (
@@ -241,7 +173,5 @@ def recomputed_parts(run: RunView) -> Faults:
         given = {part for word in getattr(run, field) or () for part in re.split(r"[+*]", word)}
         for word, owner, other in PARTS:
             if word in given and not run.has(owner):
-                yield (
-                    f"{run.show(field)}: {word} is a part of {flag_name(owner)}, which is not set; "
-                    f"give {other}"
-                )
+                text = f"{word} is a part of {flag_name(owner)}, which is not set; give {other}"
+                yield run.fault(field, text)

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from megatron.config.data_paths import Weighted, parse_blend, parse_split
 from megatron.config.groups import Config, DataConfig
 from megatron.config.input_files import JsonObject
 from megatron.config.metadata import flag_name
-from megatron.config.validate import parse_split
 from megatron.data.blend import PATTERN, Blend, extend_history, quotas
 from megatron.data.indexed_dataset import DataError, IndexedDataset
 from megatron.data.token_stream import TokenStream, key_of, mix
@@ -28,7 +28,6 @@ SPLITS = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
 EVALUATION_SEED = 0  # evaluation reads the same samples whatever --seed is, so that runs compare
 Weights = list[float | None]  # None: by tokens
-Weighted = tuple[float | None, str]  # a weight and a prefix
 SAMPLES_AT_ONCE = 16  # whose tokens are held to count them
 MOCK_DOCUMENT = 100  # tokens, its end-of-document included
 
@@ -289,35 +288,6 @@ def _progress(label: str) -> Callable[[float], None]:
     return show
 
 
-def parse_paths(values: tuple[str, ...], flag: str) -> list[Weighted]:
-    """`weight prefix weight prefix ...` or bare prefixes -> (weight or None, prefix) each. Raises
-    DataError.
-    """
-
-    def number(text: str) -> float | None:
-        try:
-            return float(text)
-        except ValueError:
-            return None
-
-    weights = [number(text) for text in values[0::2]]
-    if weights[0] is None:
-        pairs: list[Weighted] = [(None, prefix) for prefix in values]
-    elif len(values) == 1:
-        pairs = [(None, values[0])]  # a prefix that looks like a number
-    elif len(values) % 2 or None in weights:
-        raise DataError(
-            f"{flag} {' '.join(values)}: give either prefixes only, or a weight before every prefix"
-        )
-    else:
-        pairs = list(zip(weights, values[1::2]))
-        if min(weights) < 0 or not 0 < sum(weights) < float("inf"):
-            raise DataError(
-                f"{flag}: weights must be numbers >= 0, not all 0; got {' '.join(values[0::2])}"
-            )
-    return [(weight, prefix) for weight, prefix in pairs if weight != 0]
-
-
 def split_range(shares: list[Fraction], split: str, sequences: int) -> tuple[int, int]:
     """First and stop sequence of one split: [round(lo N), round(hi N))."""
     k = SPLITS.index(split)
@@ -330,8 +300,8 @@ def _split_paths(data: DataConfig, split: str) -> tuple[list[Weighted], str | No
     """
     own = getattr(data, f"{split}_data_path")
     if data.data_path:
-        return parse_paths(data.data_path, "--data-path"), data.split or DEFAULT_SPLIT
-    return (parse_paths(own, f"--{split}-data-path"), None) if own else ([], None)
+        return parse_blend(data.data_path, "--data-path"), data.split or DEFAULT_SPLIT
+    return parse_blend(own or (), f"--{split}-data-path"), None
 
 
 def _stream(
@@ -384,7 +354,7 @@ def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], Weights]:
     if cut_by and parse_split(cut_by)[SPLITS.index(split)] == 0:
         return [], []
     for weight, prefix in paths:
-        stream = _stream(opener, prefix, split, cut_by, too_small)
+        stream = None if weight == 0 else _stream(opener, prefix, split, cut_by, too_small)
         if stream is not None:
             streams.append(stream)
             weights.append(weight)

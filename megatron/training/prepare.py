@@ -206,7 +206,9 @@ def _data(
 
 
 def _schedule_lines(checkpoint: Checkpoint, schedule: ParamSchedule, config: Config) -> list[str]:
-    """Differences of the learning-rate schedule, and which one is used."""
+    """Differences of the learning-rate schedule, and which one is used, if any is."""
+    if config.evaluation.skip_train:
+        return []
     whose = (
         "command line" if not config.optimizer.use_checkpoint_opt_param_scheduler else "checkpoint"
     )

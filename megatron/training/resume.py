@@ -16,12 +16,12 @@ from megatron.checkpoint.index import newest_first, read_manifest
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, from_saved, require
-from megatron.config.arguments import options_by_field
 from megatron.config.derive import GROUP_OF, METADATA, POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.config.needs import is_rotary
+from megatron.config.options import options_by_field
 from megatron.distributed.groups import describe_layout
 from megatron.model.build import model_shapes, trained_names
 from megatron.model.kernels import choose_kernels
@@ -473,10 +473,12 @@ def saved_schedule(saved: dict[str, Any]) -> ParamSchedule:
 
 def resumed_schedule(ours: ParamSchedule, theirs: dict[str, Any], config: Config) -> ParamSchedule:
     """The schedule to go on with: the command line's when equal or overridden, the checkpoint's
-    when asked for.
+    when asked for. --skip-train uses neither.
 
     Raises CheckpointError when they differ and neither flag chooses.
     """
+    if config.evaluation.skip_train:
+        return ours
     if config.optimizer.use_checkpoint_opt_param_scheduler:
         return saved_schedule(theirs)
     # Which of the two is meant cannot be known: the user chooses, or nothing is trained.

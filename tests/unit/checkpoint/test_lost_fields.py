@@ -11,11 +11,11 @@ from megatron.tools._convert.huggingface import TRAINING_ONLY, to_huggingface
 from parity.latent_fields import LATENT, ROUTED, YARN
 from test_huggingface import CASES, LLAMA, VOCAB
 
-from megatron.config.arguments import options_by_field
 from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.metadata import KERNEL, ROUNDING, model_flag
+from megatron.config.options import options_by_field
 
 MODELS = {name: dataclasses.replace(base, **changes) for name, (base, changes, _) in CASES.items()}
 MODELS["deepseek dense"] = dataclasses.replace(LLAMA, **LATENT)

@@ -202,6 +202,9 @@ def test_the_checkpoint_s_arguments(root, tmp_path):
         (*DATA, *where[:2], "--ckpt-step", "5", where[-1])
     )
     assert "give --load" in start((*DATA, "--use-checkpoint-args"))
+    # an evaluation has no schedule to compare
+    evaluation = "--micro-batch-size 1 --mock-data --eval-iters 1 --skip-train".split()
+    assert start((*evaluation, *where)).endswith("exit code 0")
 
 
 # ---- which changes are refused, said, or neither: every field of the configuration

@@ -32,7 +32,7 @@ from flag_typos import typos  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
 from megatron.config import compatibility  # noqa: E402
-from megatron.config.arguments import Option, options  # noqa: E402
+from megatron.config.options import Option, options  # noqa: E402
 
 SECONDS = 10
 BASE = (

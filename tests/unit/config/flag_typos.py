@@ -22,15 +22,13 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from megatron.config import compatibility  # noqa: E402
-from megatron.config.arguments import (
-    COMMANDS,
-    _Reading,
-    options_by_flag,
-    parse_arguments,
-    split_words,
-)  # noqa: E402
-from megatron.config.compatibility import key  # noqa: E402
+from megatron.config.arguments import _Reading, parse_arguments, split_words  # noqa: E402
 from megatron.config.errors import ArgumentErrors  # noqa: E402
+from megatron.config.help import COMMANDS  # noqa: E402
+from megatron.config.options import (
+    key,  # noqa: E402
+    options_by_flag,  # noqa: E402
+)
 
 LETTERS = string.ascii_lowercase + string.digits + "-"
 HELP = {"-h", "--help"}

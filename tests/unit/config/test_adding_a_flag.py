@@ -1,4 +1,6 @@
-"""Adding a flag is one edit: a copy of the program gets a field, and nothing else is missing."""
+"""Adding a flag is one edit, and a line for its name in other programs: a copy of the program gets
+a field, and nothing else is missing.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 BEFORE = "    sgd_momentum: float = "
 FIELD = '''    nesterov_share: float = flag(
-        0.5, "--nesterov", megatron="not in Megatron-LM", bound=SHARE, needs=needs.SGD,
-        change=STEPS, deepspeed="optimizer.params.nesterov_share")
+        0.5, "--nesterov", bound=SHARE, needs=needs.SGD, change=STEPS
+    )
     """Share of Nesterov's correction in a step of SGD."""
 '''
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
@@ -56,6 +58,10 @@ def copy(tmp_path_factory) -> Path:
     text = groups.read_text()
     assert text.count(BEFORE) == 1
     groups.write_text(text.replace(BEFORE, FIELD + BEFORE))
+    names = root / "megatron/config/compatibility.toml"
+    section = "[deepspeed.same]\n"
+    key = '"optimizer.params.nesterov_share" = "--nesterov-share"\n'
+    names.write_text(names.read_text().replace(section, section + key))
     return root
 
 

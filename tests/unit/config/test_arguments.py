@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,18 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import groups
-from megatron.config.arguments import (
-    COMMANDS,
-    NO_PATHS,
-    Option,
-    build_parser,
-    dump_config,
-    options,
-    options_by_flag,
-    parse_arguments,
-)
-from megatron.config.errors import ArgumentErrors
+from megatron.config.arguments import dump_config, parse_arguments
+from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
+from megatron.config.help import COMMANDS, PAGES, help_text, pages
+from megatron.config.options import NO_PATHS, Option, options, options_by_flag
 
 VALID = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -122,16 +118,60 @@ def test_every_field_has_a_flag_a_help_and_its_default():
             assert (group.name, field.name) in seen
     assert all(option.help for option in options())
     assert parse_arguments([]).config == Config()
-    text = build_parser().format_help()
+    text = help_text(["--help", "all"])
     assert all(
         flag in text for option in options() for flag in (*option.names, *option.off)
     ) and all(name in text for name in COMMANDS)
 
 
-def test_help_is_printed(capsys):
+@pytest.mark.parametrize(
+    "words, there, absent",
+    [
+        ("--lr oops --help", "optimizer      36 flags", "--lr-decay-style"),
+        ("--help optimizer", "--lr-decay-style", "--save-interval"),
+        ("-h all", "--lr-decay-style", "never there"),
+        ("--help-search nvme", "--optimizer-nvme-offload", "--lr-decay-style"),
+        ("--completion bash", "--no-save-optim", "default:"),
+    ],
+)
+def test_help_is_printed(capsys, words, there, absent):
     with pytest.raises(SystemExit) as stopped:
-        parse_arguments(["--lr", "oops", "--help"])
-    assert stopped.value.code == 0 and "--lr-decay-style" in capsys.readouterr().out
+        parse_arguments(words.split())
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0 and there in text and absent not in text
+
+
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        ("--help optimiser", "did you mean optimizer?"),
+        ("--help-search zzz", "give another word"),
+        ("--completion fish", "give --completion bash"),
+    ],
+)
+def test_help_about_nothing_is_refused(words, fault):
+    with pytest.raises(UserError, match=re.escape(fault)):
+        parse_arguments(words.split())
+
+
+def test_completion_offers_the_flags_that_begin_so():
+    script = help_text(["--completion", "bash"])
+    typed = "COMP_WORDS=({} --zero-s) COMP_CWORD={}; _mgpt_pretrain; echo ${{COMPREPLY[@]}}"
+    for line, count in (("python pretrain_gpt.py --bf16", 3), ("mgpt-pretrain", 1)):
+        command = f"{script}\n{typed.format(line, count)}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        assert done.stdout.split() == ["--zero-stage", "--zero-shard-size"], done.stderr
+    command = f"{script}\n{typed.format('python other.py', 2)}"
+    assert not subprocess.run(["bash", "-c", command], capture_output=True).stdout.strip()
+
+
+def test_faults_name_the_pages_that_explain_their_flags():
+    root = Path(__file__).resolve().parents[3]
+    assert all((root / name).is_file() for _, name in PAGES)
+    assert pages(["--zero-stage 5: x", "--num-experts: y", "--unknown: z"]) == (
+        "\nexplained in docs/zero.md, docs/experts.md"
+    )
+    assert pages(["--unknown: z", "--num-layers is required"]) == ""
 
 
 def test_command_line_wins_over_the_file(tmp_path):
@@ -154,10 +194,10 @@ def test_command_line_wins_over_the_file(tmp_path):
         ("model: {num_layer: 4}", "model has no setting 'num_layer'; did you mean num_layers?"),
         ("modell: {num_layers: 4}", "'modell' is not a group of settings"),
         ("model: {num_layers: many}", "model.num_layers = 'many': expected a number"),
-        ("model: {num_layers: true}", "model.num_layers = True: expected int"),
+        ("model: {num_layers: true}", "model.num_layers = True: expected a number"),
         (
             "model: {group_query_attention: null}",
-            "model.group_query_attention = None: expected bool",
+            "model.group_query_attention = None: expected true or false",
         ),
         ("data: {data_path: {a: 1}}", "expected a list"),
         ("model: [", "cannot be read"),

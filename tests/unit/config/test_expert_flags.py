@@ -24,8 +24,8 @@ def faults(words: str, ranks: int = 1) -> list[str]:
 @pytest.mark.parametrize(
     "words, ranks, fault",
     [
-        ("--moe-router-topk 9", 1, "--moe-router-topk 9: there are 8 experts; give 8 or fewer"),
-        ("--moe-router-topk 1", 1, "--moe-router-topk 1: the softmax of one chosen logit is 1"),
+        ("--moe-router-topk 9", 1, "--num-experts 8: must be at least --moe-router-topk 9"),
+        ("--moe-router-topk 1", 1, "--moe-router-topk 1: the softmax of one chosen logit is"),
         (
             "--activation-offload --offload-modules mlp_norm mlp_act",
             1,
@@ -36,9 +36,13 @@ def faults(words: str, ranks: int = 1) -> list[str]:
         ("--moe-layer-freq [0]*4", 1, "no layer has experts; drop --num-experts"),
         ("--moe-layer-freq foo()", 1, "neither a number nor a list of 0 and 1"),
         ("--moe-router-enable-expert-bias", 1, "give --moe-router-score-function sigmoid"),
-        ("--moe-router-num-groups 2", 1, "--moe-router-num-groups 2: give --moe-router-group-topk"),
-        ("--moe-router-num-groups 3 --moe-router-group-topk 1", 1, "the nearest is 2"),
-        ("--moe-router-num-groups 4 --moe-router-group-topk 5", 1, "there are 4 groups; give 4"),
+        ("--moe-router-num-groups 2", 1, "--moe-router-num-groups 2: set --moe-router-group-topk"),
+        ("--moe-router-num-groups 3 --moe-router-group-topk 1", 1, "the nearest that fits is 2"),
+        (
+            "--moe-router-num-groups 4 --moe-router-group-topk 5",
+            1,
+            "must be at least --moe-router-group-topk 5",
+        ),
         (
             "--moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 3",
             1,
@@ -57,7 +61,7 @@ def faults(words: str, ranks: int = 1) -> list[str]:
         (
             "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01",
             1,
-            "has 1 numbers for the 2 of --moe-router-load-balancing-type",
+            "must be one number for each of --moe-router-load-balancing-type",
         ),
         (
             "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
@@ -65,7 +69,11 @@ def faults(words: str, ranks: int = 1) -> list[str]:
             "none has no loss; give aux_loss",
         ),
         ("--moe-aux-loss-coeff -1", 1, "--moe-aux-loss-coeff -1.0: must be 0 or more"),
-        ("--expert-model-parallel-size 3", 3, "must divide --num-experts 8; the nearest is 2"),
+        (
+            "--expert-model-parallel-size 3",
+            3,
+            "must divide --num-experts 8; the nearest that fits is 2",
+        ),
         ("--expert-model-parallel-size 4", 2, "must divide the 2 rank(s) of a pipeline stage"),
         ("--expert-tensor-parallel-size 3", 3, "--moe-ffn-hidden-size 256: must be a multiple of"),
         (
@@ -85,14 +93,14 @@ def faults(words: str, ranks: int = 1) -> list[str]:
         (
             f"{PAIRS} {EP2} --moe-token-dispatcher-type allgather",
             2,
-            "hides what --moe-token-dispatcher-type alltoall sends",
+            "hides only what alltoall sends",
         ),
         (
             f"{PAIRS} {EP2} --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
             4,
             "zero-bubble has no pairs of passes; give 1f1b or interleaved",
         ),
-        (f"{PAIRS} {EP2} --activation-offload", 2, "drop one, or recompute instead"),
+        (f"{PAIRS} {EP2} --activation-offload", 2, "recompute instead, or drop the flag"),
         (
             f"{PAIRS} {EP2} --micro-batch-size 1 --global-batch-size 2",
             2,

@@ -10,16 +10,12 @@ import flag_typos
 import pytest
 
 from megatron.config import compatibility
-from megatron.config.arguments import (
-    COMMANDS,
-    one_edit,
-    options_by_flag,
-    parse_arguments,
-    same_meaning,
-    suggestions,
-)
-from megatron.config.compatibility import data, key, recorded_names, table
+from megatron.config.arguments import parse_arguments, suggestions
+from megatron.config.compatibility import data, recorded_names, table
 from megatron.config.errors import ArgumentErrors
+from megatron.config.help import COMMANDS
+from megatron.config.options import key, options_by_flag
+from megatron.config.spelling import one_edit, same_meaning
 
 OURS = {*options_by_flag(), *map(key, COMMANDS)}
 

@@ -34,7 +34,7 @@ def faults(words: str) -> list[str]:
         ("--kv-lora-rank 16", "--kv-lora-rank 16: has no effect without --multi-latent-attention"),
         (
             f"{LATENT} --position-embedding-type learned_absolute",
-            "a learned table in addition to rotary positions",
+            "a learned position table is not supported",
         ),
         (f"{LATENT} --rope-type rope --position-embedding-type yarn", "contradicts --position-emb"),
         (
@@ -43,7 +43,7 @@ def faults(words: str) -> list[str]:
         ),
         ("--rope-type yarn", "--rope-type yarn: is a setting of --multi-latent-attention"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", "channels rotate in pairs; give 8"),
-        (f"{LATENT} --v-head-dim 193", "more than the 192 channels of a key"),
+        (f"{LATENT} --v-head-dim 193", "must be at most 192, the channels of a key"),
         (f"{LATENT} --q-lora-rank 0", "--q-lora-rank 0: must be greater than 0"),
         (
             f"{LATENT} --group-query-attention --num-query-groups 2",
@@ -131,7 +131,7 @@ def yarn_frequencies(factor: float, original: int, fast: float, slow: float) -> 
 def test_yarn_is_taken_whatever_the_position_flag(kind, words, factor, original, fast, slow):
     model, notes = positions(f"{LATENT} --position-embedding-type {kind} {words}")
     assert model.position_embedding_type == "yarn"
-    said = "position-embedding-type = yarn: latent attention takes YaRN unless --rope-type rope"
+    said = "position-embedding-type = yarn: latent attention has YaRN unless --rope-type rope"
     assert any(note.startswith(said) for note in notes) == (kind != "yarn")
     if original == 4096:
         line = "rope-original-max-position-embeddings = 4096: YaRN's default in Megatron-LM"

@@ -100,14 +100,14 @@ def test_a_dense_model_ignores_them(number):
     read = parsed(f"{number} {flags}")
     plain = resolve(parsed("").config, 1, 101).config
     assert resolve(read.config, 1, 101).config == plain
-    assert any("has an effect only in mixture-of-experts models" in note for note in read.notes)
+    assert any("has no effect without --num-experts" in note for note in read.notes)
 
 
 @pytest.mark.parametrize(
     "flags, fault",
     [
         ("--num-experts 4 --topk 2", "add --disable-moe-top2-2nd-expert-sampling"),
-        ("--num-experts 4 --mlp-type residual", "the nearest is --moe-shared-expert"),
+        ("--num-experts 4 --mlp-type residual", "use --moe-shared-expert"),
         ("--num-experts 4 8", "must be the same in every layer that has experts"),
         ("--num-experts 4 --topk 1 --moe-router-topk 2", "contradicts --moe-router-topk 2"),
         ("--num-experts 4 --topk x", "--topk x: expected one number of 0 or more"),

@@ -94,12 +94,7 @@ HOST = "optimizer-cpu-offload = True: --param-cpu-offload keeps weights where th
         (
             "--zero-stage 3 --param-cpu-offload --optimizer-nvme-offload disk",
             4,
-            [
-                (
-                    "optimizer-cpu-offload = True: --optimizer-nvme-offload moves on what it "
-                    "keeps in host memory"
-                )
-            ],
+            [("optimizer-cpu-offload = True: --optimizer-nvme-offload moves on from host memory")],
         ),
     ],
 )

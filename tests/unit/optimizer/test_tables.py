@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from megatron.config import groups
-from megatron.config.arguments import options
 from megatron.config.groups import LR_DECAYS, OPTIMIZERS, DecayKind, OptimizerKind
+from megatron.config.options import options
 from megatron.optimizer import lr_schedule, update
 from megatron.optimizer.update import RULES, Implementation
 

@@ -1,0 +1,148 @@
+"""`--help`: the groups of flags, one group, or those that a word is about; a completion script; and
+the page that explains a flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from typing import Any
+
+from megatron.config.errors import UserError
+from megatron.config.groups import Config
+from megatron.config.options import Option, key, options, options_by_flag
+from megatron.config.spelling import did_you_mean
+
+COMMANDS = {
+    "--config": (
+        "Read settings from this JSON or YAML file (as --print-config writes it); flags on "
+        "the command line win."
+    ),
+    "--deepspeed_config": (
+        "Compare this DeepSpeed JSON file with the flags: what it equals is noted, what "
+        "contradicts is refused."
+    ),
+    "--print-config": "Print the settings as JSON and exit; --config reads them back.",
+    "--dry-run": (
+        "Check everything (files, tokenizer, batch arithmetic, memory) and exit without training."
+    ),
+}
+TAKES_FILE = ("--config", "--deepspeed-config")
+HELP = {
+    "--help": "Print the groups; --help GROUP the flags of one, --help all every flag.",
+    "--help-search": "Print the flags whose name or description contains this word.",
+    "--completion": "Print a script that completes flags: source <(mgpt-pretrain --completion bash)",
+}
+METAVARS = {"--help": "[GROUP]", "--help-search": "WORD", "--completion": "SHELL"}
+# The page that explains a flag: the first whose pattern matches `group.field`.
+PAGES = (
+    (r"\.(moe|num_experts|.*expert)", "docs/experts.md"),
+    (r"\.(zero|optimizer_|param_)", "docs/zero.md"),
+    (r"\.(recompute|memory|activation_offload|offload)", "docs/howto/out_of_memory.md"),
+    (r"\..*(pipeline|virtual)", "docs/schedules.md"),
+    (r"\..*_backend$", "docs/kernels.md"),
+    (r"\.(device_memory|host_memory|hardware|world_size)", "docs/planning.md"),
+    (r"^distributed", "docs/parallelism.md"),
+    (r"^precision", "docs/numerics.md"),
+    (r"^data", "docs/data.md"),
+    (r"^checkpoint", "docs/checkpoint.md"),
+    (r"^logging", "docs/logging.md"),
+)
+COMPLETION = """\
+_mgpt_pretrain() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}}
+  [[ $word == --* && " ${{COMP_WORDS[*]}}" == *[\\ /]@(pretrain_gpt.py|mgpt-pretrain)\\ * ]] || return
+  COMPREPLY=($(compgen -W "{flags}" -- "$word"))
+}}
+complete -o bashdefault -o default -F _mgpt_pretrain mgpt-pretrain python python3 torchrun
+"""
+
+
+def help_text(argv: list[str]) -> str:
+    """What a command line with a flag of HELP prints; an empty string without one. Raises
+    UserError.
+    """
+    asked = [index for index, word in enumerate(argv) if word in HELP or word == "-h"]
+    if not asked:
+        return ""
+    flag, *words = argv[asked[0] :]
+    word = "" if not words or words[0].startswith("-") else words[0]
+    if flag == "--completion" and word != "bash":
+        raise UserError(f"--completion {word}: only bash is supported; give --completion bash")
+    if flag == "--completion":
+        return COMPLETION.format(flags=" ".join(["--help", *COMMANDS, *_spellings(options())]))
+    if flag != "--help-search":
+        return _groups(word)
+    found = [option for option in options() if _mentions(option, word.lower())]
+    if not word or not found:
+        raise UserError(f"--help-search {word}: no flag is about this; give another word")
+    return _parser({"flags": found}).format_help()
+
+
+def _groups(name: str) -> str:
+    """The flags of a group, of `all`, or without a name the groups."""
+    groups = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+    flags = {each: [option for option in options() if option.group == each] for each in groups}
+    if name == "all":
+        return _parser(flags, commands=True).format_help()
+    if name in groups:
+        return _parser({name: flags[name]}).format_help()
+    if name:
+        known = ", ".join([*groups, "all"])
+        near = did_you_mean(name, groups)
+        raise UserError(f"--help {name}: no such group; the groups are {known}{near}")
+    lines = [
+        f"  {each:13} {len(flags[each]):3} flags: {kind.__doc__}" for each, kind in groups.items()
+    ]
+    return _parser({}, commands=True).format_help() + "\n".join(["\ngroups:", *lines])
+
+
+def page(flag: str) -> str:
+    """The page that explains a flag, or an empty string."""
+    option, _ = options_by_flag().get(key(flag), (None, True))
+    place = f"{option.group}.{option.field}" if option else ""
+    return next((name for pattern, name in PAGES if re.search(pattern, place)), "")
+
+
+def pages(faults: list[str]) -> str:
+    """A line with the pages that explain the flags of faults, or an empty string."""
+    found = dict.fromkeys(page(re.split(r"[\s:]", fault, maxsplit=1)[0]) for fault in faults)
+    names = [name for name in found if name]
+    return f"\nexplained in {', '.join(names)}" if names else ""
+
+
+def _spellings(chosen: tuple[Option, ...]) -> list[str]:
+    return [name for option in chosen for name in (*option.names, *option.off)]
+
+
+def _mentions(option: Option, word: str) -> bool:
+    return any(word in text.lower() for text in (*_spellings((option,)), option.help))
+
+
+def _parser(groups: dict[str, list[Option]], *, commands: bool = False) -> argparse.ArgumentParser:
+    """An argparse parser of some flags, to print."""
+    usage = "%(prog)s --flag value ..."
+    parser = argparse.ArgumentParser(prog="pretrain_gpt.py", usage=usage, add_help=False)
+    if commands:
+        group = parser.add_argument_group("command")
+        for name, text in {**HELP, **COMMANDS}.items():
+            value: dict[str, Any] = {"action": "store_true"}
+            if name in HELP or key(name) in TAKES_FILE:
+                value = {"metavar": METAVARS.get(name, "FILE")}
+            group.add_argument(name, help=text, **value)
+    for title, chosen in groups.items():
+        group = parser.add_argument_group(title)
+        for option in chosen:
+            default = "" if option.default is None else f" (default: {option.default})"
+            text = option.help.replace("%", "%%") + default
+            names = (*option.names, *option.off)
+            if option.kind is bool:
+                group.add_argument(*names, action="store_true", help=text)
+                continue
+            metavar = option.kind.__name__.upper()
+            if option.choices:
+                metavar = "{" + ",".join(map(str, option.choices)) + "}"
+            nargs = "+" if option.many else None
+            group.add_argument(*names, nargs=nargs, metavar=metavar, help=text)
+    return parser

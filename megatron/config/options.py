@@ -1,0 +1,209 @@
+"""Every field of `Config` as a flag: its spellings, the type of its value and its help, from the
+dataclasses of `groups.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import re
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config import groups
+from megatron.config.errors import UserError
+from megatron.config.groups import Config
+from megatron.config.input_files import KINDS, is_text, path_fault
+from megatron.config.metadata import flag_name
+from megatron.config.spelling import did_you_mean
+
+NO_PATHS = {
+    "split",
+    "freeze",
+    "recompute_layers",
+    "pipeline_model_parallel_layout",
+    "step_batch_size_schedule",
+    "wandb_project",
+    "wandb_exp_name",
+    "wandb_group",
+    "wandb_entity",
+}
+
+Place = tuple[str, str]  # group and field
+Words = list[str]  # that follow a flag
+
+
+def key(flag: str) -> str:
+    """The spelling by which a flag is looked up: underscores and hyphens are the same, as
+    DeepSpeed's flags mix them.
+    """
+    return flag[:2] + flag[2:].replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field as a flag: `names` set it (the first is its spelling in messages), `off` set a
+    boolean to False.
+    """
+
+    group: str
+    field: str
+    names: tuple[str, ...]
+    off: tuple[str, ...]
+    kind: type
+    choices: tuple[Any, ...]
+    many: bool
+    optional: bool
+    default: Any
+    help: str
+
+    def convert(self, text: str) -> Any:
+        """The value of one word; raises UserError with what was expected."""
+        if self.choices and text not in map(str, self.choices):
+            raise UserError(
+                "choose from "
+                f"{', '.join(map(str, self.choices))}{did_you_mean(text, map(str, self.choices))}"
+            )
+        if self.kind is bool:
+            if text.lower() not in ("true", "false"):
+                raise UserError("it takes no value")
+            return text.lower() == "true"
+        if self.kind is str:
+            fault = "" if self.field in NO_PATHS else path_fault(text)
+            if fault or not is_text(text):
+                raise UserError(fault or "holds a character that UTF-8 text cannot hold")
+            return text
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise UserError("expected a number")
+        if self.kind is float:
+            return number
+        if abs(number) >= 2**63:
+            raise UserError("expected a whole number of at most 64 bits")
+        if re.fullmatch(r"[-+]?\d[\d_]*", text):
+            return int(text)
+        if number != int(number) or abs(number) > 2**53:
+            raise UserError("expected a whole number")
+        return int(number)
+
+    def parse(self, words: Words) -> Any:
+        """The value of a flag followed by `words`; raises UserError with what is wrong and the
+        fix.
+        """
+        if self.kind is bool and not words:
+            return True
+        if not words or any(word == "" for word in words):
+            raise UserError("no value follows it (is a shell variable unset?)")
+        if not self.many and len(words) > 1:
+            raise UserError(
+                f"takes {'no value' if self.kind is bool else 'one value'}; drop the others, "
+                "or quote a value with spaces"
+            )
+        values = tuple(self.convert(word) for word in words)
+        return values if self.many else values[0]
+
+    def load(self, value: Any) -> Any:
+        """The field's value from one read in a configuration file; raises UserError."""
+        if value is None and self.optional:
+            return None
+        if isinstance(value, list) and self.many and value:
+            if any(type(item) not in (str, int, float) for item in value):
+                raise UserError("expected a list of words or numbers")
+            return tuple(self.convert(as_word(item)) for item in value)
+        is_scalar = isinstance(value, (str, int, float))
+        if not is_scalar or isinstance(value, bool) != (self.kind is bool):
+            raise UserError(f"expected {KINDS[list if self.many else self.kind]}")
+        if self.kind is str and not isinstance(value, str):
+            raise UserError("expected a string")
+        converted = self.convert(as_word(value))
+        return (converted,) if self.many else converted
+
+
+def as_word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@functools.cache
+def _classes(path: str) -> dict[str, Any]:
+    """The syntax trees of a file's classes. A file is parsed once: every start pays for it."""
+    tree = ast.parse(Path(path).read_text())
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _field_help(group: type) -> dict[str, str]:
+    """The string literal under each field of a dataclass and of its bases, from their source."""
+    if not dataclasses.is_dataclass(group):
+        return {}
+    found: dict[str, str] = {}
+    for base in group.__bases__:
+        found |= _field_help(base)
+    body: list[Any] = _classes(inspect.getfile(group))[group.__name__].body
+    for field, text in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[field.target.id] = " ".join(text.value.value.split())  # type: ignore
+    return found
+
+
+def _option(group: str, field: dataclasses.Field, annotation: Any, text: str) -> Option:
+    """One option from a field's type: bool, int, float, str, Literal, tuple[X, ...], and each of
+    them or None.
+    """
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if union else (annotation,)
+    optional = type(None) in members
+    (inner,) = [member for member in members if member is not type(None)]
+    many = typing.get_origin(inner) is tuple
+    if many:
+        inner = typing.get_args(inner)[0]
+    choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
+    kind = type(choices[0]) if choices else inner
+    assert kind in (bool, int, float, str), f"{group}.{field.name}: no flag for {annotation}"
+    names = (flag_name(field.name), *field.metadata.get("names", ()))
+    off = (field.metadata.get("off") or flag_name("no_" + field.name),) if kind is bool else ()
+    default = field.default
+    return Option(group, field.name, names, off, kind, choices, many, optional, default, text)
+
+
+@functools.cache
+def options() -> tuple[Option, ...]:
+    """Every field of `Config` as an option, in the order of groups.py."""
+    result = []
+    for group in dataclasses.fields(Config):
+        cls = getattr(groups, str(group.type))
+        hints = typing.get_type_hints(cls)
+        texts = _field_help(cls)
+        own = inspect.get_annotations(cls)
+        result += [
+            _option(group.name, field, hints[field.name], texts[field.name])
+            for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own)
+        ]
+    return tuple(result)
+
+
+@functools.cache
+def options_by_field() -> dict[Place, Option]:
+    """Every option by its group and field."""
+    return {(option.group, option.field): option for option in options()}
+
+
+@functools.cache
+def options_by_flag() -> dict[str, tuple[Option, bool]]:
+    """Option and the boolean it sets (True but for off spellings) for each spelling, with
+    hyphens.
+    """
+    table: dict[str, tuple[Option, bool]] = {}
+    for option in options():
+        for flag in (*option.names, *option.off):
+            assert key(flag) not in table, f"{flag} belongs to two fields"
+            table[key(flag)] = (option, flag not in option.off)
+    return table
