@@ -170,18 +170,16 @@ class _Reading:
         self.faults.append(f"{_shown(flag, words)}: {wrong}{meant}")
         self.unsure.update(near)
 
-    def raised(self, config: Config) -> Config:
-        """The configuration with the settings that are below what some flag asks for at least."""
-        for flag, row in self.least:
-            for ours, words in row.rewrite([]):
-                option, _ = options_by_flag()[key(ours)]
-                place = (option.group, option.field)
-                value = option.parse(words)
-                if (
-                    getattr(getattr(config, option.group), option.field) >= value
-                    or option.names[0] in self.unsure
-                ):
-                    continue
+    def raised(self, config: Config, given: set[str]) -> Config:
+        """The configuration with the settings that are below what some flag asks for at least;
+        their fields are added to `given`.
+        """
+        for flag, (ours, words) in [(flag, row.rewrite([])[0]) for flag, row in self.least]:
+            option, _ = options_by_flag()[key(ours)]
+            place, value = (option.group, option.field), option.parse(words)
+            given.add(option.field)
+            below = getattr(getattr(config, option.group), option.field) < value
+            if below and option.names[0] not in self.unsure:
                 if place in self.values:
                     self.faults.append(
                         f"{flag}: contradicts {self.set_by[place]}; drop one of them"
@@ -189,11 +187,6 @@ class _Reading:
                 else:
                     config = _with_values(config, {place: value})
         return config
-
-    def least_fields(self) -> set[str]:
-        """The fields that flags raise to a least value."""
-        rows = [occurrence for _, row in self.least for occurrence in row.rewrite([])]
-        return {options_by_flag()[key(ours)][0].field for ours, _ in rows}
 
     def foreign_settings(self, config: Config, given: set[str]) -> Config:
         """The configuration with what flags of other programs mean together; `given` are the
@@ -231,8 +224,7 @@ class _Reading:
             # a file of --print-config holds every default
             given |= {field for (_, field), value in values.items() if value != DEFAULTS[field]}
             config = _with_values(config, values)
-        config = self.raised(_with_values(config, self.values))
-        given |= self.least_fields()
+        config = self.raised(_with_values(config, self.values), given)
         config = self.foreign_settings(config, given)
         if "--deepspeed-config" not in self.commands:
             return config

@@ -50,6 +50,11 @@ RecomputeModule = Literal[
     "core_attn", "qkv", "mla_up_proj", "layernorm", "mlp_act", "mlp", "moe_act", "moe"
 ]
 OffloadModule = Literal[LAYER_INPUT, *INSIDE]  # type: ignore[valid-type]
+TokenizerType = Literal[
+    *("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer"),
+    *("TikTokenizer", "NullTokenizer"),
+]
+Changed = Literal["data", "tokenizer", "batch", "seed", "positions"]
 Prefixes = tuple[str, ...]
 
 
@@ -266,19 +271,7 @@ class DataConfig:
     """Take no loss at end-of-document tokens."""
     check_data: bool = flag(False, needs=needs.DATA_FILES)
     """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
-    tokenizer_type: (
-        Literal[
-            "SentencePieceTokenizer",
-            "HuggingFaceTokenizer",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ]
-        | None
-    ) = flag(
-        None,
-        change=TOKENIZER,
-    )
+    tokenizer_type: TokenizerType | None = flag(None, change=TOKENIZER)
     """Kind of tokenizer."""
     tokenizer_model: str | None = flag(None, needs=needs.MODEL_FILE, change=TOKENIZER_FILE)
     """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
@@ -525,9 +518,7 @@ class CheckpointConfig:
     """Require --load to hold a checkpoint, instead of starting at iteration 0."""
     allow_older_checkpoint: bool = flag(False)
     """If the newest checkpoint is damaged, verify and load the newest undamaged one."""
-    accept_changed: (
-        tuple[Literal["data", "tokenizer", "batch", "seed", "positions"], ...] | None
-    ) = flag(None)
+    accept_changed: tuple[Changed, ...] | None = flag(None)
     """Resume although these changed: data (files, blend, sequence length), tokenizer (of the same
     size), batch (size, ramp-up), seed, positions (rotary base, scaling, longest sequence)."""
     use_checkpoint_args: bool = flag(False)

@@ -32,7 +32,9 @@ TAKES_FILE = ("--config", "--deepspeed-config")
 HELP = {
     "--help": "Print the groups; --help GROUP the flags of one, --help all every flag.",
     "--help-search": "Print the flags whose name or description contains this word.",
-    "--completion": "Print a script that completes flags: source <(mgpt-pretrain --completion bash)",
+    "--completion": (
+        "Print a script that completes flags: source <(python pretrain_gpt.py --completion bash)"
+    ),
 }
 METAVARS = {"--help": "[GROUP]", "--help-search": "WORD", "--completion": "SHELL"}
 # The page that explains a flag: the first whose pattern matches `group.field`.
@@ -51,8 +53,8 @@ PAGES = (
 )
 COMPLETION = """\
 _mgpt_pretrain() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}}
-  [[ $word == --* && " ${{COMP_WORDS[*]}}" == *[\\ /]@(pretrain_gpt.py|mgpt-pretrain)\\ * ]] || return
+  local word=${{COMP_WORDS[COMP_CWORD]}} line=" ${{COMP_WORDS[*]}}"
+  [[ $word == --* && $line == *[\\ /]@(pretrain_gpt.py|mgpt-pretrain)\\ * ]] || return
   COMPREPLY=($(compgen -W "{flags}" -- "$word"))
 }}
 complete -o bashdefault -o default -F _mgpt_pretrain mgpt-pretrain python python3 torchrun

@@ -73,33 +73,26 @@ MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline
 
 def _bounds(run: RunView) -> Faults:
     """Sizes beyond which the plan and the schedule would take minutes to compute."""
-    count = run.micro_batches
-    if run.has("num_layers") and run.num_layers > MOST_LAYERS:
-        yield run.fault("num_layers", f"must be at most {MOST_LAYERS:,}")
-    if count is not None and count > MOST_MICRO_BATCHES:
-        yield run.fault(
-            "global_batch_size",
-            f"{count:,} micro-batches in each step of a rank, at most {MOST_MICRO_BATCHES:,} are "
-            "planned for; raise --micro-batch-size, or give more ranks",
-        )
-    elif count is not None and run.has("num_layers") and run.pp > 1:
-        passes = run.num_layers * planned_micro_batches(run.pipeline_schedule, run.pp, count)
-        if passes > MOST_PASSES:
-            yield run.fault(
-                "global_batch_size",
-                f"{passes:,} passes of layers and micro-batches in a step, at most "
-                f"{MOST_PASSES:,} are planned for; raise --micro-batch-size, or give more "
-                "data-parallel ranks",
-            )
-    ramp = run.rampup_batch_size or ()
-    if run.has("global_batch_size") and len(ramp) == 3 and ramp[1] > 0:
-        count = (run.global_batch_size - ramp[0]) // ramp[1]
-        if count > MOST_INCREMENTS:
-            yield run.fault(
-                "rampup_batch_size",
-                f"{count:,} increments, at most {MOST_INCREMENTS:,} are planned for; raise the "
-                "increment",
-            )
+    count, layers = run.micro_batches or 0, run.num_layers if run.has("num_layers") else 0
+    passes = increments = 0
+    if run.pp > 1 and count <= MOST_MICRO_BATCHES:
+        passes = layers * planned_micro_batches(run.pipeline_schedule, run.pp, count)
+    if run.has("global_batch_size") and len(run.rampup_batch_size or ()) == 3:
+        start, step, _ = run.rampup_batch_size
+        increments = (run.global_batch_size - start) // step if step > 0 else 0
+    batch, raised = (
+        "global_batch_size",
+        "raise --micro-batch-size, or give more data-parallel ranks",
+    )
+    for field, number, most, what, fix in (
+        ("num_layers", layers, MOST_LAYERS, "layers", "give fewer"),
+        (batch, count, MOST_MICRO_BATCHES, "micro-batches in each step of a rank", raised),
+        (batch, passes, MOST_PASSES, "passes of layers and micro-batches in a step", raised),
+        ("rampup_batch_size", increments, MOST_INCREMENTS, "increments", "raise the increment"),
+    ):
+        if number > most:
+            text = f"{number:,} {what}, at most {most:,} are planned for; {fix}"
+            yield run.fault(field, text)
 
 
 # ---------------------------------------------------------------- rules between fields

@@ -1,5 +1,5 @@
-"""Names, units and arithmetic of all metrics, the same in the console line, metrics.jsonl,
-TensorBoard and wandb; and timers. Nothing here waits for a GPU.
+"""Arithmetic of metrics, whose names are the same in the console line, metrics.jsonl, TensorBoard
+and wandb; and timers. Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -17,64 +17,6 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, float]  # by name
 
-METRICS: dict[str, tuple[str, str]] = {  # name: (unit, meaning)
-    "consumed_samples": ("samples", "samples read since the start of the run"),
-    "consumed-tokens": ("tokens", "consumed samples x sequence length"),
-    "lm loss": ("nats/token", "training loss per valid token, mean over the log interval"),
-    "learning-rate": ("", "learning rate of the last step"),
-    "decoupled-learning-rate": ("", "the same of embedding and output layer (--decoupled-lr)"),
-    "batch-size": ("samples", "global batch size of the last step"),
-    "load-balancing-loss": ("", "auxiliary loss of experts, mean over layers; 1 when balanced"),
-    "seq-load-balancing-loss": ("", "the same, of each sample separately"),
-    "global-load-balancing-loss": ("", "the same, by the shares of the step before"),
-    "router-z-loss": ("", "squared log-sum-exp of router logits, mean over layers"),
-    "router-objective": ("nats/token", "router losses x coefficients, summed over layers"),
-    "expert-load-max": ("", "most tokens of an expert in any layer, as a multiple of the mean"),
-    "expert-load-min": ("", "fewest tokens of an expert in any layer, as a multiple of the mean"),
-    "expert-dropped": ("", "share of choices that experts at their capacity dropped"),
-    "expert-load-max/<layer>": ("", "the same of one layer (--moe-per-layer-logging)"),
-    "expert-load-min/<layer>": ("", "the same of one layer (--moe-per-layer-logging)"),
-    "expert-dropped/<layer>": ("", "the same of one layer (--moe-per-layer-logging)"),
-    "loss-scale": ("", "loss scale of the last step (1 without fp16)"),
-    "grad-norm": ("", "global L2 norm of the gradient, before clipping"),
-    "params-norm": ("", "global L2 norm of the parameters (--log-params-norm)"),
-    "grad-norm/<layer>": ("", "the same of embedding, layers.N or head (--log-layer-norms)"),
-    "params-norm/<layer>": ("", "the same of one layer's parameters (--log-layer-norms)"),
-    "num-zeros": ("", "gradient elements that are exactly zero (--log-num-zeros-in-grad)"),
-    "skipped-train-samples": ("samples", "samples of skipped steps since the start of the run"),
-    "lm loss validation": ("nats/token", "validation loss; blends: mean by weight of the sources"),
-    "lm loss validation ppl": ("", "exp(min(20, lm loss validation))"),
-    "lm loss test": ("nats/token", "loss on the test split"),
-    "lm loss test ppl": ("", "exp(min(20, lm loss test))"),
-    "bits-per-byte": ("bits/byte", "validation loss / ln 2 / bytes per token of the data"),
-    "resumed-from-iteration": ("iteration", "checkpoint of a restart, on its first row"),
-    "timestamp": ("s", "when the row was written: seconds since 1970-01-01 00:00 UTC"),
-    "world-size": ("ranks", "processes of the job"),
-    "iteration-time": ("s", "wall time of an iteration, mean over the log interval"),
-    "predicted-iteration-time": ("s", "the plan's prediction for a known device (--hardware)"),
-    "throughput": ("TFLOP/s/GPU", "model FLOPs (padded vocabulary, no recompute) / time / ranks"),
-    "tokens-per-second-per-gpu": ("tokens/s/GPU", "tokens of a global batch / time / ranks"),
-    "mfu": ("fraction of the peak", "throughput with the real vocabulary / peak in the banner"),
-    "data-wait-fraction": ("fraction of the time", "time spent waiting for batches"),
-    "pipeline-bubble-fraction": ("fraction of the time", "idle time of a pipeline's ranks"),
-    "pipeline-timeline": ("", "wandb: picture of a step, first of a start and last of a run"),
-    "sample-text": ("", "wandb: continuation of a validation sample (--log-sample-text)"),
-    "goodput": ("fraction of the time", "productive steps, over all restarts (docs/logging.md)"),
-    "goodput-since-start": ("fraction of the time", "the same of this start alone"),
-    "rank-time-min": ("s", "compute time per step of the fastest rank, without waiting for others"),
-    "rank-time-median": ("s", "the same of the median rank"),
-    "rank-time-max": ("s", "the same of the slowest rank"),
-    "slowest-rank": ("rank", "a straggler; absent when there is none"),
-    "slowest-rank-excess": ("fraction", "by which it is slower than its peers"),
-    "slowest-rank-section": ("", "of 0 data, 1 forward, 2 backward, 3 optimizer, 4 host"),
-    "save-checkpoint-seconds": ("s", "from the start of a save until its commit"),
-    "save-checkpoint-stall-seconds": ("s", "part of it in which training waited"),
-    "save-checkpoint-gb-per-second": ("GB/s", "bytes of all ranks / save-checkpoint-seconds / 1e9"),
-    "save-checkpoint-bytes": ("bytes", "bytes of all ranks' shards"),
-    "mem-reserved-bytes": ("bytes", "held by torch's CUDA allocator (absent on a CPU)"),
-    "mem-allocated-bytes": ("bytes", "live CUDA tensors; on a CPU the resident set"),
-    "mem-max-allocated-bytes": ("bytes", "peak of live CUDA bytes; on a CPU of the resident set"),
-}
 _MEASURED = {
     "timestamp",
     "throughput",

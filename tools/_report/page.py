@@ -24,6 +24,7 @@ from megatron.tools._report.curves import (
     table_of_axes,
 )
 from megatron.tools._report.markup import escaped, pairs, sheet, swatch
+from megatron.tools._report.metric_names import METRICS
 from megatron.tools._report.runs import (
     KINDS,
     RESUMED,
@@ -37,7 +38,7 @@ from megatron.tools._report.runs import (
 )
 from megatron.tools._report.time_spent import goodput_section, step_section
 
-from megatron.observe.metrics import METRICS, Metrics
+from megatron.observe.metrics import Metrics
 
 HERE = Path(__file__).parent
 FLAGS_IN_LEGEND = 3

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
+from megatron.tools._report.metric_names import METRICS
 
 from megatron.observe.metrics import (
-    METRICS,
     Timers,
     eta_seconds,
     evaluation_metrics,

@@ -6,8 +6,8 @@ import random
 from statistics import median
 
 import pytest
+from megatron.tools._report.metric_names import METRICS
 
-from megatron.observe.metrics import METRICS
 from megatron.observe.stragglers import (
     BLOCKS,
     FAR,
