@@ -19,18 +19,6 @@ from megatron.config.metadata import flag_name
 
 Load = Callable[[str, Any], Any]  # a field's value from one of a file; raises UserError
 
-# Names of data types, of torch and short ones.
-DTYPES = {
-    f"{module}{name}": short
-    for short, names in {
-        "fp32": ("fp32", "float32", "float"),
-        "bf16": ("bf16", "bfloat16", "bfp16"),
-        "fp16": ("fp16", "float16", "half"),
-    }.items()
-    for name in names
-    for module in ("", "torch.")
-}
-ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")
 PRECISIONS = {"bf16", "fp16", "fp64"}  # fields of which a run has one
 
 DEVICE = "zero_optimization.offload_optimizer.device"
@@ -46,24 +34,13 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "fp16.initial_scale_power": lambda value: 2.0**value,
     "zero_optimization.offload_param.device": lambda value: value == "cpu",
     "zero_optimization.mics_shard_size": lambda value: None if value == -1 else value,  # all ranks
-    "data_types.grad_accum_dtype": lambda value: DTYPES[value.lower()],
-    "optimizer.type": lambda value: "adam" if value.lower() in ADAMS else value.lower(),
+    "data_types.grad_accum_dtype": lambda value: dtype_of(value),
+    "optimizer.type": lambda value: answers("optimizers").get(value.lower(), value.lower()),
 }
 
 # Sections that are on without a key `enabled`; precisions and other unsupported ones are off.
 ON_BY_DEFAULT = {"compression_training", "sparse_attention", "weight_quantization"}
 ON_BY_DEFAULT |= {"expert_parallel"}
-
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-# Parameters of a schedule; ratios are multiplied by the learning rate.
-SCHEDULE_FIELDS = {
-    "warmup_min_lr": "lr_warmup_init",
-    "warmup_max_lr": "lr",
-    "warmup_num_steps": "lr_warmup_iters",
-    "total_num_steps": "lr_decay_iters",
-    "warmup_min_ratio": "lr_warmup_init",
-    "cos_min_ratio": "min_lr",
-}
 
 
 @functools.cache
@@ -78,6 +55,12 @@ def field_of(key: str) -> str | None:
     """Our field that a key is compared with."""
     flag = answers("same").get(key)
     return flag and flag[2:].replace("-", "_")
+
+
+def dtype_of(name: Any) -> Any:
+    """fp32, bf16 or fp16 for a name of one of them, as torch's; other values as they are."""
+    known = isinstance(name, str)
+    return answers("dtypes").get(name.lower().removeprefix("torch."), name) if known else name
 
 
 @dataclass
@@ -203,7 +186,7 @@ class Comparison:
     def _wire(self, key: str, value: Any) -> str:
         """What gradients are sent in; --main-grads-dtype bf16 sets that too."""
         named = "fp32" if value is True and key == "fp32_allreduce" else value
-        dtype = DTYPES.get(named.lower()) if isinstance(named, str) else None
+        dtype = dtype_of(named)
         if dtype not in ("fp32", "bf16"):
             raise UserError(
                 "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out"
@@ -249,7 +232,8 @@ class Comparison:
         kind, params = section.get("type"), section.get("params") or {}
         if kind is None:
             return "no schedule"
-        if kind not in SCHEDULES or not isinstance(params, dict):
+        style = answers("schedules").get(kind)
+        if style is None or not isinstance(params, dict):
             raise UserError(
                 "not a schedule here; take the section out and give --lr-decay-style "
                 f"{' or '.join(LR_DECAYS)} with --lr-warmup-iters N"
@@ -259,7 +243,7 @@ class Comparison:
         values = self._schedule_values(known)
         if "warmup_num_steps" not in params:
             values["lr_warmup_iters"] = 1000  # DeepSpeed's default
-        values = {"lr_decay_style": SCHEDULES[kind], **values}
+        values = {"lr_decay_style": style, **values}
         instead = "take the section out and give " + " ".join(map(spelled, values, values.values()))
         if warmup not in (None, "linear"):
             raise UserError(
@@ -276,9 +260,9 @@ class Comparison:
         for name, value in known.items():
             if type(value) not in (int, float):
                 raise UserError(f"{name}: expected a number")
-            is_ratio = name.endswith("_ratio")
-            if name in SCHEDULE_FIELDS and not (is_ratio and lr is None):
-                values[SCHEDULE_FIELDS[name]] = value * lr if is_ratio else value
+            is_ratio, field = name.endswith("_ratio"), answers("schedule_fields").get(name)
+            if field is not None and not (is_ratio and lr is None):
+                values[field] = value * lr if is_ratio else value
         return values
 
     def _in_run_units(self, values: dict[str, Any], instead: str) -> dict[str, Any]:
@@ -362,7 +346,7 @@ def _check_refused(key: str, value: Any) -> None:
     row = answers("refused").get(key)
     if row is None:
         return
-    named = DTYPES.get(value.lower(), value) if isinstance(value, str) else value
+    named = dtype_of(value)
     if "accepted" in row:
         refused = json.dumps(named) not in map(json.dumps, row["accepted"])  # true is not 1
     else:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.config.compatibility import data
 from megatron.config.errors import UserError
 
 Flag = tuple[str, Any]  # a flag and the value that a file gives it
@@ -14,24 +15,12 @@ GUIDE = "docs/launching.md#settings-of-other-programs"
 # Sections of flat names: of Megatron-LM's --yaml-cfg, and of its functional tests.
 SECTIONS = ("language_model", "model_parallel", "MODEL_ARGS")
 
-# Keys at the top of a file that no other program's files have together.
-PROGRAMS = (
-    (
-        "GPT-NeoX",
-        ({"pipe_parallel_size"}, {"model_parallel_size", "pos_emb"}, {"attention_config"}),
-    ),
-    ("NeMo", ({"trainer", "model"}, {"exp_manager"}, {"trainer", "recipe"}, {"hydra", "model"})),
-    ("nanotron", ({"general", "parallelism"}, {"parallelism", "tokens"}, {"data_stages"})),
-    ("torchtitan", ({"job", "training"}, {"parallelism", "training"})),
-    ("litgpt", ({"model_name", "train"}, {"model_config", "train"})),
-)
-
 
 def check_program(content: dict[str, Any]) -> None:
     """Raises UserError for a file of another training program."""
     keys = {key.replace("-", "_") for key in content}
-    for program, signs in PROGRAMS:
-        if any(sign <= keys for sign in signs):
+    for program, signs in data()["programs"].items():
+        if any(keys.issuperset(sign.split()) for sign in signs):
             raise UserError(
                 f"this is a configuration of {program}, which is not read; {GUIDE} lists the flags "
                 "that mean the same"

@@ -1,6 +1,7 @@
 """Flags of a mixture of experts: each fault is one message that names the flag and what to give."""
 
 import pytest
+from rule_rows import answers
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
@@ -21,107 +22,85 @@ def faults(words: str, ranks: int = 1) -> list[str]:
     return cross_field_faults(parse_arguments([*BASE, *words.split()]).config, ranks, 127)
 
 
-@pytest.mark.parametrize(
-    "words, ranks, fault",
-    [
-        ("--moe-router-topk 9", 1, "--num-experts 8: must be at least --moe-router-topk 9"),
-        ("--moe-router-topk 1", 1, "--moe-router-topk 1: the softmax of one chosen logit is"),
-        (
-            "--activation-offload --offload-modules mlp_norm mlp_act",
-            1,
-            "--offload-modules mlp_act: experts' activations are not offloaded",
-        ),
-        ("--moe-layer-freq 0", 1, "--moe-layer-freq '0': give 1 or more"),
-        ("--moe-layer-freq [1]*3", 1, "'[1]*3' has 3 entries, and --num-layers is 4"),
-        ("--moe-layer-freq [0]*4", 1, "no layer has experts; drop --num-experts"),
-        ("--moe-layer-freq foo()", 1, "neither a number nor a list of 0 and 1"),
-        ("--moe-router-enable-expert-bias", 1, "give --moe-router-score-function sigmoid"),
-        ("--moe-router-num-groups 2", 1, "--moe-router-num-groups 2: set --moe-router-group-topk"),
-        ("--moe-router-num-groups 3 --moe-router-group-topk 1", 1, "the nearest that fits is 2"),
-        (
-            "--moe-router-num-groups 4 --moe-router-group-topk 5",
-            1,
-            "must be at least --moe-router-group-topk 5",
-        ),
-        (
-            "--moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 3",
-            1,
-            "--moe-router-group-topk 2: must divide --moe-router-topk 3",
-        ),
-        (
-            "--moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4",
-            1,
-            "2 groups of 1 experts hold fewer than --moe-router-topk 4; give 4 or more",
-        ),
-        (
-            "--moe-router-group-topk 2",
-            1,
-            "--moe-router-group-topk 2: has no effect without --moe-router",
-        ),
-        (
-            "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01",
-            1,
-            "must be one number for each of --moe-router-load-balancing-type",
-        ),
-        (
-            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
-            1,
-            "none has no loss; give aux_loss",
-        ),
-        ("--moe-aux-loss-coeff -1", 1, "--moe-aux-loss-coeff -1.0: must be 0 or more"),
-        (
-            "--expert-model-parallel-size 3",
-            3,
-            "must divide --num-experts 8; the nearest that fits is 2",
-        ),
-        ("--expert-model-parallel-size 4", 2, "must divide the 2 rank(s) of a pipeline stage"),
-        ("--expert-tensor-parallel-size 3", 3, "--moe-ffn-hidden-size 256: must be a multiple of"),
-        (
-            "--tensor-model-parallel-size 2",
-            2,
-            "would all send the same tokens to experts; give --sequence-parallel",
-        ),
-        (
-            "--tensor-model-parallel-size 2 --sequence-parallel "
-            "--moe-shared-expert-intermediate-size 33",
-            2,
-            "--moe-shared-expert-intermediate-size 33: must be a multiple of",
-        ),
-        ("--add-bias-linear", 1, "set --disable-bias-linear"),
-        ("--torch-compile", 1, "is not supported with --torch-compile; remove one of them"),
-        (PAIRS, 2, "has no effect without --expert-model-parallel-size of 2 or more"),
-        (
-            f"{PAIRS} {EP2} --moe-token-dispatcher-type allgather",
-            2,
-            "hides only what alltoall sends",
-        ),
-        (
-            f"{PAIRS} {EP2} --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
-            4,
-            "zero-bubble has no pairs of passes; give 1f1b or interleaved",
-        ),
-        (f"{PAIRS} {EP2} --activation-offload", 2, "recompute instead, or drop the flag"),
-        (
-            f"{PAIRS} {EP2} --micro-batch-size 1 --global-batch-size 2",
-            2,
-            "--global-batch-size 2 is one micro-batch a step",
-        ),
-        ("--cuda-graphs", 1, "is not supported with --cuda-graphs; remove one of them"),
-        ("--tiled-mlp 2", 1, "is not supported with --tiled-mlp 2; remove one of them"),
-        (
-            "--moe-shared-expert-gate",
-            1,
-            "has no effect without --moe-shared-expert-intermediate-size N",
-        ),
-        (
-            "--moe-token-drop-policy position",
-            1,
-            "has no effect without --moe-expert-capacity-factor N",
-        ),
-    ],
-)
-def test_a_fault_says_what_to_give(words, ranks, fault):
-    assert any(fault in each for each in faults(words, ranks)), faults(words, ranks)
+# Ranks and flags, and a part of a fault.
+FAULTS = """
+1 --moe-router-topk 9
+    fault --num-experts 8: must be at least --moe-router-topk 9
+1 --moe-router-topk 1
+    fault --moe-router-topk 1: the softmax of one chosen logit is
+1 --activation-offload --offload-modules mlp_norm mlp_act
+    fault --offload-modules mlp_act: experts' activations are not offloaded
+1 --moe-layer-freq 0
+    fault --moe-layer-freq '0': give 1 or more
+1 --moe-layer-freq [1]*3
+    fault '[1]*3' has 3 entries, and --num-layers is 4
+1 --moe-layer-freq [0]*4
+    fault no layer has experts; drop --num-experts
+1 --moe-layer-freq foo()
+    fault neither a number nor a list of 0 and 1
+1 --moe-router-enable-expert-bias
+    fault give --moe-router-score-function sigmoid
+1 --moe-router-num-groups 2
+    fault --moe-router-num-groups 2: set --moe-router-group-topk
+1 --moe-router-num-groups 3 --moe-router-group-topk 1
+    fault the nearest that fits is 2
+1 --moe-router-num-groups 4 --moe-router-group-topk 5
+    fault must be at least --moe-router-group-topk 5
+1 --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 3
+    fault --moe-router-group-topk 2: must divide --moe-router-topk 3
+1 --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4
+    fault 2 groups of 1 experts hold fewer than --moe-router-topk 4; give 4 or more
+1 --moe-router-group-topk 2
+    fault --moe-router-group-topk 2: has no effect without --moe-router
+1 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01
+    fault must be one number for each of --moe-router-load-balancing-type
+1 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01
+    fault none has no loss; give aux_loss
+1 --moe-aux-loss-coeff -1
+    fault --moe-aux-loss-coeff -1.0: must be 0 or more
+3 --expert-model-parallel-size 3
+    fault must divide --num-experts 8; the nearest that fits is 2
+2 --expert-model-parallel-size 4
+    fault must divide the 2 rank(s) of a pipeline stage
+3 --expert-tensor-parallel-size 3
+    fault --moe-ffn-hidden-size 256: must be a multiple of
+2 --tensor-model-parallel-size 2
+    fault would all send the same tokens to experts; give --sequence-parallel
+2 --tensor-model-parallel-size 2 --sequence-parallel --moe-shared-expert-intermediate-size 33
+    fault --moe-shared-expert-intermediate-size 33: must be a multiple of
+1 --add-bias-linear
+    fault set --disable-bias-linear
+1 --torch-compile
+    fault is not supported with --torch-compile; remove one of them
+2 --overlap-moe-expert-parallel-comm
+    fault has no effect without --expert-model-parallel-size of 2 or more
+2 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --moe-token-dispatcher-type \\
+allgather
+    fault hides only what alltoall sends
+4 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 \\
+--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble
+    fault zero-bubble has no pairs of passes; give 1f1b or interleaved
+2 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --activation-offload
+    fault recompute instead, or drop the flag
+2 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --micro-batch-size 1 \\
+--global-batch-size 2
+    fault --global-batch-size 2 is one micro-batch a step
+1 --cuda-graphs
+    fault is not supported with --cuda-graphs; remove one of them
+1 --tiled-mlp 2
+    fault is not supported with --tiled-mlp 2; remove one of them
+1 --moe-shared-expert-gate
+    fault has no effect without --moe-shared-expert-intermediate-size N
+1 --moe-token-drop-policy position
+    fault has no effect without --moe-expert-capacity-factor N
+""".replace("\\\n", "")
+
+
+@pytest.mark.parametrize("line, wanted", answers(FAULTS, "fault"))
+def test_a_fault_says_what_to_give(line, wanted):
+    ranks, _, words = line.partition(" ")
+    found = faults(words, int(ranks))
+    assert any(wanted["fault"][0] in each for each in found), found
 
 
 def test_flags_of_experts_without_experts_are_faults():

@@ -9,6 +9,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rule_rows import answers
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
@@ -105,63 +106,33 @@ def test_the_same_flags_run_in_every_layout(extra, world, notes):
     assert again.config == found.config and not any(note.startswith("zero") for note in again.notes)
 
 
-@pytest.mark.parametrize(
-    "extra, world, fault",
-    [
-        (
-            "--zero-stage 1 --zero-shard-size 3",
-            8,
-            (
-                "--zero-shard-size 3: must divide the 8 data-parallel rank(s); the nearest that "
-                "fits is 2"
-            ),
-        ),
-        (
-            "--zero-stage 1 --zero-shard-size 8",
-            4,
-            (
-                "--zero-shard-size 8: must divide the 4 data-parallel rank(s); the nearest that "
-                "fits is 4"
-            ),
-        ),
-        (
-            (
-                "--zero-stage 3 --zero-shard-size 4 --tensor-model-parallel-size 2 "
-                "--pipeline-model-parallel-size 2"
-            ),
-            24,
-            (
-                "--zero-shard-size 4: must divide the 6 data-parallel rank(s); the nearest that "
-                "fits is 3"
-            ),
-        ),
-        (
-            "--zero-stage 0 --zero-shard-size 4",
-            8,
-            "--zero-shard-size 4: has no effect without --zero-stage 1, 2 or 3; remove it or set "
-            "--zero-stage 1, 2 or 3",
-        ),
-        (
-            "--zero-shard-size 1",
-            8,
-            "--zero-shard-size 1: has no effect without --zero-stage 1, 2 or 3",
-        ),
-        ("--zero-stage 2 --zero-shard-size -4", 1, "--zero-shard-size -4: must be greater than 0"),
-        (
-            "--zero-stage 2 --zero3-keep-gathered",
-            1,
-            "--zero3-keep-gathered: has no effect without --zero-stage 3",
-        ),
-        (
-            "--zero-stage 1 --zero3-keep-gathered --zero-shard-size 1",
-            4,
-            "--zero3-keep-gathered: has no effect without --zero-stage 3",
-        ),
-    ],
-)
-def test_one_fault(extra, world, fault):
-    found = faults(extra, world)
-    assert len(found) == 1 and found[0].startswith(fault), found
+# Ranks and flags, and the beginning of the fault.
+FAULTS = """
+8 --zero-stage 1 --zero-shard-size 3
+    fault --zero-shard-size 3: must divide the 8 data-parallel rank(s); the nearest that fits is 2
+4 --zero-stage 1 --zero-shard-size 8
+    fault --zero-shard-size 8: must divide the 4 data-parallel rank(s); the nearest that fits is 4
+24 --zero-stage 3 --zero-shard-size 4 --tensor-model-parallel-size 2 \\
+--pipeline-model-parallel-size 2
+    fault --zero-shard-size 4: must divide the 6 data-parallel rank(s); the nearest that fits is 3
+8 --zero-stage 0 --zero-shard-size 4
+    fault --zero-shard-size 4: has no effect without --zero-stage 1, 2 or 3; remove it or set
+8 --zero-shard-size 1
+    fault --zero-shard-size 1: has no effect without --zero-stage 1, 2 or 3
+1 --zero-stage 2 --zero-shard-size -4
+    fault --zero-shard-size -4: must be greater than 0
+1 --zero-stage 2 --zero3-keep-gathered
+    fault --zero3-keep-gathered: has no effect without --zero-stage 3
+4 --zero-stage 1 --zero3-keep-gathered --zero-shard-size 1
+    fault --zero3-keep-gathered: has no effect without --zero-stage 3
+""".replace("\\\n", "")
+
+
+@pytest.mark.parametrize("line, wanted", answers(FAULTS, "fault"))
+def test_one_fault(line, wanted):
+    world, _, extra = line.partition(" ")
+    found = faults(extra, int(world))
+    assert len(found) == 1 and found[0].startswith(wanted["fault"][0]), found
 
 
 def test_all_faults_at_once():
