@@ -127,7 +127,7 @@ def _tokens(run: RunView, multiple: int) -> Iterator[str]:
         where += " from each rank of --sequence-parallel"
     if tokens % multiple:
         yield (
-            f"the {tokens} tokens of {where} are no multiple of {multiple}, which "
+            f"{where} of {tokens} tokens is no multiple of {multiple}, which "
             f"{run.show('fp8_recipe')} needs for weight gradients; change --seq-length, "
             "--micro-batch-size or --tiled-mlp, or give --no-fp8-wgrad"
         )

@@ -82,8 +82,8 @@ def test_a_mutant_is_a_bug(tmp_path):
         (
             ["--layout", "tp1", "--layout", "pp3"],
             (
-                "--layout 'pp3' on 3 rank(s): 1 fault in the settings:\n  --num-layers 2: not "
-                "divisible by --pipe"
+                "--layout 'pp3' on 3 rank(s): 1 fault in the settings:\n  --num-layers 2: must be "
+                "a multiple of --pipe"
             ),
         ),
         (

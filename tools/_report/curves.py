@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from megatron.tools._report.metric_names import METRICS
 from megatron.tools._report.runs import VALIDATION, LoggedRun, typical_step
 
-from megatron.observe.metrics import METRICS, Metrics
+from megatron.observe.metrics import Metrics
 
 MOST_POINTS = 1200  # of a curve; longer ones keep the lowest and highest point of each stretch
 MOST_POINTS_OF_A_CHART = 6000

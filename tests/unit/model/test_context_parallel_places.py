@@ -83,12 +83,16 @@ FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 
 @pytest.mark.parametrize(
     "flags, world, text",
     [
-        ("--context-parallel-size 3", 3, "cuts it into 6 equal parts; the nearest that fits is 66"),
+        (
+            "--context-parallel-size 3",
+            3,
+            "must be a multiple of 6 with --context-parallel-size 3; the nearest is 66",
+        ),
         (
             "--context-parallel-size 4 --tensor-model-parallel-size 8 --sequence-parallel "
             "--seq-length 48",
             32,
-            "the nearest that fits is 64",
+            "the nearest is 64",
         ),
         (
             "--context-parallel-size 4 --cp-comm-type a2a --tensor-model-parallel-size 4",
@@ -99,26 +103,26 @@ FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 
             "--context-parallel-size 4 --cp-comm-type a2a --num-attention-heads 12 --kv-channels 8 "
             "--group-query-attention --num-query-groups 6",
             4,
-            "give --cp-comm-type allgather",
+            "or --cp-comm-type allgather or p2p",
         ),
         ("--context-parallel-size 2 --torch-compile", 2, "--torch-compile: is not supported with"),
         ("--context-parallel-size 2 --cuda-graphs", 2, "--cuda-graphs: is not supported with"),
         (
             "--context-parallel-size 4 --cp-comm-type a2a+p2p",
             4,
-            "it needs two sizes, .* for example --hierarchical-context-parallel-sizes 2 2",
+            "must be two sizes, .* with the product --context-parallel-size 4",
         ),
         (
             "--context-parallel-size 4 --cp-comm-type a2a+p2p "
             "--hierarchical-context-parallel-sizes 2 4",
             4,
-            "sizes 2 4: two sizes, .* whose product is --context-parallel-size 4; for example",
+            "must be two sizes, .* with the product --context-parallel-size 4",
         ),
         (
             "--context-parallel-size 6 --cp-comm-type a2a+p2p --seq-length 72 "
             "--hierarchical-context-parallel-sizes 3 2",
             6,
-            "or a first of --hierarchical-context-parallel-sizes that divides 8",
+            "3 ranks do not share out 8 query and 8 key/value heads",
         ),
         (
             "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2 1",
@@ -128,13 +132,13 @@ FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 
         (
             "--context-parallel-size 4 --cp-comm-type p2p --attention-dropout 0.1 --seq-length 48",
             4,
-            "in a ring of 4 ranks, four keys at a time, cuts it into 32 equal parts; .* is 64",
+            "a multiple of 32 with .* a ring of 4 ranks, four keys at a time; .* is 64",
         ),
         (
             "--context-parallel-size 4",
             6,
             "--tensor-model-parallel-size 1 x --context-parallel-size 4: does not divide the 6 "
-            ".*start 8 .*, or give --context-parallel-size 3$",
+            ".*start 8 .*, or give smaller sizes$",
         ),
     ],
 )

@@ -226,7 +226,7 @@ def test_nothing_fits():
             "--recompute auto: contradicts --recompute-granularity full",
         ),
         ("--recompute full", "--recompute full: auto chooses; give --recompute-granularity full"),
-        ("--recompute-layers full*2", "covers 2 layers, and there are 3"),
+        ("--recompute-layers full*2", "covers 2 layers, not --num-layers 3"),
         ("--recompute-layers all*3", "--recompute-layers: 'all*3': 'all' is none of none, full"),
         ("--recompute-layers mlp*0 full*3", "'mlp*0': * must be followed by the number of layers"),
         ("--recompute-layers layernorm+moe*3", "moe is a part of --num-experts, which is not set"),
