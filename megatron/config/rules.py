@@ -6,6 +6,7 @@ A rule names a field, which counts where it is not at its default (or at the val
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -33,34 +34,35 @@ def shown(run: RunView, rule: str) -> str:
 
 
 class Exclusion(NamedTuple):
-    """Two settings that cannot be given together, and why."""
+    """Settings that cannot be given together, any of the first with any of the others, and why."""
 
-    one: str
-    other: str
+    ones: str  # with spaces between them
+    others: str
     why: str = ""  # after a comma or as a sentence's rest
     fix: str = "remove one of them"
 
 
 COMPILED = ", which fixes what a compiled layer keeps"
+COMMUNICATES = ", under which attention communicates"
 TO_FULL = "remove one of them, or set --recompute-granularity full"
-ZERO_BUBBLE = "pipeline_schedule=zero-bubble,zero-bubble-v"
+TO_1F1B = "set --pipeline-schedule 1f1b or interleaved"
 LIMITED = "attention_backend=gluon,fa4,sdpa"
 
 EXCLUSIONS = (
     Exclusion("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
     Exclusion(LIMITED, "attention_dropout", fix="set --attention-dropout 0 or remove the backend"),
     Exclusion(LIMITED, "attn_logit_softcapping"),
-    Exclusion("grad_reduce_in_bf16", "fp64"),
-    Exclusion("exp_avg_dtype", "fp64"),
-    Exclusion("exp_avg_sq_dtype", "fp64"),
-    Exclusion("adam_implementation=triton", "fp64"),
-    Exclusion("exp_avg_dtype", "adam_implementation=apex"),
-    Exclusion("exp_avg_sq_dtype", "adam_implementation=apex"),
-    Exclusion("optimizer_cpu_offload", "adam_implementation=apex"),
+    Exclusion(
+        "grad_reduce_in_bf16 exp_avg_dtype exp_avg_sq_dtype adam_implementation=triton", "fp64"
+    ),
+    Exclusion("exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload", "adam_implementation=apex"),
     # what torch.compile has compiled cannot be recomputed or moved in parts
-    Exclusion("recompute", "torch_compile", COMPILED, TO_FULL),
-    Exclusion("recompute_layers", "torch_compile", COMPILED, TO_FULL),
-    Exclusion("recompute_granularity=selective", "torch_compile", COMPILED, TO_FULL),
+    Exclusion(
+        "recompute recompute_layers recompute_granularity=selective",
+        "torch_compile",
+        COMPILED,
+        TO_FULL,
+    ),
     Exclusion("tiled_mlp", "torch_compile", COMPILED),
     Exclusion(
         "activation_offload",
@@ -68,38 +70,28 @@ EXCLUSIONS = (
         ", which plans for what stays on the device",
         "give what it chose as --recompute-layers, or remove one of them",
     ),
-    Exclusion("torch_compile", "context_parallel_size", ", under which attention communicates"),
-    Exclusion("cuda_graphs", "context_parallel_size", ", under which attention communicates"),
-    Exclusion("cuda_graphs", "torch_compile"),
-    Exclusion("cuda_graphs", "recompute_granularity"),
-    Exclusion("cuda_graphs", "recompute"),
-    Exclusion("cuda_graphs", "recompute_layers"),
-    # what a captured pass saves stays where it was captured
-    Exclusion("cuda_graphs", "activation_offload"),
-    Exclusion("cuda_graphs", "tiled_mlp"),
-    Exclusion("cuda_graphs", ZERO_BUBBLE, fix="set --pipeline-schedule 1f1b or interleaved"),
-    # a small model needs no tensor parallelism, and nothing has shown collectives in a graph
-    Exclusion("cuda_graphs", "tensor_model_parallel_size"),
+    Exclusion("torch_compile cuda_graphs", "context_parallel_size", COMMUNICATES),
+    Exclusion("cuda_graphs", "torch_compile recompute_granularity recompute recompute_layers"),
+    # what a captured pass saves stays where it was captured; a small model needs no tensor
+    # parallelism, and nothing has shown collectives in a graph
+    Exclusion("cuda_graphs", "activation_offload tiled_mlp tensor_model_parallel_size"),
+    Exclusion("cuda_graphs", "pipeline_schedule=zero-bubble,zero-bubble-v", fix=TO_1F1B),
     Exclusion(
         "num_experts",
         "add_bias_linear=True",
         fix="set --disable-bias-linear (--add-qkv-bias keeps the bias of attention)",
     ),
-    Exclusion("num_experts", "torch_compile"),
-    Exclusion("num_experts", "cuda_graphs"),
-    Exclusion("num_experts", "fp8_format"),
-    Exclusion("num_experts", "tiled_mlp"),
+    Exclusion("num_experts", "torch_compile cuda_graphs fp8_format tiled_mlp"),
     Exclusion(
         "moe_router_force_load_balancing",
         "moe_expert_capacity_factor",
         ", which drops nothing where all experts have the same number of tokens",
     ),
-    Exclusion("multi_latent_attention", "group_query_attention"),
-    Exclusion("multi_latent_attention", "add_qkv_bias"),
-    Exclusion("multi_latent_attention", "rotary_percent"),
-    Exclusion("multi_latent_attention", "rotary_backend=triton"),
-    Exclusion("multi_latent_attention", "torch_compile"),
-    Exclusion("multi_latent_attention", "fp8_format"),
+    Exclusion(
+        "multi_latent_attention",
+        "group_query_attention add_qkv_bias rotary_percent rotary_backend=triton torch_compile "
+        "fp8_format",
+    ),
 )
 
 # Two ways to specify the same thing: keep one.
@@ -262,9 +254,10 @@ def two_fields(run: RunView) -> Faults:
     for flag, text in without_effect(run, fault=True):
         verb = "set" if text.startswith("--") else "use"
         yield f"{flag}: has no effect without {text}; remove it or {verb} {text}"
-    for one, other, why, fix in EXCLUSIONS:
-        if counts(run, one) and counts(run, other):
-            yield f"{shown(run, one)}: is not supported with {shown(run, other)}{why}; {fix}"
+    for ones, others, why, fix in EXCLUSIONS:
+        for one, other in itertools.product(ones.split(), others.split()):
+            if counts(run, one) and counts(run, other):
+                yield f"{shown(run, one)}: is not supported with {shown(run, other)}{why}; {fix}"
     for one, other in CONTRADICTIONS:
         if counts(run, one) and counts(run, other):
             yield f"{run.show(one)}: contradicts {run.show(other)}; remove one of them"

@@ -28,11 +28,17 @@ def parse_yaml(text: str) -> Any:
     except ImportError:
         raise InputError("it is not JSON, and PyYAML is not installed to read it as YAML") from None
     try:
-        value = _loader(yaml)(text).get_single_data()
+        node = yaml.compose(text, yaml.SafeLoader)
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise _refusal(event, "aliases are not read here; write the value out")
+        value = _value(node)
     except yaml.YAMLError as error:
         raise InputError(" ".join(str(error).split())) from None
     except RecursionError:
         raise InputError("nested too deep") from None
+    except InputError:
+        raise
     # a number of thousands of digits, a character outside Unicode
     except (ValueError, OverflowError) as error:
         raise InputError(str(error)) from None
@@ -40,59 +46,42 @@ def parse_yaml(text: str) -> Any:
     return value
 
 
-def _refusal(node: Any, what: str) -> Exception:
-    """PyYAML's error for a node of the text; it gives the line."""
-    from yaml.constructor import ConstructorError
-
-    return ConstructorError(None, None, what, node.start_mark)
+def _refusal(place: Any, what: str) -> InputError:
+    return InputError(f"line {place.start_mark.line + 1}: {what}")
 
 
-def _number(loader: Any, node: Any) -> int | float:
-    text = loader.construct_scalar(node)
-    if not DECIMAL.fullmatch(text):
-        raise _refusal(node, f"{text} {AMBIGUOUS} in decimal digits")
-    return int(text) if INTEGER.fullmatch(text) else float(text)
-
-
-def _string(loader: Any, node: Any) -> str:
-    text = loader.construct_scalar(node)
+def _value(node: Any) -> Any:
+    """What a node of the text means. Raises InputError."""
+    if node is None:  # no text at all
+        return None
+    kind, text = node.tag.removeprefix(TAG), node.value
+    if kind == "map":
+        return _map(node)
+    if kind == "seq":
+        return [_value(item) for item in text]
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return text.lower() in ("true", "yes", "on")
+    if kind in ("int", "float"):
+        if not DECIMAL.fullmatch(text):
+            raise _refusal(node, f"{text} {AMBIGUOUS} in decimal digits")
+        return int(text) if INTEGER.fullmatch(text) else float(text)
+    if kind != "str":
+        what = f"a value of the kind {kind} is not read here; put text in quotation marks"
+        raise _refusal(node, what)
     if node.style is None and LEADING_ZERO.fullmatch(text):
         raise _refusal(node, f"{text} {AMBIGUOUS} without leading zeros")
     return text
 
 
-def _unknown(loader: Any, node: Any) -> Any:
-    kind = node.tag.removeprefix(TAG)
-    raise _refusal(
-        node, f"a value of the kind {kind} is not read here; put text in quotation marks"
-    )
-
-
-def _loader(yaml: Any) -> type:
-    """PyYAML's safe loader, with errors (that give the line) for what is not read here."""
-
-    class Loader(yaml.SafeLoader):
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                what = "aliases are not read here; write the value out"
-                mark = self.peek_event().start_mark
-                raise yaml.composer.ComposerError(None, None, what, mark)
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
-            result: dict[str, Any] = {}
-            for key_node, value_node in node.value:
-                key = self.construct_object(key_node, deep=True)
-                if not isinstance(key, str):
-                    raise _refusal(key_node, "a key is not text")
-                if key in result:
-                    raise _refusal(key_node, f"the key {key[:60]!r} occurs twice; keep one")
-                result[key] = self.construct_object(value_node, deep=deep)
-            return result
-
-    safe = yaml.SafeLoader.yaml_constructors
-    Loader.yaml_constructors = {
-        **{TAG + name: safe[TAG + name] for name in ("null", "bool", "seq", "map")},
-        **{TAG + "int": _number, TAG + "float": _number, TAG + "str": _string, None: _unknown},
-    }
-    return Loader
+def _map(node: Any) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = _value(key_node)
+        if not isinstance(key, str):
+            raise _refusal(key_node, "a key is not text")
+        if key in result:
+            raise _refusal(key_node, f"the key {key[:60]!r} occurs twice; keep one")
+        result[key] = _value(value_node)
+    return result
