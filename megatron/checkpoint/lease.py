@@ -136,8 +136,12 @@ def _remove_dead(path: Path, me: dict[str, str]) -> None:
 def _death(owner: dict[str, str], me: dict[str, str], age: float) -> str:
     """Why an owner is known to be dead; empty when it may be alive."""
     if owner["machine"] and owner["machine"] == me["machine"]:
-        if not Path("/proc", owner["pid"]).exists():
+        try:
+            os.kill(int(owner["pid"]), 0)
+        except (ProcessLookupError, ValueError, OverflowError):
             return "it has ended"
+        except OSError:
+            pass  # another user's, which /proc may hide
     elif owner["job"] and owner["job"] == me["job"]:
         return "it was an earlier start of the same Slurm job"
     return f"it has renewed its lease {age:.0f} s ago for the last time" if age > STALE_S else ""

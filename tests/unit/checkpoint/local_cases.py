@@ -19,7 +19,6 @@ from logged import logged
 from reshard_cases import start
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.files import write_shard_file
 from megatron.checkpoint.local import checkpoints, exchange, nodes, rebuild, saves, xor
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.local.nodes import Nodes, RunId, find_nodes
@@ -248,20 +247,6 @@ def _copies_at_home() -> contextlib.AbstractContextManager:
     return mock.patch.object(saves, "partner_copies", near)
 
 
-class _Anyone:
-    __eq__ = lambda self, other: True  # noqa: E731
-    __hash__ = None
-
-
-@contextlib.contextmanager
-def _any_run() -> Iterator[None]:
-    with (
-        mock.patch.object(RunId, "folder", "run"),
-        mock.patch.object(rebuild, "asdict", lambda run: _Anyone()),
-    ):
-        yield
-
-
 @contextlib.contextmanager
 def _no_space_for_copies() -> Iterator[None]:
     """There is for what is read."""
@@ -273,17 +258,6 @@ def _no_space_for_copies() -> Iterator[None]:
             real(*args)
 
     with mock.patch.object(rebuild, "_make", make):
-        yield
-
-
-def _unverified(folder: Path, number: int, header: bytes, data: Iterator[memoryview]) -> dict:
-    write_shard_file(folder, number, header, data)
-    return {}
-
-
-@contextlib.contextmanager
-def _damaged_and_unverified() -> Iterator[None]:
-    with _damaged_pieces(), mock.patch.object(saves, "write_shard_file", _unverified):
         yield
 
 
@@ -317,14 +291,9 @@ MUTANTS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
         LocalCheckpoint, "fetch", lambda self, boxes: 0
     ),
     "the folder of any run": lambda: mock.patch.object(RunId, "folder", "run"),
-    "any run": _any_run,
-    "damaged and unverified": _damaged_and_unverified,
     "a piece in no XOR block": _incomplete_xor_blocks,
     "damaged on the way": _damaged_pieces,
     "XOR groups of three": lambda: mock.patch.object(xor, "XOR_GROUP", 3),
-    "the oldest first": lambda: mock.patch.object(
-        rebuild, "sorted", lambda values, reverse=False: sorted(values), create=True
-    ),
     "thinned before it is written": lambda: mock.patch.object(
         saves.NodeAttempt, "_make", _thin_first(saves.NodeAttempt._make)
     ),

@@ -13,15 +13,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from megatron.config.groups import DistributedConfig
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import (
     MESSAGE_CTAS,
-    Launch,
-    choose_device,
     keep_freed_memory,
     make_groups,
     nccl_options,
@@ -53,13 +49,6 @@ def faults(mode: str) -> int:
 def test_freed_memory_is_used_again_without_page_faults():
     pages = (36 << 20) // resource.getpagesize()
     assert faults("keep") < pages / 100 < faults("as it is")
-
-
-def test_the_device_is_the_gpu_when_there_is_one():
-    device, backend = choose_device(Launch(), DistributedConfig())
-    assert (device.type, backend) == (
-        ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
-    )
 
 
 def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):
