@@ -142,7 +142,8 @@ def _death(owner: dict[str, str], me: dict[str, str], age: float) -> str:
             return "it has ended"
         except OSError:
             pass  # another user's, which /proc may hide
-    elif owner["job"] and owner["job"] == me["job"]:
+        return ""  # its number may be another one's by now: whether it renews shows
+    if owner["job"] and owner["job"] == me["job"]:
         return "it was an earlier start of the same Slurm job"
     return f"it has renewed its lease {age:.0f} s ago for the last time" if age > STALE_S else ""
 
