@@ -112,10 +112,7 @@ def traces(root: Path) -> list[str]:
     return [path.name for path in root.iterdir() if path.name.startswith(".")]
 
 
-EVERY_CALL = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.full)])
-
-
-@EVERY_CALL
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.full)])
 def test_the_writer_dies_before_its_calls(tmp_path, monkeypatch, every):
     """The save fails, or was complete; the next one succeeds, and nothing is left."""
     monkeypatch.setattr(saving_jobs, "SHAPES", {"w": (40, 8)})
@@ -146,30 +143,6 @@ def lone_trainer(root: Path, first: int, ranks: Ranks, tell) -> None:
     with saver_at(root) as (saver, _):
         saver.save(2, *contents(2))
         saver.finalize()
-
-
-@EVERY_CALL
-def test_the_trainer_dies_at_calls_of_its_writer(tmp_path, monkeypatch, every):
-    """And takes the writer with it."""
-    monkeypatch.setattr(saving_jobs, "SHAPES", {"w": (40, 8)})
-    recovered = []
-    for number in range(0, 100, every):
-        root, pipe = tmp_path / str(number), os.pipe()
-        with writers_begin_with(
-            before_call(number, "os.kill(os.getppid(), signal.SIGKILL); signal.pause()")
-        ):
-            status = os.waitpid(start_rank(lone_trainer, root, 1, 0, 1, pipe), 0)[1]
-        for end in pipe:
-            os.close(end)
-        iteration, fault = verdict(root, 1)
-        assert fault is None
-        recovered.append(iteration)
-        save_checkpoint(root, 3, *contents(3))
-        assert verdict(root, 3) == (3, None) and traces(root) == []
-        if status == 0:
-            break
-        assert os.WIFSIGNALED(status), "the trainer ended by itself"
-    assert status == 0 and recovered == sorted(recovered) and set(recovered) == {1, 2}
 
 
 # ---- a trainer that dies -------------------------------------------------------------------------
