@@ -148,66 +148,46 @@ def lone_trainer(root: Path, first: int, ranks: Ranks, tell) -> None:
 # ---- a trainer that dies -------------------------------------------------------------------------
 
 
-@contextmanager
-def stopped_writer(root: Path, prologue: str):
-    """(trainer, writer): processes of a save under way whose writer has stopped itself. The trainer
-    must have been killed in the end.
-    """
-    pipe = os.pipe()
-    with writers_begin_with(prologue):
-        trainer = start_rank(lone_trainer, root, 1, 0, 1, pipe)
+def state_of(process: int) -> str:
+    """Letter of /proc; empty when it has ended."""
     try:
-        end = time.monotonic() + 300
-        while not (
-            stopped := [
-                writer
-                for writer in children(trainer)
-                if "T (stopped)" in Path(f"/proc/{writer}/status").read_text()
-            ]
-        ):
-            assert time.monotonic() < end, "the writer has not come so far"
-            time.sleep(0.01)
-        yield trainer, stopped[0]
-    finally:
-        for end in pipe:
-            os.close(end)
-        os.waitpid(trainer, 0)
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0].strip("Z")
+    except OSError:
+        return ""
 
 
-def lives(process: int, patience: float) -> bool:
-    """Whether a process that is not our child lives after `patience` seconds."""
+def wait_for(condition, patience: float = 300.0) -> bool:
+    """Whether it is met in time."""
     end = time.monotonic() + patience
-    while time.monotonic() < end:
-        try:
-            if " (zombie)" in Path(f"/proc/{process}/status").read_text():
-                return False
-        except OSError:
-            return False
+    while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.01)
-    return True
+    return met
 
 
-STOP_AT_OPEN = (
-    "import os, signal; real = os.open; os.open = lambda *args: (os.kill(os.getpid(), "
-    "signal.SIGSTOP), real(*args))[1]"
-)
-# a mutant: not tied to its parent; on another node nobody is
-UNBOUND = "; import megatron.checkpoint.background as b; b.PDEATHSIG = 0"
-PATH = f"import sys; sys.path.insert(0, {str(background.ROOT)!r}); "
+STOP_AT_OPEN = f"""import sys, os, signal; sys.path.insert(0, {str(background.ROOT)!r})
+real = os.open; os.open = lambda *args: (os.kill(os.getpid(), signal.SIGSTOP), real(*args))[1]"""
+# a mutant: not tied to its parent
+UNBOUND = "\nimport megatron.checkpoint.background as b; b.PDEATHSIG = 0"
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_writer_dies_with_its_trainer(tmp_path, tied):
     """Even when it is stopped. The control is a writer that is not tied to its trainer."""
-    with stopped_writer(tmp_path / "run", PATH + STOP_AT_OPEN + UNBOUND * (not tied)) as (
-        trainer,
-        writer,
-    ):
+    pipe = os.pipe()
+    with writers_begin_with(STOP_AT_OPEN + UNBOUND * (not tied)):
+        trainer = start_rank(lone_trainer, tmp_path / "run", 1, 0, 1, pipe)
+    try:
+        assert wait_for(lambda: "T" in map(state_of, children(trainer)))
+        (writer,) = children(trainer)
+    finally:
         os.kill(trainer, signal.SIGKILL)
-        survived = lives(writer, 300 if tied else 0.3)
-        if survived:
-            os.kill(writer, signal.SIGKILL)
-    assert survived != tied
+        os.waitpid(trainer, 0)
+        for end in pipe:
+            os.close(end)
+    ended = wait_for(lambda: not state_of(writer), 300 if tied else 0.3)
+    if not ended:
+        os.kill(writer, signal.SIGKILL)
+    assert ended == tied
 
 
 # ---- a full disk ---------------------------------------------------------------------------------
