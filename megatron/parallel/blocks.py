@@ -119,6 +119,19 @@ class Segment(NamedTuple):
 class Block:
     """The flat buffers of one block on this rank. `stage` is --zero-stage, but 0 for what is kept
     with the weights and not trained.
+
+        weight     the whole block, in the model's precision; at stage 3 its storage is freed
+                   between uses
+        untracked  the same storage, whose writes autograd does not count
+        own        the elements [first, last) that this rank updates
+        share      those of them that it counts in norms, where several ranks update the same
+        master     `own`, as the optimizer updates it, in fp32; a view of `weight` where that has
+                   the same precision
+        rounded    where a step rounds the master to: `own` of `weight`; None where they are the
+                   same, and at stage 3, which rounds when it gathers
+        kept       what a gather of stage 3 reads: `rounded`, else `master`
+        grad       the whole block's gradient, from a backward pass to its reduction or the update
+        summed     stages 2 and 3: `own` of the reduced gradient
     """
 
     grad_place: Tensor | None = None  # of every gradient buffer, where CUDA graphs write to it

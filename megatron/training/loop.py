@@ -66,7 +66,8 @@ def train(run: Run) -> Exit:
             pending = step = train_step(run, finish_pending)
             iteration, due = progress.iteration, due_after(run)
 
-            # 2. The outcome is read now, if it is here or something below needs it.
+            # 2. The outcome is read now, if it is here or something below needs it. All ranks do
+            # the same: what is due follows from the iteration, and exits are agreed upon.
             if any(due) or step.scalars.is_here or run.exits.check(iteration):
                 finish_pending()
             # on a GPU a signal is seen one iteration late, by all ranks in the same one
