@@ -93,7 +93,10 @@ class LayerPasses:
         # Detached: each layer is a separate graph, so its memory is freed with its own backward
         # pass.
         leaf = None if x is None else x.detach().requires_grad_(torch.is_grad_enabled())
-        return self.graph_of(leaf, layer(leaf, micro), scalars)
+        y = layer(leaf, micro)
+        if isinstance(y, WithScalars) or not y.requires_grad:
+            return self.graph_of(leaf, y, scalars)
+        return y.detach(), Graph(leaf, get_gradient_edge(y), [])
 
     def graph_of(
         self, leaf: Tensor | None, y: Tensor | WithScalars, scalars: dict[str, Tensor] | None

@@ -120,8 +120,11 @@ class Zero:
 
         # Room for gradients.
         for block in todo.opens:
-            if block.grad is None:
-                self._open(block)
+            if block.grad is not None:
+                continue
+            if self.reducing is not None or self.spent:
+                self._make_room(block)
+            block.open()
         if todo.opens_early:
             self.early[todo.key] = [block.open_early() for block in todo.opens_early]
         if todo.adds_early:
@@ -154,8 +157,16 @@ class Zero:
             self._carry_out(todo.updates)
         for block in todo.closes_early:
             block.close_early()
+        # Gradients that have had all passes of a period are reduced, or counted while watched.
         for block in todo.reduces:
-            self._complete(block)
+            block.complete()
+            if self.watched is not None:
+                self.watched += sum_of_squares([block.close()], block.weight.device)
+            elif self.planner.reduces and (self.stage >= 2 or self.overlap_reduce):
+                with self.on_stream(self.reduce_stream):
+                    self._reduce(block)
+                    if not self.overlap_reduce:
+                        self._finish()
 
     def end_step(self) -> None:
         """All passes that began with `begin_step` are over; when it returns the gradients are
@@ -245,15 +256,13 @@ class Zero:
 
     # ---- gradients
 
-    def _open(self, block: Block) -> None:
-        """Give a block a gradient buffer."""
+    def _make_room(self, block: Block) -> None:
+        """Free gradient buffers that have been reduced, before a block gets one."""
         # never two gradients of the vocabulary's size
         if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):
             with self.on_stream(self.reduce_stream):
                 self._finish()
-        if self.spent:
-            self._free_spent()
-        block.open()
+        self._free_spent()
 
     def _free_reduced(self) -> None:
         """Wait for the reduction that is on its way, and free gradient buffers."""
@@ -267,17 +276,6 @@ class Zero:
         for _, event in self.spent:
             torch.cuda.current_stream().wait_event(event)
         self.spent = []
-
-    def _complete(self, block: Block) -> None:
-        """A block's gradients have had all passes of a period: reduce them, or count them."""
-        block.complete()
-        if self.watched is not None:
-            self.watched += sum_of_squares([block.close()], block.weight.device)
-        elif self.planner.reduces and (self.stage >= 2 or self.overlap_reduce):
-            with self.on_stream(self.reduce_stream):
-                self._reduce(block)
-                if not self.overlap_reduce:
-                    self._finish()
 
     def _reduce(self, block: Block) -> None:
         """Start to sum this block's gradients; those of the one before have been summed by now."""
