@@ -31,7 +31,7 @@ from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.schedule import Kind
 
 Call = tuple[Layer, Kind]  # one pass of a layer
-Pass = tuple[Layer, Kind, int]  # of a layer on a micro-batch
+Pass = tuple[Layer, Kind, int]  # the same on a micro-batch
 
 
 class Inputs(NamedTuple):

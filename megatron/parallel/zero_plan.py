@@ -126,14 +126,20 @@ class _Walk:
         self.updated: set[Block] = set()
 
     def _periods(self, passes: Sequence[Pass]) -> dict[Block, int]:
+        """How many passes of a block's layers come between two reductions:
+
+        stages 0 and 1                                 all of a step
+        stages 2 and 3                                 one, of each micro-batch
+        the same, embedding and head in one block      two, of each micro-batch
+        the same, on a rank of a pipeline              all of a step: ends of other micro-batches
+                                                       may come between those of one
+        """
         buffers_of, users = self.planner.buffers_of, self.planner.users
         counts = Counter(
             block for layer, kind, _ in passes if kind in COMPLETING for block in buffers_of[layer]
         )
         period = {}
         for block, count in counts.items():
-            # Of a matrix that is both embedding and head the two ends of other micro-batches may
-            # come between those of one: one sum a step.
             often = self.stage >= 2 and (users[block] == 1 or self.planner.single_pipeline)
             period[block] = users[block] if often else count
         return period

@@ -126,6 +126,7 @@ def start(
                 yield run
             if run.profiler is not None:
                 run.profiler.close()
+            # weights that are still on their way would write into memory that is freed
             run.zero.wait_for_weights()
         except Exception as error:
             _report_failure(run, error)
@@ -219,7 +220,7 @@ def build(
 
     # 3. The model, sharded, with its executor and optimizer.
     timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)
-    pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device, advisor)
+    zero, pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device, advisor)
 
     # 4. Trackers and the banner, which names their places.
     tracker = _open_tracker(prepared, sections, forecast, groups, not_done)
@@ -232,7 +233,7 @@ def build(
         padded_vocab=prepared.padded_vocab,
         tokenizer_fingerprint=tokenizer.fingerprint,
         model=pipeline.model,
-        zero=pipeline.weights,  # type: ignore[arg-type]
+        zero=zero,
         pipeline=pipeline,
         optimizer=optimizer,
         schedule=prepared.schedule,
@@ -297,17 +298,16 @@ def _lease_save_folder(
 
 def _build_engine(
     config: Config, vocab_size: int, groups: Groups, device: torch.device, advisor: Advisor
-) -> tuple[Pipeline, Optimizer]:
+) -> tuple[Zero, Pipeline, Optimizer]:
     """This rank's stages, sharded, with their executor and their optimizer."""
     # From here on memory is taken: an error gets the out-of-memory report.
     record_memory_history(config, device)
     with explained_out_of_memory(config, vocab_size, groups, device, advisor):
-        pipeline = _build_pipeline(config, vocab_size, groups, device)
-        zero: Zero = pipeline.weights  # type: ignore[assignment]
+        zero, pipeline = _build_pipeline(config, vocab_size, groups, device)
         with raise_on_all_ranks(groups.world, device):
             gather = zero.all_gather_weights if zero.stage in (1, 2) else None
             optimizer = Optimizer(zero.blocks, config, groups, gather, zero.deferred)
-    return pipeline, optimizer
+    return zero, pipeline, optimizer
 
 
 def _exit_conditions(config: Config) -> ExitConditions:
@@ -322,7 +322,7 @@ def _exit_conditions(config: Config) -> ExitConditions:
 
 def _build_pipeline(
     config: Config, vocab_size: int, groups: Groups, device: torch.device
-) -> Pipeline:
+) -> tuple[Zero, Pipeline]:
     # 1. The stages of this rank on the meta device, then one flat buffer for each layer.
     model = build_model(config, vocab_size, groups, device)
     blocks = build_run_blocks(config, model, device, groups)
@@ -344,16 +344,16 @@ def _build_pipeline(
     if training.activation_offload:
         smallest = training.min_offloaded_tensor_size
         offloading = OffloadingPasses(device, smallest, sharing, objectives)
-        return OffloadingPipeline(model, zero, offloading, *stages)
+        return zero, OffloadingPipeline(model, zero, offloading, *stages)
     if training.cuda_graphs:
         for block in zero.trained:
             block.keep_grad_place()
-        return GraphedPipeline(model, zero, GraphedPasses(model, device), *stages)
+        return zero, GraphedPipeline(model, zero, GraphedPasses(model, device), *stages)
     passes = LayerPasses(sharing, objectives)
     if config.distributed.overlap_moe_expert_parallel_comm:
         overlapped = Interleaver().run_overlapped
-        return PairedPipeline(model, zero, passes, *stages, run_overlapped=overlapped)
-    return Pipeline(model, zero, passes, *stages)
+        return zero, PairedPipeline(model, zero, passes, *stages, run_overlapped=overlapped)
+    return zero, Pipeline(model, zero, passes, *stages)
 
 
 def _open_tracker(
