@@ -275,8 +275,7 @@ class Block:
         """Give the parameters a `main_grad`: the block's gradient buffer. Weights of linear layers
         are overwritten by their first product: only what lies between and after them is cleared.
         """
-        # Between two steps a buffer belongs to nobody's gradient: the allocator's memory may be
-        # anything.
+        # The memory of a new buffer may hold anything: it is cleared where nothing overwrites it.
         assert self.grad is None
         self.grad = self.grad_place
         if self.grad is None:
@@ -388,7 +387,7 @@ class Block:
     def segments(self, piece: slice | None = None) -> list[Segment]:
         """The ranges of a buffer as in `boxes` that are updated alike."""
         first, last = self._range(piece)
-        # Multipliers change only where the plan says so: two or three ranges a block.
+        # Multipliers change at the ends of the plan's ranges alone: two or three a block.
         start, found = first, []
         for stop, multipliers in self.plan.ranges:
             if start < min(stop, last):

@@ -148,7 +148,7 @@ class LayerPasses:
         if x is None or self.sharing.size == 1:
             return Inputs(x, micro)
         # All ranks of the group have the same x: each keeps a part, and one all-gather restores it.
-        # The clone lets go of the whole storage.
+        # The clone frees the whole storage.
         share = x.flatten().chunk(self.sharing.size)[self.sharing.rank].clone()
         return Inputs(share, micro, x.shape)
 

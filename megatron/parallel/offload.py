@@ -296,8 +296,7 @@ class OffloadingPasses(LayerPasses):
             assert isinstance(inputs, Inputs) and isinstance(inputs.x, Tensor)
             parked = [OffloadableTensor(inputs.x, LAYER_INPUT)]
             return y, inputs._replace(x=parked[0]), parked
-        # The graph's leaf has no memory of its own: x lives in the saved tensors alone, which may
-        # move.
+        # The graph's leaf takes no memory: x lives in the saved tensors alone, which may move.
         with layer.parking() as saved:
             leaf, own = self._entry(x)
             output = layer(own, micro)

@@ -208,8 +208,8 @@ def _kept_by_autograd(nodes: list[Any]) -> list[Buffer]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        # Saved tensors are attributes of a node; recomputed and offloaded ones appear as what
-        # stands for them.
+        # Saved tensors are attributes of a node; recomputed and offloaded ones appear as
+        # their placeholders.
         nodes += [following for following, _ in node.next_functions]
         for name in dir(node):
             saved = getattr(node, name) if name.startswith("_raw_saved_") else ()

@@ -311,7 +311,7 @@ def _build_engine(
 
 
 def _exit_conditions(config: Config) -> ExitConditions:
-    # What the log says when a signal comes, which depends on what the run can still do.
+    # The log line when a signal comes depends on what the run can still do.
     on_signal = "saving and exiting after this step"
     if config.evaluation.skip_train:
         on_signal = "ending the evaluation and exiting"
