@@ -113,7 +113,7 @@ class PendingStep:
 
 
 def train_step(run: Run, finish_pending: Callable[[], None]) -> PendingStep:
-    """Forward and backward over the micro-batches of a global batch, one reduction, update.
+    """Forward and backward passes over a global batch, one small sum over all ranks, update.
 
     `finish_pending` acts on the outcome of the step before. It is called as late as possible, so
     that the host queues this step's work while the device still computes.
