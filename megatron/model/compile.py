@@ -20,7 +20,6 @@ from megatron.model.block import LayerBlock
 from megatron.model.dropout import Dropout
 from megatron.model.linear import DEFERRED, Linear, _ColumnLinear, _Linear, _RowLinear
 from megatron.model.mlp import MLP
-from megatron.model.opaque import Context
 from megatron.model.tensor_parallel import TensorParallel
 
 # graphs of one rank at most: the first, a middle and the last layer, each in training, in the
@@ -81,6 +80,18 @@ def _prepare(layer: LayerBlock, device: torch.device) -> None:
 # ---- linear layers as operators
 
 FUNCTIONS: dict[str, Any] = {"whole": _Linear, "column": _ColumnLinear, "row": _RowLinear}
+
+
+class Context:
+    """Replaces autograd's context where an operator calls an autograd function's passes."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...], **attributes: Any):
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Tensor, ...] = ()
+        self.__dict__.update(attributes)
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
 
 
 def _context(weight: Tensor, bias: Tensor | None) -> Context:

@@ -1,10 +1,7 @@
 """Linear layers with separate input- and weight-gradient functions, whole or shared over
 tensor-parallel ranks.
 
-Weight gradients never appear as `.grad`: each parameter carries `main_grad`, a view of its block's
-gradient buffer (fp32, or fp64 in a float64 run), and the functions below add into it. Where a
-weight's attribute `overwrite_main_grad` is set, main_grad holds nothing to add to: the first
-product overwrites it, which saves clearing and reading it. s sequence, b batch, i in, o out; under
+Weight gradients are added to `main_grad` (main_grad.py). s sequence, b batch, i in, o out; under
 sequence parallelism s is this rank's part wherever a value lies outside a pair of column- and
 row-parallel layers.
 
@@ -37,7 +34,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.workspace import SCRATCH_BYTES
 from megatron.distributed.collectives import (
     all_gather,
     all_reduce,
@@ -48,73 +44,12 @@ from megatron.distributed.collectives import (
     start_reduce_scatter,
 )
 from megatron.distributed.groups import ALONE, Axis
-from megatron.kernels import apex
 from megatron.kernels.fp8 import Quantised
 from megatron.kernels.lang import multiprocessors
 from megatron.model.fp8 import FP8
+from megatron.model.main_grad import accumulate_bias_grad, accumulate_weight_grad
 from megatron.model.spec import ParameterSpec
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
-
-
-def wgrad_gemm(
-    dy: Tensor,
-    x: Tensor,
-    main_grad: Tensor,
-    overwrite: bool = False,
-    by_apex: bool = False,
-    rows_vary: bool = False,
-) -> None:
-    """main_grad [o, i] += dy^T x (= where it is to `overwrite`), with dy [s, b, o] and x [s, b, i]:
-    one GEMM that accumulates in main_grad itself, except on a CPU, where bf16 gradients are rounded
-    once before they are added, and fp16 factors are widened, in temporaries of at most
-    SCRATCH_BYTES. `rows_vary`: s b differs from call to call, and bf16 factors are widened too.
-    """
-    # [tokens, o] and [tokens, i]
-    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-    if by_apex and main_grad.dtype == torch.float32 and dy.dtype != torch.float32:
-        apex.accumulate_weight_grad(dy, x, main_grad.zero_() if overwrite else main_grad)
-        return
-    beta = 0 if overwrite else 1
-    if main_grad.dtype == dy.dtype:
-        main_grad.addmm_(dy.t(), x, beta=beta)
-        return
-    if dy.is_cuda:
-        # reads bf16 or fp16, adds into fp32
-        torch.addmm(main_grad, dy.t(), x, main_grad.dtype, beta=beta, out=main_grad)
-        return
-    if dy.dtype == torch.bfloat16 and not rows_vary:
-        _add_rounded(dy, x, main_grad, overwrite)
-        return
-    # No CPU GEMM reads fp16 and adds into fp32. One of bf16 with a new number of rows generates
-    # code first, which takes longer than the GEMM.
-    step = max(1, SCRATCH_BYTES // (main_grad.element_size() * max(x.shape[1], dy.shape[1])))
-    for token in range(0, x.shape[0], step):
-        piece = slice(token, token + step)
-        main_grad.addmm_(
-            dy[piece].t().to(main_grad.dtype),
-            x[piece].to(main_grad.dtype),
-            beta=0 if overwrite and token == 0 else 1,
-        )
-
-
-def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> None:
-    """main_grad [o, i] += dy^T x by bf16 GEMMs that accumulate in fp32 and round their result once
-    (relative error 2^-9), some outputs at a time.
-    """
-    rows = _rows_at_once(x.shape[1], dy.element_size(), main_grad.element_size())
-    for grad, part in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
-        # rounded to bf16 once, behind the sum over tokens in fp32
-        wgrad = part.t() @ x
-        if overwrite:
-            grad.copy_(wgrad)
-        else:
-            grad.add_(wgrad)
-
-
-def _rows_at_once(inputs: int, compute: int, grad: int) -> int:
-    """Rows of a weight gradient whose bf16 GEMM, and its copy in fp32, fit into SCRATCH_BYTES."""
-    return max(1, SCRATCH_BYTES // (inputs * (compute + grad)))
-
 
 # rows and columns that one block of threads of a large product computes on Hopper, at most
 TILE = (128, 256)
@@ -136,26 +71,6 @@ def dgrad(dy: Tensor, weight: Tensor, *, weight_grad: bool) -> tuple[Tensor, Ten
     if fp8 is None:
         return dy.matmul(weight), dy
     return fp8.input_grad(dy, weight, weight_grad=weight_grad)
-
-
-def accumulate_weight_grad(dy: Tensor | Quantised, x: Tensor, weight: nn.Parameter) -> None:
-    """Add a weight's gradient in its main_grad, or put it there if that is to be overwritten. `dy`
-    is as `dgrad` returns it, or as it came.
-    """
-    overwrite = getattr(weight, "overwrite_main_grad", False)
-    weight.overwrite_main_grad = False
-    fp8 = getattr(weight, FP8, None)
-    if fp8 is not None and fp8.weight_grad:
-        fp8.accumulate_weight_grad(dy, x, weight.main_grad, overwrite)
-        return
-    wgrad_gemm(dy, x, weight.main_grad, overwrite, getattr(weight, "by_apex", False))
-
-
-def accumulate_bias_grad(dy: Tensor, main_grad: Tensor) -> None:
-    """main_grad [o] += the sum of dy [s, b, o] over tokens, accumulated in main_grad's
-    precision.
-    """
-    main_grad.add_(dy.flatten(0, -2).sum(0, dtype=main_grad.dtype))
 
 
 class WeightGrad(NamedTuple):

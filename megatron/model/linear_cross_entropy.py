@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from megatron.config.workspace import HEAD_CHUNK_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from megatron.model.linear import accumulate_weight_grad
 from megatron.model.loss import Columns
+from megatron.model.main_grad import accumulate_weight_grad
 from megatron.model.tensor_parallel import TensorParallel
 
 

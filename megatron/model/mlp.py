@@ -25,7 +25,7 @@ from megatron.config.groups import ModelConfig
 from megatron.kernels.activation import FUNCTIONS, activation_backward
 from megatron.kernels.activation import activation as activation_forward
 from megatron.model.linear import ColumnLinear, RowLinear
-from megatron.model.opaque import accumulate_gradients
+from megatron.model.main_grad import accumulate_gradients
 from megatron.model.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 

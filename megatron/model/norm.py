@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.config.groups import ModelConfig
 from megatron.kernels import apex
 from megatron.kernels.norm import add_norm, norm, norm_backward
-from megatron.model.opaque import accumulate_gradients
+from megatron.model.main_grad import accumulate_gradients
 from megatron.model.spec import ONES, ParameterSpec, vector
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 

@@ -15,8 +15,9 @@ from megatron.distributed.setup import set_determinism
 from megatron.model import linear_cross_entropy
 from megatron.model.attention.attention import attention_core
 from megatron.model.embedding import accumulate_embedding_grad
-from megatron.model.linear import column_linear, wgrad_gemm
+from megatron.model.linear import column_linear
 from megatron.model.loss import cross_entropy, own_columns
+from megatron.model.main_grad import wgrad_gemm
 from megatron.model.spec import Box
 from megatron.model.tensor_parallel import NO_TP
 from megatron.observe.tracking import read_metrics

@@ -148,14 +148,14 @@ MUTANTS = (
     ),
     Mutant(
         "a weight's first product added to what the last step left",
-        f"{MODEL}/linear.py",
+        f"{MODEL}/main_grad.py",
         """overwrite = getattr(weight, "overwrite_main_grad", False)""",
         "overwrite = False",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
         "every product overwrites",
-        f"{MODEL}/linear.py",
+        f"{MODEL}/main_grad.py",
         """overwrite = getattr(weight, "overwrite_main_grad", False)""",
         "overwrite = True",
         ("fp64-gpt-tp2",),

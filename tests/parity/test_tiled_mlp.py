@@ -16,7 +16,7 @@ from parity.layouts import Row
 from parity.test_fp8_layouts import BLOCKS, Fp8Row
 from parity.worker import Outcome, run_case
 
-from megatron.model import linear
+from megatron.model import main_grad
 from megatron.model.mlp import MLP, TiledMLP, _TakePiece
 
 ROWS = (  # and pieces
@@ -93,14 +93,14 @@ def pieces_of_the_whole_sequence() -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def lost_weight_gradient() -> Iterator[None]:
     """The second of each weight's pieces adds nothing to its gradient."""
-    real, calls = linear.wgrad_gemm, []
+    real, calls = main_grad.wgrad_gemm, []
 
-    def adds(dy, x, main_grad, *args):
-        calls.append(main_grad.data_ptr())
-        if calls.count(main_grad.data_ptr()) != 2:
-            real(dy, x, main_grad, *args)
+    def adds(dy, x, into, *args):
+        calls.append(into.data_ptr())
+        if calls.count(into.data_ptr()) != 2:
+            real(dy, x, into, *args)
 
-    with mock.patch.object(linear, "wgrad_gemm", adds):
+    with mock.patch.object(main_grad, "wgrad_gemm", adds):
         yield
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megatron.kernels.qk_norm import qk_norm, qk_norm_backward
 from megatron.model.attention.rotary import Rotary
+from megatron.model.main_grad import accumulate_gradients
 from megatron.model.norm import Norm
-from megatron.model.opaque import accumulate_gradients
 
 
 class _QKNorm(torch.autograd.Function):

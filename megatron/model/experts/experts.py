@@ -19,7 +19,7 @@ rank, h hidden, f width of an expert on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
-from megatron.model.linear import DEFERRED, wgrad_gemm
+from megatron.model.linear import DEFERRED
+from megatron.model.main_grad import accumulate_weight_grad, wgrad_gemm
 from megatron.model.mlp import activation_function, weighed_gated_gradients
 from megatron.model.spec import ParameterSpec, Shard, TensorSpec, normal
 from megatron.model.tensor_parallel import TensorParallel
@@ -141,13 +142,23 @@ def expert_products(
 def add_expert_weight_grads(
     dy: Tensor, x: Tensor, weight: nn.Parameter, counts: RowCounts, backend: str
 ) -> None:
-    """main_grad of each expert [o, i] += dy^T x over its rows, with dy [N, o] and x [N, i]; = where
-    the weight's main_grad is to be overwritten.
-    """
-    overwrite = getattr(weight, "overwrite_main_grad", False)
-    weight.overwrite_main_grad = False
+    """main_grad of each expert [o, i] += dy^T x over its rows, with dy [N, o] and x [N, i]."""
+    accumulate_weight_grad(dy, x, weight, partial(_wgrad_gemms, counts=counts, backend=backend))
+
+
+def _wgrad_gemms(
+    dy: Tensor,
+    x: Tensor,
+    main_grad: Tensor,
+    overwrite: bool,
+    by_apex: bool,
+    *,
+    counts: RowCounts,
+    backend: str,
+) -> None:
+    """As `wgrad_gemm`, for each expert over its rows."""
     # [E, o, i]
-    of_experts = weight.main_grad.view(counts.experts, -1, weight.shape[1])
+    of_experts = main_grad.view(counts.experts, -1, main_grad.shape[1])
     if backend == TRITON:
         assert counts.ends is not None
         grouped_weight_grad_(of_experts, dy, x.contiguous(), counts.ends, overwrite)
@@ -160,14 +171,7 @@ def add_expert_weight_grads(
             if not count:
                 of_experts[expert].zero_()
     for expert, part in _of_experts(counts):
-        wgrad_gemm(
-            dy[part],
-            x[part],
-            of_experts[expert],
-            overwrite,
-            getattr(weight, "by_apex", False),
-            rows_vary=True,
-        )
+        wgrad_gemm(dy[part], x[part], of_experts[expert], overwrite, by_apex, rows_vary=True)
 
 
 class ExpertWeightGrad(NamedTuple):

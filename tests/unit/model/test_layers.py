@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from unit.model.made import linear, norm, table
 
 from megatron.config.groups import ModelConfig
-from megatron.model import linear as linear_module
+from megatron.model import main_grad as main_grad_module
 from megatron.model.attention import attention
 from megatron.model.attention.attention import (
     CAUSAL,
@@ -31,8 +31,9 @@ from megatron.model.attention.rotary import (
 )
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.embedding import accumulate_embedding_grad
-from megatron.model.linear import add_weight_grads, deferring_weight_grads, wgrad_gemm
+from megatron.model.linear import add_weight_grads, deferring_weight_grads
 from megatron.model.loss import cross_entropy, own_columns
+from megatron.model.main_grad import wgrad_gemm
 from megatron.model.mlp import MLP, activation_function
 from megatron.model.norm import NORMS, AddNorm
 
@@ -104,7 +105,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradients_make_no_dense_temporary(dtype, monkeypatch):
-    monkeypatch.setattr(linear_module, "SCRATCH_BYTES", 1 << 14)
+    monkeypatch.setattr(main_grad_module, "SCRATCH_BYTES", 1 << 14)
     monkeypatch.setattr("megatron.model.embedding.SCRATCH_BYTES", 1 << 14)
     x, dy = randn(4, 2, 256, dtype=dtype), randn(4, 2, 512, dtype=dtype, seed=1)
     grad = torch.zeros(512, 256)

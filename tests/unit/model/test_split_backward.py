@@ -15,13 +15,14 @@ from unit.model.made import linear
 
 from megatron.distributed.groups import Layout, build_groups
 from megatron.model import linear as linear_module
+from megatron.model import main_grad as main_grad_module
 from megatron.model.linear import (
     ColumnLinear,
     RowLinear,
     add_weight_grads,
     deferring_weight_grads,
-    wgrad_gemm,
 )
+from megatron.model.main_grad import wgrad_gemm
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 S, B, H, F = 8, 2, 12, 24
@@ -155,7 +156,7 @@ def order_of_work(overlap):
     layers = pair(tp)
     with deferring_weight_grads(layers) as left:
         backward(layers, tp), backward(layers, tp)
-    start, product = linear_module.start_all_gather, linear_module.wgrad_gemm
+    start, product = linear_module.start_all_gather, main_grad_module.wgrad_gemm
     with (
         mock.patch.object(
             linear_module,
@@ -163,7 +164,7 @@ def order_of_work(overlap):
             lambda x, axis: (axis.size > 1 and events.append("gather")) or start(x, axis),
         ),
         mock.patch.object(
-            linear_module,
+            main_grad_module,
             "wgrad_gemm",
             lambda *args: events.append("product") or product(*args),
         ),

@@ -16,7 +16,7 @@ from unit.zero.tracker import LiveBytes, Span
 
 from megatron.config.arguments import parse_arguments
 from megatron.distributed import collectives
-from megatron.model import embedding, linear, linear_cross_entropy
+from megatron.model import embedding, linear_cross_entropy, main_grad
 from megatron.optimizer import update
 from megatron.parallel import blocks, grad_norm, zero
 from megatron.parallel.blocks import Block
@@ -32,7 +32,7 @@ def pieces_of(size: int | None, head: int | None = None) -> Iterator[None]:
         if head is not None:
             stack.enter_context(mock.patch.dict(linear_cross_entropy.HEAD_CHUNK_BYTES, cpu=head))
         if size is not None:
-            for module in (linear, embedding, zero):
+            for module in (main_grad, embedding, zero):
                 stack.enter_context(mock.patch.object(module, "SCRATCH_BYTES", size))
             stack.enter_context(mock.patch.object(collectives, "ROUND_BYTES", size))
             stack.enter_context(mock.patch.object(grad_norm, "PIECE", size // 8))
