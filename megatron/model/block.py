@@ -44,7 +44,7 @@ from megatron.model.spec import (
     Multipliers,
     ParameterSpec,
     Shard,
-    TensorSpec,
+    matrix,
     normal,
     parts_under,
     under,
@@ -81,20 +81,16 @@ def word_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> Para
     # Tied: the first and the last pipeline stage hold copies, whose gradients are summed.
     ends = None if config.untie_embeddings_and_output_weights else "tied"
     shape = (vocab_size, config.hidden_size)
-    return ParameterSpec(
-        (
-            TensorSpec(
-                "embedding.word.weight",
-                shape,
-                normal(config),
-                "embedding",
-                shard=Shard(0),
-                copies=ends,
-                grad_sum=() if ends is None else (ends,),
-                stored=padded_vocab,
-                multipliers=ENDS,
-            ),
-        )
+    return matrix(
+        "embedding.word.weight",
+        shape,
+        normal(config),
+        "embedding",
+        shard=Shard(0),
+        copies=ends,
+        grad_sum=() if ends is None else (ends,),
+        stored=padded_vocab,
+        multipliers=ENDS,
     )
 
 
@@ -103,18 +99,14 @@ def head_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> Para
     if not config.untie_embeddings_and_output_weights:
         return word_matrix(config, vocab_size, padded_vocab)
     shape = (vocab_size, config.hidden_size)
-    return ParameterSpec(
-        (
-            TensorSpec(
-                "head.weight",
-                shape,
-                normal(config),
-                "head",
-                shard=Shard(0),
-                stored=padded_vocab,
-                multipliers=ENDS,
-            ),
-        )
+    return matrix(
+        "head.weight",
+        shape,
+        normal(config),
+        "head",
+        shard=Shard(0),
+        stored=padded_vocab,
+        multipliers=ENDS,
     )
 
 
@@ -135,17 +127,13 @@ def layer_parameters(
     made = {}
     if index == 0 and config.position_embedding_type == "learned_absolute":
         shape = (config.max_position_embeddings, config.hidden_size)
-        made["position.weight"] = ParameterSpec(
-            (
-                TensorSpec(
-                    "embedding.position.weight",
-                    shape,
-                    normal(config),
-                    "embedding",
-                    copies="tp",
-                    grad_sum=parts_under(sequence),
-                ),
-            )
+        made["position.weight"] = matrix(
+            "embedding.position.weight",
+            shape,
+            normal(config),
+            "embedding",
+            copies="tp",
+            grad_sum=parts_under(sequence),
         )
     # in the order of the flat buffer
     made |= norm("input_norm", f"{name}.input_norm")

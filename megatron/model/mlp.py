@@ -26,7 +26,15 @@ from megatron.kernels.activation import FUNCTIONS, activation_backward
 from megatron.kernels.activation import activation as activation_forward
 from megatron.model.linear import ColumnLinear, RowLinear
 from megatron.model.main_grad import accumulate_gradients
-from megatron.model.spec import ParameterSpec, Shard, TensorSpec, normal, parts_under, vector
+from megatron.model.spec import (
+    ParameterSpec,
+    Shard,
+    TensorSpec,
+    matrix,
+    normal,
+    parts_under,
+    vector,
+)
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 _ATEN = torch.ops.aten  # whose forms with `out` write into a half of the fused tensor
@@ -170,16 +178,10 @@ def mlp_parameters(
         TensorSpec(f"{name}.{part}.weight", (f, h), normal(config), "matrix", shard=Shard(0))
         for part in parts
     )
-    down = TensorSpec(
-        f"{name}.down.weight",
-        (h, f),
-        normal(config, residual_output=True),
-        "matrix",
-        shard=Shard(1),
-    )
+    residual = normal(config, residual_output=True)
     made = {
         "fc1.weight": ParameterSpec(matrices, product=True),
-        "fc2.weight": ParameterSpec((down,), product=True),
+        "fc2.weight": matrix(f"{name}.down.weight", (h, f), residual, shard=Shard(1)),
     }
     if config.add_bias_linear:
         biases = tuple(vector(f"{name}.{part}.bias", f, shard=Shard(0)) for part in parts)

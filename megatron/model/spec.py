@@ -26,7 +26,7 @@ A parameter carries these attributes:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -248,6 +248,22 @@ def vector(
 ) -> TensorSpec:
     """A bias or the scale of a norm: [size], without weight decay."""
     return TensorSpec(name, (size,), init, "vector", False, shard, copies, grad_sum)
+
+
+def matrix(
+    name: str,
+    shape: tuple[int, int],
+    init: Init,
+    kind: str = "matrix",
+    *,
+    product: bool | None = None,
+    **declared: Any,
+) -> ParameterSpec:
+    """A parameter that is one matrix: by default the weight of a linear layer, if its kind is
+    "matrix".
+    """
+    is_product = kind == "matrix" if product is None else product
+    return ParameterSpec((TensorSpec(name, shape, init, kind, **declared),), product=is_product)
 
 
 def normal(config: ModelConfig, *, residual_output: bool = False) -> Init:

@@ -44,6 +44,7 @@ from megatron.model.spec import (
     ParameterSpec,
     Shard,
     TensorSpec,
+    matrix,
     normal,
     parts_under,
     under,
@@ -218,17 +219,10 @@ def attention_parameters(
     """
     h, d = config.hidden_size, config.kv_channels
     # GPT-2 scales the initial values of matrices that write to the residual stream.
-    residual = normal(config, residual_output=True)
-    proj = TensorSpec(
-        f"{name}.proj.weight",
-        (h, config.num_attention_heads * d),
-        residual,
-        "matrix",
-        shard=Shard(1),
-    )
+    residual, shape = normal(config, residual_output=True), (h, config.num_attention_heads * d)
     made = {
         "qkv.weight": _fused_qkv(config, name, "weight", h),
-        "proj.weight": ParameterSpec((proj,), product=True),
+        "proj.weight": matrix(f"{name}.proj.weight", shape, residual, shard=Shard(1)),
     }
     if config.add_bias_linear or config.add_qkv_bias:
         made["qkv.bias"] = _fused_qkv(config, name, "bias")

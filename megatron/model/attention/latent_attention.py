@@ -31,7 +31,7 @@ from megatron.model.norm import Norm, norm_parameters
 from megatron.model.spec import (
     ParameterSpec,
     Shard,
-    TensorSpec,
+    matrix,
     normal,
     parts_under,
     under,
@@ -43,17 +43,13 @@ from megatron.model.tensor_parallel import TensorParallel
 def _down(config: ModelConfig, name: str, rows: int, parts: tuple[str, ...]) -> ParameterSpec:
     """A down-projection [rows, h], which every tensor-parallel rank holds whole."""
     shape = (rows, config.hidden_size)
-    tensor = TensorSpec(
-        f"{name}.weight", shape, normal(config), "matrix", copies="tp", grad_sum=parts
-    )
-    return ParameterSpec((tensor,), product=True)
+    return matrix(f"{name}.weight", shape, normal(config), copies="tp", grad_sum=parts)
 
 
 def _by_heads(config: ModelConfig, name: str, rows: int, inputs: int) -> ParameterSpec:
     """A projection to that many rows of each head."""
     shape = (config.num_attention_heads * rows, inputs)
-    tensor = TensorSpec(f"{name}.weight", shape, normal(config), "matrix", shard=Shard(0))
-    return ParameterSpec((tensor,), product=True)
+    return matrix(f"{name}.weight", shape, normal(config), shard=Shard(0))
 
 
 def _bias(name: str, size: int, parts: tuple[str, ...]) -> dict[str, ParameterSpec]:
@@ -106,8 +102,7 @@ def latent_parameters(
     )
     out = (h, heads * config.v_head_dim)
     residual = normal(config, residual_output=True)
-    proj = TensorSpec(f"{name}.proj.weight", out, residual, "matrix", shard=Shard(1))
-    made["proj.weight"] = ParameterSpec((proj,), product=True)
+    made["proj.weight"] = matrix(f"{name}.proj.weight", out, residual, shard=Shard(1))
     return made if not config.add_bias_linear else made | _bias(f"{name}.proj", h, parts)
 
 

@@ -29,7 +29,7 @@ from megatron.model.experts.router import (
 )
 from megatron.model.linear import Linear
 from megatron.model.mlp import mlp_class, mlp_parameters
-from megatron.model.spec import ParameterSpec, TensorSpec, normal, parts_under
+from megatron.model.spec import ParameterSpec, matrix, normal, parts_under
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 _DISPATCHERS: dict[str, Any] = {"alltoall": AllToAll, "allgather": AllGather}
@@ -77,15 +77,13 @@ def moe_parameters(
 
 
 def _shared_expert_gate(config: ModelConfig, name: str, sequence: bool) -> ParameterSpec:
-    tensor = TensorSpec(
+    return matrix(
         f"{name}.shared_expert_gate.weight",
         (1, config.hidden_size),
         normal(config),
-        "matrix",
         copies="tp",
         grad_sum=parts_under(sequence),
     )
-    return ParameterSpec((tensor,), product=True)
 
 
 def expert_tokens(index: int) -> str:

@@ -32,7 +32,7 @@ from megatron.distributed.collectives import all_gather, all_reduce
 from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels import philox
 from megatron.model.dropout import DropoutState
-from megatron.model.spec import ZEROS, Init, ParameterSpec, TensorSpec, normal, parts_under
+from megatron.model.spec import ZEROS, Init, ParameterSpec, TensorSpec, matrix, normal, parts_under
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 # by the type of auxiliary loss: what metrics call it, as Megatron-LM does
@@ -65,15 +65,16 @@ def router_parameters(
     """
     count = config.num_experts
     assert count is not None
-    weight = TensorSpec(
-        f"{name}.weight",
-        (count, config.hidden_size),
-        normal(config),
-        "matrix",
-        copies="tp",
-        grad_sum=parts_under(sequence),
-    )
-    made = {"weight": ParameterSpec((weight,))}
+    made = {
+        "weight": matrix(
+            f"{name}.weight",
+            (count, config.hidden_size),
+            normal(config),
+            product=False,
+            copies="tp",
+            grad_sum=parts_under(sequence),
+        )
+    }
 
     def state(own: str, init: Init) -> ParameterSpec:
         spec = TensorSpec(
