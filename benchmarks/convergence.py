@@ -53,7 +53,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.data.loader import FileReader, build_data
 from megatron.data.tokenizer import build_tokenizer
-from megatron.model.block import layer_parameters, word_matrix
+from megatron.model.block import embedding_spec, layer_parameters
 from megatron.model.init import fill_initial
 from megatron.model.spec import whole
 from megatron.observe.tracking import read_metrics
@@ -145,7 +145,7 @@ def write_start(folder: Path, work: TrainedWork, flags: list[str]) -> None:
     data = build_data(config, build_tokenizer(config.data))
     [stream] = data.train.reader.streams
     arrays = {"places": stream.places(np.arange((work.steps + 1) * work.step_samples))}
-    parameters = [word_matrix(config.model, work.vocab, work.vocab)]
+    parameters = [embedding_spec(config.model, work.vocab, work.vocab)]
     for index in range(work.layers):
         parameters += layer_parameters(config.model, index).values()
     for tensor in (tensor for spec in parameters for tensor in spec.tensors):

@@ -6,7 +6,7 @@ A turn is a forward and a backward pass of the layer's own `Experts` (swiglu, we
 main_grad) on one thread, over rows of which each has drawn its expert: as in a run, numbers differ
 from turn to turn. The two backends take turns with the same numbers; a pair is five turns of each,
 its ratio the loop's seconds by those of the grouped product. Above 1 the grouped product is faster:
-what `auto` of --grouped-gemm-backend takes on a CPU (SMALL_PRODUCT of megatron/model/kernels.py)
+what `auto` of --grouped-gemm-backend takes on a CPU (SMALL_GEMM of megatron/model/kernels.py)
 follows from where that is.
 """
 

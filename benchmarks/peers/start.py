@@ -15,7 +15,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.groups import ModelConfig
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
-from megatron.model.block import head_matrix, layer_parameters, word_matrix
+from megatron.model.block import embedding_spec, head_spec, layer_parameters
 from megatron.model.init import fill_initial
 from megatron.model.spec import TensorSpec, whole
 
@@ -32,9 +32,9 @@ def matrices(work: Work, model: ModelConfig) -> list[TensorSpec]:
         spec for index in range(work.layers) for spec in layer_parameters(model, index).values()
     ]
     parameters = [
-        word_matrix(model, work.vocab, work.vocab),
+        embedding_spec(model, work.vocab, work.vocab),
         *layers,
-        head_matrix(model, work.vocab, work.vocab),
+        head_spec(model, work.vocab, work.vocab),
     ]
     return [tensor for spec in parameters for tensor in spec.tensors if len(tensor.shape) == 2]
 

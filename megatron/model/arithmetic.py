@@ -21,10 +21,10 @@ from megatron.config.groups import Config, ModelConfig
 from megatron.model.attention.latent_attention import parameters_of_attention
 from megatron.model.block import (
     distinct_layers,
-    head_matrix,
+    embedding_spec,
+    head_spec,
     layer_parameters,
-    like_layer,
-    word_matrix,
+    representative_layer,
 )
 from megatron.model.experts.moe import moe_parameters
 from megatron.model.mlp import mlp_parameters
@@ -72,10 +72,10 @@ def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[st
     """
     layers = model.num_layers
     # The first layer has the table of positions; a tied head is the embedding's matrix.
-    first, matrix = layer_parameters(model, 0), head_matrix(model, vocab_size, vocab_size)
+    first, matrix = layer_parameters(model, 0), head_spec(model, vocab_size, vocab_size)
     norm = elements(norm_parameters(model.normalization, model.hidden_size, "norm").values(), tp)
     counts = {
-        "embedding": elements([word_matrix(model, vocab_size, vocab_size)], tp),
+        "embedding": elements([embedding_spec(model, vocab_size, vocab_size)], tp),
         "position": elements([first["position.weight"]], tp) if "position.weight" in first else 0,
         "attention": layers * elements(parameters_of_attention(model, "attention").values(), tp),
         **_mlp_count(model, tp),
@@ -145,12 +145,12 @@ def unit_parameters(
     the position table, the last the final norm; a tied head has none, or a copy of the embedding's
     matrix where it is on another rank (`copied`).
     """
-    matrix = elements([word_matrix(model, padded_vocab, padded_vocab)], tp)
+    matrix = elements([embedding_spec(model, padded_vocab, padded_vocab)], tp)
     kinds = {
         index: elements(layer_parameters(model, index).values(), tp, experts)
         for index in distinct_layers(model)
     }
-    layers = [kinds[like_layer(model, index)] for index in range(model.num_layers)]
+    layers = [kinds[representative_layer(model, index)] for index in range(model.num_layers)]
     has_head = copied or model.untie_embeddings_and_output_weights
     return (matrix, *layers, matrix if has_head else 0)
 
@@ -164,7 +164,7 @@ def unit_flops(model: ModelConfig, seq: int, vocab: int) -> tuple[int, ...]:
     """
     # Once a kind of layer: a model has a few kinds, and may have hundreds of layers.
     kinds = {index: _layer_flops(model, index, seq) for index in distinct_layers(model)}
-    layers = [kinds[like_layer(model, index)] for index in range(model.num_layers)]
+    layers = [kinds[representative_layer(model, index)] for index in range(model.num_layers)]
     return (0, *layers, 2 * model.hidden_size * vocab)
 
 
@@ -183,9 +183,9 @@ def core_flops(model: ModelConfig, seq: int) -> int:
 def _layer_flops(model: ModelConfig, index: int, seq: int) -> int:
     # Every element of a linear layer's weight is one multiply-add a token; of experts only the
     # chosen ones'.
-    products = [spec for spec in layer_parameters(model, index).values() if spec.product]
-    experts = elements(spec for spec in products if spec.group == "expert")
-    matrices = elements(spec for spec in products if spec.group != "expert")
+    linears = [spec for spec in layer_parameters(model, index).values() if spec.is_gemm]
+    experts = elements(spec for spec in linears if spec.group == "expert")
+    matrices = elements(spec for spec in linears if spec.group != "expert")
     router = model.hidden_size * (model.num_experts or 0) if experts else 0
     return 2 * (matrices + router + _of_chosen(model, experts)) + core_flops(model, seq)
 

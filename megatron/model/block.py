@@ -29,8 +29,8 @@ from megatron.model.experts.moe import (
     ExpertParallel,
     MoE,
     Routing,
+    aux_outputs,
     moe_parameters,
-    sums_beside,
 )
 from megatron.model.experts.router import OBJECTIVE
 from megatron.model.linear import column_linear, linear
@@ -76,7 +76,7 @@ class MicroBatch:
 ENDS = Multipliers(decoupled_lr=True)  # the word embedding and the head's matrix
 
 
-def word_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
+def embedding_spec(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
     """The word embedding [v, h], which is the head's matrix too unless they are untied."""
     # Tied: the first and the last pipeline stage hold copies, whose gradients are summed.
     ends = None if config.untie_embeddings_and_output_weights else "tied"
@@ -94,10 +94,10 @@ def word_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> Para
     )
 
 
-def head_matrix(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
+def head_spec(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
     """The head's matrix [v, h]; a tied one is the word embedding's."""
     if not config.untie_embeddings_and_output_weights:
-        return word_matrix(config, vocab_size, padded_vocab)
+        return embedding_spec(config, vocab_size, padded_vocab)
     shape = (vocab_size, config.hidden_size)
     return matrix(
         "head.weight",
@@ -149,7 +149,7 @@ def layer_parameters(
     return made
 
 
-def like_layer(config: ModelConfig, index: int) -> int:
+def representative_layer(config: ModelConfig, index: int) -> int:
     """The first layer whose parameters are those of layer `index` but for their names: layers
     between the ends are alike, those with experts and those without.
     """
@@ -161,8 +161,8 @@ def like_layer(config: ModelConfig, index: int) -> int:
 
 
 def distinct_layers(config: ModelConfig) -> list[int]:
-    """One layer of each kind, see `like_layer`."""
-    return sorted({like_layer(config, index) for index in range(config.num_layers)})
+    """One layer of each kind, see `representative_layer`."""
+    return sorted({representative_layer(config, index) for index in range(config.num_layers)})
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class EmbeddingBlock(Layer):
         self, config: ModelConfig, vocab_size: int, padded_vocab: int, tp: TensorParallel = NO_TP
     ):
         super().__init__()
-        self.word = Embedding(word_matrix(config, vocab_size, padded_vocab), tp)
+        self.word = Embedding(embedding_spec(config, vocab_size, padded_vocab), tp)
 
     def forward(self, _: None, micro: MicroBatch) -> Tensor:
         return self.word(micro.tokens)
@@ -288,7 +288,7 @@ class LayerBlock(Layer):
         return tuple(
             ScalarSpec(name, name == OBJECTIVE, parts_under(sequence), size)
             # under SP each rank sums over its part of the sequence
-            for name, size in sums_beside(config, index)
+            for name, size in aux_outputs(config, index)
         )
 
     def choose_recompute(self, choice: LayerRecompute) -> None:
@@ -375,7 +375,7 @@ class HeadBlock(Layer):
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
         self.weight = (
-            head_matrix(config, vocab_size, padded_vocab).parameter(tp) if tied is None else tied
+            head_spec(config, vocab_size, padded_vocab).parameter(tp) if tied is None else tied
         )
         self.columns = own_columns(
             self.weight.shape[0],

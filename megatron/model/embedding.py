@@ -42,7 +42,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         (ids,) = ctx.saved_tensors
         assert not getattr(ctx.weight, "overwrite_main_grad", False), (
-            "of a tied matrix the head's product comes first"
+            "of a tied matrix the head's GEMM comes first"
         )
         accumulate_embedding_grad(dy, ids, ctx.weight.main_grad)
         return None, None
@@ -70,7 +70,7 @@ class _VocabularyParallelEmbedding(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         local, elsewhere = ctx.saved_tensors
         assert not getattr(ctx.weight, "overwrite_main_grad", False), (
-            "of a tied matrix the head's product comes first"
+            "of a tied matrix the head's GEMM comes first"
         )
         # Under SP each rank has the gradient of its part of the sequence, and its rows need all.
         dy = all_gather(dy, ctx.tp.axis) if ctx.tp.sequence else dy

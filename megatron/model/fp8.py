@@ -1,5 +1,5 @@
-"""The products of a linear layer formed of 8-bit floats (Micikevicius et al., "FP8 formats for deep
-learning", 2022): weights and inputs in e4m3, gradients of outputs in e4m3 or e5m2, each product
+"""The GEMMs of a linear layer formed of 8-bit floats (Micikevicius et al., "FP8 formats for deep
+learning", 2022): weights and inputs in e4m3, gradients of outputs in e4m3 or e5m2, each GEMM
 scaled back, summed in fp32 and rounded once.
 
     y = x W^T      x and W      as they are
@@ -43,12 +43,12 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # of a weight's gradient on a GPU, which is formed in pieces of its rows before it is added: two
 # tiles of 128 x 256 for each multiprocessor of Hopper, which stay in its cache of 50 MB
 PIECE_BYTES = 32 << 20
-# the attribute of a weight whose products are formed so
+# the attribute of a weight whose GEMMs are formed so
 FP8 = "fp8"
 
 
 class Factor(NamedTuple):
-    """A matrix [m, n] of a product, and what is wanted of it. `split`: the dimension that
+    """A matrix [m, n] of a GEMM, and what is wanted of it. `split`: the dimension that
     tensor-parallel ranks share, if they do; `of_tokens`: rows are tokens.
     """
 
@@ -61,8 +61,8 @@ class Factor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fp8Products:
-    """How the products of one weight [o, i] are formed. `split`: the dimension of the weight that
+class Fp8Gemms:
+    """How the GEMMs of one weight [o, i] are formed. `split`: the dimension of the weight that
     the ranks of `axis` share; `cp`: the ranks that hold other tokens of the same samples.
     """
 
@@ -77,7 +77,7 @@ class Fp8Products:
         """x [..., i] -> [..., o]."""
         # Both factors have the summed dimension i contiguous as they are.
         q, w = self._quantise(self._input(x, plain=True), self._weight(weight, plain=True))
-        y = scaled_product(q.q, q.scale, w.q, w.scale, x.dtype, bias)
+        y = scaled_gemm(q.q, q.scale, w.q, w.scale, x.dtype, bias)
         return y.view(*x.shape[:-1], -1)
 
     def input_grad(
@@ -86,11 +86,11 @@ class Fp8Products:
         """dx [..., i] of dy [..., o], and what `accumulate_weight_grad` takes in place of dy if
         that is called next, as `weight_grad` specifies.
         """
-        # dy is quantized once for both products: as it is for dx, transposed for dW.
+        # dy is quantized once for both GEMMs: as it is for dx, transposed for dW.
         keeps = weight_grad and self.weight_grad
         own = self._output_grad(dy, plain=True, transposed=keeps)
         q, w = self._quantise(own, self._weight(weight, transposed=True))
-        dx = scaled_product(q.q, q.scale, w.q_t, w.scale_t, dy.dtype)
+        dx = scaled_gemm(q.q, q.scale, w.q_t, w.scale_t, dy.dtype)
         # The copy for dx is dropped before dW is computed.
         kept = Quantised(None, None, q.q_t, q.scale_t) if keeps else dy
         return dx.view(*dy.shape[:-1], -1), kept
@@ -113,7 +113,7 @@ class Fp8Products:
         is_one = self.scaling == "tensor"
         scales = [dy.scale_t] * len(pieces) if is_one else dy.scale_t.split(rows)
         for into, factor, scale in zip(pieces, dy.q_t.split(rows), scales, strict=True):
-            part = scaled_product(factor, scale, q.q_t, q.scale_t, main_grad.dtype)
+            part = scaled_gemm(factor, scale, q.q_t, q.scale_t, main_grad.dtype)
             if overwrite:
                 into.copy_(part)
             else:
@@ -201,7 +201,7 @@ def _quantised(factor: Factor, scaling: str, maxima: Maxima | None) -> Quantised
     )
 
 
-def scaled_product(
+def scaled_gemm(
     a: Tensor,
     scale_a: Tensor,
     b: Tensor,
@@ -232,10 +232,10 @@ def mark_fp8(
     weight: nn.Parameter, precision: PrecisionConfig, split: int, axis: Axis, cp: Axis = ALONE
 ) -> None:
     """Let the linear layer of this weight, of which the ranks of `axis` share dimension `split`,
-    form its products of 8-bit floats. `cp`: the context-parallel ranks.
+    form its GEMMs of 8-bit floats. `cp`: the context-parallel ranks.
     """
     is_shared = axis.size > 1
-    products = Fp8Products(
+    gemms = Fp8Gemms(
         SCALINGS[precision.fp8_recipe],
         E5M2 if precision.fp8_format == "hybrid" else E4M3,
         precision.fp8_wgrad and precision.fp8_recipe != "rowwise",
@@ -243,4 +243,4 @@ def mark_fp8(
         axis if is_shared else ALONE,
         cp,
     )
-    setattr(weight, FP8, products)
+    setattr(weight, FP8, gemms)

@@ -195,7 +195,7 @@ def _unable(config: Config, arch: int, dtype: torch.dtype) -> dict[str, dict[str
 
 
 def _unable_grouped(config: Config, dtype: torch.dtype) -> str | None:
-    """Why torch's grouped product cannot take this model's experts; None where it can."""
+    """Why torch's grouped GEMM cannot take this model's experts; None where it can."""
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return f"torch {torch.__version__} has none"
     if dtype == torch.float64:
@@ -251,26 +251,26 @@ def _wanted(config: Config, operator: str, device: torch.device) -> str:
         return "torch"  # the kernel turns pairs of other channels
     if wanted == "auto" and operator == "grouped-gemm":
         # One grouped launch pays where a loop of GEMMs is bound by the host.
-        most = SMALL_PRODUCT["cuda" if device.type == "cuda" else "cpu"]
-        return wanted if expert_product_flops(config) < most else "torch"
+        most = SMALL_GEMM["cuda" if device.type == "cuda" else "cpu"]
+        return wanted if expert_gemm_flops(config) < most else "torch"
     return wanted
 
 
 def grouped_gemm_on_gpu(config: Config) -> str:
-    """The implementation of experts' products that a GPU of CHECKED_ON takes: what the plan counts
+    """The implementation of experts' GEMMs that a GPU of CHECKED_ON takes: what the plan counts
     launches of.
     """
     wanted = _wanted(config, "grouped-gemm", torch.device("cuda"))
     return "triton" if wanted == "auto" else wanted
 
 
-# FLOPs of an expert's product below which the host's call of it takes longer: on a GPU a launch of
+# FLOPs of an expert's GEMM below which the host's call of it takes longer: on a GPU a launch of
 # 5 us at 500 TFLOP/s, on a CPU as measured (docs/performance.md)
-SMALL_PRODUCT = {"cuda": 2.5e9, "cpu": 4e6}
+SMALL_GEMM = {"cuda": 2.5e9, "cpu": 4e6}
 
 
-def expert_product_flops(config: Config) -> float:
-    """FLOPs of the first product of an expert over its rows of a micro-batch, where all experts
+def expert_gemm_flops(config: Config) -> float:
+    """FLOPs of the first GEMM of an expert over its rows of a micro-batch, where all experts
     have as many.
     """
     model, distributed = config.model, config.distributed

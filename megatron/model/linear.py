@@ -19,7 +19,7 @@ this rank's part of the sequence, never a gathered copy. Collectives of s b h el
     row          -                       -
     row, SP      all-gather of dy        all-gather of dy
 
-An unsplit backward has those of B and column's of W. Weights that are marked form their products of
+An unsplit backward has those of B and column's of W. Weights that are marked form their GEMMs of
 8-bit floats (fp8.py), which adds an all-reduce of maxima under scales of a tensor or a row.
 """
 
@@ -51,7 +51,7 @@ from megatron.model.main_grad import accumulate_bias_grad, accumulate_weight_gra
 from megatron.model.spec import ParameterSpec
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
-# rows and columns that one block of threads of a large product computes on Hopper, at most
+# rows and columns that one block of threads of a large GEMM computes on Hopper, at most
 TILE = (128, 256)
 # the attribute of a weight whose gradients are left for later: the list that they are put onto
 DEFERRED = "deferred_grads"
@@ -101,7 +101,7 @@ class DeferredWgrad(Protocol):
 
     @property
     def overlap(self) -> bool:
-        """Whether what `start` sets off may run alongside another one's product."""
+        """Whether what `start` sets off may run alongside another one's GEMM."""
 
     def start(self) -> Callable[[], None]:
         """Set off what is communicated; what it returns adds the gradient."""
@@ -110,7 +110,7 @@ class DeferredWgrad(Protocol):
 @torch.no_grad()
 def add_weight_grads(left: list[DeferredWgrad]) -> None:
     """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs
-    alongside a product.
+    alongside a GEMM.
     """
     started: deque[Callable[[], None]] = deque()
     while left or started:
@@ -128,9 +128,9 @@ def deferring_weight_grads(module: nn.Module) -> Iterator[list[DeferredWgrad]]:
     onto this list instead of computing them.
     """
     left: list[DeferredWgrad] = []
-    # Weights of linear layers and of experts declare that their gradient is one product.
+    # Weights of linear layers and of experts declare that their gradient is one GEMM.
     declared = ((weight, getattr(weight, "spec", None)) for weight in module.parameters())
-    weights = {weight for weight, spec in declared if spec is not None and spec.product}
+    weights = {weight for weight, spec in declared if spec is not None and spec.is_gemm}
     weights |= {layer.weight for layer in module.modules() if isinstance(layer, Linear)}
     for weight in weights:
         setattr(weight, DEFERRED, left)
@@ -180,7 +180,7 @@ class _Linear(torch.autograd.Function):
 
 class _ColumnLinear(torch.autograd.Function):
     """Forward: all-gather of x under SP, else nothing. Backward: the adjoint, a sum of dx over the
-    axis, alongside the weight gradient's product if that is not left for later; under SP x is
+    axis, alongside the weight gradient's GEMM if that is not left for later; under SP x is
     gathered a second time for it, so that only this rank's part of x is kept.
     """
 
@@ -234,7 +234,7 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
-    """Forward: the sum over the axis of the products (under SP each rank keeps its part of the
+    """Forward: the sum over the axis of the ranks' outputs (under SP each rank keeps a part of the
     sequence), then the bias once. Backward: under SP an all-gather of dy, else nothing. The bias
     sees this rank's part of the sequence, so its gradient is a part of the sum.
     """
@@ -246,10 +246,10 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.tp = weight, bias, tp
         if not tp.sequence:
-            # Each rank's product is a part of the sum over the inputs.
+            # Each rank's output is a part of the sum over the inputs.
             y = all_reduce(gemm(x, weight), tp.axis)
         elif _cuts(tp, x, weight, weight.shape[0] // 2):
-            # the first half of the outputs is summed alongside the product of the second
+            # the first half of the outputs is summed alongside the GEMM of the second
             halves = []
             for half in weight.chunk(2):
                 halves.append(start_reduce_scatter(F.linear(x, half), tp.axis))
@@ -291,14 +291,14 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _cuts(tp: TensorParallel, x: Tensor, weight: Tensor, outputs: int) -> bool:
-    """Whether a product is cut into pieces while others are communicated. 8-bit floats are
+    """Whether a GEMM is cut into pieces while others are communicated. 8-bit floats are
     quantised whole.
     """
     return tp.overlap and getattr(weight, FP8, None) is None and worth_cutting(x, outputs)
 
 
 def worth_cutting(x: Tensor, outputs: int) -> bool:
-    """Whether a piece of a product, of x [s, b, i] with that many outputs, keeps a GPU as busy as
+    """Whether a piece of a GEMM, of x [s, b, i] with that many outputs, keeps a GPU as busy as
     the whole does: it has a tile for each multiprocessor. On a CPU any has.
     """
     # A wave of tiles fills the GPU; a piece with fewer would leave multiprocessors idle.

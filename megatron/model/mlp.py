@@ -2,14 +2,14 @@
 hidden, f ffn width.
 
 Under --tiled-mlp N it runs over N pieces of the sequence that this rank holds, one after another,
-and keeps its input alone: the backward pass makes fc1's product and the activation of a piece again
+and keeps its input alone: the backward pass makes fc1's GEMM and the activation of a piece again
 and differentiates that piece, the last one first, before it turns to the next (autograd runs what
 was recorded last first). So tensors as wide as f never exist for more than a piece. Pieces of the
 output, and of the gradient of the input, are written into their places in one tensor; weight
 gradients add up in main_grad piece by piece. What the norms in front of attention and MLP give is
 made again too, since it is as large as the input of a layer. Under sequence parallelism a piece is
 gathered from the pieces of all ranks, which hold other tokens than a piece of the whole sequence
-would: products of rows do not mind, and the reduce-scatter hands each rank its own rows back.
+would: rows are independent, and the reduce-scatter hands each rank its own rows back.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ class _SquaredReLU(torch.autograd.Function):
         return F.relu(x).mul_(dy).mul_(2)
 
 
-def weighed_gated_gradients(
+def weighted_gated_gradients(
     dy: Tensor, fused: Tensor, weights: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
     """(dfused [N, 2f], dweights [N]) of act(gate) * up * weight for each row, with dy [N, f]: what
-    autograd makes of `_Gated` and the product, with the activation computed once.
+    autograd makes of `_Gated` and the multiplication, with the activation computed once.
     """
     gate, up = fused.chunk(2, dim=-1)
     value, gradient = _GATES[activation]
@@ -180,7 +180,7 @@ def mlp_parameters(
     )
     residual = normal(config, residual_output=True)
     made = {
-        "fc1.weight": ParameterSpec(matrices, product=True),
+        "fc1.weight": ParameterSpec(matrices, is_gemm=True),
         "fc2.weight": matrix(f"{name}.down.weight", (h, f), residual, shard=Shard(1)),
     }
     if config.add_bias_linear:

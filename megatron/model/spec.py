@@ -155,14 +155,14 @@ class ParameterSpec:
     """A parameter of a module: one logical tensor, or several fused along their rows.
 
     A fused parameter consists of `interleave` equal groups of rows, and each group holds a part of
-    every tensor in turn: per key/value head [its queries | key | value]. `product`: the weight of a
-    linear layer, whose gradient is one matrix product. That product comes first in a backward pass,
-    or is left for later by a split one.
+    every tensor in turn: per key/value head [its queries | key | value]. `is_gemm`: the weight of a
+    linear layer, whose gradient is one GEMM. That comes first in a backward pass, or is left for
+    later by a split one.
     """
 
     tensors: tuple[TensorSpec, ...]
     interleave: int = 1
-    product: bool = False
+    is_gemm: bool = False
 
     @property
     def decay(self) -> bool:
@@ -256,14 +256,14 @@ def matrix(
     init: Init,
     kind: str = "matrix",
     *,
-    product: bool | None = None,
+    is_gemm: bool | None = None,
     **declared: Any,
 ) -> ParameterSpec:
     """A parameter that is one matrix: by default the weight of a linear layer, if its kind is
     "matrix".
     """
-    is_product = kind == "matrix" if product is None else product
-    return ParameterSpec((TensorSpec(name, shape, init, kind, **declared),), product=is_product)
+    is_gemm = kind == "matrix" if is_gemm is None else is_gemm
+    return ParameterSpec((TensorSpec(name, shape, init, kind, **declared),), is_gemm=is_gemm)
 
 
 def normal(config: ModelConfig, *, residual_output: bool = False) -> Init:

@@ -19,7 +19,7 @@ class TensorParallel:
     axis: Axis = ALONE
     kv: Axis = ALONE
     sequence: bool = False
-    overlap: bool = True  # collectives run alongside the matrix products that do not depend on them
+    overlap: bool = True  # collectives run alongside the GEMMs that do not depend on them
     experts: Axis = ALONE  # of expert-tensor-parallel ranks: those that hold other experts
 
     @cached_property

@@ -483,7 +483,7 @@ class _Declared(NamedTuple):
         """Whether a split backward pass leaves its gradient for later."""
         # of a tied head it precedes the embedding's
         heads = model.head is not None and self.parameter is model.head.weight
-        return self.spec.product or heads
+        return self.spec.is_gemm or heads
 
 
 def _in_buffer_order(model: GPTModel, own: list[_Declared]) -> list[_Declared]:

@@ -19,7 +19,7 @@ CONVERSIONS = frozenset(
 # Functions that torch.compile never traces
 NEVER_TRACED = {
     "_CombineRows": "--torch-compile is refused with --num-experts",
-    "_WeighedActivation": "--torch-compile is refused with --num-experts",
+    "_WeightedActivation": "--torch-compile is refused with --num-experts",
     "GatheredAttention": "--torch-compile is refused with context parallelism",
     "RingAttention": "--torch-compile is refused with context parallelism",
     "_PutPiece": "--torch-compile is refused with --tiled-mlp",

@@ -27,8 +27,8 @@ from megatron.config.groups import (
     PrecisionConfig,
     TrainingConfig,
 )
-from megatron.model.experts.experts import RowCounts, add_expert_weight_grads, expert_products
-from megatron.model.kernels import choose_kernels, expert_product_flops
+from megatron.model.experts.experts import RowCounts, add_expert_weight_grads, expert_gemms
+from megatron.model.kernels import choose_kernels, expert_gemm_flops
 
 pytestmark = pytest.mark.table
 
@@ -121,7 +121,7 @@ def test_every_backend_is_the_loop(device, counts, o, i, dtype, backend):
     assert (rows.ends is None) == (backend == "torch")
     flat = weight.flatten(0, 1)
     for given, turned in ((x, True), (dy, False)):
-        found = expert_products(given, flat, rows, backend, turned=turned)
+        found = expert_gemms(given, flat, rows, backend, turned=turned)
         exact = grouped_gemm_reference(given.double(), weight.double(), ends, turned)
         torchs = grouped_gemm_reference(given, weight, ends, turned)
         assert_as_good(found, exact, torchs)
@@ -163,7 +163,7 @@ def chosen(config, device="cpu"):
 
 def test_what_auto_takes(monkeypatch):
     # 256 tokens x 2 choices / 8 experts, 64 -> 2 x 32
-    assert expert_product_flops(mixture()) == 2 * 64 * 64 * 64
+    assert expert_gemm_flops(mixture()) == 2 * 64 * 64 * 64
     monkeypatch.setattr(dispatch.lang, "interpreted", lambda: False)
     assert chosen(mixture()).implementation == "grouped-mm"
     large = mixture(hidden_size=8192, moe_ffn_hidden_size=28672)

@@ -594,7 +594,7 @@ def _(original):
     "an untied head at the rate of all else",
     "decoupled-untied-resume",
     model_block,
-    "head_matrix",
+    "head_spec",
 )
 def _(original):
     return lambda *args: with_rate(original(*args), False)

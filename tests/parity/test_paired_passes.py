@@ -85,10 +85,10 @@ class Journal:
 
 def run_with_journal(flags: tuple[str, ...]) -> list[tuple[str, int, int]]:
     journal = Journal()
-    start, product = dispatch.start_all_to_all_rows, experts.expert_products
+    start, product = dispatch.start_all_to_all_rows, experts.expert_gemms
     with (
         mock.patch.object(dispatch, "start_all_to_all_rows", journal.start(start)),
-        mock.patch.object(experts, "expert_products", journal.product(product)),
+        mock.patch.object(experts, "expert_gemms", journal.product(product)),
     ):
         run_case(flags)
     return journal.events

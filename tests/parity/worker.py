@@ -312,14 +312,14 @@ def copy_at_the_base_rate() -> contextlib.AbstractContextManager:
     """The head's copy of a tied matrix, on another stage than the embedding, does not declare that
     it takes the rate of --decoupled-lr.
     """
-    original = model_block.head_matrix
+    original = model_block.head_spec
 
     def undeclared(*args) -> ParameterSpec:
         spec = original(*args)
         (tensor,) = spec.tensors
         return replace(spec, tensors=(replace(tensor, multipliers=Multipliers()),))
 
-    return mock.patch.object(model_block, "head_matrix", undeclared)
+    return mock.patch.object(model_block, "head_spec", undeclared)
 
 
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {

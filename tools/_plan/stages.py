@@ -93,7 +93,7 @@ def flops_again(model: ModelConfig, seq: int, choice: LayerRecompute, index: int
 def _attention_again(model: ModelConfig) -> dict[str, int]:
     """All projections in front of the attention core, and the up-projections among them."""
     parameters = parameters_of_attention(model, "attention")
-    products = {name: spec for name, spec in parameters.items() if spec.product}
+    products = {name: spec for name, spec in parameters.items() if spec.is_gemm}
     del products["proj.weight"]
     up = [spec for name, spec in products.items() if "down" not in name]
     found = {"qkv": 2 * elements(products.values())}

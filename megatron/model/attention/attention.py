@@ -256,7 +256,7 @@ def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> Paramet
         )
         for part in "kv"
     )
-    return ParameterSpec((query, key, value), interleave=groups, product=bool(rest))
+    return ParameterSpec((query, key, value), interleave=groups, is_gemm=bool(rest))
 
 
 class CoreAttention(nn.Module):

@@ -13,7 +13,7 @@ sum of their parts. Rows never meet in an addition whose order is not fixed: a t
 gathered and added up choice by choice, and so are the gradients of its row. Which assignment goes
 where is a plan of integers, made once: a recomputation is given the same plan. The host waits once,
 for the numbers of rows; not at all where every assignment stays on this rank and the experts'
-products read the numbers on the device. T tokens of this rank, h hidden, N rows of this rank's
+GEMMs read the numbers on the device. T tokens of this rank, h hidden, N rows of this rank's
 experts.
 """
 
@@ -269,12 +269,12 @@ class _Gather(torch.autograd.Function):
 
 class AllToAll:
     """Rows go where they are needed. `grid`: the ranks that share each expert's matrices and those
-    that hold other experts; `count`: experts of a layer; `backend`: of their products.
+    that hold other experts; `count`: experts of a layer; `backend`: of their GEMMs.
     """
 
     def __init__(self, grid: TensorParallel, count: int, backend: str):
         self.grid, self.count, self.backend = grid, count, backend
-        # all experts are here, and their products need no numbers on the host
+        # all experts are here, and their GEMMs need no numbers on the host
         self.stays_uncounted = grid.experts.size == grid.axis.size == 1 and backend == TRITON
 
     @torch.no_grad()
@@ -293,7 +293,7 @@ class AllToAll:
         here = self.count // ep.size
         if keep is not None:
             assignments = _first(assignments, sum(mine), keep)
-        # Rows arrive source by source, and within a source expert by expert; the products need them
+        # Rows arrive source by source, and within a source expert by expert; the GEMMs need them
         # expert by expert.
         sources = _sums(theirs, here)  # rows from each rank of ep, of each rank of etp
         own = sources[etp.rank * ep.size :][: ep.size]

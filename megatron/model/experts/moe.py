@@ -186,7 +186,7 @@ class MoE(nn.Module):
         return {**losses, expert_tokens(self.index): choice.counts}
 
 
-def sums_beside(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:
+def aux_outputs(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:
     """(name, how many numbers) of what the layer gives alongside its output in training."""
     assert config.num_experts is not None
     names = loss_names(config)

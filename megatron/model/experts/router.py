@@ -60,7 +60,7 @@ class RouterChoice(NamedTuple):
 def router_parameters(
     config: ModelConfig, name: str, sequence: bool = False
 ) -> dict[str, ParameterSpec]:
-    """The product's weight [E, h], and what is kept from step to step: the bias and the share of
+    """The GEMM's weight [E, h], and what is kept from step to step: the bias and the share of
     tokens of each expert [E].
     """
     count = config.num_experts
@@ -70,7 +70,7 @@ def router_parameters(
             f"{name}.weight",
             (count, config.hidden_size),
             normal(config),
-            product=False,
+            is_gemm=False,
             copies="tp",
             grad_sum=parts_under(sequence),
         )
@@ -89,7 +89,7 @@ def router_parameters(
     return made
 
 
-class _RouterProduct(torch.autograd.Function):
+class _RouterGemm(torch.autograd.Function):
     """x [T, h] times weight [E, h] transposed, in its own precision."""
 
     @staticmethod
@@ -168,7 +168,7 @@ class Router(nn.Module):
             # in training alone, as dropout
             x = x * self._jitter(x, state)
         # [T, E] in fp32 or fp64, whatever the layer's precision
-        logits = _RouterProduct.apply(x.flatten(0, 1), self.weight, dtype)
+        logits = _RouterGemm.apply(x.flatten(0, 1), self.weight, dtype)
         if self.config.moe_router_score_function == "softmax":
             return logits, logits.softmax(-1) if self.config.moe_router_pre_softmax else logits
         if self.config.moe_router_score_function == "sigmoid":

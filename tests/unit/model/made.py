@@ -26,7 +26,7 @@ def linear(
     matrix = TensorSpec(f"{name}.weight", (o, i), DRAWN, "matrix", shard=weight_shard)
     offsets = vector(f"{name}.bias", o, shard=bias_shard)
     return kind(
-        ParameterSpec((matrix,), product=True), ParameterSpec((offsets,)) if bias else None, tp
+        ParameterSpec((matrix,), is_gemm=True), ParameterSpec((offsets,)) if bias else None, tp
     )
 
 

@@ -5,7 +5,7 @@ is written out, next to autograd's.
 import pytest
 import torch
 
-from megatron.model.experts.experts import _WeighedActivation
+from megatron.model.experts.experts import _WeightedActivation
 from megatron.model.mlp import activation_function
 
 
@@ -17,7 +17,7 @@ def gradients(kind: str, dtype: torch.dtype, gated: bool) -> list[torch.Tensor]:
     weights = torch.rand(9, generator=generator).to(wide)
     leaves = [each.requires_grad_() for each in (x, weights)]
     activation = activation_function(kind)
-    out = _WeighedActivation.apply(*leaves, activation, kind if gated else None)
+    out = _WeightedActivation.apply(*leaves, activation, kind if gated else None)
     return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
 
 
@@ -36,6 +36,6 @@ def test_gradients_by_differences(kind, gated):
     activation = activation_function(kind)
 
     def function(x, weights):
-        return _WeighedActivation.apply(x, weights, activation, kind if gated else None)
+        return _WeightedActivation.apply(x, weights, activation, kind if gated else None)
 
     assert torch.autograd.gradcheck(function, (x, weights))

@@ -265,4 +265,4 @@ def test_a_gpu_is_given_what_its_products_take(recipe, form):
         if recipe != "tensorwise":
             scale = torch.empty(2, 63, device="cuda").t()
             with pytest.raises(RuntimeError, match="[Ss]cal"):
-                fp8.scaled_product(q, scale, q, scale, torch.bfloat16)
+                fp8.scaled_gemm(q, scale, q, scale, torch.bfloat16)

@@ -51,7 +51,7 @@ class Paired(LayerBlock):
         super().__init__(config, seed, index, tp, *rest)
         name = f"layers.{index}.pair.weight"
         matrix = TensorSpec(name, (H, H), Init(std=0.1), "matrix", group="pairs")
-        self.pair = Linear(ParameterSpec((matrix,), product=True), None, tp)
+        self.pair = Linear(ParameterSpec((matrix,), is_gemm=True), None, tp)
 
     def forward(self, x: Tensor, micro) -> Tensor:
         y = super().forward(x, micro)
