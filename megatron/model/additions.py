@@ -49,6 +49,7 @@ def _values(model: GPTModel) -> Iterator[str]:
         spec = getattr(parameter, "spec", None)
         if not parameter.requires_grad and (spec is None or spec.group != "state"):
             yield f"{name}: requires_grad is False, but only whole units can be frozen (--freeze)"
+        # Of an ordinary module matrices are drawn, scales are ones and biases zeros.
         usual = parameter.dim() == 2 or parameter.dim() == 1 and kind in ("weight", "bias")
         if not hasattr(parameter, "spec") and not usual:
             yield (
@@ -71,6 +72,8 @@ def _gradients(model: GPTModel) -> Iterator[str]:
                     f"{name}: its name in checkpoints is that of {other} too; call it "
                     "something else"
                 )
+            # Only the module's author knows whether the ranks see the same values or parts of a
+            # sum.
             if model.tp.size > 1 and tensor.grad_sum is None:
                 yield (
                     f"{name}: all tensor-parallel ranks hold it, and it is not declared how its "
@@ -92,6 +95,7 @@ def _state(model: GPTModel) -> Iterator[str]:
             "micro-batch, or make it a parameter"
         )
     for name, module in model.named_modules():
+        # torch's generators know neither the sample nor the position.
         if isinstance(module, _DropoutNd) and module.p > 0:
             yield (
                 f"{name}: {module}: its mask would be another one in a recomputation and on "

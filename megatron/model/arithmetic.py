@@ -13,9 +13,10 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
-from megatron.config.batch_schedule import Step, batch_steps
+from megatron.config.batch_schedule import batch_steps
 from megatron.config.derive import ExpertRanks
 from megatron.config.groups import Config, ModelConfig
 from megatron.model.attention.latent_attention import parameters_of_attention
@@ -239,14 +240,10 @@ def peak_tflops(device_name: str, dtype: Any) -> float | None:
     return None
 
 
-def _samples(step: Step) -> int:
-    return step[0]
-
-
 def global_batch_size_at(consumed: int, config: Config) -> int:
     """Samples of the step that starts after `consumed` samples, see batch_steps."""
     steps = batch_steps(config.training, config.data.seq_length)
-    return steps[bisect_right(steps, consumed, key=_samples) - 1][1]
+    return steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1]
 
 
 def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | None]]:
@@ -254,13 +251,13 @@ def _stages(config: Config, consumed: int) -> Iterator[tuple[int, int, int | Non
     `consumed` on.
     """
     steps = batch_steps(config.training, config.data.seq_length)
-    index = bisect_right(steps, consumed, key=_samples)
+    index = bisect_right(steps, consumed, key=itemgetter(0))
     while index < len(steps):
         size = steps[index - 1][1]
         count = -(-(steps[index][0] - consumed) // size)
         yield consumed, size, count
         consumed += count * size
-        index = bisect_right(steps, consumed, key=_samples)
+        index = bisect_right(steps, consumed, key=itemgetter(0))
     yield consumed, steps[-1][1], None
 
 

@@ -37,6 +37,7 @@ def group_of(size: int) -> list[LayerRecompute]:
 
 def choice_of(what: str) -> LayerRecompute:
     """The choice that a word of --recompute-layers names."""
+    # full, none, or modules joined by +
     if what == FULL:
         return WHOLE
     return KEPT if what == NONE else LayerRecompute(frozenset(what.split("+")))

@@ -16,8 +16,11 @@ class TensorParallel:
     same key/value head, or other experts.
     """
 
+    # the ranks that share each matrix: columns (qkv, fc1) or rows (proj, fc2) of it
     axis: Axis = ALONE
+    # of these, the ranks that hold the same key/value head, where there are fewer heads than ranks
     kv: Axis = ALONE
+    # between matrices each rank has an equal part of the sequence (SP)
     sequence: bool = False
     overlap: bool = True  # collectives run alongside the GEMMs that do not depend on them
     experts: Axis = ALONE  # of expert-tensor-parallel ranks: those that hold other experts

@@ -30,6 +30,7 @@ class _QKNorm(torch.autograd.Function):
     ) -> Tensor:
         y, statistics = qk_norm(qkv, q_weight, k_weight, q_bias, k_bias, cos, sin, eps)
         ctx.save_for_backward(qkv, statistics, cos, sin)
+        # The kernel normed the query and key heads and left the values as they are.
         ctx.weights, ctx.biases = (q_weight, k_weight), (q_bias, k_bias)
         return y
 
