@@ -33,7 +33,7 @@ from megatron.model.experts.moe import (
     moe_parameters,
 )
 from megatron.model.experts.router import OBJECTIVE
-from megatron.model.linear import column_linear, linear
+from megatron.model.linear import column_linear
 from megatron.model.linear_cross_entropy import linear_cross_entropy
 from megatron.model.loss import cross_entropy, own_columns
 from megatron.model.mlp import MLP, always_rebuilt, mlp_class, mlp_parameters
@@ -392,7 +392,7 @@ class HeadBlock(Layer):
         # For generation and comparisons: all columns are here.
         assert self.tp.size == 1
         cap = self.config.final_logit_softcapping
-        z = linear(x, self.weight)[..., : self.vocab_size]
+        z = column_linear(x, self.weight, None, self.tp)[..., : self.vocab_size]
         return z if cap is None else cap * torch.tanh(z / cap)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:

@@ -314,13 +314,6 @@ def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def linear(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> Tensor:
-    """x [s, b, i] times weight [o, i] transposed, plus bias [o]: bit-equal to
-    torch.nn.functional.linear.
-    """
-    return _Linear.apply(x, weight, bias, NO_TP)
-
-
 def column_linear(
     x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel
 ) -> Tensor:
