@@ -125,7 +125,7 @@ MOST_RANKS = 4  # of a default row: each rank's process costs seconds to start, 
 
 
 def ranks_of(parameters: dict[str, Any]) -> int:
-    """Of a row that says how many it has (`world`); else 0."""
+    """Of a row that has the number (`world`); else 0."""
     return max((getattr(value, "world", 0) for value in parameters.values()), default=0)
 
 

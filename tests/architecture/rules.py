@@ -114,7 +114,7 @@ def _in_library(name: str) -> bool:
 
 
 def _packages(root: Path) -> Iterator[str]:
-    """`kernels` is no package of its own, everything in megatron/ is one (an install would leave it
+    """`kernels` is not a separate package, everything in megatron/ is one (an install would leave it
     out otherwise) and has its rule.
     """
     if (root / "kernels/__init__.py").exists():
@@ -134,7 +134,7 @@ def _packages(root: Path) -> Iterator[str]:
 
 
 def _imports(tree: ast.Module, name: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of every import, wherever it stands; `from a import b` gives
+    """(line, absolute dotted name) of every import, wherever it is; `from a import b` gives
     a.b.
     """
     package = name.removesuffix(".py").split("/")[:-1]

@@ -228,8 +228,8 @@ def test_modules_name_modules_that_exist():
     """In the first docstring of each module of the packages that make a step."""
     for package in ("model", "parallel", "optimizer", "training"):
         for file in sorted((ROOT / "megatron" / package).rglob("[!_]*.py")):
-            told = ast.get_docstring(ast.parse(file.read_text())) or ""
-            named = re.findall(r"[a-z_]+(?:/[a-z_]+)*\.py", told)
+            text = ast.get_docstring(ast.parse(file.read_text())) or ""
+            named = re.findall(r"[a-z_]+(?:/[a-z_]+)*\.py", text)
             places = (ROOT, ROOT / "megatron", file.parent)
             gone = [name for name in named if not any((at / name).exists() for at in places)]
             assert not gone, f"{file} names {gone}"

@@ -1,4 +1,4 @@
-"""The first thing to run on a GPU: a few iterations of every default path, beside the same on a CPU
+"""The first thing to run on a GPU: a few iterations of every default path, and the same on a CPU
 in fp32. `python -m pytest -m gpu tests/gpu/test_default_paths.py`
 """
 

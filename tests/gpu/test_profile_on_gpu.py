@@ -1,4 +1,4 @@
-"""--profile on a GPU: kernels beside the ranges that launched them, and parts that add up; and a
+"""--profile on a GPU: kernels next to the ranges that launched them, and parts that add up; and a
 GPU's memory that runs out.
 """
 

@@ -26,7 +26,7 @@ def wrong_kernel(a, N: tl.constexpr):
 
 
 class Deadly:
-    """Stands for a compiler that aborts."""
+    """A compiler that aborts."""
 
     @property
     def arg_names(self):

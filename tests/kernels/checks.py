@@ -1,4 +1,4 @@
-"""How a kernel's result is judged: against the definition in float64, beside what PyTorch itself
+"""How a kernel's result is judged: against the definition in float64, and next to what PyTorch itself
 makes of the low precision.
 """
 

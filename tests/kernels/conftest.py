@@ -1,5 +1,5 @@
 """Kernels run where the tensors are: compiled on a GPU where there is one, else in the interpreter,
-whose bf16 is mended first.
+whose bf16 is fixed first.
 """
 
 import interpreter

@@ -1,4 +1,4 @@
-"""From a measurement to a choice, on made-up results: what wins, what does not, what is left alone,
+"""From a measurement to a choice, on made-up results: what wins, what does not, what is kept,
 and that dispatch reads it.
 """
 

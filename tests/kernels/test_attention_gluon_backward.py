@@ -155,12 +155,12 @@ def test_the_operator_takes_both_passes_in_gluon(interpreted, monkeypatch):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_numbers_stay_where_they_belong(interpreted, bad):
-    """dout of one row reaches the keys that the row sees, keys that nobody sees reach nothing."""
+    """dout of one row reaches the keys that the row sees, and masked keys reach nothing."""
     (s, t), scale = (40, 260), 0.1
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(s, 1, 1, 64, generator=generator).bfloat16()
     k, v = (torch.randn(t, 1, 1, 64, generator=generator).bfloat16() for _ in range(2))
-    k[200], v[201] = bad, bad  # in a block of keys of which nobody sees any
+    k[200], v[201] = bad, bad  # in a fully masked block of keys
     mask = attention_mask(s, t)
     out, lse = attention_reference(q, k[:s], v[:s], scale=scale, mask=attention_mask(s, s))
     dout = torch.randn(q.shape, generator=generator).bfloat16()

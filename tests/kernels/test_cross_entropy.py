@@ -24,7 +24,7 @@ SHAPES = [(5, 33, 48), (3, 5000, 5008), (2, 512, 512), (1, 1, 16), (4, 9001, 900
 def draw(tokens, columns, width, dtype, device, scale=4.0):
     generator = torch.Generator().manual_seed(tokens + columns)
     logits = (scale * torch.randn(tokens, width, generator=generator)).to(device, dtype)
-    logits[:, columns:] = torch.nan  # whatever stands in padding
+    logits[:, columns:] = torch.nan  # whatever padding holds
     labels = torch.randint(0, columns, (tokens,), generator=generator).to(device)
     dloss, dlse = (torch.rand(tokens, generator=generator).to(device) + 0.5 for _ in range(2))
     return logits, labels, dloss, dlse

@@ -62,7 +62,7 @@ def no_interpreter(monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """A machine whose table says that Triton, or apex where that is not to be had, wins
+    """A machine whose table lists that Triton, or apex where that is not to be had, wins
     everything.
     """
     monkeypatch.setattr(
@@ -227,7 +227,7 @@ def test_fa4_is_taken_when_asked_for_alone():
 
 
 def test_fa4_takes_the_place_of_torchs_flash_kernels(tmp_path):
-    """With a stand-in of the wheel, in a process of its own: nothing gives the place back."""
+    """With a fake wheel, in a separate process: nothing gives the place back."""
     package = tmp_path / "flash_attn" / "cute"
     package.mkdir(parents=True)
     (tmp_path / "flash_attn" / "__init__.py").write_text("")
@@ -461,7 +461,7 @@ def rms_backward_affine(dy, rstd, x, shape, weight, eps, memory_efficient):
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_the_norms_of_apex_are_called_as_it_defines_them(kind, fake):
     """With a stand-in for its extension that has its functions' order of arguments: the real one
-    has never been at hand.
+    has never been available.
     """
     fake("fused_layer_norm_cuda", APEX_NORMS)
     found = []
@@ -499,7 +499,7 @@ def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
 
 def test_the_norm_of_apex_is_called_as_it_defines_it(fake, tmp_path):
     """With stand-ins for its modules that have its functions' order of arguments: the real ones
-    have never been at hand. What fp32 cannot hold is not taken for a gradient that is not
+    have never been available. What fp32 cannot hold is not taken for a gradient that is not
     finite.
     """
     fake("amp_C", AMP_C)

@@ -1,4 +1,4 @@
-"""The sum of squares in float64: its accuracy, its range, and what it says of numbers that are
+"""The sum of squares in float64: its accuracy, its range, and its result for numbers that are
 none.
 """
 
@@ -49,10 +49,10 @@ def test_squares_beyond_fp32(device, value):
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_anything_that_is_not_finite_shows(device, value, where, dtype):
     buffer = draw(5000, dtype, device)
-    beside = draw(100, dtype, device)
-    assert sum_of_squares([beside, buffer[:where], buffer[where + 1 :]]).isfinite()
+    other = draw(100, dtype, device)
+    assert sum_of_squares([other, buffer[:where], buffer[where + 1 :]]).isfinite()
     buffer[where] = value
-    assert not sum_of_squares([beside, buffer]).isfinite()
+    assert not sum_of_squares([other, buffer]).isfinite()
 
 
 def test_reads_nothing_beyond_a_piece(device):

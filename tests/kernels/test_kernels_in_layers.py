@@ -156,7 +156,7 @@ def test_evaluation_drops_nothing(device):
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_gradients_of_a_sum_and_its_norm(kind, device):
-    """Whoever uses the norm, the sum, or both; a frozen weight's main_grad is not touched."""
+    """The norm, the sum, or both are used; a frozen weight's main_grad is not touched."""
 
     def gradients(backend, uses, frozen=False):
         norm = norm_layer(kind, 16, 1e-5, backend, layer=AddNorm).to_empty(device=device)

@@ -34,9 +34,9 @@ def train(capsys, folder: Path, *flags: str) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
     metrics = folder / f"{len(list(folder.iterdir()))}.jsonl"
     assert main([*MODEL, *flags, "--metrics-file", str(metrics)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
     for operator in [each for each in TRITON if flag_of(each) in flags]:
-        assert f"{operator} triton" in told
+        assert f"{operator} triton" in shown
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [(row["lm loss"], row["grad-norm"]) for row in rows if "lm loss" in row]
 

@@ -1,4 +1,4 @@
-"""The compile-only gate: every shipped kernel compiles for sm_90 as the manifest says, and what
+"""The compile-only gate: every shipped kernel compiles for sm_90 as the manifest lists, and what
 breaks a rule is found.
 """
 

@@ -18,7 +18,7 @@ def tables(s, b, width, device, seed=0):
 
 
 def check(x, cos, sin, direction, dtype):
-    """x is turned as the definition does, and nothing beside it."""
+    """x is turned as the definition does, and nothing next to it."""
     exact = rotary_reference(x.double(), cos.double(), sin.double(), direction)
     torchs = rotary_reference(x.clone(), cos, sin, direction)
     rotary_(x, cos, sin, direction)

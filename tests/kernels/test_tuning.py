@@ -1,4 +1,4 @@
-"""The tool that tunes: what it tries, what wins, what it writes, and that it goes on where it was
+"""The tool that tunes: what it tries, what wins, what it writes, and that it continues where it was
 stopped.
 """
 
@@ -81,7 +81,7 @@ def test_what_won_is_written_and_nothing_else():
         "fault": "",
         **ABOUT,
     }
-    # beats the row of an older architecture: one of its own
+    # beats the row of an older architecture: its own row
     lines = [
         {**line, "operator": "a", "numbers": {"M": 4}},
         # the frozen one won: now it is measured

@@ -1,7 +1,7 @@
 """The table of configurations in which the program is held against the oracle.
 
 A case is a command line (BASE, then its own flags: a later one wins), the runs that follow the
-first in the same folder (resumes), and the layout that the program alone is given. `{data}` stands
+first in the same folder (resumes), and the layout that the program alone is given. `{data}` is
 for the folder of corpora, `{save}` for the run's own.
 """
 
@@ -549,7 +549,7 @@ def write_corpus(
 
 
 def write_sidecar(prefix: Path, **counts: int) -> None:
-    """What tools/preprocess_data.py writes beside a corpus, as far as it is read."""
+    """What tools/preprocess_data.py writes next to a corpus, as far as it is read."""
     files = {
         kind: {"bytes": Path(f"{prefix}.{kind}").stat().st_size, "xxh3_128": "0" * 32}
         for kind in ("bin", "idx")

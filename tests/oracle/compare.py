@@ -69,7 +69,7 @@ def narrow_bound(precision: str, layers: int) -> float:
 
 @functools.cache
 def expected(case: Case) -> list[Outcome]:
-    """What the oracle says of each run of a case."""
+    """The oracle's outcome of each run of a case."""
     threads, outcomes = torch.get_num_threads(), []
     torch.set_num_threads(1)
     try:
@@ -83,7 +83,7 @@ def expected(case: Case) -> list[Outcome]:
 
 
 def differences(case: Case, gloo_world: Callable | None = None) -> list[str]:
-    """Run the program and the oracle; every difference in words. `gloo_world` is the fixture,
+    """Run the program and the oracle; every difference as text. `gloo_world` is the fixture,
     needed for several ranks.
     """
     found = []

@@ -175,7 +175,7 @@ class Blend:
         return self.sources[d].stream.sample(index)
 
     def reached(self, consumed: int) -> dict[tuple, int]:
-        """The next sample of each source, by its identity, when so many samples of the run have
+        """The next sample of each source, by its identity, when that number of samples of the run have
         been read.
         """
         if consumed > self.first:
@@ -239,7 +239,7 @@ def named(sources: list[Source]) -> list[tuple]:
 
 class HeldOut(NamedTuple):
     """A source that is evaluated: the name that its loss is logged under, its part in the mean over
-    its split's sources, and the bytes of text of a token where a sidecar says so.
+    its split's sources, and the bytes of text of a token where a sidecar has it.
     """
 
     name: str
@@ -249,7 +249,7 @@ class HeldOut(NamedTuple):
 
 
 def held_out_data(c: Namespace, split: str, title: str) -> list[HeldOut]:
-    """What --eval-iters and the files of a split say is evaluated."""
+    """What is evaluated by --eval-iters and the files of a split."""
     if c.eval_iters == 0:
         return []
     if c.mock_data:
@@ -266,7 +266,7 @@ def held_out_data(c: Namespace, split: str, title: str) -> list[HeldOut]:
 
 
 def bytes_per_token(prefix: str) -> float | None:
-    """What a corpus' sidecar says of all of it."""
+    """What a corpus' sidecar holds for all of it."""
     sidecar = Path(f"{prefix}.json")
     if not sidecar.is_file():
         return None
@@ -276,7 +276,7 @@ def bytes_per_token(prefix: str) -> float | None:
 
 def batch_of(c: Namespace, reader: Reader, first: int, count: int) -> Batch:
     """Samples first .. first + count - 1, with masks and positions as --eod-mask-loss,
-    --reset-position-ids say.
+    --reset-position-ids.
     """
     windows = torch.from_numpy(np.stack([reader.sample(i) for i in range(first, first + count)]))
     tokens = windows[:, :-1]

@@ -36,7 +36,7 @@ COUNTED = re.compile(
 
 
 class Found(NamedTuple):
-    """What noticed a mutant: a case or a test, the largest difference in words, and its relative
+    """What noticed a mutant: a case or a test, the largest difference as text, and its relative
     size (None: it has none, as a row too many or a failed test).
     """
 

@@ -20,7 +20,7 @@ STATES = ("mlp.router.expert_bias", "mlp.router.expert_share")  # kept, not trai
 
 
 class Routed(NamedTuple):
-    """What the router says of tokens: weights [b, s, E], zero where an expert does not take the
+    """The router's output for tokens: weights [b, s, E], zero where an expert does not take the
     token; the sum of the auxiliary losses with their coefficients; tokens that chose each expert.
     """
 
@@ -157,7 +157,7 @@ def shapes_of(c: Namespace, linear: Callable[[str, int, int], None]) -> dict[str
 
 
 def after_step(c: Namespace, weights: Weights, layer: int, counts: Tensor) -> None:
-    """What the router keeps, after a step in which experts had so many tokens of the batch."""
+    """What the router keeps, after a step in which experts had these numbers of tokens of the batch."""
     bias, share = (weights.get(f"layers.{layer}.{name}") for name in STATES)
     if bias is not None:
         bias += c.moe_router_bias_update_rate * torch.sign(counts.mean() - counts)

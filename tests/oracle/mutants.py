@@ -1,5 +1,5 @@
 """Changes of meaning, one function at a time: each makes the program train something else than its
-flags say, and each must be found.
+flags ask for, and each must be found.
 
 A mutant replaces functions of the product while its `patch` is open. `where` names the case of
 cases.py in which the oracle must notice it, or the file of tests in which one must fail.

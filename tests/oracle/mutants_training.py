@@ -466,7 +466,7 @@ rates("mixed-0", "an inverse square root that ignores the warm-up")(
         else max(s.min_lr, s.max_lr / math.sqrt(x))
     )
 )
-rates("mixed-2", "a line that goes on below the minimum after the decay")(
+rates("mixed-2", "a line that continues below the minimum after the decay")(
     lambda f, s, x: f(s, x) if x <= s.decay else 2 * f(s, s.decay) - f(s, 2 * s.decay - x)
 )
 rates("in-samples", "a warm-up from zero")(
@@ -602,7 +602,7 @@ def _(original):
 
 @mutant(
     "schedule",
-    "a decoupled rate that decays to zero without a minimum of its own",
+    "a decoupled rate that decays to zero without its own minimum",
     "decoupled-tied",
     ParamSchedule,
     "learning_rates",
@@ -972,7 +972,7 @@ def _(checkpoint, run):
         each.master.copy_(each.master.bfloat16())
 
 
-@after_load("resume", "finetuning goes on with the checkpoint's schedule", "finetune")
+@after_load("resume", "finetuning continues with the checkpoint's schedule", "finetune")
 def _(checkpoint, run):
     if run.config.checkpoint.finetune:
         run.progress.scheduled_samples = checkpoint.state["scheduled_samples"]

@@ -9,7 +9,7 @@ from argparse import Namespace
 
 
 def batch_size(c: Namespace, consumed: int) -> int:
-    """Samples of the step that begins after so many: the ramp grows by its increment in equal
+    """Samples of the step that begins after that number: the ramp grows by its increment in equal
     stretches of samples.
     """
     if c.rampup is None:
@@ -98,7 +98,7 @@ class Schedule:
 
 
 def wsd(style: str, done: float) -> float:
-    """What is left of the learning rate after this share of the final decay."""
+    """The share of the learning rate that remains after this share of the final decay."""
     if style == "linear":
         return 1 - done
     if style == "cosine":

@@ -14,7 +14,7 @@ from parity.worker import Outcome, Piece, Step, reference
 from torch import Tensor
 
 # Of a gradient that is 0 in exact arithmetic a run has the noise of its 1e5 roundings, which are
-# independent, relative to the gradients beside
+# independent, relative to the other gradients
 # it. AdamW divides it by little more than its epsilon, so each step moves such a weight by up to lr
 # / epsilon times that.
 ZERO_GRADIENT_NOISE = 2.0**-53 * math.sqrt(1e5)

@@ -8,7 +8,7 @@ then in ours:
         tests/parity/deepspeed_checkpoint.py write OUT --kind llama --stage 3
     python tests/parity/deepspeed_checkpoint.py compare OUT
 
-`write` trains a tiny model in bf16 for three steps and saves it; beside it, in OUT/whole, lie the
+`write` trains a tiny model in bf16 for three steps and saves it; next to it, in OUT/whole, lie the
 fp32 weights as zero_to_fp32 puts them together and as DeepSpeed's running optimizer holds them.
 `compare` imports the folder and ends with 1 unless every tensor is the same bit for bit. Kinds:
 llama (grouped queries, untied) and gpt2 (tied) of transformers, each process a data-parallel rank;

@@ -80,7 +80,7 @@ def loss_times_ranks() -> Patch:
 
 
 def bias_in_weights() -> Patch:
-    """Experts are weighed by scores with the bias."""
+    """Experts are weighted by scores with the bias."""
     real = Router.weights
 
     def weights(self, scores, chosen):

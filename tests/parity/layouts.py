@@ -56,7 +56,7 @@ class Feature:
     micro_batches: int | None = None
     micro_batch: int | None = None  # samples of one, where its size is a part of the definition
     # flags of the layout's run that the one process does without: they must not change a number
-    beside: str = ""
+    extra: str = ""
     # ending of parameters whose exact gradient is 0, and of those that they are held against
     zero: tuple[str, str] | None = None
 
@@ -99,7 +99,7 @@ FEATURES = {
         f"{NO_DROPOUT} --final-logit-softcapping 2 --z-loss-coeff 1e-2",
         patches=("few_tokens",),
         zero=KEY_BIAS,
-        beside="--fused-linear-cross-entropy",
+        extra="--fused-linear-cross-entropy",
     ),
     "ramp-up": Feature("--rampup-batch-size 4 4 8", most_dp=4, zero=KEY_BIAS),
     "recompute": Feature(
@@ -178,7 +178,7 @@ APART = {
         f"{NO_DROPOUT} {LATENT} --q-lora-rank 24 --no-qk-layernorm --position-embedding-type rope"
     ),
     "mla-graphs": Feature(
-        f"{LLAMA} {LATENT} --q-lora-rank 24", patches=("recorded",), beside="--cuda-graphs"
+        f"{LLAMA} {LATENT} --q-lora-rank 24", patches=("recorded",), extra="--cuda-graphs"
     ),
     "mla-moe": Feature(
         f"{LLAMA} {LATENT} --q-lora-rank 24 {LATENT_YARN} {EXPERTS} {BY_SAMPLE} "
@@ -220,8 +220,8 @@ SPLITS = {  # a word of a layout: flags and the number of layers; the uneven one
 }
 PIPELINES = (
     *(
-        f"pp{size} {schedule}{beside}"
-        for size, schedule, beside in product((2, 4), SCHEDULES, ("", " tp2 sp", " dp2"))
+        f"pp{size} {schedule}{extra}"
+        for size, schedule, extra in product((2, 4), SCHEDULES, ("", " tp2 sp", " dp2"))
     ),
     "pp3 interleaved v2",
     "pp2 1f1b tp2",
@@ -254,7 +254,7 @@ def staged(layouts: tuple[str, ...], kept: tuple[str, ...] = ()) -> tuple[str, .
 
 
 def wire_bound(parts: int) -> float:
-    """Relative error of an fp32 gradient that is sent in bf16 in so many parts: one of each
+    """Relative error of an fp32 gradient that is sent in bf16 in `parts` parts: one of each
     data-parallel rank, at ZeRO 2 and 3 one of each of its micro-batches. Each part is rounded, at
     stage 0 their sum too. Gradients of different samples are about orthogonal, so the norms of N
     parts add up to sqrt(N) times that of the sum: u sqrt(N) + u.
@@ -361,7 +361,7 @@ class Row:
             micro_batch = 1  # several pairs
         micro_batch = feature.micro_batch or micro_batch
         if layout:
-            own += feature.beside.split()
+            own += feature.extra.split()
         if feature.micro_batches:
             own += ["--global-batch-size", str(feature.micro_batches)]
         if self.precision != "fp64":  # the bound of `narrow` holds over 7 or more steps
@@ -491,7 +491,7 @@ def traits(row: Row) -> set[tuple[str, str]]:
                     f"{row.precision}{' split' * (split and row.precision == 'fp16')}",
                 )
             }
-        beside = [
+        extra = [
             word
             for word in row.layout.split()
             if word not in ("v2", "auto") and not word.startswith("pp")
@@ -500,7 +500,7 @@ def traits(row: Row) -> set[tuple[str, str]]:
             (f"zero{row.stage}", other)
             for other in (
                 row.feature,
-                *beside,
+                *extra,
                 *(["kv heads shared" + sequence] if tp > groups else []),
             )
         }

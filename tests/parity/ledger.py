@@ -163,7 +163,7 @@ def count(flags: tuple[str, ...]) -> list[Call]:
 
 def measure(flags: tuple[str, ...]) -> tuple[float, int]:
     """(bytes that the calls of all ranks send by their arguments, bytes that went over the loopback
-    interface meanwhile).
+    interface during it).
     """
     dist.barrier()
     before = sent_bytes()

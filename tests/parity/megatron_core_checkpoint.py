@@ -159,7 +159,7 @@ def write(out: Path, kind: str, tp: int, pp: int) -> None:
 
 
 def logits(out: Path, kind: str) -> None:
-    """What their model of one process says with the weights that were written."""
+    """The output of their model on one process, with the weights that were written."""
     model, _ = build(kind, 1, 1)
     from megatron.core import dist_checkpointing
 

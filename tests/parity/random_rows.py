@@ -53,7 +53,7 @@ RECOMPUTED = ("core_attn", "qkv", "layernorm", "mlp_act", "mlp", "moe_act", "moe
 
 @dataclass(frozen=True)
 class Layout:
-    """What a run has beside the flags that its numbers depend on."""
+    """What a run has in addition to the flags that its numbers depend on."""
 
     ranks: int
     flags: tuple[str, ...]
@@ -115,7 +115,7 @@ class Draw:
         self.seed, self.random, self.refused = seed, random.Random(seed), 0
 
     def often(self, share: float) -> bool:
-        """True in so many cases."""
+        """True in that share of cases."""
         return self.random.random() < share
 
     def case(self) -> Case:
@@ -278,7 +278,7 @@ class Draw:
     # ---- the layout, which changes no number
 
     def pipeline(self, ranks: int) -> list[str]:
-        """The schedule of so many pipeline ranks."""
+        """The schedule of that number of pipeline ranks."""
         if ranks == 1:
             return []
         schedule = self.random.choice(sorted(BUILDERS))
@@ -354,7 +354,7 @@ class Draw:
 
 
 def stages_of(ranks: int, pipeline: list[str]) -> int:
-    """Stages of so many pipeline ranks with a schedule."""
+    """Stages of that number of pipeline ranks with a schedule."""
     return ranks * (2 if {"interleaved", "zero-bubble-v"} & set(pipeline) else 1)
 
 

@@ -131,7 +131,7 @@ def test_ring(gloo_world, size, groups):
 
 
 def hops(size, block):
-    """Of `in_layers`, in a ring of so many ranks and blocks of so many bytes."""
+    """Of `in_layers`, in a ring of `size` ranks and blocks of `block` bytes."""
     return {
         ("hop", "forward", "_next_block"): (size - 1, block),
         ("hop", "backward", "_next_block"): (size - 1, block),
@@ -190,7 +190,7 @@ def outside_layers(gloo_world, *flags):
 
 
 def test_embedding_head_and_loss(gloo_world):
-    """The loss takes three numbers a token from each rank, in one all-gather; nobody gathers
+    """The loss takes three numbers a token from each rank, in one all-gather; no rank gathers
     logits.
     """
     assert outside_layers(gloo_world) == {
@@ -327,7 +327,7 @@ LARGE = """--hidden-size 128 --num-attention-heads 8 --seq-length 256 --micro-ba
 @pytest.mark.full
 def test_the_loopback_interface_saw_these_bytes():
     """Within 5%, on a fresh pair of processes with an interface of their own where possible; else
-    what the machine sends beside can only add.
+    what else the machine sends can only add.
     """
     cases = [
         [*BASE, *LARGE, *flags.split()]

@@ -30,8 +30,8 @@ class Fp8Row(Row):
     def flags(self, *, layout: bool, exact: bool = False) -> tuple[str, ...]:
         words = self.words
         layers = ("--num-layers", str(self.layers))
-        beside = words.flags if layout else ()
-        return (*BASE, *SIZES.split(), *layers, *self.fp8.split(), *beside)
+        extra = words.flags if layout else ()
+        return (*BASE, *SIZES.split(), *layers, *self.fp8.split(), *extra)
 
 
 TENSOR = "--fp8-format hybrid --fp8-recipe tensorwise"

@@ -96,23 +96,23 @@ def run_with_journal(flags: tuple[str, ...]) -> list[tuple[str, int, int]]:
 
 def test_tokens_travel_beside_the_products_of_the_other_pass(gloo_world):
     """In each pair of layers the backward pass sends two tensors out, the forward pass three: of
-    the four journeys the two next to experts' products of the other pass have these beside them,
-    the two others what is left of its layer.
+    the four journeys the two next to experts' GEMMs of the other pass overlap them,
+    the two others overlap the rest of its layer.
     """
     row = Row("dp2 ep2 paired", "moe")
     for events in gloo_world(2).run(run_with_journal, row.flags(layout=True)):
         leaves = {number: at for at, (what, _, number) in enumerate(events) if what == "leaves"}
-        beside = {"products": 0, "other": 0, "none": 0}
+        overlapped = {"products": 0, "other": 0, "none": 0}
         for at, (what, own, number) in enumerate(events):
             if what != "awaited" or own < 0:
                 continue
             between = [event for event in events[leaves[number] + 1 : at] if event[1] != own]
             if any(what == "product" for what, *_ in between):
-                beside["products"] += 1
+                overlapped["products"] += 1
             else:
-                beside["other" if between else "none"] += 1
+                overlapped["other" if between else "none"] += 1
         # steps, pairs of layers that both have experts, pairs of micro-batches in each step: 4
         # micro-batches on each rank
         pairs = 3 * 2 * 3
-        assert sum(beside.values()) == 6 * pairs
-        assert beside["products"] >= 3 * pairs and beside["none"] == 0, beside
+        assert sum(overlapped.values()) == 6 * pairs
+        assert overlapped["products"] >= 3 * pairs and overlapped["none"] == 0, overlapped

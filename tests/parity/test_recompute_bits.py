@@ -270,7 +270,7 @@ def most_gathers(flags: tuple[str, ...], forgetful: bool = False) -> int:
     allocate, is_needed = Block.allocate, zero_plan._Walk._is_needed
 
     def counted(block: Block) -> None:
-        # the plan has blocks of its own
+        # the plan has its own blocks
         counts[block.name] += type(block) is Block and block.name.startswith("layers.")
         allocate(block)
 

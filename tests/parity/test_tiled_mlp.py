@@ -70,7 +70,7 @@ def _forward(change: Callable) -> contextlib.AbstractContextManager:
 
 
 def piece_twice() -> contextlib.AbstractContextManager:
-    """The first piece stands in the second's place, too."""
+    """The first piece takes the second's place, too."""
     return _forward(lambda x, run: [run(each) for each in (x[0], x[0], *x[2:])])
 
 

@@ -102,7 +102,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
     loop_train, real_update, real_evaluate = loop.train, step.update, loop.evaluate
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        # the world goes on
+        # the world lives on
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         stack.enter_context(mock.patch.object(pretrain, "train", train))
         stack.enter_context(mock.patch.object(banner, "git_state", lambda root: None))

@@ -5,7 +5,7 @@
 
 An operator of torch that does something to tensors of the device counts as one launch; views and
 allocations count as none. Of our own operators the bodies run, so that each launch of a Triton
-kernel counts, and each operator of torch beside it. The second step of runs of several sizes is
+kernel counts, and each operator of torch next to it. The second step of runs of several sizes is
 counted. It is a + b layers + c micro-batches + d layers x micro-batches, with whole numbers, which
 one size more than is needed for them confirms. `--quick` counts one size and gives what it finds;
 `+fault` behind a case's name puts one more operator into each layer.
@@ -105,7 +105,7 @@ class Launches(TorchDispatchMode):
 
 @contextlib.contextmanager
 def parts_of_a_step(launches: Launches) -> Iterator[None]:
-    """Tell the counter where the run is."""
+    """Tracks for the counter where the run is."""
     from triton.runtime.jit import JITFunction
 
     from megatron.parallel.pipeline import Pipeline, StepState

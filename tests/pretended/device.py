@@ -68,7 +68,7 @@ class Wait(NamedTuple):
     iteration: int
     what: str
     place: str  # file:line of the product
-    behind: int  # operations that the device still has when the host goes on
+    behind: int  # operations that the device still has when the host continues
 
 
 class Log:
@@ -161,7 +161,7 @@ class Stream:
 
 
 def _cuda(log: Log, capability: tuple[int, int]) -> dict[str, Any]:
-    """What stands for functions of torch.cuda."""
+    """Replacements for functions of torch.cuda."""
     only = Stream(log)
     major, minor = capability
     properties = SimpleNamespace(
@@ -329,7 +329,7 @@ def is_view(function: Any) -> bool:
 
 
 def in_both_threads(modes: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Meanwhile the second of two passes that take turns is under these modes, which torch keeps by
+    """Inside, the second of two passes that take turns is under these modes, which torch keeps by
     thread.
     """
     real = Interleaver._second

@@ -311,7 +311,7 @@ def optimizer_calls(arch: int) -> Calls:
 
 
 def multiply(counts: Sequence[int], outputs: int, inputs: int, dtype: Any, grad: Any) -> None:
-    """Products of experts with so many rows each, and all gradients."""
+    """Grouped GEMMs of experts with these numbers of rows, and all gradients."""
     import torch
     from megatron.kernels.grouped_gemm import grouped_gemm, grouped_weight_grad_
 
@@ -361,19 +361,19 @@ def _name(kernel: Any) -> str:
 
 @contextlib.contextmanager
 def misaligned() -> Iterator[None]:
-    """Every operand of attention lies two bytes beside where a descriptor may begin, and nothing of
+    """Every operand of attention lies two bytes off where a descriptor may begin, and nothing of
     Triton's looks before the driver does.
     """
     from megatron.kernels import attention, attention_backward
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    def beside(x: Any) -> Any:
+    def misaligned(x: Any) -> Any:
         room = x.new_zeros(x.numel() + 1)
         return room[1:].view(x.shape)
 
     with contextlib.ExitStack() as stack:
         for module in (attention, attention_backward):
-            stack.enter_context(mock.patch.object(module, "aligned", beside))
+            stack.enter_context(mock.patch.object(module, "aligned", misaligned))
         unchecked = mock.patch.object(TensorDescriptor, "__post_init__", lambda self: None)
         stack.enter_context(unchecked)
         yield

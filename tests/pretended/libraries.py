@@ -24,7 +24,7 @@ def missing_compiler() -> str | None:
 
 def load_device_guard() -> None:
     """Make autograd believe in a CUDA device (device_guard.cpp), in this process and for good.
-    Torch looks for what stands for CUDA once, when it is imported: to be called before that.
+    Torch looks for its CUDA library once, when it is imported: to be called before that.
     """
     torch = _folder_of("torch")
     command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{torch / 'include'}"]
@@ -47,7 +47,7 @@ def _folder_of(package: str) -> Path:
 
 
 def _library(name: str, source: Path, command: list[str]) -> Path:
-    """The library in a folder of its own text's, where one process at a time may have made it."""
+    """The library in a folder named by its text, where one process at a time may have made it."""
     words = "\n".join([importlib.metadata.version("torch"), *command, source.read_text()])
     folder = BUILT / hashlib.sha256(words.encode()).hexdigest()[:16]
     library = folder / name

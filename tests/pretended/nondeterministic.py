@@ -3,7 +3,7 @@ its documentation lists.
 
     python tests/pretended/nondeterministic.py --out FILE
 
-tries each on the pretended device, in a call of its own, and next to them the ones that the
+tries each on the pretended device, in a separate call, and next to them the ones that the
 documentation names as deterministic in this mode. FILE gets the names of those that raised.
 """
 

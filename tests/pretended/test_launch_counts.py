@@ -1,4 +1,4 @@
-"""A step launches as many kernels as docs/results/launches.json says, no more.
+"""A step launches as many kernels as docs/results/launches.json lists, no more.
 
 Where a change of the program changes a number, count anew and write the table:
 

@@ -46,7 +46,7 @@ def faults(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.full)])
 @pytest.mark.full
 def test_every_kernel_is_launched(tmp_path, arch):
-    """Once at least; which kernels there are the list of compiled ones says."""
+    """Once at least; the list of compiled kernels has their names."""
     found, lines = launch(tmp_path, "--arch", str(arch), "--quick")
     assert found["failed"] == {}
     assert faults(lines) == []
@@ -68,7 +68,7 @@ def test_every_shape_and_option(tmp_path, arch, group):
 
 
 def test_a_misaligned_descriptor_is_found(tmp_path):
-    """Operands two bytes beside a multiple of 16, and nothing that copies them."""
+    """Operands two bytes off a multiple of 16, and nothing that copies them."""
     found, lines = launch(tmp_path, "--quick", "--fault", "misaligned", "attention")
     assert found["failed"]
     assert all("refused by the pretended driver" in text for text in found["failed"].values())

@@ -11,7 +11,7 @@ Where that is (`expected`):
 - in the first iteration for the copy of the rotary frequencies.
 - in saves, and for each token of a sample text, which this does not count.
 
-No operator of a run has an order of its own in deterministic mode, which is the default.
+No operator of a run has an undefined order in deterministic mode, which is the default.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ TORCH = (
 
 
 class Case(NamedTuple):
-    """A run: its flags beside MODEL, and what a test has to know of it."""
+    """A run: its flags in addition to MODEL, and what a test has to know of it."""
 
     flags: str
     ranks: int = 1
@@ -254,15 +254,15 @@ def with_fault(fault: str) -> Iterator[None]:
         yield
 
 
-# ---- what is told to the log
+# ---- what goes to the log
 
 
 @contextlib.contextmanager
 def phases(log: Log) -> Iterator[None]:
-    """Tell the log where the run is."""
+    """Tracks for the log where the run is."""
     from megatron.training import loop, pretrain
 
-    def told(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def in_phase(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             with log.within(phase):
                 return function(*args, **kwargs)
@@ -276,14 +276,14 @@ def phases(log: Log) -> Iterator[None]:
 
     step = loop.train_step
     named = {
-        "log": told("log", loop.log),
-        "evaluate": told("evaluation", loop.evaluate),
-        "write_sample": told("sample text", loop.write_sample),
-        "save": told("save", loop.save),
-        "finalize": told("save", loop.finalize),
+        "log": in_phase("log", loop.log),
+        "evaluate": in_phase("evaluation", loop.evaluate),
+        "write_sample": in_phase("sample text", loop.write_sample),
+        "save": in_phase("save", loop.save),
+        "finalize": in_phase("save", loop.finalize),
         "train_step": train_step,
     }
-    with mock.patch.object(pretrain, "train", told("loop", loop.train)):
+    with mock.patch.object(pretrain, "train", in_phase("loop", loop.train)):
         with mock.patch.multiple(loop, **named):
             yield
 
@@ -345,7 +345,7 @@ def even_rows(log: Log) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ranks_of(count: int) -> Iterator[None]:
-    """This is the first of so many ranks, whose collectives send nothing."""
+    """This is the first of `count` ranks, whose collectives send nothing."""
     if count == 1:
         yield
         return

@@ -1,4 +1,4 @@
-"""A wheel and `pip install -e .` give a working `megatron` and the commands `mgpt-*`, also beside
+"""A wheel and `pip install -e .` give a working `megatron` and the commands `mgpt-*`, also next to
 PyPI's `kernels` and megatron-core's namespace package."""
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_wheel(venv: Path, clone: Path, tmp_path: Path):
 
 @pytest.mark.full
 def test_editable(venv: Path, clone: Path, tmp_path: Path):
-    """An editable installation finds the checkout, and says that megatron-core cannot be
+    """An editable installation finds the checkout, and reports that megatron-core cannot be
     imported.
     """
     pip("--python", venv / "bin/python", "install", "-e", ".", cwd=clone)

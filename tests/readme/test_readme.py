@@ -1,4 +1,4 @@
-"""The README and the pages it leads to tell the truth: their commands run, their paths exist."""
+"""The README and the pages it leads to are true: their commands run, their paths exist."""
 
 from __future__ import annotations
 

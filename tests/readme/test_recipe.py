@@ -1,4 +1,4 @@
-"""docs/recipe.md: its command lines are valid, do what the page says, and train a small model."""
+"""docs/recipe.md: its command lines are valid, do what the page promises, and train a small model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shell(command: str, folder: Path, environment: dict[str, str] | None = None)
 
 
 def run_flags() -> str:
-    """What stands behind the preset's flags in the command for one machine."""
+    """What follows the preset's flags in the command for one machine."""
     [block] = [block for block in BLOCKS if "torchrun" in block]
     command = " ".join(block.split())
     start = (

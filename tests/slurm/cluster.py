@@ -87,7 +87,7 @@ def wait_for(
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody listens on now."""
+    """TCP ports that no process listens on now."""
     sockets = [socket.create_server(("", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:
@@ -206,7 +206,7 @@ class Cluster:
         return set(done.stdout.split())
 
     def job(self, job: int) -> dict[str, str]:
-        """What the controller says of a job: JobState, Restarts, StartTime, ...; empty while the
+        """The controller's record of a job: JobState, Restarts, StartTime, ...; empty while the
         controller is away.
         """
         done = subprocess.run(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from cluster import Cluster, missing_slurm
 
-WITHOUT_SLURM: list[str] = []  # the reason, told in a section of its own at the end of the output
+WITHOUT_SLURM: list[str] = []  # the reason, printed in a separate section at the end of the output
 
 
 @pytest.fixture(scope="session")

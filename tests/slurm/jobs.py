@@ -96,7 +96,7 @@ class Job:
     def reaches(self, iteration: int, seconds: float = 240) -> None:
         self._wait(lambda: self.iteration() >= iteration, seconds, f"iteration {iteration}")
 
-    def says(self, text: str, seconds: float = 240) -> None:
+    def logs(self, text: str, seconds: float = 240) -> None:
         self._wait(lambda: text in self.log(), seconds, f"{text!r} in its output")
 
     def requeued(self, times: int, *changes: str, seconds: float = 240) -> None:
@@ -141,7 +141,7 @@ class Job:
                     if b"=" in entry
                 )
             except OSError:
-                continue  # gone meanwhile
+                continue  # it has ended
             ours = [variables.get(name) for name in (b"SLURM_CONF", b"SLURM_JOB_ID")] == [
                 str(self.cluster.configuration).encode(),
                 b"%d" % self.id,
@@ -156,7 +156,7 @@ class Job:
 
     @contextmanager
     def frozen(self, *ranks: int) -> Iterator[None]:
-        """These ranks are stopped meanwhile."""
+        """These ranks are stopped in the block."""
         processes = [process for rank, process in self.ranks().items() if rank in ranks]
         assert len(processes) == len(ranks)
         for process in processes:

@@ -1,5 +1,5 @@
 """Every preset of scripts/presets.sh: its flags are accepted, its parameters are the published
-number, and it fits GPUs of 80 GB where it says so.
+number, and it fits GPUs of 80 GB where it is listed so.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""scripts/train.sbatch itself, as Slurm runs it, beside commands of Slurm that only write down how
+"""scripts/train.sbatch itself, as Slurm runs it, with commands of Slurm that only write down how
 they were called: cheap, and with odd input.
 """
 
@@ -181,14 +181,14 @@ def test_the_attempts_are_counted_and_for_the_group_alone(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("python", "says"),
+    ("python", "message"),
     [("without-torch", "No module named 'torch'"), ("no-such-python", "No such file")],
 )
-def test_a_python_without_torch_is_not_requeued(start, tmp_path, python, says):
+def test_a_python_without_torch_is_not_requeued(start, tmp_path, python, message):
     python = tmp_path / python
     started = start(PYTHON=str(python))
     assert started.code == 2 and not started.requeued and not started.training
-    assert says in started.log and f"PYTHON={python} cannot import torch on n0" in started.log
+    assert message in started.log and f"PYTHON={python} cannot import torch on n0" in started.log
     assert "bash scripts/test.sh" in started.log and "] not requeued" in started.log, started.log
 
 
@@ -345,20 +345,20 @@ IN_ORDER = "preflight: in order"
 
 
 @pytest.mark.parametrize(
-    ("says", "settings", "code", "requeued", "words"),
+    ("message", "settings", "code", "requeued", "words"),
     [
         ("preflight: leave out n0", {}, 3, False, "submit again with --exclude=n0"),
         ("preflight: leave out n0", {"SLURM_RESTART_COUNT": "1"}, 3, False, "--exclude=n0"),
         ("preflight: leave out n0,n1", {"PREFLIGHT_EXCLUDE": "1"}, 3, True, "without n0,n1"),
         ("preflight: not in order", {"PREFLIGHT_EXCLUDE": "1"}, 2, False, "not requeued"),
         ("preflight: not in order", {"SLURM_RESTART_COUNT": "1"}, 2, True, "] requeued"),
-        # it crashed, or says what is no verdict
+        # it crashed, or prints what is no verdict
         ("", {}, 1, True, "without a verdict"),
         ("preflight: leave out n0;touch $CALLS/mark", {"PREFLIGHT_EXCLUDE": "1"}, 1, True, ""),
     ],
 )
-def test_what_follows_on_a_fault_of_the_nodes(start, says, settings, code, requeued, words):
-    started = start(PREFLIGHT="1", PREFLIGHT_SAYS=f"fault: n0: slow\n{says}", **settings)
+def test_what_follows_on_a_fault_of_the_nodes(start, message, settings, code, requeued, words):
+    started = start(PREFLIGHT="1", PREFLIGHT_SAYS=f"fault: n0: slow\n{message}", **settings)
     assert (started.code, started.requeued) == (code, requeued), started.log
     assert words in started.log and not started.training and not (started.calls / "mark").exists()
 
@@ -386,7 +386,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused(start, name):
 
 @pytest.mark.parametrize("way", ["srun", "torchrun"])
 def test_each_rank_has_its_log(tmp_path, way):
-    """What a rank writes stands in the job's log and in a file of its own, to the last line before
+    """What a rank writes is in the job's log and in a separate file, to the last line before
     a failure.
     """
     logs = tmp_path / "my logs"

@@ -49,8 +49,8 @@ def hung(
     job.reaches(SAVE_INTERVAL + 1)
     os.kill(job.ranks()[0], signal.SIGSTOP)
     job.leave(1)
-    with ThreadPoolExecutor(1) as beside:
-        yield job, beside.submit(job.requeued, 1, "TimeLimit=10")
+    with ThreadPoolExecutor(1) as executor:
+        yield job, executor.submit(job.requeued, 1, "TimeLimit=10")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_time_limit_and_killed_rank_under_torchrun(cluster, hung, undisturbed, t
     job.reaches(30)
     with job.frozen(1):  # else the run might be over first
         job.leave(2)
-        job.says("time is nearly over: saving")
+        job.logs("time is nearly over: saving")
     job.requeued(1, "TimeLimit=10")
     assert (
         "2 x 2 ranks by torchrun" in job.log() and "the ranks ended with exit code 85" in job.log()

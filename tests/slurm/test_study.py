@@ -49,8 +49,8 @@ def test_a_job_goes_on_without_its_runner_and_is_submitted_once(cluster: Cluster
     assert done.returncode == 0, done.stdout + done.stderr
     assert job.read_text() == number
     good = raw.read(folder).runs[plan.rows[0].key, 0]
-    told = (folder / "runs").glob("*/log.txt")
-    assert good["status"] == "ok" and len(good["losses"]) == 3, [path.read_text() for path in told]
+    logs = (folder / "runs").glob("*/log.txt")
+    assert good["status"] == "ok" and len(good["losses"]) == 3, [path.read_text() for path in logs]
     assert good["host"].startswith("n[") and good["world_size"] == 2, "a rank on each of two nodes"
     assert not (
         run_of(folder, plan.rows[0], 0).folder / "latest_checkpointed_iteration.txt"

@@ -20,7 +20,7 @@ def test_the_sides_are_those_that_can_be_told_apart():
     assert list(SIDES) == tool.SIDES
 
 
-# its environment is not at hand
+# its environment is missing
 @pytest.mark.parametrize(
     "side", [side for side in SIDES if side not in (tool.OURS, tool.DEEPSPEED)]
 )

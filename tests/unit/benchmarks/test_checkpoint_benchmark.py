@@ -18,7 +18,7 @@ RANK_BYTES = 384 * 16**2 + 768  # --hidden 16: matrices and norms
 
 
 def test_memory_of_a_process_and_its_children():
-    """Each of two processes holds 40 MiB of its own; what they share counts once."""
+    """Each of two processes holds 40 MiB itself; what they share counts once."""
     program = """if True:
         import mmap, os, sys
         shared = mmap.mmap(-1, 40 << 20)

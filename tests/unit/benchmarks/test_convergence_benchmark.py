@@ -178,7 +178,7 @@ def test_peers_get_our_tokens_and_the_common_evaluation_is_ours(corpus, tmp_path
     documents = [dataset.sequence(i).tolist() for i in range(100)]
     assert train.tolist() == sum(documents[:92], [])
     stream = sum(documents[92:96], [])
-    stream += stream[: TINY.seq]  # the last window of an epoch goes on at the beginning
+    stream += stream[: TINY.seq]  # the last window of an epoch continues at the beginning
     cuts = {tuple(stream[i : i + TINY.seq + 1]) for i in range(len(stream) - TINY.seq)}
     assert {tuple(row) for row in held_out.tolist()} <= cuts
 
@@ -264,7 +264,7 @@ def runs_with(shift: float, spread: float = 0.004) -> list[dict]:
 @pytest.mark.parametrize(
     ("shift", "spread", "equal"),
     [(0.001, 0.004, True), (0.012, 0.004, False), (0.0, 0.05, False)],
-    ids=["equal", "apart", "too noisy to say"],
+    ids=["equal", "apart", "too noisy"],
 )
 def test_the_criterion(shift, spread, equal):
     ours, litgpt = tool.summary(runs_with(shift, spread))

@@ -1,4 +1,4 @@
-"""The benchmark of a dense model beside mixtures of experts: all train the same run at equal active
+"""The benchmark of a dense model and mixtures of experts: all train the same run at equal active
 FLOPs, the arithmetic of its table, and the picture.
 """
 

@@ -1,4 +1,4 @@
-"""The benchmark of tokens that travel beside computation: what is run, and how rows are judged."""
+"""The benchmark of tokens that travel during computation: what is run, and how rows are judged."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The measurement of kernels, in small shapes: every row of ours has a time, a wrong result is a
-fault, rows that were not run say so.
+fault, rows that were not run are marked.
 """
 
 import json

@@ -153,7 +153,7 @@ def test_ours_is_judged_by_the_best_peer_of_its_row():
         }
     }
     judged = {each["measure"]: each for each in tool.verdicts(settings)}
-    assert {each["row"] for each in judged.values()} == {"0"}  # nobody else stands in ours-2's row
+    assert {each["row"] for each in judged.values()} == {"0"}  # no other is in ours-2's row
     # DeepSpeed accumulates in bf16 there
     assert judged["resident"]["peer"] == "ddp-0" and not judged["resident"]["passed"]
     assert judged["wire"]["peer"] == "deepspeed-0" and not judged["wire"]["passed"]

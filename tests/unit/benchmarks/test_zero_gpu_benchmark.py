@@ -52,7 +52,7 @@ def test_the_models_have_the_sizes_of_their_names():
     ids=lambda case: f"{case.model}-stage{case.stage}",
 )
 def test_a_case_takes_real_steps_and_holds_what_is_planned(case, monkeypatch):
-    # In a process of its own, as the tool does it: a case puts functions into torch.distributed,
+    # In a separate process, as the tool does it: a case puts functions into torch.distributed,
     # and the counter adds up all tensors of its process after every operator.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = tool.run_case(case, tiny=True)

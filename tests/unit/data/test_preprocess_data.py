@@ -383,7 +383,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("packed", ["", *PACK])
 def test_every_shape_of_input_gives_the_same_bytes(tmp_path, monkeypatch, shape, packed):
-    """Under a name that says nothing of the content, in chunks and pieces much smaller than it."""
+    """Under a name that has nothing to do with the content, in chunks and pieces much smaller than it."""
     monkeypatch.setattr(tool, "SMALLEST_CHUNK", 700)
     monkeypatch.setattr(text_files, "PIECE", 300)
     (tmp_path / "plain").write_bytes(JSON_LINES)
@@ -657,11 +657,11 @@ def test_all_faults_are_one_error():
     line = "--input x --outptu-prefix y --split-sentences --tokenizer-type NullTokenizer --vocb 1"
     with pytest.raises(ArgumentErrors) as caught:
         tool.read_flags(line.split())
-    told = str(caught.value)
+    shown = str(caught.value)
     for fault in (
         "--outptu-prefix y: unknown flag; did you mean --output-prefix?",
         "--split-sentences: documents are encoded whole",
         "--vocb 1: unknown flag",
         "the following arguments are required: --output-prefix",
     ):
-        assert fault in told, told
+        assert fault in shown, shown

@@ -49,6 +49,6 @@ def table(
     tp: TensorParallel = NO_TP,
     name: str = "table.weight",
 ) -> Embedding:
-    """An embedding of so many rows, over all ranks."""
+    """An embedding of `rows` rows, over all ranks."""
     matrix = TensorSpec(name, (rows, width), DRAWN, "embedding", shard=Shard(0))
     return Embedding(ParameterSpec((matrix,)), tp)

@@ -44,7 +44,7 @@ TRACED = "aot_eager_decomp_partition"  # all but the generation of code
 
 
 def graphs(monkeypatch, steps: int, *flags: str) -> int:
-    """How many graphs a run of so many steps compiles."""
+    """How many graphs a run of `steps` steps compiles."""
     monkeypatch.setattr(compile, "BACKEND", TRACED)
     counters.clear()
     assert main([*RUN, *flags, "--train-iters", str(steps)]) == 0

@@ -94,7 +94,7 @@ def test_products_are_those_of_the_definition(recipe, form, wgrad):
     right = (right[0] + layer.bias.detach(), *right[1:])
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a.flatten(0, -2), b, rtol=1e-12, atol=1e-12 * b.abs().max())
-    # and they are not what is right in another recipe: the definition can tell
+    # and they are not what is right in another recipe: the definition differs
     for other in RECIPES:
         if other != recipe:
             wrong = expected(x, dy, layer.weight.detach(), other, grads, wgrad)
@@ -114,7 +114,7 @@ def test_narrow_runs_round_the_result_once(recipe, dtype):
     own = torch.finfo(dtype).eps
     units = (own, own, own if recipe == "rowwise" else torch.finfo(torch.float32).eps)
     for a, b, unit in zip(found, right, units, strict=True):
-        # beside that, fp32 sums of so many products
+        # in addition, fp32 sums of as many products
         assert (a.flatten(0, -2).double() - b).norm() <= (unit + 2e-6) * b.norm()
 
 

@@ -516,7 +516,7 @@ def test_embedding_gradient_has_the_same_bits_every_time_on_many_threads():
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     is_cuda = property(lambda self: True)
     device = property(lambda self: torch.device("cuda"))

@@ -48,7 +48,7 @@ def head(x, weight, *, fused, vocabulary, softcap, tp, frozen=False, micro_batch
 
 
 def chunks_of(tokens, width, element_size=8):
-    """The setting that makes so many tokens' logits at once."""
+    """The setting that makes the logits of `tokens` tokens at once."""
     return {"cpu": tokens * width * element_size}
 
 

@@ -1,4 +1,4 @@
-"""The layers of a model, each an autograd graph of its own, and initialisation by logical
+"""The layers of a model, each a separate autograd graph, and initialisation by logical
 position.
 """
 

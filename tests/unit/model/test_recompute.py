@@ -123,7 +123,7 @@ def products(name, training, split_backward=False):
 
 
 def expected_products(name, training):
-    """4 linear layers, forward and two gradients each, and attention; what is computed again beside
+    """4 linear layers, forward and two gradients each, and attention; what is computed again in addition to
     that.
     """
     config = CONFIGS[name]

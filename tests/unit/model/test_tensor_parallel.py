@@ -198,7 +198,7 @@ def check_loss(size, vocabulary, softcap):
     tp = mode(size, False, True)
     padded = 16 * size
     logits = 5 * draw(S, B, padded)
-    logits[..., vocabulary:] = 1e6  # whatever stands in padding
+    logits[..., vocabulary:] = 1e6  # whatever padding holds
     labels = torch.randint(0, vocabulary, (S, B), generator=torch.Generator().manual_seed(5))
     labels[0, 0], labels[0, 1] = 0, vocabulary - 1
     weights, square = draw(S, B, seed=2), draw(S, B, seed=3)

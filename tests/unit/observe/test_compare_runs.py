@@ -1,4 +1,4 @@
-"""tools/compare_runs.py as a command: what it says and its exit code."""
+"""tools/compare_runs.py as a command: what it prints and its exit code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """events.jsonl and what is made of it at the end of a run: every save is one event, and wandb's
-summary holds the goodput that the files say.
+summary holds the goodput of the files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def train(folder: Path, *flags: str) -> None:
 @pytest.mark.parametrize("mode", [(), ("--async-save",)])
 def test_every_save_is_one_event(tmp_path: Path, mode: tuple[str, ...]):
     """At an exit, at its interval, at the end, and none of a start that has nothing to do. What is
-    waited for at the end is told apart.
+    waited for at the end is counted apart.
     """
     train(tmp_path, "--exit-interval", "6", *mode)
     train(tmp_path, *mode)
@@ -50,7 +50,7 @@ def test_every_save_is_one_event(tmp_path: Path, mode: tuple[str, ...]):
 
 
 def summary(folder: Path) -> dict[str, float]:
-    """What the offline runs of wandb below a folder say in their summaries; the last one counts."""
+    """What the offline runs of wandb below a folder have in their summaries; the last one counts."""
     found = {}
     files = folder.glob("wandb/offline-run-*/run-*.wandb")
     for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):
@@ -63,7 +63,7 @@ def summary(folder: Path) -> dict[str, float]:
 
 
 def test_goodput_is_in_the_summary_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Over all starts, with its losses, as the files say."""
+    """Over all starts, with its losses, from the files."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for flags in (["--exit-interval", "6"], []):
@@ -75,6 +75,6 @@ def test_goodput_is_in_the_summary_of_wandb(tmp_path: Path, monkeypatch: pytest.
             "goodput/wall": found.wall,
             **{f"goodput/{cause}": seconds for cause, seconds in found.rows()},
         }
-        told = {name: value for name, value in said.items() if name.startswith("goodput/")}
-        assert told == pytest.approx(expected)
+        shown = {name: value for name, value in said.items() if name.startswith("goodput/")}
+        assert shown == pytest.approx(expected)
     assert found.starts == 2 and found.productive > 0 < found.losses["checkpoint"]

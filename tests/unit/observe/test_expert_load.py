@@ -35,7 +35,7 @@ def test_nothing_without_tokens(counts):
 
 
 def warnings_of(caplog, *steps: tuple[dict[str, list[float]], int]) -> list[str]:
-    """What one watch says of these counts at these iterations."""
+    """What one watch reports of these counts at these iterations."""
     watch = StarvingExperts()
     with caplog.at_level(logging.WARNING):
         for counts, iteration in steps:

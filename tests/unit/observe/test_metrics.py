@@ -90,7 +90,7 @@ def test_timers_sum_and_start_again():
 
 
 def test_memory_of_a_cpu_process_follows_what_it_holds():
-    """In a process of its own: one that trained before keeps freed memory
+    """In a separate process: one that trained before keeps freed memory
     (megatron/distributed/setup.py) and takes new tensors from it.
     """
     code = """

@@ -22,7 +22,7 @@ USUAL = [0.002, 0.03, 0.06, 0.005, 0.003]  # seconds of a step by section
 
 
 def table(seconds: list[list[float]], noise: float, generator: random.Random) -> list[list[float]]:
-    """What ranks send that need so many seconds by section, their parts with some noise."""
+    """What ranks send that need these seconds by section, their parts with some noise."""
     return [
         [*(sum(own) * (1 + generator.gauss(0, noise)) for _ in range(BLOCKS)), *own]
         for own in seconds

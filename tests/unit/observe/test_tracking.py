@@ -341,7 +341,7 @@ def offline(monkeypatch):
 def in_a_process(
     save: Path, first: int, last: int, resumed: int, kill: bool
 ) -> subprocess.CompletedProcess:
-    """Log iterations first..last from a process of its own, which then kills itself with SIGKILL or
+    """Log iterations first..last from a separate process, which then kills itself with SIGKILL or
     ends.
     """
     code = (

@@ -191,7 +191,7 @@ def test_live_bytes_are_those_of_the_formula(gloo_world, stage):
 
 def test_frozen_weights_keep_their_bits_and_checkpoints_hold_no_state_of_them(gloo_world, tmp_path):
     """Saved and loaded by any layout; a run that trains all starts from them with --no-load-optim,
-    one that freezes less is told what is missing.
+    one that freezes less names what is missing.
     """
     plain = (*BASE, *WIDE, "--train-iters", "4")
     flags = (*plain, "--save-interval", "2", "--freeze", "embedding,layers.0-1")

@@ -158,7 +158,7 @@ def test_in_bf16_the_weights_are_the_rounded_masters(gloo_world):
 
 
 def steps_of(change: str | None, steps: int, *more: str) -> dict[str, Tensor]:
-    """Weights after so many steps."""
+    """Weights after `steps` steps."""
     flags = (*FLAGS, "--train-iters", str(steps), *more)
     with DEFINED[change]() if change else contextlib.nullcontext():
         return by_name(run_case(flags).weights)

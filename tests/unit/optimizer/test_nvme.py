@@ -290,7 +290,7 @@ def test_memory_is_bounded_by_the_ring(tmp_path):
     """Filled in, stepped, summed and read for a checkpoint, nothing of the optimizer's state is in
     memory but the ring and one tensor of a part.
     """
-    # in a process of its own: what other tests have left alive is looked at after every operator
+    # in a separate process: what other tests have left alive is looked at after every operator
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         state, ring, most = process.submit(bytes_with_state_in_files, tmp_path).result()
     assert state > 5 * ring and most <= ring + 4 * SMALL
@@ -350,7 +350,7 @@ def bytes_with_state_in_files(folder: Path) -> tuple[int, int, int]:
 
 
 def start(folder: str, fault: str = "") -> str:
-    """What a rank is told when the files cannot be made; on the last rank alone there is the
+    """The error of a rank when the files cannot be made; on the last rank alone there is the
     fault.
     """
 
@@ -366,7 +366,7 @@ def start(folder: str, fault: str = "") -> str:
     broken = {
         "": mock.patch.object(nvme, "PART", SMALL),
         "full": mock.patch.object(os, "statvfs", full),
-        "filled meanwhile": mock.patch.object(os, "posix_fallocate", fails(errno.ENOSPC)),
+        "filled later": mock.patch.object(os, "posix_fallocate", fails(errno.ENOSPC)),
         "read-only": mock.patch.object(os, "open", fails(errno.EROFS)),
     }
     with broken[fault if dist.get_rank() == 1 else ""], pytest.raises(ValueError) as caught:
@@ -384,7 +384,7 @@ def start(folder: str, fault: str = "") -> str:
                 "free; free space"
             ),
         ),
-        ("filled meanwhile", "No space left on device; this rank needs 442,368 bytes there and "),
+        ("filled later", "No space left on device; this rank needs 442,368 bytes there and "),
         (
             "read-only",
             (
@@ -399,8 +399,8 @@ def test_a_folder_that_will_not_do_ends_all_ranks_before_training(
     gloo_world, tmp_path, fault, words
 ):
     folder = str(tmp_path) if fault else str(tmp_path / "missing")
-    for told in gloo_world(2).run(start, folder, fault):
-        assert told.startswith(
+    for error in gloo_world(2).run(start, folder, fault):
+        assert error.startswith(
             "rank 1: " * bool(fault)
             + f"--optimizer-nvme-offload {folder}: cannot hold the optimizer's state: {words}"
         )
@@ -450,7 +450,7 @@ def test_a_disk_that_fails_in_a_step_leaves_the_last_checkpoint(tmp_path, one_th
 
 
 def test_what_was_lost_is_not_read_again(tmp_path):
-    """A failed write may be told of in a save, which a run survives; it must not go on with what
+    """A failed write may be reported in a save, which a run survives; it must not go on with what
     the file held before.
     """
     blocks = [Held(2 * SMALL)]

@@ -31,7 +31,7 @@ RUNS = {  # flags of two ranks
 }
 
 
-def told(outcome) -> tuple[list[str], list[str]]:
+def reported(outcome) -> tuple[list[str], list[str]]:
     """All that a run logs, NaN included; and the weights."""
     return [repr(step) for step in outcome.steps] + [repr(row) for row in outcome.metrics], [
         (piece.name, piece.offset) for piece in outcome.weights
@@ -45,7 +45,7 @@ def test_a_step_on_the_host_has_the_same_bits(gloo_world, name):
     plain = world.run(run_case, flags)
     for more in ((OFFLOAD,), (OFFLOAD, "--optimizer-offload-fraction", "0.4")):
         for one, other in zip(plain, world.run(run_case, (*flags, *more))):
-            assert told(one) == told(other)
+            assert reported(one) == reported(other)
             assert all(torch.equal(a.values, b.values) for a, b in zip(one.weights, other.weights))
     assert any(step.skipped for step in plain[0].steps) == name.startswith("fp16")
 

@@ -59,7 +59,7 @@ def random_grads(opt, seed, scale=1.0):
 
 
 def take_step(opt, lr, decoupled_lr=None, **settings):
-    """A step of one process, whose sum of squares is that of its own gradients."""
+    """A step of one process, whose sum of squares is of its gradients."""
     rates = LearningRates(lr, lr if decoupled_lr is None else decoupled_lr)
     return opt.step(rates=rates, grad_sq_sum=opt.grad_sq_sum(), **settings)
 
@@ -397,7 +397,7 @@ def test_the_decoupled_rate_follows_the_same_shape():
     assert both.learning_rates(4 * 10) == (1.5e-4, 1e-3)
     assert both.learning_rates(4 * 55) == pytest.approx((8e-5, 5.5e-4), rel=1e-12)
     assert both.learning_rates(4 * 101) == (1e-5, 1e-4)
-    # without a minimum of its own that of --min-lr
+    # without its own minimum that of --min-lr
     assert schedule("linear", decoupled_lr=1e-3).learning_rates(4 * 101) == (1e-5, 1e-5)
     assert schedule("constant", decoupled_lr=0.0).learning_rates(400) == (1.5e-4, 0.0)
     # without --decoupled-lr, and with that of --lr, the same bits

@@ -399,7 +399,7 @@ def test_what_cannot_train_is_refused_by_name(message):
 
 
 class Undeclared(LayerBlock):
-    """An adapter of which nobody says how its gradients are summed."""
+    """An adapter that does not declare how its gradients are summed."""
 
     def __init__(
         self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = NO_TP, *rest: Any
@@ -408,7 +408,7 @@ class Undeclared(LayerBlock):
         self.adapter = Adapter(config.hidden_size)
 
 
-def told_of(layer: type[LayerBlock]) -> str:
+def error_of(layer: type[LayerBlock]) -> str:
     """What is said of a model of such layers on two tensor-parallel ranks."""
     tp = TensorParallel(make_groups(Layout(tp=2), HEADS).tp)
     try:
@@ -419,18 +419,18 @@ def told_of(layer: type[LayerBlock]) -> str:
 
 
 def test_under_tensor_parallelism_the_sum_must_be_declared(gloo_world):
-    for told in gloo_world(2).run(told_of, Undeclared):
+    for error in gloo_world(2).run(error_of, Undeclared):
         for layer in (0, 1):
             for name in NAMES:
                 assert (
                     f"layers.{layer}.{name}: all tensor-parallel ranks hold it, and it is "
                     "not declared how its gradient is summed"
-                ) in told
-        assert "input_norm" not in told
+                ) in error
+        assert "input_norm" not in error
 
 
 def test_gradients_that_are_whole_can_be_declared(gloo_world):
-    assert gloo_world(2).run(told_of, Adapted) == ["", ""]
+    assert gloo_world(2).run(error_of, Adapted) == ["", ""]
 
 
 def test_a_run_with_them_goes_on_bit_for_bit(tmp_path):

@@ -1,4 +1,4 @@
-"""Studies that really run: killed half-way and continued; and how each kind of end is told."""
+"""Studies that really run: killed half-way and continued; and how each kind of end is reported."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_killed_study_goes_on_and_repeats_nothing(tmp_path):
     finally:
         runner.kill()
         runner.wait()
-    assert list(_processes(second.metrics)), "what it has started goes on without it"
+    assert list(_processes(second.metrics)), "what it has started runs on without it"
     lines = (folder / "raw.jsonl").read_text().splitlines()
 
     assert main(command[2:]) == 0
@@ -137,8 +137,8 @@ BANNER = (
     ],
 )
 def test_how_a_run_has_ended(code, state, log, done, status, reason):
-    found, told = status_of(Ending(code, state, "here"), log, done, 10)
-    assert found == status and reason in told
+    found, shown = status_of(Ending(code, state, "here"), log, done, 10)
+    assert found == status and reason in shown
 
 
 def test_the_words_of_slurm_are_not_the_reason():
@@ -149,7 +149,7 @@ def test_the_words_of_slurm_are_not_the_reason():
 
 
 def test_a_run_that_does_not_end_is_ended(tmp_path):
-    """With what it has started in sessions of its own, as torchrun does."""
+    """With what it has started in separate sessions, as torchrun does."""
     file = tmp_path / "study.yaml"
     file.write_text(STUDY + "timeout: 0.05\n")
     plan = read_study(file)

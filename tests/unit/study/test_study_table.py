@@ -1,4 +1,4 @@
-"""The table of recorded raw rows: what it says, and that it depends on every one of them."""
+"""The table of recorded raw rows: what it holds, and that it depends on every one of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_removing_any_raw_row_changes_the_table(tmp_path):
     shown = {row["key"] for row in read.header["rows"] if finished(read, row["name"])}
     for number in range(1, len(lines)):
         line = json.loads(lines[number])
-        # a prediction for a row that never finished stands beside no measurement
+        # a prediction for a row that never finished is next to no measurement
         is_shown = line["kind"] != "prediction" or line["key"] in shown
         rest = lines[:number] + lines[number + 1 :]
         (tmp_path / "raw.jsonl").write_text("\n".join(rest) + "\n")
@@ -94,7 +94,7 @@ def test_failures_are_kept_with_their_reasons(recorded):
 
 
 def test_a_difference_inside_the_noise_is_said(recorded):
-    """Two rows of equal speed are not told apart, nor is one that is slower in one round only; one
+    """Two rows of equal speed are not distinguished, nor is one that is slower in one round only; one
     that is always slower by a tenth is.
     """
     best = summary(recorded).rows[0].name

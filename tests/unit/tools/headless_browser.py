@@ -134,13 +134,13 @@ class Browser:
     def screenshot(
         self, path: Path, width: int, height: int, top: int = 0, scale: float = 1
     ) -> None:
-        """So many pixels of the page from `top` on, as a PNG with `scale` as many across."""
+        """`height` pixels of the page from `top` on, as a PNG with `scale` as many across."""
         clip = {**_clip(width, height), "y": top, "scale": scale}
         answer = self.send("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of a call of the protocol; events that come meanwhile are looked at."""
+        """The result of a call of the protocol; events that come before it are looked at."""
         self._number += 1
         call: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:

@@ -34,7 +34,7 @@ def text(capsys, folder, *flags):
 
 
 def test_the_model_has_learned_the_progressions(folder, capsys):
-    """Mock documents count up in steps of 1 to 3; greedy continuation of 2 4 6 goes on counting by
+    """Mock documents count up in steps of 1 to 3; greedy continuation of 2 4 6 counts on by
     two for most tokens.
     """
     ids = [

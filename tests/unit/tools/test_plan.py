@@ -69,8 +69,8 @@ def test_its_own_flags(capsys):
 def test_it_says_what_the_dry_run_says(capsys):
     found = lines(capsys, *FLAGS, "--world-size", 8)
     assert pretrain_gpt.main([*FLAGS, "--world-size", "8", "--dry-run"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    total = told.split("total ")[1].split()[0]
+    shown = " ".join(capsys.readouterr().out.split())
+    total = shown.split("total ")[1].split()[0]
     assert (
         next(line for line in found if line.startswith("resident"))
         .split("peak ")[1]
@@ -147,9 +147,9 @@ def test_files_are_as_large_as_planned(capsys, tmp_path):
     ],
 )
 def test_bad_flags_get_the_error_of_a_dry_run(capsys, flags):
-    told = lines(capsys, *FLAGS, *flags, code=2)
+    shown = lines(capsys, *FLAGS, *flags, code=2)
     assert pretrain_gpt.main([*FLAGS, *flags, "--dry-run"]) == 2
-    assert told == capsys.readouterr().err.splitlines() != []
+    assert shown == capsys.readouterr().err.splitlines() != []
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_bad_flags_get_the_error_of_a_dry_run(capsys, flags):
     ],
 )
 def test_faults_of_its_own_flags(capsys, flags, message):
-    told = lines(capsys, *FLAGS, *flags, code=2)
-    assert told[0] == "1 fault in the settings:" and message in told[1]
+    shown = lines(capsys, *FLAGS, *flags, code=2)
+    assert shown[0] == "1 fault in the settings:" and message in shown[1]
 
 
 def test_no_file_is_read(capsys):
@@ -181,8 +181,8 @@ def test_no_file_is_read(capsys):
         capsys, *FLAGS, "--world-size", 8
     )
     at = given.index("--vocab-size")
-    told = lines(capsys, *given[:at], *given[at + 2 :], *tokenizer, "--world-size", 8, code=2)
-    assert told[1:] == [
+    shown = lines(capsys, *given[:at], *given[at + 2 :], *tokenizer, "--world-size", 8, code=2)
+    assert shown[1:] == [
         "  --tokenizer-model nowhere.model: no such file; tokenizers are read from local files only"
     ]
 

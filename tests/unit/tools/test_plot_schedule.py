@@ -105,7 +105,7 @@ def test_boxes_lie_where_the_time_line_says(tmp_path):
 
 
 def test_measured_stands_below_simulated_on_one_scale(tmp_path, capsys):
-    """Measured with messages that take time: the simulation of its own costs, without messages,
+    """Measured with messages that take time: the simulation with its costs, without messages,
     ends earlier.
     """
     line, file = measured(tmp_path, latency=0.5)
@@ -144,7 +144,7 @@ def test_a_chrome_trace_has_both_time_lines(tmp_path, capsys):
     (found,) = (event for event in spans if event["pid"] == 3 and event["ts"] == 1e6 * first.begin)
     assert found["name"] == f"forward stage {first.stage} micro-batch {first.micro}"
     assert found["dur"] == pytest.approx(1e6 * (first.end - first.begin))
-    # one time line: ranks are not told apart by where it comes from
+    # one time line: ranks are not distinguished by where it comes from
     flags = "--schedule 1f1b --ranks 2 --micro-batches 2 --chrome".split()
     assert plot_schedule.main([*flags, str(out)]) == 0
     events = json.loads(out.read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""Report pages: what they hold of one run and of many, what they say of missing data, expected
+"""Report pages: what they hold of one run and of many, what they print of missing data, expected
 against got. What a browser makes of them is test_report_in_browser.py's.
 """
 
@@ -295,7 +295,7 @@ def test_goodput_where_there_are_events(tmp_path):
 
 
 def test_how_to_get_a_profile_and_a_damaged_one(tmp_path):
-    """One run without a profile is told how to get one; a trace that is none is named."""
+    """One run without a profile is shown how to get one; a trace that is none is named."""
     one, two = (folder(tmp_path / name) for name in ("a", "b"))
     output = tmp_path / "page.html"
     assert report.main([one, "--output", str(output)]) == 0

@@ -90,9 +90,9 @@ def of_class(drawn: dict, title: str, kind: str) -> list[list[tuple[float, float
 
 def choose(browser: Browser, switch: str, value: object) -> dict:
     """Set a switch as a reader does; what is drawn then."""
-    told = "checked" if isinstance(value, bool) else "value"
+    shown = "checked" if isinstance(value, bool) else "value"
     browser.run(
-        f"(() => {{ const one = document.querySelector({switch!r}); one.{told} = "
+        f"(() => {{ const one = document.querySelector({switch!r}); one.{shown} = "
         f"{str(value).lower()}; for (const name of ['input', 'change']) "
         "one.dispatchEvent(new Event(name)); })()"
     )
@@ -101,7 +101,7 @@ def choose(browser: Browser, switch: str, value: object) -> dict:
 
 @pytest.mark.parametrize("name", ["one", "pair"])
 def test_the_script_draws_what_is_drawn_without_it(browser: Browser, pair: list[Path], name: str):
-    """Nothing is complained of and nothing asked for; every path of the picture that stands in the
+    """Nothing is complained of and nothing asked for; every path of the picture that is in the
     page is drawn again in the same place.
     """
     file = pair[0].with_name(f"{name}.html")
@@ -150,7 +150,7 @@ def test_every_row_is_a_point_and_in_its_place(browser: Browser, pair: list[Path
 
 
 def test_smoothing(browser: Browser, pair: list[Path]):
-    """The stronger, the smoother; none at all gives the bare curve; and the strength is told."""
+    """The stronger, the smoother; none at all gives the bare curve; and the strength is shown."""
     browser.open(pair[0].with_name("one.html"))
     choices = int(browser.run("document.getElementById('smoothing').max")) + 1
     strengths, roughness = [], []
@@ -168,7 +168,7 @@ def test_smoothing(browser: Browser, pair: list[Path]):
 
 
 def test_other_axes(browser: Browser, pair: list[Path]):
-    """Over time the points lie where the clock of the rows says."""
+    """Over time the points lie where the clock of the rows puts them."""
     browser.open(pair[0].with_name("one.html"))
     labels = browser.run("[...document.querySelectorAll('#axis option')].map(one => one.text)")
     assert [label.split(" (")[0] for label in labels] == [

@@ -137,7 +137,7 @@ def test_the_streams_of_a_gpu():
 
 
 def test_a_collective_beside_a_kernel_is_not_exposed():
-    """The control: without the kernels beside them both all-reduces count in whole."""
+    """The control: without the kernels next to them both all-reduces count in whole."""
     alone = [each for each in ON_A_GPU if each["name"] != "gemm"]
     first, _ = parts_of_events(0, alone)
     assert microseconds(first.parts)["exposed tp"] == 35

@@ -30,7 +30,7 @@ NOT_THERE = {
 
 
 def in_two_starts(save: str) -> None:
-    """One rank of a run that ends half-way and goes on."""
+    """One rank of a run that ends half-way and resumes."""
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     flags = (*FLAGS, "--save", save, "--load", save)
     run_case((*flags, "--exit-interval", "2"))
@@ -71,9 +71,9 @@ def test_a_renamed_metric_is_found(run, tmp_path, capsys):
     renamed = tmp_path / "metrics.jsonl"
     renamed.write_text(rows.replace('"grad-norm":', '"gradient-norm":'))
     assert tool.main(["--check", str(renamed)]) == 1
-    told = capsys.readouterr().out.splitlines()
-    assert "missing: health/grad-norm" in told and "in no chart: train/gradient-norm" in told
-    assert sum(line.startswith("missing") for line in told) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert "missing: health/grad-norm" in shown and "in no chart: train/gradient-norm" in shown
+    assert sum(line.startswith("missing") for line in shown) == 1
 
 
 def test_a_name_of_another_program_is_found(run, made):
@@ -100,7 +100,7 @@ def test_written_down(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "shown"),
     [
         ([], "give --project"),
         (["--check", "no-such-run"], "no such file"),
@@ -108,7 +108,7 @@ def test_written_down(tmp_path, monkeypatch, capsys):
         (["--project", "p"], "wandb has no key"),
     ],
 )
-def test_what_cannot_be_done_is_one_error(tmp_path, monkeypatch, capsys, flags, told):
+def test_what_cannot_be_done_is_one_error(tmp_path, monkeypatch, capsys, flags, shown):
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -117,4 +117,4 @@ def test_what_cannot_be_done_is_one_error(tmp_path, monkeypatch, capsys, flags, 
     file.write_bytes(b"something else")
     assert tool.main([str(file) if flag == "FILE" else flag for flag in flags]) == 2
     captured = capsys.readouterr()
-    assert told in captured.err and len(captured.err.splitlines()) == 1 and captured.out == ""
+    assert shown in captured.err and len(captured.err.splitlines()) == 1 and captured.out == ""
