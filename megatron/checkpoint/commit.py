@@ -108,8 +108,8 @@ class Attempt:
                 )
 
     def gather_or_raise(self, part: Callable[[], Any]) -> list[Any]:
-        """As Ranks.gather_or_raise, with errors of the file system, of memory and of the device in
-        words. Before its first part a rank joins the attempt.
+        """As Ranks.gather_or_raise, with errors of the file system, of memory and of the device
+        as messages. Before its first part a rank joins the attempt.
         """
 
         def joined() -> Any:

@@ -64,26 +64,41 @@ def measure() -> Counter:
     """Run the program. Autograd runs backward passes in this thread on a CPU."""
     sys.path.insert(0, str(ROOT))
     import pretrain_gpt
+    from megatron.training import pretrain
 
-    counter = Counter()
+    counter, train = Counter(), pretrain.train
+
+    def watched(run: Any) -> Any:
+        sys.setprofile(counter)
+        try:
+            return train(run)
+        finally:
+            sys.setprofile(None)
+
     with (
         contextlib.redirect_stdout(io.StringIO()),
         mock.patch.dict("os.environ", WANDB_MODE="disabled"),
+        mock.patch.object(pretrain, "train", watched),
     ):
-        sys.setprofile(counter)
-        try:
-            code = pretrain_gpt.main(FLAGS)
-        finally:
-            sys.setprofile(None)
+        code = pretrain_gpt.main(FLAGS)
     assert code == 0 and counter.step == COUNTED + 1
     return counter
+
+
+def totals(counter: Counter) -> tuple[int, int, int, int]:
+    """Functions, files, depth and calls."""
+    files = {name.split(":")[0] for name in counter.calls}
+    return len(counter.calls), len(files), counter.depth, counter.calls.total()
+
+
+def measured_totals() -> tuple[int, int, int, int]:
+    return totals(measure())
 
 
 def main() -> None:
     """Print functions, files, depth and calls."""
     counter = measure()
-    files = {name.split(":")[0] for name in counter.calls}
-    print(len(counter.calls), len(files), counter.depth, counter.calls.total())
+    print(*totals(counter))
     if "-v" in sys.argv:
         for name, count in sorted(counter.calls.items()):
             print(f"  {count:4d} {name}")

@@ -1,8 +1,11 @@
-"""Documents keep to the field's words."""
+"""Documents and code keep to the field's words."""
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,3 +71,55 @@ def test_a_page_uses_the_fields_words(page: Path):
 )
 def test_an_expression_is_found(text: str, expected: list[tuple[int, str]]):
     assert hits(text) == expected
+
+
+# ---- code: comments, strings and names
+
+CODE = ("megatron", "kernels", "tools", "benchmarks", "campaigns", "scripts")
+NEVER_IN_CODE = re.compile(
+    r"\b(beside|so many|of its own(?! \w)|whoever|nobody|for the asking|goes on|stands|at hand"
+    r"|by then|meanwhile|as ever|mends?|mended|(?<!\.)tells?|told|says?|speaks?|lets? go|what is left"
+    r"|comes? to light|in words|absent there|weighed|its like)\b".replace(" ", r"\s+"),
+    re.I,
+)
+AS_NAMES = {"told", "beside", "nobody", "meanwhile", "whoever"}  # others are methods of Python's
+
+
+def written(source: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of what an author chose: comments, strings and names."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_text = token.type in (tokenize.COMMENT, tokenize.STRING)
+        if is_text or (token.type == tokenize.NAME and token.string in AS_NAMES):
+            yield token.start[0], token.string
+
+
+def hits_in_code(source: str) -> list[tuple[int, str]]:
+    """(line, expression)."""
+    if not NEVER_IN_CODE.search(source):  # most files
+        return []
+    return [
+        (line, found[0]) for line, text in written(source) for found in NEVER_IN_CODE.finditer(text)
+    ]
+
+
+def test_code_uses_the_fields_words():
+    files = [file for folder in CODE for file in (ROOT / folder).rglob("*.py")]
+    found = {
+        f"{file.relative_to(ROOT)}:{line}": expression
+        for file in (*files, ROOT / "pretrain_gpt.py")
+        for line, expression in hits_in_code(file.read_text())
+    }
+    assert len(files) > 300 and not found, f"write these in other words: {found}"
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("x = 1  # the bias beside it\n", [(1, "beside")]),
+        ('def f():\n    """It says so."""\n', [(2, "says")]),
+        ("told = file.tell()\n", [(1, "told")]),
+        ("for word in words:\n    pass  # a row of its own architecture\n", []),
+    ],
+)
+def test_an_expression_in_code_is_found(source: str, expected: list[tuple[int, str]]):
+    assert hits_in_code(source) == expected

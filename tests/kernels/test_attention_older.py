@@ -1,5 +1,5 @@
-"""Flash attention on GPUs older than Hopper: by pointers instead of descriptors, with tiles of its
-own, and no atomic sums.
+"""Flash attention on GPUs older than Hopper: by pointers instead of descriptors, with separate
+tiles and without atomic sums.
 """
 
 import pytest

@@ -269,7 +269,7 @@ def _windows_of_device(
     hosts: list[Interval], device: list[Event], launched: Launches
 ) -> list[Interval]:
     """When the device is at each step: from the end of the work of the step before to the end of
-    its own, the first from when the host begins, before which the device was idle.
+    its work, the first from when the host begins, before which the device was idle.
     """
     ends = [begin for begin, _ in hosts]
     begins = ends.copy()
