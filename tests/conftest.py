@@ -175,6 +175,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def without_plan(request: pytest.FixtureRequest):
+    """Small runs in this process without the plan of their banner, unless marked `planned`."""
+    if "pretrain_gpt" not in sys.modules or request.node.get_closest_marker("planned"):
+        yield
+        return
+    import programs
+
+    with programs.without_plan():
+        yield
+
+
 @pytest.fixture
 def one_thread():
     """torch with one thread here, as ranks and forked children have: sums over two have other bits,

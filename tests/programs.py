@@ -4,13 +4,29 @@ torch, seconds each time, happens once a session.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from distributed.pool import warm_context
+from megatron.tools._advisor import PlanningAdvisor
 
 import pretrain_gpt
+from megatron.training.advisor import Forecast
+
+
+def without_plan() -> contextlib.AbstractContextManager:
+    """Runs in the block print no plan, which takes longer than a small run; dry runs do."""
+    forecast = PlanningAdvisor.forecast
+
+    def of_dry_runs(*args: Any) -> Forecast:
+        planned_for = args[5]
+        return Forecast() if planned_for is None else forecast(*args)
+
+    return mock.patch.object(PlanningAdvisor, "forecast", of_dry_runs)
 
 
 def _train(flags: list[str], log: str) -> None:
@@ -19,7 +35,8 @@ def _train(flags: list[str], log: str) -> None:
     os.dup2(out, 1)
     os.dup2(out, 2)
     torch.set_num_threads(1)
-    raise SystemExit(pretrain_gpt.main(flags))
+    with without_plan():
+        raise SystemExit(pretrain_gpt.main(flags))
 
 
 class Program:

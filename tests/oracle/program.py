@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from programs import without_plan
 from torch import Tensor
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
@@ -76,6 +77,7 @@ def run_here(argv: list[str]) -> str:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             mock.patch.object(pretrain, "disconnect", lambda: None),
+            without_plan(),
         ):
             code = main(argv)
     finally:

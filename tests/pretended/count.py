@@ -160,6 +160,7 @@ def one_more(fault: bool) -> Iterator[None]:
 def count(case: Case, layers: int, micro_batches: int, fault: bool) -> Launches:
     """The launches of one step, by part."""
     import pretrain_gpt
+    from programs import without_plan
 
     case = case._replace(micro_batches=micro_batches, iterations=COUNTED + 1)
     launches = Launches()
@@ -172,6 +173,7 @@ def count(case: Case, layers: int, micro_batches: int, fault: bool) -> Launches:
         stack.enter_context(fake_parameters())
         stack.enter_context(kernels_as_they_are())
         stack.enter_context(one_more(fault))
+        stack.enter_context(without_plan())
         stack.enter_context(launches)
         words = [*case.words(folder), "--num-layers", str(layers), "--log-interval", "100"]
         code = pretrain_gpt.main(words)

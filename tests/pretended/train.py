@@ -386,6 +386,7 @@ def ranks_of(count: int) -> Iterator[None]:
 def run(case_and_fault: str) -> dict[str, Any]:
     """One case: exit code or error, operations by phase, and waits."""
     import pretrain_gpt
+    from programs import without_plan
 
     name, _, fault = case_and_fault.partition("+")
     case = CASES[name]
@@ -398,6 +399,7 @@ def run(case_and_fault: str) -> dict[str, Any]:
         stack.enter_context(kernels_as_they_are())
         stack.enter_context(even_rows(log))
         stack.enter_context(with_fault(fault))
+        stack.enter_context(without_plan())
         code, error = None, ""
         try:
             code = pretrain_gpt.main(case.words(folder))

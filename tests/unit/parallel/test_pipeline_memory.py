@@ -18,7 +18,7 @@ from megatron.model.block import Layer
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.schedule import Kind, build_schedule, forward_only
 
-MOST = 32
+MOST = 16
 
 
 class Counted(LayerPasses):

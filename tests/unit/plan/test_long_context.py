@@ -12,8 +12,12 @@ RESULTS = TESTS.parent / "docs/results"
 ROWS = json.loads((RESULTS / "long_context.json").read_text())["rows"]
 
 
-@pytest.mark.parametrize("row", [ROWS[3], ROWS[-1]], ids=lambda row: f"{row['gpus']} GPUs")
-def test_the_longest_is_what_the_planner_says(row):
+@pytest.mark.parametrize(
+    "row",
+    [ROWS[0], pytest.param(ROWS[3], marks=pytest.mark.full), ROWS[-1]],
+    ids=lambda row: f"{row['gpus']} GPUs, {row['length']}",
+)
+def test_a_row_is_what_the_planner_says(row):
     layout = LAYOUTS[row["gpus"], row["kept"]]
     for name, variant in VARIANTS.items():
         if variant is None:
