@@ -175,6 +175,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """Runs collect garbage several times: what earlier files left is not looked at again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def without_plan(request: pytest.FixtureRequest):
     """Small runs in this process without the plan of their banner, unless marked `planned`."""

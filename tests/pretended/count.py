@@ -108,6 +108,7 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
     """Tracks for the counter where the run is."""
     from triton.runtime.jit import JITFunction
 
+    from megatron.optimizer.optimizer import Optimizer
     from megatron.parallel.pipeline import Pipeline, StepState
     from megatron.training import loop, step
 
@@ -136,6 +137,8 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
         mock.patch.multiple(step, **optimizer),
         mock.patch.object(StepState, "input_of", input_of),
         mock.patch.multiple(Pipeline, forward=forward, backward=backward),
+        # which no step does
+        mock.patch.object(Optimizer, "initialise", lambda optimizer: None),
         mock.patch.object(JITFunction, "run", run_kernel),
     ):
         yield
@@ -159,8 +162,9 @@ def one_more(fault: bool) -> Iterator[None]:
 
 def count(case: Case, layers: int, micro_batches: int, fault: bool) -> Launches:
     """The launches of one step, by part."""
-    import pretrain_gpt
     from programs import without_plan
+
+    import pretrain_gpt
 
     case = case._replace(micro_batches=micro_batches, iterations=COUNTED + 1)
     launches = Launches()

@@ -53,7 +53,7 @@ OFTEN = (
     "sample text",
     "short",
 )  # the others are a campaign
-DEFAULT = ("zero 3", "experts, pairs")
+DEFAULT = ("zero 3",)
 ALONE = {  # faults with a test of their own
     "devices": "test_a_mix_of_devices_is_found",
     "order": "test_an_operator_without_a_deterministic_form_is_found",

@@ -385,8 +385,9 @@ def ranks_of(count: int) -> Iterator[None]:
 
 def run(case_and_fault: str) -> dict[str, Any]:
     """One case: exit code or error, operations by phase, and waits."""
-    import pretrain_gpt
     from programs import without_plan
+
+    import pretrain_gpt
 
     name, _, fault = case_and_fault.partition("+")
     case = CASES[name]

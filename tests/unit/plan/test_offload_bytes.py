@@ -107,6 +107,7 @@ def test_bytes_by_choice(name, choice):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.default("gpt", "rotary", "grouped norms, plain", "soft cap", "one group", "geglu")
 def test_bytes_by_model(name):
     config = offloading(**MODELS[name])
     assert alive(config) == planned(config)

@@ -159,6 +159,11 @@ def test_what_is_kept(name):
 @pytest.mark.parametrize("name", LATENTS)
 def test_what_is_kept_of_latent_attention(name):
     check(OF_LATENTS, FP32, LATENTS[name])
+
+
+@pytest.mark.parametrize("name", LATENTS)
+@pytest.mark.default("all", "plain")
+def test_what_is_kept_of_latent_attention_in_bf16(name):
     check(OF_LATENTS, BF16, LATENTS[name])
 
 
@@ -196,6 +201,7 @@ def test_what_is_kept_with_our_kernels_and_every_choice(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.default("gpt", "llama", "squared relu", "geglu")
 def test_what_is_kept_with_the_mlp_in_pieces(name):
     model = {**MODELS[name], "tiled_mlp": 4}
     check([(), *SOME], FP32, model)
