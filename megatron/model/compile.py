@@ -142,7 +142,7 @@ _opaque_linear.register_autograd(_differentiate_linear, setup_context=_save_line
 
 
 class LinearOperator:
-    """Stands in for the autograd function of a linear layer of this kind."""
+    """Replaces the autograd function of a linear layer of this kind."""
 
     def __init__(self, kind: str):
         self.kind = kind

@@ -323,7 +323,7 @@ def column_linear(
 
 class Linear(nn.Module):
     """torch.nn.Linear whose gradients accumulate into `main_grad`: weight [o, i], bias [o].
-    `skip_bias_add`: whoever reads the output adds the bias, and its gradient.
+    `skip_bias_add`: the consumer of the output adds the bias, and its gradient.
     """
 
     sharded: type[torch.autograd.Function] = _Linear  # over several tensor-parallel ranks

@@ -164,8 +164,7 @@ def _weight_metrics(run: Run) -> dict[str, float]:
 
 def _layer_norms(run: Run, report: StepMetrics) -> dict[str, float]:
     """What --log-layer-norms asks for, of the last step's gradient and the weights after it; all
-    ranks take part in one sum. A frozen layer has no gradient, and a tied head no weights of its
-    own.
+    ranks take part in one sum. A frozen layer has no gradient, and a tied head no weights.
     """
     if report.layer_grad_sq_sums is None:
         return {}
