@@ -66,6 +66,7 @@ def test_a_key_that_is_a_number_would_make_a_graph_a_layer(monkeypatch, capsys):
     assert graphs(monkeypatch, 2, "--hidden-dropout", "0.1") == 7  # two middle layers in training
 
 
+@pytest.mark.full
 def test_recomputation_compiles_a_third_mode(monkeypatch, capsys):
     recompute = ("--recompute-granularity", "full")
     assert graphs(monkeypatch, 2, "--hidden-dropout", "0.1", *recompute) == compile.GRAPHS

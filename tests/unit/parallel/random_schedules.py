@@ -1,4 +1,4 @@
-"""Valid schedules that nobody would write, and a machine that runs lists of actions literally: the
+"""Valid schedules that no one would write, and a machine that runs lists of actions literally: the
 oracle of the checker.
 """
 
@@ -18,7 +18,7 @@ def random_placement(draw: random.Random, ranks: int, stages: int) -> tuple[int,
 
 
 def _before(action: Action, last: int, split: bool, ascending: bool) -> list[Action]:
-    """What must be done before an action; `split` says how this stage goes backward, and so does
+    """What must be done before an action; `split` is how this stage goes backward, and so does
     whether it is itself in two parts.
     """
     kind, stage, micro = action
@@ -150,7 +150,7 @@ def runs(schedule: Schedule, draw: random.Random) -> bool:
 
 
 def _compute(kind, stage, micro, placement, last, mine, sent, posted, rank) -> str:
-    """One computation: "done", "waits", or "wrong". Values say what they were made from; a finished
+    """One computation: "done", "waits", or "wrong". Values hold what they were made from; a finished
     stage leaves nothing but its name.
     """
     forward = kind is Kind.FORWARD

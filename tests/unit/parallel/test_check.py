@@ -1,5 +1,5 @@
 """The checker: accepts every schedule of ours and any valid one, refuses what a machine that runs
-the lists literally cannot run, and says why.
+the lists literally cannot run, with the reason.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_random_lists_are_judged_as_the_machine_judges_them():
 
 
 def test_random_orders_deadlock_exactly_when_the_machine_does():
-    """Each rank's computations in an order of its own: complete and matched, but ranks may wait for
+    """Each rank's computations in a separate order: complete and matched, but ranks may wait for
     each other in a circle.
     """
     words = {True: 0, False: 0}

@@ -1,4 +1,4 @@
-"""Schedules in which a backward pass runs beside the forward pass of a later micro-batch: right by
+"""Schedules in which a backward pass overlaps the forward pass of a later micro-batch: right by
 the checker, within their bounds, without more idle time than those without; their time lines and
 pictures.
 """
@@ -66,7 +66,7 @@ def test_schedules_without_pairs(name):
 @pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("interleaved", 2)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_pairs_leave_no_rank_idle_between(name, virtual, ranks):
-    """A rank that has begun its pairs waits for nobody: a pair takes as long as its two passes, and
+    """A rank that has begun its pairs waits for none: a pair takes as long as its two passes, and
     messages between neighbours have been made two pairs before.
     """
     m = 4 * ranks
@@ -82,7 +82,7 @@ def test_pairs_leave_no_rank_idle_between(name, virtual, ranks):
 
 def test_exchanges_are_hidden_by_the_other_pass():
     """One rank, forward pass 3 with 1 of exchanges, backward pass 6 with 2: a pair takes what both
-    compute; with exchanges longer than the other computes, what is left of them.
+    compute; with exchanges longer than the other computes, the rest of them.
     """
     schedule = build_schedule("1f1b", 1, 1, 5, True)
     costs = Costs((3.0,), (4.0,), (2.0,), exchanged_forward=(1.0,), exchanged_backward=(2.0,))
@@ -110,7 +110,7 @@ def test_a_pair_that_waits_for_itself_is_found():
     """One forward pass less before the first pair: the ranks' pairs wait for each other."""
     schedule = build_schedule("1f1b", 2, 1, 4, True)
     first = list(schedule.actions[0])
-    # rank 0's first backward pass comes beside its second forward pass, which rank 1's pair needs
+    # rank 0's first backward pass overlaps its second forward pass, which rank 1's pair needs
     computations = [action for action in first if action.kind in (Kind.FORWARD, Kind.BACKWARD)]
     assert [a.kind.value for a in computations[:3]] == ["F", "F", "F"]
     backward = Action(Kind.BACKWARD, 0, 0)

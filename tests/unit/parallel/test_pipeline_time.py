@@ -1,5 +1,5 @@
-"""The executor runs each computation when the simulator says; the benchmark of pipelines runs and
-says so.
+"""The executor runs each computation when the simulator does; the benchmark of pipelines runs and
+shows it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SHAPE = (1, 1, 1)
 
 
 class Clocked:
-    """Stands in for the passes of a model with one layer a stage: a pass advances this rank's
+    """Replaces the passes of a model with one layer a stage: a pass advances this rank's
     clock, and its output is the time at which it ended.
 
-    So every message tells its receiver when it was sent, and times do not depend on how busy the
+    So every message carries to its receiver when it was sent, and times do not depend on how busy the
     machine is. `costs`: seconds by kind, then by stage.
     """
 

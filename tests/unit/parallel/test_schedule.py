@@ -33,7 +33,7 @@ def virtual_stages(name: str) -> tuple[int, ...]:
 
 
 def most_in_flight(name: str, ranks: int, virtual: int, m: int, rank: int) -> int:
-    """Pairs of stage and micro-batch that a rank may hold, as the schedules' definitions say."""
+    """Pairs of stage and micro-batch that a rank may hold, by the schedules' definitions."""
     if name == "gpipe":
         return m
     if name == "1f1b":

@@ -29,7 +29,7 @@ from megatron.config.validate import resolve  # noqa: E402
 from megatron.config.workspace import HEAD_CHUNK_BYTES  # noqa: E402
 
 VOCAB = 1023
-# bytes of logits that are made at once where the flags say so: a fraction of all
+# bytes of logits that are made at once where the flags ask for it: a fraction of all
 HEAD_CHUNK = 1 << 18
 COMMON = f"""--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB}
 --make-vocab-size-divisible-by 64 --lr 1e-3 --train-iters 2

@@ -1,4 +1,4 @@
-"""Which transfers hide, whether memory falls with each stage of ZeRO, and what a banner says of
+"""Which transfers hide, whether memory falls with each stage of ZeRO, and what a banner prints of
 both.
 """
 
@@ -90,7 +90,7 @@ def test_the_flags_that_are_named_help(stage, samples):
     ],
 )
 def test_tokens_that_hide_weights_from_host_memory(flags, world, needed):
-    """p F MFU / (2 BW N) at 50 GB/s: each rank copies its own slice. Nobody to share with sends
+    """p F MFU / (2 BW N) at 50 GB/s: each rank copies its own slice. A rank that shares with none sends
     nothing; another bandwidth is another need.
     """
     config = configure(SEVEN, world, "--zero-stage", 3, "--param-cpu-offload", *flags.split())

@@ -1,4 +1,4 @@
-"""NCCL's buffers: how many communicators the rank has, and the line that says what they take."""
+"""NCCL's buffers: how many communicators the rank has, and the line with what they take."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ EFFECTS = {
         (model(21, 16384, 128, 16, 53248) + FP8 + layout(8, 3, 2, virtual=7), 96, 126),
         (model(21, 16384, 128, 16, 53248) + layout(8, 3, 2, virtual=7), 96, 126),
     ),
-    # who published it does not say which tensor parallelism stood beside; half is taken here
+    # who published it does not give its tensor parallelism; half is taken here
     "context parallelism of 2, 7B, fp8, 32k": (
         0.03,
         (L7B + FP8 + layout(2, cp=2), 8, 8, 32768),
@@ -140,12 +140,12 @@ EFFECTS = {
 
 # Those whose sign alone comes out: docs/performance.md lists them.
 OFF = {
-    "collectives of tensor parallelism beside products, 70B": (
+    "collectives of tensor parallelism overlapped with GEMMs, 70B": (
         0.09,
         (L70B + FULL + layout(8, zero=3), 256, 512, 8192, 16, 2),
         (L70B + FULL + "--no-tp-comm-overlap " + layout(8, zero=3), 256, 512, 8192, 16, 2),
     ),
-    "collectives of tensor parallelism beside products, 8B": (
+    "collectives of tensor parallelism overlapped with GEMMs, 8B": (
         0.10,
         (L8B + layout(8), 8, 16),
         (L8B + "--no-tp-comm-overlap " + layout(8), 8, 16),

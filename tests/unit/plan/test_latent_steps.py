@@ -1,5 +1,5 @@
-"""The time of a step with latent attention: what its layers compute and send, by arithmetic of its
-own, and what the tool makes of a model like DeepSeek-V3.
+"""The time of a step with latent attention: what its layers compute and send, by
+separate arithmetic, and what the tool makes of a model like DeepSeek-V3.
 """
 
 from __future__ import annotations

@@ -239,13 +239,13 @@ def test_full_recompute_keeps_one_layer_and_the_inputs_of_the_others():
     )
     assert nine - eight == SEQ * BATCH * 64 * 4 // 4
     assert (
-        beside(MemoryPlan(configure(training=full, num_layers=8), VOCAB, 1).fullest.sizes())
-        < beside(MemoryPlan(configure(), VOCAB, 1).fullest.sizes()) * 1.1
+        extra(MemoryPlan(configure(training=full, num_layers=8), VOCAB, 1).fullest.sizes())
+        < extra(MemoryPlan(configure(), VOCAB, 1).fullest.sizes()) * 1.1
     )
 
 
-def beside(sizes: dict[str, int]) -> int:
-    """What lives beside the resident state."""
+def extra(sizes: dict[str, int]) -> int:
+    """What lives in addition to the resident state."""
     return sizes["total"] - sizes["parameters"] - sizes.get("gradients", 0) - sizes["optimizer"]
 
 

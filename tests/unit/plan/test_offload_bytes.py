@@ -35,15 +35,15 @@ CHOICES: dict[str, dict] = {
     "half of the layers": {"activation_offload_fraction": 0.5},
     "none of the layers": {"activation_offload_fraction": 0.0},
     "large ones": {"min_offloaded_tensor_size": 1 << 14},
-    "beside norms and activation that are rebuilt": {
+    "with norms and activation that are rebuilt": {
         "recompute_granularity": "selective",
         "recompute_modules": ("layernorm", "mlp_act"),
     },
-    "beside attention and MLP that are rebuilt": {
+    "with attention and MLP that are rebuilt": {
         "recompute_granularity": "selective",
         "recompute_modules": ("layernorm", "qkv", "core_attn", "mlp"),
     },
-    "beside core attention that is rebuilt": {
+    "with core attention that is rebuilt": {
         "recompute_granularity": "selective",
         "recompute_modules": ("core_attn",),
     },
@@ -68,7 +68,7 @@ def passes_of(model: GPTModel) -> list[Pass]:
 
 def alive(config: Config) -> tuple[int, int]:
     """(bytes that live on the device, bytes of buffers of the host) when the forward passes are
-    over, beside parameters and the micro-batches.
+    over, without parameters and the micro-batches.
     """
     model, micro = model_and_micro_batch(config)
     passes = OffloadingPasses(torch.device("cpu"), config.training.min_offloaded_tensor_size)

@@ -52,7 +52,7 @@ def test_our_program_needs_what_the_plan_of_memory_says(flags):
 
 
 def test_a_logit_takes_what_torchs_loss_of_whole_logits_takes():
-    """Bytes that live while torch computes and differentiates the loss and an accuracy, beside the
+    """Bytes that live while torch computes and differentiates the loss and an accuracy, without the
     logits of the micro-batch before.
     """
     tokens, vocabulary = 64, 4096

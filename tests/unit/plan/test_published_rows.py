@@ -1,4 +1,4 @@
-"""Published rows beside predictions."""
+"""Published rows and predictions."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def model_and_micro_batch(config: Config) -> tuple[GPTModel, MicroBatch]:
 
 
 def kept_storages(config: Config) -> int:
-    """Bytes alive between forward and backward pass beside parameters and the micro-batch."""
+    """Bytes alive between forward and backward pass, without parameters and the micro-batch."""
     model, micro = model_and_micro_batch(config)
     with launches_of_nothing(), Storages() as storages:
         y, saved = forward(model, micro)

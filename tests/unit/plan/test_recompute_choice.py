@@ -65,7 +65,7 @@ def steps_of(name: str) -> PlannedSteps:
 
 
 def total(name: str, rank: int, words: dict[int, str]) -> int:
-    """What the plan says of a rank whose layers recompute this, the others nothing."""
+    """The plan of a rank whose layers recompute this, the others nothing."""
     world, layers, _ = CASES[name]
     every = words_of([words.get(layer, "none") for layer in range(layers)])
     return rank_memories(configure(name, "--recompute-layers", *every), VOCAB, world)[rank].total
@@ -105,7 +105,7 @@ def test_no_cheaper_choice_fits(name):
     options, layers = worthwhile(steps.shape), layers_of(steps, rank)
     rows = np.array(list(itertools.product(range(len(options)), repeat=len(layers))))
     needed = needed_bytes(steps, rank, options, rows)
-    for row in (0, len(rows) // 2, len(rows) - 1):  # rows are what the plan says
+    for row in (0, len(rows) // 2, len(rows) - 1):  # rows are the plan's
         words = named(steps, layers, options, rows[row])
         assert needed[row] == total(name, rank, words)
     of_layers = (

@@ -1,4 +1,4 @@
-"""Large models on many ranks, without a device: what the plan says each rank holds is what the
+"""Large models on many ranks, without a device: what each rank holds by the plan is what the
 blocks of its model take, to the byte.
 
 Models are built on the meta device, where storages have sizes and no memory, with the groups of one
@@ -219,7 +219,7 @@ def test_hybrid_sharding_narrow_state_and_offload():
 
 
 def held_on_the_device(blocks: list[Block]) -> int:
-    """Bytes of all tensors that blocks keep on the meta device, which stands for a GPU, between
+    """Bytes of all tensors that blocks keep on the meta device, which replaces a GPU, between
     their uses.
     """
     return nbytes(

@@ -379,7 +379,7 @@ def measure(micro_batches: int) -> list[dict]:
 
 
 def test_the_estimate_is_what_lives_while_the_executor_runs(gloo_world, monkeypatch):
-    """Beside the gradients, which all live there from the start."""
+    """In addition to the gradients, which all live there from the start."""
     monkeypatch.setattr(CountedBlock, "open", Block.open)
     model = {
         **LLAMA,

@@ -71,7 +71,7 @@ def test_a_layer_computes_what_the_arithmetic_counts():
 
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel "])
 def test_tensor_parallel_ranks_send_the_same_bytes(flags):
-    """A gather and a reduce-scatter move what an all-reduce moves; one gather more is beside
+    """A gather and a reduce-scatter move what an all-reduce moves; one gather more is in addition to
     products.
     """
     size = 4096 * 2048 * 2

@@ -73,7 +73,7 @@ def test_every_layout_logs_the_norms_of_one_process(gloo_world, alone, layout, f
 
 @pytest.mark.parametrize("flags", ["", UNTIED, FROZEN])
 def test_their_squares_add_up(alone, flags):
-    """A frozen layer has no gradient, a tied head no weights of its own."""
+    """A frozen layer has no gradient, a tied head no separate weights."""
     for row in alone[flags].metrics:
         if "lm loss" not in row:
             continue

@@ -45,7 +45,7 @@ LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
     "dp2": "--zero-stage 3",
 }
-RANGES = {  # of both ranks, beside those of every layout
+RANGES = {  # of both ranks, in addition to those of every layout
     "pp2": {"forward stage 0 micro-batch 2", "backward stage 1 micro-batch 3", "send pp"},
     "tp2": {"all-gather tp", "reduce-scatter tp", "forward stage 0 micro-batch 0"},
     "dp2": {"all-gather dp", "reduce-scatter dp"},
@@ -54,7 +54,7 @@ EXPOSED = {"pp2": "pipeline idle", "tp2": "exposed tp", "dp2": "exposed dp"}
 
 
 def trained(words: list[str]) -> int:
-    """`pretrain_gpt.py words...` on a rank of a world that goes on."""
+    """`pretrain_gpt.py words...` on a rank of a world that lives on."""
     parsed = parse_arguments(words)
     with (
         mock.patch.object(pretrain, "disconnect", lambda: None),
@@ -196,7 +196,7 @@ LARGE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 
 
 
 def limited(mebibytes: int, *words: object) -> subprocess.CompletedProcess:
-    """A run that may take so many MiB more than Python with its libraries."""
+    """A run that may take that many MiB more than Python with its libraries."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", LIMITED, str(mebibytes), *LARGE, *map(str, words)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -225,7 +225,7 @@ def test_memory_that_runs_out_in_a_step_is_explained_and_the_advice_is_true(tmp_
 
 
 def test_what_is_known_of_live_tensors(tmp_path):
-    """When a real allocation fails beside a model and its optimizer."""
+    """When a real allocation fails next to a model and its optimizer."""
     config = resolve(parse_arguments(TINY).config, 1, 31).config
     config = config.with_fields("logging", profile_dir=str(tmp_path))
     groups, cpu = one_process(), torch.device("cpu")

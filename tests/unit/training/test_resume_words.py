@@ -1,4 +1,4 @@
-"""What a run that loads a checkpoint says about its bits, where ZeRO and precisions differ from the
+"""What a run that loads a checkpoint logs about its bits, where ZeRO and precisions differ from the
 run that wrote it.
 """
 

@@ -1,4 +1,4 @@
-"""--log-sample-text: what the model writes at an evaluation is what its logits say, the same in
+"""--log-sample-text: what the model writes at an evaluation is what its logits give, the same in
 every layout, and reaches the log and wandb.
 """
 
@@ -154,7 +154,7 @@ def test_the_ends_of_documents_are_told():
 
 
 def test_the_log_and_wandb_have_it(tmp_path: Path, monkeypatch, capsys):
-    """One text an evaluation, in wandb beside its iteration, read from its own files."""
+    """One text an evaluation, in wandb next to its iteration, read from its own files."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     flags = (*BASE, *"--train-iters 3 --eval-interval 1 --micro-batch-size 8".split())

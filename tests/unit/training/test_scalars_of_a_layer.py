@@ -1,4 +1,4 @@
-"""Layers that return scalars beside their output: an auxiliary loss is differentiated and a counter
+"""Layers that return scalars next to their output: an auxiliary loss is differentiated and a counter
 logged, alike in every layout.
 """
 

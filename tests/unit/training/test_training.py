@@ -437,7 +437,7 @@ def test_missing_checkpoint_is_refused(tmp_path, capsys):
 
 
 def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
-    """A full disk at iteration 4: the run goes on, saves later, and says so; when the last save
+    """A full disk at iteration 4: the run continues, saves later, and logs it; when the last save
     fails the exit code is 1.
     """
     save_checkpoint = manager.save_checkpoint

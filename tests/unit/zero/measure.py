@@ -25,8 +25,8 @@ from megatron.training import loop, pretrain, step
 
 @contextlib.contextmanager
 def pieces_of(size: int | None, head: int | None = None) -> Iterator[None]:
-    """Temporaries are formed, sent and widened in pieces of so many bytes: in a small model the
-    real ones would hold everything at once; logits in pieces of `head` where the flags say so.
+    """Temporaries are formed, sent and widened in pieces of `size` bytes: in a small model the
+    real ones would hold everything at once; logits in pieces of `head` where the flags ask for it.
     """
     with contextlib.ExitStack() as stack:
         if head is not None:
@@ -125,7 +125,7 @@ def measure(
     parsed = parse_arguments(list(flags))
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        # the world goes on
+        # the world lives on
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         stack.enter_context(mock.patch.object(pretrain, "train", train))
         stack.enter_context(mock.patch.object(blocks, "host_memory", host_memory))

@@ -173,7 +173,7 @@ class Row:
         return sum(sorted(layers + matrix)[-2:])
 
     def slots(self, pipe: int) -> int:
-        """The most bytes of gradient buffers that come and go: two, and beside two layers' that of
+        """The most bytes of gradient buffers that come and go: two, and in addition to two layers' that of
         a matrix whose two ends lie here.
         """
         if self.stage < 2:

@@ -6,7 +6,7 @@ Every operator, collective and message reads and writes bytes at a time on a str
 the same bytes, one of them writing, must be in order: on one stream, or the later one after a wait
 that came after the earlier one (vector clocks; Lamport 1978, Mattern 1989). Memory that is freed
 goes to the next allocation on the stream that it was allocated on, as torch's caching allocator has
-it: whatever other streams do with it must be over for that stream by then. A collective keeps its
+it: whatever other streams do with it must be over for that stream at that point. A collective keeps its
 tensors until somebody waits for it, as torch's NCCL backend does. What works on pinned host memory
 alone is the host's own work, after what it has waited for and before whatever it starts later.
 """
@@ -51,7 +51,7 @@ Times = dict["Stream", int]  # of each stream, how much is known to be over
 
 
 class Device(str):
-    """`cpu` to torch, a GPU to whoever asks for the type."""
+    """`cpu` to torch, a GPU to all that ask for the type."""
 
     type, index = "cuda", 0
 
@@ -261,7 +261,7 @@ class PretendedGPU(TorchDispatchMode):
         self.operations, self.hidden, self.pinning = 0, 0, False
 
     def __enter__(self) -> PretendedGPU:
-        # torch.compile learns once which functions are torch's: not what stands in for them here
+        # torch.compile learns once which functions are torch's: not what replaces them here
         torch.compile(torch.square, backend="eager")(torch.ones(1))
         self.patches = contextlib.ExitStack()
 
@@ -509,7 +509,7 @@ def losses_of(flags: tuple[str, ...], gpu: PretendedGPU | None = None) -> list[f
     real_read = step.PendingStep.read
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        # the world goes on
+        # the world lives on
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         stack.enter_context(mock.patch.object(step.PendingStep, "read", read))
         stack.enter_context(gpu or contextlib.nullcontext())
@@ -519,7 +519,7 @@ def losses_of(flags: tuple[str, ...], gpu: PretendedGPU | None = None) -> list[f
 
 def races(flags: tuple[str, ...], deaf: str | None = None) -> tuple[list[str], list[float]]:
     """(races of this rank in such a run on a pretended GPU, losses). In functions of ours called
-    `deaf` nobody waits for anything.
+    `deaf` no stream waits for anything.
     """
     gpu = PretendedGPU(deaf)
     losses = losses_of(flags, gpu)

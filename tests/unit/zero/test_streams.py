@@ -1,4 +1,4 @@
-"""What runs beside what on a GPU: no two things touch the same memory without an order between
+"""What overlaps what on a GPU: no two things touch the same memory without an order between
 them, and the losses are a CPU's.
 """
 

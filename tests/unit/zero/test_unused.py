@@ -104,7 +104,7 @@ def test_what_no_pass_uses_has_no_gradient_and_only_decays(gloo_world, plain, ad
     """Both layers' spare matrices lose lr x decay of themselves in each step, vectors nothing; the
     rest of the run is as without them.
 
-    Nobody clears the gradient of a linear layer's weight for its first product: without one it is
+    Nothing clears the gradient of a linear layer's weight for its first product: without one it is
     zero all the same.
     """
     first = gloo_world(2).run(

@@ -360,12 +360,12 @@ def test_no_bit_changes_with(train, layout):
 
 
 def blamed(flags: tuple[str, ...]) -> str:
-    """What a run says that stops at the samples of PATCHES["overflow"]."""
+    """What a run logs that stops at the samples of PATCHES["overflow"]."""
     said = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(said))
-        # the world goes on
+        # the world lives on
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         stack.enter_context(PATCHES["overflow"]())
         parsed = parse_arguments(list(flags))

@@ -1,7 +1,7 @@
 """Live bytes: the sizes of all tensor storages, added up after every operator, every collective or
 message, and every wait for one.
 
-A sum is taken anew each time, so storages that are resized to nothing, by which ZeRO-3 lets go of a
+A sum is taken anew each time, so storages that are resized to nothing, by which ZeRO-3 frees a
 gathered block, count as nothing. Nothing here is shared with tools/_plan: it is what the planner
 is held against.
 
@@ -123,7 +123,7 @@ def _origin() -> tuple[str, str]:
 
 
 def in_both_threads(mode: TorchDispatchMode) -> AbstractContextManager[Any]:
-    """Meanwhile the second of two computations that take turns is under a mode of the first, which
+    """In the block, the second of two computations that take turns is under a mode of the first, which
     torch keeps by thread.
     """
     real = Interleaver._second
@@ -178,7 +178,7 @@ class LiveBytes(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.stack.close()
-        self.blocks = []  # a module that was imported meanwhile may hold our functions, so us
+        self.blocks = []  # a module that was imported later may hold our functions, so us
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         # of an operator of ours: what its launcher allocates, too
