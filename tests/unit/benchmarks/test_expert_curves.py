@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -117,24 +116,6 @@ def test_what_is_missing_is_run_seed_by_seed():
     wanted = tool.missing([run("bias", 1, 4.0)], 2)
     first = [(kind, 1) for kind in tool.KINDS if kind != "bias"]
     assert wanted == first + [(kind, 2) for kind in tool.KINDS]
-
-
-def points(picture: str) -> list[list[tuple[float, float]]]:
-    """Of every curve, in pixels."""
-    root = ElementTree.fromstring(picture)
-    lines = [node.get("points") for node in root.iter("{http://www.w3.org/2000/svg}polyline")]
-    return [[tuple(map(float, pair.split(","))) for pair in line.split()] for line in lines]
-
-
-def test_the_picture_draws_every_loss_and_the_busiest_expert():
-    runs = [run(tool.DENSE, 1, 4.0), run("bias", 1, 3.4, most=3)]
-    dense, losses, loads = points(tool.draw({"runs": runs, "steps": 200, "step_tokens": 2048}))
-    assert len(dense) == len(losses) == 2 and len(loads) == 20
-    assert dense[0][1] == tool.TOP and losses[1][1] == tool.TOP + tool.HEIGHT  # most, least
-    assert dense[1][0] == loads[-1][0] == tool.WIDTH - tool.RIGHT
-    second = tool.TOP + tool.HEIGHT + tool.GAP
-    assert loads[-1][1] == second  # 4 times the mean: all tokens went to it
-    assert loads[0][1] == pytest.approx(second + tool.HEIGHT / 3, abs=0.1)
 
 
 def test_the_recorded_picture_is_drawn_again():

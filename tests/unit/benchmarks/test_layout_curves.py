@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from megatron.benchmarks import convergence
@@ -61,24 +60,6 @@ def test_distances_are_taken_from_one_process():
     assert tool.BASE not in found and len(found) == 2
     same, other = found.values()
     assert max(same) == 0 and other.index(max(other)) == 40 and max(other) == pytest.approx(0.5)
-
-
-def points(picture: str) -> list[list[tuple[float, float]]]:
-    """Of every curve, in pixels."""
-    root = ElementTree.fromstring(picture)
-    lines = [node.get("points") for node in root.iter("{http://www.w3.org/2000/svg}polyline")]
-    return [[tuple(map(float, pair.split(","))) for pair in line.split()] for line in lines]
-
-
-def test_the_picture_draws_every_loss_and_every_distance():
-    one, two, three, same, other = points(tool.draw(made_up()))
-    assert one == two != three and len(one) == 60
-    assert [i for i in range(60) if one[i] != three[i]] == [40] and three[40][1] < one[40][1]
-    assert one[0][1] == tool.TOP and one[-1][1] == tool.TOP + tool.HEIGHT  # most above, least below
-    bottom = max(y for _, y in same)
-    assert {y for _, y in same} == {bottom} and len(other) == 6
-    # ten steps with one distance of 0.5: 0.05 on the logarithmic axis
-    assert [y < bottom for _, y in other] == [False] * 4 + [True, False]
 
 
 def test_the_recorded_picture_is_drawn_again():
