@@ -61,15 +61,9 @@ def test_masks_are_bit_equal_and_weights_within_two_ulp():
     [
         ["--fp64"],
         [
-            "--fp64",
-            "--swiglu",
-            "--normalization",
-            "RMSNorm",
-            "--position-embedding-type",
-            "rope",
-            "--reset-attention-mask",
-            "--reset-position-ids",
-            "--untie-embeddings-and-output-weights",
+            *"--fp64 --swiglu --normalization RMSNorm --position-embedding-type rope".split(),
+            *"--reset-attention-mask --reset-position-ids".split(),
+            *"--untie-embeddings-and-output-weights".split(),
         ],
     ],
 )

@@ -49,12 +49,7 @@ def test_a_mutant_is_a_bug(tmp_path):
         [
             sys.executable,
             str(tmp_path / "tools/check_parity.py"),
-            "--layout",
-            "tp2",
-            "--layout",
-            "tp1",
-            "--steps",
-            "4",
+            *"--layout tp2 --layout tp1 --steps 4".split(),
             *FLAGS,
         ],
         text=True,
@@ -106,10 +101,8 @@ def test_mistakes_are_named_before_anything_runs(arguments, words, capsys):
 
 def test_layouts_are_words():
     tp, cp, pp, virtual = (
-        "--tensor-model-parallel-size",
-        "--context-parallel-size",
-        "--pipeline-model-parallel-size",
-        "--num-virtual-stages-per-pipeline-rank",
+        *"--tensor-model-parallel-size --context-parallel-size".split(),
+        *"--pipeline-model-parallel-size --num-virtual-stages-per-pipeline-rank".split(),
     )
     assert read_layout("tp2 sp dp4") == (
         8,

@@ -168,11 +168,7 @@ def outside_layers(gloo_world, *flags):
         (
             *BASE,
             *SHORT,
-            "--fp64",
-            "--micro-batch-size",
-            "1",
-            "--tensor-model-parallel-size",
-            "2",
+            *"--fp64 --micro-batch-size 1 --tensor-model-parallel-size 2".split(),
             *flags,
         ),
     )[1]

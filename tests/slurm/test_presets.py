@@ -81,11 +81,7 @@ def test_stages_of_the_largest_preset(capsys):
         pretrain_gpt.main(
             [
                 *flags_of("llama-405b"),
-                "--train-samples",
-                "3000000",
-                "--dry-run",
-                "--world-size",
-                "1024",
+                *"--train-samples 3000000 --dry-run --world-size 1024".split(),
             ]
         )
         == 0

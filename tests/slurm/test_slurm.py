@@ -32,11 +32,8 @@ def hung(
     another test runs.
     """
     one_node = (
-        "--nodes=1",
-        "--ntasks-per-node=1",
-        "--nodelist=n3",
-        "--time=10",
-        "--signal=B:USR1@60",
+        *"--nodes=1 --ntasks-per-node=1 --nodelist=n3 --time=10".split(),
+        *"--signal=B:USR1@60".split(),
     )
     job = Job(
         cluster,
@@ -217,13 +214,7 @@ def test_sigusr1_to_the_launcher_alone_reaches_every_rank(tmp_path):
     environment = {**os.environ, **of_slurm, **of_the_script, "TMPDIR": str(tmp_path)}
     flags = [
         *MODEL,
-        "--micro-batch-size",
-        "2",
-        "--mock-data",
-        "--lr",
-        "1e-3",
-        "--train-iters",
-        "100000",
+        *"--micro-batch-size 2 --mock-data --lr 1e-3 --train-iters 100000".split(),
         "--save",
         str(tmp_path / "run"),
     ]

@@ -18,25 +18,14 @@ from megatron.config.validate import cross_field_faults, resolve
 
 GPT = (
     *BASE,
-    "--micro-batch-size",
-    "1",
-    "--num-layers",
-    "4",
-    "--train-iters",
-    "4",
-    "--fp64",
-    "--clip-grad",
-    "0",
-    "--log-num-zeros-in-grad",
+    *"--micro-batch-size 1 --num-layers 4 --train-iters 4 --fp64 --clip-grad 0".split(),
+    *"--log-num-zeros-in-grad".split(),
 )
 UNTIED = (
     *GPT,
     *LLAMA.split(),
-    "--untie-embeddings-and-output-weights",
-    "--group-query-attention",
-    "--num-query-groups",
-    "2",
-    "--qk-layernorm",
+    *"--untie-embeddings-and-output-weights --group-query-attention".split(),
+    *"--num-query-groups 2 --qk-layernorm".split(),
 )
 CASES = {  # ranks, which of FREEZE, flags
     "dp2 zero0": (2, "untied", "--zero-stage 0"),
@@ -160,10 +149,7 @@ def test_live_bytes_are_those_of_the_formula(gloo_world, stage):
     flags = (
         *BASE,
         *WIDE,
-        "--train-iters",
-        "2",
-        "--eval-iters",
-        "0",
+        *"--train-iters 2 --eval-iters 0".split(),
         "--zero-stage",
         str(stage),
         "--freeze",

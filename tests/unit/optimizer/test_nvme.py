@@ -302,12 +302,7 @@ def bytes_with_state_in_files(folder: Path) -> tuple[int, int, int]:
         parse_arguments(
             [
                 *BASE,
-                "--hidden-size",
-                "64",
-                "--num-layers",
-                "4",
-                "--micro-batch-size",
-                "8",
+                *"--hidden-size 64 --num-layers 4 --micro-batch-size 8".split(),
                 "--optimizer-nvme-offload",
                 str(folder),
             ]
@@ -413,10 +408,7 @@ def test_a_disk_that_fails_in_a_step_leaves_the_last_checkpoint(tmp_path, one_th
     disk.mkdir()
     flags = (
         *FLAGS,
-        "--train-iters",
-        "4",
-        "--save-interval",
-        "2",
+        *"--train-iters 4 --save-interval 2".split(),
         "--optimizer-nvme-offload",
         str(disk),
     )

@@ -84,14 +84,7 @@ def test_weights_and_their_masters_part_when_these_move_to_the_host(gloo_world):
     """In fp32 masters are weights; on the host they are 12 bytes a parameter for 8."""
     flags = (
         *BASE,
-        "--micro-batch-size",
-        "2",
-        "--train-iters",
-        "1",
-        "--lr-warmup-iters",
-        "0",
-        "--zero-stage",
-        "2",
+        *"--micro-batch-size 2 --train-iters 1 --lr-warmup-iters 0 --zero-stage 2".split(),
     )
     (here,), (there,) = (
         gloo_world(2).run(memory, (*flags, *more))[:1] for more in ((), (OFFLOAD,))

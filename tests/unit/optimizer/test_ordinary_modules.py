@@ -56,12 +56,7 @@ CONFIG = ModelConfig(
 FLAGS = (
     *BASE,
     *NO_DROPOUT.split(),
-    "--train-iters",
-    "3",
-    "--lr-warmup-iters",
-    "1",
-    "--micro-batch-size",
-    "1",
+    *"--train-iters 3 --lr-warmup-iters 1 --micro-batch-size 1".split(),
 )
 NAMES = (
     "adapter.norm.weight",

@@ -137,15 +137,7 @@ def test_torch_pipelines_compute_the_same_and_the_table_has_all_rows(
     out = tmp_path / "out.json"
     tool.main(
         [
-            "--torch",
-            "--size",
-            "tiny",
-            "--pairs",
-            "1",
-            "--quiet",
-            "9",
-            "--patience",
-            "0",
+            *"--torch --size tiny --pairs 1 --quiet 9 --patience 0".split(),
             "--out",
             str(out),
         ]

@@ -87,13 +87,7 @@ def test_how_long_a_checkpoint_takes_and_how_often(capsys):
             [
                 "checkpoint",
                 *FLAGS,
-                "--world-size",
-                "16",
-                "--write",
-                "0.1",
-                "--copy=2",
-                "--mtbf",
-                "3",
+                *"--world-size 16 --write 0.1 --copy=2 --mtbf 3".split(),
             ]
         )
         == 0
@@ -168,12 +162,8 @@ def test_faults_of_its_own_flags(capsys, flags, message):
 def test_no_file_is_read(capsys):
     """A tokenizer's file may be missing as long as the size of its vocabulary is given."""
     tokenizer = [
-        "--tokenizer-type",
-        "SentencePieceTokenizer",
-        "--tokenizer-model",
-        "nowhere.model",
-        "--data-path",
-        "nowhere",
+        *"--tokenizer-type SentencePieceTokenizer --tokenizer-model nowhere.model".split(),
+        *"--data-path nowhere".split(),
     ]
     flags = [flag for flag in FLAGS if flag != "--mock-data"]
     given = [flag if flag != "50256" else "50257" for flag in flags]

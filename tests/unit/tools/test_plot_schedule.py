@@ -63,14 +63,7 @@ def test_every_computation_is_a_box(tmp_path, capsys, name, stages, kinds):
     command = [
         "--schedule",
         name,
-        "--ranks",
-        "3",
-        "--micro-batches",
-        "5",
-        "--virtual",
-        "3",
-        "--costs",
-        "1,1.5,0.5",
+        *"--ranks 3 --micro-batches 5 --virtual 3 --costs 1,1.5,0.5".split(),
         "--out",
         str(out),
     ]
@@ -220,12 +213,7 @@ def test_large_pictures_leave_the_numbers_out(tmp_path):
 
 def test_png_is_written_with_cairosvg_and_refused_without(tmp_path, capsys, monkeypatch):
     command = [
-        "--schedule",
-        "1f1b",
-        "--ranks",
-        "2",
-        "--micro-batches",
-        "2",
+        *"--schedule 1f1b --ranks 2 --micro-batches 2".split(),
         "--out",
         str(tmp_path / "a.png"),
     ]
