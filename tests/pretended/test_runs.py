@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on"),
 ]
 
-LOG, EVALUATION, SAVE = 3, 6, 4  # intervals of train.MODEL and of cases that save
+LOG, EVALUATION, SAVE = 2, 4, 4  # intervals of train.MODEL and of cases that save
 OFTEN = (
     "llama",
     "dropout",

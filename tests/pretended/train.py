@@ -46,9 +46,9 @@ from pretended.device import Log, pretended_device
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-3 "
-    "--log-interval 3 --eval-interval 6"
+    "--log-interval 2 --eval-interval 4"
 )
-ITERATIONS = 7
+ITERATIONS = 5
 LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
     "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
@@ -69,7 +69,7 @@ class Case(NamedTuple):
     copies: int = 1  # of the model's layers: data-parallel ranks
     micro_batches: int = 2  # of each rank and step
     iterations: int = ITERATIONS
-    evaluations: int = 3  # sources: at iteration 6, at the end, and of the test split
+    evaluations: int = 3  # sources: at iteration 4, at the end, and of the test split
     dynamic_scale: bool = False
     saves: bool = False
     experts: int = 0  # layers with some in which the host reads the numbers of rows
