@@ -355,7 +355,7 @@ def read_manifest(folder: Path) -> tuple[JsonObject, bytes]:
     """The manifest of a checkpoint folder, verified by its own digest, and its first bytes; the
     folder has the name of the manifest.
     """
-    # the name says which checkpoint is the newest, so it has to be the manifest's
+    # the name gives which checkpoint is the newest, so it has to be the manifest's
     raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
     content = decode_manifest(raw, folder / MANIFEST)
     right = iteration_folder(content["iteration"])

@@ -114,8 +114,8 @@ def _in_library(name: str) -> bool:
 
 
 def _packages(root: Path) -> Iterator[str]:
-    """`kernels` is not a separate package, everything in megatron/ is one (an install would leave it
-    out otherwise) and has its rule.
+    """`kernels` is not a separate package, everything in megatron/ is one (an install would leave
+    it out otherwise) and has its rule.
     """
     if (root / "kernels/__init__.py").exists():
         yield (

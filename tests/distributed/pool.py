@@ -81,7 +81,7 @@ class RankError(AssertionError):
 
 
 class Hang(AssertionError):
-    """A function did not end in time; the message says where each late rank stands."""
+    """A function did not end in time; the message has the stack of each late rank."""
 
 
 def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
@@ -129,7 +129,7 @@ def serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
             answer = pickle.dumps((False, traceback.format_exc()))
         try:
             pipe.send_bytes(answer)
-        except BrokenPipeError:  # nobody waits any more
+        except BrokenPipeError:  # the parent waits no more
             return
 
 
@@ -179,7 +179,7 @@ class World:
                     pipe.send_bytes(task)
                 answers = self._collect(timeout)
         except BaseException:
-            # time is up, or the user interrupts: nobody knows what the ranks are doing
+            # time is up, or the user interrupts: what the ranks are doing is unknown
             self.close()
             raise
         return answers
@@ -240,7 +240,7 @@ class World:
         return [results[rank] for rank in range(self.size)]
 
     def _stack(self, rank: int) -> str:
-        """Where a rank's Python stands."""
+        """The Python stack of a rank."""
         os.kill(self.processes[rank].pid, signal.SIGUSR2)
         path, end = Path(self.folder.name, f"stack{rank}"), time.monotonic() + 1
         text = before = ""

@@ -90,7 +90,7 @@ class Disk:
 
         for kind, views in CRASHES.items():
             state = self.acknowledged, left(self.top, *views)
-            if state != self.last.get(kind):  # many calls change nothing of what is left
+            if state != self.last.get(kind):  # many calls change nothing of the rest
                 self.crashes.append(state)
             self.last[kind] = state
 

@@ -88,7 +88,7 @@ def verdict(root: Path, acknowledged: int) -> tuple[int, str | None]:
 
 
 def run_rank(job: Job, root: Path, first: int, rank: int, size: int, pipe: int) -> None:
-    """One rank of a job: says that it begins, then what the job tells."""
+    """One rank of a job: reports that it begins, then what the job reports."""
     ranks = Ranks(Axis("world", rank, tuple(range(size))))
     if size > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -135,8 +135,8 @@ def children(process: int) -> list[int]:
     return []
 
 
-class Told:
-    """What the ranks of a job say, line by line."""
+class Reports:
+    """What the ranks of a job report, line by line."""
 
     def __init__(self, pipe: int) -> None:
         self.pipe, self.text = pipe, b""
@@ -171,8 +171,8 @@ def ended(child: int) -> int | None:
 
 
 class Outcome:
-    """What a job told: what it went on from, the newest iteration that any rank knew to be
-    complete, and what each save that failed told; and what is wrong with it.
+    """What a job reported: what it resumed from, the newest iteration that any rank knew to be
+    complete, and what each save that failed reported; and what is wrong with it.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class Outcome:
     def judge_errors(self, one: bool) -> None:
         """`one`: a save may fail, for the death of a writer process."""
         self.faults += [
-            f"ranks told different errors of iteration {iteration}: {lines}"
+            f"ranks reported different errors of iteration {iteration}: {lines}"
             for iteration, lines in self.failed.items()
             if len(lines) > 1
         ]
@@ -225,10 +225,10 @@ def kill_once(
         start_rank(job, root, first, rank, size, (read_end, write_end)) for rank in range(size)
     ]
     os.close(write_end)
-    told, outcome = Told(read_end), Outcome()
+    shown, outcome = Reports(read_end), Outcome()
     try:
-        assert [told.line() for _ in processes] == ["begin"] * size
-        while warm and not outcome.acknowledged and (line := told.line()):
+        assert [shown.line() for _ in processes] == ["begin"] * size
+        while warm and not outcome.acknowledged and (line := shown.line()):
             outcome.take(line)
         time.sleep(delay)
         writers = children(processes[victim]) if what != "rank" else []
@@ -236,17 +236,17 @@ def kill_once(
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         if what == "writer" and writers:
-            while line := told.line(0):  # what was on its way
+            while line := shown.line(0):  # what was on its way
                 outcome.take(line)
             goal = outcome.acknowledged + 2  # the one under way may have been complete
             while outcome.acknowledged < goal:
-                if (line := told.line()) is None:
+                if (line := shown.line()) is None:
                     outcome.faults.append("no save was completed after a writer process was killed")
                     break
                 outcome.take(line)
             os.kill(processes[victim], signal.SIGKILL)
         statuses = [ended(process) for process in processes]
-        while line := told.line(0):
+        while line := shown.line(0):
             outcome.take(line)
     finally:
         os.close(read_end)

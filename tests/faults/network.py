@@ -1,5 +1,5 @@
 """Nodes of a cluster on one machine: a network namespace for each, joined by a switch in a
-namespace of its own; all of it goes with `close`.
+separate namespace; `close` removes all of it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Network:
 
     @contextmanager
     def slow(self, node: int, rate: str) -> Iterator[None]:
-        """Meanwhile what a node sends goes through a token bucket of this rate, as `200mbit`."""
+        """In the block, what a node sends goes through a token bucket of this rate, as
+        `200mbit`.
+        """
         shaped = ["rate", rate, "burst", "64kb", "latency", "400ms"]
         space = self.prefix + f"n{node}"
         run("tc", "-n", space, "qdisc", "add", "dev", "eth0", "root", "tbf", *shaped)
@@ -92,7 +94,7 @@ class Network:
         before: str = "",
         environment: dict[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
-        """A rank of tools/preflight.py, alone on its node, in a mount namespace of its own, in
+        """A rank of tools/preflight.py, alone on its node, in a separate mount namespace, in
         which the shell commands `before` are carried out first.
         """
         inherited = {

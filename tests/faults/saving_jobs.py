@@ -35,12 +35,12 @@ SHAPES = {
     "layers.0.mlp.up.weight": (512, 512),
     "layers.0.mlp.up.bias": (512,),
 }
-Tell = Callable[[str], None]
-Job = Callable[[Path, int, Ranks, Tell], None]
+Report = Callable[[str], None]
+Job = Callable[[Path, int, Ranks, Report], None]
 
 
 def contents(iteration: int, ranks: Ranks = ONE) -> tuple[list, dict]:
-    """What this rank writes of tensors whose every value tells the iteration, and the state."""
+    """What this rank writes of tensors whose every value is the iteration's, and the state."""
     pairs = []
     for number, (name, shape) in enumerate(SHAPES.items()):
         values = (
@@ -88,28 +88,28 @@ def in_place(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks 
     ranks.gather_or_raise(lambda: None)
 
 
-# ---- jobs: loops that save one iteration after the other and `tell` of each that is complete -----
+# ---- jobs: loops that save one iteration after the other and `report` each that is complete ------
 
 
-def at_once(save: Callable, root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+def at_once(save: Callable, root: Path, first: int, ranks: Ranks, report_line: Report) -> None:
     """Synchronous saves."""
     for iteration in range(first, first + 1000):
         save(root, iteration, *contents(iteration, ranks), ranks=ranks)
-        tell(str(iteration))
+        report_line(str(iteration))
 
 
-def in_background(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+def in_background(root: Path, first: int, ranks: Ranks, report_line: Report) -> None:
     """Asynchronous saves: the tensors change as soon as a save has begun, and some steps are taken
     before the next one.
     """
-    Heard(tell)
+    Heard(report_line)
     rng = random.Random(first)  # the same on all ranks
     memory = staging_bytes(contents(first, ranks)[0], None)
     saver = CheckpointManager(
         root,
         ranks,
         memory,
-        report=lambda iteration, saved: tell(str(iteration)),
+        report=lambda iteration, saved: report_line(str(iteration)),
     )
     for iteration in range(first, first + 1000):
         pairs, state = contents(iteration, ranks)
@@ -121,11 +121,11 @@ def in_background(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
 
 
 class Heard(logging.Handler):
-    """Tells of the saves that are logged."""
+    """Reports the saves that are logged."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, report_line: Report) -> None:
         super().__init__()
-        self.tell = tell
+        self.report_line = report_line
         logger = logging.getLogger("megatron")
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
@@ -133,9 +133,9 @@ class Heard(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
         if "NOT saved" in line:
-            self.tell(f"failed {line}")
+            self.report_line(f"failed {line}")
         elif match := re.match(r" saved local checkpoint of iteration (\d+)", line):
-            self.tell(match[1])
+            self.report_line(match[1])
 
 
 def step(saver: CheckpointManager) -> None:
@@ -147,12 +147,14 @@ def step(saver: CheckpointManager) -> None:
     saver.advance(sums.tolist())
 
 
-def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str = "partner") -> None:
-    """Go on from the newest checkpoint of both tiers, told as `found N`, or `wrong`; save in the
-    local tier, and each fourth time in both, in the background. Each rank is a node of its own;
+def in_tiers(
+    root: Path, first: int, ranks: Ranks, report_line: Report, redundancy: str = "partner"
+) -> None:
+    """Go on from the newest checkpoint of both tiers, reported as `found N`, or `wrong`; save in
+    the local tier, and each fourth time in both, in the background. Each rank is a separate node;
     with two or more each keeps another one's shards too, or an XOR block of all others'.
     """
-    Heard(tell)
+    Heard(report_line)
     root.mkdir(exist_ok=True)
     local_checkpoints = LocalCheckpoints(
         node_folder(root, ranks.world.rank),
@@ -168,8 +170,8 @@ def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str =
         ranks.gather_or_raise(lambda: None)
         checkpoint.close()
         if fault is not None:
-            tell(f"wrong {fault}")
-    tell(f"found {found}")
+            report_line(f"wrong {fault}")
+    report_line(f"found {found}")
     local_checkpoints.run = adopt_run_id(str(root), str(root), ranks, local=True)
     saver = CheckpointManager(
         root,
@@ -177,7 +179,7 @@ def in_tiers(root: Path, first: int, ranks: Ranks, tell: Tell, redundancy: str =
         1,
         local_checkpoints=local_checkpoints,
         rate=200.0,
-        report=lambda iteration, saved: tell(str(iteration)),
+        report=lambda iteration, saved: report_line(str(iteration)),
     )
     rng = random.Random(found)
     for iteration in range(found + 1, found + 1000):
@@ -194,7 +196,7 @@ def node_folder(root: Path, node: int) -> Path:
     return Path(f"{root}.node{node}")
 
 
-def uncopied(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
+def uncopied(root: Path, first: int, ranks: Ranks, report_line: Report) -> None:
     """A mutant: the copy is made when training has gone on."""
     fill, hand_over = Staging.fill, Staging.hand_over
 
@@ -207,7 +209,7 @@ def uncopied(root: Path, first: int, ranks: Ranks, tell: Tell) -> None:
         hand_over(staging)
 
     with mock.patch.object(Staging, "fill", later), mock.patch.object(Staging, "hand_over", late):
-        in_background(root, first, ranks, tell)
+        in_background(root, first, ranks, report_line)
 
 
 SAVES: dict[str, Callable] = {"real": writer.save_checkpoint, "in-place": in_place}

@@ -67,7 +67,7 @@ def test_random_kills_and_lost_nodes_of_an_xor_group(tmp_path):
 
 @contextmanager
 def writers_begin_with(prologue: str):
-    """The writer processes started meanwhile execute `prologue` first."""
+    """The writer processes started in the block execute `prologue` first."""
     real = subprocess.Popen
 
     def popen(command, **options):
@@ -137,7 +137,7 @@ def test_the_writer_dies_before_its_calls(tmp_path, monkeypatch, every):
     assert 12 < number < 99
 
 
-def lone_trainer(root: Path, first: int, ranks: Ranks, tell) -> None:
+def lone_trainer(root: Path, first: int, ranks: Ranks, report) -> None:
     """One background save after a synchronous one."""
     save_checkpoint(root, 1, *contents(1))
     with saver_at(root) as (saver, _):
@@ -219,7 +219,7 @@ def train_with_little_room(root: Path, filler: Path) -> tuple[list[str], list[in
 
 
 def test_a_full_disk(gloo_world, tmp_path):
-    """One error on all ranks; training goes on; what was there stays; the next save succeeds."""
+    """One error on all ranks; training continues; what was there stays; the next save succeeds."""
     with mounted(tmp_path, "size=11m"):
         (first, *there), (second, *_) = gloo_world(2).run(
             train_with_little_room, tmp_path / "run", tmp_path / "filler"

@@ -70,7 +70,7 @@ def test_it_adds_up(folder, capsys):
     assert all(seconds > 0 for seconds in found.losses.values())
     assert found.losses["restart"] > 4 * 0.3
     assert found.replayed > 0
-    # as many as the last row of metrics says
+    # as many as the last row of metrics has
     assert read_metrics(folder)[-1]["skipped-train-samples"] == 4 * found.skipped >= 8
     events = read_events(folder / "events.jsonl")
     assert [row["code"] for row in events if row["event"] == "end"] == [85, 0]

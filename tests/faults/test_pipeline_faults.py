@@ -1,5 +1,5 @@
-"""A stage of a real run dies, hangs or raises: the others end in time and say whom they waited for,
-for what, and of which micro-batch.
+"""A stage of a real run dies, hangs or raises: the others end in time and report whom they waited
+for, for what, and of which micro-batch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def run(tmp_path):
 
 
 def waited(end: Ended, stage: int, what: str) -> float:
-    """Checks that a rank names the stage and what it should have sent; the seconds that it says it
-    waited.
+    """Checks that a rank names the stage and what it should have sent; the seconds that it reports
+    it waited.
     """
     found = re.search(
         (
@@ -92,7 +92,7 @@ def test_a_stage_hangs(run):
 
 @pytest.mark.full
 def test_a_stage_raises(run):
-    """The neighbour names it; the one behind names the neighbour, or is told of the end when it
+    """The neighbour names it; the one behind names the neighbour, or learns of the end when it
     waits itself.
     """
     first, middle, victim = run("raise", 2, "B 2 0", *PATIENT)
@@ -114,7 +114,7 @@ PAIRS = f"""--pipeline-model-parallel-size 1 --global-batch-size 12 --num-expert
 @pytest.mark.parametrize("fault", ["kill", "raise"])
 @pytest.mark.parametrize("where", ["exchange 5", "exchange 8"])
 def test_a_rank_ends_within_a_pair_of_passes(run, fault, where):
-    """In the midst of two passes that take turns, of which one is in a thread of its own."""
+    """In the midst of two passes that take turns, of which one is in a separate thread."""
     ends = run(fault, 1, where, *PAIRS, *PATIENT)
     first, victim, last = ends
     if fault == "kill":

@@ -130,7 +130,7 @@ def test_nodes_in_order_are_not_named(nodes, tmp_path):
     said = nodes.output(0)
     assert said.splitlines()[-1] == "preflight: in order" and "fault" not in said
     assert nodes.faults() == {}
-    assert not any("preflight" in nodes.output(node) for node in (1, 2))  # one rank speaks
+    assert not any("preflight" in nodes.output(node) for node in (1, 2))  # one rank prints
     found = json.loads(nodes.report.read_text())["nodes"]
     assert all(
         found[node][kind] > 0
@@ -171,7 +171,7 @@ def reader_of(fifo: Path, process: subprocess.Popen[bytes]) -> int:
     while True:
         try:
             return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError:  # nobody reads it yet
+        except OSError:  # it has no reader yet
             assert time.monotonic() < until and process.poll() is None
             time.sleep(0.02)
 

@@ -1,5 +1,5 @@
-"""A stopped rank (SIGSTOP): every other one names it, says in what it waited for it, and ends soon
-after --distributed-timeout-minutes.
+"""A stopped rank (SIGSTOP): every other one names it, reports in what it waited for it, and ends
+soon after --distributed-timeout-minutes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A rank of four that is stopped again and again, and one whose batches come late, are named in the
-console and in metrics.jsonl, and while nothing is wrong nobody is.
+console and in metrics.jsonl, and while nothing is wrong none is.
 
 `campaigns/stragglers/stragglers.py` is stricter, and takes half an hour.
 """
@@ -44,7 +44,7 @@ def train(flags: list[str], folder: str) -> int:
 
     parsed = parse_arguments([*FLAGS, *flags])
     with (
-        mock.patch.object(pretrain, "disconnect", lambda: None),  # the world goes on
+        mock.patch.object(pretrain, "disconnect", lambda: None),  # the world lives on
         mock.patch.object(Source, "batch", late_batch),
         open(Path(folder, f"log{dist.get_rank()}"), "w") as log,
         contextlib.redirect_stdout(log),
@@ -53,7 +53,7 @@ def train(flags: list[str], folder: str) -> int:
 
 
 class Watched:
-    """What a run says, line by line."""
+    """What a run logs, line by line."""
 
     def __init__(self, path: Path, running: threading.Thread):
         self.path, self.running = path, running
@@ -63,7 +63,7 @@ class Watched:
         return read_metrics(self.path) if self.path.exists() else []
 
     def until(self, lines: int, rank: int | None = None) -> list[dict[str, float]]:
-        """The rows from now on, when there are so many or a rank is named."""
+        """The rows from now on, when there are `count` or a rank is named."""
         begun = len(self.rows())
         while len(rows := self.rows()[begun:]) < lines:
             if rank is not None and rows and rows[-1].get("slowest-rank") == rank:

@@ -1,5 +1,5 @@
-"""How a kernel's result is judged: against the definition in float64, and next to what PyTorch itself
-makes of the low precision.
+"""How a kernel's result is judged: against the definition in float64, and next to what PyTorch
+itself makes of the low precision.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 part of Gluon that kernels/attention_gluon.py and attention_gluon_backward.py use.
 
 A block of threads is a Machine. Its partitions run one at a time, each in a thread; at every
-operation on shared memory a seeded scheduler decides who runs next, a partition or a copy of the TMA
-unit that is under way. Some seeds starve a partition, some hold copies back until nothing else can
-run.
+operation on shared memory a seeded scheduler decides who runs next, a partition or a copy of the
+TMA unit that is under way. Some seeds starve a partition, some hold copies back until nothing else
+can run.
 
 Whether an order of accesses is guaranteed does not depend on the order that happened. Each access
 to a buffer is an event, and each partition has the set of events that it knows to be over: its own;
-those of its products and stores once it waited for them; those known to every thread that arrived at an
-mbarrier whose phase it waited for. The warps of a partition are in no order between two of its
-barriers of threads: an arrival is one thread's and carries only what all of them knew at the last one.
-Faults, whatever the numbers are: a read of a buffer whose last write is not known to be over; a
+those of its products and stores once it waited for them; those known to every thread that arrived
+at an mbarrier whose phase it waited for. The warps of a partition are in no order between two of
+its barriers of threads: an arrival is one thread's and carries only what all of them knew at the
+last one. Faults, whatever the numbers are: a read of a buffer whose last write is not known to be over; a
 write or copy into one with a read or write not known to be over; use of a product's result, or the
 end of a partition, before it was waited for; a phase of an mbarrier that ends while a warp may
 still wait for the one before; generic writes that the TMA unit or a product reads without a fence;

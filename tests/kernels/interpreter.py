@@ -1,9 +1,9 @@
 """Triton's interpreter, made honest about bf16. It keeps bf16 as 16-bit integers and computes with
 those integers, silently.
 
-Fixed: matrix multiplies, and conversions from and to fp32 (to nearest, ties to even, as a GPU does),
-those to 8-bit floats too (saturating, as a GPU's do; the interpreter's are off by one in some
-percent of values), and numbers made of arrays of one element, which numpy 2.4 refuses. Added:
+Fixed: matrix multiplies, and conversions from and to fp32 (to nearest, ties to even, as a GPU
+does), those to 8-bit floats too (saturating, as a GPU's do; the interpreter's are off by one in
+some percent of values), and numbers made of arrays of one element, which numpy 2.4 refuses. Added:
 descriptors that add to memory. All other arithmetic on bf16 raises TypeError: a kernel widens what
 it loads.
 """

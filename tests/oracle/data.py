@@ -175,8 +175,8 @@ class Blend:
         return self.sources[d].stream.sample(index)
 
     def reached(self, consumed: int) -> dict[tuple, int]:
-        """The next sample of each source, by its identity, when that number of samples of the run have
-        been read.
+        """The next sample of each source, by its identity, when that number of samples of the run
+        have been read.
         """
         if consumed > self.first:
             self.sample(consumed - 1)

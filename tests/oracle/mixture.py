@@ -157,7 +157,9 @@ def shapes_of(c: Namespace, linear: Callable[[str, int, int], None]) -> dict[str
 
 
 def after_step(c: Namespace, weights: Weights, layer: int, counts: Tensor) -> None:
-    """What the router keeps, after a step in which experts had these numbers of tokens of the batch."""
+    """What the router keeps, after a step in which experts had these numbers of tokens of the
+    batch.
+    """
     bias, share = (weights.get(f"layers.{layer}.{name}") for name in STATES)
     if bias is not None:
         bias += c.moe_router_bias_update_rate * torch.sign(counts.mean() - counts)

@@ -1,4 +1,6 @@
-"""docs/recipe.md: its command lines are valid, do what the page promises, and train a small model."""
+"""docs/recipe.md: its command lines are valid, do what the page promises, and train a small
+model.
+"""
 
 from __future__ import annotations
 

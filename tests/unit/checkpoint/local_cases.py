@@ -1,5 +1,5 @@
 """What one rank does in the tests of local checkpoints: several nodes on one machine, each with a
-folder of its own.
+separate folder.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def save_without_room(
 
 
 def checked(root: Path, each: int, check: str, *arguments: object) -> tuple[str, list[str]]:
-    """What `require_redundancy` or `require_space` says."""
+    """The error of `require_redundancy` or `require_space`."""
     with logged() as lines:
         try:
             getattr(saves, check)(join(root, each), *arguments)

@@ -90,7 +90,8 @@ LAYOUTS = {  # name: ranks, flags
     "pp2dp2zero2": (4, f"{PP} 2 {SCHEDULE} zero-bubble {ZERO} 2"),
 }
 
-# Experts: what is kept beside the weights, the bias and the share of each expert, changes in steps.
+# Experts: what is kept in addition to the weights, the bias and the share of each expert, changes
+# in steps.
 EXPERTS = {
     "moe-fp64": f"{FEATURES['untied-fp64']} --num-experts 8 --moe-ffn-hidden-size 16 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
@@ -131,7 +132,7 @@ def start(
     printed = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(printed))
-        # the world goes on
+        # the world lives on
         stack.enter_context(mock.patch.object(pretrain, "disconnect", lambda: None))
         if instead is not None:
             stack.enter_context(mock.patch.object(pretrain, "train", instead))
@@ -146,7 +147,7 @@ def start(
 
 
 def start_apart(arguments: tuple[str, ...], roots: list[Path]) -> str:
-    """The same, each rank loading from a folder of its own."""
+    """The same, each rank loading from a separate folder."""
     return start((*arguments, "--load", str(roots[dist.get_rank()])))
 
 
@@ -290,7 +291,7 @@ MUTANTS: dict[str, Callable] = {
             and (box.replicated == "tied" or holders(box, groups).rank == 0)
         )
     ),
-    "nobody owns a tensor": lambda: mock.patch.object(
+    "no rank owns a tensor": lambda: mock.patch.object(
         Optimizer,
         "holder",
         lambda optimizer, box: None if box.name == "layers.1.mlp.up.weight" else Holder(0, 1),

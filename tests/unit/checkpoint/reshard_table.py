@@ -1,4 +1,4 @@
-"""A table of pairs of layouts: what one saves the other loads, and goes on from. Rows of it are
+"""A table of pairs of layouts: what one saves the other loads, and continues from. Rows of it are
 tests; all of it by one command:
 
     python tests/unit/checkpoint/reshard_table.py --out docs/results/reshard.json
@@ -177,7 +177,7 @@ class Runs:
         assert all(text.endswith("exit code 0") for text in texts), texts[0]
 
     def measure(self, row: Row, folder: Path, mutant: str | None = None) -> dict[str, Any]:
-        """What there is to say of one row; `folder` is for the run that goes on."""
+        """The faults of one row; `folder` is for the run that resumes."""
         root = self(row.feature, row.source)
         arguments = flags(
             row.feature, row.target, *self.data(row.feature), "--load", root, "--ckpt-step", 3
@@ -206,18 +206,18 @@ class Runs:
 
 def faults(found: dict[str, Any]) -> list[str]:
     """In what a measured row is not as promised."""
-    told = [f"rank holds {text}" for text in found["not loaded bit for bit"]]
+    shown = [f"rank holds {text}" for text in found["not loaded bit for bit"]]
     same = found["source"] == found["target"]
     if found["said bit for bit"] != same:
-        told.append("the log says the wrong thing about bits")
+        shown.append("the log is wrong about bits")
     bound = 0.0 if same else FP16 if "fp16" in found["feature"] else FP64
     if not found["losses"] <= bound:
-        told.append(f"losses differ by {found['losses']:.3g}")
+        shown.append(f"losses differ by {found['losses']:.3g}")
     if same and found["tensors that differ 3 iterations later"]:
-        told.append("tensors differ 3 iterations later")
+        shown.append("tensors differ 3 iterations later")
     if not same and bound == FP64 and not found["weights 3 iterations later"] < FP64:
-        told.append(f"weights differ by {found['weights 3 iterations later']:.3g}")
-    return told
+        shown.append(f"weights differ by {found['weights 3 iterations later']:.3g}")
+    return shown
 
 
 def main() -> int:

@@ -92,7 +92,7 @@ def test_every_bit_flip_is_refused(tmp_path, two):
 
 def test_the_campaign_notices_a_reader_that_does_not_verify(tmp_path, two, monkeypatch):
     """The negative control: with digests that compare equal to anything, flips in the data go
-    unnoticed and the campaign says so.
+    unnoticed and the campaign reports it.
     """
 
     class Anything(bytes):

@@ -1,5 +1,5 @@
-"""What a checkpoint holds and where: one rank finds out and tells the others; that every tensor is
-covered once is a sweep.
+"""What a checkpoint holds and where: one rank finds out and informs the others; that every tensor
+is covered once is a sweep.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def open_and_read(root, seed: int, cut_seed: int) -> tuple[list[str], list[str]]
 def test_the_first_rank_opens_everything_and_the_others_what_they_read(gloo_world, tmp_path):
     """In the cut that was saved each rank reads its own shard alone; no file is opened twice."""
     gloo_world(4).run(save, tmp_path, 1, 7, BOTH)
-    told = gloo_world(4).run(open_and_read, tmp_path, 7, BOTH)
+    shown = gloo_world(4).run(open_and_read, tmp_path, 7, BOTH)
     shards, tables = (
         [f"shard-{i:05d}.{kind}" for i in range(4)] for kind in ("safetensors", "digests")
     )
-    assert told[0][0] == sorted(
+    assert shown[0][0] == sorted(
         ["MANIFEST.json", "latest_checkpointed_iteration.txt", *shards, *tables]
     )
-    assert [opening for opening, _ in told[1:]] == [["MANIFEST.json"]] * 3
-    assert [reading for _, reading in told] == [[tables[i], shards[i]] for i in range(4)]
+    assert [opening for opening, _ in shown[1:]] == [["MANIFEST.json"]] * 3
+    assert [reading for _, reading in shown] == [[tables[i], shards[i]] for i in range(4)]
     across = gloo_world(4).run(open_and_read, tmp_path, 7, 3)
     assert (
         all(len(set(reading)) == len(reading) for _, reading in across)
@@ -91,8 +91,8 @@ def test_an_index_that_was_sent_is_the_one_that_was_opened(tmp_path):
 
 
 def test_reading_holds_a_few_runs_and_no_more(tmp_path):
-    """The peak of what reading 64 MiB allocates beside the tensors: runs ahead, the one in use and
-    the one before it.
+    """The peak of what reading 64 MiB allocates in addition to the tensors: runs ahead, the one in
+    use and the one before it.
     """
     tensor = torch.randn(2048, 8192)
     path = save_in_shards(

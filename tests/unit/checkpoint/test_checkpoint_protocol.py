@@ -122,8 +122,8 @@ def test_leftovers_of_dead_attempts_go_and_everything_else_stays(root):
 
 
 def test_a_save_holds_its_folder_against_cleaning(root, monkeypatch):
-    """Another run's clean-up in the middle of a save leaves it alone; the lock is what tells them
-    apart (the control drops it).
+    """Another run's clean-up in the middle of a save leaves it alone; the lock is what
+    distinguishes them apart (the control drops it).
     """
     whole_write = writer.write_shard
 

@@ -155,7 +155,7 @@ def test_tokenizer_files_go_along(tmp_path):
         tmp_path / "my_tokenizer.json"
     ).read_bytes()
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == VOCAB - 1
-    (tmp_path / "my_tokenizer.json").unlink()  # moved away: the export goes on and says so
+    (tmp_path / "my_tokenizer.json").unlink()  # moved away: the export continues and logs it
     assert export(tmp_path / "run", tmp_path / "second") == 0
     assert not (tmp_path / "second" / "tokenizer.json").exists()
 

@@ -41,14 +41,14 @@ transformers = pytest.importorskip("transformers")
 
 def convert(*words: object) -> tuple[int, str]:
     """The tool on this rank: exit code and what it printed."""
-    told = io.StringIO()
+    shown = io.StringIO()
     with (
-        contextlib.redirect_stdout(told),
-        contextlib.redirect_stderr(told),
+        contextlib.redirect_stdout(shown),
+        contextlib.redirect_stderr(shown),
         mock.patch.object(convert_checkpoint, "disconnect", lambda: None),
     ):
         code = convert_checkpoint.main([str(word) for word in words])
-    return code, told.getvalue()
+    return code, shown.getvalue()
 
 
 def convert_on_a_full_disk(*words: object) -> tuple[int, str]:
@@ -133,14 +133,14 @@ def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(
 
 def bytes_by_rank_and_stage_are_shown(folder: Path) -> None:
     """inspect_checkpoint.py on the checkpoint of two pipeline stages of two ranks each."""
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
         assert inspect_checkpoint.main([str(folder)]) == 0
     stages = re.findall(
-        r"pipeline stage (\d): 2 ranks wrote \S+ MiB; largest / mean (\d\.\d{3})", told.getvalue()
+        r"pipeline stage (\d): 2 ranks wrote \S+ MiB; largest / mean (\d\.\d{3})", shown.getvalue()
     )
     assert [stage for stage, _ in stages] == ["0", "1"] and len(
-        re.findall(r"rank [0-3]: \S+ MiB in shard-0000[0-3]", told.getvalue())
+        re.findall(r"rank [0-3]: \S+ MiB in shard-0000[0-3]", shown.getvalue())
     ) == 4
     shards = json.loads((folder / "MANIFEST.json").read_text())["manifest"]["shards"]
     for stage, ratio in stages:
@@ -215,7 +215,7 @@ def large_run(root: Path) -> int:
 
 def peak_of(*words: object, piece: int = huggingface_files.PIECE) -> int:
     """Anonymous memory that the tool takes at its peak above what was held before (mapped pages of
-    files are the kernel's to forget), in a process of its own: what earlier tests have freed would
+    files are the kernel's to forget), in a separate process: what earlier tests have freed would
     hide what is taken, and what they have left in pieces would add to it.
     """
     spawn = multiprocessing.get_context("spawn")
@@ -237,10 +237,10 @@ def peak_here(piece: int, *words: object) -> int:
     )
     sampler.start()
     with mock.patch.object(huggingface_files, "PIECE", piece):
-        code, told = convert(*words)
+        code, shown = convert(*words)
     ended.set()
     sampler.join()
-    assert code == 0 and len(seen) > 20, told
+    assert code == 0 and len(seen) > 20, shown
     return max(seen) - before
 
 
@@ -273,21 +273,23 @@ def test_a_failed_or_interrupted_export_leaves_nothing_that_looks_complete(
 ):
     save_in_shards(tmp_path / "run", 1, *small_run())
     words = ("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
-    for code, told in gloo_world(2).run(convert_on_a_full_disk, *words):
-        assert code == 2 and (not told or "rank 1: " in told and "No space left on device" in told)
+    for code, shown in gloo_world(2).run(convert_on_a_full_disk, *words):
+        assert code == 2 and (
+            not shown or "rank 1: " in shown and "No space left on device" in shown
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
-    with monkeypatch.context() as patched:  # killed: nobody tidies up
+    with monkeypatch.context() as patched:  # killed: nothing is cleaned up
         patched.setattr(huggingface_files.shutil, "rmtree", lambda *args, **more: None)
         patched.setattr(huggingface_files, "_write_share", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(*words)
     (left,) = (path for path in tmp_path.iterdir() if path.name != "run")
     assert left.name.startswith(".hf-") and not (left / "config.json").exists()
-    code, told = convert(*words)
+    code, shown = convert(*words)
     assert (
         code == 0
-        and f"{left} is left of an export that was interrupted" in told
+        and f"{left} is left of an export that was interrupted" in shown
         and (tmp_path / "hf" / "config.json").exists()
     )
 
@@ -312,7 +314,7 @@ def small_run() -> tuple[list, dict]:
 def test_a_free_disk_is_asked_for_first(tmp_path, monkeypatch):
     save_in_shards(tmp_path / "run", 1, *small_run())
     monkeypatch.setattr(huggingface_files.shutil, "disk_usage", lambda path: mock.Mock(free=100))
-    code, told = convert("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
+    code, shown = convert("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
     assert (
-        code == 2 and "GiB left" in told and [path.name for path in tmp_path.iterdir()] == ["run"]
+        code == 2 and "GiB left" in shown and [path.name for path in tmp_path.iterdir()] == ["run"]
     )

@@ -26,7 +26,7 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 
 
 def write_huggingface(
-    root: Path, case: str, kind: str, ranks: int, **beside: object
+    root: Path, case: str, kind: str, ranks: int, **extra: object
 ) -> dict[str, torch.Tensor]:
     """A run of a Hugging Face model; returns our logical tensors in fp32."""
     base, changes, _ = CASES[case]
@@ -43,7 +43,7 @@ def write_huggingface(
         kind,
         ranks,
         shared={} if "lm_head.weight" in theirs else head,
-        **beside,
+        **extra,
     )
     (root / "config.json").write_text(json.dumps(described))
     return {name: value.float() for name, value in build(config)[1].items()}
@@ -69,8 +69,8 @@ def same(run: Path, held: dict[str, torch.Tensor]) -> bool:
 )
 def test_models_of_hugging_face(tmp_path, case, kind, ranks):
     held = write_huggingface(tmp_path / "theirs", case, kind, ranks)
-    code, told = convert("--from-deepspeed", tmp_path / "theirs", "--save", tmp_path / "run")
-    assert code == 0 and "note: weights only" in told, told
+    code, shown = convert("--from-deepspeed", tmp_path / "theirs", "--save", tmp_path / "run")
+    assert code == 0 and "note: weights only" in shown, shown
     assert same(tmp_path / "run", held)
 
 
@@ -204,14 +204,14 @@ def test_megatron_deepspeed(tmp_path, case, tp, pp, stacked, pipe):
         tmp_path / "run",
         "--qkv-order",
     )
-    code, told = convert(*words, "stacked" if stacked else "grouped")
-    assert code == 0, told
+    code, shown = convert(*words, "stacked" if stacked else "grouped")
+    assert code == 0, shown
     assert same(tmp_path / "run", held)
     shutil.rmtree(tmp_path / "run")
     # the negative control: it is the order that decides
-    code, told = convert(*words, "grouped" if stacked else "stacked")
+    code, shown = convert(*words, "grouped" if stacked else "stacked")
     assert (
-        "cannot hold grouped queries" in told
+        "cannot hold grouped queries" in shown
         if "gqa" in case
         else code == 0 and not same(tmp_path / "run", held)
     )
@@ -254,13 +254,13 @@ def test_partitions_that_do_not_belong_together(tmp_path, kind):
     )
 
     def refused(text: str) -> None:
-        code, told = convert(*words)
+        code, shown = convert(*words)
         assert (
             code == 2
-            and text in told
-            and told.count("error:") == 1
+            and text in shown
+            and shown.count("error:") == 1
             and not (tmp_path / "run").exists()
-        ), told
+        ), shown
 
     kept = second.read_bytes()
     second.unlink()

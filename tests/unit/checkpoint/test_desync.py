@@ -234,11 +234,11 @@ def test_sums_of_a_device_see_every_bit_and_every_place(monkeypatch, dtype):
 
 
 def test_long_lists_are_cut_short():
-    told = [
+    shown = [
         [(("weights", 0, f"layers.{i}.w (weights)"), str(rank > 0)) for i in range(9)]
         for rank in range(20)
     ]
-    text = explain(differences(told))
+    text = explain(differences(shown))
     assert (
         "layers.3.w" in text
         and "layers.4.w" not in text

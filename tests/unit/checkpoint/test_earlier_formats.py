@@ -33,8 +33,8 @@ def test_a_checkpoint_of_an_earlier_version_loads(tmp_path, commit):
         checkpoint.verify()
         assert ("tensors" in checkpoint.state) == (commit != "8dfc5ed")
         assert ("decoupled_max_lr" in checkpoint.state["schedule"]) == (commit == "2497f94")
-    told = start((*RUN, *FLAGS[commit], "--load", str(folder), "--save", str(tmp_path)))
-    assert "at iteration 2; resumes " in told and told.endswith("exit code 0"), told
+    shown = start((*RUN, *FLAGS[commit], "--load", str(folder), "--save", str(tmp_path)))
+    assert "at iteration 2; resumes " in shown and shown.endswith("exit code 0"), shown
 
     # its third step is the one that the earlier version took
     (row,) = read_metrics(tmp_path / "metrics.jsonl")

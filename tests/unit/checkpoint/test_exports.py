@@ -1,4 +1,4 @@
-"""A run that saves a model without an export to Hugging Face says so in its banner."""
+"""A run that saves a model without an export to Hugging Face has a note in its banner."""
 
 from __future__ import annotations
 

@@ -145,12 +145,12 @@ def saver(tmp_path):
         each.close()
 
 
-def held_up(each: CheckpointManager, iteration: int, meanwhile) -> bool:
-    """Save; the writer process begins when `meanwhile` is over. Whether the save went well."""
+def held_up(each: CheckpointManager, iteration: int, during) -> bool:
+    """Save; the writer process begins when `during` is over. Whether the save went well."""
     each.background.start()
     os.kill(each.background.process.pid, signal.SIGSTOP)
     each.save(iteration, pairs(tensors(iteration)), {})
-    meanwhile()
+    during()
     os.kill(each.background.process.pid, signal.SIGCONT)
     return each.finalize()
 

@@ -179,10 +179,10 @@ def test_a_run_goes_on_from_what_it_saved_last(tmp_path):
         4,
     )
     assert run().endswith("exit code 0") and list_iterations(tmp_path) == [6, 3]
-    told = run(*back)
+    shown = run(*back)
     assert (
-        "warning: " in told
-        and "from an earlier one: 6. From now on --load takes iteration 4" in told
+        "warning: " in shown
+        and "from an earlier one: 6. From now on --load takes iteration 4" in shown
     )
-    told = run("--load", tmp_path, "--lr", "2e-2", "--exit-interval", 5)
-    assert "NOT taken are iterations 6" in told and "iter_0000004" in told
+    shown = run("--load", tmp_path, "--lr", "2e-2", "--exit-interval", 5)
+    assert "NOT taken are iterations 6" in shown and "iter_0000004" in shown

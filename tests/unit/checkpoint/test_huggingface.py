@@ -247,8 +247,8 @@ def exported(
     fused: bool = FUSED,
     kind: str | None = None,
 ) -> tuple[dict, dict[str, torch.Tensor]]:
-    """config.json and the tensors as the rules say; by default as the installed transformers holds
-    them in memory.
+    """config.json and the tensors as the rules have them; by default as the installed transformers
+    holds them in memory.
     """
     described, rules = to_huggingface(config, VOCAB, kind=kind, fused=fused)
     return described, {rule.theirs: made_of(rule, held) for rule in rules}

@@ -47,8 +47,8 @@ def test_every_byte_is_covered(shard):
         assert first <= at <= last and last - first < max(table.chunk, table.data_start)
         flip(path, at)
     read_back(path, table)
-    beside = path.with_suffix(".digests")
-    flip(beside, beside.stat().st_size - 1)
+    extra = path.with_suffix(".digests")
+    flip(extra, extra.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"shard-00000.digests: read back"):
         read_back(path, table)
 

@@ -1,5 +1,5 @@
 """Local checkpoints: each node keeps its own shards and its neighbour's, and a restart on any nodes
-reads what is left of them.
+reads the rest of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def files(root: Path) -> dict[str, str]:
 
 
 def leftovers(root: Path) -> list[str]:
-    """All but whole checkpoints in the folders of the runs and beside them."""
+    """All but whole checkpoints in the folders of the runs and next to them."""
     return [
         str(path)
         for path in [*root.glob("*/*/*"), *root.glob("*/*")]
@@ -45,10 +45,10 @@ def leftovers(root: Path) -> list[str]:
     ]
 
 
-def outcome(told: list[tuple]) -> tuple[int | None, bool]:
+def outcome(shown: list[tuple]) -> tuple[int | None, bool]:
     """(iteration, whether every rank read the right bits): the same iteration on all ranks."""
-    assert len({row[0] for row in told}) == 1
-    return told[0][0], not any(row[1] for row in told)
+    assert len({row[0] for row in shown}) == 1
+    return shown[0][0], not any(row[1] for row in shown)
 
 
 def test_nodes_are_who_sees_the_same_folder(gloo_world, tmp_path):
@@ -71,8 +71,8 @@ def test_what_is_saved_comes_back_in_any_cut(gloo_world, tmp_path, size, each):
         gloo_world(size).run(save, tmp_path, each, 1, 7, "partner" if partner else "none")
         == [ONE] * size
     )
-    told = gloo_world(size).run(restart, tmp_path, each, 7, 8)
-    assert [row[:3] for row in told] == [(1, [], [])] * size
+    shown = gloo_world(size).run(restart, tmp_path, each, 7, 8)
+    assert [row[:3] for row in shown] == [(1, [], [])] * size
     # the control: other values
     assert outcome(gloo_world(size).run(restart, tmp_path, each, 9, 8)) == (1, False)
     same_cut = gloo_world(size).run(restart, tmp_path, each, 7, 7)
@@ -108,17 +108,17 @@ def test_another_number_of_ranks_and_nodes(gloo_world, tmp_path, before, after):
     """
     (size, each), (ranks, there) = before, after
     gloo_world(size).run(save, tmp_path, each, 1, 7)
-    told = gloo_world(ranks).run(restart, tmp_path, there, 7, 8)
+    shown = gloo_world(ranks).run(restart, tmp_path, there, 7, 8)
     lost = before == (4, 1)  # nodes 2 and 3 are not there any more, and they were neighbours
-    assert outcome(told) == ((None, True) if lost else (1, True))
+    assert outcome(shown) == ((None, True) if lost else (1, True))
 
 
 def test_ranks_on_other_nodes_than_before(gloo_world, tmp_path):
     gloo_world(4).run(save, tmp_path, 1, 1, 7, "none")
     for before, after in (("0", "x"), ("1", "0"), ("3", "1"), ("x", "3")):
         (tmp_path / before).rename(tmp_path / after)
-    told = gloo_world(4).run(restart, tmp_path, 1, 7, 7)
-    assert outcome(told) == (1, True) and told[0][3] > 0
+    shown = gloo_world(4).run(restart, tmp_path, 1, 7, 7)
+    assert outcome(shown) == (1, True) and shown[0][3] > 0
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_any_lost_node_is_rebuilt_bit_for_bit(gloo_world, tmp_path, redundancy, 
     origin = "partners" if redundancy == "partner" else "XOR groups"
     for node in range(size // each):
         shutil.rmtree(tmp_path / str(node))
-        told = gloo_world(size).run(restart, tmp_path, each, 7, 8)
-        assert outcome(told) == (1, True)
-        assert f"rebuilt from their {origin}: node {node} (" in told[0][2][0]
-        assert told[1][2] == told[0][2]
+        shown = gloo_world(size).run(restart, tmp_path, each, 7, 8)
+        assert outcome(shown) == (1, True)
+        assert f"rebuilt from their {origin}: node {node} (" in shown[0][2][0]
+        assert shown[1][2] == shown[0][2]
         assert files(tmp_path) == before and leftovers(tmp_path) == []
 
 
@@ -142,8 +142,8 @@ def test_without_real_partners_a_node_is_lost(gloo_world, tmp_path):
     words = (tmp_path, 2, 1, 7, "partner", RUN, "copies at home")
     assert gloo_world(4).run(save, *words) == [ONE] * 4
     shutil.rmtree(tmp_path / "1")
-    told = gloo_world(4).run(restart, tmp_path, 2, 7, 8)
-    assert outcome(told) == (None, True) and "are whole on no node" in told[0][2][0]
+    shown = gloo_world(4).run(restart, tmp_path, 2, 7, 8)
+    assert outcome(shown) == (None, True) and "are whole on no node" in shown[0][2][0]
 
 
 def test_two_lost_neighbours_leave_the_older_one(gloo_world, tmp_path):
@@ -155,15 +155,15 @@ def test_two_lost_neighbours_leave_the_older_one(gloo_world, tmp_path):
     assert outcome(gloo_world(4).run(restart, tmp_path, 1, 2, 8)) == (2, True)
     for node in (1, 2):
         shutil.rmtree(tmp_path / str(node) / RUN.folder / TWO)
-    told = gloo_world(4).run(restart, tmp_path, 1, 1, 8)
+    shown = gloo_world(4).run(restart, tmp_path, 1, 1, 8)
     assert (
-        outcome(told) == (1, True)
-        and "local checkpoint of iteration 2 is not taken: of its " in told[0][2][0]
+        outcome(shown) == (1, True)
+        and "local checkpoint of iteration 2 is not taken: of its " in shown[0][2][0]
     )
     for node in (1, 2):
         shutil.rmtree(tmp_path / str(node))
-    told = gloo_world(4).run(restart, tmp_path, 1, 1, 8)
-    assert outcome(told) == (None, True) and len(told[0][2]) == 2
+    shown = gloo_world(4).run(restart, tmp_path, 1, 1, 8)
+    assert outcome(shown) == (None, True) and len(shown[0][2]) == 2
 
 
 def test_only_iterations_that_count(gloo_world, tmp_path):
@@ -195,8 +195,8 @@ def test_damage_is_found_and_mended_from_the_partner(gloo_world, tmp_path, kind)
     before = files(tmp_path)
     for path in (tmp_path / "1" / RUN.folder / ONE).glob(f"*.{kind}"):
         flip(path)
-    told = gloo_world(2).run(restart, tmp_path, 1, 7, 8)
-    assert outcome(told) == (1, True) and "rebuilt" in told[0][2][0] and files(tmp_path) == before
+    shown = gloo_world(2).run(restart, tmp_path, 1, 7, 8)
+    assert outcome(shown) == (1, True) and "rebuilt" in shown[0][2][0] and files(tmp_path) == before
 
 
 def test_damage_without_a_copy_leaves_the_older_one(gloo_world, tmp_path):
@@ -224,7 +224,7 @@ def test_two_saves_of_an_iteration_are_never_mixed(gloo_world, tmp_path):
 
 
 def test_leftovers_of_another_run_are_not_seen(gloo_world, tmp_path):
-    """By the folder's name, and by what the manifest says."""
+    """By the folder's name, and by the manifest."""
     gloo_world(2).run(save, tmp_path / "plain", 1, 1, 7, "partner", OTHER)
     assert outcome(gloo_world(2).run(restart, tmp_path / "plain", 1, 7, 8)) == (None, True)
     assert outcome(gloo_world(2).run(restart, tmp_path / "plain", 1, 7, 8, OTHER)) == (1, True)
@@ -248,7 +248,7 @@ def _pictures(
     gloo_world(2).run(save, live, 1, 1, 5, redundancy)
     shutil.copytree(live, before)
     taken = gloo_world(2).run(save_with_pictures, live, 1, 2, 5, pictures, redundancy, mutant)
-    told, seen = [], set()
+    shown, seen = [], set()
     for node, at in [(node, at) for node in (0, 1) for at in range(taken[node])]:
         picture = pictures / f"{node}-{node}-{at}"
         visible = frozenset(
@@ -264,17 +264,17 @@ def _pictures(
             now = tmp_path / f"now-{node}-{at}-{other.name}"
             shutil.copytree(picture, now / str(node))
             shutil.copytree(other / str(1 - node), now / str(1 - node))
-            told.append(outcome(gloo_world(2).run(restart, now, 1, 5, 8)))
+            shown.append(outcome(gloo_world(2).run(restart, now, 1, 5, 8)))
     # the next save removes what the interrupted one has left
     gloo_world(2).run(save, now, 1, 3, 5, redundancy)
     assert leftovers(now) == []
-    return told
+    return shown
 
 
 @pytest.mark.parametrize("redundancy", ["partner", "xor"])
 def test_whenever_a_save_ends_a_whole_checkpoint_is_there(gloo_world, tmp_path, redundancy):
-    told = _pictures(gloo_world, tmp_path, redundancy)
-    assert set(told) == {(1, True), (2, True)} and len(told) >= 16
+    shown = _pictures(gloo_world, tmp_path, redundancy)
+    assert set(shown) == {(1, True), (2, True)} and len(shown) >= 16
 
 
 def test_a_save_that_removes_the_older_one_first_is_caught(gloo_world, tmp_path):
@@ -286,28 +286,28 @@ def test_a_save_that_removes_the_older_one_first_is_caught(gloo_world, tmp_path)
 
 @pytest.mark.parametrize("redundancy", ["partner", "xor"])
 def test_no_room_on_one_node(gloo_world, tmp_path, redundancy):
-    """For the neighbour's shard or a block: one error, for which nobody waits, and nothing is lost
+    """For the neighbour's shard or a block: one error, for which no rank waits, and nothing is lost
     or left.
     """
     gloo_world(4).run(save, tmp_path, 2, 1, 1, redundancy)
-    told = gloo_world(4).run(save_without_room, tmp_path, 2, 2, "write_shard_file", redundancy)
+    shown = gloo_world(4).run(save_without_room, tmp_path, 2, 2, "write_shard_file", redundancy)
     begins = (
         f"rank 2: --local-checkpoint-dir {tmp_path}/1: the local checkpoint of iteration 2 "
         "was not saved: No space left on device; "
     )
     end = "free space there, or give a larger folder. Older ones are untouched"
-    assert set(told) == {begins + end} and leftovers(tmp_path) == []
+    assert set(shown) == {begins + end} and leftovers(tmp_path) == []
     assert outcome(gloo_world(4).run(restart, tmp_path, 2, 1, 8)) == (1, True)
 
 
 def test_without_room_to_rebuild_a_restart_reads_the_one_copy(gloo_world, tmp_path):
     gloo_world(2).run(save, tmp_path, 1, 1, 5)
     shutil.rmtree(tmp_path / "1")
-    told = gloo_world(2).run(restart, tmp_path, 1, 5, 8, RUN, 0, "no space for copies")
+    shown = gloo_world(2).run(restart, tmp_path, 1, 5, 8, RUN, 0, "no space for copies")
     assert (
-        outcome(told) == (1, True)
-        and "have one copy only: " in told[0][2][0]
-        and "No space left" in told[0][2][0]
+        outcome(shown) == (1, True)
+        and "have one copy only: " in shown[0][2][0]
+        and "No space left" in shown[0][2][0]
     )
     assert leftovers(tmp_path) == [] and not (tmp_path / "1" / RUN.folder / ONE).exists()
 
@@ -332,8 +332,8 @@ def test_redundancy_needs_several_nodes_of_one_size(gloo_world, tmp_path, redund
     assert f"--local-redundancy {redundancy}: all ranks see the same" in error
     assert f"counts as one node, and {alone}" in error
     assert "found " in gloo_world(4).run(checked, tmp_path, 3, *words)[3][0]
-    told = gloo_world(4).run(checked, tmp_path, 2, *words)
-    assert all(error == "" for error, _ in told) and said in "".join(told[0][1])
+    shown = gloo_world(4).run(checked, tmp_path, 2, *words)
+    assert all(error == "" for error, _ in shown) and said in "".join(shown[0][1])
 
 
 def test_room_is_asked_for_before_training(gloo_world, tmp_path):
@@ -348,13 +348,13 @@ def test_room_is_asked_for_before_training(gloo_world, tmp_path):
         (7, "xor", True),
         (5, "xor", False),
     ):
-        told = gloo_world(2).run(
+        shown = gloo_world(2).run(
             checked, tmp_path, 1, "require_space", RUN, free // part, redundancy
         )
-        assert {error == "" for error, _ in told} == {enough}, (part, redundancy)
+        assert {error == "" for error, _ in shown} == {enough}, (part, redundancy)
     assert (
-        "3 checkpoints (2 kept, one being written) of " in told[0][0]
-        and "or --local-redundancy none" in told[0][0]
+        "3 checkpoints (2 kept, one being written) of " in shown[0][0]
+        and "or --local-redundancy none" in shown[0][0]
     )
 
 

@@ -65,8 +65,8 @@ def enough(data: dict[str, torch.Tensor]) -> int:
 
 @pytest.mark.parametrize("gib", [None, 0.004, 1e-9])
 def test_the_files_are_those_of_a_save_that_waits(tmp_path, made, gib, log_lines):
-    """In one wave, in two, and chunk by chunk; and the memory is what was allowed, beside the
-    header.
+    """In one wave, in two, and chunk by chunk; and the memory is what was allowed, in addition to
+    the header.
     """
     data = tensors()
     memory = staging_bytes(pairs(data), gib)

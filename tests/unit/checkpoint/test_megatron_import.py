@@ -37,7 +37,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 
-BESIDE = {
+EXTRA = {
     "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": torch.ones(3),
     "rng_state": torch.zeros(2),
 }
@@ -56,7 +56,7 @@ def write(folder: Path, case: str, dimension: int) -> None:
             [Shard(dimension if name.startswith("decoder.layers") else 0)],
             src_data_rank=None,
         )
-        for name, value in (theirs | BESIDE).items()
+        for name, value in (theirs | EXTRA).items()
     }
     dcp.save(
         state
@@ -78,8 +78,8 @@ def test_stacked_layers_of_two_ranks_become_ours(tmp_path, gloo_world, case, dim
     gloo_world(2).run(write, tmp_path / "theirs" / "iter_0000007", case, dimension)
     _, _, held, model = megatron_names(case)
     words = ("--from-megatron", tmp_path / "theirs", "--vocab-size", VOCAB, "--save")
-    code, told = convert(*words, tmp_path / "one")
-    assert code == 0, told
+    code, shown = convert(*words, tmp_path / "one")
+    assert code == 0, shown
     assert all(code == 0 for code, _ in gloo_world(2).run(convert, *words, tmp_path / "two"))
     import generate
 
@@ -131,8 +131,8 @@ def test_flags_from_a_file_and_layers_numbered_in_names(tmp_path):
         "--vocab-size",
         VOCAB,
     )
-    code, told = convert(*words)
-    assert code == 0, told
+    code, shown = convert(*words)
+    assert code == 0, shown
     with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
         assert all(same_bits(checkpoint[name], held[name]) for name in held)
 
@@ -148,12 +148,12 @@ def test_what_cannot_be_mapped_is_one_error(tmp_path):
         },
     )
     torch.save({"args": arguments}, tmp_path / "a" / "common.pt")
-    code, told = convert("--from-megatron", tmp_path / "a", "--save", tmp_path / "run")
+    code, shown = convert("--from-megatron", tmp_path / "a", "--save", tmp_path / "run")
     assert (
         code == 2
-        and "decoder.layers.mlp.experts.linear_fc1.weight" in told
-        and "vision.weight" in told
-        and told.count("error:") == 1
+        and "decoder.layers.mlp.experts.linear_fc1.weight" in shown
+        and "vision.weight" in shown
+        and shown.count("error:") == 1
     )
     save_alone(
         tmp_path / "b", {name: value for name, value in theirs.items() if "linear_proj" not in name}
@@ -243,10 +243,10 @@ def write_mp_ranks(folder: Path, case: str, tp: int, pp: int) -> dict[str, torch
 )
 def test_one_file_a_model_parallel_rank(tmp_path, case, tp, pp):
     held = write_mp_ranks(tmp_path / "theirs", case, tp, pp)
-    code, told = convert(
+    code, shown = convert(
         "--from-megatron", tmp_path / "theirs", "--vocab-size", VOCAB, "--save", tmp_path / "run"
     )
-    assert code == 0, told
+    assert code == 0, shown
     with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
         assert sorted(checkpoint.names) == sorted(held) and all(
             same_bits(checkpoint[name], held[name]) for name in held
@@ -337,8 +337,10 @@ def poison(folder: Path, where: str, evil: Poison) -> bytes:
 def test_poison_is_refused_by_name_and_does_nothing(theirs, tmp_path, where, way):
     touched = tmp_path / "touched"
     raw = poison(theirs, where, Poison(touched, way))
-    code, told = convert("--from-megatron", theirs, "--save", tmp_path / "run")
-    assert code == 2 and f"it names {NAMES[way]}, which has no place in a checkpoint" in told, told
+    code, shown = convert("--from-megatron", theirs, "--save", tmp_path / "run")
+    assert code == 2 and f"it names {NAMES[way]}, which has no place in a checkpoint" in shown, (
+        shown
+    )
     assert not touched.exists() and not (tmp_path / "run").exists()
     if where in ("metadata", "planner"):  # the poison works on those who unpickle
         pickle.loads(raw)

@@ -165,15 +165,15 @@ def test_a_run_says_what_another_stage_does_to_its_bits(on, tmp_path, source, ta
         ("every holder of a key/value head owns it", "gqa-untied", "tp4sp"),
         ("both ends of a pipeline own a tied matrix", "tied-bf16", "pp2"),
         ("every data-parallel copy owns", "tied-bf16", "dp4zero3shard2"),
-        ("nobody owns a tensor", "gqa-untied", "tp2"),
+        ("no rank owns a tensor", "gqa-untied", "tp2"),
     ],
 )
 def test_a_wrong_owner_saves_nothing(on, tmp_path, mutant, feature, layout):
-    """The run goes on and says so, with one error, on rank 0."""
+    """The run continues and logs it, with one error, on rank 0."""
     first, *others = on(layout, start, flags(feature, layout, *saving(tmp_path)), mutant)
-    nobody = "the shards do not hold layers.1.mlp.up.weight [64, 32], which the run has"
+    missing = "the shards do not hold layers.1.mlp.up.weight [64, 32], which the run has"
     assert "iteration 3 was NOT saved" in first and first.endswith("exit code 1")
-    assert (nobody if mutant.startswith("nobody") else "exactly once") in first
+    assert (missing if mutant.startswith("no rank") else "exactly once") in first
     assert all("NOT saved" not in text and text.endswith("exit code 1") for text in others)
     assert find_checkpoint(tmp_path) is None
 
@@ -237,5 +237,5 @@ def test_ranks_that_see_different_folders_do_not_start(gloo_world, runs, tmp_pat
     first, second = gloo_world(2).run(start_apart, arguments, [ours, tmp_path])
     assert first == second and first.startswith(f"rank 1: {tmp_path}/iter_0000006: ")
     assert first.endswith("that all nodes share?")
-    told = gloo_world(2).run(start_apart, arguments, [ours, ours])
-    assert all("exit code 0" in text for text in told)
+    shown = gloo_world(2).run(start_apart, arguments, [ours, ours])
+    assert all("exit code 0" in text for text in shown)

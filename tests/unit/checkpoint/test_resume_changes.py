@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint and differs from it: each field named, with the flag that
+"""A run that resumes from a checkpoint and differs from it: each field named, with the flag that
 accepts it; or taken from the checkpoint.
 """
 
@@ -42,31 +42,31 @@ def resume(root, *more: object) -> str:
 
 
 def test_every_change_is_listed_with_the_flag_that_accepts_it(root):
-    told = resume(
+    shown = resume(
         root,
         "--seed 9 --global-batch-size 8 --rampup-batch-size 4 4 24 --seq-length 8",
         "--max-position-embeddings 16 --train-iters 4",
     )
-    assert "iter_0000003 does not fit this run:" in told
+    assert "iter_0000003 does not fit this run:" in shown
     for line in (
         "--seed: checkpoint 1234, command line 9; the data order would change",
         "--seq-length: checkpoint 16, command line 8; the data order would change",
         "--global-batch-size: checkpoint 4, command line 8; the steps' batches would change",
         "--rampup-batch-size: checkpoint None, command line (4, 4, 24); the steps' batches would",
     ):
-        assert f"  {line}" in told
+        assert f"  {line}" in shown
     for accept in ("seed", "data", "batch"):
-        assert f" would change [--accept-changed {accept}]\n" in told
-    told = resume(root, "--seed", 9, "--global-batch-size", 8, "--accept-changed", "seed")
-    assert "--global-batch-size: " in told and "--seed: " not in told
+        assert f" would change [--accept-changed {accept}]\n" in shown
+    shown = resume(root, "--seed", 9, "--global-batch-size", 8, "--accept-changed", "seed")
+    assert "--global-batch-size: " in shown and "--seed: " not in shown
     # no flag makes another model of these weights
-    told = resume(root, "--hidden-size", 64, "--seed", 9, "--accept-changed", "seed")
+    shown = resume(root, "--hidden-size", 64, "--seed", 9, "--accept-changed", "seed")
     assert (
-        "--hidden-size: checkpoint 32, command line 64\n" in told
-        and "accept-changed" not in told.partition("--hidden-size")[2]
+        "--hidden-size: checkpoint 32, command line 64\n" in shown
+        and "accept-changed" not in shown.partition("--hidden-size")[2]
     )
-    told = resume(root, "--tokenizer-type", "NullTokenizer", "--vocab-size", 50)
-    assert "vocabulary: checkpoint 50, tokenizer 51" in told
+    shown = resume(root, "--tokenizer-type", "NullTokenizer", "--vocab-size", 50)
+    assert "vocabulary: checkpoint 50, tokenizer 51" in shown
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_every_change_is_listed_with_the_flag_that_accepts_it(root):
     ],
 )
 def test_what_is_accepted_goes_on_and_is_said(root, accept, change):
-    told = resume(root, *change, "--accept-changed", accept)
-    assert f"accepted by --accept-changed {accept}: {change[0]}: checkpoint " in told
-    assert f"not bit for bit: {accept}" in told and told.endswith("exit code 0")
+    shown = resume(root, *change, "--accept-changed", accept)
+    assert f"accepted by --accept-changed {accept}: {change[0]}: checkpoint " in shown
+    assert f"not bit for bit: {accept}" in shown and shown.endswith("exit code 0")
 
 
 def test_another_schedule_is_not_bit_for_bit(root):
@@ -102,26 +102,26 @@ CHOOSES = "choose with --override-opt-param-scheduler"
 def test_a_decoupled_rate_is_part_of_the_schedule(root):
     """Against a checkpoint without one, which is what was written before there was one."""
     assert not {"decoupled_max_lr", "decoupled_min_lr"} & schedule_of(root, 3).keys()
-    told = resume(root, "--exit-interval", 4, *DECOUPLED)
-    assert "  decoupled_max_lr: checkpoint None, command line 0.02\n" in told
-    assert "  decoupled_min_lr: checkpoint None, command line 0.0\n" in told
-    assert CHOOSES in told and "exit code" not in told
-    told = resume(root, "--exit-interval", 4, *DECOUPLED, "--override-opt-param-scheduler")
-    assert "not bit for bit: learning-rate schedule" in told and told.endswith("exit code 0")
+    shown = resume(root, "--exit-interval", 4, *DECOUPLED)
+    assert "  decoupled_max_lr: checkpoint None, command line 0.02\n" in shown
+    assert "  decoupled_min_lr: checkpoint None, command line 0.0\n" in shown
+    assert CHOOSES in shown and "exit code" not in shown
+    shown = resume(root, "--exit-interval", 4, *DECOUPLED, "--override-opt-param-scheduler")
+    assert "not bit for bit: learning-rate schedule" in shown and shown.endswith("exit code 0")
     assert (
         "schedule: decoupled_max_lr: checkpoint None, command line 0.02; the command line's is "
-        "taken" in told
+        "taken" in shown
     )
-    assert "| decoupled learning rate: " in told
-    told = resume(root, "--exit-interval", 4, *DECOUPLED, "--use-checkpoint-opt-param-scheduler")
-    assert "resumes bit for bit" in told and "| decoupled learning rate: " not in told
+    assert "| decoupled learning rate: " in shown
+    shown = resume(root, "--exit-interval", 4, *DECOUPLED, "--use-checkpoint-opt-param-scheduler")
+    assert "resumes bit for bit" in shown and "| decoupled learning rate: " not in shown
 
 
 def test_a_run_with_two_rates_goes_on_with_both(tmp_path):
     def begun(name: str, *more: object) -> Path:
         folder = tmp_path / name
-        told = start(flags("gqa-untied", "one", *saving(folder), *more))
-        assert told.endswith("exit code 0"), told
+        shown = start(flags("gqa-untied", "one", *saving(folder), *more))
+        assert shown.endswith("exit code 0"), shown
         return folder
 
     both = (*DECOUPLED, "--decoupled-min-lr", "1e-3", "--lr-decay-style", "cosine")
@@ -133,8 +133,8 @@ def test_a_run_with_two_rates_goes_on_with_both(tmp_path):
     # the control: with one rate, and with another minimum
     one = begun("one", *where, *both[4:], "--override-opt-param-scheduler")
     assert differing(saved(whole, 6), saved(one, 6)) != []
-    told = start(flags("gqa-untied", "one", *where, *both[:2], *both[4:]))
-    assert "  decoupled_min_lr: checkpoint 0.001, command line 0.0\n" in told and CHOOSES in told
+    shown = start(flags("gqa-untied", "one", *where, *both[:2], *both[4:]))
+    assert "  decoupled_min_lr: checkpoint 0.001, command line 0.0\n" in shown and CHOOSES in shown
 
 
 def schedule_of(folder: Path, iteration: int) -> dict:
@@ -163,25 +163,25 @@ def test_changed_data_is_told_by_content_not_by_name_or_order():
         "ledger": ledger(("aa", "old/a", 40000), ("bb", "old/b", 25536)),
     }
 
-    def told(now: dict, **changes: object) -> list[str]:
+    def shown(now: dict, **changes: object) -> list[str]:
         return [change.text for change in changed_data({**state, **changes}, Config(), now)]
 
-    assert told(ledger(("bb", "new/b", 25536), ("aa", "new/a", 40000))) == []
-    assert told(ledger(("aa", "a", 65536))) == [
+    assert shown(ledger(("bb", "new/b", 25536), ("aa", "new/a", 40000))) == []
+    assert shown(ledger(("aa", "a", 65536))) == [
         "data: old/b: read by the checkpoint's run, not given now",
         "data: a: share of the blend: checkpoint 40000, command line 65536 (of 65536)",
     ]
-    assert told(ledger(("aa", "a", 40000), ("cc", "c", 25536)))[0] == (
+    assert shown(ledger(("aa", "a", 40000), ("cc", "c", 25536)))[0] == (
         "data: c: not what the checkpoint's run was reading (content, or its range by --split)"
     )
-    assert len(told({"segments": []})) == 2  # computed tokens now
-    assert told({"segments": []}, consumed_samples=0) == []
+    assert len(shown({"segments": []})) == 2  # computed tokens now
+    assert shown({"segments": []}, consumed_samples=0) == []
     older = copy.deepcopy(state["ledger"])
     for source in older["segments"][0]["sources"]:
         del source["content"]
     # then by content and order together
-    assert told(ledger(("aa", "old/a", 40000), ("bb", "old/b", 25536)), ledger=older) == []
-    assert len(told(ledger(("aa", "old/a", 40000), ("dd", "old/b", 25536)), ledger=older)) == 2
+    assert shown(ledger(("aa", "old/a", 40000), ("bb", "old/b", 25536)), ledger=older) == []
+    assert len(shown(ledger(("aa", "old/a", 40000), ("dd", "old/b", 25536)), ledger=older)) == 2
 
 
 def test_the_checkpoint_s_arguments(root, tmp_path):
@@ -189,13 +189,13 @@ def test_the_checkpoint_s_arguments(root, tmp_path):
     was interrupted.
     """
     where = ("--load", str(root), "--ckpt-step", "3", "--use-checkpoint-args")
-    told = start((*DATA, *where, *saving(tmp_path)))
-    assert "resumes bit for bit" in told and differing(saved(root, 6), saved(tmp_path, 6)) == []
-    told = start((*DATA, *where, "--hidden-size", "64", "--seq-length", "16", "--num-layers", "3"))
+    shown = start((*DATA, *where, *saving(tmp_path)))
+    assert "resumes bit for bit" in shown and differing(saved(root, 6), saved(tmp_path, 6)) == []
+    shown = start((*DATA, *where, "--hidden-size", "64", "--seq-length", "16", "--num-layers", "3"))
     assert (
-        "--hidden-size 64: the checkpoint has 32" in told
-        and "--num-layers 3: the checkpoint has 2" in told
-        and "--seq-length" not in told
+        "--hidden-size 64: the checkpoint has 32" in shown
+        and "--num-layers 3: the checkpoint has 2" in shown
+        and "--seq-length" not in shown
     )
     assert "num-layers" in start((*DATA, *where[:-1]))  # the control
     assert "no checkpoint of iteration 5 in --load" in start(
@@ -324,7 +324,7 @@ def test_every_field_is_refused_said_or_known_to_change_no_step():
                 )
             )
             assert (done == "nothing") == (known and name not in found), (
-                f"{name}: {done}; say in megatron/training/resume.py what a change of it means"
+                f"{name}: {done}; write in megatron/training/resume.py what a change of it means"
             )
             is_model = group == "model" and done != "said" and not known
             assert (done == "refused") == (is_model and name not in found), name
@@ -370,21 +370,21 @@ def test_a_learned_table_of_another_length_is_another_model():
 
 def test_another_objective_is_refused_unless_accepted(root):
     flag = "--eod-mask-loss"
-    told = resume(root, flag)
+    shown = resume(root, flag)
     assert (
         f"  {flag}: checkpoint False, command line True; the objective would change "
         "[--accept-changed data]\n"
-    ) in told
-    assert "exit code" not in told  # nothing ran
+    ) in shown
+    assert "exit code" not in shown  # nothing ran
 
 
 def test_other_changes_are_listed_one_a_line_before_the_first_step(root):
-    told = resume(
+    shown = resume(
         root,
         "--clip-grad 0.5 --adam-beta2 0.95 --z-loss-coeff 1e-3 --lr 2e-2 --eod-mask-loss",
         "--override-opt-param-scheduler --accept-changed data",
     )
-    before, _, _ = told.partition("iteration        4/")
+    before, _, _ = shown.partition("iteration        4/")
     lines = [line.removeprefix(" changed").strip() for line in before.splitlines()]
     for line in (
         "--z-loss-coeff: checkpoint 0.0, command line 0.001",
@@ -395,7 +395,7 @@ def test_other_changes_are_listed_one_a_line_before_the_first_step(root):
         assert line in lines, before
     assert (
         "accepted by --accept-changed data: --eod-mask-loss: checkpoint False, command line True"
-        in told
-        and told.endswith("exit code 0")
+        in shown
+        and shown.endswith("exit code 0")
     )
     assert " changed " not in resume(root, "--exit-interval", 4)

@@ -45,8 +45,8 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("count", "parts"), [(1, 1), (2, 2), (3, 3), (64, 4)])
 def test_any_number_of_cores_saves_the_same_tensors(tmp_path, monkeypatch, cores, count, parts):
-    told: list[int] = []
-    monkeypatch.setattr(writer, "WriteProgress", lambda *_: told.append)
+    shown: list[int] = []
+    monkeypatch.setattr(writer, "WriteProgress", lambda *_: shown.append)
     cores(count)
     path = save_checkpoint(tmp_path, 1, pairs(example()), {}, verify=True)
     loads(path, example())
@@ -54,7 +54,7 @@ def test_any_number_of_cores_saves_the_same_tensors(tmp_path, monkeypatch, cores
         checkpoint.verify()
         sizes = [shard.data_bytes for shard in checkpoint.shards]
         assert {record["rank"] for record in checkpoint.manifest["shards"]} == {0}
-    assert len(sizes) == parts and sum(sizes) == sum(told) == shard_bytes(pairs(example()))
+    assert len(sizes) == parts and sum(sizes) == sum(shown) == shard_bytes(pairs(example()))
     assert max(sizes) - min(sizes) < 2000, "more than a row or two of each tensor"
     again = save_checkpoint(tmp_path / "again", 1, pairs(example()), {})
     assert files_of(again) == files_of(path)
@@ -71,7 +71,7 @@ def test_little_is_not_cut(cores):
 
 
 def test_fused_groups_are_cut_at_rows(tmp_path, cores):
-    """Local tensors that hold a box in groups of rows, or beside others' rows."""
+    """Local tensors that hold a box in groups of rows, or next to others' rows."""
     cores(3)
     fused = torch.arange(24 * 40.0).view(24, 40)
     boxes = [

@@ -162,11 +162,11 @@ def test_what_is_rebuilt_must_be_what_was_saved(gloo_world, tmp_path, mutant):
         "a piece in no XOR block" if mutant.startswith("a piece") else None,
     )
     shutil.rmtree(tmp_path / "1")
-    told = gloo_world(3).run(
+    shown = gloo_world(3).run(
         restart, tmp_path, 1, 7, 8, RUN, 0, None if mutant.startswith("a piece") else mutant
     )
-    assert outcome(told) == (None, True) and "is not taken: rank 1: " in told[0][2][0]
-    assert mutant.startswith("a piece") or "is not what was saved" in told[0][2][0]
+    assert outcome(shown) == (None, True) and "is not taken: rank 1: " in shown[0][2][0]
+    assert mutant.startswith("a piece") or "is not what was saved" in shown[0][2][0]
     assert leftovers(tmp_path) == [] and not list((tmp_path / "1").glob("*/*"))
 
 
@@ -175,9 +175,9 @@ def test_two_lost_nodes_of_a_group_leave_the_older_one(gloo_world, tmp_path):
     gloo_world(4).run(save, tmp_path, 1, 7, 7, "xor")
     for node in (1, 2):
         shutil.rmtree(tmp_path / str(node) / RUN.folder / SEVEN)
-    told = gloo_world(4).run(restart, tmp_path, 1, 0, 8)
-    assert outcome(told) == (5, True) and "iteration 7 is not taken: of its " in told[0][2][0]
-    assert "one node of an XOR group may be lost, not two" in told[0][2][0]
+    shown = gloo_world(4).run(restart, tmp_path, 1, 0, 8)
+    assert outcome(shown) == (5, True) and "iteration 7 is not taken: of its " in shown[0][2][0]
+    assert "one node of an XOR group may be lost, not two" in shown[0][2][0]
 
 
 def test_one_lost_node_in_each_of_two_groups(gloo_world, tmp_path):
@@ -187,8 +187,8 @@ def test_one_lost_node_in_each_of_two_groups(gloo_world, tmp_path):
     for lost, comes_back in (((0, 1), True), ((2, 3), True), ((1, 3), False)):
         for node in lost:
             shutil.rmtree(tmp_path / str(node))
-        told = gloo_world(4).run(restart, tmp_path, 1, 7, 8)
-        assert outcome(told) == ((1, True) if comes_back else (None, True))
+        shown = gloo_world(4).run(restart, tmp_path, 1, 7, 8)
+        assert outcome(shown) == ((1, True) if comes_back else (None, True))
         assert (files(tmp_path) == before) == comes_back
 
 
@@ -221,8 +221,8 @@ def test_damage_is_a_loss(gloo_world, tmp_path, damaged, comes_back):
                 "manifest": folder / m.MANIFEST,
             }[kind]
         )
-    told = gloo_world(3).run(restart, tmp_path, 1, 0, 8)
-    assert outcome(told) == ((7, True) if comes_back else (5, True))
+    shown = gloo_world(3).run(restart, tmp_path, 1, 0, 8)
+    assert outcome(shown) == ((7, True) if comes_back else (5, True))
     assert (files(tmp_path) == before) == comes_back
 
 
@@ -251,12 +251,12 @@ def test_without_room_to_rebuild_the_older_one_is_taken(gloo_world, tmp_path):
     gloo_world(3).run(save, tmp_path, 1, 5, 5, "xor")
     gloo_world(3).run(save, tmp_path, 1, 7, 7, "xor")
     shutil.rmtree(tmp_path / "1" / RUN.folder / SEVEN)
-    told = gloo_world(3).run(restart, tmp_path, 1, 0, 8, RUN, 0, "no space for copies")
+    shown = gloo_world(3).run(restart, tmp_path, 1, 0, 8, RUN, 0, "no space for copies")
     assert (
-        outcome(told) == (5, True)
-        and "iteration 7 is not taken: " in told[0][2][0]
-        and "No space left" in told[0][2][0]
+        outcome(shown) == (5, True)
+        and "iteration 7 is not taken: " in shown[0][2][0]
+        and "No space left" in shown[0][2][0]
     )
     assert leftovers(tmp_path) == []
-    told = gloo_world(3).run(restart, tmp_path, 1, 0, 8)
-    assert outcome(told) == (7, True)
+    shown = gloo_world(3).run(restart, tmp_path, 1, 0, 8)
+    assert outcome(shown) == (7, True)

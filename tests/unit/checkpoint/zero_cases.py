@@ -1,5 +1,5 @@
-"""Folders of ZeRO partitions in the structure that DeepSpeed 0.19.8 writes, and what tells it from
-a real one's.
+"""Folders of ZeRO partitions in the structure that DeepSpeed 0.19.8 writes, and what distinguishes
+it from a real one's.
 
 tests/parity/deepspeed_checkpoint.py runs DeepSpeed itself, imports what it wrote, and compares its
 structure with OUTLINES by `differences`.
@@ -183,7 +183,7 @@ def write_rank(
     model_rank: int = 0,
     shared: dict[str, str] | None = None,
     args: argparse.Namespace | None = None,
-    **beside: Any,
+    **extra: Any,
 ) -> None:
     """The files of one model-parallel rank. kind: 1, 2, 3 or bf16 (BF16_Optimizer)."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +259,7 @@ def write_rank(
                 "ds_version": "0.19.8",
             }
             torch.save(
-                state | beside | ({"args": args, "iteration": 3} if args else {}),
+                state | extra | ({"args": args, "iteration": 3} if args else {}),
                 folder / f"{name}_model_states.pt",
             )
 

@@ -383,7 +383,9 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("packed", ["", *PACK])
 def test_every_shape_of_input_gives_the_same_bytes(tmp_path, monkeypatch, shape, packed):
-    """Under a name that has nothing to do with the content, in chunks and pieces much smaller than it."""
+    """Under a name that has nothing to do with the content, in chunks and pieces much smaller than
+    it.
+    """
     monkeypatch.setattr(tool, "SMALLEST_CHUNK", 700)
     monkeypatch.setattr(text_files, "PIECE", 300)
     (tmp_path / "plain").write_bytes(JSON_LINES)

@@ -11,7 +11,7 @@ from megatron.distributed.interleaver import AbandonedError, Interleaver, yield_
 
 
 def speaker(said: list[str], name: str, times: int):
-    """Says its name and a number, and gives way after each; returns the name."""
+    """Logs its name and a number, and gives way after each; returns the name."""
 
     def speak() -> str:
         for number in range(times):

@@ -157,7 +157,7 @@ WRAPPED = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "7", **MEET}
 @pytest.mark.parametrize(
     "environment, local_size",
     [
-        (WRAPPED, 7),  # deepspeed's launcher: nothing says how many are here
+        (WRAPPED, 7),  # deepspeed's launcher: nothing gives the number here
         ({**SRUN, **WRAPPED}, 3),
         ({**SRUN, **without(WRAPPED, "WORLD_SIZE")}, 3),
         ({**SRUN, **without(WRAPPED, "LOCAL_RANK")}, 3),
@@ -348,7 +348,7 @@ class TestDevice:
 
 
 class TestDeterminism:
-    """torch's CUDA kernels repeat their bits unless told not to; a CPU's are left alone."""
+    """torch's CUDA kernels repeat their bits unless asked not to; a CPU's are left alone."""
 
     GPU = torch.device("cuda")
 

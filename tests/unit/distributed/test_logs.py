@@ -1,4 +1,4 @@
-"""Warnings of ranks above 0 are logged with their rank; what rank 0 logs, nobody repeats."""
+"""Warnings of ranks above 0 are logged with their rank; what rank 0 logs, no rank repeats."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def heard(late: bool) -> tuple[str, str]:
     return out.getvalue(), err.getvalue()
 
 
-def check(told: list[tuple[str, str]], late: bool) -> None:
-    out, err = told[0]
+def check(shown: list[tuple[str, str]], late: bool) -> None:
+    out, err = shown[0]
     first, second, third = out.splitlines()
     assert [first, second] == ["an ordinary line, 100%", f"warning: known to all{late}"]
     assert third.startswith("warning: ") and third.endswith(f": UserWarning: of the library{late}")
     assert err == ""
-    assert [out for out, _ in told[1:]] == ["", ""]
-    lines = [line for _, err in told[1:] for line in err.splitlines()]
+    assert [out for out, _ in shown[1:]] == ["", ""]
+    lines = [line for _, err in shown[1:] for line in err.splitlines()]
     assert sum("not on the first node" in line for line in lines) == 1
     others = [line for line in lines if "not on the first node" not in line]
     assert others[0] == f"rank 2: warning: the disk of this node is nearly full{late}"
@@ -89,8 +89,8 @@ def test_a_library_that_sets_up_logging_repeats_nothing(capsys):
             logger.warning("once")
     finally:
         logging.getLogger().removeHandler(other)
-    told = capsys.readouterr()
-    assert told.out == "warning: once\n" and told.err == ""
+    shown = capsys.readouterr()
+    assert shown.out == "warning: once\n" and shown.err == ""
 
 
 class Full(io.StringIO):

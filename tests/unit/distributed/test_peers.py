@@ -14,7 +14,7 @@ from megatron.distributed.peers import PEERS, PeerError, Peers, waiting
 
 @pytest.fixture
 def three(monkeypatch) -> list[Peers]:
-    """Ranks that share a store and report when they are told to."""
+    """Ranks that share a store and report when they are asked to."""
     monkeypatch.setattr(peers, "OBSERVE_S", 0.05)
     store, ranks = HashStore(), [Peers(rank=rank, world=3, holder="rank 0") for rank in range(3)]
     for each in ranks:
@@ -52,7 +52,7 @@ def test_a_rank_that_ended_is_named_with_its_error(three):
 
 
 def test_ranks_that_wait_are_not_blamed(three, monkeypatch):
-    """Nobody is silent, one has not come to the operation: that one is named, and not those that
+    """No rank is silent, one has not come to the operation: that one is named, and not those that
     ended since they waited.
     """
     first, second, third = three

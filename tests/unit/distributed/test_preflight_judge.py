@@ -88,7 +88,7 @@ def test_a_speed_within_the_tolerance_or_above_is_no_fault(speed):
 
 
 def test_what_all_nodes_have_or_two_differ_in_names_none():
-    """Leaving a node out would not mend it."""
+    """Leaving a node out would not fix it."""
     everywhere = findings()
     for rank in range(0, 8, 2):
         everywhere.facts[rank] = dataclasses.replace(
@@ -106,7 +106,7 @@ def test_the_rule_of_outliers():
     """Ten per cent and one deviation; the slow one does not hide itself."""
     assert outliers({"a": 1.0, "b": 1.0, "c": 0.89}, 0.1) == {"c": 1.0}
     assert outliers({"a": 1.0, "b": 1.0, "c": 0.91}, 0.1) == {}
-    assert outliers({"a": 1.0, "b": 0.01}, 0.1) == {}  # of two no one can say
+    assert outliers({"a": 1.0, "b": 0.01}, 0.1) == {}  # of two neither is known
     spread = {str(i): 1.0 + 0.1 * i for i in range(-5, 6)}  # a deviation of 0.44
     assert outliers(spread, 0.1).keys() == {"-5"}
     assert outliers({**spread, "slow": 0.2}, 0.1).keys() >= {"slow"}

@@ -140,7 +140,7 @@ def test_a_restart_by_torchrun_meets_again():
 
 @pytest.mark.full
 def test_a_flag_that_differs_is_one_message():
-    """Of rank 0; torchrun ends the others before they speak, and counts them as failed neither."""
+    """Of rank 0; torchrun ends the others before they print, and counts them as failed neither."""
     ended = torchrun(3, "flags")
     message = (
         "the ranks were started differently: --lr: 0.1 on rank 0, 0.2 on rank 1. Give every "

@@ -19,7 +19,7 @@ from megatron.distributed.rendezvous import Launch, LaunchError, differences, me
 
 FLAGS = {"training": {"lr": 0.1, "seed": 1}, "versions": {"torch": "2.13.0"}}
 SECONDS = 1.5  # for those whom a rank leaves waiting
-PLENTY = 120.0  # nobody waits that long, even on a busy machine
+PLENTY = 120.0  # no rank waits that long, even on a busy machine
 
 
 @pytest.fixture

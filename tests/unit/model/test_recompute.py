@@ -123,8 +123,8 @@ def products(name, training, split_backward=False):
 
 
 def expected_products(name, training):
-    """4 linear layers, forward and two gradients each, and attention; what is computed again in addition to
-    that.
+    """4 linear layers, forward and two gradients each, and attention; what is computed again in
+    addition to that.
     """
     config = CONFIGS[name]
     (choice,) = stage_recompute(training, range(1))

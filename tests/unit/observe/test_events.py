@@ -50,7 +50,9 @@ def test_every_save_is_one_event(tmp_path: Path, mode: tuple[str, ...]):
 
 
 def summary(folder: Path) -> dict[str, float]:
-    """What the offline runs of wandb below a folder have in their summaries; the last one counts."""
+    """What the offline runs of wandb below a folder have in their summaries; the last one
+    counts.
+    """
     found = {}
     files = folder.glob("wandb/offline-run-*/run-*.wandb")
     for path in sorted(files, key=lambda path: path.stat().st_mtime_ns):

@@ -150,8 +150,8 @@ def runs(schedule: Schedule, draw: random.Random) -> bool:
 
 
 def _compute(kind, stage, micro, placement, last, mine, sent, posted, rank) -> str:
-    """One computation: "done", "waits", or "wrong". Values hold what they were made from; a finished
-    stage leaves nothing but its name.
+    """One computation: "done", "waits", or "wrong". Values hold what they were made from; a
+    finished stage leaves nothing but its name.
     """
     forward = kind is Kind.FORWARD
     if placement[stage] != rank or ("finished", kind, stage, micro) in mine:

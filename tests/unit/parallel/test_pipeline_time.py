@@ -29,8 +29,8 @@ class Clocked:
     """Replaces the passes of a model with one layer a stage: a pass advances this rank's
     clock, and its output is the time at which it ended.
 
-    So every message carries to its receiver when it was sent, and times do not depend on how busy the
-    machine is. `costs`: seconds by kind, then by stage.
+    So every message carries to its receiver when it was sent, and times do not depend on how busy
+    the machine is. `costs`: seconds by kind, then by stage.
     """
 
     def __init__(self, costs: dict[str, list[float]]):

@@ -90,8 +90,8 @@ def test_the_flags_that_are_named_help(stage, samples):
     ],
 )
 def test_tokens_that_hide_weights_from_host_memory(flags, world, needed):
-    """p F MFU / (2 BW N) at 50 GB/s: each rank copies its own slice. A rank that shares with none sends
-    nothing; another bandwidth is another need.
+    """p F MFU / (2 BW N) at 50 GB/s: each rank copies its own slice. A rank that shares with none
+    sends nothing; another bandwidth is another need.
     """
     config = configure(SEVEN, world, "--zero-stage", 3, "--param-cpu-offload", *flags.split())
     found = transfers(config, world)

@@ -71,8 +71,8 @@ def test_a_layer_computes_what_the_arithmetic_counts():
 
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel "])
 def test_tensor_parallel_ranks_send_the_same_bytes(flags):
-    """A gather and a reduce-scatter move what an all-reduce moves; one gather more is in addition to
-    products.
+    """A gather and a reduce-scatter move what an all-reduce moves; one gather more is in addition
+    to products.
     """
     size = 4096 * 2048 * 2
     layer = step("--tensor-model-parallel-size 4 " + flags).operations.layer(0, KEPT)

@@ -94,8 +94,8 @@ def test_failures_are_kept_with_their_reasons(recorded):
 
 
 def test_a_difference_inside_the_noise_is_said(recorded):
-    """Two rows of equal speed are not distinguished, nor is one that is slower in one round only; one
-    that is always slower by a tenth is.
+    """Two rows of equal speed are not distinguished, nor is one that is slower in one round only;
+    one that is always slower by a tenth is.
     """
     best = summary(recorded).rows[0].name
     other = summary(recorded).rows[1].name

@@ -1,5 +1,5 @@
-"""Layers that return scalars next to their output: an auxiliary loss is differentiated and a counter
-logged, alike in every layout.
+"""Layers that return scalars next to their output: an auxiliary loss is differentiated and a
+counter logged, alike in every layout.
 """
 
 from __future__ import annotations

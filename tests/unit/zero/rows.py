@@ -173,8 +173,8 @@ class Row:
         return sum(sorted(layers + matrix)[-2:])
 
     def slots(self, pipe: int) -> int:
-        """The most bytes of gradient buffers that come and go: two, and in addition to two layers' that of
-        a matrix whose two ends lie here.
+        """The most bytes of gradient buffers that come and go: two, and in addition to two layers'
+        that of a matrix whose two ends lie here.
         """
         if self.stage < 2:
             return 0

@@ -6,9 +6,10 @@ Every operator, collective and message reads and writes bytes at a time on a str
 the same bytes, one of them writing, must be in order: on one stream, or the later one after a wait
 that came after the earlier one (vector clocks; Lamport 1978, Mattern 1989). Memory that is freed
 goes to the next allocation on the stream that it was allocated on, as torch's caching allocator has
-it: whatever other streams do with it must be over for that stream at that point. A collective keeps its
-tensors until somebody waits for it, as torch's NCCL backend does. What works on pinned host memory
-alone is the host's own work, after what it has waited for and before whatever it starts later.
+it: whatever other streams do with it must be over for that stream at that point. A collective keeps
+its tensors until somebody waits for it, as torch's NCCL backend does. What works on pinned host
+memory alone is the host's own work, after what it has waited for and before whatever it starts
+later.
 """
 
 from __future__ import annotations

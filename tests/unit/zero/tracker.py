@@ -123,8 +123,8 @@ def _origin() -> tuple[str, str]:
 
 
 def in_both_threads(mode: TorchDispatchMode) -> AbstractContextManager[Any]:
-    """In the block, the second of two computations that take turns is under a mode of the first, which
-    torch keeps by thread.
+    """In the block, the second of two computations that take turns is under a mode of the first,
+    which torch keeps by thread.
     """
     real = Interleaver._second
 
