@@ -75,11 +75,11 @@ def test_an_expression_is_found(text: str, expected: list[tuple[int, str]]):
 
 # ---- code: comments, strings and names
 
-CODE = ("megatron", "kernels", "tools", "benchmarks", "campaigns", "scripts")
+CODE = ("megatron", "kernels", "tools", "benchmarks", "campaigns", "scripts", "tests")
 NEVER_IN_CODE = re.compile(
     r"\b(beside|so many|of its own(?! \w)|whoever|nobody|for the asking|goes on|stands|at hand"
-    r"|by then|meanwhile|as ever|mends?|mended|(?<!\.)tells?|told|says?|speaks?|lets? go|what is left"
-    r"|comes? to light|in words|absent there|weighed|its like)\b".replace(" ", r"\s+"),
+    r"|by then|meanwhile|as ever|mends?|mended|(?<!\.)tells?|told|says?|speaks?|lets? go"
+    r"|what is left|comes? to light|in words|absent there|weighed|its like)\b".replace(" ", r"\s+"),
     re.I,
 )
 AS_NAMES = {"told", "beside", "nobody", "meanwhile", "whoever"}  # others are methods of Python's
@@ -103,7 +103,8 @@ def hits_in_code(source: str) -> list[tuple[int, str]]:
 
 
 def test_code_uses_the_fields_words():
-    files = [file for folder in CODE for file in (ROOT / folder).rglob("*.py")]
+    here = Path(__file__)  # which lists them
+    files = [file for folder in CODE for file in (ROOT / folder).rglob("*.py") if file != here]
     found = {
         f"{file.relative_to(ROOT)}:{line}": expression
         for file in (*files, ROOT / "pretrain_gpt.py")

@@ -11,12 +11,12 @@ to a buffer is an event, and each partition has the set of events that it knows 
 those of its products and stores once it waited for them; those known to every thread that arrived
 at an mbarrier whose phase it waited for. The warps of a partition are in no order between two of
 its barriers of threads: an arrival is one thread's and carries only what all of them knew at the
-last one. Faults, whatever the numbers are: a read of a buffer whose last write is not known to be over; a
-write or copy into one with a read or write not known to be over; use of a product's result, or the
-end of a partition, before it was waited for; a phase of an mbarrier that ends while a warp may
-still wait for the one before; generic writes that the TMA unit or a product reads without a fence;
-an element of the result that is written twice; a deadlock. A buffer that is being copied into holds
-NaN, products read their operands as late as they may, and stores to memory too.
+last one. Faults, whatever the numbers are: a read of a buffer whose last write is not known to be
+over; a write or copy into one with a read or write not known to be over; use of a product's result,
+or the end of a partition, before it was waited for; a phase of an mbarrier that ends while a warp
+may still wait for the one before; generic writes that the TMA unit or a product reads without a
+fence; an element of the result that is written twice; a deadlock. A buffer that is being copied
+into holds NaN, products read their operands as late as they may, and stores to memory too.
 
 Not modelled: layouts, what warps of a partition exchange through shared memory (the compiler orders
 that), sizes of registers and shared memory (the compile-only gate has those).

@@ -181,13 +181,13 @@ def outcome(argv: list[str]) -> tuple[str, str]:
         return "traceback", traceback.format_exc()
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    told = (
+    shown = (
         err.getvalue().strip()
         or "verdict        does not fit" in out.getvalue()
         or argv.count("--print-config")
     )
     return (
-        (str(code), "") if code == 0 or (code == 2 and told) else (f"{code} without a message", "")
+        (str(code), "") if code == 0 or (code == 2 and shown) else (f"{code} without a message", "")
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    """(flags, message) of each row; a long one goes on in the next line, `#` begins a comment."""
+    """(flags, message) of each row; a long one continues in the next line, `#` begins a comment."""
     found: list[tuple[list[str], list[str]]] = []
     for line in text.splitlines():
         if not line.strip() or line.startswith("#"):

@@ -23,7 +23,7 @@ VALUE_OF = {
 
 
 def test_the_table_is_consistent():
-    # no name stands twice
+    # no name is there twice
     assert len({flag for row in table() for flag in row.flags}) == sum(
         len(row.flags) for row in table()
     )

@@ -36,7 +36,7 @@ def test_the_table_answers_the_recorded_names_and_no_other():
         for flag in row.flags:
             if flag.endswith("*"):
                 assert any(compatibility.find(name) is row for name in recorded), (
-                    f"{flag} stands for no recorded flag"
+                    f"{flag} is short for no recorded flag"
                 )
 
 

@@ -69,7 +69,7 @@ def test_each_fault_says_what_to_give(words, fault):
 
 
 def test_a_key_is_as_wide_as_both_of_its_parts():
-    """Whatever --kv-channels says, as scripts of Megatron-LM give it."""
+    """Whatever --kv-channels is, as scripts of Megatron-LM give it."""
     words = f"{LATENT} --kv-channels 128 --qk-head-dim 24 --qk-pos-emb-head-dim 8 --v-head-dim 16"
     assert not faults(words)
     parsed = parse_arguments([*BASE, *words.split()]).config

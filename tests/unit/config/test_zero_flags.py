@@ -43,7 +43,7 @@ def zero_notes(found: Resolved) -> list[str]:
 
 
 ALONE = "one data-parallel rank has nothing to shard over"
-NOBODY = "--zero-shard-size 1 shards over a single rank"
+SINGLE = "--zero-shard-size 1 shards over a single rank"
 HOST = "optimizer-cpu-offload = True: --param-cpu-offload keeps weights where they are stepped"
 
 
@@ -72,7 +72,7 @@ HOST = "optimizer-cpu-offload = True: --param-cpu-offload keeps weights where th
         (
             "--zero-stage 2 --zero-shard-size 1",
             4,
-            [f"zero-stage = 0: {NOBODY}", f"zero-shard-size = None: {NOBODY}"],
+            [f"zero-stage = 0: {SINGLE}", f"zero-shard-size = None: {SINGLE}"],
         ),
         (
             "--no-overlap-param-gather",
