@@ -257,8 +257,8 @@ def test_faults_of_the_pipeline_are_told_with_all_others():
 )
 def test_tensor_x_pipeline_parallel_size_divides_the_ranks(tp, pp, world, ranks):
     heads = "--num-attention-heads 12 --kv-channels 8"
-    told = faults(f"--tensor-model-parallel-size {tp} {heads}", 24, pp, world)
-    (found,) = [fault for fault in told if "rank(s) of" in fault]
+    shown = faults(f"--tensor-model-parallel-size {tp} {heads}", 24, pp, world)
+    (found,) = [fault for fault in shown if "rank(s) of" in fault]
     sizes = f"--tensor-model-parallel-size {tp} x {PP} {pp}"
     assert found.startswith(
         f"{sizes}: does not divide the {world} rank(s) of this job; start {ranks}"
