@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config import compatibility
+from megatron.config import compatibility, needs
 from megatron.config.derive import GROUP_OF, METADATA, data_parallel_size, spelled
 from megatron.config.errors import UserError, first_faults, shortened
 from megatron.config.groups import LR_DECAYS, Config
@@ -151,7 +151,7 @@ class Comparison:
     def _without_effect(self, name: str) -> str:
         """Why a key changes nothing in this run; an empty string if it does."""
         config = self.config
-        if METADATA[name]["needs"] and METADATA[name]["needs"][0].text.startswith("dynamic"):
+        if needs.DYNAMIC_SCALE in METADATA[name]["needs"]:
             theirs = self.content["fp16"].get("loss_scale")
             ours = "loss_scale" in self.chosen or theirs in (None, "auto")
             is_static = config.precision.loss_scale is not None if ours else theirs != 0
@@ -185,8 +185,7 @@ class Comparison:
 
     def _wire(self, key: str, value: Any) -> str:
         """What gradients are sent in; --main-grads-dtype bf16 sets that too."""
-        named = "fp32" if value is True and key == "fp32_allreduce" else value
-        dtype = dtype_of(named)
+        dtype = "fp32" if value is True and key == "fp32_allreduce" else dtype_of(value)
         if dtype not in ("fp32", "bf16"):
             raise UserError(
                 "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out"
@@ -225,14 +224,14 @@ class Comparison:
         note = self.settle("global_batch_size", unit * max(1, ranks))
         return f"{note}: {micro} x {steps} on {max(1, ranks)} data-parallel rank(s)"
 
-    def scheduler(self, section: dict) -> str:
+    def scheduler(self, section: Any) -> str:
         """The learning-rate schedule of a file as ours. A warm-up is linear here: one that is
         logarithmic by DeepSpeed's default is noted, one that is so by the file refused.
         """
-        kind, params = section.get("type"), section.get("params") or {}
+        kind = section.get("type") if isinstance(section, dict) else None
         if kind is None:
             return "no schedule"
-        style = answers("schedules").get(kind)
+        style, params = answers("schedules").get(str(kind)), section.get("params") or {}
         if style is None or not isinstance(params, dict):
             raise UserError(
                 "not a schedule here; take the section out and give --lr-decay-style "

@@ -223,6 +223,14 @@ scheduler={"type":"WarmupCosineLR","params":{"cos_min_ratio":0.125,"warmup_type"
 scheduler={"type":"WarmupLR","params":{"warmup_num_steps":"auto"}} | --lr-warmup-iters 7
     lr_decay_style = constant
     lr_warmup_iters = 7
+scheduler="x"
+    note scheduler: no schedule
+scheduler={"type":["WarmupLR"]}
+    fault not a schedule here; take the section out
+scheduler={"type":"WarmupLR","params":[1]}
+    fault not a schedule here; take the section out
+scheduler={"type":"WarmupLR","params":{"warmup_num_steps":"x"}}
+    fault warmup_num_steps: expected a number
 
 # what depends on other flags
 fp16={"enabled":true,"loss_scale":0,"initial_scale_power":11} | --fp16 --initial-loss-scale 2048
