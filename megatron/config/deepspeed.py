@@ -28,16 +28,6 @@ BETAS = "optimizer.params.betas"
 WIRE_KEYS = ("communication_data_type", "fp32_allreduce")
 SINGLE = {DEVICE, NVME_PATH, STEPS, *WIRE_KEYS}  # keys with a value, read by a function
 
-# DeepSpeed's value in the units of our flag, where they differ.
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    "fp16.loss_scale": lambda value: None if value == 0 else value,  # 0 is dynamic
-    "fp16.initial_scale_power": lambda value: 2.0**value,
-    "zero_optimization.offload_param.device": lambda value: value == "cpu",
-    "zero_optimization.mics_shard_size": lambda value: None if value == -1 else value,  # all ranks
-    "data_types.grad_accum_dtype": lambda value: dtype_of(value),
-    "optimizer.type": lambda value: answers("optimizers").get(value.lower(), value.lower()),
-}
-
 # Sections that are on without a key `enabled`; precisions and other unsupported ones are off.
 ON_BY_DEFAULT = {"compression_training", "sparse_attention", "weight_quantization"}
 ON_BY_DEFAULT |= {"expert_parallel"}
@@ -61,6 +51,17 @@ def dtype_of(name: Any) -> Any:
     """fp32, bf16 or fp16 for a name of one of them, as torch's; other values as they are."""
     known = isinstance(name, str)
     return answers("dtypes").get(name.lower().removeprefix("torch."), name) if known else name
+
+
+# DeepSpeed's value in the units of our flag, where they differ.
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "fp16.loss_scale": lambda value: None if value == 0 else value,  # 0 is dynamic
+    "fp16.initial_scale_power": lambda value: 2.0**value,
+    "zero_optimization.offload_param.device": lambda value: value == "cpu",
+    "zero_optimization.mics_shard_size": lambda value: None if value == -1 else value,  # all ranks
+    "data_types.grad_accum_dtype": dtype_of,
+    "optimizer.type": lambda value: answers("optimizers").get(value.lower(), value.lower()),
+}
 
 
 @dataclass

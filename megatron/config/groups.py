@@ -51,8 +51,11 @@ RecomputeModule = Literal[
 ]
 OffloadModule = Literal[LAYER_INPUT, *INSIDE]  # type: ignore[valid-type]
 TokenizerType = Literal[
-    *("SentencePieceTokenizer", "HuggingFaceTokenizer", "GPT2BPETokenizer"),
-    *("TikTokenizer", "NullTokenizer"),
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
 ]
 Changed = Literal["data", "tokenizer", "batch", "seed", "positions"]
 Prefixes = tuple[str, ...]

@@ -32,11 +32,11 @@ def tensor_parallel(run: RunView) -> Faults:
     if min(run.tp, run.cp, run.pp, run.world) <= 0:
         return
     if not run.dp:
-        sizes = [TP, *(field for field in (CP, PP) if getattr(run, field) > 1)]
-        ranks = nearest(run.world, run.tp * run.cp * run.pp)
+        several = [TP, *(field for field in (CP, PP) if getattr(run, field) > 1)]
         yield (
-            f"{' x '.join(map(run.show, sizes))}: does not divide the {run.world} rank(s) of this "
-            f"job; start {ranks} (in a dry run, with --world-size), or give smaller sizes"
+            f"{' x '.join(map(run.show, several))}: does not divide the {run.world} rank(s) of "
+            f"this job; start {nearest(run.world, run.tp * run.cp * run.pp)} (in a dry run, with "
+            "--world-size), or give smaller sizes"
         )
     heads, groups = run.num_attention_heads, run.num_query_groups
     if not run.has("num_attention_heads", "num_query_groups") or (
