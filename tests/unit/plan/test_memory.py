@@ -227,15 +227,16 @@ def test_static_bytes(precision, per_parameter, tp, world):
 
 def test_full_recompute_keeps_one_layer_and_the_inputs_of_the_others():
     full = {"recompute_granularity": "full"}
-    nine, eight = (planned(configure(training=full, num_layers=layers)) for layers in (9, 8))
+    nine, eight = (planned(configure(training=full, num_layers=layers, **DRY)) for layers in (9, 8))
     assert nine - eight == SEQ * BATCH * 64 * 4
     assert (
-        planned(configure(training=full, num_layers=9, tp=4))
-        - planned(configure(training=full, num_layers=8, tp=4))
+        planned(configure(training=full, num_layers=9, tp=4, **DRY))
+        - planned(configure(training=full, num_layers=8, tp=4, **DRY))
         == SEQ * BATCH * 64 * 4
     )
     nine, eight = (
-        planned(configure(training=full, num_layers=layers, tp=4, sp=True)) for layers in (9, 8)
+        planned(configure(training=full, num_layers=layers, tp=4, sp=True, **DRY))
+        for layers in (9, 8)
     )
     assert nine - eight == SEQ * BATCH * 64 * 4 // 4
     assert (
