@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.pool import Hang, RankError, World  # noqa: I001  # tests/distributed, not torch's
+from distributed import pool  # noqa: I001  # tests/distributed, not torch's
+from distributed.pool import Hang, RankError, World
 
 
 def add_ranks(n):
@@ -90,7 +91,13 @@ def count_descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_an_exception_is_shown_with_its_rank_and_the_world_goes_on(gloo_world):
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that have not failed get one second to report."""
+    monkeypatch.setattr(pool, "GRACE", 1.0)
+
+
+def test_an_exception_is_shown_with_its_rank_and_the_world_lives_on(gloo_world, short_grace):
     with pytest.raises(RankError) as failure:
         gloo_world(2).run(fail_on, 1)
     text = str(failure.value)
@@ -120,7 +127,7 @@ def test_a_hang_ends_with_the_stacks_and_the_world_is_restarted():
     assert not any(alive(pid) for pid in after)
 
 
-def test_a_dead_rank_is_named():
+def test_a_dead_rank_is_named(short_grace):
     world = World(2)
     with pytest.raises(RankError, match="rank 1 of 2:\nthe process ended with exit code 7"):
         world.run(die_on, 1)

@@ -211,7 +211,9 @@ def test_damage_without_a_copy_leaves_the_older_one(gloo_world, tmp_path):
 
 def test_what_changes_on_the_way_to_the_partner_is_refused(gloo_world, tmp_path):
     shown = gloo_world(2).run(save, tmp_path, 1, 1, 7, "partner", RUN, "damaged on the way")
-    assert shown[0] == shown[1] and "is not what was saved" in shown[0] and leftovers(tmp_path) == []
+    assert (
+        shown[0] == shown[1] and "is not what was saved" in shown[0] and leftovers(tmp_path) == []
+    )
 
 
 def test_two_saves_of_an_iteration_are_never_mixed(gloo_world, tmp_path):
