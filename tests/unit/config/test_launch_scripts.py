@@ -9,8 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launch_scripts import MEGATRON_DEEPSPEED, MEGATRON_LM, Script
-from published_scripts import PUBLISHED
+from launch_scripts import Script, scripts
 
 from megatron.config.arguments import Parsed, parse_arguments
 from megatron.config.errors import ArgumentErrors
@@ -18,7 +17,7 @@ from megatron.config.stages import layers_of_stages
 from megatron.config.validate import resolve
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPTS = (*MEGATRON_LM, *MEGATRON_DEEPSPEED, *PUBLISHED)
+SCRIPTS = scripts()
 IDS = [script.path for script in SCRIPTS]
 
 
