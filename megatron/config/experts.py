@@ -119,6 +119,18 @@ def expert_pattern(text: str, layers: int) -> tuple[bool, ...]:
     """Whether each of `layers` layers has experts, as --moe-layer-freq specifies. Raises UserError
     with what is wrong and what would be right.
     """
+    found = read_pattern(text, layers)
+    if isinstance(found, int):
+        return tuple(index % found == 0 for index in range(layers))
+    if not any(found):
+        raise UserError(f"{text!r}: no layer has experts; drop --num-experts, or give some a 1")
+    return tuple(map(bool, found))
+
+
+def read_pattern(text: str, layers: int) -> int | list[int]:
+    """A number N, for every N-th layer, or a list with 0 or 1 for each of `layers` layers. Raises
+    UserError with what is wrong and what would be right.
+    """
     try:
         found = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError):
@@ -128,14 +140,12 @@ def expert_pattern(text: str, layers: int) -> tuple[bool, ...]:
     if isinstance(found, int):
         if found < 1:
             raise UserError(f"{text!r}: give 1 or more, or a list of 0 and 1")
-        return tuple(index % found == 0 for index in range(layers))
+        return found
     if len(found) != layers:
         raise UserError(
             f"{text!r} has {len(found)} entries, and --num-layers is {layers}; make them equal"
         )
-    if not any(found):
-        raise UserError(f"{text!r}: no layer has experts; drop --num-experts, or give some a 1")
-    return tuple(map(bool, found))
+    return found
 
 
 def _value(node: Any) -> int | list[int]:

@@ -89,6 +89,10 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Base of the rotary frequencies."""
     rotary_percent: float = position_flag(1.0, bound=SHARE, needs=needs.ROTARY)
     """Share of each head's channels that rotates."""
+    no_rope_freq: str | None = position_flag(None, needs=needs.ROTARY)
+    """Layers whose queries and keys do not rotate, by default none: N for every N-th, or a list
+    with 1 for each such layer and 0 for each that rotates, such as [0,0,0,1]*8.
+    """
     rotary_seq_len_interpolation_factor: float | None = position_flag(
         None, bound=POSITIVE, needs=needs.ROPE
     )
@@ -133,6 +137,11 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Normalize each head's queries and keys, with --multi-latent-attention the latent vectors."""
     window_size: int | None = model_flag(None, bound=POSITIVE)
     """Sliding-window attention: each token attends to this many latest tokens, itself included."""
+    window_attn_skip_freq: str | None = model_flag(None, needs=needs.WINDOW)
+    """Which layers have the window of --window-size, by default all: N for all but every N-th, or a
+    list with 1 for each layer that has it and 0 for each that attends to all earlier tokens, such
+    as [1,1,1,0]*8.
+    """
     attn_logit_softcapping: float | None = model_flag(None, bound=POSITIVE)
     """Bound attention scores smoothly: cap x tanh(score / cap)."""
     final_logit_softcapping: float | None = model_flag(None, bound=POSITIVE)

@@ -73,6 +73,7 @@ FP16 = Need("--fp16")
 BF16 = Need("--bf16", fault=True)
 FP8 = Need("--fp8-format e4m3 or hybrid", lambda run: run.fp8_format is not None)
 FP8_FAULT = Need(FP8.text, FP8.holds, fault=True)
+WINDOW = Need("--window-size N", fault=True)
 EXPERTS = Need("--num-experts N", fault=True)
 EXPERTS_EXIST = Need("--num-experts N")
 EXPERT_PARALLEL = Need(

@@ -89,8 +89,8 @@ EXCLUSIONS = (
     ),
     Exclusion(
         "multi_latent_attention",
-        "group_query_attention add_qkv_bias rotary_percent rotary_backend=triton torch_compile "
-        "fp8_format",
+        "group_query_attention add_qkv_bias rotary_percent no_rope_freq rotary_backend=triton "
+        "torch_compile fp8_format",
     ),
 )
 

@@ -51,6 +51,7 @@ from megatron.config.validate_model import (
     experts,
     heads_and_positions,
     latent_attention,
+    layer_patterns,
     recomputed_parts,
 )
 
@@ -410,6 +411,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     zero,
     pipeline_split,
     pipeline_schedule,
+    layer_patterns,
     experts,
     latent_attention,
     recomputed_parts,

@@ -9,6 +9,7 @@ import re
 from megatron.config.derive import RunView, rescales_scores
 from megatron.config.errors import UserError
 from megatron.config.experts import expert_pattern
+from megatron.config.layers import rotary_layers, windowed_layers
 from megatron.config.metadata import flag_name
 from megatron.config.needs import is_rotary
 from megatron.config.rules import Faults
@@ -32,6 +33,20 @@ def heads_and_positions(run: RunView) -> Faults:
             f"{channels} of {run.kv_channels} channels would rotate; it must be an even number "
             "above 0",
         )
+
+
+def layer_patterns(run: RunView) -> Faults:
+    """Rules of the flags that say which layers are of a kind."""
+    if not run.has("num_layers"):
+        return
+    for flag, layers in (
+        ("--window-attn-skip-freq", windowed_layers),
+        ("--no-rope-freq", rotary_layers),
+    ):
+        try:
+            layers(run)
+        except UserError as problem:
+            yield f"{flag} {problem}"
 
 
 def experts(run: RunView) -> Faults:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig
+from megatron.config.layers import layer_records, window_index
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.model.attention.attention import SelfAttention
 from megatron.model.attention.context_parallel import NO_CP, ContextParallel, Places
@@ -53,6 +54,15 @@ from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What the queries of layers with the same window see."""
+
+    mask: AttentionMask
+    # under context parallelism, with the steps of attention where it is computed in several
+    places: Places | None = None
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """What every layer may read of one micro-batch; sequence first."""
 
@@ -61,7 +71,8 @@ class MicroBatch:
     loss_mask: Tensor  # [s, b]
     # [s, b]; under sequence parallelism this rank's part, as the hidden states are
     position_ids: Tensor
-    mask: AttentionMask
+    # what attention sees, for each of the different windows of the layers (`windows_of`)
+    seen: tuple[Seen, ...]
     rotary: Rotary | None
     dropout: DropoutState | None  # of the whole sequence; None: evaluation
     hidden_dropout: DropoutState | None  # under sequence parallelism of this rank's part
@@ -116,7 +127,7 @@ def layer_parameters(
     """All parameters of a transformer layer by their names in it. The first has the table of
     learned positions, the last the final norm.
     """
-    name = f"layers.{index}"
+    name, record = f"layers.{index}", layer_records(config)[index]
 
     def norm(own: str, logical: str) -> dict[str, ParameterSpec]:
         made = norm_parameters(
@@ -125,7 +136,7 @@ def layer_parameters(
         return {f"{own}.{kind}": spec for kind, spec in made.items()}
 
     made = {}
-    if index == 0 and config.position_embedding_type == "learned_absolute":
+    if record.first and config.position_embedding_type == "learned_absolute":
         shape = (config.max_position_embeddings, config.hidden_size)
         made["position.weight"] = matrix(
             "embedding.position.weight",
@@ -142,22 +153,17 @@ def layer_parameters(
         for own, spec in parameters_of_attention(config, f"{name}.attention", sequence).items()
     }
     made |= norm("mlp_norm", f"{name}.mlp_norm")
-    mlp = moe_parameters if config.expert_layers()[index] else mlp_parameters
+    mlp = moe_parameters if record.experts else mlp_parameters
     made |= {f"mlp.{own}": spec for own, spec in mlp(config, f"{name}.mlp", sequence).items()}
-    if index == config.num_layers - 1:
+    if record.last:
         made |= norm("final_norm", "final_norm")
     return made
 
 
 def representative_layer(config: ModelConfig, index: int) -> int:
-    """The first layer whose parameters are those of layer `index` but for their names: layers
-    between the ends are alike, those with experts and those without.
-    """
-    # The ends may have positions or the final norm as well.
-    if index in (0, config.num_layers - 1):
-        return index
-    experts = config.expert_layers()
-    return experts.index(experts[index], 1)
+    """The first layer whose record is that of layer `index`."""
+    records = layer_records(config)
+    return records.index(records[index])
 
 
 def distinct_layers(config: ModelConfig) -> list[int]:
@@ -231,6 +237,10 @@ class EmbeddingBlock(Layer):
         return self.word(micro.tokens)
 
 
+# by whether a record is of latent attention
+ATTENTION: dict[bool, Any] = {False: SelfAttention, True: LatentAttention}
+
+
 class LayerBlock(Layer):
     """One pre-norm transformer layer, [s, b, h] -> [s, b, h] (under sequence parallelism this
     rank's part of s).
@@ -249,6 +259,8 @@ class LayerBlock(Layer):
     ):
         super().__init__()
         self.config = config
+        self.record = record = layer_records(config)[index]
+        self.rotates, self.seen = record.rotary, window_index(config, record)
         parameters = layer_parameters(config, index, tp.sequence)
 
         def norm(name: str) -> AddNorm:
@@ -264,15 +276,14 @@ class LayerBlock(Layer):
             # A hook, so that --torch-compile can compile `forward`: the table's gradient is added
             # to main_grad, which no compiled graph sees.
             self.register_forward_pre_hook(_add_positions)
-        self.embedding_dropout = dropout("embedding.dropout") if index == 0 and drops else None
+        self.embedding_dropout = dropout("embedding.dropout") if record.first and drops else None
         self.input_norm = norm("input_norm")
-        attention = LatentAttention if config.multi_latent_attention else SelfAttention
-        self.attention = attention(config, seed, index, tp, cp)
+        self.attention = ATTENTION[record.latent](config, seed, index, tp, cp)
         self.attention_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = (
             MoE(config, seed, index, tp, ep)
-            if config.expert_layers()[index]
+            if record.experts
             else mlp_class(config)(config, f"layers.{index}.mlp", tp)
         )
         self.mlp_dropout = dropout("layers", index, "mlp.output_dropout")
@@ -283,7 +294,7 @@ class LayerBlock(Layer):
 
     @classmethod
     def scalars(cls, config: ModelConfig, index: int, sequence: bool) -> tuple[ScalarSpec, ...]:
-        if not config.expert_layers()[index]:
+        if not layer_records(config)[index].experts:
             return ()
         return tuple(
             ScalarSpec(name, name == OBJECTIVE, parts_under(sequence), size)
@@ -320,7 +331,8 @@ class LayerBlock(Layer):
 
         # attention
         branch, stream = self.input_norm(stream)
-        branch = self.attention(branch, micro.rotary, micro.mask, micro.dropout, micro.places)
+        seen, rotary = micro.seen[self.seen], micro.rotary if self.rotates else None
+        branch = self.attention(branch, rotary, seen.mask, micro.dropout, seen.places)
 
         # residual connection, and the norm in front of the MLP
         if drop is None:

@@ -22,9 +22,9 @@ from megatron.model.linear import DEFERRED, Linear, _ColumnLinear, _Linear, _Row
 from megatron.model.mlp import MLP
 from megatron.model.tensor_parallel import TensorParallel
 
-# graphs of one rank at most: the first, a middle and the last layer, each in training, in the
-# forward pass that full recomputation repeats, and in evaluation
+# graphs of one rank at most: the first, a middle and the last layer, each in MODES
 GRAPHS = 9
+MODES = 3  # training, the forward pass that full recomputation repeats, and evaluation
 # of torch.compile
 BACKEND = "inductor"
 
@@ -33,17 +33,19 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
     """Let torch.compile fuse what is between the GEMMs of each transformer layer.
 
     Layers of one kind share a graph, which is made at the first forward pass. A layer that cannot
-    be traced whole, or that would need more than GRAPHS graphs, is an error of torch.compile's
-    there. Raises UserError where there is no compiler.
+    be traced whole, or that would need more than GRAPHS graphs (more where layers differ in
+    windows or positions), is an error of torch.compile's there. Raises UserError where there is no
+    compiler.
     """
     _find_compiler(device)
     torch._dynamo.reset()  # graphs of another model in this process would count, too
-    torch._dynamo.config.recompile_limit = GRAPHS
-    for layer in model.modules():
-        if isinstance(layer, LayerBlock):
-            _prepare(layer, device)
-            compiled = torch.compile(layer.forward, backend=BACKEND, fullgraph=True, dynamic=False)
-            layer.forward = compiled  # type: ignore[method-assign]
+    layers = [layer for layer in model.modules() if isinstance(layer, LayerBlock)]
+    kinds = {layer.record for layer in layers}
+    torch._dynamo.config.recompile_limit = max(GRAPHS, MODES * len(kinds))
+    for layer in layers:
+        _prepare(layer, device)
+        compiled = torch.compile(layer.forward, backend=BACKEND, fullgraph=True, dynamic=False)
+        layer.forward = compiled  # type: ignore[method-assign]
 
 
 def _find_compiler(device: torch.device) -> None:

@@ -7,13 +7,14 @@ hidden, v vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.groups import ModelConfig, TrainingConfig
-from megatron.kernels.attention_masks import AttentionMask
+from megatron.config.layers import windows_of
 from megatron.model.attention.attention import mask_of, steps_of
 from megatron.model.attention.context_parallel import NO_CP, ContextParallel, Places
 from megatron.model.attention.rotary import RotaryTables
@@ -24,6 +25,7 @@ from megatron.model.block import (
     LayerBlock,
     MicroBatch,
     ScalarSpec,
+    Seen,
 )
 from megatron.model.dropout import DropoutState
 from megatron.model.experts.moe import NO_EP, ExpertParallel, MoE, expert_tokens
@@ -76,6 +78,8 @@ class GPTModel(nn.Module):
         super().__init__()
         self.config, self.dtype, self.vocab_size, self.tp = config, dtype, vocab_size, tp
         self.cp, self.ep = cp, ep
+        # for the masks of layers with each of the windows
+        self.views = [replace(config, window_size=each) for each in windows_of(config)]
         # Embedding and head exist on ranks that hold their stage.
         stages = whole(config) if stages is None else stages
         self.embedding = (
@@ -168,10 +172,7 @@ class GPTModel(nn.Module):
         tokens, labels, loss_mask, position_ids = (
             x.t().contiguous() for x in (tokens, labels, loss_mask, position_ids)
         )
-        held = None
-        if places is not None:
-            steps = steps_of(self.config, self.cp, places, document_starts)
-            held = Places.of(places, self.cp, steps)
+        held = None if places is None else Places.of(places, self.cp, ())
         # Dropout counts positions in the whole sample, whatever part of it this rank holds.
         length = tokens.shape[0] * self.cp.size
         token_index = torch.arange(length, device=tokens.device) if held is None else held.own
@@ -186,7 +187,9 @@ class GPTModel(nn.Module):
             labels=labels,
             loss_mask=loss_mask,
             position_ids=position_ids[own],
-            mask=self._mask(length, document_starts, held),
+            seen=tuple(
+                self._seen(view, length, document_starts, places, held) for view in self.views
+            ),
             rotary=None if self.rotary is None else self.rotary.table(position_ids),
             dropout=DropoutState(sample_ids, token_index) if training else None,
             hidden_dropout=DropoutState(sample_ids, token_index[own]) if training else None,
@@ -194,14 +197,24 @@ class GPTModel(nn.Module):
             token_index=token_index[own],
         )
 
-    def _mask(
-        self, length: int, document_starts: Tensor | None, held: Places | None
-    ) -> AttentionMask:
-        """Of this rank's queries; where attention is computed in steps, the first step's."""
-        if held is not None and held.steps:
-            return held.steps[0].mask
-        queries = held.own if held is not None and self.cp.gathers else None
-        return mask_of(self.config, length, document_starts, queries)
+    def _seen(
+        self,
+        view: ModelConfig,
+        length: int,
+        document_starts: Tensor | None,
+        places: Tensor | None,
+        held: Places | None,
+    ) -> Seen:
+        """What this rank's queries see in the layers whose window is that of `view`; where
+        attention is computed in steps, the mask is the first step's.
+        """
+        if places is None or held is None:
+            return Seen(mask_of(view, length, document_starts))
+        steps = steps_of(view, self.cp, places, document_starts)
+        if steps:
+            return Seen(steps[0].mask, held._replace(steps=steps))
+        queries = held.own if self.cp.gathers else None
+        return Seen(mask_of(view, length, document_starts, queries), held)
 
     @torch.no_grad()
     def update_routers(self, scalars: Tensor, skipped: Tensor) -> None:

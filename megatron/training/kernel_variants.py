@@ -16,6 +16,7 @@ import torch
 
 from megatron.config.derive import GATED, attention_ranks, expert_ranks
 from megatron.config.groups import Config
+from megatron.config.layers import LayerRecord, layer_records
 from megatron.kernels.cases import Variant
 from megatron.kernels.dispatch import Choice
 from megatron.model.attention.attention import OURS, is_projection_read
@@ -71,15 +72,16 @@ class RunShape:
         return {"g": groups, "m": queries, "d": model.kv_channels or 0}
 
     @property
-    def rotates(self) -> bool:
-        return self.config.model.position_embedding_type in ("rope", "yarn")
+    def forms(self) -> list[LayerRecord]:
+        """A layer of each form of attention."""
+        found = {(each.window, each.rotary): each for each in layer_records(self.config.model)}
+        return list(found.values())
 
-    @property
-    def fused(self) -> bool:
+    def is_fused(self, record: LayerRecord) -> bool:
         """Whether attention reads the output of the QKV projection."""
         model, size = self.config.model, self.config.distributed.context_parallel_size
-        return not model.multi_latent_attention and is_projection_read(
-            model, model.attention_backend, size, self.rotates
+        return not record.latent and is_projection_read(
+            model, model.attention_backend, size, record.rotary
         )
 
 
@@ -121,16 +123,16 @@ def _attention(shape: RunShape) -> Settings:
         **(heads | {"g": heads["g"] * heads["m"], "m": 1} if latent else heads),
         "scale": model.softmax_scale,
         "softcap": model.attn_logit_softcapping,
-        "window": model.window_size,
         "documents": config.data.reset_attention_mask,
         "positions": masked_by_positions(config) is not None,
-        "fused": shape.fused,
         "gluon": model.attention_backend == "gluon",
     }
     # Deterministic mode takes two kernels; else one adds the gradients of queries with atomics.
     backward = "attention dq" if model.deterministic_mode else "attention dkv_dq"
+    forms = dict.fromkeys((each.window, shape.is_fused(each)) for each in shape.forms)
     return [
-        (kernel, common | {"causal": causal, "drop": drop})
+        (kernel, common | {"window": window, "fused": fused, "causal": causal, "drop": drop})
+        for window, fused in forms
         for drop in sorted({model.attention_dropout, 0.0})  # evaluation drops nothing
         for causal in ((True, False) if ring > 1 else (True,))
         for kernel in ("attention forward", backward)
@@ -149,10 +151,12 @@ def _norm(shape: RunShape) -> Settings:
         return found
     # Norms of queries and keys: in the projection's output together with the rotation, or on
     # separate tensors.
-    if shape.fused:
-        turns = model.rotary_width if shape.rotates else 0
-        sizes = {"s": alike(shape.config.data.seq_length, 16), "b": alike(batch, 2)}
-        return found + _both_passes("qk_norm", common | sizes | heads | {"rotary": turns})
+    sizes = {"s": alike(shape.config.data.seq_length, 16), "b": alike(batch, 2)}
+    turned = {each.rotary * model.rotary_width for each in shape.forms if shape.is_fused(each)}
+    for turns in sorted(turned):
+        found += _both_passes("qk_norm", common | sizes | heads | {"rotary": turns})
+    if all(map(shape.is_fused, shape.forms)):
+        return found
     if model.multi_latent_attention:
         widths = [(rank, rank) for rank in (model.kv_lora_rank, model.q_lora_rank) if rank]
     else:
@@ -164,7 +168,8 @@ def _norm(shape: RunShape) -> Settings:
 def _rotary(shape: RunShape) -> Settings:
     model, heads = shape.config.model, shape.heads
     # Backward is the rotation by the opposite angle.
-    if not shape.rotates or (model.qk_layernorm and shape.fused):  # qk_norm turns them
+    turned = [each for each in shape.forms if each.rotary]
+    if not turned or (model.qk_layernorm and shape.is_fused(turned[0])):  # qk_norm turns them
         return []
     batch = shape.config.training.micro_batch_size
     length = shape.config.data.seq_length // shape.config.distributed.context_parallel_size

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.config.layers import widest_window
 from megatron.data.loader import Batch, Source
 from megatron.model.attention.context_parallel import ContextParallel, places_of_ranks
 from megatron.model.block import MicroBatch
@@ -99,7 +100,7 @@ def micro_batches_of(
                 run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size
             )
             if run.model.cp.size > 1:
-                batch = share_positions(batch, run.model.cp, run.config.model.window_size)
+                batch = share_positions(batch, run.model.cp, widest_window(run.config.model))
             batch = batch.to(run.device)
         if run.counts:
             tokens[index] = batch.loss_mask.sum()

@@ -113,6 +113,19 @@ NAMED = (
         "--qk-layernorm --norm-epsilon 1e-3 --adam-beta1 0.8 --adam-beta2 0.95 --adam-eps 1e-6 "
         "--micro-batch-size 1 --make-vocab-size-divisible-by 1",
     ),
+    Case(
+        "layer-kinds",
+        f"{FILES} {LLAMA} --num-layers 4 --window-size 7 --window-attn-skip-freq 2 "
+        f"--no-rope-freq 3 --hidden-dropout 0.2",
+    ),
+    Case(
+        "layer-kinds-listed",
+        f"{FILES} {LLAMA} {DOCUMENTS} --num-layers 4 --window-size 9 --qk-layernorm "
+        f"--window-attn-skip-freq [0,1,1,0] --no-rope-freq [1,0,1,0] "
+        "--recompute-granularity full",
+        layout="--pipeline-model-parallel-size 2 --context-parallel-size 2",
+        ranks=4,
+    ),
     # Mixtures of experts: every score, loss, and way to leave tokens out.
     Case("moe", f"{MOCK} {MOE} --moe-aux-loss-coeff 3e-2 --moe-z-loss-coeff 1e-2"),
     Case(

@@ -133,13 +133,13 @@ class Model:
         if "embedding.position.weight" in weights:
             x = self.round(x + F.embedding(batch.positions, weights["embedding.position.weight"]))
         x = self.dropout(x, "embedding.dropout", batch, training)
-        see = visible(c, batch)
         for i in range(c.num_layers):
             own = {
                 name.removeprefix(f"layers.{i}."): w
                 for name, w in weights.items()
                 if name.startswith(f"layers.{i}.")
             }
+            see = visible(c, batch, i)
             attended = self.attention(own, i, self.norm(own, "input_norm", x), batch, see, training)
             x = self.round(
                 x + self.dropout(attended, f"layers/{i}/attention.output_dropout", batch, training)
@@ -188,7 +188,7 @@ class Model:
                 self.norm(weights, "attention.q_norm", q),
                 self.norm(weights, "attention.k_norm", k),
             )
-        if c.rotates:
+        if c.rotates and not listed(c.no_rope_freq, layer, every=True):
             q, k = (self.round(rotate(y, batch.positions, *frequencies(c))) for y in (q, k))
         group_of_head = torch.arange(n) // (n // g)
         q, k, v = (
@@ -237,14 +237,25 @@ def softcap(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def visible(c: Namespace, batch: Batch) -> Tensor:
-    """[b, s, s], True where a query (row) sees a key: none later, the window's latest, none before
-    its document's start.
+def listed(words: str | None, layer: int, *, every: bool) -> bool:
+    """Whether a layer is in a list with 1 for each that is, or of a number N: every N-th layer is,
+    counted from 1, or every layer but these is. None: no layer, or every one.
+    """
+    if words is None:
+        return not every
+    if words.isdigit():
+        return ((layer + 1) % int(words) == 0) is every
+    return words.strip("[]").split(",")[layer] == "1"
+
+
+def visible(c: Namespace, batch: Batch, layer: int) -> Tensor:
+    """[b, s, s], True where a query (row) of a layer sees a key: none later, the window's latest,
+    none before its document's start.
     """
     at = torch.arange(batch.tokens.shape[1])
     query, key = at[:, None], at[None, :]
     see = key <= query
-    if c.window_size is not None:
+    if c.window_size is not None and listed(c.window_attn_skip_freq, layer, every=False):
         see = see & (key > query - c.window_size)
     if c.reset_attention_mask:
         return see & (key >= batch.document_starts[:, :, None])

@@ -33,6 +33,7 @@ VALUES: dict[type, str] = {
         lr-wsd-decay-style=exponential weight-decay-incr-style=constant save load 
         moe-router-score-function=softmax moe-layer-freq=1 moe-token-drop-policy=probs
         nan-policy=stop freeze recompute-granularity recompute-method recompute-num-layers
+        window-attn-skip-freq no-rope-freq
     """,
 }
 SWITCHES = """

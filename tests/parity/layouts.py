@@ -153,8 +153,21 @@ FEATURES = {
     "m5": Feature(f"{LLAMA} --untie-embeddings-and-output-weights", micro_batches=5),
 }
 
-# those with a table of their own (test_latent_attention.py)
+# those with a table of their own (test_latent_attention.py, test_layer_kinds.py)
 APART = {
+    # windows and rotary positions of some layers, counted over all pipeline stages
+    "layer-kinds": Feature(
+        f"{LLAMA} --num-layers 4 --window-size 5 --window-attn-skip-freq 2 --no-rope-freq 3"
+    ),
+    "layer-kinds-documents": Feature(
+        f"{LLAMA} --num-layers 4 --window-size 6 --window-attn-skip-freq 3 --no-rope-freq 2 "
+        "--reset-position-ids --reset-attention-mask --eod-mask-loss --qk-layernorm"
+    ),
+    "layer-kinds-recompute": Feature(
+        f"{LLAMA.replace(NO_DROPOUT, '')} --num-layers 4 --window-size 5 "
+        "--window-attn-skip-freq 2 --no-rope-freq 3 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 2"
+    ),
     # as DeepSeek-V3: narrow queries, YaRN, values narrower than keys
     "mla": Feature(f"{LLAMA} {LATENT} --q-lora-rank 24 {LATENT_YARN}"),
     # all scores in memory, queries of the token itself

@@ -322,8 +322,8 @@ MUTANTS = (
     Mutant(
         "the final norm in the layer before",
         f"{MODEL}/block.py",
-        "index == config.num_layers - 1",
-        "index == config.num_layers - 2",
+        "if record.last:",
+        "if index == config.num_layers - 2:",
         ("fp64-m5-pp2-1f1b",),
     ),
     Mutant(

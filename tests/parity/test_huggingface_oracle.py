@@ -70,6 +70,9 @@ MODELS = {
     ),
     "mistral-window": dataclasses.replace(LLAMA, window_size=5),
     "qwen2": dataclasses.replace(LLAMA, add_qkv_bias=True),
+    "qwen2-window-of-some-layers": dataclasses.replace(
+        LLAMA, add_qkv_bias=True, window_size=5, window_attn_skip_freq="2"
+    ),
     "qwen3": dataclasses.replace(LLAMA, qk_layernorm=True),
     "mixtral": MIXTRAL,
     "mixtral-top-1": dataclasses.replace(MIXTRAL, moe_router_topk=1, window_size=5),

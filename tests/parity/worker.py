@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from megatron.tools._advisor import PlanningAdvisor
-from parity import context_mutants, expert_mutants, latent_mutants
+from parity import context_mutants, expert_mutants, latent_mutants, layer_mutants
 from torch import Tensor, nn
 from unit.parallel.recorded import RecordedGraph
 
@@ -337,6 +337,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     **context_mutants.PATCHES,
     **expert_mutants.PATCHES,
     **latent_mutants.PATCHES,
+    **layer_mutants.PATCHES,
 }
 
 

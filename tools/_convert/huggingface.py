@@ -31,6 +31,7 @@ from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import JsonObject
+from megatron.config.layers import rotary_layers, windowed_layers
 from megatron.config.metadata import KERNEL, ROUNDING, flag_name
 
 _PLAIN_ACTIVATIONS = {
@@ -121,6 +122,10 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
         held["rope_original_max_position_embeddings"] = model.rope_original_length
     if model.multi_latent_attention:
         held["latent_norm_epsilon"] = model.latent_norm_epsilon or model.norm_epsilon
+    if "window_attn_skip_freq" in held:
+        held["window_attn_skip_freq"] = windowed_layers(model)
+    if "no_rope_freq" in held:
+        held["no_rope_freq"] = rotary_layers(model)
     if model.num_experts is not None:
         held["moe_layer_freq"] = model.expert_layers()
         held["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
@@ -229,12 +234,11 @@ def _their_window(family: Family, model: ModelConfig) -> JsonObject:
     config: JsonObject = {"sliding_window": model.window_size}
     if family.window == "all":
         return config
-    slides = model.window_size is not None
-    attention = "sliding_attention" if slides else "full_attention"
+    slides = windowed_layers(model)
     return config | {
-        "use_sliding_window": slides,
-        "max_window_layers": 0 if slides else model.num_layers,
-        "layer_types": [attention] * (model.num_layers or 0),
+        "use_sliding_window": any(slides),
+        "max_window_layers": 0 if any(slides) else model.num_layers,
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
     }
 
 
@@ -416,7 +420,7 @@ def _our_fields(kind: str, config: JsonObject, faults: list[str]) -> JsonObject:
         "normalization": family.normalization,
         "activation": _our_activation(family, config, faults),
         "qk_layernorm": bool(_flag(family, config, family.qk_norm)),
-        "window_size": _our_window(family, config, faults),
+        **_our_window(family, config, faults),
         "position_embedding_type": "learned_absolute",
         "multi_latent_attention": family.latent,
         "untie_embeddings_and_output_weights": not _value(family, config, "tie_word_embeddings"),
@@ -505,19 +509,19 @@ def _our_heads(
     }
 
 
-def _our_window(family: Family, config: JsonObject, faults: list[str]) -> int | None:
-    """One window for all layers, or none."""
+def _our_window(family: Family, config: JsonObject, faults: list[str]) -> JsonObject:
+    """The window, and which layers have it where not all do."""
     kinds = config.get("layer_types")
     if family.window == "all":
-        return config.get("sliding_window", family.defaults.get("sliding_window"))
+        return {"window_size": config.get("sliding_window", family.defaults.get("sliding_window"))}
     if family.window is None:
         if set(kinds or ()) - {"full_attention"}:
             faults.append("layer_types: layers with a sliding window have no counterpart")
-        return None
+        return {"window_size": None}
     default = family.defaults.get("sliding_window", 4096)
     window = config.get("sliding_window", default)
     if window is None or not config.get("use_sliding_window", "sliding_window" in family.defaults):
-        return None
+        return {"window_size": None}
     layers = config["num_hidden_layers"]
     if family.experts == "qwen" and not kinds and not family.qk_norm:
         faults.append("use_sliding_window without layer_types: versions differ in what slides")
@@ -526,11 +530,21 @@ def _our_window(family: Family, config: JsonObject, faults: list[str]) -> int | 
     if family.experts == "qwen" and family.qk_norm:
         first = 0
     kinds = kinds or ["full_attention"] * first + ["sliding_attention"] * max(layers - first, 0)
-    if set(kinds[:layers]) == {"sliding_attention"}:
-        return window
-    if set(kinds[:layers]) != {"full_attention"}:
-        faults.append(
-            "layer_types or max_window_layers: layers with and without a sliding window "
-            "cannot be mixed"
-        )
-    return None
+    if len(kinds) < layers:
+        faults.append(f"layer_types: {len(kinds)} entries for {layers} layers")
+    return _window_of_kinds(kinds[:layers], window, faults, family)
+
+
+def _window_of_kinds(
+    kinds: list[str], window: int, faults: list[str], family: Family
+) -> JsonObject:
+    """The window of the layers that slide."""
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown:
+        faults.append(f"layer_types: {', '.join(map(repr, sorted(unknown)))} has no counterpart")
+    slides = [int(kind == "sliding_attention") for kind in kinds]
+    if len(set(slides)) == 1:
+        return {"window_size": window if slides[0] else None}
+    if family.experts == "qwen" and family.qk_norm:
+        faults.append("layer_types: in Qwen3-MoE all layers have the window, or none")
+    return {"window_size": window, "window_attn_skip_freq": str(slides).replace(" ", "")}

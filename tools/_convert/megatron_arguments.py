@@ -45,7 +45,7 @@ FORWARD: dict[str, tuple[Any, ...]] = {
         attention_output_gate use_mup enable_mhc_connections is_hybrid_model mla_down_proj_fusion
         moe_apply_probs_on_input moe_router_force_load_balancing retro_add_retriever flextron
         heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
-        activation_func_clamp_value no_rope_freq softmax_scale experimental_attention_variant
+        activation_func_clamp_value softmax_scale experimental_attention_variant
         linear_attention_freq hybrid_layer_pattern hybrid_override_pattern mrope_section
         moe_latent_size moe_router_topk_limited_devices moe_router_force_biased
         moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size
@@ -228,13 +228,18 @@ def _window(arguments: _Arguments, faults: list[str]) -> dict[str, Any]:
     skipped = arguments.get("window_attn_skip_freq")
     if window is None:
         return {}
-    if skipped is not None:
-        faults.append(_shown("window_attn_skip_freq", skipped))
     pair = tuple(window) if isinstance(window, (list, tuple)) else (None, None)
     if len(pair) != 2 or type(pair[0]) is not int or pair[0] < 0 or pair[1] != 0:
         faults.append(f"{_shown('window_size', window)} (only a pair of W - 1 and 0 is supported)")
         return {}
-    return {"window_size": pair[0] + 1}
+    return {"window_size": pair[0] + 1} | _of_layers("window_attn_skip_freq", skipped)
+
+
+def _of_layers(name: str, pattern: Any) -> dict[str, str]:
+    """A number or a list with 0 or 1 for each layer, as text; nothing where there is none."""
+    if isinstance(pattern, (list, tuple)):
+        pattern = [int(each) for each in pattern]
+    return {} if pattern is None else {name: str(pattern).replace(" ", "")}
 
 
 def _yarn(
@@ -268,6 +273,8 @@ def _latent(arguments: _Arguments, faults: list[str]) -> dict[str, Any]:
     arguments.read |= {"rotary_seq_len_interpolation_factor", "kv_channels"}
     if kind == "learned_absolute":
         faults.append("--multi-latent-attention with --position-embedding-type learned_absolute")
+    if (skipped := arguments.get("no_rope_freq")) is not None:
+        faults.append(f"--multi-latent-attention with {_shown('no_rope_freq', skipped)}")
     fields = arguments.take(*LATENT)
     ours = ModelConfig()
     width = sum(fields.get(name, getattr(ours, name)) for name in LATENT[2:4])
@@ -302,6 +309,9 @@ def _positions(arguments: _Arguments, faults: list[str]) -> dict[str, Any]:
     if kind == "learned_absolute" and not placed:
         faults.append(_shown("add_position_embedding", placed))
     fields = {"position_embedding_type": kind}
+    skipped = _of_layers("no_rope_freq", arguments.get("no_rope_freq"))
+    if kind in ("rope", "yarn"):
+        fields |= skipped
     if kind == "yarn":
         return fields | _yarn(arguments, faults, prefix="yarn_", original=4096)
     # YaRN's arguments do not act without it

@@ -20,6 +20,7 @@ from megatron.config.groups import (
     OptimizerConfig,
     TrainingConfig,
 )
+from megatron.config.layers import layer_records
 from megatron.model.arithmetic import local_shape
 from megatron.model.offload import stage_offload
 from megatron.model.recompute import KEPT, LayerRecompute, stage_recompute
@@ -119,12 +120,12 @@ def unit_config(config: Config) -> Config:
 def layer_like(config: Config, index: int) -> int:
     """The first layer whose passes take what those of layer `index` do."""
     model, layers = config.model, config.model.num_layers
-    experts = model.expert_layers()
+    records = layer_records(model)
     changes_input = model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"
 
     def kind(index: int) -> Hashable:
         in_fp8 = layer_in_fp8(config.precision, index, layers)
-        return index == 0 and changes_input, index == layers - 1, experts[index], in_fp8
+        return records[index]._replace(first=index == 0 and changes_input), in_fp8
 
     wanted = kind(index)
     return next(each for each in range(layers) if kind(each) == wanted)

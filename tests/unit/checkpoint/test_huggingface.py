@@ -105,6 +105,11 @@ CASES = {
     "mistral": (LLAMA, {"window_size": 5, **GQA}, "mistral"),
     "qwen2": (LLAMA, {"add_qkv_bias": True, **GQA}, "qwen2"),
     "qwen2 window": (LLAMA, {"add_qkv_bias": True, "window_size": 5}, "qwen2"),
+    "qwen2 window of some layers": (
+        LLAMA,
+        {"add_qkv_bias": True, "window_size": 5, "window_attn_skip_freq": "[1,0,1]"},
+        "qwen2",
+    ),
     "qwen2 wide heads": (
         LLAMA,
         {"add_qkv_bias": True, "kv_channels": 12, "hidden_size": 36},
@@ -385,6 +390,8 @@ def test_rotary_fields_of_transformers_4_mean_the_same():
         (GPT2, {"kv_channels": 16}, "--kv-channels 16"),
         (GPT2, {"qk_layernorm": True}, "--qk-layernorm"),
         (LLAMA, {"position_embedding_type": "none"}, "--position-embedding-type none"),
+        (LLAMA, {"no_rope_freq": "2"}, "--no-rope-freq 1,0,1"),
+        (MIXTRAL, {"window_size": 4, "window_attn_skip_freq": "2"}, "attn-skip-freq 1,0,1"),
         (LLAMA, {"add_bias_linear": True, "window_size": 4}, "--window-size 4"),
         (LLAMA, {"normalization": "LayerNorm", "qk_layernorm": True}, "--normalization LayerNorm"),
         (LLAMA, {"activation": "gelu", "rotary_percent": 0.5}, "--activation gelu"),
@@ -431,8 +438,12 @@ def test_all_flags_without_a_counterpart_are_named_at_once():
         ({"num_hidden_layers": 4}, "tensors missing: model.layers.3"),
         ({"num_hidden_layers": 2}, "tensors without a counterpart here: model.layers.2"),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
-            "cannot be mixed",
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "chunked_attention", "full_attention"],
+            },
+            "layer_types: 'chunked_attention' has no counterpart",
         ),
         ({"hidden_size": None}, "config.json lacks 'hidden_size'"),
         ({"model_type": "olmoe"}, "'olmoe' has no .*q_norm and k_norm normalise all heads"),

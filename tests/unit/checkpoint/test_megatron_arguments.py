@@ -141,6 +141,11 @@ YARN = {
         ({"window_size": (127, 0)}, {"window_size": 128}),
         ({"window_size": [4, 0]}, {"window_size": 5}),
         (
+            {"window_size": (4, 0), "window_attn_skip_freq": [1, 0, 1]},
+            {"window_size": 5, "window_attn_skip_freq": "[1,0,1]"},
+        ),
+        ({"position_embedding_type": "rope", "no_rope_freq": 4}, {"no_rope_freq": "4"}),
+        (
             MOE,
             {
                 "num_experts": 8,
@@ -200,7 +205,6 @@ def test_arguments_become_fields(given, expected):
         ({"position_embedding_type": "relative"}, "--position-embedding-type 'relative'"),
         ({"add_position_embedding": False}, "--add-position-embedding False"),
         ({"window_size": (4, 1)}, "--window-size (4, 1)"),
-        ({"window_size": (4, 0), "window_attn_skip_freq": 2}, "--window-attn-skip-freq 2"),
         (
             {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7},
             "--mscale 0.7",
@@ -209,7 +213,8 @@ def test_arguments_become_fields(given, expected):
         ({"num_layers": None}, "no num_layers"),
         ({"norm_epsilon": "small"}, "not of its type"),
         # no name of a released flag
-        ({"embedding_scale": 8.0, "no_rope_freq": 4}, "--embedding-scale 8.0; --no-rope-freq 4"),
+        ({"embedding_scale": 8.0, "qk_l2_norm": True}, "--embedding-scale 8.0; --qk-l2-norm"),
+        ({**MLA, "no_rope_freq": 2}, "--no-rope-freq 2"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_by_name(given, text):

@@ -163,13 +163,12 @@ def test_what_cannot_be_mapped_is_one_error(tmp_path):
         "tensors missing: layers.0.attention.proj.bias"
         in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
     )
-    arguments.num_layers, arguments.no_rope_freq = 4, 2
+    arguments.num_layers, arguments.qk_l2_norm = 4, True
     torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
     assert (
-        "--no-rope-freq 2"
-        in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
+        "--qk-l2-norm" in convert("--from-megatron", tmp_path / "b", "--save", tmp_path / "run")[1]
     )
-    arguments.no_rope_freq = None
+    arguments.qk_l2_norm = None
     torch.save({"args": arguments}, tmp_path / "b" / "common.pt")
     assert (
         "holds 3 layers, --num-layers is 4"

@@ -87,6 +87,14 @@ def test_a_complete_configuration_has_no_faults():
     --yarn-beta-fast 1.0: must be greater than --yarn-beta-slow 1.0
 --position-embedding-type yarn --use-rope-scaling
     --use-rope-scaling: has no effect without --position-embedding-type rope
+--window-attn-skip-freq 2
+    --window-attn-skip-freq 2: has no effect without --window-size N; remove it or set
+--window-size 8 --window-attn-skip-freq [1,0,1]
+    --window-attn-skip-freq '[1,0,1]' has 3 entries, and --num-layers is
+--window-size 8 --window-attn-skip-freq 0
+    --window-attn-skip-freq '0': give 1 or more
+--position-embedding-type rope --no-rope-freq every
+    --no-rope-freq 'every' is neither a number nor a list of 0 and 1
 --window-size 0
     --window-size 0: must be greater than 0
 --hidden-dropout 1

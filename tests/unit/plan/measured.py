@@ -232,6 +232,14 @@ CASES: dict[str, tuple[int, int, str]] = {
         ),
     ),
     "pp2, gpipe, head in chunks": (2, 4, f"{SMALL} {WIDE_HEAD} {PP2} --pipeline-schedule gpipe"),
+    "pp2, windows and positions of some layers": (
+        2,
+        4,
+        (
+            f"{SMALL} {PP2} {LLAMA} --num-layers 4 --window-size 16 --window-attn-skip-freq 2 "
+            "--no-rope-freq 3"
+        ),
+    ),
     "pp2, bf16, soft cap": (2, 4, f"{SMALL} {PP2} --bf16 --final-logit-softcapping 30"),
     "stage 3, dp2, squared relu, recompute": (
         2,

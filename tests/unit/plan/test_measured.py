@@ -15,6 +15,7 @@ IN_CI = [
     "stage 3, dp2",
     "pp2",
     "pp2, bf16, soft cap",
+    "pp2, windows and positions of some layers",
     "stage 3, dp2, squared relu, recompute",
     "experts, ep2, on the host",
     "experts, ep2, bf16, all tokens gathered",
