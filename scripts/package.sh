@@ -16,7 +16,8 @@ ls "$root/dist"
 
 # 2. Nothing of the checkout is on the path of the fresh environment.
 python3 -m venv "$work/fresh"
-"$work/fresh/bin/pip" install --quiet "$root"/dist/*.whl
+grep -o '^[^ #]*==[^ ]*' "$root/requirements/pinned.txt" >"$work/versions.txt"
+"$work/fresh/bin/pip" install --quiet --constraint "$work/versions.txt" "$root"/dist/*.whl
 PATH=$work/fresh/bin:$PATH
 cd "$work"
 
