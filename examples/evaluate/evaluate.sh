@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Evaluates a checkpoint with EleutherAI's lm-eval on a task made of your own text, offline:
+# Evaluates a checkpoint with EleutherAI's lm-eval on a task made of your text, offline:
 #   bash examples/evaluate/evaluate.sh CHECKPOINT TEXT.jsonl [OUT]
 # TEXT.jsonl has one JSON object a line with the text under "text".
 set -euo pipefail

@@ -18,6 +18,7 @@ import pytest
 from jobs import ROOT, program
 from selection import each_value
 
+SCRIPT = "scripts/train.sbatch"
 COMMANDS = {  # on a node n0; srun carries out what it is given, once, unless that would train
     "scontrol": """case "$1 $2" in
         "show hostnames") echo n0 ;;
@@ -71,7 +72,7 @@ def start(tmp_path: Path):
     python = program(tmp_path / "python", f'PYTHONPATH={tmp_path} exec {sys.executable} -S "$@"')
     program(tmp_path / "without-torch", f'exec {sys.executable} -S "$@"')
 
-    def run(*flags: str, cwd: Path = ROOT, **settings: str) -> Started:
+    def run(*flags: str, cwd: Path = ROOT, script: str = SCRIPT, **settings: str) -> Started:
         calls = tmp_path / f"calls{len(list(tmp_path.glob('calls*')))}"
         calls.mkdir()
         of_slurm = {
@@ -92,7 +93,7 @@ def start(tmp_path: Path):
             name: value for name, value in {**environment, **settings}.items() if value != "-"
         }
         done = subprocess.run(
-            ["bash", "scripts/train.sbatch", *flags],
+            ["bash", script, *flags],
             cwd=cwd,
             env=environment,
             capture_output=True,
@@ -101,6 +102,25 @@ def start(tmp_path: Path):
         return Started(done.returncode, done.stdout + done.stderr, calls)
 
     return run
+
+
+def test_the_tasks_of_the_sweep_are_different_runs(start, tmp_path):
+    """examples/sweep: each has its own folder and its own pair of learning rate and seed."""
+    chosen = set()
+    for task in range(6):
+        started = start(
+            "--weight-decay",
+            "0.2",
+            script="examples/sweep/sweep.sbatch",
+            SLURM_ARRAY_TASK_ID=str(task),
+            SWEEP=str(tmp_path / "sweep"),
+        )
+        words = started.training
+        assert started.code == 0 and words[-4:-2] == ["--weight-decay", "0.2"], started.log
+        lr, seed = (words[len(words) - words[::-1].index(flag)] for flag in ("--lr", "--seed"))
+        assert words[words.index("--save") + 1] == f"{tmp_path}/sweep/lr-{lr}-seed-{seed}"
+        chosen.add((lr, seed))
+    assert len(chosen) == 6
 
 
 # ---- what is read from files and settings is never carried out -----------------------------------
