@@ -165,11 +165,11 @@ def test_paths_that_a_page_names_exist(page: Path):
 
 
 FLAGS = r"(?<![\w-])--[a-z0-9][\w-]*"
-# of pip, ruff, Slurm, py-spy and lm-eval
+# of pip, ruff, Slurm, py-spy, lm-eval and mkdocs
 OTHERS_FLAGS = {
     *("--fix", "--index-url", "--python-version", "--platform", "--target"),
     *("--account", "--qos", "--batch", "--pid"),
-    *("--model", "--model_args", "--tasks", "--batch_size"),
+    *("--model", "--model_args", "--tasks", "--batch_size", "--strict"),
 }
 
 
