@@ -36,7 +36,7 @@ def heads_and_positions(run: RunView) -> Faults:
 
 
 def layer_patterns(run: RunView) -> Faults:
-    """Rules of the flags that say which layers are of a kind."""
+    """Rules of the flags that choose which layers are of a kind."""
     if not run.has("num_layers"):
         return
     for flag, layers in (
