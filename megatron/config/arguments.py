@@ -219,11 +219,12 @@ class _Reading:
         config = Config()
         given: set[str] = {field for _, field in self.values}
         if "--config" in self.commands:
-            values, file = load_config(self.commands["--config"])
+            file = load_config(self.commands["--config"])
             self._add(file)
             # a file of --print-config holds every default
-            given |= {field for (_, field), value in values.items() if value != DEFAULTS[field]}
-            config = _with_values(config, values)
+            values = file.values.items()
+            given |= {field for (_, field), value in values if value != DEFAULTS[field]}
+            config = _with_values(config, file.values)
         config = self.raised(_with_values(config, self.values), given)
         config = self.foreign_settings(config, given)
         if "--deepspeed-config" not in self.commands:
@@ -287,56 +288,47 @@ def _shown(flag: str, words: Words) -> str:
     return shortened(" ".join([flag, *(word or "''" for word in words)]), 80)
 
 
-def load_config(path: str) -> tuple[Values, _Reading]:
-    """Read a configuration file: values by (group, field), and what else it holds, its faults
-    among them.
-    """
-    reading = _Reading()
+def load_config(path: str) -> _Reading:
+    """What a configuration file holds, its faults among it."""
+    reading, where = _Reading(), f"--config {path}"
     try:
         content = _read_json_or_yaml(read_bytes(path, SETTINGS_LIMIT))
         if not isinstance(content, dict):
             raise UserError("expected groups with settings, as --print-config writes them")
         check_program(content)
     except UserError as problem:
-        reading.faults.append(f"--config {path}: cannot be read: {problem}")
-        return {}, reading
+        reading.faults.append(f"{where}: cannot be read: {problem}")
+        return reading
     flags = flat_flags(content, set(Config().to_dict())) if content else None
-    if flags is not None:
+    if flags is None:
+        _read_groups(reading, content)
+    else:
         for flag, value in flags:
             _read_flat(reading, flag, value)
-        faults = [f"--config {path}: {fault}" for fault in reading.faults]
-        reading.faults = first_faults(faults, f"--config {path}")
-        return reading.values, reading
-    values, faults = _read_groups(path, content)
-    reading.faults = first_faults(faults, f"--config {path}")
-    return values, reading
+    reading.faults = first_faults([f"{where}: {fault}" for fault in reading.faults], where)
+    return reading
 
 
-def _read_groups(path: str, content: dict[str, Any]) -> tuple[Values, list[str]]:
-    """The values of a file with our groups, and its faults."""
+def _read_groups(reading: _Reading, content: dict[str, Any]) -> None:
+    """Take in a file with our groups."""
     names = dataclasses.asdict(Config())
-    values = {}
-    faults = []
     for group, fields in content.items():
         if group not in names or not isinstance(fields, dict):
-            faults.append(
-                f"--config {path}: {_short(group)} is not a group of settings; the groups "
-                f"are {', '.join(names)}"
+            known = ", ".join(names)
+            reading.faults.append(
+                f"{_short(group)} is not a group of settings; the groups are {known}"
             )
             continue
         for field, value in fields.items():
             option = options_by_field().get((group, field))
             if option is None:
-                faults.append(
-                    f"--config {path}: {group} has no setting "
-                    f"{_short(field)}{did_you_mean(str(field), names[group])}"
-                )
+                meant = did_you_mean(str(field), names[group])
+                reading.faults.append(f"{group} has no setting {_short(field)}{meant}")
                 continue
             try:
-                values[group, field] = option.load(value)
+                reading.values[group, field] = option.load(value)
             except UserError as problem:
-                faults.append(f"--config {path}: {group}.{field} = {_short(value)}: {problem}")
-    return values, faults
+                reading.faults.append(f"{group}.{field} = {_short(value)}: {problem}")
 
 
 def _read_flat(reading: _Reading, flag: str, value: Any) -> None:

@@ -7,7 +7,6 @@ modules with + between them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from megatron.config.errors import UserError
 
@@ -33,9 +32,3 @@ def layer_words(words: Sequence[str]) -> list[str]:
             raise UserError(f"{word!r}: * must be followed by the number of layers, at least 1")
         found += [what] * (int(count) if star else 1)
     return found
-
-
-def words_of(layers: Sequence[str]) -> tuple[str, ...]:
-    """The words for WHAT of each layer."""
-    runs = ((what, sum(1 for _ in same)) for what, same in groupby(layers))
-    return tuple(f"{what}*{count}" for what, count in runs)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, groupby
 from math import comb, prod
 from typing import Any
 
@@ -31,7 +31,7 @@ from megatron.tools._plan.stages import flops_again
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
-from megatron.config.recompute import FULL, NONE, words_of
+from megatron.config.recompute import FULL, NONE
 from megatron.model.arithmetic import head_widths
 from megatron.model.mlp import always_rebuilt, saved_widths
 from megatron.model.recompute import KEPT, LayerRecompute, choice_of
@@ -125,6 +125,12 @@ def choose_layers(
         lines.append(choice.line(rank, budget, choice.seconds / step))
     words = words_of([chosen[layer] for layer in sorted(chosen)])
     return config.with_fields("training", recompute_layers=words), lines
+
+
+def words_of(layers: Sequence[str]) -> tuple[str, ...]:
+    """The words of --recompute-layers for WHAT of each layer."""
+    runs = ((what, sum(1 for _ in same)) for what, same in groupby(layers))
+    return tuple(f"{what}*{count}" for what, count in runs)
 
 
 def words_of_layer(shape: Shape, layer: int, what: str) -> str:

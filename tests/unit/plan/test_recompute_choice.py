@@ -18,6 +18,7 @@ from megatron.tools._plan.recompute import (
     choose_layers,
     needed_bytes,
     seconds_again,
+    words_of,
     words_of_layer,
     worthwhile,
 )
@@ -26,7 +27,7 @@ from megatron.tools._plan.table import banner_lines, memory_report
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
-from megatron.config.recompute import layer_words, words_of
+from megatron.config.recompute import layer_words
 from megatron.config.validate import resolve
 
 VOCAB = 1024
