@@ -16,7 +16,7 @@ from megatron.config.compatibility import (  # noqa: E402
     CompatibilityRow,
     asks,
     by_value,
-    differences,
+    data,
     rows,
     table,
 )
@@ -51,6 +51,13 @@ nearest known one.
 """
 
 
+def _differences() -> dict[str, str]:
+    """Flag of ours -> how it differs from Megatron-LM."""
+    found = data()["differences"]
+    absent = dict.fromkeys(found["not_in_megatron_lm"].split(), "not in Megatron-LM")
+    return absent | {name: text for names, text in found["notes"].items() for name in names.split()}
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*")
 
@@ -69,7 +76,7 @@ def _option_row(option: Option) -> str:
         names += f" {option.kind.__name__}{' ...' if option.many else ''}"
     return (
         f"| {names} | {_value(option.default)} | {_cell(option.help)} | "
-        f"{_cell(differences().get(option.names[0], ''))} |"
+        f"{_cell(_differences().get(option.names[0], ''))} |"
     )
 
 

@@ -190,18 +190,6 @@ def _window(pair: str) -> tuple[Words, str]:
     return [size], f"--window-size {pair} is a window of {size} tokens, itself included"
 
 
-def _each_name(table: dict[str, str]) -> dict[str, str]:
-    """Each of the names in a key of a table -> its text."""
-    return {name: text for names, text in table.items() for name in names.split()}
-
-
-def differences() -> dict[str, str]:
-    """Flag of ours -> how it differs from Megatron-LM."""
-    found = data()["differences"]
-    absent = dict.fromkeys(found["not_in_megatron_lm"].split(), "not in Megatron-LM")
-    return absent | _each_name(found["notes"])
-
-
 def habit(flag: str) -> str:
     """Our flag that a short name represents, or an empty string."""
     meant = (ours for ours, names in data()["habits"].items() if flag in names.split())
@@ -210,7 +198,8 @@ def habit(flag: str) -> str:
 
 def follows(flag: str) -> str:
     """What to do about a short name whose setting follows from others, or an empty string."""
-    return _each_name(data()["follows"]).get(flag, "")
+    advice = (text for names, text in data()["follows"].items() if flag in names.split())
+    return next(advice, "")
 
 
 # ---------------------------------------------------------------- answers

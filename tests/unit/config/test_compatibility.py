@@ -9,7 +9,7 @@ from rule_rows import answers, check_fields
 
 from megatron.config import compatibility
 from megatron.config.arguments import parse_arguments
-from megatron.config.compatibility import asks, by_value, table
+from megatron.config.compatibility import asks, by_value, data, table
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 from megatron.config.options import options, options_by_flag
@@ -55,6 +55,14 @@ def test_the_table_is_consistent():
     assert not set(by_value("values")) & set(by_value("refused_values"))
     for flag, theirs in by_value("refused_values"):
         assert theirs not in fields[flag].choices
+
+
+def test_differences_and_deepspeed_keys_name_our_flags():
+    differences = data()["differences"]
+    named = " ".join([differences["not_in_megatron_lm"], *differences["notes"]]).split()
+    assert len(set(named)) == len(named) > 80
+    assert all(name in options_by_flag() for name in named)
+    assert all(name in options_by_flag() for name in data()["deepspeed"]["same"].values())
 
 
 def test_a_longer_family_or_an_exact_name_wins():
