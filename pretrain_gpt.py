@@ -22,7 +22,7 @@ if _ours not in (Path(folder).resolve() for folder in megatron.__path__):
 from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.derive import POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
-from megatron.config.help import pages
+from megatron.config.help import explained
 from megatron.config.streams import escape_unencodable
 from megatron.distributed.launchers import rough_launch
 from megatron.training.exit import exit_on_signals
@@ -80,9 +80,9 @@ def print_error(error: UserError) -> None:
         # the rank that failed has printed it and has the exit code
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(PATIENCE + launch.local_rank / 2)  # and the ranks of a node one after the other
-    text = str(error)
-    if isinstance(error, ArgumentErrors):
-        text = error.faults[0] if rank > 0 else text + pages(error.faults)
+    text = explained(error)
+    if isinstance(error, ArgumentErrors) and rank > 0:
+        text = error.faults[0]
     print(
         f"rank {rank}: {text}" if rank > 0 and not text.startswith("rank ") else text,
         file=sys.stderr,

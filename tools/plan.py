@@ -74,6 +74,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.derive import derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
+from megatron.config.help import explained
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.config.validate import resolve
 from megatron.data.tokenizer import build_tokenizer
@@ -307,7 +308,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print("\n".join(run(argv[0], argv[1:])))
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(explained(error), file=sys.stderr)
         return 2
     return 0
 

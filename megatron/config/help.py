@@ -9,7 +9,7 @@ import dataclasses
 import re
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.options import Option, key, options, options_by_flag
 from megatron.config.spelling import did_you_mean
@@ -107,11 +107,12 @@ def page(flag: str) -> str:
     return next((name for pattern, name in PAGES if re.search(pattern, place)), "")
 
 
-def pages(faults: list[str]) -> str:
-    """A line with the pages that explain the flags of faults, or an empty string."""
+def explained(error: UserError) -> str:
+    """The text of an error, with the pages that explain the flags of its faults."""
+    faults = error.faults if isinstance(error, ArgumentErrors) else []
     found = dict.fromkeys(page(re.split(r"[\s:]", fault, maxsplit=1)[0]) for fault in faults)
     names = [name for name in found if name]
-    return f"\nexplained in {', '.join(names)}" if names else ""
+    return f"{error}\nexplained in {', '.join(names)}" if names else str(error)
 
 
 def _spellings(chosen: tuple[Option, ...]) -> list[str]:

@@ -18,7 +18,7 @@ from megatron.config import groups
 from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
-from megatron.config.help import COMMANDS, PAGES, help_text, pages
+from megatron.config.help import COMMANDS, PAGES, explained, help_text
 from megatron.config.options import NO_PATHS, Option, options, options_by_flag
 
 VALID = (
@@ -168,10 +168,10 @@ def test_completion_offers_the_flags_that_begin_so():
 def test_faults_name_the_pages_that_explain_their_flags():
     root = Path(__file__).resolve().parents[3]
     assert all((root / name).is_file() for _, name in PAGES)
-    assert pages(["--zero-stage 5: x", "--num-experts: y", "--unknown: z"]) == (
-        "\nexplained in docs/zero.md, docs/experts.md"
-    )
-    assert pages(["--unknown: z", "--num-layers is required"]) == ""
+    error = ArgumentErrors(["--zero-stage 5: x", "--num-experts: y", "--unknown: z"])
+    assert explained(error) == f"{error}\nexplained in docs/zero.md, docs/experts.md"
+    for other in (ArgumentErrors(["--unknown: z", "--num-layers is required"]), UserError("x")):
+        assert explained(other) == str(other)
 
 
 def test_command_line_wins_over_the_file(tmp_path):
