@@ -133,16 +133,16 @@ def serve(descriptor: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
-    logging.basicConfig(level=logging.INFO, handlers=[_ToTrainer()])
-    _tell({"result": "here"})
+    logging.basicConfig(level=logging.INFO, handlers=[_TrainerLog()])
+    _send({"result": "here"})
     with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view:
         commands = sys.stdin.buffer
         for line in commands:
             command = json.loads(line)
-            _tell(_outcome(lambda: WORK[command["do"]](command, view, commands), command))
+            _send(_outcome(lambda: WORK[command["do"]](command, view, commands), command))
 
 
-def _tell(answer: JsonObject) -> None:
+def _send(answer: JsonObject) -> None:
     try:
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
@@ -150,11 +150,11 @@ def _tell(answer: JsonObject) -> None:
         os._exit(0)
 
 
-class _ToTrainer(logging.Handler):
+class _TrainerLog(logging.Handler):
     """What this process logs is the trainer's to log."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        _tell({"log": [record.levelno, record.getMessage()]})
+        _send({"log": [record.levelno, record.getMessage()]})
 
 
 def _outcome(part: Callable[[], Any], command: JsonObject) -> JsonObject:
@@ -261,7 +261,7 @@ def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memory
         size -= count
         if size == 0:
             return
-        _tell({"taken": count})
+        _send({"taken": count})
 
 
 def _commit(command: JsonObject, memory: memoryview, commands: BinaryIO) -> None:

@@ -24,7 +24,7 @@ BATCH = 2 << 20
 THREADS = 2  # that read and verify; hashing and reading leave Python's lock alone
 # runs being read or waiting, in addition to the one in use and the one before it: this bounds the
 # memory of reading
-AHEAD = 3
+PREFETCHED = 3
 
 
 class DamageError(CheckpointError):
@@ -122,7 +122,7 @@ class Fetcher:
         ahead = deque[Any]()
         try:
             while True:
-                while len(ahead) <= AHEAD and (run := next(runs, None)) is not None:
+                while len(ahead) <= PREFETCHED and (run := next(runs, None)) is not None:
                     ahead.append(run)
                     self._start(run)
                 if not ahead:

@@ -33,9 +33,11 @@ logger = logging.getLogger(__name__)
 
 FOLDER_MODE, FILE_MODE = 0o750, 0o640  # the umask may take more away
 BUFFERS = 1024  # most buffers that one pwritev takes
-AHEAD = 8 << 20  # bytes after which the kernel is asked to begin to write them to the disk
+WRITEBACK_BYTES = (
+    8 << 20
+)  # bytes after which the kernel is asked to begin to write them to the disk
 GB = 1e9
-QUIET = 10.0  # seconds between two lines of progress
+PROGRESS_S = 10.0  # seconds between two lines of progress
 _FIX = (
     "The disk, its controller or its network damages data: look at the system's log, and give "
     "another --save folder"
@@ -142,7 +144,7 @@ def clean(root: Path, attempt: str) -> None:
 
 
 class WriteProgress:
-    """Called with the bytes of a shard as they are written; logs progress every QUIET seconds."""
+    """Called with the bytes of a shard as they are written; logs them every PROGRESS_S seconds."""
 
     def __init__(
         self, iteration: int, total: int, clock: Callable[[], float] = time.monotonic
@@ -156,7 +158,7 @@ class WriteProgress:
     def __call__(self, count: int) -> None:
         self.done += count
         now = self.clock()
-        if now - self.last < QUIET or self.done >= self.total:
+        if now - self.last < PROGRESS_S or self.done >= self.total:
             return
         self.last = now
         rate = self.done / (now - self.start)
@@ -222,7 +224,7 @@ def _write_data(
         count = write_all(file, parts, start + size)
         size += count
         progress(count)
-        if size - begun >= AHEAD:
+        if size - begun >= WRITEBACK_BYTES:
             os.posix_fadvise(file, start + begun, size - begun, os.POSIX_FADV_DONTNEED)
             begun = size
     return digests, size

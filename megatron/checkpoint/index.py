@@ -40,8 +40,8 @@ from megatron.config.errors import some
 from megatron.config.input_files import InputError, JsonObject, open_regular, parse_json
 
 # threads that read tables and headers: on a shared file system most of their time is waiting
-OPENERS = 16
-NAMED = 16  # most tensors that a message lists
+OPEN_THREADS = 16
+MAX_NAMED = 16  # most tensors that a message lists
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Index:
         ]
         if missing:
             raise CheckpointError(
-                f"{self.path}: the shards do not hold {some(missing, NAMED)}, which the run has"
+                f"{self.path}: the shards do not hold {some(missing, MAX_NAMED)}, which the run has"
             )
 
     def _open_shards(
@@ -229,9 +229,9 @@ class Index:
         if len(numbers) == 1:
             yield self._open_shard(0)
             return
-        with ThreadPoolExecutor(OPENERS) as threads:
-            for first in numbers[:: 4 * OPENERS]:  # bounds the headers in memory
-                yield from threads.map(self._open_shard, numbers[first : first + 4 * OPENERS])
+        with ThreadPoolExecutor(OPEN_THREADS) as threads:
+            for first in numbers[:: 4 * OPEN_THREADS]:  # bounds the headers in memory
+                yield from threads.map(self._open_shard, numbers[first : first + 4 * OPEN_THREADS])
 
     def _add(self, shard: ShardFile, entries: dict[str, Entry], shapes: Shapes) -> None:
         for key, entry in entries.items():
@@ -305,7 +305,7 @@ class Index:
             and piece.start < stop
             and start < piece.start + math.prod(piece.extent) * stored.item_bytes
         ]
-        return some(hit, NAMED)
+        return some(hit, MAX_NAMED)
 
     def verify(
         self,

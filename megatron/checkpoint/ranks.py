@@ -67,4 +67,4 @@ class Ranks:
         return broadcast_bytes(data, self.world, self.device)
 
 
-ONE = Ranks()
+SINGLE_RANK = Ranks()

@@ -27,7 +27,7 @@ from megatron.checkpoint.manifest import (
     iteration_folder,
     list_iterations,
 )
-from megatron.checkpoint.ranks import ONE, Ranks
+from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.config.input_files import InputError, open_regular
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def find_checkpoint(root: str | Path, step: int | None = None) -> Path | None:
 def open_checkpoint(
     root: str | Path,
     step: int | None = None,
-    ranks: Ranks = ONE,
+    ranks: Ranks = SINGLE_RANK,
     older: bool = False,
 ) -> Checkpoint | None:
     """What find_checkpoint finds, opened. All `ranks` call this together: the first finds and

@@ -21,15 +21,15 @@ from torch import Tensor
 from megatron.checkpoint.commit import Attempt, commit, not_saved, not_writable
 from megatron.checkpoint.files import WriteProgress, new_file, write_all, write_shard_file
 from megatron.checkpoint.manifest import box_key, encode_header, iteration_folder
-from megatron.checkpoint.ranks import ONE, Ranks
+from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
 from megatron.checkpoint.save_plan import BoxTensor, Pairs, in_parts, not_empty
 from megatron.config.input_files import JsonObject
 
 PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
 # most shards that a rank writes at a time, for a file takes one write at a time; bytes of the least
-PARTS = 4
-PART = 128 << 20
+MAX_SHARDS = 4
+MIN_SHARD_BYTES = 128 << 20
 
 
 def save_checkpoint(
@@ -37,7 +37,7 @@ def save_checkpoint(
     iteration: int,
     tensors: Iterable[BoxTensor],
     state: JsonObject,
-    ranks: Ranks = ONE,
+    ranks: Ranks = SINGLE_RANK,
     *,
     verify: bool = False,
     before: Iterable[int] = (),
@@ -77,7 +77,7 @@ def save_checkpoint(
     return root / iteration_folder(iteration)
 
 
-def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
+def try_folder(root: str | Path, ranks: Ranks = SINGLE_RANK) -> None:
     """Write a byte from every rank where checkpoints will go: a full disk is found before there is
     something to save.
 
@@ -96,9 +96,9 @@ def try_folder(root: str | Path, ranks: Ranks = ONE) -> None:
 
 def shard_parts(pairs: Pairs) -> list[Pairs]:
     """What this rank owns, for the shards that it writes at a time: one for each core that it has,
-    but none of less than PART bytes.
+    but none of less than MIN_SHARD_BYTES bytes.
     """
-    count = min(PARTS, torch.get_num_threads(), shard_bytes(pairs) // PART)
+    count = min(MAX_SHARDS, torch.get_num_threads(), shard_bytes(pairs) // MIN_SHARD_BYTES)
     return in_parts(pairs, count) if count > 1 else [pairs] if pairs else []
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 LOGGED = "megatron", "py.warnings"  # names of loggers
-PATIENCE = 5.0  # seconds that rank 0 has to log the same text
+DEDUP_S = 5.0  # seconds that rank 0 has to log the same text
 
 
 class LineFormatter(logging.Formatter):
@@ -66,7 +66,7 @@ class OtherRank(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Delay a warning."""
-        timer = threading.Timer(PATIENCE, lambda: self._write(timer))
+        timer = threading.Timer(DEDUP_S, lambda: self._write(timer))
         timer.daemon = True
         self.held[timer] = self.format(record)
         timer.start()

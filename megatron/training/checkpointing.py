@@ -20,7 +20,7 @@ from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id
 from megatron.checkpoint.local.rebuild import LocalCheckpoint
 from megatron.checkpoint.manager import CheckpointManager, Saved
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.ranks import ONE, Ranks
+from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.retention import Policy
 from megatron.checkpoint.save_plan import own_part
@@ -53,7 +53,7 @@ def join_local_checkpoints(config: Config, ranks: Ranks) -> LocalCheckpoints | N
 
 
 def locate_checkpoint(
-    config: Config, ranks: Ranks = ONE, local_checkpoints: LocalCheckpoints | None = None
+    config: Config, ranks: Ranks = SINGLE_RANK, local_checkpoints: LocalCheckpoints | None = None
 ) -> Checkpoint | None:
     """The checkpoint that --load names, or a newer one of the local tier; None for a first start.
     Rank 0 finds it and the others open that one, whatever appears in the meantime.
@@ -265,7 +265,7 @@ def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:
 
 def prepare_save_folder(
     config: Config,
-    ranks: Ranks = ONE,
+    ranks: Ranks = SINGLE_RANK,
     local_checkpoints: LocalCheckpoints | None = None,
     *,
     goes_on: bool = False,

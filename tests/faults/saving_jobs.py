@@ -24,7 +24,7 @@ from megatron.checkpoint import manifest, writer  # noqa: E402
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id  # noqa: E402
 from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
 from megatron.checkpoint.manager import CheckpointManager  # noqa: E402
-from megatron.checkpoint.ranks import ONE, Ranks  # noqa: E402
+from megatron.checkpoint.ranks import SINGLE_RANK, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
 from megatron.checkpoint.save_plan import own_part  # noqa: E402
 from megatron.checkpoint.staged import Staging, staging_bytes  # noqa: E402
@@ -39,7 +39,7 @@ Report = Callable[[str], None]
 Job = Callable[[Path, int, Ranks, Report], None]
 
 
-def contents(iteration: int, ranks: Ranks = ONE) -> tuple[list, dict]:
+def contents(iteration: int, ranks: Ranks = SINGLE_RANK) -> tuple[list, dict]:
     """What this rank writes of tensors whose every value is the iteration's, and the state."""
     pairs = []
     for number, (name, shape) in enumerate(SHAPES.items()):
@@ -65,7 +65,9 @@ def differs(checkpoint: Checkpoint) -> str | None:
     return f"iteration {checkpoint.iteration}: wrong values in {wrong}" if wrong else None
 
 
-def in_place(root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks = ONE) -> None:
+def in_place(
+    root: Path, iteration: int, pairs: list, state: dict, ranks: Ranks = SINGLE_RANK
+) -> None:
     """A mutant: writes where readers look."""
     target = root / manifest.iteration_folder(iteration)
     if ranks.first:

@@ -30,7 +30,7 @@ from logged import logged
 from megatron.checkpoint import background
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.manifest import iteration_folder, list_iterations
-from megatron.checkpoint.ranks import ONE, Ranks
+from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.staged import staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.distributed.groups import Axis
@@ -98,7 +98,7 @@ def before_call(number: int, what: str) -> str:
 
 
 @contextmanager
-def saver_at(root: Path, ranks: Ranks = ONE):
+def saver_at(root: Path, ranks: Ranks = SINGLE_RANK):
     """A CheckpointManager and the list of what it logs."""
     saver = CheckpointManager(root, ranks, staging_bytes(contents(1, ranks)[0], None))
     try:

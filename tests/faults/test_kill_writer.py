@@ -79,7 +79,7 @@ def disk(tmp_path, monkeypatch):
         followed = Disk(root)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "get_num_threads", lambda: threads)
-            patch.setattr(writer, "PART", 1 << 16)
+            patch.setattr(writer, "MIN_SHARD_BYTES", 1 << 16)
             followed.follow(patch)
             for iteration, act in enumerate(acts, 1):
                 act(root, iteration)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NAMED = 8  # most shards that a message lists
+MAX_NAMED = 8  # shards in one message
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Found:
             why = "; with --local-redundancy xor one node of an XOR group may be lost, not two"
         logger.warning(
             f"the local checkpoint of iteration {self.iteration} is not taken: of its "
-            f"{len(self.records)} shards {len(lost)} ({some([*map(str, lost)], NAMED)}) are whole "
-            f"on no node{why}"
+            f"{len(self.records)} shards {len(lost)} ({some([*map(str, lost)], MAX_NAMED)}) are "
+            f"whole on no node{why}"
         )
 
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2  # newest iterations that stay
+NUM_KEPT = 2  # newest iterations that stay
 GIB = 1 << 30
 
 
@@ -234,7 +234,7 @@ class NodeAttempt(Attempt):
             return
         iterations = list_iterations(self.root)
         for iteration in set(iterations) - set(
-            [i for i in iterations if i <= self.iteration][:KEPT]
+            [i for i in iterations if i <= self.iteration][:NUM_KEPT]
         ):
             os.rename(self.root / iteration_folder(iteration), self._trash(iteration))
             shutil.rmtree(self._trash(iteration), ignore_errors=True)
@@ -289,14 +289,14 @@ def require_redundancy(nodes: Nodes, redundancy: str) -> None:
 def require_space(
     nodes: Nodes, run: RunId, own_bytes: int, redundancy: str, flushes: bool = False
 ) -> None:
-    """Raise CheckpointError on every rank unless each node's folder has space for KEPT checkpoints
-    and the one that is being written; and, with `flushes`, for one that is no longer kept and still
-    on its way to --save.
+    """Raise CheckpointError on every rank unless each node's folder has space for NUM_KEPT
+    checkpoints and the one that is being written; and, with `flushes`, for one that is no longer
+    kept and still on its way to --save.
 
     `own_bytes`: of this rank's shard. What this run has there already counts as free.
     """
     one = _node_bytes(nodes, nodes.ranks.gather_or_raise(lambda: own_bytes), redundancy)
-    count = KEPT + 1 + flushes
+    count = NUM_KEPT + 1 + flushes
 
     def check() -> None:
         own = _size(nodes.root / run.folder)
@@ -314,9 +314,9 @@ def require_space(
         )
         fix = ", or --local-redundancy none" if redundancy != "none" else ""
         raise CheckpointError(
-            f"--local-checkpoint-dir {nodes.root} on {node}: {count} checkpoints ({KEPT} kept, one "
-            f"being written{flushing}) of {one / GIB:.3g} GiB each need {count * one / GIB:.3g} "
-            f"GiB, and {free / GIB:.3g} GiB are free.{left} Give a larger folder{fix}"
+            f"--local-checkpoint-dir {nodes.root} on {node}: {count} checkpoints ({NUM_KEPT} kept, "
+            f"one being written{flushing}) of {one / GIB:.3g} GiB each need "
+            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free.{left} Give a larger folder{fix}"
         )
 
     nodes.ranks.gather_or_raise(lambda: check() if nodes.first else None)

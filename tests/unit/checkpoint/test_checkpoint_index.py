@@ -117,7 +117,7 @@ def test_reading_holds_a_few_runs_and_no_more(tmp_path):
     assert (
         fetch.BATCH
         < peak
-        < (fetch.AHEAD + 2) * (fetch.BATCH + 2 * manifest.CHUNK) + (1 << 20)
+        < (fetch.PREFETCHED + 2) * (fetch.BATCH + 2 * manifest.CHUNK) + (1 << 20)
         < tensor.nbytes // 2
     )
 

@@ -249,7 +249,7 @@ def peak_here(piece: int, *words: object) -> int:
 def test_no_whole_model_in_memory(tmp_path):
     size = large_run(tmp_path / "run")
     assert size > 160 << 20
-    reader = (fetch.AHEAD + 2) * (fetch.BATCH + 2 * manifest.CHUNK)
+    reader = (fetch.PREFETCHED + 2) * (fetch.BATCH + 2 * manifest.CHUNK)
     # a piece as it is read, converted and turned (or the writer's 16 MiB), and the allocator
     bound = reader + 6 * huggingface_files.PIECE
     assert bound < size / 2

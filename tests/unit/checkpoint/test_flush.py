@@ -21,7 +21,7 @@ from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.local.nodes import RunId
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.ranks import ONE
+from megatron.checkpoint.ranks import SINGLE_RANK
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.staged import staging_bytes
 
@@ -126,13 +126,13 @@ def saver(tmp_path):
     made: list[CheckpointManager] = []
 
     def make(rate: float | None = None, local: bool = True) -> CheckpointManager:
-        tier = LocalCheckpoints(tmp_path / "local", ONE, "none") if local else None
+        tier = LocalCheckpoints(tmp_path / "local", SINGLE_RANK, "none") if local else None
         if local:
             tier.run = RunId("c" * 32, "here")
         made.append(
             CheckpointManager(
                 tmp_path / "shared",
-                ONE,
+                SINGLE_RANK,
                 staging_bytes(pairs(tensors()), None),
                 local_checkpoints=tier,
                 rate=rate,

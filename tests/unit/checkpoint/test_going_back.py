@@ -21,7 +21,7 @@ from megatron.checkpoint.manifest import (
     iteration_folder,
     list_iterations,
 )
-from megatron.checkpoint.ranks import ONE
+from megatron.checkpoint.ranks import SINGLE_RANK
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.staged import staging_bytes
@@ -42,7 +42,7 @@ class Run(CheckpointManager):
     def __init__(self, root: Path, number: int, background: bool = False) -> None:
         self.number, self.lines = number, []
         memory = staging_bytes(contents(0, 0)[0], None) if background else None
-        super().__init__(root, ONE, memory)
+        super().__init__(root, SINGLE_RANK, memory)
 
     def save(self, *iterations: int) -> None:
         for iteration in iterations:

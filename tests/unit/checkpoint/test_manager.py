@@ -18,7 +18,7 @@ from logged import logged, silently
 from megatron.checkpoint import manifest
 from megatron.checkpoint.files import WriteProgress
 from megatron.checkpoint.manager import CheckpointManager, Saved
-from megatron.checkpoint.ranks import ONE, Ranks
+from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.staged import Staging, staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
@@ -47,7 +47,7 @@ def made():
     """Checkpoint managers that end with the test."""
     found: list[CheckpointManager] = []
 
-    def make(root, memory: int | None, ranks: Ranks = ONE, **options) -> CheckpointManager:
+    def make(root, memory: int | None, ranks: Ranks = SINGLE_RANK, **options) -> CheckpointManager:
         found.append(CheckpointManager(root, ranks, memory, **options))
         return found[-1]
 

@@ -33,7 +33,7 @@ CHUNK = 256
 def cores(monkeypatch):
     """Sets how many a rank has; a shard holds at least 1000 bytes."""
     monkeypatch.setattr(manifest, "CHUNK", CHUNK)
-    monkeypatch.setattr(writer, "PART", 1000)
+    monkeypatch.setattr(writer, "MIN_SHARD_BYTES", 1000)
     return lambda count: monkeypatch.setattr(torch, "get_num_threads", lambda: count)
 
 
@@ -126,7 +126,7 @@ def save_by_two(root: Path) -> list[tuple[int, int]]:
     ]
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(writer, "PART", 1000)
+        patch.setattr(writer, "MIN_SHARD_BYTES", 1000)
         patch.setattr(torch, "get_num_threads", lambda: 1 + 2 * rank)
         path = save_checkpoint(root, 1, own, {}, ranks=ranks)
     with Checkpoint(path) as checkpoint:

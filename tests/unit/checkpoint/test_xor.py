@@ -21,7 +21,7 @@ from megatron.checkpoint.local.xor import (
     xor_block_header,
     xor_groups_of,
 )
-from megatron.checkpoint.ranks import ONE as ALONE
+from megatron.checkpoint.ranks import SINGLE_RANK
 
 SEVEN = "iter_0000007"  # seeds 5 and 7 give every rank a shard
 
@@ -65,7 +65,7 @@ def test_any_shard_is_made_of_what_the_others_have(tmp_path, k):
         made = []
         exchange(
             [stream],
-            ALONE,
+            SINGLE_RANK,
             lambda number: 0,
             lambda number: tmp_path / m.shard_file(number),
             lambda number, pieces: made.extend(bytes(piece) for piece in pieces),

@@ -24,7 +24,7 @@ def heard(late: bool) -> tuple[str, str]:
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        mock.patch.object(logs, "PATIENCE", 1.0),
+        mock.patch.object(logs, "DEDUP_S", 1.0),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("always")
