@@ -316,7 +316,8 @@ def require_space(
         raise CheckpointError(
             f"--local-checkpoint-dir {nodes.root} on {node}: {count} checkpoints ({NUM_KEPT} kept, "
             f"one being written{flushing}) of {one / GIB:.3g} GiB each need "
-            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free.{left} Give a larger folder{fix}"
+            f"{count * one / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free.{left} "
+            f"Give a larger folder{fix}"
         )
 
     nodes.ranks.gather_or_raise(lambda: check() if nodes.first else None)
