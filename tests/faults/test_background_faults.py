@@ -24,7 +24,7 @@ from test_kill_writer import only, recoveries
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "checkpoint"))
 
-from checkpoint_cases import mounted
+from checkpoint_cases import all_ranks, mounted
 from logged import logged
 
 from megatron.checkpoint import background
@@ -33,7 +33,6 @@ from megatron.checkpoint.manifest import iteration_folder, list_iterations
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.staged import staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.distributed.groups import Axis
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -197,7 +196,7 @@ def train_with_little_room(root: Path, filler: Path) -> tuple[list[str], list[in
     """Two ranks save iteration 1; then there is no room for iteration 2, and then there is for 3.
     (what was said, iterations there, traces).
     """
-    ranks = Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))
+    ranks = all_ranks()
     with saver_at(root, ranks) as (saver, said):
         for iteration in (1, 2, 3):
             if iteration > 1 and ranks.first:

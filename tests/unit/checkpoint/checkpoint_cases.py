@@ -9,15 +9,19 @@ import os
 import random
 import secrets
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint import writer
 from megatron.checkpoint.commit import commit
+from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
+from megatron.distributed.groups import Axis
 from megatron.model.spec import Box
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
@@ -60,6 +64,27 @@ def cut(
             begin = tuple(o + low * (i == d) for i, o in enumerate(offset))
             boxes.append((begin, tuple(size if i == d else e for i, e in enumerate(extent))))
     return boxes
+
+
+def part_of(full: Tensor, offset: tuple, extent: tuple) -> Tensor:
+    return full[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
+
+
+def deal(
+    rng: random.Random, tensors: dict[str, Tensor], takers: Sequence[int], pieces: int = 5
+) -> dict[int, list[tuple[Box, Tensor]]]:
+    """The tensors, each cut at random into at most about `pieces` boxes, dealt to the takers."""
+    hands: dict[int, list] = {taker: [] for taker in takers}
+    for name, full in tensors.items():
+        for offset, extent in cut(rng, tuple(full.shape), rng.randint(1, pieces)):
+            box = Box(name, tuple(full.shape), offset, extent)
+            hands[rng.choice(takers)].append((box, part_of(full, offset, extent).clone()))
+    return hands
+
+
+def all_ranks() -> Ranks:
+    """The ranks of a Gloo world."""
+    return Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))
 
 
 def save_in_shards(

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from checkpoint_cases import cut, example, same_bits
+from checkpoint_cases import all_ranks, deal, example, same_bits
 from logged import logged
 from reshard_cases import start
 
@@ -25,17 +25,12 @@ from megatron.checkpoint.local.nodes import Nodes, RunId, find_nodes
 from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local
 from megatron.checkpoint.local.saves import save_local
 from megatron.checkpoint.ranks import Ranks
-from megatron.distributed.groups import Axis
 from megatron.model.spec import Box
 from megatron.training.exit import Exit
 from megatron.training.loop import COMPLETE
 
 RUN, OTHER = RunId("a" * 32, "here"), RunId("b" * 32, "here")
 STATE = {"iteration": 2, "scale": float("inf")}
-
-
-def all_ranks() -> Ranks:
-    return Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))
 
 
 def join(root: Path, each: int) -> Nodes:
@@ -59,14 +54,9 @@ def dealt(seed: int, cut_seed: int) -> list[tuple[Box, torch.Tensor]]:
     """What this rank owns of `example(seed)`, cut at random; of four ranks, sometimes, one has
     nothing.
     """
-    rng, world, mine = random.Random(cut_seed), dist.get_world_size(), []
+    rng, world = random.Random(cut_seed), dist.get_world_size()
     takers = rng.sample(range(world), rng.randint(max(1, world - 1), world))
-    for name, full in example(seed).items():
-        for offset, extent in cut(rng, tuple(full.shape), rng.randint(1, 5)):
-            part = full[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))].clone()
-            if rng.choice(takers) == dist.get_rank():
-                mine.append((Box(name, tuple(full.shape), offset, extent), part))
-    return mine
+    return deal(rng, example(seed), takers).get(dist.get_rank(), [])
 
 
 @contextlib.contextmanager

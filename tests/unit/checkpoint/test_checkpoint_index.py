@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import cut, example, pairs, same_bits, save_in_shards
+from checkpoint_cases import all_ranks, cut, example, pairs, same_bits, save_in_shards
 from hypothesis import given
 from hypothesis import strategies as st
-from test_checkpoint_ranks import BOTH, all_ranks, dealt, save
+from test_checkpoint_ranks import BOTH, dealt, save
 
 from megatron.checkpoint import fetch, manifest
 from megatron.checkpoint.boxes import tiles

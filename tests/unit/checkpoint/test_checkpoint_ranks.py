@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import cut, example, loads, same_bits
+from checkpoint_cases import all_ranks, deal, example, loads, same_bits
 from logged import logged, silently
 
 from megatron.checkpoint import manifest, writer
-from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, try_folder
-from megatron.distributed.groups import Axis
 from megatron.model.spec import Box
 
 STATE = {"iteration": 2, "consumed_samples": 16, "scale": float("inf")}
@@ -33,30 +31,13 @@ def listing(root) -> list[str]:
 # ---- what the ranks do: functions of a Gloo world ------------------------------------------------
 
 
-def all_ranks() -> Ranks:
-    return Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))
-
-
-def part_of(full: torch.Tensor, offset: tuple, extent: tuple) -> torch.Tensor:
-    return full[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
-
-
 def dealt(seed: int, cut_seed: int) -> dict[int, list[tuple[Box, torch.Tensor]]]:
     """The tensors of `example(seed)` cut at random and dealt to the ranks: some of them, sometimes,
     get none.
     """
     rng, world = random.Random(cut_seed), dist.get_world_size()
     takers = rng.sample(range(world), rng.randint(1, world))
-    hands: dict[int, list] = {rank: [] for rank in range(world)}
-    for name, full in example(seed).items():
-        for offset, extent in cut(rng, tuple(full.shape), rng.randint(1, 5)):
-            hands[rng.choice(takers)].append(
-                (
-                    Box(name, tuple(full.shape), offset, extent),
-                    part_of(full, offset, extent).clone(),
-                )
-            )
-    return hands
+    return dict.fromkeys(range(world), []) | deal(rng, example(seed), takers)
 
 
 def save(

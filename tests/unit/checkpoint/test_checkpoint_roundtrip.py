@@ -16,7 +16,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import cut, example, loads, pairs, same_bits, save_in_shards, whole
+from checkpoint_cases import (
+    cut,
+    deal,
+    example,
+    loads,
+    pairs,
+    part_of,
+    same_bits,
+    save_in_shards,
+    whole,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from logged import silently
@@ -146,16 +156,12 @@ def test_any_boxes_resharded_to_any_boxes(tmp_path, seed):
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float64])
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     tensors = {"w": tensor, "other": torch.randn(rng.randint(1, 99))}
-    shards: list = [[] for _ in range(rng.randint(1, 4))]
-    for name, full in tensors.items():
-        for offset, extent in cut(rng, tuple(full.shape), rng.randint(1, 6)):
-            part = full[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))].clone()
-            rng.choice(shards).append((Box(name, tuple(full.shape), offset, extent), part))
-    path = save_in_shards(tmp_path / str(seed), 1, shards, {})
+    shards = deal(rng, tensors, range(rng.randint(1, 4)), 6)
+    path = save_in_shards(tmp_path / str(seed), 1, list(shards.values()), {})
     loads(path, tensors)
     for offset, extent in cut(rng, shape, 4):
         box = Box("w", shape, offset, extent)
-        want = tensor[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
+        want = part_of(tensor, offset, extent)
         with Checkpoint(path) as checkpoint:
             into = torch.zeros(extent, dtype=tensor.dtype)
             checkpoint.read(box, into)

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import cut, pairs, same_bits, save_in_shards
+from checkpoint_cases import deal, pairs, same_bits, save_in_shards
 from megatron.tools._convert import huggingface_files
 from test_huggingface import CASES, VOCAB, build, difference, tokens
 
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.groups import Config, DataConfig, PrecisionConfig
-from megatron.model.spec import Box
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
@@ -287,12 +286,8 @@ def test_inspect_compares_values_whatever_the_layout(tmp_path, monkeypatch, caps
     }
 
     def save_cut(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-        rng, shards = random.Random(2), [[], [], []]
-        for name, full in tensors.items():
-            for offset, extent in cut(rng, tuple(full.shape), 4):
-                part = full[tuple(slice(o, o + e) for o, e in zip(offset, extent))].clone()
-                rng.choice(shards).append((Box(name, tuple(full.shape), offset, extent), part))
-        save_in_shards(folder, 5, shards, state)
+        shards = deal(random.Random(2), tensors, range(3))
+        save_in_shards(folder, 5, list(shards.values()), state)
 
     save_cut(tmp_path / "b", held | moments)
     monkeypatch.setattr(inspect_checkpoint, "PIECE", 3000)

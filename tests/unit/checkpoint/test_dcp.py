@@ -11,23 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_cases import cut, example, flip, same_bits, save_in_shards
+from checkpoint_cases import deal, example, flip, same_bits, save_in_shards
 from megatron.tools._convert.dcp import CheckpointReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megatron.checkpoint import reader as reader_module
 from megatron.checkpoint.reader import Checkpoint
-from megatron.model.spec import Box
 
 
 def saved(root: Path) -> Path:
     """`example()` cut at random into three shards."""
-    rng, shards = random.Random(1), [[], [], []]
-    for name, full in example().items():
-        for offset, extent in cut(rng, tuple(full.shape), 4):
-            part = full[tuple(slice(o, o + e) for o, e in zip(offset, extent))].clone()
-            rng.choice(shards).append((Box(name, tuple(full.shape), offset, extent), part))
-    return save_in_shards(root, 1, shards, {})
+    shards = deal(random.Random(1), example(), range(3))
+    return save_in_shards(root, 1, list(shards.values()), {})
 
 
 def test_whole_tensors(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import loads, pairs
+from checkpoint_cases import all_ranks, loads, pairs
 from logged import logged, silently
 
 from megatron.checkpoint import manifest
@@ -22,7 +22,6 @@ from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import find_checkpoint
 from megatron.checkpoint.staged import Staging, staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
-from megatron.distributed.groups import Axis
 from megatron.model.spec import Box
 
 STATE = {"consumed_samples": 16}
@@ -199,7 +198,7 @@ def kill_a_writer(root, victim: int, when: str) -> list[str]:
     """Three saves by all ranks; in the second one the writer process of one of them is killed. What
     this rank has logged.
     """
-    ranks = Ranks(Axis("world", dist.get_rank(), tuple(range(dist.get_world_size()))))
+    ranks = all_ranks()
     rows = 1000
     whole = (rows * ranks.world.size, 1000)
 
