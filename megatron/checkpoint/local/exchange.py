@@ -127,7 +127,9 @@ def _pieces(turn: list[Stream], ranks: Ranks, owner: Owner, read: Reader) -> Ite
     device = ranks.device if world.size > 1 and not is_gloo(world) else torch.device("cpu")
     in_flight: deque[tuple[Tensor | None, list[Receiving], list[Sending]]] = deque()
     for windows in zip_longest(*(stream.windows() for stream in turn)):
-        made, receiving, sending = None, [], []
+        made: Tensor | None = None
+        receiving: list[Receiving] = []
+        sending: list[Sending] = []
         for stream, window in zip(turn, windows, strict=True):
             if window is None:  # a shorter one is over
                 continue

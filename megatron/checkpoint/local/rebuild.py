@@ -216,7 +216,7 @@ def restore(nodes: Nodes, run: RunId, found: Found, *, copies: bool) -> Found | 
     or None where a shard is lost.
     """
     lost = found.missing
-    streams = []
+    streams: list[Stream] = []
     if found.stripes:
         streams = _rebuilt(nodes, found, lost)
     elif copies and len(nodes.members) > 1:
