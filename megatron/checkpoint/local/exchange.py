@@ -124,8 +124,8 @@ def _pieces(turn: list[Stream], ranks: Ranks, owner: Owner, read: Reader) -> Ite
     starts its messages in the same order.
     """
     world = ranks.world
-    device = ranks.device if world.size > 1 and not is_gloo(world) else torch.device("cpu")
-    in_flight: deque[tuple[Tensor | None, list[Receiving], list[Sending]]] = deque()
+    device = _device_of_messages(ranks)
+    in_flight: deque[tuple] = deque()
     for windows in zip_longest(*(stream.windows() for stream in turn)):
         made: Tensor | None = None
         receiving: list[Receiving] = []
@@ -139,19 +139,23 @@ def _pieces(turn: list[Stream], ranks: Ranks, owner: Owner, read: Reader) -> Ite
                 made = torch.zeros(size, dtype=torch.uint8)
             for number, at in parts:
                 reader = owner(number)
-                if reader == world.rank:
-                    piece = read(number, at, size)
-                    if mine:
-                        made.bitwise_xor_(piece)
-                    else:
-                        sending.append(Sending(piece.to(device), stream.to, world, 0))
+                if mine and reader == world.rank:
+                    made.bitwise_xor_(read(number, at, size))
                 elif mine:
                     receiving.append(Receiving((size,), torch.uint8, device, reader, world, 0))
+                elif reader == world.rank:
+                    piece = read(number, at, size).to(device)
+                    sending.append(Sending(piece, stream.to, world, 0))
         in_flight.append((made, receiving, sending))
         if len(in_flight) == IN_FLIGHT:
             yield from _finish(*in_flight.popleft())
     while in_flight:
         yield from _finish(*in_flight.popleft())
+
+
+def _device_of_messages(ranks: Ranks) -> torch.device:
+    on_host = ranks.world.size == 1 or is_gloo(ranks.world)
+    return torch.device("cpu") if on_host else ranks.device
 
 
 def _finish(
