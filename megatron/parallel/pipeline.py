@@ -33,6 +33,11 @@ from megatron.parallel.schedule import (
     acknowledgements,
 )
 
+# What each layer of a stage keeps for its next pass: a Graph; Inputs, where it is recomputed; a
+# CapturedLayer, with CUDA graphs; the weight gradients that the first half of a split backward pass
+# leaves; or None. Forward passes append, backward passes pop from the right.
+Saved = deque[Any]
+
 
 class Weights(Protocol):
     """How weights and gradients are kept between passes: parallel/zero.py."""
@@ -103,7 +108,7 @@ class StepState:
         self.in_trace = trace_range()
         self.micro_batches: dict[int, MicroBatch] = {}  # in flight
         # by stage and micro-batch: what a backward pass, or its second half, needs of each layer
-        self.saved: dict[tuple[int, int], deque[Any]] = {}
+        self.saved: dict[tuple[int, int], Saved] = {}
         self.losses: dict[int, Tensor] = {}  # by micro-batch: the head's sums
         self.scalars: dict[str, Tensor] = {}  # auxiliary outputs of layers
 
@@ -121,7 +126,7 @@ class StepState:
             return loss_gradient(self.losses[micro], self.loss_scale)
         return self.messages.wait_for(Message(Kind.BACKWARD, stage, micro), action)
 
-    def store_outputs(self, action: Action, y: Tensor, saved: deque[Any]) -> None:
+    def store_outputs(self, action: Action, y: Tensor, saved: Saved) -> None:
         """Keep what the backward pass needs, and hand the output to the next stage."""
         _, stage, micro = action
         # In evaluation no backward pass will come.
@@ -261,7 +266,7 @@ class Pipeline:
         """The forward pass of a stage, [s, b, h] -> [s, b, h]; of the last one the loss sums."""
         (action,) = unit.actions
         micro_batch = step.micro_batches[action.micro]
-        saved: deque[Any] = deque()
+        saved: Saved = deque()
         x = step.input_of(action)
         # While this stage computes, its neighbors compute other micro-batches and receives of ours
         # are on their way; stage 3 gathers the next layer on a side stream.
@@ -281,7 +286,7 @@ class Pipeline:
         _, stage, micro = action
         # Popped one by one: what a layer has saved is freed as soon as its backward pass is over.
         dy, saved = step.input_of(action), step.saved.pop((stage, micro))
-        deferred: deque[Any] = deque()  # for the second half
+        deferred: Saved = deque()  # for the second half
         for layer, kind, label, before, after in unit.passes:
             if before is not None:
                 self.weights.acquire(before)
@@ -303,7 +308,7 @@ class Pipeline:
         if action.kind is not Kind.BACKWARD_WEIGHT and stage > 0:
             step.messages.put(Message(Kind.BACKWARD, stage - 1, micro), dy)
 
-    def rebuild(self, stage: int, layer: Layer, saved: deque[Any]) -> None:
+    def rebuild(self, stage: int, layer: Layer, saved: Saved) -> None:
         """Full recomputation: run a layer again, up to the input of the layer that follows it."""
         index = self.layers[stage].index(layer)
         saved[index], saved[index + 1] = self.passes.rebuild(layer, saved[index], saved[index + 1])

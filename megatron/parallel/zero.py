@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,7 +55,6 @@ class Zero:
     ):
         self.blocks, self.groups, self.stage = blocks, groups, blocks[0].stage
         self.trained = [block for block in blocks if block.trained]
-        self.is_hybrid = any(block.groups.replicate.size > 1 for block in self.trained)
         self.planner = ZeroPlanner(model, blocks, groups, config)
         self.overlap_reduce = config.overlap_grad_reduce
         self.overlap_gather = config.overlap_param_gather
@@ -77,6 +77,16 @@ class Zero:
         # stage 0: sums on their way back to all ranks
         self.returning: list[tuple[Block, Handle]] = []
         self.watched: Tensor | None = None
+
+    @cached_property
+    def is_hybrid(self) -> bool:
+        """Whether several ranks hold the same slice of a block."""
+        return any(block.groups.replicate.size > 1 for block in self.trained)
+
+    @cached_property
+    def has_partial_gradients(self) -> bool:
+        """Whether tensors may have parts of their gradient on several ranks."""
+        return any(axis.size > 1 for axis in (self.groups.tp, self.groups.kv, self.groups.tied))
 
     def _make_streams(self, device: torch.device) -> None:
         """One side stream for gathers and one for reductions; on a CPU there are none, and what
@@ -176,7 +186,8 @@ class Zero:
             self._finish_reductions()
         if self.is_hybrid:
             sum_copies(self.trained)
-        sum_partial_gradients(self.trained, self.groups)
+        if self.has_partial_gradients:
+            sum_partial_gradients(self.trained, self.groups)
 
     def _finish_reductions(self) -> None:
         with self.on_stream(self.reduce_stream):
