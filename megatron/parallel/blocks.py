@@ -174,19 +174,8 @@ class Block:
         self._build_masters(dtype, wide, device)
 
     def _take_parameters(self) -> None:
-        """Make the parameters views into the weight.
-
-        What a parameter carries from then on, who sets it, and who reads it:
-
-            spec, grad_sum       the model, model/spec.py          layout, sums over ranks
-            label                here                              messages
-            main_grad            open, close, open_early           all backward passes
-            overwrite_main_grad  open                              the first weight gradient of a
-                                                                   step, which clears it
-            deferred_grads       split backward passes, linear.py  backward passes of linear layers
-            fp8                  model/fp8.py                      GEMMs
-            by_apex              training/pretrain.py              weight gradients
-            tensor_parallel      model/compile.py                  compiled linear layers
+        """Make the parameters views into the weight. model/spec.py has the table of what each
+        carries from then on.
         """
         for entry, parameter in zip(self.entries, self.parameters, strict=True):
             # Swapped in place: modules and optimizers that hold the parameter keep the same object.
