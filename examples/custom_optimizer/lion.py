@@ -7,24 +7,17 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron.config.groups import OPTIMIZERS, OptimizerConfig, OptimizerKind
-from megatron.optimizer.update import RULES, Implementation, check_tables
+from megatron.optimizer.update import RULES, Implementation, StepScalars, check_tables
 
 BETA1, BETA2 = 0.9, 0.99
 
 
 def lion(
-    config: OptimizerConfig,
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    *,
-    lr: float,
-    weight_decay: float,
-    **_: object,
+    config: OptimizerConfig, weight: Tensor, grad: Tensor, exp_avg: Tensor, at: StepScalars
 ) -> None:
     """One step on slices of the flat buffers, in place; `grad` may be overwritten."""
     step = torch.lerp(grad, exp_avg, BETA1).sign_()
-    weight.mul_(1 - lr * weight_decay).add_(step, alpha=-lr)
+    weight.mul_(1 - at.lr * at.weight_decay).add_(step, alpha=-at.lr)
     exp_avg.lerp_(grad, 1 - BETA2)
 
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,28 @@ PIECE = 1 << 19
 PIECE_CUDA = 1 << 23
 
 
+class StepScalars(NamedTuple):
+    """The numbers of one step of a segment; tensors are on the device of the state."""
+
+    lr: float
+    weight_decay: float
+    eps: float
+    step: Tensor  # steps taken before
+    coefficient: Tensor  # of the gradient
+    found_inf: Tensor  # 1 to leave everything as it is
+    count: Tensor | None = None  # steps with this one
+    divisor: Tensor | None = (
+        None  # of the gradient, for a kernel that scales it; None: it is scaled
+    )
+
+
 @dataclass
 class Implementation:
     """One way to compute an update rule.
 
     `step` takes the flags of the optimizer, and of a piece the master weights, the gradient and the
-    states in the master's precision. With `takes_segments` it takes whole segments in their own
-    precisions, and the rounded weights.
+    states in the master's precision, then StepScalars. With `takes_segments` it takes whole
+    segments in their own precisions, and the rounded weights before the scalars.
     """
 
     step: Callable[..., None]
@@ -92,35 +107,23 @@ class UpdateRule:
         before and is advanced by the caller; `eps_multiplier` is of Adam's epsilon; found_inf 1
         leaves everything as it is when skips_on_device.
         """
-        settings = {
-            "found_inf": found_inf,
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "eps": self.config.adam_eps * eps_multiplier,
-        }
         # What the kernel reads and writes next to the master weights, in the order of its
         # arguments.
         stored = [grad, *(states[name] for name in self.state_names)]
+        eps = self.config.adam_eps * eps_multiplier
+        at = StepScalars(lr, weight_decay, eps, step, coefficient, found_inf)
         if self.chosen.takes_segments:
-            scalars = {"step": step, "coefficient": coefficient, **settings}
-            self.chosen.step(self.config, master, *stored, out, **scalars)
+            self.chosen.step(self.config, master, *stored, out, at)
             return
+
         # A kernel that divides the gradient by a scalar saves one pass over it; float64 runs
         # multiply first, as its scalar is fp32.
         scales = self.chosen.scales_grad and coefficient.dtype == torch.float32
-        settings |= {"count": step + 1, "divisor": 1 / coefficient if scales else None}
-
-        self._apply_in_pieces(
-            master, stored, out, coefficient=None if scales else coefficient, **settings
-        )
+        at = at._replace(count=step + 1, divisor=1 / coefficient if scales else None)
+        self._apply_in_pieces(master, stored, out, at)
 
     def _apply_in_pieces(
-        self,
-        master: Tensor,
-        stored: list[Tensor],
-        out: Tensor | None,
-        coefficient: Tensor | None,
-        **settings: Any,
+        self, master: Tensor, stored: list[Tensor], out: Tensor | None, at: StepScalars
     ) -> None:
         """Update piece by piece, so that what is widened stays in cache."""
         size = PIECE_CUDA if master.is_cuda else PIECE
@@ -131,9 +134,9 @@ class UpdateRule:
             weight, pieces = master[part], [buffer[part] for buffer in stored]
             # update in the master's precision, whatever the others are stored in
             wide = _widened(pieces, scratch) if scratch else pieces
-            if coefficient is not None:
-                wide[0].mul_(coefficient)
-            self.chosen.step(self.config, weight, *wide, **settings)
+            if at.divisor is None:
+                wide[0].mul_(at.coefficient)
+            self.chosen.step(self.config, weight, *wide, at)
             if out is not None:
                 out[part].copy_(weight)
             # the states are rounded back; the gradient is of no use any more
@@ -145,30 +148,14 @@ class UpdateRule:
 # ---------------------------------------------------------------- rules
 
 
-def _triton_adamw(
-    config,
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    out,
-    *,
-    step,
-    coefficient,
-    found_inf,
-    lr,
-    eps,
-    weight_decay,
-) -> None:
+def _triton_adamw(config, master, grad, exp_avg, exp_avg_sq, out, at) -> None:
     # one pass over everything, narrow or not; never run on a GPU yet
-    scalars = step, coefficient, found_inf, lr
+    scalars = at.step, at.coefficient, at.found_inf, at.lr
     betas = config.adam_beta1, config.adam_beta2
-    adamw_(master, grad, exp_avg, exp_avg_sq, out, *scalars, *betas, eps, weight_decay)
+    adamw_(master, grad, exp_avg, exp_avg_sq, out, *scalars, *betas, at.eps, at.weight_decay)
 
 
-def _fused_adamw(
-    config, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
-) -> None:
+def _fused_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
     # what torch.optim.adamw.adamw calls, without its 30 us of bookkeeping for each piece
     torch._fused_adamw_(
         [weight],
@@ -176,43 +163,39 @@ def _fused_adamw(
         [exp_avg],
         [exp_avg_sq],
         [],
-        [count],
-        lr=lr,
+        [at.count],
+        lr=at.lr,
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,
-        weight_decay=weight_decay,
-        eps=eps,
+        weight_decay=at.weight_decay,
+        eps=at.eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=divisor,
-        found_inf=found_inf,
+        grad_scale=at.divisor,
+        found_inf=at.found_inf,
     )
 
 
-def _loop_adamw(
-    config, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
-) -> None:
+def _loop_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
     adamw(
         [weight],
         [grad],
         [exp_avg],
         [exp_avg_sq],
         [],
-        [count - 1],
+        [at.count - 1],
         foreach=False,
         amsgrad=False,
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=eps,
+        lr=at.lr,
+        weight_decay=at.weight_decay,
+        eps=at.eps,
         maximize=False,
     )
 
 
-def _apex_adamw(
-    config, weight, grad, exp_avg, exp_avg_sq, *, count, divisor, found_inf, lr, weight_decay, eps
-) -> None:
+def _apex_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
     # never run: apex was not installed on any machine of ours
     multi_tensor_adam, applier = apex.symbols("adam")
     overflow = torch.zeros(1, dtype=torch.int, device=weight.device)
@@ -220,32 +203,30 @@ def _apex_adamw(
         multi_tensor_adam,
         overflow,
         [[grad], [weight], [exp_avg], [exp_avg_sq]],
-        lr,
+        at.lr,
         config.adam_beta1,
         config.adam_beta2,
-        eps,
-        int(count.item()),
+        at.eps,
+        int(at.count.item()),
         1,
         True,
-        weight_decay,
+        at.weight_decay,
     )
 
 
-def _sgd(
-    config, weight, grad, momentum_buffer, *, count, divisor, found_inf, lr, weight_decay, eps
-) -> None:
+def _sgd(config, weight, grad, momentum_buffer, at) -> None:
     sgd(
         [weight],
         [grad],
         [momentum_buffer],
         fused=True,
-        weight_decay=weight_decay,
+        weight_decay=at.weight_decay,
         momentum=config.sgd_momentum,
-        lr=lr,
+        lr=at.lr,
         dampening=0.0,
         nesterov=False,
         maximize=False,
-        found_inf=found_inf,
+        found_inf=at.found_inf,
     )
 
 

@@ -261,24 +261,12 @@ def adamw(
     """
 
     def make(original):
-        def apply(
-            config,
-            weight,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            *,
-            count,
-            divisor,
-            found_inf,
-            lr,
-            weight_decay,
-            eps,
-        ):
-            beta1, beta2, t = config.adam_beta1, config.adam_beta2, int(count)
+        def apply(config, weight, grad, exp_avg, exp_avg_sq, at):
+            lr, weight_decay, eps = at.lr, at.weight_decay, at.eps
+            beta1, beta2, t = config.adam_beta1, config.adam_beta2, int(at.count)
             if swap:
                 beta1, beta2 = beta2, beta1
-            g = grad if divisor is None else grad / divisor
+            g = grad if at.divisor is None else grad / at.divisor
             if decay == "in the gradient":
                 g = g + weight_decay * weight
             if decay == "first":

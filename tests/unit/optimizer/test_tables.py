@@ -40,11 +40,11 @@ def with_lion(monkeypatch, **implementations):
     monkeypatch.setitem(RULES, "lion", implementations)
 
 
-def complete(config, weight, grad, exp_avg, **settings):
+def complete(config, weight, grad, exp_avg, at):
     """An update rule that takes its state."""
 
 
-def without_state(config, weight, grad, **settings):
+def without_state(config, weight, grad, at):
     """An update rule that forgets its state."""
 
 
