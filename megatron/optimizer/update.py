@@ -36,7 +36,7 @@ class StepScalars(NamedTuple):
     step: Tensor  # steps taken before
     coefficient: Tensor  # of the gradient
     found_inf: Tensor  # 1 to leave everything as it is
-    count: Tensor | None = None  # steps with this one
+    number: Tensor | None = None  # of this step, from 1
     divisor: Tensor | None = (
         None  # of the gradient, for a kernel that scales it; None: it is scaled
     )
@@ -119,7 +119,7 @@ class UpdateRule:
         # A kernel that divides the gradient by a scalar saves one pass over it; float64 runs
         # multiply first, as its scalar is fp32.
         scales = self.chosen.scales_grad and coefficient.dtype == torch.float32
-        at = at._replace(count=step + 1, divisor=1 / coefficient if scales else None)
+        at = at._replace(number=step + 1, divisor=1 / coefficient if scales else None)
         self._apply_in_pieces(master, stored, out, at)
 
     def _apply_in_pieces(
@@ -163,7 +163,7 @@ def _fused_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
         [exp_avg],
         [exp_avg_sq],
         [],
-        [at.count],
+        [at.number],
         lr=at.lr,
         beta1=config.adam_beta1,
         beta2=config.adam_beta2,
@@ -183,7 +183,7 @@ def _loop_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
         [exp_avg],
         [exp_avg_sq],
         [],
-        [at.count - 1],
+        [at.number - 1],
         foreach=False,
         amsgrad=False,
         beta1=config.adam_beta1,
@@ -207,7 +207,7 @@ def _apex_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
         config.adam_beta1,
         config.adam_beta2,
         at.eps,
-        int(at.count.item()),
+        int(at.number.item()),
         1,
         True,
         at.weight_decay,

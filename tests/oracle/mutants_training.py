@@ -263,7 +263,7 @@ def adamw(
     def make(original):
         def apply(config, weight, grad, exp_avg, exp_avg_sq, at):
             lr, weight_decay, eps = at.lr, at.weight_decay, at.eps
-            beta1, beta2, t = config.adam_beta1, config.adam_beta2, int(at.count)
+            beta1, beta2, t = config.adam_beta1, config.adam_beta2, int(at.number)
             if swap:
                 beta1, beta2 = beta2, beta1
             g = grad if at.divisor is None else grad / at.divisor
