@@ -474,15 +474,15 @@ class SelfAttention(Attention):
 
     def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         qkv = self.qkv(x)
-        heads = self.groups, self.queries_per_group + 2, self.head_dim
+        shape = self.groups, self.queries_per_group + 2, self.head_dim  # of a token's projection
         reads_projection = self.reads_projection[rotary is not None]
         # By our kernel the fused projection is rotated where it lies.
         if self.q_norm is None and rotary is not None and self.config.rotary_backend == "triton":
-            qkv, rotary = rotate_fused(qkv, rotary, heads), None  # in place
+            qkv, rotary = rotate_fused(qkv, rotary, shape), None  # in place
 
         # [s, b, g, n / g + 2, d], of the whole sequence that this context-parallel rank holds, also
         # where x is a sequence-parallel part of it
-        qkv = qkv.view(*qkv.shape[:2], *heads)
+        qkv = qkv.view(*qkv.shape[:2], *shape)
         if reads_projection:
             if self.q_norm is not None:
                 qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
