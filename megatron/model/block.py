@@ -279,14 +279,14 @@ class LayerBlock(Layer):
         self.embedding_dropout = dropout("embedding.dropout") if record.first and drops else None
         self.input_norm = norm("input_norm")
         self.attention = ATTENTION[record.latent](config, seed, index, tp, cp)
-        self.attention_dropout = dropout("layers", index, "attention.output_dropout")
+        self.attention_output_dropout = dropout("layers", index, "attention.output_dropout")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = (
             MoE(config, seed, index, tp, ep)
             if record.experts
             else mlp_class(config)(config, f"layers.{index}.mlp", tp)
         )
-        self.mlp_dropout = dropout("layers", index, "mlp.output_dropout")
+        self.mlp_output_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm("final_norm") if "final_norm.weight" in parameters else None
         self.drops = drops
         self.recompute_context = RecomputeContext()
@@ -338,7 +338,7 @@ class LayerBlock(Layer):
         if drop is None:
             branch, stream = self.mlp_norm(branch, stream)
         else:
-            branch, stream = self.mlp_norm(self.attention_dropout.add(branch, stream, drop))
+            branch, stream = self.mlp_norm(self.attention_output_dropout.add(branch, stream, drop))
 
         # MLP; experts also return the numbers that the loss and the metrics need
         scalars: dict[str, Tensor] = {}
@@ -354,12 +354,13 @@ class LayerBlock(Layer):
             branch = self.mlp(branch)
 
         # residual connection; behind the last layer the final norm, the only reader of the stream
-        if self.final_norm is None:
-            y = stream + branch if drop is None else self.mlp_dropout.add(branch, stream, drop)
-        elif drop is None:
-            y, _ = self.final_norm(branch, stream)
+        if drop is not None:
+            y = self.mlp_output_dropout.add(branch, stream, drop)
+            y = y if self.final_norm is None else self.final_norm(y)[0]
+        elif self.final_norm is None:
+            y = stream + branch
         else:
-            y, _ = self.final_norm(self.mlp_dropout.add(branch, stream, drop))
+            y, _ = self.final_norm(branch, stream)
         return WithScalars(y, scalars) if scalars else y
 
 

@@ -142,7 +142,9 @@ def deferring_weight_grads(module: nn.Module) -> Iterator[list[DeferredWgrad]]:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose weight is whole on this rank; `tp` is not read."""
+    """A linear layer whose weight is whole on this rank; `tp` is not read. It runs for every matrix
+    of an ordinary run, so `gemm`, `dgrad` and `accumulate_bias_grad` are written out.
+    """
 
     @staticmethod
     def forward(
@@ -285,7 +287,7 @@ class _RowLinear(torch.autograd.Function):
             dy_axis = tp.axis if tp.sequence else ALONE
             left = WeightGrad(weight, own, x.detach(), dy_axis=dy_axis, overlap=tp.overlap)
             deferred.append(left)
-        if ctx.bias is not None:  # added behind the sum: its gradient is of this rank's part
+        if ctx.bias is not None:  # added behind the sum: under SP to this rank's part alone
             accumulate_bias_grad(own, ctx.bias.main_grad)
         return dx, None, None, None
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from megatron.config.workspace import HEAD_CHUNK_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from megatron.model.loss import Columns
+from megatron.model.loss import VocabularyShard
 from megatron.model.main_grad import accumulate_weight_grad
 from megatron.model.tensor_parallel import TensorParallel
 
@@ -47,7 +47,7 @@ def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: nn.Parameter, labels: Tensor, columns: Columns
+        ctx, x: Tensor, weight: nn.Parameter, labels: Tensor, columns: VocabularyShard
     ) -> tuple[Tensor, Tensor]:
         # Logits of a chunk live until they are reduced to three numbers a token; the numbers of all
         # chunks go in one all-gather.
@@ -90,7 +90,7 @@ def _whole(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: nn.Parameter, labels: Tensor, columns: Columns
+    x: Tensor, weight: nn.Parameter, labels: Tensor, columns: VocabularyShard
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy` of `column_linear(x, weight)`: (loss, log-sum-exp) per token [s, b] from x
     [s, b, h] (under SP this rank's s / size), this rank's rows of the weight [padded v / size, h],

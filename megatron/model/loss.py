@@ -23,9 +23,9 @@ def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Columns:
+class VocabularyShard:
     """The columns of the logits that this rank holds: how they are reduced to three numbers a
-    token, and turned into their gradient. By torch; TritonColumns by kernels/cross_entropy.py.
+    token, and turned into their gradient. By torch; its subclass takes kernels/cross_entropy.py.
 
     Logits are [n, padded v / size], labels [n] counted from this rank's first column.
     """
@@ -36,9 +36,9 @@ class Columns:
     tp: TensorParallel
 
     def reduce(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """[3, n]: a maximum, the sum of exponentials after it is subtracted, and the logit of the
-        label where it is here, else 0. Here the maximum is the log-sum-exp of this rank's columns,
-        and the sum is 1: log_softmax is one pass over a chunk in cache.
+        """[3, n]: (m, s, t), where m + log s is the log-sum-exp of this rank's columns, and t the
+        logit of the label where it is here, else 0. Here m is all of it and s is 1: log_softmax is
+        one pass over a chunk in cache. The kernel gives the maximum and the sum.
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
         parts = torch.zeros((3, *labels.shape), dtype=wide, device=logits.device)
@@ -108,7 +108,7 @@ class Columns:
         logits[:, self.count :] = 0  # padding
 
 
-class TritonColumns(Columns):
+class TritonVocabularyShard(VocabularyShard):
     """The same by our kernels, which read the logits once in either pass."""
 
     def reduce(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -126,18 +126,22 @@ def own_columns(
     softcap: float | None = None,
     tp: TensorParallel = NO_TP,
     backend: str = "torch",
-) -> Columns:
+) -> VocabularyShard:
     """The columns of this rank, of `width` on each. Vocabulary entries from vocab_size on are
     padding: no probability mass, no gradient.
     """
     first = tp.axis.rank * width
     columns = min(max(vocab_size - first, 0), width)
-    return (TritonColumns if backend == "triton" else Columns)(first, columns, softcap, tp)
+    return (TritonVocabularyShard if backend == "triton" else VocabularyShard)(
+        first, columns, softcap, tp
+    )
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, logits: Tensor, labels: Tensor, columns: VocabularyShard
+    ) -> tuple[Tensor, Tensor]:
         loss, lse = columns.combine(columns.reduce(logits, labels))
         ctx.logits, ctx.columns = logits, columns
         ctx.save_for_backward(lse, labels)
@@ -151,7 +155,9 @@ class _CrossEntropy(torch.autograd.Function):
         return logits, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, columns: VocabularyShard
+) -> tuple[Tensor, Tensor]:
     """(loss, log-sum-exp) per token [s, b] in fp32 (fp64 for fp64) from this rank's logits [s, b,
     padded v / size] and labels [s, b]. The backward pass overwrites the logits.
     """

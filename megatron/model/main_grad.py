@@ -1,10 +1,11 @@
-"""Everything that writes a parameter's `main_grad`.
+"""How backward functions of layers write a parameter's `main_grad`.
 
-Weight gradients never appear as `.grad`: each parameter carries main_grad, a view of its block's
-gradient buffer (fp32, or fp64 in a float64 run), and backward functions add into it. Where a
+Their gradients never appear as `.grad`: each parameter carries main_grad, a view of its block's
+gradient buffer (fp32, or fp64 in a float64 run), and the functions here add into it. Where a
 weight's attribute `overwrite_main_grad` is set, main_grad holds nothing to add to: the first wgrad
 overwrites it, which saves clearing and reading it (`accumulate_weight_grad`). All other parameters
-find zeros.
+find zeros. Embeddings and routers add to theirs themselves; what an ordinary module leaves in
+`.grad` is added by parallel/layer_passes.py.
 
 A backward pass that torch.compile compiles is a graph of tensors, fixed when the forward pass was
 traced. main_grad is not among them: it is opened after the forward pass, moves from step to step,

@@ -213,6 +213,7 @@ class MLP(nn.Module):
     of the flags.
     """
 
+    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"mlp": "inner", "mlp_act": "activate"}
 
     def __init__(

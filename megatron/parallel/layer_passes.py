@@ -1,4 +1,5 @@
-"""The passes of one layer: with graphs.py the only code that calls autograd.
+"""The passes of one layer. Next to graphs.py, and to the activation of experts, the only code that
+calls autograd.
 
 Each layer is a separate autograd graph, from a detached input to its output. A backward pass is
 whole, or in two parts: first the gradient of the input, later the gradients of the weights of

@@ -47,10 +47,10 @@ def test_loss_and_gradient(device, tokens, columns, width, dtype, softcap):
         logits.double(), labels, columns, softcap, dloss.double(), dlse.double()
     )
     torchs = logits.clone()  # PyTorch's own in this precision: the layer's other path
-    plain = layer.Columns(0, columns, softcap, NO_TP)
+    plain = layer.VocabularyShard(0, columns, softcap, NO_TP)
     torchs_lse = plain.combine(plain.reduce(logits, labels))[1]
     # as one of several ranks: from the log-sum-exp, as the kernel does
-    plain = layer.Columns(0, columns, softcap, TensorParallel(Axis("tp", 0, (0, 1))))
+    plain = layer.VocabularyShard(0, columns, softcap, TensorParallel(Axis("tp", 0, (0, 1))))
     plain.into_gradient(torchs, labels, torchs_lse, dloss, dlse)
     with canaries():
         top, exponentials, target = cross_entropy_parts(logits, labels, columns, softcap)

@@ -566,7 +566,7 @@ def _(original):
     "loss",
     "the gradient without the derivative of the cap of logits",
     "caps-zloss",
-    loss.Columns,
+    loss.VocabularyShard,
     "into_gradient",
 )
 def _(original):

@@ -264,6 +264,7 @@ class CoreAttention(nn.Module):
     projection where the backend reads that, -> [s, b, n d]. Each rank computes its heads.
     """
 
+    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"core_attn": "forward"}
 
     def __init__(self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel):
@@ -391,6 +392,7 @@ class Attention(nn.Module):
     its projections, and of them what the core reads.
     """
 
+    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"qkv": "project"}
     proj: RowLinear
 

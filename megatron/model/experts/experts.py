@@ -256,6 +256,7 @@ class Experts(nn.Module):
     matrix, and those that hold other experts.
     """
 
+    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"moe_act": "activate"}
 
     def __init__(

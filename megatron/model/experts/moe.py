@@ -94,6 +94,7 @@ def expert_tokens(index: int) -> str:
 class MoE(nn.Module):
     """x [s, b, h] of this rank -> [s, b, h], and in training sums alongside it."""
 
+    # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"moe": "through_experts"}
 
     def __init__(
