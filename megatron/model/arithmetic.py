@@ -33,11 +33,6 @@ from megatron.model.norm import norm_parameters
 from megatron.model.spec import ParameterSpec
 
 
-def head_widths(model: ModelConfig) -> tuple[int, int]:
-    """Total width of the query heads and of the key heads (which is that of the value heads)."""
-    return model.kv_channels * model.num_attention_heads, model.kv_channels * model.num_query_groups
-
-
 def padded_vocab_size(vocab_size: int, model: ModelConfig, tp: int = 1) -> int:
     """Rows of the embedding and head matrices: padded-vocab-size, or the vocabulary rounded up to
     make-vocab-size-divisible-by x tensor-parallel size.
@@ -176,11 +171,6 @@ def expert_elements(model: ModelConfig, index: int, experts: ExpertRanks) -> int
     return elements((spec for spec in layer if spec.group == "expert"), 1, experts)
 
 
-def core_flops(model: ModelConfig, seq: int) -> int:
-    """Floating-point operations a token of the causal half of attention, forward: (q + v) seq."""
-    return (head_widths(model)[0] + model.value_channels * model.num_attention_heads) * seq
-
-
 def _layer_flops(model: ModelConfig, index: int, seq: int) -> int:
     # Every element of a linear layer's weight is one multiply-add a token; of experts only the
     # chosen ones'.
@@ -188,7 +178,8 @@ def _layer_flops(model: ModelConfig, index: int, seq: int) -> int:
     experts = elements(spec for spec in linears if spec.group == "expert")
     matrices = elements(spec for spec in linears if spec.group != "expert")
     router = model.hidden_size * (model.num_experts or 0) if experts else 0
-    return 2 * (matrices + router + _of_chosen(model, experts)) + core_flops(model, seq)
+    core = (model.kv_channels + model.value_channels) * model.num_attention_heads * seq
+    return 2 * (matrices + router + _of_chosen(model, experts)) + core
 
 
 def flops_per_iteration(model: ModelConfig, batch: int, seq: int, vocab: int) -> float:

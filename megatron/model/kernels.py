@@ -256,14 +256,6 @@ def _wanted(config: Config, operator: str, device: torch.device) -> str:
     return wanted
 
 
-def grouped_gemm_on_gpu(config: Config) -> str:
-    """The implementation of experts' GEMMs that a GPU of CHECKED_ON takes: what the plan counts
-    launches of.
-    """
-    wanted = _wanted(config, "grouped-gemm", torch.device("cuda"))
-    return "triton" if wanted == "auto" else wanted
-
-
 # FLOPs of an expert's GEMM below which the host's call of it takes longer: on a GPU a launch of
 # 5 us at 500 TFLOP/s, on a CPU as measured (docs/performance.md)
 SMALL_GEMM = {"cuda": 2.5e9, "cpu": 4e6}

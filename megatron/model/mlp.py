@@ -199,15 +199,6 @@ def always_rebuilt(model: ModelConfig) -> frozenset[str]:
     return frozenset({"layernorm", "mlp"} if model.tiled_mlp > 1 else ())
 
 
-def saved_widths(model: ModelConfig) -> tuple[int, int]:
-    """Elements a token of what the MLP of this rank's `model` keeps: (fc1's output, fc2's
-    input).
-    """
-    f = model.ffn_hidden_size
-    # [gate; up] before the activation, one of them behind it
-    return (2 * f if model.activation in GATED else f), f
-
-
 class MLP(nn.Module):
     """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. `width`: f, by default that
     of the flags.

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 from megatron.tools._plan.layer_run import SPLIT, LayerRun, micro_batch_of
 from megatron.tools._plan.state import element_sizes
+from megatron.tools._plan.work import UnitWork
 
 from megatron.config.fp8 import layer_in_fp8
 from megatron.config.groups import (
@@ -66,6 +67,7 @@ class UnitBytes:
     # or their gradients come back, and while outputs come back
     dispatched: int = 0
     combined: int = 0
+    work: UnitWork | None = None  # of these passes
 
 
 class Shape:
@@ -76,6 +78,12 @@ class Shape:
         tp = distributed.tensor_model_parallel_size
         self.config, self.vocab_size, self.device = config, vocab_size, device
         self.of_units = unit_config(config)
+        self.of_dense = _without_experts(self.of_units)
+        self.of_ends = self.of_dense.with_fields(
+            "distributed",
+            cp_comm_type="allgather",
+            hierarchical_context_parallel_sizes=None,
+        )
         self.model = local_shape(config.model, tp)
         self.compute, self.wide = element_sizes(config.precision)
         samples, cp = config.training.micro_batch_size, distributed.context_parallel_size
@@ -83,6 +91,37 @@ class Shape:
         # bytes of the hidden states of all these tokens, and of those that this rank holds
         self.whole = self.tokens * self.model.hidden_size * self.compute
         self.hidden = self.whole // tp if distributed.sequence_parallel else self.whole
+
+    def like(self, index: int, *, final_norm: bool = True) -> int:
+        """The first layer whose passes take what those of layer `index` do, its final norm included
+        or not.
+        """
+        return (self.likes if final_norm else self.likes_inside)[index]
+
+    @cached_property
+    def likes(self) -> tuple[int, ...]:
+        return _layers_like(self.of_units, True)
+
+    @cached_property
+    def likes_inside(self) -> tuple[int, ...]:
+        return _layers_like(self.of_units, False)
+
+    def config_of(self, stage: Stage) -> Config:
+        """What the passes of a stage of one unit depend on."""
+        if not stage.layers:
+            return self.of_ends
+        experts = self.config.model.expert_layers()
+        return self.of_units if experts[stage.layers.start] else self.of_dense
+
+
+def _without_experts(config: Config) -> Config:
+    """That of units without experts, which those of other layers do not concern."""
+    if config.model.num_experts is None:
+        return config
+    config = config.with_fields("model", num_experts=None, moe_token_dispatcher_type="alltoall")
+    return config.with_fields(
+        "distributed", expert_model_parallel_size=1, expert_tensor_parallel_size=None
+    )
 
 
 def unit_config(config: Config) -> Config:
@@ -117,42 +156,44 @@ def unit_config(config: Config) -> Config:
 
 
 @lru_cache(maxsize=4096)
-def layer_like(config: Config, index: int) -> int:
-    """The first layer whose passes take what those of layer `index` do."""
+def _layers_like(config: Config, final_norm: bool) -> tuple[int, ...]:
+    """For each layer the first one whose passes take what its own do."""
     model, layers = config.model, config.model.num_layers
     records = layer_records(model)
     changes_input = model.hidden_dropout > 0 or model.position_embedding_type == "learned_absolute"
 
     def kind(index: int) -> Hashable:
         in_fp8 = layer_in_fp8(config.precision, index, layers)
-        return records[index]._replace(first=index == 0 and changes_input), in_fp8
+        first, last = index == 0 and changes_input, final_norm and index == layers - 1
+        return records[index]._replace(first=first, last=last), in_fp8
 
-    wanted = kind(index)
-    return next(each for each in range(layers) if kind(each) == wanted)
+    kinds = [kind(index) for index in range(layers)]
+    return tuple(map(kinds.index, kinds))
 
 
 @lru_cache(maxsize=64)
-def _run(config: Config, vocab_size: int, device: str, stage: Stage) -> LayerRun:
+def run_of(config: Config, vocab_size: int, device: str, stage: Stage) -> LayerRun:
+    """One unit on the meta device."""
     return LayerRun(config, vocab_size, device, stage)
 
 
-def layer_stage(shape: Shape, index: int) -> Stage:
+def layer_stage(shape: Shape, index: int, *, final_norm: bool = True) -> Stage:
     """A stage of one layer alone, one like this."""
-    like = layer_like(shape.of_units, index)
+    like = shape.like(index, final_norm=final_norm)
     return Stage(False, range(like, like + 1), False)
 
 
 def layer_bytes(shape: Shape, index: int, choice: LayerRecompute) -> UnitBytes:
     """One transformer layer."""
     stage = layer_stage(shape, index)
-    return _unit_bytes(shape.of_units, shape.vocab_size, shape.device, stage, choice)
+    return _unit_bytes(shape.config_of(stage), shape.vocab_size, shape.device, stage, choice)
 
 
 @cache
 def _unit_bytes(
     config: Config, vocab_size: int, device: str, stage: Stage, choice: LayerRecompute
 ) -> UnitBytes:
-    run = _run(config, vocab_size, device, stage)
+    run = run_of(config, vocab_size, device, stage)
     if not choice.whole:
         return _kept_unit(run, choice)
     graph = LayerRecompute(choice.modules)
@@ -168,16 +209,40 @@ def _unit_bytes(
     )
 
 
+def unit_work(shape: Shape, stage: Stage, choice: LayerRecompute = KEPT) -> UnitWork:
+    """What the passes of the one unit of a stage compute, move and send."""
+    of_unit = shape.config_of(stage), shape.vocab_size, shape.device, stage
+    if choice.whole:
+        return _whole_work(*of_unit, choice)
+    work = _unit_bytes(*of_unit, choice).work
+    assert work is not None
+    return work
+
+
+@cache
+def _whole_work(
+    config: Config, vocab_size: int, device: str, stage: Stage, choice: LayerRecompute
+) -> UnitWork:
+    run = run_of(config, vocab_size, device, stage)
+    forward = run.forward(choice).work
+    if not run.splits_backward:
+        return UnitWork(forward, run.backward(Kind.BACKWARD).work)
+    inputs = run.backward(Kind.BACKWARD_INPUT).work
+    return UnitWork(forward, inputs, run.backward(Kind.BACKWARD_WEIGHT).work)
+
+
 def _kept_unit(run: LayerRun, choice: LayerRecompute) -> UnitBytes:
     """A unit whose graph is kept from its forward to its backward pass."""
     forward = run.forward(choice)
     kept = forward.left
     backward = run.backward(Kind.BACKWARD)
+    work = UnitWork(forward.work, backward.work)
     first = second = None
     if run.splits_backward:
         run.forward(choice)
         first = run.backward(Kind.BACKWARD_INPUT)
         second = run.backward(Kind.BACKWARD_WEIGHT)
+        work = UnitWork(forward.work, first.work, second.work)
     there, back = forward.exchanges, backward.exchanges
     return UnitBytes(
         saved=kept - forward.logits,
@@ -191,6 +256,7 @@ def _kept_unit(run: LayerRun, choice: LayerRecompute) -> UnitBytes:
         # rows go there behind the numbers of rows, and their weights behind the rows
         dispatched=max(there[2], back[-1]) - kept if len(there) > 2 else 0,
         combined=there[-1] - kept if len(there) > 2 else 0,
+        work=work,
     )
 
 
@@ -198,8 +264,9 @@ def _kept_unit(run: LayerRun, choice: LayerRecompute) -> UnitBytes:
 def _saved_bytes(
     config: Config, vocab_size: int, device: str, stage: Stage, choice: LayerRecompute
 ) -> int:
-    passed = _run(config, vocab_size, device, stage).forward(choice)
-    return passed.left - passed.logits
+    if not choice.whole:  # which its time is known by, too
+        return _unit_bytes(config, vocab_size, device, stage, choice).saved
+    return run_of(config, vocab_size, device, stage).forward(choice).left
 
 
 @cache
@@ -211,7 +278,7 @@ def _leaving(
     choice: LayerRecompute,
     modules: frozenset[str],
 ) -> LeavingBytes:
-    run = _run(config, vocab_size, device, stage)
+    run = run_of(config, vocab_size, device, stage)
     sizes, *of_input = run.leaving(choice, modules)
     return LeavingBytes(tuple(sizes), *of_input)
 
@@ -225,11 +292,12 @@ def leaving_bytes(
     if choice.whole:  # of a group's layers the first one alone has inputs that leave
         choice = replace(choice, first=True)
     stage = layer_stage(shape, index)
-    return _leaving(shape.of_units, shape.vocab_size, shape.device, stage, choice, modules)
+    config = shape.config_of(stage)
+    return _leaving(config, shape.vocab_size, shape.device, stage, choice, modules)
 
 
 def _end(shape: Shape, stage: Stage) -> UnitBytes:
-    return _unit_bytes(shape.of_units, shape.vocab_size, shape.device, stage, KEPT)
+    return _unit_bytes(shape.config_of(stage), shape.vocab_size, shape.device, stage, KEPT)
 
 
 def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
@@ -240,7 +308,7 @@ def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
     kinds: dict[Hashable, UnitBytes] = {}
 
     def layer(index: int, choice: LayerRecompute, modules: frozenset[str]) -> UnitBytes:
-        kind = layer_like(shape.of_units, index), choice, modules
+        kind = shape.like(index), choice, modules
         if kind not in kinds:
             leaving = leaving_bytes(shape, index, choice, modules)
             kinds[kind] = replace(layer_bytes(shape, index, choice), leaving=leaving)
@@ -254,18 +322,20 @@ def unit_bytes(shape: Shape, stage: Stage) -> list[UnitBytes]:
 
 
 def kept_bytes(shape: Shape, stage: Stage) -> int:
-    """What a micro-batch keeps of a stage on the device, logits not: by forward passes alone."""
+    """What a micro-batch keeps of a stage on the device at least: logits and the final norm's input
+    are left out.
+    """
     training = shape.config.training
-    of_shape = shape.of_units, shape.vocab_size, shape.device
+    of_shape = shape.vocab_size, shape.device
     total = 0
     for is_there, end in (
         (stage.embedding, Stage(True, range(0), False)),
         (stage.head, Stage(False, range(0), True)),
     ):
-        total += _saved_bytes(*of_shape, end, KEPT) if is_there else 0
+        total += _saved_bytes(shape.config_of(end), *of_shape, end, KEPT) if is_there else 0
     counts = Counter(
         zip(
-            (layer_stage(shape, index) for index in stage.layers),
+            (layer_stage(shape, index, final_norm=False) for index in stage.layers),
             stage_recompute(training, stage.layers),
             stage_offload(training, shape.model, stage.layers),
             strict=True,
@@ -273,7 +343,7 @@ def kept_bytes(shape: Shape, stage: Stage) -> int:
     )
     for (like, choice, modules), count in counts.items():
         leaving = leaving_bytes(shape, like.layers[0], choice, modules)
-        own = _saved_bytes(*of_shape, like, choice)
+        own = _saved_bytes(shape.config_of(like), *of_shape, like, choice)
         total += count * (own - (leaving.total if leaving else 0))
     return total
 

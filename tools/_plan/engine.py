@@ -20,7 +20,7 @@ from megatron.tools._plan.activations import UnitBytes
 from megatron.tools._plan.silent import SilentGroup
 from torch import Tensor
 
-from megatron.distributed.groups import Groups
+from megatron.distributed.groups import Axis, Groups
 from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
 from megatron.parallel.blocks import Block
@@ -134,7 +134,7 @@ class CountedGroup(SilentGroup):
         super().__init__(gloo)
         self.ledger = ledger
 
-    def hold(self, what: str, result: Tensor, extra: int) -> Held:
+    def hold(self, what: str, axis: Axis, size: int, result: Tensor, extra: int) -> Held:
         held = Held(self.ledger, "scratch", extra)
         made = not self.ledger.knows(result)
         if made:

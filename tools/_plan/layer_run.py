@@ -1,5 +1,6 @@
-"""What a unit of the model keeps and takes, measured: the real layer runs its passes on tensors of
-the meta device, and the bytes of their storages are counted while it does.
+"""What a unit of the model keeps, takes and computes, measured: the real layer runs its passes on
+tensors of the meta device. The bytes of their storages are counted while it does, and the operators
+that it calls are logged (operation_log.py).
 
 The layer's code sees tensors of the device that is planned for (`PlannedDevice`), so that it takes
 the kernels of that device. Nothing is computed and nothing is sent. What an operator allocates
@@ -12,12 +13,14 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from megatron.kernels.lang import MEASURED
+from megatron.tools._plan.operation_log import OperationLog, PendingExchange
 from megatron.tools._plan.silent import SilentGroup
+from megatron.tools._plan.work import Work
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,11 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.groups import Config
-from megatron.distributed.groups import ALONE, Layout, build_groups
+from megatron.distributed.groups import ALONE, Axis, Layout, build_groups
 from megatron.model.block import MicroBatch
 from megatron.model.build import build_stages, hidden_shape
 from megatron.model.experts.router import OBJECTIVE
 from megatron.model.gpt import GPTModel
+from megatron.model.kernels import compute_dtype
 from megatron.model.recompute import LayerRecompute
 from megatron.model.stages import Stage
 from megatron.parallel.layer_passes import LayerPasses
@@ -47,15 +51,15 @@ class PlannedDevice(TorchFunctionMode):
     rank's tokens that an expert has, in place of what routing counts.
     """
 
-    def __init__(self, device: str, rows: float = 0.0):
+    def __init__(self, device: str, rows: float = 0.0, log: OperationLog | None = None):
         super().__init__()
-        self.device, self.rows = torch.device(device), rows
+        self.device, self.rows, self.log = torch.device(device), rows, log
         self.answers: dict[Any, Callable[..., Any]] = {
             _PROPERTIES.is_cuda.__get__: lambda _: self.device.type == "cuda",
             _PROPERTIES.device.__get__: lambda _: self.device,
             Tensor.tolist: self._counts,
             torch.nn.functional.scaled_dot_product_attention: self._fused_attention,
-            torch._grouped_mm: _grouped_gemm,
+            torch._grouped_mm: self._grouped_gemm,
         }
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -99,21 +103,44 @@ class PlannedDevice(TorchFunctionMode):
         efficient = _ATEN._scaled_dot_product_efficient_attention
         return efficient(q, k, v, mask, True, 0.0, is_causal, scale=scale)[0]
 
+    def _grouped_gemm(
+        self, rows: Tensor, matrices: Tensor, offs: Tensor, bias: None, out_dtype: None
+    ) -> Tensor:
+        """[N, i] times [E, i, o] -> [N, o]. torch's own meta kernel takes bf16 only."""
+        if self.log is not None:
+            self.log.launches += 1
+            self.log.grouped(rows, matrices.shape[2], matrices.shape[1], matrices.shape[0])
+        return rows.new_empty((rows.shape[0], matrices.shape[-1]))
 
-def _grouped_gemm(
-    rows: Tensor, matrices: Tensor, offs: Tensor, bias: None, out_dtype: None
-) -> Tensor:
-    """[N, i] times [E, i, o] -> [N, o]. torch's own meta kernel takes bf16 only."""
-    return rows.new_empty((rows.shape[0], matrices.shape[-1]))
+
+# in-place operators that change neither shape nor type
+IN_PLACE = {
+    *("add_", "addmm_", "baddbmm_", "copy_", "div_", "fill_", "index_add_", "index_put_"),
+    *("masked_fill_", "mul_", "square_", "sub_", "zero_"),
+}
+
+
+@cache
+def _written(function: Any) -> str | None:
+    """The argument that an operator only writes into: `self`, or the name of its output. torch's
+    meta kernels check shapes there, which takes longer than all else.
+    """
+    if function.namespace != "aten":
+        return None
+    outputs = [each.name for each in function._schema.arguments if each.is_out]
+    if len(outputs) == 1:
+        return outputs[0]
+    return "self" if function.overloadpacket.__name__ in IN_PLACE else None
 
 
 class LiveBytes(TorchDispatchMode):
     """Bytes of the storages of meta tensors that were made while it is open and are alive, without
-    those that were `given`.
+    those that were `given`. Operators that are called go to `log`.
     """
 
-    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+    def __init__(self, given: Iterable[Tensor] = (), log: OperationLog | None = None) -> None:
         super().__init__()
+        self.log = log
         self.given = storages_of(given)
         self.now = self.peak = 0
         # By identity of torch's storage, which lives as long as the memory: its bytes, and the
@@ -122,15 +149,21 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         fake = MEASURED.get(function.name()) if function.namespace == "megatron" else None
-        if fake is None:
+        if (written := _written(function)) is not None:
+            out = args[0] if written == "self" else (kwargs or {})[written]
+        elif fake is None:
             out = function(*args, **(kwargs or {}))
         else:
             super().__enter__()
+            log, self.log = self.log, None
             try:
                 out = fake(*args, **(kwargs or {}))
             finally:
+                self.log = log
                 super().__exit__(None, None, None)
         with torch._C.DisableTorchFunction():
+            if self.log is not None:
+                self.log.operator(function, args, kwargs or {}, out)
             for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
                 if isinstance(tensor, Tensor):
                     self._see(tensor)
@@ -162,14 +195,16 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _Room:
-    """Bytes that are counted as long as this object lives."""
+    """Bytes that are counted as long as this object lives, which is until an exchange ends."""
 
-    def __init__(self, live: LiveBytes, size: int):
-        self.live, self.size = live, size
+    def __init__(self, live: LiveBytes, size: int, pending: PendingExchange | None):
+        self.live, self.size, self.pending = live, size, pending
         live.add(size)
 
     def __del__(self) -> None:
         self.live.add(-self.size)
+        if self.pending is not None:
+            self.pending.end()
 
 
 class MeasuredGroup(SilentGroup):
@@ -181,21 +216,23 @@ class MeasuredGroup(SilentGroup):
         super().__init__(gloo)
         self.exchanges: list[int] = []
 
-    def hold(self, what: str, result: Tensor, extra: int) -> _Room:
+    def hold(self, what: str, axis: Axis, size: int, result: Tensor, extra: int) -> _Room:
         if what == "all-to-all":
             self.exchanges.append(self.live.now)
-        return _Room(self.live, extra)
+        log = self.live.log
+        return _Room(self.live, extra, log and log.exchange(what, axis.name, size))
 
 
 class PassBytes(NamedTuple):
-    """Of one pass: what it leaves, its peak, and what was alive at each all-to-all. Weights, the
-    micro-batch and the gradient of the output are not counted.
+    """Of one pass: what it leaves, its peak, and what was alive at each all-to-all; and its work.
+    Weights, the micro-batch and the gradient of the output are not counted in bytes.
     """
 
     left: int
     peak: int
     exchanges: tuple[int, ...]
     logits: int  # of what it leaves
+    work: Work
 
 
 class LayerRun:
@@ -206,13 +243,16 @@ class LayerRun:
     def __init__(self, config: Config, vocab_size: int, device: str, stage: Stage):
         self.config = config
         group = MeasuredGroup(device != "cuda")
-        self.mode = PlannedDevice(device, _rows_of_expert(config))
+        self.log = OperationLog(
+            hidden_shape(config), config.data.seq_length, compute_dtype(config.precision)
+        )
+        self.mode = PlannedDevice(device, _rows_of_expert(config), self.log)
         self.model = _on_meta(config, vocab_size, device, stage, group)
         ((_, self.layer),) = self.model.chunks[0]
         weights: list[Any] = [*self.model.parameters()]
         self.micro, self.inputs = micro_batch_of(config, device)
         given = [*weights, *(each.main_grad for each in weights), *tensors_of(self.micro)]
-        self.live = group.live = LiveBytes(given)
+        self.live = group.live = LiveBytes(given, self.log)
         self.group = group
         shape = hidden_shape(config)
         self.hidden = math.prod(shape) * self.model.dtype.itemsize
@@ -294,6 +334,7 @@ class LayerRun:
 
     def _begin(self) -> None:
         self.live.peak, self.group.exchanges = self.live.now, []
+        self.log.clear()
 
     def _measured(self, output: int) -> PassBytes:
         """Of the pass that has ended; `output`: bytes of the gradient of its output."""
@@ -305,6 +346,7 @@ class LayerRun:
             0
             if head is None
             else self.live.of_matrix(self.micro.labels.numel(), head.weight.shape[0]),
+            self.log.work(),
         )
 
 

@@ -16,14 +16,19 @@ class Program:
     `generation`: of its FlashAttention; None: the one that a backend of this program has.
     `launches`: how much of the host a kernel takes, in parts of ours. `whole_logits`: every
     tensor-parallel rank gathers the logits and computes the loss over the whole vocabulary with
-    torch's operators. `gathered_inputs`: under sequence parallelism, projections keep the gathered
-    hidden states. `activated_gate`: SwiGLU keeps its activated gate. `normed`: norms keep what they
-    multiply by their weight.
+    torch's operators. `fused_softmax`: attention keeps its scores, of which one kernel computes
+    scale, mask and softmax. `transformer_engine`: tensor-parallel collectives are cut into chunks
+    alongside GEMMs, and a tensor is quantised in one pass that writes it twice, as it is and
+    transposed. `gathered_inputs`: under sequence parallelism, projections keep the
+    gathered hidden states. `activated_gate`: SwiGLU keeps its activated gate. `normed`: norms keep
+    what they multiply by their weight.
     """
 
     generation: int | None = None
     launches: float = 1.0
     whole_logits: bool = False
+    fused_softmax: bool = False
+    transformer_engine: bool = False
     gathered_inputs: bool = False
     activated_gate: bool = False
     normed: bool = False

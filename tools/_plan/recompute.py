@@ -27,14 +27,12 @@ from megatron.tools._plan.advice import Machine
 from megatron.tools._plan.engine import Ledger
 from megatron.tools._plan.memory import PlannedSteps
 from megatron.tools._plan.operations import Operations
-from megatron.tools._plan.stages import flops_again
+from megatron.tools._plan.work import Work
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.recompute import FULL, NONE
-from megatron.model.arithmetic import head_widths
-from megatron.model.mlp import always_rebuilt, saved_widths
-from megatron.model.recompute import KEPT, LayerRecompute, choice_of
+from megatron.model.recompute import KEPT, choice_of
 
 OPTIONS = (
     NONE,
@@ -53,7 +51,7 @@ MOST_CANDIDATES = 20_000
 FIELDS = [
     field.name
     for field in dataclasses.fields(UnitBytes)
-    if field.name not in ("head", "rebuilt", "keeps_input", "leaving")
+    if field.name not in ("head", "rebuilt", "keeps_input", "leaving", "work")
 ]
 
 
@@ -143,44 +141,23 @@ def words_of_layer(shape: Shape, layer: int, what: str) -> str:
 
 
 def seconds_again(shape: Shape, what: str, layer: int = 0) -> float:
-    """Of what a layer's backward pass computes again of one micro-batch: its FLOPs, and what passes
-    between the device and its memory; with experts also between ranks.
+    """Of what a layer's backward pass recomputes of one micro-batch: its FLOPs, bytes between the
+    device and its memory, and bytes between ranks.
     """
-    machine, choice, tokens = Machine(), choice_of(words_of_layer(shape, layer, what)), shape.tokens
-    if shape.config.model.expert_layers()[layer]:
-        return _seconds_with_experts(shape, choice, layer)
-    q, k = head_widths(shape.model)
-    inner, activated = (tokens * shape.compute * width for width in saved_widths(shape.model))
-    heads = tokens * shape.compute * (q + 2 * k)
-    moved = {
-        "layernorm": 4 * shape.hidden,
-        "mlp_act": inner + activated,
-        "mlp": shape.whole + 2 * inner + activated,
-        "qkv": shape.whole + 3 * heads,
-        "core_attn": heads + tokens * shape.compute * q,
-    }
-    modules = moved.keys() - {"mlp_act"} if choice.whole else choice.modules
-    if "mlp" in always_rebuilt(shape.model):
-        modules = modules | {"mlp"}
-    size = sum(moved[module] for module in modules)
-    flops = tokens * flops_again(shape.model, shape.config.data.seq_length, choice)
-    return flops / (machine.peak_tflops * 1e12 * machine.mfu) + size / MEMORY_BANDWIDTH
+    machine, operations = Machine(), Operations(shape.config, shape.vocab_size, device=shape.device)
+    kept, again = (
+        operations.layer(layer, choice).backward
+        for choice in (KEPT, choice_of(words_of_layer(shape, layer, what)))
+    )
 
+    def more(size: Callable[[Work], float]) -> float:
+        return size(again) - size(kept)
 
-def _seconds_with_experts(shape: Shape, choice: LayerRecompute, layer: int) -> float:
-    """By the difference between a backward pass with and without it, as plan/step.py counts."""
-    machine, operations = Machine(), Operations(shape.config, shape.vocab_size)
-    seconds = []
-    for each in (KEPT, choice):
-        work = operations.layer(layer, each).backward_input
-        moved = sum(work.streams) + work.hidden
-        sent = sum(exchange.size for exchange in work.exchanges)
-        seconds.append(
-            work.flops / (machine.peak_tflops * 1e12 * machine.mfu)
-            + moved / MEMORY_BANDWIDTH
-            + sent / (machine.bandwidth * 1e9)
-        )
-    return seconds[1] - seconds[0]
+    return (
+        more(lambda work: work.flops) / (machine.peak_tflops * 1e12 * machine.mfu)
+        + more(lambda work: sum(work.streams) + work.hidden) / MEMORY_BANDWIDTH
+        + more(lambda work: sum(each.size for each in work.exchanges)) / (machine.bandwidth * 1e9)
+    )
 
 
 def worthwhile(shape: Shape) -> list[str]:
@@ -278,11 +255,10 @@ def _seconds_of(
     shape: Shape, numbers: Sequence[int], options: Sequence[str], chosen: np.ndarray
 ) -> np.ndarray:
     """What each candidate adds to a micro-batch [candidates], of layers with these numbers."""
-    has_experts = shape.config.model.expert_layers()
-    of_kind: dict[bool, np.ndarray] = {}
+    of_kind: dict[int, np.ndarray] = {}
     seconds = np.zeros(len(chosen))
     for column, layer in enumerate(numbers):
-        kind = has_experts[layer]
+        kind = shape.like(layer, final_norm=False)
         if kind not in of_kind:
             of_kind[kind] = np.array([seconds_again(shape, what, layer) for what in options])
         seconds += of_kind[kind][chosen[:, column]]

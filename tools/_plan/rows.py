@@ -36,13 +36,13 @@ class Publisher:
     balanced_stages: bool = False
 
 
-FLASH_3 = Program(generation=3)
+TRANSFORMER_ENGINE = Program(generation=3, transformer_engine=True)
 # by the beginning of a row's `source`; the longest that fits counts
 SOURCES = {
     # TransformerEngine with cuDNN's attention; tensor-parallel collectives alongside products
-    "NVIDIA/": Publisher(("--grad-reduce-in-bf16", "--cp-comm-type", "p2p"), FLASH_3),
-    "NVIDIA-NeMo/": Publisher(("--grad-reduce-in-bf16",), FLASH_3),
-    "megatron-lm": Publisher(("--grad-reduce-in-bf16",), FLASH_3),
+    "NVIDIA/": Publisher(("--grad-reduce-in-bf16", "--cp-comm-type", "p2p"), TRANSFORMER_ENGINE),
+    "NVIDIA-NeMo/": Publisher(("--grad-reduce-in-bf16",), TRANSFORMER_ENGINE),
+    "megatron-lm": Publisher(("--grad-reduce-in-bf16",), TRANSFORMER_ENGINE),
     # Megatron-DeepSpeed of 2022: nothing overlaps; kernels that are not fused, and the state of
     # random generators that is saved around each recomputed layer
     "VIA-Research/vTrain": Publisher(
@@ -135,6 +135,8 @@ def source_of(row: Row) -> Publisher:
 def program_of(row: Row) -> Program:
     """The program that ran a row, with the kernels that the row names."""
     program = source_of(row).program
+    if "attention not fused" in (row.get("note") or ""):
+        program = replace(program, fused_softmax=True)
     unfused = "unfused RMSNorm" in (row.get("kernels") or "")
     return replace(program, normed=True) if unfused else program
 

@@ -32,28 +32,33 @@ class SilentGroup(Backend):
     def __init__(self, gloo: bool):
         self.gloo = gloo
 
-    def hold(self, what: str, result: Tensor, extra: int) -> Any:
-        """Called for each operation, which takes `extra` bytes in addition to its input and result;
-        the return value is kept until the operation is waited for.
+    def hold(self, what: str, axis: Axis, size: int, result: Tensor, extra: int) -> Any:
+        """Called for each operation on a tensor of `size` bytes in all, which takes `extra` bytes
+        in addition to its input and result; the return value is kept until the operation is waited
+        for.
         """
 
-    def _start(self, what: str, result: Tensor, extra: int = 0) -> SilentWork:
-        return SilentWork(result, self.hold(what, result, extra))
+    def _start(
+        self, what: str, axis: Axis, size: int, result: Tensor, extra: int = 0
+    ) -> SilentWork:
+        return SilentWork(result, self.hold(what, axis, size, result, extra))
 
     def all_reduce(self, x: Tensor, axis: Axis, op: Any) -> SilentWork:
-        return self._start("all-reduce", x)
+        return self._start("all-reduce", axis, x.nbytes, x)
 
     def all_gather(self, x: Tensor, axis: Axis, out: Tensor | None) -> SilentWork:
         out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if out is None else out
-        return self._start("all-gather", out)
+        return self._start("all-gather", axis, axis.size * x.nbytes, out)
 
     def all_to_all_rows(
         self, x: Tensor, send: list[int], receive: list[int], axis: Axis
     ) -> SilentWork:
-        return self._start("all-to-all", x.new_empty((sum(receive), *x.shape[1:])))
+        received = x.new_empty((sum(receive), *x.shape[1:]))
+        return self._start("all-to-all", axis, x.nbytes, received)
 
     def ring_hop(self, x: Tensor, axis: Axis) -> SilentWork:
-        return self._start("message", torch.empty_like(x, memory_format=torch.contiguous_format))
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return self._start("message", axis, x.nbytes, received)
 
     def reduce_scatter(
         self, x: Tensor, axis: Axis, out: Tensor | None, reduce_dtype: torch.dtype, workspace: int
@@ -61,13 +66,13 @@ class SilentGroup(Backend):
         own = own_part(x, axis)
         out = torch.empty_like(own, memory_format=torch.contiguous_format) if out is None else out
         extra = self._bytes_in_flight(own.numel(), axis.size, x.dtype, reduce_dtype, workspace)
-        return self._start("reduce-scatter", out, extra)
+        return self._start("reduce-scatter", axis, x.numel() * reduce_dtype.itemsize, out, extra)
 
     def isend(self, x: Tensor, to: int, axis: Axis, tag: int) -> SilentWork:
-        return self._start("message", x)
+        return self._start("message", axis, x.nbytes, x)
 
     def irecv(self, x: Tensor, source: int, axis: Axis, tag: int) -> SilentWork:
-        return self._start("message", x)
+        return self._start("message", axis, x.nbytes, x)
 
     def _bytes_in_flight(
         self,

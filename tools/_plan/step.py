@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
-from megatron.tools._plan.activations import Shape, leaving_bytes
+from megatron.tools._plan.activations import leaving_bytes
 from megatron.tools._plan.hardware import Hardware, Pricing, Seconds
 from megatron.tools._plan.memory import stage_expert_parameters, stage_parameters
 from megatron.tools._plan.operations import Operations
 from megatron.tools._plan.program import OURS, Program
 from megatron.tools._plan.simulate import Costs, simulate
 from megatron.tools._plan.state import expert_shard_size, precisions, shard_size
-from megatron.tools._plan.work import Exchange, Product, UnitWork, Work
+from megatron.tools._plan.work import Exchange, UnitWork, Work
 
 from megatron.config.derive import attention_ranks, data_parallel_size, expert_ranks, replica_count
 from megatron.config.groups import Config
-from megatron.distributed.groups import layout_of
-from megatron.model.arithmetic import flops_per_iteration, padded_vocab_size
+from megatron.distributed.groups import Layout, layout_of
+from megatron.model.arithmetic import (
+    elements,
+    expert_elements,
+    flops_per_iteration,
+    padded_vocab_size,
+)
+from megatron.model.block import layer_parameters
 from megatron.model.offload import stage_offload
 from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
@@ -34,10 +41,9 @@ StageSeconds = tuple[Seconds, ...]  # of the three passes of a stage
 
 
 class LayerKind(NamedTuple):
-    """Layers that do the same."""
+    """Layers that do the same as layer `like`."""
 
-    fp8: bool
-    experts: bool
+    like: int
     choice: LayerRecompute
     modules: frozenset[str]  # whose inputs go to the host
 
@@ -54,34 +60,38 @@ def group_shapes(config: Config, world_size: int, node_size: int) -> dict[str, t
     node.
     """
     layout = layout_of(config, world_size)
-
-    def line(**sizes: int) -> list[int]:
-        ranks = [0]
-        for axis, size in sizes.items():
-            step = layout.rank({name: int(name == axis) for name in layout.order})
-            ranks = [rank + step * index for rank in ranks for index in range(size)]
-        return ranks
-
-    heads, ring = attention_ranks(config.distributed)
+    line = partial(_line, layout)
+    heads, _ = attention_ranks(config.distributed)
     shard = shard_size(config, world_size)
+    whole, context = {"tp": layout.tp, "cp": layout.cp}, line(cp=layout.cp)
     replicas = sorted(line(cp=layout.cp, dp=layout.dp))
     lines = {
         "tp": line(tp=layout.tp),
-        "cp": line(cp=layout.cp),
+        "cp": context,
+        "tp_cp": line(**whole),
         "cp_heads": line(cp=heads),
-        "cp_ring": line(cp=layout.cp)[::heads],
+        "cp_ring": context[::heads],
         "replicas": replicas,
         "shard": replicas[:shard],
         "replicate": replicas[::shard],
         "pp": line(pp=min(2, layout.pp)),
         "tied": [0, line(pp=layout.pp)[-1]],
-        **_expert_lines(line(tp=layout.tp, cp=layout.cp, dp=layout.dp), config, world_size),
+        **_expert_lines(line(**whole, dp=layout.dp), config, world_size),
     }
     shapes = {
         axis: (len(ranks), len({rank // node_size for rank in ranks}))
         for axis, ranks in lines.items()
     }
     return {**shapes, "node": (min(world_size, node_size), 1)}
+
+
+def _line(layout: Layout, **sizes: int) -> list[int]:
+    """The ranks that differ from rank 0 along these axes alone."""
+    ranks = [0]
+    for axis, size in sizes.items():
+        step = layout.rank({name: int(name == axis) for name in layout.order})
+        ranks = [rank + step * index for rank in ranks for index in range(size)]
+    return ranks
 
 
 def _expert_lines(stage: list[int], config: Config, world_size: int) -> dict[str, list[int]]:
@@ -131,10 +141,11 @@ class StepModel:
         vocab_size: int,
         world_size: int,
         program: Program = OURS,
+        device: str = "cuda",
     ):
         self.config, self.vocab_size, self.world_size = config, vocab_size, world_size
         distributed, training = config.distributed, config.training
-        self.operations = Operations(config, vocab_size, program)
+        self.operations = Operations(config, vocab_size, program, device)
         padded = padded_vocab_size(vocab_size, config.model, distributed.tensor_model_parallel_size)
         self.stages = pipeline_stages(config, padded)
         ranks = data_parallel_size(config, world_size)
@@ -187,17 +198,12 @@ class StepModel:
         return [self._stage_units(stage) for stage in self.stages]
 
     def _stage_units(self, stage: Stage) -> list[tuple[UnitWork, int]]:
-        counts: dict[LayerKind, int] = {}
-        example: dict[LayerKind, int] = {}
-        for index, kind in self._kinds(stage):
-            counts[kind] = counts.get(kind, 0) + 1
-            example[kind] = index
         found = []
-        for kind, count in counts.items():
+        for kind, count in Counter(self._kinds(stage)).items():
             if kind not in self._layers:
-                layer = self.operations.layer(example[kind], kind.choice)
-                layer = self._with_zero(layer, self._layer_parameters(kind.experts))
-                self._layers[kind] = self._with_host_copies(layer, example[kind], kind)
+                layer = self.operations.layer(kind.like, kind.choice)
+                layer = self._with_zero(layer, self._layer_parameters(kind.like))
+                self._layers[kind] = self._with_host_copies(layer, kind)
             found.append((self._layers[kind], count))
         if stage.embedding:
             found.append((self.operations.embedding(), 1))
@@ -206,38 +212,32 @@ class StepModel:
             found.append((self._with_zero(self.operations.head(), matrix), 1))
         return found
 
-    def _kinds(self, stage: Stage) -> Iterator[tuple[int, LayerKind]]:
-        """(number, kind) of each layer of a stage."""
-        training, operations = self.config.training, self.operations
+    def _kinds(self, stage: Stage) -> Iterator[LayerKind]:
+        """That of each layer of a stage."""
+        training = self.config.training
         choices = stage_recompute(training, stage.layers)
         going = stage_offload(training, self.config.model, stage.layers)
         for index, choice, modules in zip(stage.layers, choices, going, strict=True):
-            fp8, experts = operations.is_fp8(index), operations.has_experts(index)
-            yield index, LayerKind(fp8, experts, _within_its_group(choice), modules)
+            yield LayerKind(self.operations.like(index), _within_its_group(choice), modules)
 
-    def _with_host_copies(self, layer: UnitWork, index: int, kind: LayerKind) -> UnitWork:
+    def _with_host_copies(self, layer: UnitWork, kind: LayerKind) -> UnitWork:
         """With what goes to the host in a forward pass and comes back in a backward pass, alongside
         the layers that run at the same time.
         """
         if not kind.modules:
             return layer
-        shape = Shape(self.config, self.vocab_size)
-        leaving = leaving_bytes(shape, index, kind.choice, kind.modules)
+        leaving = leaving_bytes(self.operations.shape, kind.like, kind.choice, kind.modules)
         copy = Work(exchanges=(Exchange("copy", "host", leaving.total if leaving else 0, "pass"),))
         return dataclasses.replace(
             layer, forward=layer.forward + copy, backward_input=layer.backward_input + copy
         )
 
-    def _layer_parameters(self, has_experts: bool) -> RankParameters:
+    def _layer_parameters(self, index: int) -> RankParameters:
         """Of a layer on a rank."""
-        linears, experts = self.operations.linears(False), self.operations.of_experts
-        if not has_experts or experts is None:
-            return RankParameters(_elements(linears.values()) + 2 * self.operations.hidden)
-        attention = _elements(each for name, each in linears.items() if not name.startswith("fc"))
-        shared = _elements((experts.router(), *experts.shared_expert()))
-        each = _elements(experts.experts()) / experts.here
-        dense = attention + shared + 2 * self.operations.hidden
-        return RankParameters(dense, each * experts.count / experts.ep)
+        model, ranks = self.config.model, expert_ranks(self.config)
+        total = elements(layer_parameters(model, index).values(), self.operations.tp, ranks)
+        of_experts = expert_elements(model, index, ranks)
+        return RankParameters(total - of_experts, of_experts)
 
     @property
     def gathers(self) -> bool:
@@ -485,11 +485,6 @@ class FastestStep(StepModel):
 def _within_its_group(choice: LayerRecompute) -> LayerRecompute:
     """What is computed again, wherever in a group the layer is."""
     return dataclasses.replace(choice, first=False, last=False)
-
-
-def _elements(products: Iterable[Product]) -> float:
-    """Of the weights of these products."""
-    return sum(each.n * each.k * each.count for each in products)
 
 
 def _doublings(nodes: int) -> float:

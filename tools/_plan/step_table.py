@@ -58,7 +58,7 @@ class Estimate:
 
 def estimate(memory: MemoryPlan, hardware: Hardware) -> Estimate:
     """Time and memory of a resolved run on a device."""
-    model = StepModel(memory.config, memory.vocab_size, memory.world_size)
+    model = StepModel(memory.config, memory.vocab_size, memory.world_size, device=memory.device)
     peak = memory.fullest.total / 2**30
     return Estimate(
         hardware,

@@ -71,13 +71,18 @@ def _balance(plan: MemoryPlan, found: Estimate) -> Iterator[str]:
         config = resolve(even, plan.world_size, plan.vocab_size).config
     except UserError:
         return
-    time = StepModel(config, plan.vocab_size, plan.world_size).time(found.hardware)
+    time = _step(plan, config).time(found.hardware)
     gain = 1 - time.seconds / found.time.seconds
     if gain > 0.02:
         yield (
             "--pipeline-model-parallel-layout auto, which makes stages of equal cost, makes a step "
             f"{gain:.0%} faster"
         )
+
+
+def _step(plan: MemoryPlan, config: Config) -> StepModel:
+    """The steps of another configuration of the same run."""
+    return StepModel(config, plan.vocab_size, plan.world_size, device=plan.device)
 
 
 def _widths(config: Config) -> Iterator[str]:
@@ -102,7 +107,7 @@ def _memory_left(plan: MemoryPlan, found: Estimate) -> Iterator[str]:
     if training.recompute_granularity == "full":
         without = plan.with_recompute(None)
         if judge(without.fullest.total / 2**30, memory) == "fits":
-            seconds = StepModel(without.config, plan.vocab_size, plan.world_size)
+            seconds = _step(plan, without.config)
             gain = 1 - seconds.time(found.hardware).seconds / found.time.seconds
             yield (
                 f"without --recompute-granularity full a step needs "
@@ -111,7 +116,7 @@ def _memory_left(plan: MemoryPlan, found: Estimate) -> Iterator[str]:
     larger = _larger_micro_batch(plan)
     if larger is None:
         return
-    time = StepModel(larger.config, plan.vocab_size, plan.world_size).time(found.hardware)
+    time = _step(plan, larger.config).time(found.hardware)
     gain = 1 - time.seconds / found.time.seconds
     if gain > 0.01 and judge(larger.fullest.total / 2**30, memory) == "fits":
         yield (
@@ -192,7 +197,7 @@ def _with_flag(
         config = resolve(asked, plan.world_size, plan.vocab_size).config
     except UserError:
         return ""
-    time = StepModel(config, plan.vocab_size, plan.world_size).time(found.hardware)
+    time = _step(plan, config).time(found.hardware)
     gain = 1 - time.seconds / found.time.seconds
     if gain < 0.01:
         return ""

@@ -1,11 +1,11 @@
 """What passes do, in sizes: products, attention, bytes that are moved and sent.
 
-plan/operations.py and plan/expert_operations.py make them of the flags, plan/hardware.py prices
-them.
+plan/operation_log.py logs them as a layer runs, plan/hardware.py prices them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -50,8 +50,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Work:
-    """What one pass does. `streams`: bytes that kernels bound by memory read and write; `hidden`:
-    the least that norms, residual sums and dropout of the hidden states can.
+    """What one pass does. `streams`: bytes that memory-bound kernels read and write; `hidden`:
+    those of kernels over the residual stream (norms, residual sums, dropout).
     """
 
     products: tuple[Product, ...] = ()
@@ -84,3 +84,14 @@ class UnitWork:
     forward: Work
     backward_input: Work
     backward_weight: Work = Work()
+
+    def changed(self, change: Callable[[Work], Work]) -> UnitWork:
+        """The same with another work of each pass."""
+        return UnitWork(
+            change(self.forward), change(self.backward_input), change(self.backward_weight)
+        )
+
+    @property
+    def backward(self) -> Work:
+        """Of the whole backward pass."""
+        return self.backward_input + self.backward_weight

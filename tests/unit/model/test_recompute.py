@@ -10,7 +10,6 @@ from collections import Counter
 
 import pytest
 import torch
-from megatron.tools._plan.stages import flops_again
 from test_split_units import (
     CONFIGS,
     VOCAB,
@@ -25,6 +24,7 @@ from test_split_units import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
+from unit.recomputed_flops import flops_again
 from unit.storages import Storages, no_collector
 
 from megatron.model.recompute import KEPT, WHOLE, LayerRecompute, stage_recompute

@@ -7,7 +7,6 @@ import functools
 
 import pytest
 import torch
-from megatron.tools._plan.stages import flops_again
 from test_recompute import Products
 from test_split_units import (
     CONFIGS,
@@ -24,6 +23,7 @@ from test_split_units import (
     whole,
 )
 from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
+from unit.recomputed_flops import flops_again
 from unit.storages import Storages, no_collector
 
 from megatron.config.derive import GATED

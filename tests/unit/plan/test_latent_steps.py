@@ -12,9 +12,9 @@ from megatron.tools._plan.hardware import Hardware, load_hardware
 from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.rows import read_rows
 from megatron.tools._plan.search import Search, layouts
-from megatron.tools._plan.stages import flops_again
 from megatron.tools._plan.step import StepModel
 from megatron.tools._plan.validate import predict_row
+from unit.recomputed_flops import flops_again
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
@@ -69,7 +69,7 @@ def test_products_are_those_of_the_model(flags):
         assert layer.forward.flops == pytest.approx(counted[index] * TOKENS)
         core = sum(each.flops for each in layer.forward.cores)
         assert core == 2 * 2 * HEADS * KEY * TOKENS / 2 * TOKENS
-        back = layer.backward_input.flops + layer.backward_weight.flops
+        back = layer.backward.flops
         assert back == pytest.approx(2 * counted[index] * TOKENS + core / 2)
         whole = model.operations.layer(index, WHOLE).backward_input
         assert whole.flops == pytest.approx(layer.backward_input.flops + layer.forward.flops)
@@ -88,12 +88,12 @@ def test_scores_in_memory_have_both_widths():
     core = 2 * HEADS * (KEY + VALUE) * TOKENS * TOKENS
     linear = sum(each.flops for each in fused.products)
     assert plain.forward.flops == pytest.approx(linear + core)
-    assert plain.backward_input.flops == pytest.approx(linear + 2 * core)
+    assert plain.backward.flops == pytest.approx(2 * (linear + core))
 
 
 @pytest.mark.parametrize("what, products", [("mla_up_proj", UP), ("qkv", UP + DOWN)])
 def test_what_is_recomputed_of_latent_attention(what, products):
-    """By the operations, and by the FLOPs that the pipeline's banner reckons with."""
+    """By the operations of a real pass, and by hand."""
     model = step()
     kept, again = (
         model.operations.layer(1, choice).backward_input for choice in (KEPT, choice_of(what))

@@ -63,7 +63,7 @@ def test_a_layer_computes_what_the_arithmetic_counts():
     counted = unit_flops(run.config.model, 4096, 0)[1] * run.operations.tokens
     assert layer.forward.flops == pytest.approx(counted)
     core = sum(each.flops for each in layer.forward.cores)
-    back = layer.backward_input.flops + layer.backward_weight.flops
+    back = layer.backward.flops
     assert back == pytest.approx(2 * counted + core / 2)
     whole = run.operations.layer(0, WHOLE)
     assert whole.backward_input.flops == pytest.approx(layer.backward_input.flops + counted)
