@@ -44,7 +44,7 @@ def layer_patterns(run: RunView) -> Faults:
         ("--no-rope-freq", rotary_layers),
     ):
         try:
-            layers(run)
+            layers(run.config.model)
         except UserError as problem:
             yield f"{flag} {problem}"
 
