@@ -183,11 +183,36 @@ def _tokenizer_files(data: DataConfig, folder: Path, described: dict[str, Any]) 
         for extra in ("tokenizer_config.json", "special_tokens_map.json"):
             if source.with_name(extra).is_file() and source.name == name:
                 shutil.copyfile(source.with_name(extra), folder / extra)
+        if name == "tokenizer.model" and not (folder / "tokenizer_config.json").exists():
+            described_tokenizer = _sentencepiece_config(source, tokenizer.eod)
+            text = json.dumps(described_tokenizer, indent=2) + "\n"
+            (folder / "tokenizer_config.json").write_text(text)
     return (
         []
         if given
         else [f"note: {tokenizer.name} has no file that Hugging Face reads; none was copied"]
     )
+
+
+def _sentencepiece_config(path: Path, eod: int) -> dict[str, Any]:
+    """What transformers must know to encode as the model in this file does; without it, it takes
+    the tokenizer class of the model type.
+    """
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ids = {"bos_token": model.bos_id(), "unk_token": model.unk_id(), "eos_token": eod}
+    # Some models put a space before every text; transformers then puts none before a text that
+    # begins with one.
+    prefix = model.encode("a", out_type=str)[0].startswith("\u2581")
+    return {
+        "tokenizer_class": "LlamaTokenizer",
+        "legacy": False,
+        "add_prefix_space": prefix,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        **{name: model.id_to_piece(token) for name, token in ids.items() if token >= 0},
+    }
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,39 @@ def test_tokenizer_files_go_along(tmp_path):
     assert not (tmp_path / "second" / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+def test_transformers_encodes_as_the_sentencepiece_model_of_an_export(tmp_path, prefix):
+    """AutoTokenizer would take GPT-2's tokenizer for a folder of model type gpt2. Texts that begin
+    with a space differ where the model puts another before them.
+    """
+    sentencepiece = pytest.importorskip("sentencepiece")
+    lines = Path(__file__).read_text().splitlines()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(tmp_path / "spm"),
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix,
+        minloglevel=2,
+    )
+    data = DataConfig(
+        tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "spm.model")
+    )
+    described = {"model_type": "gpt2"}
+    assert convert_checkpoint._tokenizer_files(data, tmp_path, described) == []
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
+    texts = [text for text in lines[:200] if not (prefix and text.startswith(" "))]
+    assert len(texts) > 50
+    for text in ("def test", "two  spaces\nand \u00fc", *texts):
+        assert theirs(text)["input_ids"] == ours.encode(text), text
+    assert theirs.eos_token_id == ours.eos_id() == described["eos_token_id"]
+
+
 def test_refusals(tmp_path, capsys):
     save_run(tmp_path / "run", "llama")
     (tmp_path / "full").mkdir()
