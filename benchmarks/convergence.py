@@ -53,8 +53,8 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.data.loader import FileReader, build_data
 from megatron.data.tokenizer import build_tokenizer
-from megatron.model.block import embedding_spec, layer_parameters
 from megatron.model.init import fill_initial
+from megatron.model.layer import embedding_spec, layer_parameters
 from megatron.model.spec import whole
 from megatron.observe.tracking import read_metrics
 

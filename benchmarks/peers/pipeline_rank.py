@@ -45,9 +45,9 @@ from megatron.distributed.setup import (
     make_groups,
     read_launch,
 )  # noqa: E402
-from megatron.model.block import Layer, MicroBatch  # noqa: E402
 from megatron.model.gpt import GPTModel  # noqa: E402
 from megatron.model.init import fill_initial  # noqa: E402
+from megatron.model.layer import Layer, MicroBatch  # noqa: E402
 from megatron.model.stages import Stage  # noqa: E402
 from megatron.parallel.blocks import build_blocks  # noqa: E402
 from megatron.parallel.layer_passes import LayerPasses  # noqa: E402

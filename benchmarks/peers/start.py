@@ -15,8 +15,8 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.groups import ModelConfig
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
-from megatron.model.block import embedding_spec, head_spec, layer_parameters
 from megatron.model.init import fill_initial
+from megatron.model.layer import embedding_spec, head_spec, layer_parameters
 from megatron.model.spec import TensorSpec, whole
 
 

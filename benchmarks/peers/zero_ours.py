@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from turns import Turns  # noqa: E402
 
 import pretrain_gpt  # noqa: E402
-from megatron.model.block import HeadBlock  # noqa: E402
 from megatron.model.gpt import GPTModel  # noqa: E402
+from megatron.model.layer import HeadLayer  # noqa: E402
 from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
 from megatron.training import loop, step  # noqa: E402
 
@@ -54,7 +54,7 @@ class Watched:
         return self.micro_batch(model, *batch, **settings)
 
     def on_backward(self, passes, kind, layer, *arguments):
-        if isinstance(layer, HeadBlock):  # the first of a micro-batch
+        if isinstance(layer, HeadLayer):  # the first of a micro-batch
             self.turns.begin_backward()
         return self.backward(passes, kind, layer, *arguments)
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import pretrain_gpt
 from megatron.config.groups import ModelConfig
-from megatron.model.block import LayerBlock, MicroBatch
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import MicroBatch, TransformerLayer
 from megatron.model.spec import declare_grad_sum, parts_under
 from megatron.model.tensor_parallel import TensorParallel
 
@@ -29,7 +29,7 @@ class Adapter(nn.Module):
         return self.up(F.gelu(self.down(self.norm(x))))
 
 
-class AdaptedLayer(LayerBlock):
+class AdaptedLayer(TransformerLayer):
     """The transformer layer, and an adapter that is added to its output."""
 
     def __init__(

@@ -20,14 +20,14 @@ from megatron.config.batch_schedule import batch_steps
 from megatron.config.derive import ExpertRanks
 from megatron.config.groups import Config, ModelConfig
 from megatron.model.attention.latent_attention import parameters_of_attention
-from megatron.model.block import (
+from megatron.model.experts.moe import moe_parameters
+from megatron.model.layer import (
     distinct_layers,
     embedding_spec,
     head_spec,
     layer_parameters,
     representative_layer,
 )
-from megatron.model.experts.moe import moe_parameters
 from megatron.model.mlp import mlp_parameters
 from megatron.model.norm import norm_parameters
 from megatron.model.spec import ParameterSpec

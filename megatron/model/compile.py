@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from megatron.config.errors import UserError
 from megatron.kernels.activation import apply_function
 from megatron.kernels.lang import operator
-from megatron.model.block import LayerBlock
 from megatron.model.dropout import Dropout
+from megatron.model.layer import TransformerLayer
 from megatron.model.linear import DEFERRED, Linear, _ColumnLinear, _Linear, _RowLinear
 from megatron.model.mlp import MLP
 from megatron.model.tensor_parallel import TensorParallel
@@ -39,7 +39,7 @@ def compile_layers(model: nn.Module, device: torch.device) -> None:
     """
     _find_compiler(device)
     torch._dynamo.reset()  # graphs of another model in this process would count, too
-    layers = [layer for layer in model.modules() if isinstance(layer, LayerBlock)]
+    layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
     kinds = {layer.record for layer in layers}
     torch._dynamo.config.recompile_limit = max(GRAPHS, MODES * len(kinds))
     for layer in layers:
@@ -64,7 +64,7 @@ def _find_compiler(device: torch.device) -> None:
         ) from error
 
 
-def _prepare(layer: LayerBlock, device: torch.device) -> None:
+def _prepare(layer: TransformerLayer, device: torch.device) -> None:
     """Give a layer's modules their traceable functions. What differs from layer to layer, or exists
     once a rank, is kept where a graph does not take it for a constant.
     """

@@ -18,17 +18,17 @@ from megatron.config.layers import windows_of
 from megatron.model.attention.attention import mask_of, steps_of
 from megatron.model.attention.context_parallel import NO_CP, ContextParallel, Places
 from megatron.model.attention.rotary import RotaryTables
-from megatron.model.block import (
-    EmbeddingBlock,
-    HeadBlock,
+from megatron.model.dropout import DropoutState
+from megatron.model.experts.moe import NO_EP, ExpertParallel, MoE, expert_tokens
+from megatron.model.layer import (
+    EmbeddingLayer,
+    HeadLayer,
     Layer,
-    LayerBlock,
     MicroBatch,
     ScalarSpec,
     Seen,
+    TransformerLayer,
 )
-from megatron.model.dropout import DropoutState
-from megatron.model.experts.moe import NO_EP, ExpertParallel, MoE, expert_tokens
 from megatron.model.offload import stage_offload
 from megatron.model.recompute import stage_recompute
 from megatron.model.spec import ParameterSpec, spec_of
@@ -42,7 +42,7 @@ def layer_names(config: ModelConfig) -> list[str]:
 
 
 def scalars_of(
-    layer_class: type[LayerBlock], config: ModelConfig, sequence: bool
+    layer_class: type[TransformerLayer], config: ModelConfig, sequence: bool
 ) -> tuple[ScalarSpec, ...]:
     """What the layers of a whole model return alongside their output."""
     # Layers that return a number of the same name share its sum.
@@ -60,7 +60,7 @@ class GPTModel(nn.Module):
     """
 
     # of all transformer layers; a program with another one sets it before it starts a run
-    layer_class: type[LayerBlock] = LayerBlock
+    layer_class: type[TransformerLayer] = TransformerLayer
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class GPTModel(nn.Module):
         # Embedding and head exist on ranks that hold their stage.
         stages = whole(config) if stages is None else stages
         self.embedding = (
-            EmbeddingBlock(config, vocab_size, padded_vocab, tp)
+            EmbeddingLayer(config, vocab_size, padded_vocab, tp)
             if any(stage.embedding for stage in stages)
             else None
         )
@@ -101,7 +101,7 @@ class GPTModel(nn.Module):
             else self.embedding.word.weight
         )
         self.head = (
-            HeadBlock(config, vocab_size, padded_vocab, tied, tp)
+            HeadLayer(config, vocab_size, padded_vocab, tied, tp)
             if any(stage.head for stage in stages)
             else None
         )

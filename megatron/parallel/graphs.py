@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.config.errors import UserError
-from megatron.model.block import Layer, LayerBlock, MicroBatch, WithScalars
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import Layer, MicroBatch, TransformerLayer, WithScalars
 from megatron.parallel.layer_passes import (
     LayerPasses,
     LostGradientError,
@@ -266,7 +266,7 @@ def are_overwritten(weights: Sequence[Tensor]) -> bool:
 
 def is_captured(layer: Layer) -> bool:
     """Whether all that a layer trains lies between its input and its output."""
-    return isinstance(layer, LayerBlock) and layer.position is None
+    return isinstance(layer, TransformerLayer) and layer.position is None
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

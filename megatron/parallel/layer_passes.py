@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.distributed.collectives import all_gather
 from megatron.distributed.groups import ALONE, Axis
-from megatron.model.block import Layer, MicroBatch, WithScalars
+from megatron.model.layer import Layer, MicroBatch, WithScalars
 from megatron.model.linear import DeferredWgrad, add_weight_grads, deferring_weight_grads
 from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.schedule import Kind

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megatron.config.offload import LAYER_INPUT
 from megatron.distributed.groups import ALONE, Axis
-from megatron.model.block import Layer, MicroBatch
+from megatron.model.layer import Layer, MicroBatch
 from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.graphs import tensors_of
 from megatron.parallel.layer_passes import Inputs, LayerPasses, Pass

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron.distributed.groups import Groups
 from megatron.distributed.ranges import trace_range
-from megatron.model.block import Layer, MicroBatch
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import Layer, MicroBatch
 from megatron.parallel.layer_passes import Call, LayerPasses, Pass
 from megatron.parallel.messages import StageMessages
 from megatron.parallel.recording import Recording

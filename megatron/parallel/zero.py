@@ -35,8 +35,8 @@ from megatron.distributed.collectives import (
     start_reduce_scatter,
 )
 from megatron.distributed.groups import Groups
-from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import Layer
 from megatron.parallel.blocks import Block
 from megatron.parallel.grad_norm import sum_of_squares
 from megatron.parallel.layer_passes import Pass

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from megatron.config.groups import DistributedConfig
 from megatron.distributed.groups import Groups
-from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import Layer
 from megatron.parallel.blocks import Block
 from megatron.parallel.layer_passes import Pass
 from megatron.parallel.schedule import Kind

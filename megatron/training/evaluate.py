@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.data.loader import Source
 from megatron.distributed.collectives import all_gather, all_reduce
 from megatron.kernels import philox
-from megatron.model.block import HeadBlock, MicroBatch
+from megatron.model.layer import HeadLayer, MicroBatch
 from megatron.model.linear import column_linear
 from megatron.training.passes import run_micro_batches
 from megatron.training.run import Run
@@ -123,7 +123,7 @@ def _next_token(run: Run, source: Source, window: np.ndarray, position: int, uni
     drawn = torch.zeros(1, dtype=torch.float64, device=run.device)
 
     def look(head: nn.Module, arguments: tuple[Tensor, MicroBatch]) -> None:
-        assert isinstance(head, HeadBlock)
+        assert isinstance(head, HeadLayer)
         logits, held = _logits_at(head, *arguments, position)
         if held and run.groups.dp.rank == run.groups.tp.rank == 0:
             # deterministic mode has no cumulative sum of floating-point numbers on a GPU
@@ -139,7 +139,7 @@ def _next_token(run: Run, source: Source, window: np.ndarray, position: int, uni
     return int(all_reduce(drawn, run.groups.world).item())
 
 
-def _logits_at(head: HeadBlock, x: Tensor, micro: MicroBatch, position: int) -> tuple[Tensor, bool]:
+def _logits_at(head: HeadLayer, x: Tensor, micro: MicroBatch, position: int) -> tuple[Tensor, bool]:
     """(logits [v] of the first sample at a position, whether this context-parallel rank holds it).
 
     x [s, b, h]: the head's input at this rank's positions. All tensor-parallel ranks of the last

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.config.layers import widest_window
 from megatron.data.loader import Batch, Source
 from megatron.model.attention.context_parallel import ContextParallel, places_of_ranks
-from megatron.model.block import MicroBatch
+from megatron.model.layer import MicroBatch
 from megatron.parallel.recording import Recording
 from megatron.parallel.schedule import Schedule, build_schedule, forward_only
 from megatron.training.run import Run

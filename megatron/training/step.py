@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.peers import waiting
 from megatron.model.arithmetic import global_batch_size_at
-from megatron.model.block import ScalarSpec
+from megatron.model.layer import ScalarSpec
 from megatron.optimizer.lr_schedule import LearningRates
 from megatron.parallel.recording import Recording
 from megatron.training.host_copy import AsyncHostCopy, to_device

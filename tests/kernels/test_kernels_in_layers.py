@@ -10,9 +10,9 @@ from unit.model.made import norm as norm_layer
 
 from megatron.config.groups import ModelConfig
 from megatron.model import compile
-from megatron.model.block import LayerBlock
 from megatron.model.compile import compile_layers
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import TransformerLayer
 from megatron.model.norm import AddNorm
 
 pytestmark = pytest.mark.table(traits=each_value)
@@ -61,7 +61,7 @@ def run(config, index, dtype, device, backend, training=True, compiled=False):
         dtype=dtype,
         seed=3,
     )
-    layer: LayerBlock = model.layers[str(index)].to_empty(device=device).to(dtype)
+    layer: TransformerLayer = model.layers[str(index)].to_empty(device=device).to(dtype)
     if compiled:
         compile_layers(model, torch.device(device))
     generator = torch.Generator().manual_seed(0)

@@ -15,13 +15,13 @@ from oracle.mutants import Make, also, mutant
 from torch import Tensor, nn
 
 from megatron.data.loader import Source
-from megatron.model import block, dropout, embedding, gpt, linear, loss, mlp, norm
+from megatron.model import dropout, embedding, gpt, layer, linear, loss, mlp, norm
 from megatron.model.attention import attention, rotary
 from megatron.model.attention.attention import SelfAttention
 from megatron.model.attention.rotary import RotaryTables
-from megatron.model.block import HeadBlock, LayerBlock
 from megatron.model.dropout import Dropout
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import HeadLayer, TransformerLayer
 from megatron.model.norm import AddNorm, Norm
 from megatron.optimizer.optimizer import Optimizer
 
@@ -87,7 +87,7 @@ def _(self, y, stream):
     return y, y
 
 
-@mutant("norm", "no final norm", "llama", LayerBlock, "__init__")
+@mutant("norm", "no final norm", "llama", TransformerLayer, "__init__")
 def _(original):
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)
@@ -428,7 +428,7 @@ def _(original):
     return lambda self, x, residual, state: self.hidden(x + residual, state)
 
 
-@mutant("dropout", "no dropout behind the embedding", "gpt-dropout", LayerBlock, "__init__")
+@mutant("dropout", "no dropout behind the embedding", "gpt-dropout", TransformerLayer, "__init__")
 def _(original):
     def init(self, *args, **kwargs):
         original(self, *args, **kwargs)
@@ -549,13 +549,13 @@ def _usual_deviation(original):
 
 mutant("model", "init-method-std ignored", "llama", attention, "normal")(_usual_deviation)
 also(mlp, "normal")(_usual_deviation)
-also(block, "normal")(_usual_deviation)
+also(layer, "normal")(_usual_deviation)
 
 
 # ---- loss
 
 
-@mutant("loss", "the cap of logits ignored", "caps-zloss", block, "cross_entropy")
+@mutant("loss", "the cap of logits ignored", "caps-zloss", layer, "cross_entropy")
 def _(original):
     return lambda logits, labels, columns: original(
         logits, labels, dataclasses.replace(columns, softcap=None)
@@ -580,7 +580,7 @@ def _(original):
     return into_gradient
 
 
-@mutant("loss", "padded vocabulary takes probability", "llama", block, "cross_entropy")
+@mutant("loss", "padded vocabulary takes probability", "llama", layer, "cross_entropy")
 def _(original):
     return lambda logits, labels, columns: original(
         logits, labels, dataclasses.replace(columns, count=logits.shape[-1])
@@ -588,7 +588,7 @@ def _(original):
 
 
 @mutant(
-    "loss", "z-loss without its factor of two in the gradient", "caps-zloss", HeadBlock, "__init__"
+    "loss", "z-loss without its factor of two in the gradient", "caps-zloss", HeadLayer, "__init__"
 )
 def _(original):
     def init(self, config, *args):
@@ -597,7 +597,7 @@ def _(original):
     return init
 
 
-@mutant("loss", "z-loss in the reported loss", "caps-zloss", HeadBlock, "forward")
+@mutant("loss", "z-loss in the reported loss", "caps-zloss", HeadLayer, "forward")
 def _(original):
     def forward(self, x, micro):
         objective, _ = original(self, x, micro)
@@ -613,13 +613,13 @@ def head(
     z_mask: bool = True,
     own_mean: bool = False,
 ) -> Make:
-    """HeadBlock.forward that ignores the loss mask, or divides by a micro-batch's own tokens."""
+    """HeadLayer.forward that ignores the loss mask, or divides by a micro-batch's own tokens."""
 
     def make(original):
         def forward(self, x, micro):
             c = self.config
-            logits = block.column_linear(x, self.weight, None, self.tp)
-            found, lse = block.cross_entropy(logits, micro.labels, self.columns)
+            logits = layer.column_linear(x, self.weight, None, self.tp)
+            found, lse = layer.cross_entropy(logits, micro.labels, self.columns)
             mask = micro.loss_mask.to(found.dtype)
             everything = torch.ones_like(mask)
             reported = (found.detach() * (mask if reported_mask else everything)).sum()
@@ -638,16 +638,16 @@ def head(
     return make
 
 
-mutant("loss", "the loss mask ignored in the gradient", "documents", HeadBlock, "forward")(
+mutant("loss", "the loss mask ignored in the gradient", "documents", HeadLayer, "forward")(
     head(objective_mask=False)
 )
-mutant("loss", "the loss mask ignored in the reported loss", "documents", HeadBlock, "forward")(
+mutant("loss", "the loss mask ignored in the reported loss", "documents", HeadLayer, "forward")(
     head(reported_mask=False)
 )
-mutant("loss", "the loss mask ignored by the z-loss", "mixed-0", HeadBlock, "forward")(
+mutant("loss", "the loss mask ignored by the z-loss", "mixed-0", HeadLayer, "forward")(
     head(z_mask=False)
 )
-mutant("loss", "gradients of means of micro-batches", "documents", HeadBlock, "forward")(
+mutant("loss", "gradients of means of micro-batches", "documents", HeadLayer, "forward")(
     head(own_mean=True)
 )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.data import blend, loader, token_stream
 from megatron.data.loader import MockReader, Source
-from megatron.model import block as model_block
+from megatron.model import layer as model_layer
 from megatron.model.spec import ParameterSpec
 from megatron.observe import metrics
 from megatron.optimizer import lr_schedule, optimizer, update
@@ -567,7 +567,7 @@ def with_rate(spec: ParameterSpec, decoupled: bool) -> ParameterSpec:
     "schedule",
     "learned positions at the rate of the word embedding",
     "decoupled-tied",
-    model_block,
+    model_layer,
     "layer_parameters",
 )
 def _(original):
@@ -581,7 +581,7 @@ def _(original):
     "schedule",
     "an untied head at the rate of all else",
     "decoupled-untied-resume",
-    model_block,
+    model_layer,
     "head_spec",
 )
 def _(original):

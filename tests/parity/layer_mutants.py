@@ -11,14 +11,14 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron.config.layers import LayerRecord
-from megatron.model import block
+from megatron.model import layer
 
 Patch = contextlib.AbstractContextManager
 
 
 def _on_the_last_rank(change: Callable[[list[LayerRecord]], list[LayerRecord]]) -> Patch:
     """Other records on the last rank; which layers are the first and the last stays."""
-    real = block.layer_records
+    real = layer.layer_records
 
     def layer_records(model):
         records = real(model)
@@ -30,7 +30,7 @@ def _on_the_last_rank(change: Callable[[list[LayerRecord]], list[LayerRecord]]) 
             for each, own in zip(changed, records, strict=True)
         )
 
-    return mock.patch.object(block, "layer_records", layer_records)
+    return mock.patch.object(layer, "layer_records", layer_records)
 
 
 def windows_by_number_in_stage() -> Patch:

@@ -20,7 +20,7 @@ from parity.worker import run_case
 from torch.distributed import distributed_c10d
 
 from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
-from megatron.model.block import LayerBlock
+from megatron.model.layer import TransformerLayer
 from megatron.parallel.layer_passes import LayerPasses
 
 # Functions of distributed/collectives.py that send and receive, and what they are.
@@ -105,7 +105,7 @@ class Ledger:
     @contextlib.contextmanager
     def open(self) -> Iterator[Ledger]:
         isend, all_reduce, all_gather = dist.isend, dist.all_reduce, dist.all_gather
-        forward, backward = LayerBlock.forward, LayerPasses._differentiate
+        forward, backward = TransformerLayer.forward, LayerPasses._differentiate
 
         def noted_isend(tensor, dst=None, group=None, tag=0, **kwargs):
             self._note(tensor, group, 1.0, dst, tag)
@@ -130,7 +130,7 @@ class Ledger:
                 return forward(layer, *args)
 
         def layer_backward(passes, layer, *args):
-            with self.during("backward" if isinstance(layer, LayerBlock) else self.phase):
+            with self.during("backward" if isinstance(layer, TransformerLayer) else self.phase):
                 return backward(passes, layer, *args)
 
         with contextlib.ExitStack() as stack:
@@ -149,7 +149,7 @@ class Ledger:
                 "send",
             ):
                 stack.enter_context(mock.patch.object(dist, name, refused))
-            stack.enter_context(mock.patch.object(LayerBlock, "forward", layer_forward))
+            stack.enter_context(mock.patch.object(TransformerLayer, "forward", layer_forward))
             stack.enter_context(mock.patch.object(LayerPasses, "_differentiate", layer_backward))
             yield self
 

@@ -50,14 +50,14 @@ def unsummed(name: str, file: str, old: str, new: str, *rows: str) -> Mutant:
 MUTANTS = (
     unsummed(
         "layer norms",
-        f"{MODEL}/block.py",
+        f"{MODEL}/layer.py",
         "logical, parts_under(sequence))",
         """logical, () if logical.endswith("input_norm") else parts_under(sequence))""",
         "fp64-llama-tp2-sp-serial",
     ),
     unsummed(
         "the final norm",
-        f"{MODEL}/block.py",
+        f"{MODEL}/layer.py",
         "logical, parts_under(sequence))",
         """logical, () if logical == "final_norm" else parts_under(sequence))""",
         "fp64-llama-tp2-sp-serial",
@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     unsummed(
         "positions",
-        f"{MODEL}/block.py",
+        f"{MODEL}/layer.py",
         """"embedding", copies="tp",
                                                             grad_sum=parts_under(sequence)""",
         """"embedding", copies="tp", grad_sum=()""",
@@ -321,7 +321,7 @@ MUTANTS = (
     ),
     Mutant(
         "the final norm in the layer before",
-        f"{MODEL}/block.py",
+        f"{MODEL}/layer.py",
         "if record.last:",
         "if index == config.num_layers - 2:",
         ("fp64-m5-pp2-1f1b",),

@@ -22,9 +22,9 @@ from unit.parallel.recorded import RecordedGraph
 
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
-from megatron.model import block as model_block
 from megatron.model import compile, fp8, linear_cross_entropy
-from megatron.model.block import LayerBlock, WithScalars
+from megatron.model import layer as model_layer
+from megatron.model.layer import TransformerLayer, WithScalars
 from megatron.model.linear import WeightGrad, add_weight_grads
 from megatron.model.mlp import MLP
 from megatron.model.spec import Multipliers, ParameterSpec
@@ -233,9 +233,9 @@ def overflow() -> Iterator[None]:
     """Gradients overflow in some samples: each in the layer of its number, counted round, on the
     last tensor-parallel rank alone.
     """
-    original, numbers = LayerBlock.forward, {}
+    original, numbers = TransformerLayer.forward, {}
 
-    def forward(self: LayerBlock, x: Tensor, micro) -> Tensor:
+    def forward(self: TransformerLayer, x: Tensor, micro) -> Tensor:
         y, *sums = original(self, x, micro), None
         if isinstance(y, WithScalars):
             y, *sums = y
@@ -263,7 +263,7 @@ def overflow() -> Iterator[None]:
         return train(run)
 
     with (
-        mock.patch.object(LayerBlock, "forward", forward),
+        mock.patch.object(TransformerLayer, "forward", forward),
         mock.patch.object(pretrain, "train", remember),
     ):
         yield
@@ -315,14 +315,14 @@ def copy_at_the_base_rate() -> contextlib.AbstractContextManager:
     """The head's copy of a tied matrix, on another stage than the embedding, does not declare that
     it takes the rate of --decoupled-lr.
     """
-    original = model_block.head_spec
+    original = model_layer.head_spec
 
     def undeclared(*args) -> ParameterSpec:
         spec = original(*args)
         (tensor,) = spec.tensors
         return replace(spec, tensors=(replace(tensor, multipliers=Multipliers()),))
 
-    return mock.patch.object(model_block, "head_spec", undeclared)
+    return mock.patch.object(model_layer, "head_spec", undeclared)
 
 
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {

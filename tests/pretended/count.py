@@ -147,16 +147,20 @@ def parts_of_a_step(launches: Launches) -> Iterator[None]:
 @contextlib.contextmanager
 def one_more(fault: bool) -> Iterator[None]:
     """With a fault: one more operator at the end of each layer's forward pass."""
-    from megatron.model.block import LayerBlock
+    from megatron.model.layer import TransformerLayer
 
-    forward = LayerBlock.forward
+    forward = TransformerLayer.forward
 
     def faulty(self: Any, x: torch.Tensor, micro: Any) -> torch.Tensor:
         y = forward(self, x, micro)
         y.detach() + 1
         return y
 
-    with mock.patch.object(LayerBlock, "forward", faulty) if fault else contextlib.nullcontext():
+    with (
+        mock.patch.object(TransformerLayer, "forward", faulty)
+        if fault
+        else contextlib.nullcontext()
+    ):
         yield
 
 

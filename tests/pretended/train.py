@@ -238,19 +238,19 @@ FAULTS: dict[str, Callable[[torch.Tensor], None]] = {
 @contextlib.contextmanager
 def with_fault(fault: str) -> Iterator[None]:
     """A fault at the end of each layer's forward pass; nothing without a name."""
-    from megatron.model.block import LayerBlock
+    from megatron.model.layer import TransformerLayer
 
     if not fault:
         yield
         return
-    forward = LayerBlock.forward
+    forward = TransformerLayer.forward
 
-    def faulty(self: LayerBlock, x: torch.Tensor, micro: Any) -> torch.Tensor:
+    def faulty(self: TransformerLayer, x: torch.Tensor, micro: Any) -> torch.Tensor:
         y = forward(self, x, micro)
         FAULTS[fault](y)
         return y
 
-    with mock.patch.object(LayerBlock, "forward", faulty):
+    with mock.patch.object(TransformerLayer, "forward", faulty):
         yield
 
 

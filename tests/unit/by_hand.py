@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.groups import TrainingConfig
-from megatron.model.block import MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
+from megatron.model.layer import MicroBatch
 from megatron.parallel.blocks import Block, build_blocks
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import Weights

@@ -21,8 +21,8 @@ from megatron.tools._plan.silent import SilentGroup
 from torch import Tensor
 
 from megatron.distributed.groups import Axis, Groups
-from megatron.model.block import Layer
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import Layer
 from megatron.parallel.blocks import Block
 from megatron.parallel.offload import HostPool, Key, Pass, Route
 from megatron.parallel.pairs import PairedPipeline

@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_leaves
 from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.groups import Config
 from megatron.distributed.groups import ALONE, Axis, Layout, build_groups
-from megatron.model.block import MicroBatch
 from megatron.model.build import build_stages, hidden_shape
 from megatron.model.experts.router import OBJECTIVE
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
+from megatron.model.layer import MicroBatch
 from megatron.model.recompute import LayerRecompute
 from megatron.model.stages import Stage
 from megatron.parallel.layer_passes import LayerPasses

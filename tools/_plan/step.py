@@ -27,7 +27,7 @@ from megatron.model.arithmetic import (
     flops_per_iteration,
     padded_vocab_size,
 )
-from megatron.model.block import layer_parameters
+from megatron.model.layer import layer_parameters
 from megatron.model.offload import stage_offload
 from megatron.model.recompute import LayerRecompute, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages

@@ -10,9 +10,9 @@ from torch._dynamo.utils import counters
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.model import compile
-from megatron.model.block import LayerBlock, MicroBatch
 from megatron.model.dropout import Dropout
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import MicroBatch, TransformerLayer
 from pretrain_gpt import main
 
 S, B, H = 32, 2, 64
@@ -81,7 +81,7 @@ def micro_batch(model: GPTModel) -> MicroBatch:
 def kept_bytes(config: ModelConfig, dtype: torch.dtype, compiled: bool) -> int:
     """What a middle layer keeps for its backward pass, but for its input, tables and weights."""
     model = GPTModel(config, vocab_size=16, padded_vocab=16, dtype=dtype, seed=3)
-    layer: LayerBlock = model.layers["1"].to_empty(device="cpu").to(dtype)
+    layer: TransformerLayer = model.layers["1"].to_empty(device="cpu").to(dtype)
     if compiled:
         compile.compile_layers(model, torch.device("cpu"))
     micro = micro_batch(model)
@@ -137,7 +137,7 @@ def test_an_ordinary_module_in_a_layer_is_compiled_and_trained(monkeypatch):
     for compiled in (False, True):
         torch.manual_seed(0)
         model = GPTModel(LLAMA, vocab_size=16, padded_vocab=16, dtype=torch.float32, seed=3)
-        layer: LayerBlock = model.layers["1"].to_empty(device="cpu")
+        layer: TransformerLayer = model.layers["1"].to_empty(device="cpu")
         layer.mlp = Plain()
         for parameter in layer.parameters():
             parameter.data.normal_(std=0.1)

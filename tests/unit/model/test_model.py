@@ -9,9 +9,9 @@ import torch
 from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, backward, filled, forward
 
 from megatron.config.groups import ModelConfig
-from megatron.model.block import EmbeddingBlock, HeadBlock, LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
+from megatron.model.layer import EmbeddingLayer, HeadLayer, TransformerLayer
 from megatron.model.spec import Box, Init, TensorSpec
 from megatron.parallel.layer_passes import Inputs, LayerPasses
 from megatron.parallel.pipeline import loss_gradient
@@ -72,7 +72,7 @@ def test_layers_are_run_in_order_and_share_no_graph(monkeypatch):
     out, saved = forward(model, batch(model), passes)
     assert not out.requires_grad
     backward(model, saved, loss_gradient(out, 1.0), passes)
-    order = [EmbeddingBlock, LayerBlock, LayerBlock, LayerBlock, HeadBlock]
+    order = [EmbeddingLayer, TransformerLayer, TransformerLayer, TransformerLayer, HeadLayer]
     assert calls == [("forward", layer) for layer in order] + [
         ("backward", layer) for layer in reversed(order)
     ]

@@ -21,9 +21,9 @@ from unit.storages import Storages, no_collector, of
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout, build_groups
-from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
+from megatron.model.layer import TransformerLayer
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
 from megatron.parallel.layer_passes import LayerPasses
@@ -211,11 +211,11 @@ def test_what_belongs_to_which_part():
 
 def test_recomputing_is_done_once(monkeypatch):
     model, passes, calls = build(CONFIGS["gpt"], how="recompute"), LayerPasses(), []
-    run = LayerBlock.forward
+    run = TransformerLayer.forward
     monkeypatch.setattr(
-        LayerBlock, "forward", lambda unit, *args: calls.append(unit) or run(unit, *args)
+        TransformerLayer, "forward", lambda unit, *args: calls.append(unit) or run(unit, *args)
     )
-    (_, unit), *_ = (each for each in model.units() if isinstance(each[1], LayerBlock))
+    (_, unit), *_ = (each for each in model.units() if isinstance(each[1], TransformerLayer))
     x = torch.randn(S, B, H, dtype=torch.float64)
     y, saved = passes.forward(unit, x, micro_batch(model))
     assert len(calls) == 1
@@ -236,7 +236,7 @@ def check_what_stays(name, tp, how="plain"):
     s = S // tp.size if tp.sequence else S
     draw = torch.Generator().manual_seed(1)
     for layer_name, unit in model.units():
-        if not isinstance(unit, LayerBlock):
+        if not isinstance(unit, TransformerLayer):
             continue
         with Storages() as storages:
             x, dy = (torch.randn(s, B, H, dtype=torch.float64, generator=draw) for _ in range(2))

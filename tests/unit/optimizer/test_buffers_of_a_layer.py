@@ -16,9 +16,9 @@ from torch import Tensor
 from megatron.config.groups import DistributedConfig, ModelConfig
 from megatron.distributed.groups import ALONE, Axis, BufferGroups, Groups, Layout, one_process
 from megatron.distributed.setup import make_groups
-from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
+from megatron.model.layer import TransformerLayer
 from megatron.model.linear import Linear
 from megatron.model.spec import Init, ParameterSpec, TensorSpec
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
@@ -42,7 +42,7 @@ CONFIG = ModelConfig(
 )
 
 
-class Paired(LayerBlock):
+class Paired(TransformerLayer):
     """A layer that ends with a matrix of which two ranks each hold copies of their own."""
 
     def __init__(

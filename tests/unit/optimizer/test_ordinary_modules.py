@@ -31,8 +31,8 @@ from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
-from megatron.model.block import LayerBlock
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import TransformerLayer
 from megatron.model.linear import _Linear
 from megatron.model.spec import declare_grad_sum, parts_under
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
@@ -82,7 +82,7 @@ class Adapter(nn.Module):
         return self.up(F.gelu(self.down(self.norm(x))))
 
 
-class Adapted(LayerBlock):
+class Adapted(TransformerLayer):
     """A layer with an adapter at its end."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Adapted(LayerBlock):
         return y + self.adapter(y)
 
 
-def build(layer: type[LayerBlock] = Adapted, tp: TensorParallel = NO_TP) -> GPTModel:
+def build(layer: type[TransformerLayer] = Adapted, tp: TensorParallel = NO_TP) -> GPTModel:
     with mock.patch.object(GPTModel, "layer_class", layer):
         model = GPTModel(
             CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5, tp=tp
@@ -199,7 +199,7 @@ def test_gradients_are_those_of_plain_autograd(recompute, run_passes):
 def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(run_passes):
     """What reaches it by both ways is added up, also where the ordinary part comes first."""
 
-    class Penalised(LayerBlock):
+    class Penalised(TransformerLayer):
         def forward(self, x: Tensor, micro) -> Tensor:
             y = super().forward(x, micro)
             return y * self.mlp.fc1.weight.square().mean()
@@ -324,7 +324,7 @@ class _Lost(torch.autograd.Function):
 
 
 def test_a_parameter_that_gets_nothing_is_named():
-    class Losing(LayerBlock):
+    class Losing(TransformerLayer):
         def __init__(self, *args):
             super().__init__(*args)
             self.scale = nn.LayerNorm(H)
@@ -355,11 +355,11 @@ def test_a_layer_of_ours_that_loses_a_gradient_is_named():
         mock.patch.object(_Linear, "backward", staticmethod(without_bias)),
         pytest.raises(RuntimeError, match=r"^layers\.1\..*layers\.1\.attention\.qkv\.bias: used"),
     ):
-        whole(build(LayerBlock), LayerPasses(), range(1))
+        whole(build(TransformerLayer), LayerPasses(), range(1))
 
 
-def with_module(**modules: nn.Module) -> type[LayerBlock]:
-    class Layer(LayerBlock):
+def with_module(**modules: nn.Module) -> type[TransformerLayer]:
+    class Layer(TransformerLayer):
         def __init__(self, *args):
             super().__init__(*args)
             for name, module in modules.items():
@@ -393,7 +393,7 @@ def test_what_cannot_train_is_refused_by_name(message):
         build(REFUSED[message])
 
 
-class Undeclared(LayerBlock):
+class Undeclared(TransformerLayer):
     """An adapter that does not declare how its gradients are summed."""
 
     def __init__(
@@ -403,7 +403,7 @@ class Undeclared(LayerBlock):
         self.adapter = Adapter(config.hidden_size)
 
 
-def error_of(layer: type[LayerBlock]) -> str:
+def error_of(layer: type[TransformerLayer]) -> str:
     """What is said of a model of such layers on two tensor-parallel ranks."""
     tp = TensorParallel(make_groups(Layout(tp=2), HEADS).tp)
     try:

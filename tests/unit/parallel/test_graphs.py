@@ -21,7 +21,7 @@ from unit.parallel.recorded import RecordedGraph
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.config.validate import resolve
-from megatron.model.block import LayerBlock, MicroBatch
+from megatron.model.layer import MicroBatch, TransformerLayer
 from megatron.parallel import graphs
 from megatron.parallel.blocks import Block
 from megatron.parallel.graphs import CudaGraph, GraphedPasses
@@ -162,7 +162,7 @@ def test_without_a_gpu_it_is_refused(capsys):
     assert "--cuda-graphs: needs a GPU; drop the flag" in capsys.readouterr().err
 
 
-class WithAnOrdinaryModule(LayerBlock):
+class WithAnOrdinaryModule(TransformerLayer):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.adapter = nn.Linear(32, 32)

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
-from megatron.model.block import Layer
+from megatron.model.layer import Layer
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.schedule import Kind, build_schedule, forward_only
 

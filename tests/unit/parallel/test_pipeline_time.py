@@ -17,7 +17,7 @@ from unit.by_hand import KeptWeights
 
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
-from megatron.model.block import Layer
+from megatron.model.layer import Layer
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import COMPUTATIONS, Kind, build_schedule, place
 

@@ -26,11 +26,11 @@ from unit.storages import Storages
 from unit.zero.measure import launches_of_nothing
 
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.model import block as model_block
+from megatron.model import layer as model_layer
 from megatron.model.arithmetic import padded_vocab_size
-from megatron.model.block import MicroBatch
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
+from megatron.model.layer import MicroBatch
 from megatron.model.recompute_context import RecomputeContext
 from megatron.model.stages import whole
 from megatron.parallel.blocks import build_blocks
@@ -216,7 +216,7 @@ def test_a_piece_that_keeps_its_activation_would_be_found(monkeypatch):
     """Of the MLP in pieces, one layer keeps what it makes."""
     config = with_modules((), FP32, **LLAMA, tiled_mlp=4)
     assert kept_storages(config) == planned(config)
-    monkeypatch.setattr(model_block, "always_rebuilt", lambda model: frozenset({"mlp_act"}))
+    monkeypatch.setattr(model_layer, "always_rebuilt", lambda model: frozenset({"mlp_act"}))
     assert kept_storages(config) > planned(config)
 
 

@@ -52,8 +52,8 @@ from megatron.config.validate import resolve
 from megatron.distributed.groups import Axis, Layout, build_groups
 from megatron.distributed.setup import make_groups
 from megatron.model.arithmetic import padded_vocab_size
-from megatron.model.block import Layer, LayerBlock
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import Layer, TransformerLayer
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.model.tensor_parallel import TensorParallel
 from megatron.parallel.blocks import Block, build_blocks
@@ -223,7 +223,7 @@ class CountingPasses:
     def forward(
         self, layer: Layer, x: torch.Tensor | None, micro: object, scalars: dict
     ) -> tuple[torch.Tensor, None]:
-        if isinstance(layer, LayerBlock):
+        if isinstance(layer, TransformerLayer):
             self.now += 1
             self.most = max(self.most, self.now)
         return torch.empty(2, device="meta"), None
@@ -231,7 +231,7 @@ class CountingPasses:
     def backward(
         self, kind: Kind, layer: Layer, dy: torch.Tensor | None, saved: object, aux_scale: float
     ) -> tuple[torch.Tensor, None]:
-        if isinstance(layer, LayerBlock):
+        if isinstance(layer, TransformerLayer):
             self.now -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         return torch.empty(2, device="meta"), None
 

@@ -23,8 +23,8 @@ from unit.by_hand import (
 )
 
 from megatron.config.groups import ModelConfig
-from megatron.model.block import LayerBlock, MicroBatch, ScalarSpec, WithScalars
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import MicroBatch, ScalarSpec, TransformerLayer, WithScalars
 from megatron.parallel.layer_passes import LayerPasses
 from megatron.parallel.pipeline import loss_gradient
 
@@ -41,7 +41,7 @@ CONFIG = ModelConfig(
 PENALTY, COUNT = "output-penalty", "large-outputs"
 
 
-class Penalised(LayerBlock):
+class Penalised(TransformerLayer):
     """A layer whose outputs are penalised, and counted where they are large."""
 
     @classmethod

@@ -16,7 +16,7 @@ from megatron.checkpoint import manager
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
 from megatron.config.errors import UserError
 from megatron.data.loader import Source
-from megatron.model.block import HeadBlock
+from megatron.model.layer import HeadLayer
 from megatron.observe.tracking import read_metrics
 from megatron.training import checkpointing, loop, prepare, pretrain
 from megatron.training import step as training_step
@@ -317,14 +317,14 @@ def signalling(function, number, after):
 
 def poison(monkeypatch, sample, value=math.nan):
     """Make the last layer's output of one training sample NaN."""
-    original = HeadBlock.forward
+    original = HeadLayer.forward
 
     def forward(self, x, micro):
         if micro.dropout is not None:
             x = x + torch.where(micro.dropout.sample_ids == sample, value, 0.0)[None, :, None]
         return original(self, x, micro)
 
-    monkeypatch.setattr(HeadBlock, "forward", forward)
+    monkeypatch.setattr(HeadLayer, "forward", forward)
 
 
 def test_nan_stops_and_names_the_samples(tmp_path, monkeypatch, capsys):

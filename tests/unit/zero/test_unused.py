@@ -14,7 +14,7 @@ from parity.layouts import BASE, NO_DROPOUT
 from parity.worker import Outcome, run_case
 from unit.model.made import linear, norm, table
 
-from megatron.model.block import LayerBlock
+from megatron.model.layer import TransformerLayer
 from megatron.parallel.blocks import Block
 
 LR, DECAY, STEPS = 1e-2, 0.1, 4
@@ -28,19 +28,19 @@ STAGES = ["0", "1", "2", "3"]
 HIDDEN = 32
 
 
-def spare_modules(layer: LayerBlock, name: str) -> None:
+def spare_modules(layer: TransformerLayer, name: str) -> None:
     """A matrix and a vector that nothing reads."""
     layer.spare = table(24, HIDDEN, name=f"{name}.spare.weight")
     layer.spare_norm = norm("RMSNorm", 40, name=f"{name}.spare_norm")
 
 
-def empty_modules(layer: LayerBlock, name: str) -> None:
+def empty_modules(layer: TransformerLayer, name: str) -> None:
     """A matrix and a vector without an element, the matrix first of its block."""
     layer.nothing = table(0, HIDDEN, name=f"{name}.nothing.weight")
     layer.empty_norm = norm("RMSNorm", 0, name=f"{name}.empty_norm")
 
 
-def spare_linear(layer: LayerBlock, name: str) -> None:
+def spare_linear(layer: TransformerLayer, name: str) -> None:
     """A linear layer that nothing calls."""
     layer.spare = linear(HIDDEN, HIDDEN, False, name=f"{name}.spare")
 
@@ -50,7 +50,7 @@ def run_with(flags: tuple[str, ...], add: str) -> tuple[Outcome, list[tuple[int,
     slice's elements that are real).
     """
     seen: dict[str, tuple[int, int]] = {}
-    real_init, real_block = LayerBlock.__init__, Block.__init__
+    real_init, real_block = TransformerLayer.__init__, Block.__init__
 
     def init(self, config, seed, index, *args):
         real_init(self, config, seed, index, *args)
@@ -63,7 +63,7 @@ def run_with(flags: tuple[str, ...], add: str) -> tuple[Outcome, list[tuple[int,
 
     with contextlib.ExitStack() as stack:
         if add:
-            stack.enter_context(mock.patch.object(LayerBlock, "__init__", init))
+            stack.enter_context(mock.patch.object(TransformerLayer, "__init__", init))
         stack.enter_context(mock.patch.object(Block, "__init__", block))
         return run_case(flags), list(seen.values())
 

@@ -221,7 +221,7 @@ class Layer(nn.Module):
         return nullcontext([])
 
 
-class EmbeddingBlock(Layer):
+class EmbeddingLayer(Layer):
     """Token ids -> [s, b, h]."""
 
     reads_weight_backward = False
@@ -241,7 +241,7 @@ class EmbeddingBlock(Layer):
 ATTENTION: dict[bool, Any] = {False: SelfAttention, True: LatentAttention}
 
 
-class LayerBlock(Layer):
+class TransformerLayer(Layer):
     """One pre-norm transformer layer, [s, b, h] -> [s, b, h] (under sequence parallelism this
     rank's part of s).
     """
@@ -364,13 +364,13 @@ class LayerBlock(Layer):
         return WithScalars(y, scalars) if scalars else y
 
 
-def _add_positions(layer: LayerBlock, inputs: tuple[Tensor, MicroBatch]) -> tuple[Any, ...]:
+def _add_positions(layer: TransformerLayer, inputs: tuple[Tensor, MicroBatch]) -> tuple[Any, ...]:
     """A forward hook of the first layer: the learned positions are added to its input [s, b, h]."""
     x, micro = inputs
     return x + layer.position(micro.position_ids), micro
 
 
-class HeadBlock(Layer):
+class HeadLayer(Layer):
     """[s, b, h] -> logits -> sums of the loss over unmasked tokens, on every tensor-parallel rank.
     `tied`: the word embedding's weight.
     """
