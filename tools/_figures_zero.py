@@ -6,6 +6,7 @@ Called from document_results.py, whose figures enter FIGURES.
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Any
 
 from megatron.tools._figures import FIGURES, figure, ratio, result, table, verdict
@@ -186,10 +187,9 @@ HOST_TIMES = {
 }
 
 
-@figure("host.programs")
-def host_programs() -> str:
+def host_programs(file: str) -> str:
     """Medians of each program; the parts are those of the largest size's step."""
-    programs = result("host_time")["programs"]
+    programs = result(file)["programs"]
     rows = [
         (
             name,
@@ -204,15 +204,18 @@ def host_programs() -> str:
     return table(header, rows)
 
 
-@figure("host.ratios")
-def host_ratios() -> str:
+def host_ratios(file: str) -> str:
     rows = [
         (row["peer"], row["what"], ratio(row), row["pairs"], row["goal"], verdict(row))
-        for row in result("host_time")["rows"]
+        for row in result(file)["rows"]
     ]
     return table("against | of | its time by ours (95%) | rounds | goal | ", rows)
 
 
+FIGURES["host.programs"] = partial(host_programs, "host_time")
+FIGURES["host.ratios"] = partial(host_ratios, "host_time")
+FIGURES["host.earlier.programs"] = partial(host_programs, "host_time_earlier")
+FIGURES["host.earlier.ratios"] = partial(host_ratios, "host_time_earlier")
 FIGURES["host.losses"] = lambda: f"{result('host_time')['losses_differ_by']:.0e}"
 
 
@@ -234,8 +237,9 @@ def launches() -> str:
     )
 
 
-def commits(file: str, base: str, this: str) -> str:
-    """The cases of a file that campaigns/speed/speed.py has written."""
+@figure("compiled")
+def compiled() -> str:
+    """The cases that campaigns/speed/speed.py has written."""
     rows = [
         (
             name,
@@ -245,16 +249,6 @@ def commits(file: str, base: str, this: str) -> str:
             f"{case['goal']:.2f}",
             verdict(case["verdict"]),
         )
-        for name, case in result(file)["cases"].items()
+        for name, case in result("compile")["cases"].items()
     ]
-    return table(f"case | processes | {base}, ms | {this}, ms | ratio (95%) | goal | ", rows)
-
-
-@figure("speed")
-def speed() -> str:
-    return commits("speed", "before", "after")
-
-
-@figure("compiled")
-def compiled() -> str:
-    return commits("compile", "eager", "compiled")
+    return table("case | processes | eager, ms | compiled, ms | ratio (95%) | goal | ", rows)

@@ -48,7 +48,6 @@ KINDS = (
     "before",
 )
 MEGATRON = str(Path(__file__).resolve().parents[3] / "megatron") + "/"
-WEIGHT_GRADIENTS = {"wgrad_gemm", "accumulate_embedding_grad", "accumulate_bias_grad"}
 # Functions of torch.distributed, and the bytes of buffers that Gloo's own hide in them: measured by
 # test_tracker.py.
 CALLS: dict[str, Callable[..., int]] = {
@@ -115,8 +114,8 @@ def _origin() -> tuple[str, str]:
             return "host", f"{name}:{frame.f_lineno}"
         scratch = (
             name.startswith("optimizer/")
-            or name.startswith("layers/")
-            and frame.f_code.co_name in WEIGHT_GRADIENTS
+            or name == "model/main_grad.py"
+            or frame.f_code.co_name == "accumulate_embedding_grad"
         )
         return "scratch" if scratch else "activations", f"{name}:{frame.f_lineno}"
     return "activations", ""
