@@ -110,7 +110,9 @@ class RunView:
         self.etp, self.ep = expert_ranks(config)
 
     def __getattr__(self, field: str) -> Any:
-        return getattr(getattr(self.config, GROUP_OF[field]), field)
+        value = getattr(getattr(self.config, GROUP_OF[field]), field)
+        setattr(self, field, value)  # hundreds of rules ask again, thousands of times in a search
+        return value
 
     @property
     def decay_kind(self) -> DecayKind:
