@@ -24,8 +24,8 @@ from megatron.training.run import Run
 class TextBytes:
     """Reads samples of s + 1 bytes at random places of a file.
 
-    The place is a function of seed and sample number alone: every rank, and every resumed run, reads
-    the same sample number k.
+    The place is a function of seed and sample number alone: every rank, and every resumed run,
+    reads the same sample number k.
     """
 
     content: np.ndarray

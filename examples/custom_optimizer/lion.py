@@ -1,4 +1,4 @@
-"""Pretrain with Lion (Chen et al. 2023, arXiv 2302.06675): `--optimizer lion` and all other flags."""
+"""Pretrain with Lion (Chen et al. 2023, arXiv 2302.06675): `--optimizer lion` and other flags."""
 
 import sys
 

@@ -278,7 +278,7 @@ def test_all_is_formatted():
     command = [sys.executable, "-m", "ruff", "format", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    folders = ("benchmarks", "campaigns", "kernels", "megatron", "scripts", "tests", "tools")
+    folders = "benchmarks campaigns examples kernels megatron scripts tests tools".split()
     files = [
         *ROOT.glob("*.py"),
         *(file for name in folders for file in (ROOT / name).rglob("*.py")),

@@ -173,7 +173,8 @@ def test_no_file_is_read(capsys):
     at = given.index("--vocab-size")
     shown = lines(capsys, *given[:at], *given[at + 2 :], *tokenizer, "--world-size", 8, code=2)
     assert shown[1:] == [
-        "  --tokenizer-model nowhere.model: no such file; tokenizers are read from local files only",
+        "  --tokenizer-model nowhere.model: no such file; "
+        "tokenizers are read from local files only",
         "explained in docs/data.md",
     ]
 
