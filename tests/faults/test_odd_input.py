@@ -10,8 +10,8 @@ from campaigns.odd_input.checkpoint_files import checkpoint_damages
 from campaigns.odd_input.odd_input import campaigns
 from campaigns.odd_input.settings_files import configurations, deepspeed
 from megatron.checkpoint import manifest
-from megatron.config import arguments
 from megatron.config import deepspeed as comparison
+from megatron.config import options
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ def test_a_part_of_each_campaign(tmp_path, name, count):
     assert verdicts.outcomes["refused"] > 0
 
 
-def test_a_comparison_that_takes_any_type_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "_kind_fault", lambda key, value: "")
+def test_a_comparison_that_refuses_nothing_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(comparison, "_check_refused", lambda key, value: None)
     assert deepspeed(300, 1, tmp_path).wrong
 
 
 def test_a_configuration_that_may_hold_any_value_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(arguments.Option, "load", lambda option, value: value)
+    monkeypatch.setattr(options.Option, "load", lambda option, value: value)
     assert configurations(60, 1, tmp_path).wrong
 
 
