@@ -47,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
             # torch is imported only when something runs
             from megatron.training.pretrain import pretrain
 
-            # by its name: the trainer does not depend on tools/
+            # By its name: the trainer does not depend on tools/, where megatron.tools lies
+            # (megatron/__init__.py).
             advisor = importlib.import_module("megatron.tools._advisor").PlanningAdvisor()
             return pretrain(
                 parsed.config,

@@ -529,8 +529,8 @@ def build_blocks(
     frozen: Container[str] = (),
     make: Callable[..., Block] = Block,
 ) -> list[Block]:
-    """Give every parameter of a model born on the meta device its storage (zeros), and a
-    `main_grad` when it is trained.
+    """Give every parameter of a model born on the meta device its storage (zeros). Its `main_grad`
+    comes with each step (Block.open).
 
     Buffers can be cut into as many equal slices as ranks hold the same parameters. `narrow_grads`
     accumulates gradients in the model's precision; blocks with about `host_fraction` of the

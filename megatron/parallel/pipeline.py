@@ -268,8 +268,8 @@ class Pipeline:
         micro_batch = step.micro_batches[action.micro]
         saved: Saved = deque()
         x = step.input_of(action)
-        # While this stage computes, its neighbors compute other micro-batches and receives of ours
-        # are on their way; stage 3 gathers the next layer on a side stream.
+        # While this stage of the pipeline computes, its neighbors compute other micro-batches and
+        # receives of ours are on their way; ZeRO-3 gathers the next layer on a side stream.
         for layer, _, label, before, after in unit.passes:
             if before is not None:
                 self.weights.acquire(before)
@@ -295,8 +295,8 @@ class Pipeline:
                     self.rebuild(stage, layer, saved)
                 else:
                     dy, kept = self.passes.backward(kind, layer, dy, saved.pop(), step.aux_scale)
-                    # this half runs from the last layer to the first, the second half likewise: it
-                    # pops from the right
+                    # In the order of the layers: the second half, which runs from the last layer
+                    # to the first as well, pops from the right.
                     if kind is Kind.BACKWARD_INPUT:
                         deferred.appendleft(kept)
             if after is not None:

@@ -149,7 +149,8 @@ class Zero:
             self._gather(block)
         for block in todo.gathers:
             self._arrive(block)
-        # A step on the host would hold up the pass: its block is gathered after it is queued.
+        # A step on the host would hold up the pass: then the next block is gathered after the pass
+        # is queued.
         if not any(block in self.deferred for block in todo.prefetches):
             for block in todo.prefetches:
                 self._gather(block)

@@ -151,7 +151,8 @@ class _Walk:
         planner, buffers = self.planner, self.planner.buffers_of[layer]
         trained = tuple(block for block in buffers if block.trained)
         found: dict[str, Any] = {}
-        # a gradient of the micro-batch before has had this stage's pass to be reduced
+        # Before the forward pass of the last layer, where most activations live: the gradient of
+        # the micro-batch before has had the other layers' passes to be reduced, and is freed.
         if kind is Kind.FORWARD and layer in planner.last and planner.reduces:
             found["frees_reduced"] = True
         if kind is Kind.BACKWARD_INPUT and self.stage >= 2:

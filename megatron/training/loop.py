@@ -70,7 +70,8 @@ def train(run: Run) -> Exit:
             # the same: what is due follows from the iteration, and exits are agreed upon.
             if any(due) or step.scalars.is_here or run.exits.check(iteration):
                 finish_pending()
-            # on a GPU a signal is seen one iteration late, by all ranks in the same one
+            # Requests are those of the last step that was read: on a GPU the one before, so that a
+            # signal is seen one iteration late, by all ranks in the same one.
             exit_now = run.exits.check(iteration)
             run.timing.events.step(iteration)
             if run.lease is not None:
@@ -81,6 +82,7 @@ def train(run: Run) -> Exit:
                 if any(due) or exit_now:
                     interval, exit_now = _between_steps(run, interval, step, due, exit_now)
                 collect_after(iteration, config.training)
+            # A request at the last iteration changes nothing, unless it cut the evaluation short.
             if exit_now and (progress.evaluation_due or not due.end):
                 return _end(run, exit_now)
         return Exit(COMPLETE, 0 if finalize(run) else 1)

@@ -91,7 +91,8 @@ def micro_batches_of(
     run: Run, source: Source, first: int, tokens: Tensor, *, training: bool
 ) -> Iterator[MicroBatch]:
     """This rank's micro-batches from sample `first` on, one for each element of `tokens`, which
-    gets its number of valid tokens. No batch outlives its micro-batch.
+    gets its number of valid tokens. No batch outlives its micro-batch. Every tensor- and
+    pipeline-parallel rank reads the batch itself: nothing is broadcast.
     """
 
     def micro_batch(index: int) -> MicroBatch:

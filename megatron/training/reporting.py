@@ -73,6 +73,7 @@ def log(
         metrics["pipeline-bubble-fraction"] = timeline.bubble
     metrics |= _weight_metrics(run) | _layer_norms(run, interval.last)
     metrics |= _timing_metrics(run, interval.last)
+    # 3. The line of the console, and the trackers' row.
     end = last_iteration(run.config, progress)
     watch = run.timing.stragglers
     line = training_line(

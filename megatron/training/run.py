@@ -96,10 +96,10 @@ class Run:
 
     @cached_property
     def counts(self) -> bool:
-        """Whether this rank's losses and tokens enter sums over all ranks: of those with the same
-        samples the last stage's first one.
+        """Whether this rank's losses and tokens enter sums over all ranks: on the last stage, one
+        of the tensor-parallel ranks, which compute the same loss. Context-parallel ranks each count
+        their own positions.
         """
-        # Tensor-parallel ranks compute the same loss; other stages have none.
         return self.pipeline.has_head and self.groups.tp.rank == 0
 
     def own_samples(self, first: int) -> int:
