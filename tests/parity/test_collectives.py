@@ -133,9 +133,8 @@ def test_ring(gloo_world, size, groups):
 def hops(size, block):
     """Of `in_layers`, in a ring of `size` ranks and blocks of `block` bytes."""
     return {
-        ("hop", "forward", "_next_block"): (size - 1, block),
-        ("hop", "backward", "_next_block"): (size - 1, block),
-        ("hop", "backward", "RingAttention.backward"): (size - 1, block),
+        ("hop", "forward", "RingAttention.forward"): (size - 1, block),
+        ("hop", "backward", "RingAttention.backward"): (2 * (size - 1), block),
     }
 
 

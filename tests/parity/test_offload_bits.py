@@ -105,7 +105,7 @@ def host_bytes(flags: tuple[str, ...]) -> tuple[int, int]:
         mock.patch.object(OffloadingPasses, "prepare_passes", noted),
         mock.patch.object(PlannedPasses, "prepare_passes", noted_in_the_plan),
     ):
-        run_case(flags)
+        run_case(flags, planned=True)
     return sum(made[True][-1].made), max((sum(pool.made) for pool in made[False]), default=0)
 
 

@@ -71,9 +71,16 @@ class Outcome:
     metrics: list[dict[str, float]]
 
 
-def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str = "cpu") -> Outcome:
+def run_case(
+    flags: tuple[str, ...],
+    patches: tuple[str, ...] = (),
+    device: str = "cpu",
+    *,
+    planned: bool = False,
+) -> Outcome:
     """The run of `pretrain_gpt.py flags...` on this rank, under the named PATCHES. On `cuda` all
-    ranks share the GPUs that there are.
+    ranks share the GPUs that there are. `planned`: with the banner's plan, which takes longer than
+    the run.
     """
     kept: list[loop.Run] = []
     pendings, evaluations, gradients, metrics = [], [], [], []
@@ -118,8 +125,7 @@ def run_case(flags: tuple[str, ...], patches: tuple[str, ...] = (), device: str 
         for name in patches:
             stack.enter_context(PATCHES[name]())
         parsed = parse_arguments(list(flags))
-        # the banner's plan is not compared, and takes longer than the run
-        planned = parsed.config.training.memory_budget is not None
+        planned = planned or parsed.config.training.memory_budget is not None
         advisor = PlanningAdvisor() if planned else pretrain.NO_ADVISOR
         code = pretrain.pretrain(parsed.config, parsed.notes, advisor=advisor)
     assert code == 0, f"the run ended with exit code {code}"

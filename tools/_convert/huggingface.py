@@ -466,12 +466,13 @@ def _our_biases(family: Family, config: JsonObject, faults: list[str]) -> JsonOb
     return {"add_bias_linear": out, "add_qkv_bias": qkv and not out}
 
 
-def _our_activation(family: Family, config: JsonObject, faults: list[str]) -> str | None:
+def _our_activation(family: Family, config: JsonObject, faults: list[str]) -> str:
+    """Ours; with an unknown one the first, next to its fault, so that other faults are found as well."""
     known = _GATED_ACTIVATIONS if family.gated else _PLAIN_ACTIVATIONS
     given = _value(family, config, family.activation)
     if given not in known:
         faults.append(f"{family.activation} {given!r} (known: {', '.join(known)})")
-    return known.get(given)
+    return known.get(given, next(iter(known.values())))
 
 
 def _our_heads(

@@ -72,7 +72,7 @@ def other_values(name: str, value) -> list:
         return [not value]
     if isinstance(value, str):
         return ["3"]
-    return [3.0 if option.kind is float else 2] if value is None else [value * 2]
+    return [option.kind(2)] if value is None else [value * 2]
 
 
 def changed_models(model: ModelConfig):
