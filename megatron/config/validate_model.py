@@ -8,8 +8,7 @@ import re
 
 from megatron.config.derive import RunView, rescales_scores
 from megatron.config.errors import UserError
-from megatron.config.experts import expert_pattern
-from megatron.config.layers import rotary_layers, windowed_layers
+from megatron.config.experts import expert_pattern, read_pattern
 from megatron.config.metadata import flag_name
 from megatron.config.needs import is_rotary
 from megatron.config.rules import Faults
@@ -37,16 +36,12 @@ def heads_and_positions(run: RunView) -> Faults:
 
 def layer_patterns(run: RunView) -> Faults:
     """Rules of the flags that choose which layers are of a kind."""
-    if not run.has("num_layers"):
-        return
-    for flag, layers in (
-        ("--window-attn-skip-freq", windowed_layers),
-        ("--no-rope-freq", rotary_layers),
-    ):
-        try:
-            layers(run.config.model)
-        except UserError as problem:
-            yield f"{flag} {problem}"
+    for field in ("window_attn_skip_freq", "no_rope_freq"):
+        if run.has("num_layers", field):
+            try:
+                read_pattern(getattr(run, field), run.num_layers)
+            except UserError as problem:
+                yield f"{flag_name(field)} {problem}"
 
 
 def experts(run: RunView) -> Faults:
