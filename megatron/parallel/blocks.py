@@ -1,9 +1,10 @@
 """Flat storage: all parameters of a block are views into one buffer, and so are their gradients.
 
-A block holds the parameters of the word embedding, of one layer, or of an untied head. Every tensor
-starts at a multiple of ALIGNMENT elements, so a buffer can be cut anywhere on that grid and torch's
-fused AdamW still gives the same bits (its vector and scalar code differ in rounding). Decayed
-tensors come first: a block is one decayed and one undecayed segment.
+A block holds the parameters of the word embedding, of one layer (its experts' are a block apart,
+since other ranks hold copies of them), or of an untied head. Every tensor starts at a multiple of
+ALIGNMENT elements, so a buffer can be cut anywhere on that grid and torch's fused AdamW still gives
+the same bits (its vector and scalar code differ in rounding). Decayed tensors come first: a block
+is one decayed and one undecayed segment.
 
 What a rank holds of a block follows from the ZeRO stage (Rajbhandari et al. 2020), N ranks sharing
 it:
