@@ -24,7 +24,7 @@ from megatron.config.metadata import (
 )
 
 Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
-MOST_LAYERS = 10_000  # that a pattern may have
+MOST_LAYERS = 10_000  # of a model; a pattern has no more
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from megatron.config.batch_schedule import batch_steps
 from megatron.config.data_paths import parse_blend, parse_split
 from megatron.config.derive import GATED_WIDTH, RunView, derive
 from megatron.config.errors import ArgumentErrors, UserError
+from megatron.config.experts import MOST_LAYERS
 from megatron.config.foreign_checkpoint import foreign_checkpoint
 from megatron.config.fp8 import fp8_faults
 from megatron.config.groups import Config
@@ -66,7 +67,6 @@ class Resolved:
     notes: list[str]
 
 
-MOST_LAYERS = 10_000
 MOST_MICRO_BATCHES = 100_000  # of one step on one rank, each an entry of the schedule
 MOST_INCREMENTS = 100_000  # of a ramp-up
 MOST_PASSES = 500_000  # of layers and micro-batches in a step of a pipeline

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.tools._study.equal_work import FP64_GATE, UNIT_ROUNDOFF, narrow_bound
 from parity.layouts import Row, wire_bound
-from parity.worker import Outcome, Piece, Step, reference
+from parity.worker import Outcome, Piece, Step, reference, run_case
 from torch import Tensor
 
 # Of a gradient that is 0 in exact arithmetic a run has the noise of its 1e5 roundings, which are
@@ -254,6 +255,14 @@ def _too_far(
             f"{what} in one process: error {own:.3g} against fp64, bound {bound * scale:.3g}"
         )
     return faults
+
+
+def faults_in(worlds: Callable[[int], Any], row: Row, *mutants: str) -> list[str]:
+    """What is wrong with a row of the table that is run now, with mutants in place of its patches
+    where some are named. `worlds`: the fixture gloo_world.
+    """
+    patches = mutants or row.patches
+    return faults_of(row, worlds(row.world).run(run_case, row.flags(layout=True), patches))
 
 
 def faults_of(row: Row, outcomes: list[Outcome], device: str = "cpu") -> list[str]:

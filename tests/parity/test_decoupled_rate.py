@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from parity.compare import faults_of, fp64, gather
+from parity.compare import faults_in, fp64, gather
 from parity.layouts import BASE, LLAMA, NO_DROPOUT, Row
 from parity.worker import Outcome, reference, run_case
 
@@ -42,13 +42,12 @@ ROWS = (
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_the_layout_is_the_same_run(gloo_world, row):
-    assert not faults_of(row, gloo_world(row.world).run(run_case, row.flags(layout=True)))
+    assert not faults_in(gloo_world, row)
 
 
 def test_a_copy_of_a_tied_matrix_that_declares_no_rate_is_noticed(gloo_world):
     row = TwoRates("pp2 1f1b", "gpt")
-    outcomes = gloo_world(2).run(run_case, row.flags(layout=True), ("copy_at_the_base_rate",))
-    assert faults_of(row, outcomes)
+    assert faults_in(gloo_world, row, "copy_at_the_base_rate")
 
 
 def test_an_optimizer_that_ignores_what_tensors_declare_is_noticed():

@@ -3,9 +3,8 @@ the gates of the table of parity.
 """
 
 import pytest
-from parity.compare import faults_of
+from parity.compare import faults_in
 from parity.layouts import Row
-from parity.worker import run_case
 
 ROWS = (
     *(
@@ -64,8 +63,7 @@ ROWS = (
 @pytest.mark.table
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_the_layout_is_the_same_run(gloo_world, row):
-    outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches)
-    assert not faults_of(row, outcomes)
+    assert not faults_in(gloo_world, row)
 
 
 MUTANTS = (
@@ -89,5 +87,4 @@ MUTANTS = (
 
 @pytest.mark.parametrize("row, mutant", MUTANTS, ids=str)
 def test_what_others_got_wrong_is_found(gloo_world, row, mutant):
-    outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), (mutant,))
-    assert faults_of(row, outcomes)
+    assert faults_in(gloo_world, row, mutant)

@@ -6,9 +6,8 @@ bits.
 from dataclasses import dataclass
 
 import pytest
-from parity.compare import faults_of
+from parity.compare import faults_in
 from parity.layouts import BASE, Row
-from parity.worker import run_case
 
 # tiles of 128 on each of two ranks, in both directions and over the tokens of a micro-batch
 SIZES = """--hidden-size 256 --ffn-hidden-size 256 --num-attention-heads 4 --kv-channels 64
@@ -57,8 +56,7 @@ ROWS = (
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_layout_changes_no_quantised_number(gloo_world, row):
-    outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches)
-    assert not faults_of(row, outcomes)
+    assert not faults_in(gloo_world, row)
 
 
 @pytest.mark.parametrize(
@@ -67,5 +65,4 @@ def test_a_layout_changes_no_quantised_number(gloo_world, row):
 @pytest.mark.full
 def test_scales_of_what_a_rank_holds_are_another_run(gloo_world, layout, recipe):
     row = Fp8Row(layout, "llama", fp8=recipe)
-    outcomes = gloo_world(row.world).run(run_case, row.flags(layout=True), ("own_maxima",))
-    assert faults_of(row, outcomes)
+    assert faults_in(gloo_world, row, "own_maxima")

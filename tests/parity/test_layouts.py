@@ -5,10 +5,9 @@ process.
 from collections import Counter
 
 import pytest
-from parity.compare import faults_of
+from parity.compare import faults_in
 from parity.layouts import NARROW_FEATURES, ci_rows, full_table, traits
 from parity.mutants import MUTANTS
-from parity.worker import run_case
 
 # The default command puts nine of ten mutants within reach: it runs the rows that several of them
 # name, and of the others those of few ranks. `full` runs all.
@@ -23,9 +22,7 @@ ALWAYS = [
 @pytest.mark.table(always=ALWAYS)
 @pytest.mark.parametrize("row", ci_rows(), ids=str)
 def test_the_layout_is_the_same_run(gloo_world, row):
-    assert not faults_of(
-        row, gloo_world(row.world).run(run_case, row.flags(layout=True), row.patches)
-    )
+    assert not faults_in(gloo_world, row)
 
 
 def test_these_rows_show_every_pair_of_the_full_table():

@@ -318,11 +318,6 @@ def measured_step(row: Row) -> float | None:
     return None
 
 
-def group_key(row: Row) -> tuple[str, str, str]:
-    """(source, GPU, precision): the rows that one constant could stand for."""
-    return row["source"], row.get("gpu") or "", row.get("precision") or ""
-
-
 def fits_of(row: Row) -> bool | None:
     """Whether a layout fitted, where the row specifies it."""
     return {"fits": True, "oom": False}.get((row.get("result") or "").strip())
