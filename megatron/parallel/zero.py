@@ -177,25 +177,26 @@ class Zero:
                 with self.on_stream(self.reduce_stream):
                     self._reduce(block)
                     if not self.overlap_reduce:
-                        self._finish()
+                        self._finish_reduction()
 
     def end_step(self) -> None:
         """All passes that began with `begin_step` are over; when it returns the gradients are
         complete.
         """
         if self.planner.reduces:
-            self._finish_reductions()
+            self._finish_all_reductions()
         if self.is_hybrid:
             sum_copies(self.trained)
         if self.has_partial_gradients:
             sum_partial_gradients(self.trained, self.groups)
 
-    def _finish_reductions(self) -> None:
+    def _finish_all_reductions(self) -> None:
+        """Start the reductions that wait for the end of the step, and wait for all."""
         with self.on_stream(self.reduce_stream):
             if self.stage < 2 and not self.overlap_reduce:
                 for block in self.trained:
                     self._reduce(block)
-            self._finish()
+            self._finish_reduction()
             # Stage 0: every rank updates all of a block, so the sums come back whole.
             for block, pending in self.returning:
                 whole = pending.wait()
@@ -270,17 +271,17 @@ class Zero:
 
     def _make_room(self, block: Block) -> None:
         """Free gradient buffers that have been reduced, before a block gets one."""
-        # never two gradients of the vocabulary's size
+        # Never two gradients of the vocabulary's size: this one waits for the other's reduction.
         if self.reducing is not None and self.layers.isdisjoint((block, self.reducing[0])):
-            with self.on_stream(self.reduce_stream):
-                self._finish()
-        self._free_spent()
+            self._free_reduced()
+        else:
+            self._free_spent()
 
     def _free_reduced(self) -> None:
         """Wait for the reduction that is on its way, and free gradient buffers."""
         if self.reducing is not None:
             with self.on_stream(self.reduce_stream):
-                self._finish()
+                self._finish_reduction()
         self._free_spent()
 
     def _free_spent(self) -> None:
@@ -291,7 +292,7 @@ class Zero:
 
     def _reduce(self, block: Block) -> None:
         """Start to sum this block's gradients; those of the one before have been summed by now."""
-        self._finish()
+        self._finish_reduction()
         # its next backward pass, which may come at once, gets another buffer
         grad = block.close() if self.stage >= 2 else block.grad
         own = block.reduced_part(grad)
@@ -304,7 +305,8 @@ class Zero:
             start_reduce_scatter(grad, block.shard, out, self.reduce_dtype, self.workspace),
         )
 
-    def _finish(self) -> None:
+    def _finish_reduction(self) -> None:
+        """Wait for the reduction that is on its way, and store the sum."""
         if self.reducing is None:
             return
         (block, grad, pending), self.reducing = self.reducing, None
@@ -369,7 +371,7 @@ def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
             size += view.numel() * view.element_size()
             if index == len(views) - 1 or size >= SCRATCH_BYTES:
                 if len(pack) == 1:  # a tied matrix: no copy of it
-                    all_reduce(view, axis)
+                    all_reduce(pack[0], axis)
                 else:
                     packed = all_reduce(torch.cat(pack), axis)
                     for x, summed in zip(pack, packed.split([x.numel() for x in pack])):

@@ -81,7 +81,7 @@ def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
     [
         *(("_on_stream", row(stage)) for stage in range(4)),
         *(("_arrive", row(stage)) for stage in (1, 3)),
-        *(("_finish", row(stage)) for stage in (0, 2)),
+        *(("_finish_reduction", row(stage)) for stage in (0, 2)),
         ("_free_spent", row(2)),
         ("end_step", row(0)),
         ("end_step", row(2)),
