@@ -97,14 +97,12 @@ def test_the_job_asks_for_the_same_run():
     assert settings(job) == settings(shlex.split(run_flags()))
 
 
-def test_the_longer_run_ends_with_the_batch_and_falls_over_the_same_share():
-    found = re.search(r"`--train-samples (\d+) --lr-wsd-decay-samples (\d+)`", PAGE)
-    samples, decay = int(found[1]), int(found[2])
-    assert samples == 9536 * 512 and decay == round(0.7 * samples)
-    short = settings([*preset_flags(), *shlex.split(run_flags())])
-    assert int(short["--lr-wsd-decay-samples"][1]) == round(0.7 * 5625 * 512)
-    assert int(short["--train-samples"][1]) == 5625 * 512
-    assert int(short["--lr-warmup-samples"][1]) == 250 * 512
+def test_lengths_are_whole_steps_and_shares_of_the_run():
+    run = settings([*preset_flags(), *shlex.split(run_flags())])
+    samples = int(run["--train-samples"][1])
+    assert samples == 5625 * 512
+    assert int(run["--lr-wsd-decay-samples"][1]) == round(0.7 * samples)
+    assert int(run["--lr-warmup-samples"][1]) == 250 * 512
 
 
 def test_no_flag_of_the_preset_is_idle():
