@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -34,6 +35,7 @@ TESTS = Path(__file__).resolve().parent
 # on a quiet machine of two cores: what takes longer belongs into campaigns/, with a smaller case
 # here
 SLOW_SECONDS = 30
+SCAN_SECONDS = 0.5  # tests of at least this length are charged for their descendants
 HANG_MINUTES = 15  # many times what the longest test takes on two quiet cores
 
 hypothesis.settings.register_profile("reproducible", derandomize=True, deadline=None)
@@ -52,21 +54,33 @@ class Clock:
     def __init__(self) -> None:
         self.used: dict[str, float] = defaultdict(float)  # by folder
         self.cpu: dict[str, float] = defaultdict(float)  # by test
-        self.before = 0.0  # CPU seconds at the last report
+        # CPU seconds with those of descendants when they were last read, and of this process then
+        self.scanned, self.own_then = cpu_seconds(), time.process_time()
+        self.begun = self.own = 0.0  # when the test began: the time, CPU seconds of this process
         self.slow: dict[str, float] = defaultdict(float)  # by test
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item):
-        self.before = cpu_seconds()
+        self.begun, self.own = time.monotonic(), time.process_time()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item):
-        """Add the CPU time since the last report, also of fixtures and of descendants."""
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
+        """Add the CPU time of the test, with its fixtures, to its last report."""
         report = yield
-        now = cpu_seconds()
-        report.cpu_seconds, self.before = max(0.0, now - self.before), now
+        report.cpu_seconds = self._used() if call.when == "teardown" else 0.0
         return report
+
+    def _used(self) -> float:
+        """CPU seconds of the test that ends; of a long one with those of descendants, which take
+        milliseconds to read.
+        """
+        used = time.process_time() - self.own
+        if time.monotonic() - self.begun < SCAN_SECONDS:
+            return used
+        scanned, self.scanned = self.scanned, cpu_seconds()
+        between, self.own_then = self.own - self.own_then, time.process_time()
+        return max(used, self.scanned - scanned - between)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item):
