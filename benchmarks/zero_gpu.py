@@ -70,7 +70,7 @@ from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.parallel.blocks import build_run_blocks
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.zero import Zero
 from megatron.training.exit import ExitConditions
@@ -264,7 +264,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
     groups = build_groups(layout_of(config, ranks), 0, dist.new_group, **group_options(config))
     model = build_model(config, vocab, groups, device)
     blocks = build_run_blocks(config, model, device, groups)
-    zero, passes = Zero(model, blocks, groups, config.distributed), LayerPasses()
+    zero, passes = Zero(model, blocks, groups, config.distributed), LayerRunner()
     seq, samples = config.data.seq_length, config.training.micro_batch_size
     timers = Timers()
     timing = Timing(timers, None, None, EventLog(None, 0, timers))

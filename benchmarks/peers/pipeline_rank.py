@@ -50,15 +50,14 @@ from megatron.model.init import fill_initial  # noqa: E402
 from megatron.model.layer import Layer, MicroBatch  # noqa: E402
 from megatron.model.stages import Stage  # noqa: E402
 from megatron.parallel.blocks import build_blocks  # noqa: E402
-from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
+from megatron.parallel.layer_runner import LayerRunner  # noqa: E402
 from megatron.parallel.messages import StageMessages  # noqa: E402
 from megatron.parallel.pipeline import (  # noqa: E402
     LayerPass,
     Pipeline,
     StepState,
     StepSums,
-    Unit,
-    Weights,
+    Task,
 )
 from megatron.parallel.recording import Recording  # noqa: E402
 from megatron.parallel.schedule import (
@@ -80,11 +79,14 @@ VIRTUAL = {"interleaved": 2, "zero-bubble-v": 2}
 TINY = {"layers": 8, "hidden": 32, "heads": 4, "ffn": 48, "seq": 16, "batch": 2, "vocab": 64}
 
 
-class KeptWeights(Weights):
+class KeptWeights:
     """Weights and gradients that are always there."""
 
     def plan(self, turns: Any) -> Any:
         return SimpleNamespace(passes=[(None, None) for turn in turns for _ in turn])
+
+    def begin_step(self, plan: Any) -> None:
+        """Nothing is gathered."""
 
 
 class Job:
@@ -97,7 +99,7 @@ class Job:
         name: str,
         groups: Groups,
         shape: dict[str, int],
-        passes: LayerPasses | None = None,
+        passes: LayerRunner | None = None,
         dtype: torch.dtype = torch.float32,
     ):
         virtual = VIRTUAL.get(name, 1)
@@ -140,7 +142,7 @@ class Job:
             block.open()
         size = shape["seq"], shape["batch"], shape["hidden"]
         self.pipeline = Pipeline(
-            self.model, KeptWeights(), passes or LayerPasses(), self.placement, size, groups, CPU
+            self.model, KeptWeights(), passes or LayerRunner(), self.placement, size, groups, CPU
         )
 
     def tokens(self, index: int) -> Tensor:
@@ -196,7 +198,7 @@ class Job:
         calls = self.pipeline.calls[action.kind, action.stage]
         passes = tuple(LayerPass(layer, kind, "", None, None) for layer, kind in calls)
         run = self.pipeline.forward if action.kind is Kind.FORWARD else self.pipeline.backward
-        run(step, Unit((action,), passes=passes))
+        run(step, Task((action,), passes=passes))
 
     def step(self, schedule: Schedule, scale: float = 1.0) -> StepSums:
         """One run of a schedule."""

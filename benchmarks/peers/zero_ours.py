@@ -18,7 +18,7 @@ from turns import Turns  # noqa: E402
 import pretrain_gpt  # noqa: E402
 from megatron.model.gpt import GPTModel  # noqa: E402
 from megatron.model.layer import HeadLayer  # noqa: E402
-from megatron.parallel.layer_passes import LayerPasses  # noqa: E402
+from megatron.parallel.layer_runner import LayerRunner  # noqa: E402
 from megatron.training import loop, step  # noqa: E402
 
 
@@ -37,7 +37,7 @@ class Watched:
             step.update,
             loop.finish_step,
         )
-        self.micro_batch, self.backward = GPTModel.micro_batch, LayerPasses.backward
+        self.micro_batch, self.backward = GPTModel.micro_batch, LayerRunner.backward
 
     def finish(self) -> None:
         self.run.zero.wait_for_weights()
@@ -74,7 +74,7 @@ def main() -> int:
         mock.patch.multiple(step, forward_backward=watched.on_step, update=watched.on_update),
         mock.patch.object(loop, "finish_step", watched.on_finish_step),
         mock.patch.object(GPTModel, "micro_batch", lambda *a, **k: watched.on_micro_batch(*a, **k)),
-        mock.patch.object(LayerPasses, "backward", lambda *a: watched.on_backward(*a)),
+        mock.patch.object(LayerRunner, "backward", lambda *a: watched.on_backward(*a)),
     ):
         try:
             return pretrain_gpt.main(sys.argv[1:])

@@ -112,12 +112,12 @@ def shared_parts(optimizer: Optimizer) -> Iterator[tuple[Key, Tensor]]:
     """Everything in memory that this rank and others hold, in the same order on each of them."""
     for block in optimizer.blocks:
         copies = block.groups.replicas
-        if block.stage < 3:
+        if block.zero_stage < 3:
             yield from _parts(block, "weights", block.weight, 0, copies, optimizer)
-        if block.stage > 0:
+        if block.zero_stage > 0:
             copies = block.groups.replicate  # that step the same slice
         for kind, buffer in optimizer.kept[block].tensors.items():
-            weights = block.weight.untyped_storage().data_ptr() if block.stage < 3 else None
+            weights = block.weight.untyped_storage().data_ptr() if block.zero_stage < 3 else None
             if kind != MASTER or buffer.untyped_storage().data_ptr() != weights:
                 name = "master weights" if kind == MASTER else kind
                 yield from _parts(block, name, buffer, block.own[0], copies, optimizer)

@@ -1,7 +1,7 @@
 """What a module must be so that it trains when it is added to a unit of the model.
 
 An ordinary torch.nn module trains like our layers: its gradients join theirs
-(parallel/layer_passes.py), its weights are drawn and lie in checkpoints by the module's name
+(parallel/layer_runner.py), its weights are drawn and lie in checkpoints by the module's name
 (model/spec.py). What cannot do so is refused here, by name, when the model gets its storage.
 """
 

@@ -3,7 +3,7 @@ hidden, v vocabulary.
 
 Each owns the parameters that live and die together (the optimizer's flat buffers of that layer).
 Learned positions belong to the first transformer layer and the final norm to the last, so embedding
-and head hold one matrix each. parallel/pipeline.py runs them, through parallel/layer_passes.py.
+and head hold one matrix each. parallel/pipeline.py runs them, through parallel/layer_runner.py.
 """
 
 from __future__ import annotations

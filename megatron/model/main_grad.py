@@ -5,7 +5,7 @@ gradient buffer (fp32, or fp64 in a float64 run), and the functions here add int
 weight's attribute `overwrite_main_grad` is set, main_grad holds nothing to add to: the first wgrad
 overwrites it, which saves clearing and reading it (`accumulate_weight_grad`). All other parameters
 find zeros. Embeddings and routers add to theirs themselves; what an ordinary module leaves in
-`.grad` is added by parallel/layer_passes.py.
+`.grad` is added by parallel/layer_runner.py.
 
 A backward pass that torch.compile compiles is a graph of tensors, fixed when the forward pass was
 traced. main_grad is not among them: it is opened after the forward pass, moves from step to step,

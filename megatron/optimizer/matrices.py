@@ -111,7 +111,7 @@ def step_matrices(
                     whole[_range(part)] = kept.reshape(part.extent)
             # 2. The sum over all ranks that hold parts is the whole matrix: over those that share
             # the block, then over tensor-parallel ranks, unless each has all of it.
-            if block.stage > 0:
+            if block.zero_stage > 0:
                 all_reduce(whole, block.shard)
             if box.replicated != "tp":
                 all_reduce(whole, groups.tp)

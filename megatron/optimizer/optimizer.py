@@ -382,7 +382,7 @@ class Optimizer:
         # parallel ranks with a replicated tensor.
         groups = self.groups.buffers[box.group]
         # of a state, replicate is replicas
-        copies = groups.replicate if self.blocks[0].stage > 0 else groups.replicas
+        copies = groups.replicate if self.blocks[0].zero_stage > 0 else groups.replicas
         same = holders(box, self.groups)
         if box.replicated == "tied":
             return Holder(copies.rank, copies.size) if same.rank == 0 else None

@@ -118,8 +118,8 @@ class Segment(NamedTuple):
 
 
 class Block:
-    """The flat buffers of one block on this rank. `stage` is --zero-stage, but 0 for what is kept
-    with the weights and not trained.
+    """The flat buffers of one block on this rank. `zero_stage` is --zero-stage, but 0 for what is
+    kept with the weights and not trained.
 
         weight     the whole block, in the model's precision; at stage 3 its storage is freed
                    between uses
@@ -144,7 +144,7 @@ class Block:
         dtype: torch.dtype,
         device: torch.device,
         groups: BufferGroups,
-        stage: int,
+        zero_stage: int,
         grad_dtype: torch.dtype | None,
         on_host: bool = False,
         in_files: bool = False,
@@ -153,13 +153,13 @@ class Block:
         # where master weights and moments are: in the host's memory, or in its files (nvme.py)
         self.on_host, self.in_files = on_host, in_files
         self.offloaded = offloaded
-        self.plan, self.parameters, self.stage = plan, parameters, stage
+        self.plan, self.parameters, self.zero_stage = plan, parameters, zero_stage
         self.grad_dtype, self.trained = grad_dtype, grad_dtype is not None
         self.name, self.entries, self.size = plan.name, plan.entries, plan.size
         self.groups, self.shard = groups, groups.shard
         # What this rank updates: all of the block at stage 0, its slice above.
         mine = _equal_part((0, self.size), self.shard)
-        self.own = mine if stage > 0 else (0, self.size)
+        self.own = mine if zero_stage > 0 else (0, self.size)
         # what this rank counts, where all count once
         self.share = _equal_part(mine, groups.replicate)
         self.weight = torch.zeros(self.size, dtype=dtype, device=device)
@@ -168,7 +168,7 @@ class Block:
         # autograd counts no writes to it
         empty = torch.empty(0, dtype=dtype, device=device)
         self.untracked = empty.set_(self.weight.untyped_storage(), 0, (self.size,), (1,))
-        if stage == 3:
+        if zero_stage == 3:
             self.release()
         self.grad: Tensor | None = None
         self.summed: Tensor | None = None  # stages 2 and 3: the slice, once a reduction has come
@@ -193,7 +193,7 @@ class Block:
         # At stage 3 the weight's storage is freed between uses, so the master is separate in any
         # precision.
         length = self.own[1] - self.own[0]
-        separate = self.stage == 3 or dtype != wide or self.on_host
+        separate = self.zero_stage == 3 or dtype != wide or self.on_host
         self.master: Tensor | None = None
         self.rounded: Tensor | None = None
         if self.offloaded:
@@ -210,7 +210,7 @@ class Block:
                 if separate
                 else self.part(self.weight)
             )
-        if self.stage < 3:
+        if self.zero_stage < 3:
             self.rounded = self.part(self.weight) if separate else None
         elif self.on_host:
             self.rounded = torch.zeros(length, dtype=dtype, device=device)
@@ -252,13 +252,13 @@ class Block:
     @property
     def grad_shard(self) -> Tensor | None:
         """The gradient of what this rank updates."""
-        if self.stage >= 2 or self.grad is None:
+        if self.zero_stage >= 2 or self.grad is None:
             return self.summed
         return self.grad[self.own[0] : self.own[1]]
 
     def keep_grad_place(self) -> None:
         """Have every gradient buffer to come at the same address: CUDA graphs write there."""
-        assert self.stage < 2
+        assert self.zero_stage < 2
         self.grad_place = torch.empty(self.size, dtype=self.grad_dtype, device=self.weight.device)
 
     def open(self) -> None:
@@ -521,7 +521,7 @@ def build_blocks(
     device: torch.device,
     groups: Groups = one_process(),
     *,
-    stage: int = 0,
+    zero_stage: int = 0,
     training: bool = True,
     narrow_grads: bool = False,
     host_fraction: float = 0.0,
@@ -558,11 +558,11 @@ def build_blocks(
             model.dtype if plan.group != STATE else accumulation_dtype(model.dtype),
             device,
             groups.buffers[plan.group],
-            stage if plan.group != STATE else 0,
+            zero_stage if plan.group != STATE else 0,
             grad_dtype if train else None,
             host,
             host and in_files,
-            offloaded and stage == 3 and (host or not train) and plan.group != STATE,
+            offloaded and zero_stage == 3 and (host or not train) and plan.group != STATE,
         )
         for (plan, parameters), train, host in zip(plans, trained, on_host)
     ]
@@ -581,7 +581,7 @@ def build_run_blocks(
         model,
         device,
         groups,
-        stage=config.distributed.zero_stage,
+        zero_stage=config.distributed.zero_stage,
         narrow_grads=optimizer.main_grads_dtype == "bf16",
         host_fraction=optimizer.optimizer_offload_fraction
         if optimizer.optimizer_cpu_offload

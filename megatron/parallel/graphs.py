@@ -15,7 +15,7 @@ another is replayed, so that all of them share one pool.
 
 The first step is made without graphs: kernels are compiled and libraries set up there. Embedding,
 head, evaluation and a layer with the table of positions never have graphs. Called from
-parallel/pipeline.py like LayerPasses. s sequence, b batch, h hidden.
+parallel/pipeline.py like LayerRunner. s sequence, b batch, h hidden.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.config.errors import UserError
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import Layer, MicroBatch, TransformerLayer, WithScalars
-from megatron.parallel.layer_passes import (
-    LayerPasses,
+from megatron.model.linear import DeferredWgrad
+from megatron.parallel.layer_runner import (
+    LayerRunner,
     LostGradientError,
     check_all_params_got_grads,
 )
-from megatron.parallel.pipeline import Pipeline, StepState, StepSums, Unit, objectives_of
+from megatron.parallel.pipeline import Pipeline, StepState, StepSums, Task, objectives_of
 from megatron.parallel.schedule import Kind, Schedule
 
 STEPS_WITHOUT = 1
@@ -121,8 +122,8 @@ class CapturedLayer:
     backward: dict[bool, tuple[CudaGraph, Tensor]] = dataclasses.field(default_factory=dict)
 
 
-class GraphedPasses(LayerPasses):
-    """LayerPasses that replay graphs from the second step on. `graph` is for tests.
+class GraphedRunner(LayerRunner):
+    """LayerRunner that replay graphs from the second step on. `graph` is for tests.
 
     Raises UserError where there is no GPU.
     """
@@ -185,7 +186,7 @@ class GraphedPasses(LayerPasses):
 
     def backward(
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any, aux_scale: float = 0.0
-    ) -> tuple[Tensor | None, Any]:
+    ) -> tuple[Tensor | None, list[DeferredWgrad] | None]:
         if not isinstance(saved, CapturedLayer):
             return super().backward(kind, layer, dy, saved, aux_scale)
         assert kind is Kind.BACKWARD, "a split backward pass is not captured"
@@ -239,19 +240,19 @@ class GraphedPasses(LayerPasses):
 class GraphedPipeline(Pipeline):
     """A pipeline whose micro-batches are in slots as long as they are in flight."""
 
-    passes: GraphedPasses
+    runner: GraphedRunner
 
     def run(
         self, schedule: Schedule, micro_batches: Iterator[MicroBatch], *args: Any, **kwargs: Any
     ) -> StepSums:
-        self.passes.steps += torch.is_grad_enabled()
-        return super().run(schedule, map(self.passes.place, micro_batches), *args, **kwargs)
+        self.runner.steps += torch.is_grad_enabled()
+        return super().run(schedule, map(self.runner.place, micro_batches), *args, **kwargs)
 
-    def backward(self, step: StepState, unit: Unit) -> None:
+    def backward(self, step: StepState, task: Task) -> None:
         """A backward pass; the slots of micro-batches that have had their last pass are free."""
-        super().backward(step, unit)
-        for micro in unit.ends:
-            self.passes.free_slot(step.micro_batches[micro])
+        super().backward(step, task)
+        for micro in task.ends:
+            self.runner.free_slot(step.micro_batches[micro])
 
 
 def copied(x: Tensor) -> Tensor:

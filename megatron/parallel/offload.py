@@ -9,7 +9,7 @@ left stays on the device, and so does what is read with no pass of a transformer
 The host waits for nothing: streams wait for events. A storage that several tensors share goes once.
 Buffers go by their bytes from one layer to the next and from step to step; the copy into one waits
 for the copy out of it. On a CPU the copies are made at once, in the same order and number. Called
-from parallel/pipeline.py like LayerPasses; tools/_plan/engine.py takes `Route` and `HostPool`.
+from parallel/pipeline.py like LayerRunner; tools/_plan/engine.py takes `Route` and `HostPool`.
 Never run on a GPU. s sequence, b batch, h hidden.
 """
 
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from megatron.config.offload import LAYER_INPUT
 from megatron.distributed.groups import ALONE, Axis
 from megatron.model.layer import Layer, MicroBatch
+from megatron.model.linear import DeferredWgrad
 from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.graphs import tensors_of
-from megatron.parallel.layer_passes import Inputs, LayerPasses, Pass
+from megatron.parallel.layer_runner import Inputs, LayerRunner, Pass, Saved
 from megatron.parallel.pipeline import Pipeline, StepSums
 from megatron.parallel.schedule import Kind, Schedule
 
@@ -236,8 +237,8 @@ class _LayerInput(torch.autograd.Function):
         return dy, None
 
 
-class OffloadingPasses(LayerPasses):
-    """LayerPasses that keep on the host what the layers' choices (`Layer.offloaded`) specify.
+class OffloadingRunner(LayerRunner):
+    """LayerRunner that keep on the host what the layers' choices (`Layer.offloaded`) specify.
     Tensors of fewer elements than `smallest` stay.
     """
 
@@ -272,7 +273,7 @@ class OffloadingPasses(LayerPasses):
         x: Tensor | None,
         micro: MicroBatch,
         scalars: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, Saved]:
         self._begin()
         # 1. The pass. 2. Copies of what it keeps begin. 3. What the pass before has sent is freed,
         # so that a copy has the time of one pass.
@@ -289,7 +290,7 @@ class OffloadingPasses(LayerPasses):
 
     def _forward_parking(
         self, layer: Layer, x: Tensor | None, micro: MicroBatch, scalars: dict[str, Tensor] | None
-    ) -> tuple[Tensor, Any, list[OffloadableTensor]]:
+    ) -> tuple[Tensor, Saved, list[OffloadableTensor]]:
         """A forward pass, and the tensors it saves that may move to the host."""
         if layer.recompute.whole:
             y, inputs = super().forward(layer, x, micro, scalars)
@@ -305,15 +306,15 @@ class OffloadingPasses(LayerPasses):
         del output
         return y, graph, [each for place in saved if (each := place()) is not None]
 
-    def rebuild(self, layer: Layer, saved: Inputs, following: Inputs) -> tuple[Any, Inputs]:
+    def rebuild(self, layer: Layer, saved: Saved, following: Saved) -> tuple[Saved, Saved]:
         self._begin()
         found = super().rebuild(layer, saved, following)
         self._end()
         return found
 
     def backward(
-        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any, aux_scale: float = 0.0
-    ) -> tuple[Tensor | None, Any]:
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Saved, aux_scale: float = 0.0
+    ) -> tuple[Tensor | None, list[DeferredWgrad] | None]:
         self._begin()
         found = super().backward(kind, layer, dy, saved, aux_scale)
         self._end()
@@ -382,10 +383,10 @@ class OffloadingPasses(LayerPasses):
 class OffloadingPipeline(Pipeline):
     """A pipeline whose passes know their order, which decides what leaves the device."""
 
-    passes: OffloadingPasses
+    runner: OffloadingRunner
 
     def run(self, schedule: Schedule, *args: Any, **kwargs: Any) -> StepSums:
-        self.passes.prepare_passes(self.prepare(schedule).passes)
+        self.runner.prepare_passes(self.prepare(schedule).passes)
         return super().run(schedule, *args, **kwargs)
 
 

@@ -1,9 +1,9 @@
 """The executor: carries out any list of actions, on any number of stages, one included.
 
-A computation waits for its input alone. It walks the layers of its stage: weights are acquired, the
-pass is made, weights are released. A schedule knows nothing of how weights are sharded, and a layer
-nothing of either. s sequence, b batch, h hidden. Called from training/passes.py and, on tensors
-without memory, from tools/_plan/engine.py.
+A computation waits for its input alone. It walks the layers of its stage: ZeRO makes weights whole,
+the runner makes the pass, ZeRO frees weights and reduces gradients. A schedule knows nothing of how
+weights are sharded, and a layer nothing of either. s sequence, b batch, h hidden. Called from
+training/passes.py and, on tensors without memory, from tools/_plan/engine.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from megatron.distributed.groups import Groups
 from megatron.distributed.ranges import trace_range
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import Layer, MicroBatch
-from megatron.parallel.layer_passes import Call, LayerPasses, Pass
+from megatron.parallel.layer_runner import Call, LayerRunner, Pass, Saved
 from megatron.parallel.messages import StageMessages
 from megatron.parallel.recording import Recording
 from megatron.parallel.schedule import (
@@ -32,30 +32,8 @@ from megatron.parallel.schedule import (
     Schedule,
     acknowledgements,
 )
-
-# What each layer of a stage keeps for its next pass: a Graph; Inputs, where it is recomputed; a
-# CapturedLayer, with CUDA graphs; the weight gradients that the first half of a split backward pass
-# leaves; or None. Forward passes append, backward passes pop from the right.
-Saved = deque[Any]
-
-
-class Weights(Protocol):
-    """How weights and gradients are kept between passes: parallel/zero.py."""
-
-    def plan(self, turns: Sequence[Sequence[Pass]]) -> Any:
-        """What is to be done around passes that come in this order; those of a turn run at the same
-        time. `plan.passes` has a pair for each pass: what is done before it and after it, None for
-        nothing.
-        """
-
-    def begin_step(self, plan: Any) -> None:
-        """The passes of this plan will come now."""
-
-    def acquire(self, todo: Any) -> None:
-        """Before a pass: make the layer's weights whole, and make room for its gradients."""
-
-    def release(self, todo: Any) -> None:
-        """After the pass."""
+from megatron.parallel.zero import Zero
+from megatron.parallel.zero_plan import After, Before, ZeroPlan
 
 
 class StepSums(NamedTuple):
@@ -68,33 +46,32 @@ class StepSums(NamedTuple):
 
 
 class LayerPass(NamedTuple):
-    """A pass of a layer, and what is done with its weights before and after it."""
+    """A pass of a layer, and what ZeRO does before it and after it."""
 
     layer: Layer
     kind: Kind
     label: str  # in a trace
-    before: Any
-    after: Any
+    before: Before | None
+    after: After | None
 
 
-class Unit(NamedTuple):
-    """An action of this rank, or two computations that run at the same time."""
+class Task(NamedTuple):
+    """An action of this rank, or a pair of computations that run at the same time."""
 
     actions: tuple[Action, ...]
     label: str = ""  # in a trace
     passes: tuple[LayerPass, ...] = ()
-    begins: tuple[int, ...] = ()  # micro-batches that this rank has not seen before
-    ends: tuple[int, ...] = ()  # and those that it has no more use for
+    ends: tuple[int, ...] = ()  # micro-batches that this rank has no more use for
 
 
 class RankSchedule(NamedTuple):
     """A schedule as one rank runs it."""
 
     schedule: Schedule
-    units: list[Unit]
+    tasks: list[Task]
     acknowledgements: dict[Message, tuple[int, int]]
-    passes: list[Pass]
-    weights: Any  # what Weights.plan has made of the passes
+    passes: list[Pass]  # of all tasks
+    zero_plan: ZeroPlan
 
 
 class StepState:
@@ -107,8 +84,9 @@ class StepState:
         self.last_stage = len(messages.placement) - 1
         self.in_trace = trace_range()
         self.micro_batches: dict[int, MicroBatch] = {}  # in flight
-        # by stage and micro-batch: what a backward pass, or its second half, needs of each layer
-        self.saved: dict[tuple[int, int], Saved] = {}
+        # By stage and micro-batch: what each layer saves for its next pass. Forward passes append,
+        # backward passes pop from the right.
+        self.saved: dict[tuple[int, int], deque[Saved]] = {}
         self.losses: dict[int, Tensor] = {}  # by micro-batch: the head's sums
         self.scalars: dict[str, Tensor] = {}  # auxiliary outputs of layers
 
@@ -126,7 +104,7 @@ class StepState:
             return loss_gradient(self.losses[micro], self.loss_scale)
         return self.messages.wait_for(Message(Kind.BACKWARD, stage, micro), action)
 
-    def store_outputs(self, action: Action, y: Tensor, saved: Saved) -> None:
+    def store_outputs(self, action: Action, y: Tensor, saved: deque[Saved]) -> None:
         """Keep what the backward pass needs, and hand the output to the next stage."""
         _, stage, micro = action
         # In evaluation no backward pass will come.
@@ -139,21 +117,23 @@ class StepState:
 
 
 class Pipeline:
-    """The stages of this rank and their neighbors. `placement`: stage -> pipeline rank; `shape`:
-    [s, b, h] of what travels between stages.
+    """The stages of this rank and their neighbors. `runner` makes the passes of layers;
+    `placement`: stage -> pipeline rank; `shape`: [s, b, h] of what travels between stages.
     """
+
+    runs_pairs = False  # of tasks that are two computations
 
     def __init__(
         self,
         model: GPTModel,
-        weights: Weights,
-        passes: LayerPasses,
+        zero: Zero,
+        runner: LayerRunner,
         placement: tuple[int, ...],
         shape: tuple[int, int, int],
         groups: Groups,
         device: torch.device,
     ):
-        self.model, self.weights, self.passes = model, weights, passes
+        self.model, self.zero, self.runner = model, zero, runner
         self.placement, self.shape, self.groups, self.device = placement, shape, groups, device
         self.rank = groups.pp.rank
         own = [stage for stage, rank in enumerate(placement) if rank == self.rank]
@@ -176,34 +156,45 @@ class Pipeline:
         if id(schedule) in self.prepared:
             return self.prepared[id(schedule)]
         assert schedule.placement == self.placement
-        units = list(schedule.units(self.rank))
-        computed = [unit for unit in units if unit[0].kind in COMPUTATIONS]
-        turns = [list(self._turns_of(unit)) for unit in computed]
-        weights = self.weights.plan([turn for own in turns for turn in own])
-        passes = [[each for turn in own for each in turn] for own in turns]
+        if schedule.pairs and not self.runs_pairs:
+            raise ValueError(
+                f"schedule {schedule.name} has pairs of passes, which {type(self).__name__} does "
+                "not run: build it with pairs=False, or run it by a PairedPipeline"
+            )
+        # 1. The passes of layers in their order (sends and receives have none), and what ZeRO does
+        # around each.
+        orders = list(schedule.tasks(self.rank))
+        turns = [list(self._turns_of(actions)) for actions in orders]
+        zero_plan = self.zero.plan([turn for own in turns for turn in own])
 
-        todo = iter(weights.passes)
-        life = _lives(computed)
-        expanded = {}
-        for unit, own in zip(computed, passes):
-            steps = tuple(self._layer_pass(each, *next(todo)) for each in own)
-            expanded[id(unit)] = Unit(unit, _label(unit), steps, *life[id(unit)])
+        # 2. Each task with its passes, and those with their part of that plan.
+        computed = [actions for actions in orders if actions[0].kind in COMPUTATIONS]
+        last_use = {action.micro: actions for actions in computed for action in actions}
+        around = iter(zero_plan.passes)
+        tasks = []
+        for actions, own in zip(orders, turns):
+            passes = tuple(self._layer_pass(each, *next(around)) for turn in own for each in turn)
+            ends = [micro for _, _, micro in actions if last_use.get(micro) is actions]
+            tasks.append(Task(actions, _label(actions), passes, tuple(ends)))
         plan = RankSchedule(
             schedule,
-            [expanded.get(id(unit), Unit(unit)) for unit in units],
+            tasks,
             acknowledgements(schedule, self.rank),
-            [each for own in passes for each in own],
-            weights,
+            [each for own in turns for turn in own for each in turn],
+            zero_plan,
         )
         self.prepared[id(schedule)] = plan
         return plan
 
-    def _turns_of(self, unit: tuple[Action, ...]) -> Iterator[list[Pass]]:
+    def _turns_of(self, actions: tuple[Action, ...]) -> Iterator[list[Pass]]:
         """The passes of layers of a computation, one in each turn; of a pair one of each."""
-        for calls in zip_longest(*(self.calls[action.kind, action.stage] for action in unit)):
-            yield [(*call, action.micro) for action, call in zip(unit, calls) if call is not None]
+        calls_of_each = [self.calls.get((action.kind, action.stage), ()) for action in actions]
+        for calls in zip_longest(*calls_of_each):
+            yield [
+                (*call, action.micro) for action, call in zip(actions, calls) if call is not None
+            ]
 
-    def _layer_pass(self, each: Pass, before: Any, after: Any) -> LayerPass:
+    def _layer_pass(self, each: Pass, before: Before | None, after: After | None) -> LayerPass:
         layer, kind, micro = each
         label = f"{WORDS[kind]} {self.names[layer]} micro-batch {micro}"
         return LayerPass(layer, kind, label, before, after)
@@ -228,7 +219,7 @@ class Pipeline:
         """
         plan = self.prepare(schedule)
         # a training step ends with Zero.end_step; an evaluation has no gradients
-        self.weights.begin_step(plan.weights)
+        self.zero.begin_step(plan.zero_plan)
         messages = StageMessages(
             self.placement,
             self.groups,
@@ -238,20 +229,21 @@ class Pipeline:
             self.device,
         )
         step = StepState(messages, loss_scale, loss_scale if aux_scale is None else aux_scale)
-        for unit in plan.units:
-            action = unit.actions[0]
+        for task in plan.tasks:
+            action = task.actions[0]
             if action.kind in COMPUTATIONS:
                 begun = None if recording is None else recording.begin()
-                with step.in_trace(unit.label):
-                    for micro in unit.begins:
-                        step.micro_batches[micro] = next(micro_batches)
+                with step.in_trace(task.label):
+                    for each in task.actions:
+                        if each.micro not in step.micro_batches:
+                            step.micro_batches[each.micro] = next(micro_batches)
                     if action.kind is Kind.FORWARD:
-                        self.forward(step, unit)
+                        self.forward(step, task)
                     else:
-                        self.backward(step, unit)
+                        self.backward(step, task)
                 if recording is not None:
-                    recording.add(unit.actions, begun)
-                for micro in unit.ends:
+                    recording.add(task.actions, begun)
+                for micro in task.ends:
                     del step.micro_batches[micro]
             elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
                 messages.send(action)
@@ -262,45 +254,45 @@ class Pipeline:
         assert not (step.saved or step.micro_batches), "the schedule left something undone"
         return StepSums(step.losses, step.scalars)
 
-    def forward(self, step: StepState, unit: Unit) -> None:
+    def forward(self, step: StepState, task: Task) -> None:
         """The forward pass of a stage, [s, b, h] -> [s, b, h]; of the last one the loss sums."""
-        (action,) = unit.actions
+        (action,) = task.actions
         micro_batch = step.micro_batches[action.micro]
-        saved: Saved = deque()
+        saved: deque[Saved] = deque()
         x = step.input_of(action)
         # While this stage of the pipeline computes, its neighbors compute other micro-batches and
         # receives of ours are on their way; ZeRO-3 gathers the next layer on a side stream.
-        for layer, _, label, before, after in unit.passes:
+        for layer, _, label, before, after in task.passes:
             if before is not None:
-                self.weights.acquire(before)
+                self.zero.before_pass(before)
             with step.in_trace(label):
-                x, kept = self.passes.forward(layer, x, micro_batch, step.scalars)
+                x, kept = self.runner.forward(layer, x, micro_batch, step.scalars)
             if after is not None:
-                self.weights.release(after)
+                self.zero.after_pass(after)
             saved.append(kept)
         step.store_outputs(action, x, saved)
 
-    def backward(self, step: StepState, unit: Unit) -> None:
+    def backward(self, step: StepState, task: Task) -> None:
         """A backward pass of a stage: whole, or one half of a split one."""
-        (action,) = unit.actions
+        (action,) = task.actions
         _, stage, micro = action
         # Popped one by one: what a layer has saved is freed as soon as its backward pass is over.
         dy, saved = step.input_of(action), step.saved.pop((stage, micro))
-        deferred: Saved = deque()  # for the second half
-        for layer, kind, label, before, after in unit.passes:
+        deferred: deque[Saved] = deque()  # for the second half
+        for layer, kind, label, before, after in task.passes:
             if before is not None:
-                self.weights.acquire(before)
+                self.zero.before_pass(before)
             with step.in_trace(label):
                 if kind is Kind.REBUILD:
                     self.rebuild(stage, layer, saved)
                 else:
-                    dy, kept = self.passes.backward(kind, layer, dy, saved.pop(), step.aux_scale)
+                    dy, kept = self.runner.backward(kind, layer, dy, saved.pop(), step.aux_scale)
                     # In the order of the layers: the second half, which runs from the last layer
                     # to the first as well, pops from the right.
                     if kind is Kind.BACKWARD_INPUT:
                         deferred.appendleft(kept)
             if after is not None:
-                self.weights.release(after)
+                self.zero.after_pass(after)
 
         # The gradient goes to the stage before; the second half of a split pass has none.
         if action.kind is Kind.BACKWARD_INPUT:
@@ -308,10 +300,10 @@ class Pipeline:
         if action.kind is not Kind.BACKWARD_WEIGHT and stage > 0:
             step.messages.put(Message(Kind.BACKWARD, stage - 1, micro), dy)
 
-    def rebuild(self, stage: int, layer: Layer, saved: Saved) -> None:
+    def rebuild(self, stage: int, layer: Layer, saved: deque[Saved]) -> None:
         """Full recomputation: run a layer again, up to the input of the layer that follows it."""
         index = self.layers[stage].index(layer)
-        saved[index], saved[index + 1] = self.passes.rebuild(layer, saved[index], saved[index + 1])
+        saved[index], saved[index + 1] = self.runner.rebuild(layer, saved[index], saved[index + 1])
 
 
 def calls_of(kind: Kind, layers: Sequence[Layer]) -> list[Call]:
@@ -349,25 +341,8 @@ def loss_gradient(sums: Tensor, scale: float) -> Tensor:
     return dy
 
 
-def _lives(
-    computed: Sequence[tuple[Action, ...]],
-) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """By the identity of a computation: the micro-batches that it is the first to use, and those
-    that it is the last to use. A micro-batch is read and freed there.
-    """
-    first = {action.micro: unit for unit in reversed(computed) for action in unit}
-    last = {action.micro: unit for unit in computed for action in unit}
-    return {
-        id(unit): (
-            tuple(action.micro for action in unit if first[action.micro] is unit),
-            tuple(action.micro for action in unit if last[action.micro] is unit),
-        )
-        for unit in computed
-    }
-
-
-def _label(unit: tuple[Action, ...]) -> str:
+def _label(actions: tuple[Action, ...]) -> str:
     """The name of a computation, or of a pair, in a trace."""
     return " with ".join(
-        f"{WORDS[kind]} stage {stage} micro-batch {micro}" for kind, stage, micro in unit
+        f"{WORDS[kind]} stage {stage} micro-batch {micro}" for kind, stage, micro in actions
     )

@@ -94,7 +94,7 @@ class Schedule:
     def stages(self) -> int:
         return len(self.placement)
 
-    def unit(self, rank: int, index: int) -> tuple[Action, ...]:
+    def task(self, rank: int, index: int) -> tuple[Action, ...]:
         """What a rank begins at a place of its list: one action, or a pair."""
         actions = self.actions[rank]
         if self.pairs:
@@ -105,20 +105,20 @@ class Schedule:
                 return both
         return (actions[index],)
 
-    def units(self, rank: int) -> Iterator[tuple[Action, ...]]:
+    def tasks(self, rank: int) -> Iterator[tuple[Action, ...]]:
         """What a rank does, one after the other: actions and pairs."""
         index = 0
         while index < len(self.actions[rank]):
-            unit = self.unit(rank, index)
-            yield unit
-            index += len(unit)
+            task = self.task(rank, index)
+            yield task
+            index += len(task)
 
     def in_memory(self, rank: int) -> Iterator[Action]:
         """A rank's actions in an order in which as much is kept at a time as in the step: of a
         pair, the forward pass keeps what it makes before the backward pass has freed anything.
         """
-        for unit in self.units(rank):
-            yield from reversed(unit)
+        for task in self.tasks(rank):
+            yield from reversed(task)
 
 
 def needs(action: Action, placement: Sequence[int]) -> Message | None:
@@ -224,11 +224,11 @@ def send_of(computation: Action) -> Action:
     return Action(kind, computation.stage, computation.micro)
 
 
-Units = Sequence[tuple[Action, ...]]  # computations of a rank: what runs at a time
+Tasks = Sequence[tuple[Action, ...]]  # computations of a rank: what runs at a time
 
 
 def _messages_made(
-    orders: Sequence[Units], placement: Sequence[int]
+    orders: Sequence[Tasks], placement: Sequence[int]
 ) -> dict[tuple[int, int], list[Message]]:
     """Messages by (sender, receiver), in the order in which they are made."""
     made: dict[tuple[int, int], list[Message]] = {}
@@ -239,10 +239,10 @@ def _messages_made(
     return made
 
 
-def _receives(orders: Sequence[Units], placement: Sequence[int]) -> list[dict[int, list[Action]]]:
-    """For each rank the receives to post before a unit, by the index of that one."""
+def _receives(orders: Sequence[Tasks], placement: Sequence[int]) -> list[dict[int, list[Action]]]:
+    """For each rank the receives to post before a task, by the index of that one."""
     used = [
-        {needs(action, placement): index for index, unit in enumerate(order) for action in unit}
+        {needs(action, placement): index for index, task in enumerate(order) for action in task}
         for order in orders
     ]
     posts: list[dict[int, list[Action]]] = [{} for _ in orders]
@@ -269,17 +269,17 @@ def communicate(
     for it, so that it travels during that one; earlier where the sender sends it before what is
     needed sooner: messages from one rank to another are received in the order in which they leave.
     """
-    # Receives come before a unit and sends after it. Both ranks of a channel derive their lists
+    # Receives come before a task and sends after it. Both ranks of a channel derive their lists
     # from the same orders, so their messages match without any negotiation.
     bare = Schedule("", tuple(placement), 0, tuple(map(tuple, orders)), pairs)
-    units = [list(bare.units(rank)) for rank in range(len(orders))]
+    tasks = [list(bare.tasks(rank)) for rank in range(len(orders))]
     lists = []
-    for order, posted in zip(units, _receives(units, placement)):
+    for order, posted in zip(tasks, _receives(tasks, placement)):
         actions: list[Action] = []
-        for index, unit in enumerate(order):
+        for index, task in enumerate(order):
             actions += posted.get(index, ())
-            actions += unit
-            actions += [send_of(each) for each in unit if makes(each, placement) is not None]
+            actions += task
+            actions += [send_of(each) for each in task if makes(each, placement) is not None]
         lists.append(tuple(actions))
     return tuple(lists)
 

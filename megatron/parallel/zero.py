@@ -1,5 +1,5 @@
-"""ZeRO 0 to 3 (Rajbhandari et al. 2020) as two verbs around each pass of a layer, acquire and
-release: when weights are gathered and freed, when gradients are reduced.
+"""ZeRO 0 to 3 (Rajbhandari et al. 2020) as what is done before and after each pass of a layer: when
+weights are gathered and freed, when gradients are reduced.
 
 One code path, four lifetimes (parallel/blocks.py). A layer has one flat buffer (block) for each
 group of ranks that hold its parameters, and each block its own groups. A block's gradients are
@@ -39,7 +39,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.layer import Layer
 from megatron.parallel.blocks import Block
 from megatron.parallel.grad_norm import sum_of_squares
-from megatron.parallel.layer_passes import Pass
+from megatron.parallel.layer_runner import Pass
 from megatron.parallel.zero_plan import After, Before, ZeroPlan, ZeroPlanner
 
 
@@ -53,7 +53,7 @@ class Zero:
     def __init__(
         self, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig
     ):
-        self.blocks, self.groups, self.stage = blocks, groups, blocks[0].stage
+        self.blocks, self.groups, self.zero_stage = blocks, groups, blocks[0].zero_stage
         self.trained = [block for block in blocks if block.trained]
         self.planner = ZeroPlanner(model, blocks, groups, config)
         self.overlap_reduce = config.overlap_grad_reduce
@@ -121,7 +121,7 @@ class Zero:
         for block in plan.first:
             self._gather(block)
 
-    def acquire(self, todo: Before) -> None:
+    def before_pass(self, todo: Before) -> None:
         """Before a pass of a layer on a micro-batch: make its weights whole, and give its gradients
         buffers, as far as the pass needs them.
         """
@@ -155,7 +155,7 @@ class Zero:
             for block in todo.prefetches:
                 self._gather(block)
 
-    def release(self, todo: After) -> None:
+    def after_pass(self, todo: After) -> None:
         """After the pass, which is queued: start what is read next, free the weights, reduce the
         gradients that are complete.
         """
@@ -173,7 +173,7 @@ class Zero:
             block.complete()
             if self.watched is not None:
                 self.watched += sum_of_squares([block.close()], block.weight.device)
-            elif self.planner.reduces and (self.stage >= 2 or self.overlap_reduce):
+            elif self.planner.reduces and (self.zero_stage >= 2 or self.overlap_reduce):
                 with self.on_stream(self.reduce_stream):
                     self._reduce(block)
                     if not self.overlap_reduce:
@@ -193,7 +193,7 @@ class Zero:
     def _finish_all_reductions(self) -> None:
         """Start the reductions that wait for the end of the step, and wait for all."""
         with self.on_stream(self.reduce_stream):
-            if self.stage < 2 and not self.overlap_reduce:
+            if self.zero_stage < 2 and not self.overlap_reduce:
                 for block in self.trained:
                     self._reduce(block)
             self._finish_reduction()
@@ -224,7 +224,7 @@ class Zero:
         """The weights that this rank updates have changed. Stages 1 and 2 send them round, and wait
         where the next pass needs them.
         """
-        if self.stage in (1, 2):
+        if self.zero_stage in (1, 2):
             assert block not in self.gathering
             with self.on_stream(self.gather_stream):
                 self.gathering[block] = start_all_gather(
@@ -294,9 +294,9 @@ class Zero:
         """Start to sum this block's gradients; those of the one before have been summed by now."""
         self._finish_reduction()
         # its next backward pass, which may come at once, gets another buffer
-        grad = block.close() if self.stage >= 2 else block.grad
+        grad = block.close() if self.zero_stage >= 2 else block.grad
         own = block.reduced_part(grad)
-        first = self.stage >= 2 and block.summed is None and block.shard.size > 1
+        first = self.zero_stage >= 2 and block.summed is None and block.shard.size > 1
         # the step's first sum is where others are added
         out = torch.empty_like(own) if first else own
         self.reducing = (
@@ -311,13 +311,13 @@ class Zero:
             return
         (block, grad, pending), self.reducing = self.reducing, None
         slice_ = pending.wait()
-        if self.stage == 0 and block.shard.size > 1:
+        if self.zero_stage == 0 and block.shard.size > 1:
             sent = slice_ if self.reduce_dtype is None else slice_.to(self.reduce_dtype)
             out = block.grad if self.reduce_dtype is None else None
             self.returning.append(
                 (block, start_all_gather(sent, block.groups.shard_gather, out=out))
             )
-        elif self.stage >= 2:
+        elif self.zero_stage >= 2:
             block.summed = slice_ if block.summed is None else block.summed.add_(slice_)
             if self.reduce_stream is not None:
                 self.spent.append((grad, self.reduce_stream.record_event()))
@@ -362,7 +362,7 @@ def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
         ]
         # both ends of a pipeline cut the matrix alike, as it is all that its block holds
         assert name != "tied" or all(
-            block.stage == 0 or len(block.entries) == 1 for block in blocks if _is_tied(block)
+            block.zero_stage == 0 or len(block.entries) == 1 for block in blocks if _is_tied(block)
         )
         pack: list[Tensor] = []
         size = 0  # bytes

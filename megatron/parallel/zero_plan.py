@@ -18,7 +18,7 @@ from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import Layer
 from megatron.parallel.blocks import Block
-from megatron.parallel.layer_passes import Pass
+from megatron.parallel.layer_runner import Pass
 from megatron.parallel.schedule import Kind
 
 Buffers = tuple[Block, ...]  # of one layer
@@ -65,11 +65,11 @@ class ZeroPlanner:
     def __init__(
         self, model: GPTModel, blocks: list[Block], groups: Groups, config: DistributedConfig
     ):
-        self.stage, self.keep = blocks[0].stage, config.zero3_keep_gathered
+        self.zero_stage, self.keep = blocks[0].zero_stage, config.zero3_keep_gathered
         self.overlap_gather = config.overlap_param_gather
         self.single_pipeline = groups.pp.size == 1
         # one rank alone that keeps whole gradients has nothing to reduce
-        self.reduces = self.stage >= 2 or any(block.shard.size > 1 for block in blocks)
+        self.reduces = self.zero_stage >= 2 or any(block.shard.size > 1 for block in blocks)
         owner = {parameter: block for block in blocks for parameter in block.parameters}
         self.buffers_of: dict[Layer, Buffers] = {
             layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters()))
@@ -100,7 +100,7 @@ class ZeroPlanner:
         """Whether a pass needs the layer's weights gathered: a weight gradient does not, nor does
         the embedding's backward pass.
         """
-        return self.stage == 3 and (
+        return self.zero_stage == 3 and (
             kind is Kind.FORWARD
             or (kind is not Kind.BACKWARD_WEIGHT and layer.reads_weight_backward)
         )
@@ -110,7 +110,7 @@ class _Walk:
     """The state of a step at one of its passes, while its plan is made."""
 
     def __init__(self, planner: ZeroPlanner, passes: Sequence[Pass]):
-        self.planner, self.stage = planner, planner.stage
+        self.planner, self.zero_stage = planner, planner.zero_stage
         # stage 3: what the passes to come read, in order, and how often
         self.needs = deque(
             planner.buffers_of[layer]
@@ -140,7 +140,7 @@ class _Walk:
         )
         period = {}
         for block, count in counts.items():
-            often = self.stage >= 2 and (users[block] == 1 or self.planner.single_pipeline)
+            often = self.zero_stage >= 2 and (users[block] == 1 or self.planner.single_pipeline)
             period[block] = users[block] if often else count
         return period
 
@@ -155,14 +155,14 @@ class _Walk:
         # the micro-batch before has had the other layers' passes to be reduced, and is freed.
         if kind is Kind.FORWARD and layer in planner.last and planner.reduces:
             found["frees_reduced"] = True
-        if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
+        if kind is Kind.BACKWARD_INPUT and self.zero_stage >= 2:
             found["opens_early"] = trained
         elif kind in (*COMPLETING, Kind.BACKWARD_INPUT):
             found["opens"] = tuple(block for block in trained if block not in self.open)
             self.open.update(trained)
-        if kind is Kind.BACKWARD_WEIGHT and self.stage >= 2:
+        if kind is Kind.BACKWARD_WEIGHT and self.zero_stage >= 2:
             found["adds_early"] = trained
-        if self.stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
+        if self.zero_stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
             found["waits_for"] = self._awaited(buffers)
         if planner.reads_gathered(layer, kind):
             found["gathers"], found["prefetches"] = buffers, self._take(buffers)
@@ -177,7 +177,7 @@ class _Walk:
         awaited = tuple(
             block
             for block in buffers
-            if block not in self.arrived and (self.stage in (1, 2) or block.on_host)
+            if block not in self.arrived and (self.zero_stage in (1, 2) or block.on_host)
         )
         self.arrived.update(awaited)
         return awaited
@@ -197,9 +197,9 @@ class _Walk:
         if planner.reads_gathered(layer, kind):
             found["prefetches"] = self._next_to(buffers) if planner.overlap_gather else ()
             found["frees"] = () if self._is_needed(buffers, kind) else _gathered(buffers)
-        if self.stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
+        if self.zero_stage < 3 and kind is not Kind.BACKWARD_WEIGHT:
             found["updates"] = self._updated(planner.following.get(buffers[-1]))
-        if kind is Kind.BACKWARD_INPUT and self.stage >= 2:
+        if kind is Kind.BACKWARD_INPUT and self.zero_stage >= 2:
             found["closes_early"] = tuple(block for block in buffers if block.trained)
         if kind in COMPLETING:
             found["reduces"] = self._completed(buffers)
@@ -220,7 +220,7 @@ class _Walk:
             if self.due[block] == 0 and block.trained:
                 self.due[block] = self.period[block]
                 found.append(block)
-                if self.stage >= 2:  # the buffer is closed: the next pass opens another
+                if self.zero_stage >= 2:  # the buffer is closed: the next pass opens another
                     self.open.discard(block)
         return tuple(found)
 
@@ -248,4 +248,4 @@ class _Walk:
 
 def _gathered(buffers: Buffers) -> Buffers:
     """Those of a layer's buffers whose weights are gathered."""
-    return tuple(block for block in buffers if block.stage == 3)
+    return tuple(block for block in buffers if block.zero_stage == 3)

@@ -22,7 +22,7 @@ from megatron.distributed.groups import Groups
 from megatron.distributed.peers import is_out_of_memory
 from megatron.optimizer.state import InMemory
 from megatron.parallel.blocks import Block
-from megatron.parallel.layer_passes import Graph
+from megatron.parallel.layer_runner import Graph
 from megatron.training.advisor import Advisor
 from megatron.training.profile import profile_folder, write_snapshot
 

@@ -70,7 +70,7 @@ def run_micro_batches(
     training, count = scale is not None, samples // run.chunk
     sums = torch.zeros(2, count, dtype=torch.float64, device=run.device)
     aux_scale = scale
-    if scale is not None and run.pipeline.passes.objectives and source.eod_mask_loss:
+    if scale is not None and run.pipeline.runner.objectives and source.eod_mask_loss:
         aux_scale = _aux_scale(run, source, first, samples, scale)
     with torch.set_grad_enabled(training):
         found = run.pipeline.run(

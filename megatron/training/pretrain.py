@@ -45,9 +45,9 @@ from megatron.observe.tracking import Tracker
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
 from megatron.parallel.blocks import build_run_blocks
-from megatron.parallel.graphs import GraphedPasses, GraphedPipeline
-from megatron.parallel.layer_passes import LayerPasses
-from megatron.parallel.offload import OffloadingPasses, OffloadingPipeline
+from megatron.parallel.graphs import GraphedPipeline, GraphedRunner
+from megatron.parallel.layer_runner import LayerRunner
+from megatron.parallel.offload import OffloadingPipeline, OffloadingRunner
 from megatron.parallel.pairs import PairedPipeline
 from megatron.parallel.pipeline import Pipeline, objectives_of
 from megatron.parallel.zero import Zero
@@ -305,7 +305,7 @@ def _build_engine(
     with explained_out_of_memory(config, vocab_size, groups, device, advisor):
         zero, pipeline = _build_pipeline(config, vocab_size, groups, device)
         with raise_on_all_ranks(groups.world, device):
-            gather = zero.all_gather_weights if zero.stage in (1, 2) else None
+            gather = zero.all_gather_weights if zero.zero_stage in (1, 2) else None
             optimizer = Optimizer(zero.blocks, config, groups, gather, zero.deferred)
     return zero, pipeline, optimizer
 
@@ -343,13 +343,13 @@ def _build_pipeline(
     stages = placement_of(config), hidden_shape(config), groups, device
     if training.activation_offload:
         smallest = training.min_offloaded_tensor_size
-        offloading = OffloadingPasses(device, smallest, sharing, objectives)
+        offloading = OffloadingRunner(device, smallest, sharing, objectives)
         return zero, OffloadingPipeline(model, zero, offloading, *stages)
     if training.cuda_graphs:
         for block in zero.trained:
             block.keep_grad_place()
-        return zero, GraphedPipeline(model, zero, GraphedPasses(model, device), *stages)
-    passes = LayerPasses(sharing, objectives)
+        return zero, GraphedPipeline(model, zero, GraphedRunner(model, device), *stages)
+    passes = LayerRunner(sharing, objectives)
     if config.distributed.overlap_moe_expert_parallel_comm:
         overlapped = Interleaver().run_overlapped
         return zero, PairedPipeline(model, zero, passes, *stages, run_overlapped=overlapped)

@@ -26,7 +26,7 @@ from megatron.model.build import build_model
 from megatron.model.compile import compile_layers
 from megatron.model.init import fill_initial
 from megatron.parallel.blocks import build_blocks
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import loss_gradient
 
 LAYERS, VOCAB, S, B = 2, 250, 64, 2
@@ -75,7 +75,7 @@ def gradients(
     batch = (ids[:, :-1], ids[:, 1:], torch.ones(B, S), torch.arange(S).expand(B, S))
     batch = (*batch, torch.arange(B))
     micro = model.micro_batch(*(each.to(device) for each in batch), training=True)
-    passes = LayerPasses()
+    passes = LayerRunner()
     out, saved = forward(model, micro, passes)
     backward(model, saved, loss_gradient(out, 1.0), passes)
     return {

@@ -30,7 +30,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import loss_gradient
 from megatron.training.passes import share_positions
 
@@ -105,7 +105,7 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
     if cp.size > 1:
         batch = share_positions(batch, cp, None)
     micro = model.micro_batch(**vars(batch), training=True)
-    run = LayerPasses()
+    run = LayerRunner()
     model.choose_recompute(RECOMPUTE.get(how, NO_RECOMPUTE))
     sums, saved = forward(model, micro, run)
     dy = loss_gradient(sums, 1.0)

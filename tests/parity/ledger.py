@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
 from megatron.model.layer import TransformerLayer
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 
 # Functions of distributed/collectives.py that send and receive, and what they are.
 KINDS = {
@@ -105,7 +105,7 @@ class Ledger:
     @contextlib.contextmanager
     def open(self) -> Iterator[Ledger]:
         isend, all_reduce, all_gather = dist.isend, dist.all_reduce, dist.all_gather
-        forward, backward = TransformerLayer.forward, LayerPasses._differentiate
+        forward, backward = TransformerLayer.forward, LayerRunner._differentiate
 
         def noted_isend(tensor, dst=None, group=None, tag=0, **kwargs):
             self._note(tensor, group, 1.0, dst, tag)
@@ -150,7 +150,7 @@ class Ledger:
             ):
                 stack.enter_context(mock.patch.object(dist, name, refused))
             stack.enter_context(mock.patch.object(TransformerLayer, "forward", layer_forward))
-            stack.enter_context(mock.patch.object(LayerPasses, "_differentiate", layer_backward))
+            stack.enter_context(mock.patch.object(LayerRunner, "_differentiate", layer_backward))
             yield self
 
 

@@ -363,17 +363,17 @@ MUTANTS = (
     Mutant(
         "no embedding gradient in the split backward",
         PIPELINE,
-        "                    dy, kept = self.passes.backward(kind, layer, dy, saved.pop(), "
+        "                    dy, kept = self.runner.backward(kind, layer, dy, saved.pop(), "
         "step.aux_scale)\n",
         "                    lost = action.kind is Kind.BACKWARD_INPUT and not "
         "layer.reads_weight_backward\n"
-        "                    dy, kept = (saved.pop(), None) if lost else self.passes.backward("
+        "                    dy, kept = (saved.pop(), None) if lost else self.runner.backward("
         "kind, layer, dy, saved.pop(), step.aux_scale)\n",
         ("fp64-m5-pp2-zero-bubble",),
     ),
     Mutant(
         "no dropout in the second run of recomputation",
-        "megatron/parallel/layer_passes.py",
+        "megatron/parallel/layer_runner.py",
         "saved = self.forward_again(layer, saved)[1]",
         """saved = self.forward_again(layer, saved._replace(micro=__import__("dataclasses").replace(
             saved.micro, dropout=None, hidden_dropout=None)))[1]""",
@@ -528,8 +528,8 @@ MUTANTS = (
     Mutant(
         "a resident buffer reduced in every micro-batch",
         ZERO_PLAN,
-        "often = self.stage >= 2 and",
-        "often = self.stage >= 1 and",
+        "often = self.zero_stage >= 2 and",
+        "often = self.zero_stage >= 1 and",
         ("fp64-dropout-dp2-zero1",),
     ),
     Mutant(
@@ -563,8 +563,8 @@ MUTANTS = (
     Mutant(
         "one block's weights not sent round",
         ZERO,
-        "if self.stage in (1, 2):",
-        "if self.stage in (1, 2) and block is not self.blocks[1]:",
+        "if self.zero_stage in (1, 2):",
+        "if self.zero_stage in (1, 2) and block is not self.blocks[1]:",
         ("fp64-dropout-dp2-zero1",),
     ),
     Mutant(

@@ -21,7 +21,7 @@ from megatron.config.groups import ModelConfig
 from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.parallel.blocks import build_blocks
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import loss_gradient
 
 transformers = pytest.importorskip("transformers")
@@ -155,7 +155,7 @@ def our_run(config: ModelConfig, dtype: torch.dtype):
     micro = model.micro_batch(
         ids[:, :-1], ids[:, 1:], torch.ones(B, S), positions, torch.arange(B), training=True
     )
-    passes = LayerPasses()
+    passes = LayerRunner()
     sums, saved = forward(model, micro, passes)
     backward(model, saved, loss_gradient(sums, 1 / (B * S)), passes)
     for name, parameter, spec in model.declared():

@@ -14,7 +14,7 @@ from parity.test_pipeline_bits import same
 from parity.test_recompute_bits import FULL, SELECTIVE, flags_of, parts, ranks_of
 from parity.worker import Outcome, run_case
 
-from megatron.parallel.offload import HostCopies, HostPool, OffloadingPasses
+from megatron.parallel.offload import HostCopies, HostPool, OffloadingRunner
 
 AWAY = "--activation-offload --min-offloaded-tensor-size 64"
 CHOICES = {
@@ -91,7 +91,7 @@ def test_the_same_bits(gloo_world, kept, layout, feature, precision, choice):
 def host_bytes(flags: tuple[str, ...]) -> tuple[int, int]:
     """Bytes of the buffers of the host that a run has made, and that its plan has counted."""
     made: dict[bool, list[HostPool]] = {True: [], False: []}
-    expect, planned = OffloadingPasses.prepare_passes, PlannedPasses.prepare_passes
+    expect, planned = OffloadingRunner.prepare_passes, PlannedPasses.prepare_passes
 
     def noted(self, passes):
         made[True].append(self.copies.pool)
@@ -102,7 +102,7 @@ def host_bytes(flags: tuple[str, ...]) -> tuple[int, int]:
         planned(self, passes)
 
     with (
-        mock.patch.object(OffloadingPasses, "prepare_passes", noted),
+        mock.patch.object(OffloadingRunner, "prepare_passes", noted),
         mock.patch.object(PlannedPasses, "prepare_passes", noted_in_the_plan),
     ):
         run_case(flags, planned=True)

@@ -24,7 +24,7 @@ from megatron.config.recompute import layer_words
 from megatron.config.validate import resolve
 from megatron.parallel import zero_plan
 from megatron.parallel.blocks import Block
-from megatron.parallel.layer_passes import Inputs, LayerPasses
+from megatron.parallel.layer_runner import Inputs, LayerRunner
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import Kind
 
@@ -188,8 +188,8 @@ def parts(outcomes: list[Outcome]) -> tuple:
 @contextlib.contextmanager
 def wrong_micro_batch() -> Iterator[None]:
     """A layer is rebuilt from the input that it had in the first micro-batch of the step."""
-    inputs, begin, kept_inputs = {}, Pipeline.run, LayerPasses._inputs
-    forward = LayerPasses.forward
+    inputs, begin, kept_inputs = {}, Pipeline.run, LayerRunner._inputs
+    forward = LayerRunner.forward
     running = []
 
     def remembering(self, layer, *args, **kwargs):
@@ -208,8 +208,8 @@ def wrong_micro_batch() -> Iterator[None]:
 
     with (
         mock.patch.object(Pipeline, "run", forgetting),
-        mock.patch.object(LayerPasses, "forward", remembering),
-        mock.patch.object(LayerPasses, "_inputs", of_the_first),
+        mock.patch.object(LayerRunner, "forward", remembering),
+        mock.patch.object(LayerRunner, "_inputs", of_the_first),
     ):
         yield
 
@@ -218,24 +218,24 @@ def wrong_micro_batch() -> Iterator[None]:
 def share_of_another_rank() -> Iterator[None]:
     """Each rank keeps the part of the input that its neighbour should keep."""
 
-    def next_share(self: LayerPasses, x, micro) -> Inputs:
+    def next_share(self: LayerRunner, x, micro) -> Inputs:
         shares = x.flatten().chunk(self.sharing.size)
         return Inputs(shares[self.sharing.rank - 1].clone(), micro, x.shape)
 
-    with mock.patch.object(LayerPasses, "_inputs", next_share):
+    with mock.patch.object(LayerRunner, "_inputs", next_share):
         yield
 
 
 @contextlib.contextmanager
 def group_from_the_wrong_end() -> Iterator[None]:
     """The second layer of a group reads the group's input."""
-    rebuild = LayerPasses.rebuild
+    rebuild = LayerRunner.rebuild
 
-    def mistaken(self: LayerPasses, layer, saved, following):
+    def mistaken(self: LayerRunner, layer, saved, following):
         graph, after = rebuild(self, layer, saved, following)
         return graph, after._replace(x=self._input_of(saved))
 
-    with mock.patch.object(LayerPasses, "rebuild", mistaken):
+    with mock.patch.object(LayerRunner, "rebuild", mistaken):
         yield
 
 

@@ -31,7 +31,7 @@ from megatron.model.spec import Multipliers, ParameterSpec
 from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
 from megatron.parallel.blocks import Block
-from megatron.parallel.graphs import GraphedPasses
+from megatron.parallel.graphs import GraphedRunner
 from megatron.training import banner, loop, pretrain, step
 
 
@@ -181,7 +181,7 @@ def published_weights_are_the_masters(run: loop.Run) -> None:
     """What the model computes with is the masters, rounded."""
     for block in run.optimizer.blocks:
         for piece, held in (
-            run.optimizer.kept[block].pieces(("master",), "read") if block.stage < 3 else ()
+            run.optimizer.kept[block].pieces(("master",), "read") if block.zero_stage < 3 else ()
         ):
             assert torch.equal(block.part(block.weight)[piece], held["master"].to(block.weight)), (
                 f"{block.name}: not the rounded masters"
@@ -308,8 +308,8 @@ def traced() -> contextlib.AbstractContextManager:
 
 def recorded() -> contextlib.AbstractContextManager:
     """--cuda-graphs on a CPU."""
-    made = functools.partial(GraphedPasses, graph=RecordedGraph)
-    return mock.patch.object(pretrain, "GraphedPasses", made)
+    made = functools.partial(GraphedRunner, graph=RecordedGraph)
+    return mock.patch.object(pretrain, "GraphedRunner", made)
 
 
 def own_maxima() -> contextlib.AbstractContextManager:

@@ -1,7 +1,7 @@
 """A stage of a model run without the executor: its layers one after another, each pass by
-LayerPasses. For tests that compare with it.
+LayerRunner. For tests that compare with it.
 
-x: input or output of a stage [s, b, h], or the gradient of it; `saved`, `left`: what LayerPasses
+x: input or output of a stage [s, b, h], or the gradient of it; `saved`, `left`: what LayerRunner
 gave for each layer.
 """
 
@@ -18,8 +18,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.model.layer import MicroBatch
 from megatron.parallel.blocks import Block, build_blocks
-from megatron.parallel.layer_passes import LayerPasses
-from megatron.parallel.pipeline import Weights
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind
 
 
@@ -33,13 +32,16 @@ def recomputing(*modules: str, **full: Any) -> TrainingConfig:
 NO_RECOMPUTE, FULL_RECOMPUTE = TrainingConfig(), recomputing()
 
 
-class KeptWeights(Weights):
+class KeptWeights:
     """Weights and gradients that are always there: what the executor asks for when nothing is
     sharded.
     """
 
     def plan(self, turns):
         return SimpleNamespace(passes=[(None, None) for turn in turns for _ in turn])
+
+    def begin_step(self, plan: Any) -> None:
+        """Nothing is gathered."""
 
 
 def filled(model: GPTModel) -> list[Block]:
@@ -58,13 +60,13 @@ def filled(model: GPTModel) -> list[Block]:
 def forward(
     model: GPTModel,
     micro: MicroBatch,
-    passes: LayerPasses | None = None,
+    passes: LayerRunner | None = None,
     x: Tensor | None = None,
     chunk: int = 0,
     scalars: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, list[Any]]:
     """A stage's output, and what each layer saved for its backward pass."""
-    passes, saved = passes or LayerPasses(), []
+    passes, saved = passes or LayerRunner(), []
     scalars = {} if scalars is None else scalars
     for _, layer in model.chunks[chunk]:
         x, kept = passes.forward(layer, x, micro, scalars)
@@ -76,7 +78,7 @@ def backward(
     model: GPTModel,
     saved: list[Any],
     dy: Tensor,
-    passes: LayerPasses,
+    passes: LayerRunner,
     chunk: int = 0,
     aux_scale: float = 0.0,
 ) -> Tensor | None:
@@ -90,7 +92,7 @@ def backward_input(
     model: GPTModel,
     saved: list[Any],
     dy: Tensor,
-    passes: LayerPasses,
+    passes: LayerRunner,
     chunk: int = 0,
     aux_scale: float = 0.0,
 ) -> tuple[Tensor | None, list[Any]]:
@@ -105,7 +107,7 @@ def backward_input(
     return dy, left
 
 
-def backward_weight(left: list[Any], passes: LayerPasses) -> None:
+def backward_weight(left: list[Any], passes: LayerRunner) -> None:
     """Add the weight gradients that `backward_input` has left out; `left` is consumed."""
     while left:
         layer, kept = left.pop(0)

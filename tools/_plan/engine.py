@@ -163,7 +163,7 @@ class CountedBlock(Block):
 
     def open(self) -> None:
         super().open()
-        self.ledger.watch("gradients" if self.stage < 2 else "slots", self.grad)
+        self.ledger.watch("gradients" if self.zero_stage < 2 else "slots", self.grad)
         self.ledger.look()
 
     def open_early(self) -> Tensor:
@@ -204,7 +204,7 @@ class Kept:
 
 @dataclass
 class PlannedPasses:
-    """In place of LayerPasses: passes that compute nothing. `units`: what a micro-batch keeps of
+    """In place of LayerRunner: passes that compute nothing. `units`: what a micro-batch keeps of
     each layer; `shape` [s, b, h].
     """
 
@@ -238,7 +238,7 @@ class PlannedPasses:
         self.paired = None
 
     def _begin(self) -> Kept:
-        """Before a pass, as OffloadingPasses._begin; what it reads has come."""
+        """Before a pass, as OffloadingRunner._begin; what it reads has come."""
         self.at += 1
         reads, ahead = self.route.reads, self.at + 1
         if ahead < len(reads) and (coming := reads[ahead]) is not None:
@@ -258,7 +258,7 @@ class PlannedPasses:
         return Kept(x, Held(self.ledger, "activations", rest))
 
     def _end(self, going: Kept | None = None) -> None:
-        """After a pass, as OffloadingPasses._end."""
+        """After a pass, as OffloadingRunner._end."""
         if self.going is not None:
             self.going.let_go()
         self.going = going
@@ -279,7 +279,7 @@ class PlannedPasses:
     def forward(
         self, layer: Layer, x: Tensor | None, micro: Any, scalars: dict[str, Tensor]
     ) -> tuple[Tensor, Kept]:
-        """A forward pass, as LayerPasses.forward. What a layer keeps includes its input, which is
+        """A forward pass, as LayerRunner.forward. What a layer keeps includes its input, which is
         counted as long as it is there.
         """
         self.ledger.moment = f"forward pass of {self.names[layer]}"
@@ -295,7 +295,7 @@ class PlannedPasses:
         return y, kept
 
     def rebuild(self, layer: Layer, saved: Kept, following: Kept) -> tuple[Kept, Kept]:
-        """A second forward pass, as LayerPasses.rebuild."""
+        """A second forward pass, as LayerRunner.rebuild."""
         self.ledger.moment = f"recomputation of {self.names[layer]}"
         self._come(saved, self._begin())
         graph = self._graph_of(layer, saved)
@@ -334,7 +334,7 @@ class PlannedPasses:
     def backward(
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Kept, aux_scale: float = 0.0
     ) -> tuple[Tensor | None, Kept | None]:
-        """A backward pass, as LayerPasses.backward."""
+        """A backward pass, as LayerRunner.backward."""
         name = self.names[layer]
         self.ledger.moment = f"backward pass of {name}"
         self._come(saved, self._begin())

@@ -36,8 +36,8 @@ from megatron.model.kernels import compute_dtype
 from megatron.model.layer import MicroBatch
 from megatron.model.recompute import LayerRecompute
 from megatron.model.stages import Stage
-from megatron.parallel.layer_passes import LayerPasses
-from megatron.parallel.offload import OffloadingPasses, storages_of, tensors_of
+from megatron.parallel.layer_runner import LayerRunner
+from megatron.parallel.offload import OffloadingRunner, storages_of, tensors_of
 from megatron.parallel.schedule import Kind
 
 META = torch.device("meta")
@@ -257,7 +257,7 @@ class LayerRun:
         shape = hidden_shape(config)
         self.hidden = math.prod(shape) * self.model.dtype.itemsize
         shares = config.training.distribute_saved_activations
-        self.passes = OffloadingPasses(
+        self.passes = OffloadingRunner(
             META,
             config.training.min_offloaded_tensor_size,
             self.model.tp.axis if shares else ALONE,
@@ -292,7 +292,7 @@ class LayerRun:
             self.layer.choose_recompute(choice)
             self._begin()
             x = self._input()
-            y, kept = LayerPasses.forward(self.passes, self.layer, x, self.micro, {})
+            y, kept = LayerRunner.forward(self.passes, self.layer, x, self.micro, {})
             self.kept, self.output = [kept], (y.shape, y.dtype)
             del x, y, kept
         return self._measured(0)
@@ -305,7 +305,7 @@ class LayerRun:
             dy = None if halved else torch.empty(shape, dtype=dtype, device=META)
             size = 0 if dy is None else dy.nbytes
             self._begin()
-            dx, left = LayerPasses.backward(self.passes, kind, self.layer, dy, self.kept.pop(), 1.0)
+            dx, left = LayerRunner.backward(self.passes, kind, self.layer, dy, self.kept.pop(), 1.0)
             self.kept = [left]
             del dx, dy, left
         return self._measured(size)

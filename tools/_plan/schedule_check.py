@@ -117,7 +117,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, tuple[Action, ...]]]:
         rank = able.popleft()
         listed[rank] = False
         while at[rank] < len(lists[rank]):
-            unit = schedule.unit(rank, at[rank])
+            unit = schedule.task(rank, at[rank])
             channel, message = channel_of(unit[0], placement)
             if channel is None:
                 if _awaited(unit, rank, placement, messages) is not None:
@@ -340,7 +340,7 @@ def _deadlock(schedule: Schedule, at: list[int], messages: _Rendezvous) -> str:
     waits: dict[int, str] = {}
     rank = next(rank for rank, index in enumerate(at) if index < len(schedule.actions[rank]))
     while rank not in waits and at[rank] < len(schedule.actions[rank]):
-        unit = schedule.unit(rank, at[rank])
+        unit = schedule.task(rank, at[rank])
         awaited = _awaited(unit, rank, schedule.placement, messages)
         assert awaited is not None
         action, message = awaited

@@ -220,7 +220,7 @@ def _computed_with(run: Run, checkpoint: Checkpoint) -> list[str]:
                 box.view(weight).zero_()
             if weight.any():
                 faults.append(f"{entry.name}: the padding is not zero")
-        if block.stage == 3:
+        if block.zero_stage == 3:
             block.release()
     return faults
 

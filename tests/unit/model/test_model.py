@@ -13,7 +13,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.init import fill_initial
 from megatron.model.layer import EmbeddingLayer, HeadLayer, TransformerLayer
 from megatron.model.spec import Box, Init, TensorSpec
-from megatron.parallel.layer_passes import Inputs, LayerPasses
+from megatron.parallel.layer_runner import Inputs, LayerRunner
 from megatron.parallel.pipeline import loss_gradient
 
 TIED = ModelConfig(
@@ -54,10 +54,10 @@ def batch(model, training=True):
 
 
 def test_layers_are_run_in_order_and_share_no_graph(monkeypatch):
-    model, passes, calls = build(UNTIED), LayerPasses(), []
+    model, passes, calls = build(UNTIED), LayerRunner(), []
 
     def noted(name):
-        real = getattr(LayerPasses, name)
+        real = getattr(LayerRunner, name)
 
         def run(passes, *args):
             layer, x = args[:2] if name == "forward" else args[1:3]
@@ -65,7 +65,7 @@ def test_layers_are_run_in_order_and_share_no_graph(monkeypatch):
             assert x is None or not x.requires_grad
             return real(passes, *args)
 
-        monkeypatch.setattr(LayerPasses, name, run)
+        monkeypatch.setattr(LayerRunner, name, run)
 
     noted("forward")
     noted("backward")
@@ -85,7 +85,7 @@ def test_units_differentiate_like_one_graph(config):
     main_grad.
     """
     model = build(config)
-    passes = LayerPasses()
+    passes = LayerRunner()
     out, saved = forward(model, batch(model), passes)
     backward(model, saved, loss_gradient(out, 1.0), passes)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_units_differentiate_like_one_graph(config):
 
 def test_parameters_have_no_grad_and_blocks_are_units():
     model = build(TIED)
-    passes = LayerPasses()
+    passes = LayerRunner()
     out, saved = forward(model, batch(model), passes)
     backward(model, saved, loss_gradient(out, 1.0), passes)
     assert all(p.grad is None for p in model.parameters())

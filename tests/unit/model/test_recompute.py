@@ -29,7 +29,7 @@ from unit.storages import Storages, no_collector
 
 from megatron.model.recompute import KEPT, WHOLE, LayerRecompute, stage_recompute
 from megatron.model.recompute_context import RecomputeContext, RecomputedTensor
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind
 
 MODULES = ("layernorm", "qkv", "core_attn", "mlp_act", "mlp")
@@ -61,7 +61,7 @@ def trained(name, training, run_passes=whole, dtype=torch.float32, micro_batches
     for parameter_name, parameter in model.named_parameters():
         parameter.main_grad.copy_(before[parameter_name])
     model.choose_recompute(training)
-    run_passes(model, LayerPasses(), micro_batches)
+    run_passes(model, LayerRunner(), micro_batches)
     return gradients(model)
 
 
@@ -109,7 +109,7 @@ def products(name, training, split_backward=False):
     """Of one layer and one micro-batch, both passes: (linear, attention, FLOPs of linear)."""
     model, _ = built(name, torch.float64)
     model.choose_recompute(training)
-    layer, passes = model.layers["0"], LayerPasses()
+    layer, passes = model.layers["0"], LayerRunner()
     x = torch.randn(S, B, H, dtype=torch.float64)
     micro = micro_batch(model)
     with Products() as found:
@@ -227,7 +227,7 @@ def kept(name, training):
     micro = micro_batch(model)
     with Storages() as storages:
         x = torch.randn(S, B, H, dtype=torch.float64)
-        y, saved = LayerPasses().forward(model.layers["0"], x, micro)
+        y, saved = LayerRunner().forward(model.layers["0"], x, micro)
         del x, y
         bytes_alive = sum(storages.alive().values())
     del saved
@@ -267,12 +267,12 @@ def test_what_is_rebuilt_goes_with_its_last_reader():
 
         with Peak():
             x = torch.randn(S, B, H, dtype=torch.float64)
-            y, saved = LayerPasses().forward(model.layers["1"], x, micro)
+            y, saved = LayerRunner().forward(model.layers["1"], x, micro)
             dy = torch.ones_like(y)
             del x, y
             entry, peak = [saved], 0
             del saved
-            LayerPasses().backward(Kind.BACKWARD, model.layers["1"], dy, entry.pop())
+            LayerRunner().backward(Kind.BACKWARD, model.layers["1"], dy, entry.pop())
         return peak
 
     plain = most(NO_RECOMPUTE)

@@ -26,7 +26,7 @@ from megatron.model.init import fill_initial
 from megatron.model.layer import TransformerLayer
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import build_blocks
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import loss_gradient
 from megatron.parallel.schedule import Kind
 
@@ -136,12 +136,12 @@ def check_equal(name, how, size=1, sequence=False, overlap=True, micro_batches=1
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         model = build(config, dtype, tp)
         before = gradients(model)
-        whole(model, LayerPasses(), micro_batches)
+        whole(model, LayerRunner(), micro_batches)
         expected = gradients(model)
         model.choose_recompute(RECOMPUTE[how])
         for parameter_name, parameter in model.named_parameters():
             parameter.main_grad.copy_(before[parameter_name])
-        split(model, LayerPasses(), micro_batches)
+        split(model, LayerRunner(), micro_batches)
         for parameter_name, got in gradients(model).items():
             assert torch.equal(got, expected[parameter_name]), (dtype, parameter_name)
             assert not torch.equal(got, before[parameter_name]), (dtype, parameter_name)
@@ -183,7 +183,7 @@ def test_the_backward_may_run_in_another_thread(monkeypatch):
 
 def test_what_belongs_to_which_part():
     """B adds every gradient but those of the layers' matrices, W adds those alone."""
-    model, passes = build(CONFIGS["gpt"]), LayerPasses()
+    model, passes = build(CONFIGS["gpt"]), LayerRunner()
     late = {
         f"layers.{i}.{name}.weight"
         for i in (0, 1)
@@ -210,7 +210,7 @@ def test_what_belongs_to_which_part():
 
 
 def test_recomputing_is_done_once(monkeypatch):
-    model, passes, calls = build(CONFIGS["gpt"], how="recompute"), LayerPasses(), []
+    model, passes, calls = build(CONFIGS["gpt"], how="recompute"), LayerRunner(), []
     run = TransformerLayer.forward
     monkeypatch.setattr(
         TransformerLayer, "forward", lambda unit, *args: calls.append(unit) or run(unit, *args)
@@ -231,7 +231,7 @@ def check_what_stays(name, tp, how="plain"):
     alive, nothing else of either pass.
     """
     config = CONFIGS[name]
-    model, passes = build(config, tp=tp, how=how), LayerPasses()
+    model, passes = build(config, tp=tp, how=how), LayerRunner()
     micro = micro_batch(model)
     s = S // tp.size if tp.sequence else S
     draw = torch.Generator().manual_seed(1)
@@ -296,7 +296,7 @@ def test_what_stays_on_each_of_two_ranks(gloo_world, name, sequence):
 @no_collector()
 def test_no_unit_keeps_its_output():
     """From its forward on, also embedding and head."""
-    model, passes, x = build(CONFIGS["gpt"]), LayerPasses(), None
+    model, passes, x = build(CONFIGS["gpt"]), LayerRunner(), None
     for name, unit in model.units():
         with Storages() as storages:
             y, saved = passes.forward(unit, x, micro_batch(model))

@@ -31,7 +31,7 @@ from megatron.config.groups import PrecisionConfig
 from megatron.distributed.groups import ALONE
 from megatron.model.fp8 import mark_fp8
 from megatron.model.recompute import WHOLE, stage_recompute
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind
 
 EQUAL = 1e-10  # of the greatest gradient, in float64
@@ -53,7 +53,7 @@ def trained(config, training=NO_RECOMPUTE, run_passes=whole, dtype=torch.float64
     if prepare is not None:
         prepare(model)
     model.choose_recompute(training)
-    run_passes(model, LayerPasses(), 2)
+    run_passes(model, LayerRunner(), 2)
     return gradients(model)
 
 
@@ -114,7 +114,7 @@ def test_products_are_those_of_the_formula(name, what):
     config, training = in_pieces(name, 4), CHOICES[what]
     model = build(config)
     model.choose_recompute(training)
-    layer, passes = model.layers["0"], LayerPasses()
+    layer, passes = model.layers["0"], LayerRunner()
     x = torch.randn(S, B, config.hidden_size, dtype=torch.float64)
     micro = micro_batch(model)
     with Products() as found:
@@ -151,7 +151,7 @@ def test_one_piece_lives_at_a_time(what):
     def most(count):
         model = build(dataclasses.replace(config, tiled_mlp=count))
         model.choose_recompute(CHOICES[what])
-        layer, passes, micro = model.layers["0"], LayerPasses(), micro_batch(model)
+        layer, passes, micro = model.layers["0"], LayerRunner(), micro_batch(model)
         x = torch.randn(S, B, H, dtype=torch.float64)
         with no_collector(), Peak() as peak:
             y, saved = passes.forward(layer, x, micro)

@@ -23,7 +23,7 @@ from megatron.model.linear import Linear
 from megatron.model.spec import Init, ParameterSpec, TensorSpec
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.parallel.blocks import Block, build_blocks
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import build_schedule
 from megatron.parallel.zero import Zero
@@ -77,7 +77,7 @@ def gradients_by_range(groups: Groups, stage: int, schedule: str) -> list[tuple]
     with mock.patch.object(GPTModel, "layer_class", Paired):
         model = GPTModel(CONFIG, vocab_size=VOCAB, padded_vocab=VOCAB, dtype=torch.float64, seed=5)
     cpu = torch.device("cpu")
-    blocks = build_blocks(model, cpu, groups, stage=stage)
+    blocks = build_blocks(model, cpu, groups, zero_stage=stage)
     zero = Zero(model, blocks, groups, DistributedConfig(zero_stage=stage))
     for block in blocks:
         whole = torch.zeros(block.size, dtype=torch.float64)
@@ -85,9 +85,9 @@ def gradients_by_range(groups: Groups, stage: int, schedule: str) -> list[tuple]
             for box in entry.boxes:
                 fill_initial(box, entry.view(whole), 5)
         block.master.copy_(block.part(whole))
-        if block.stage < 3:
+        if block.zero_stage < 3:
             block.weight.copy_(whole)
-    pipeline = Pipeline(model, zero, LayerPasses(), (0,), (S, B, H), groups, cpu)
+    pipeline = Pipeline(model, zero, LayerRunner(), (0,), (S, B, H), groups, cpu)
     first = dist.get_rank() * MICRO_BATCHES
 
     def micro_batch(index: int):

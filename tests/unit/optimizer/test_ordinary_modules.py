@@ -37,7 +37,7 @@ from megatron.model.linear import _Linear
 from megatron.model.spec import declare_grad_sum, parts_under
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.observe.tracking import read_metrics
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import loss_gradient
 from pretrain_gpt import main
 
@@ -153,13 +153,13 @@ def textbook(weights: dict[str, Tensor], ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
 
-def whole(model: GPTModel, passes: LayerPasses, numbers: range) -> None:
+def whole(model: GPTModel, passes: LayerRunner, numbers: range) -> None:
     for number in numbers:
         sums, saved = forward(model, micro_batch(model, number), passes)
         backward(model, saved, loss_gradient(sums, 1.0), passes)
 
 
-def split(model: GPTModel, passes: LayerPasses, numbers: range) -> None:
+def split(model: GPTModel, passes: LayerRunner, numbers: range) -> None:
     """All first halves of the backward passes, then all second ones."""
     left = []
     for number in numbers:
@@ -188,7 +188,7 @@ def test_gradients_are_those_of_plain_autograd(recompute, run_passes):
             torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(number)),
         ).backward()
     model.choose_recompute(recompute)
-    run_passes(model, LayerPasses(), range(3))
+    run_passes(model, LayerRunner(), range(3))
     for name, parameter in model.named_parameters():
         expected = weights[name].grad
         assert expected.norm() > 0 and parameter.grad is None
@@ -205,7 +205,7 @@ def test_a_weight_of_ours_that_an_ordinary_operation_reads_too(run_passes):
             return y * self.mlp.fc1.weight.square().mean()
 
     model = build(Penalised)
-    run_passes(model, LayerPasses(), range(2))
+    run_passes(model, LayerRunner(), range(2))
     weight = model.layers["0"].mlp.fc1.weight
     direction = torch.randn(
         weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
@@ -341,7 +341,7 @@ def test_a_parameter_that_gets_nothing_is_named():
             ),
         ):
             # the bias is not used: it may well have none
-            run_passes(build(Losing), LayerPasses(), range(1))
+            run_passes(build(Losing), LayerRunner(), range(1))
 
 
 def test_a_layer_of_ours_that_loses_a_gradient_is_named():
@@ -355,7 +355,7 @@ def test_a_layer_of_ours_that_loses_a_gradient_is_named():
         mock.patch.object(_Linear, "backward", staticmethod(without_bias)),
         pytest.raises(RuntimeError, match=r"^layers\.1\..*layers\.1\.attention\.qkv\.bias: used"),
     ):
-        whole(build(TransformerLayer), LayerPasses(), range(1))
+        whole(build(TransformerLayer), LayerRunner(), range(1))
 
 
 def with_module(**modules: nn.Module) -> type[TransformerLayer]:

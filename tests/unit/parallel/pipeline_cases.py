@@ -15,7 +15,7 @@ from megatron.distributed.groups import Groups, Layout, one_process
 from megatron.distributed.setup import make_groups
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import Stage
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import Pipeline, loss_gradient
 from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule, build_schedule
 
@@ -53,7 +53,7 @@ def pipeline_of(
     model.choose_recompute(recompute)
     shape = S, B, CONFIG.hidden_size
     return Pipeline(
-        model, KeptWeights(), LayerPasses(), placement, shape, groups, torch.device("cpu")
+        model, KeptWeights(), LayerRunner(), placement, shape, groups, torch.device("cpu")
     ), blocks
 
 
@@ -104,10 +104,10 @@ def alone(micro_batches: int, training: bool = True) -> tuple[dict, dict]:
     with torch.set_grad_enabled(training):
         for index in range(micro_batches):
             sums[index], saved = forward(
-                pipeline.model, batch(pipeline.model, index, training), pipeline.passes
+                pipeline.model, batch(pipeline.model, index, training), pipeline.runner
             )
             if training:
-                backward(pipeline.model, saved, loss_gradient(sums[index], 0.5), pipeline.passes)
+                backward(pipeline.model, saved, loss_gradient(sums[index], 0.5), pipeline.runner)
     return sums, {
         entry.name: entry.view(block.grad) for block in blocks for entry in block.entries
     } if training else {}

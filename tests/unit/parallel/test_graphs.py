@@ -24,7 +24,7 @@ from megatron.config.validate import resolve
 from megatron.model.layer import MicroBatch, TransformerLayer
 from megatron.parallel import graphs
 from megatron.parallel.blocks import Block
-from megatron.parallel.graphs import CudaGraph, GraphedPasses
+from megatron.parallel.graphs import CudaGraph, GraphedRunner
 from pretrain_gpt import main
 
 ROWS = (
@@ -38,20 +38,20 @@ ROWS = (
 )
 
 
-def at_once(self: GraphedPasses, micro: MicroBatch) -> MicroBatch:
+def at_once(self: GraphedRunner, micro: MicroBatch) -> MicroBatch:
     """A micro-batch leaves its slot while it is still in flight."""
     placed = PLACE(self, micro)
-    GraphedPasses.free_slot(self, placed)
+    GraphedRunner.free_slot(self, placed)
     return placed
 
 
-PLACE = GraphedPasses.place
+PLACE = GraphedRunner.place
 MUTANTS = {
     "gradient buffers move": (Block, "keep_grad_place", lambda self: None),
     "a micro-batch is not copied": (graphs, "copy_tensors", lambda source, target: None),
     "a result is overwritten before it is read": (graphs, "copied", lambda x: x),
     "main_grad is never overwritten": (graphs, "are_overwritten", lambda weights: False),
-    "a slot is given away too early": (GraphedPasses, "place", at_once),
+    "a slot is given away too early": (GraphedRunner, "place", at_once),
 }
 
 

@@ -42,7 +42,7 @@ def test_all_sizes_are_right_and_bounded(name):
             before = ahead(name, ranks, virtual, m, rank)
             units = [
                 unit
-                for unit in schedule.units(rank)
+                for unit in schedule.tasks(rank)
                 if unit[0].kind in (Kind.FORWARD, Kind.BACKWARD)
             ]
             sizes = [len(unit) for unit in units]

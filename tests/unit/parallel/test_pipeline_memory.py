@@ -15,13 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
 from megatron.model.layer import Layer
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind, build_schedule, forward_only
 
 MOST = 16
 
 
-class Counted(LayerPasses):
+class Counted(LayerRunner):
     """Watches the inputs of each stage's first layer, and what its backward pass leaves of it,
     until their memory is freed.
     """

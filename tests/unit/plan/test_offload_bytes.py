@@ -22,7 +22,7 @@ from megatron.config.offload import INSIDE
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import whole
 from megatron.parallel import offload
-from megatron.parallel.offload import OffloadingPasses, Pass
+from megatron.parallel.offload import OffloadingRunner, Pass
 from megatron.parallel.schedule import Kind
 
 MICRO_BATCHES = 2
@@ -71,7 +71,7 @@ def alive(config: Config) -> tuple[int, int]:
     over, without parameters and the micro-batches.
     """
     model, micro = model_and_micro_batch(config)
-    passes = OffloadingPasses(torch.device("cpu"), config.training.min_offloaded_tensor_size)
+    passes = OffloadingRunner(torch.device("cpu"), config.training.min_offloaded_tensor_size)
     passes.prepare_passes(passes_of(model))
     kept = []
     with launches_of_nothing(), Storages() as storages:
@@ -159,12 +159,12 @@ def keeping() -> Iterator[None]:
 @contextlib.contextmanager
 def each_reader_its_own() -> Iterator[None]:
     """A storage that several tensors share is sent once for each."""
-    going = offload.OffloadingPasses._going
+    going = offload.OffloadingRunner._going
 
     def separately(self, layer, micro, parked):
         return [storage for each in parked for storage in going(self, layer, micro, [each])]
 
-    with mock.patch.object(offload.OffloadingPasses, "_going", separately):
+    with mock.patch.object(offload.OffloadingRunner, "_going", separately):
         yield
 
 
@@ -176,7 +176,7 @@ def graph_keeps_the_input() -> Iterator[None]:
         leaf = None if x is None else x.detach().requires_grad_()
         return leaf, leaf
 
-    with mock.patch.object(offload.OffloadingPasses, "_entry", entry):
+    with mock.patch.object(offload.OffloadingRunner, "_entry", entry):
         yield
 
 

@@ -132,7 +132,7 @@ def gradient_bytes(blocks: list[Block]) -> int:
     total = 0
     for block in blocks:
         block.open()
-        total += nbytes(block.grad) if block.stage < 2 else block.part(block.grad).nbytes
+        total += nbytes(block.grad) if block.zero_stage < 2 else block.part(block.grad).nbytes
     return total
 
 

@@ -57,7 +57,7 @@ from megatron.model.layer import Layer, TransformerLayer
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.model.tensor_parallel import TensorParallel
 from megatron.parallel.blocks import Block, build_blocks
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import Pipeline, loss_gradient
 from megatron.parallel.schedule import Kind, Schedule, build_schedule
 
@@ -115,7 +115,7 @@ def storages(tensors: list[torch.Tensor], model: GPTModel) -> int:
 def kept_of_stages(config: Config) -> list[tuple[int, int]]:
     """(saved by the forward pass, left by the input gradient) of each stage, in bytes."""
     padded = padded_vocab_size(VOCAB, config.model)
-    passes = LayerPasses()
+    passes = LayerRunner()
     x, forwards, found = None, [], []
     for stage in pipeline_stages(config, padded):
         model = GPTModel(

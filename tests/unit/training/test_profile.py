@@ -30,7 +30,7 @@ from megatron.model.build import build_model
 from megatron.observe.tracking import read_metrics
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import build_run_blocks
-from megatron.parallel.layer_passes import Graph
+from megatron.parallel.layer_runner import Graph
 from megatron.training import out_of_memory, pretrain
 from megatron.training.out_of_memory import explained_out_of_memory, live_tensors
 from pretrain_gpt import main

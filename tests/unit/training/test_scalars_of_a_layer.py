@@ -25,7 +25,7 @@ from unit.by_hand import (
 from megatron.config.groups import ModelConfig
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import MicroBatch, ScalarSpec, TransformerLayer, WithScalars
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import loss_gradient
 
 H, S, B, VOCAB, SCALE = 16, 8, 2, 30, 0.5
@@ -63,7 +63,7 @@ def build() -> GPTModel:
 
 
 def objective(
-    model: GPTModel, passes: LayerPasses, scalars: dict[str, Tensor] | None = None
+    model: GPTModel, passes: LayerRunner, scalars: dict[str, Tensor] | None = None
 ) -> tuple[float, Tensor, list]:
     """(scale x objective, the head's sums, what the layers saved) of a micro-batch."""
     ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(1))
@@ -84,7 +84,7 @@ def objective(
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_auxiliary_loss_is_part_of_what_is_differentiated(split, recompute):
     """Against finite differences of loss and penalty together."""
-    model, passes = build(), LayerPasses(objectives={PENALTY})
+    model, passes = build(), LayerRunner(objectives={PENALTY})
     model.choose_recompute(FULL_RECOMPUTE if recompute else NO_RECOMPUTE)
     _, sums, saved = objective(model, passes)
     dy = loss_gradient(sums, SCALE)
@@ -103,7 +103,7 @@ def test_an_auxiliary_loss_is_part_of_what_is_differentiated(split, recompute):
             for step in (h, -h):
                 with torch.no_grad():
                     weight.copy_(begun + step * direction)
-                    values.append(objective(model, LayerPasses())[0])
+                    values.append(objective(model, LayerRunner())[0])
             return (values[0] - values[1]) / (2 * h)
 
         numeric = (4 * slope(1e-5) - slope(2e-5)) / 3  # as in tests/unit/model/test_model.py
@@ -116,7 +116,7 @@ def test_an_auxiliary_loss_is_part_of_what_is_differentiated(split, recompute):
 def test_a_second_forward_pass_counts_nothing_twice():
     found = []
     for recompute in (False, True):
-        model, passes = build(), LayerPasses(objectives={PENALTY})
+        model, passes = build(), LayerRunner(objectives={PENALTY})
         model.choose_recompute(FULL_RECOMPUTE if recompute else NO_RECOMPUTE)
         scalars = {}
         _, sums, saved = objective(model, passes, scalars)

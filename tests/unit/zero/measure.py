@@ -90,7 +90,7 @@ def measure(
             if block.on_host
             for tensor in run.optimizer.kept[block].tensors.values()
         ]
-        live.own(run.zero.blocks, states, slots=run.zero.stage >= 2, host=[*stepped, *hosted])
+        live.own(run.zero.blocks, states, slots=run.zero.zero_stage >= 2, host=[*stepped, *hosted])
         spans["start"].append(live.mark())
         if leak is not None and leak != WHILE_BUILDING:  # not before: the plan runs the same code
             stack.enter_context(LEAKS[leak]())

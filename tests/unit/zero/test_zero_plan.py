@@ -13,7 +13,7 @@ from megatron.config.validate import resolve
 from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.model.build import build_model, hidden_shape
 from megatron.parallel.blocks import build_run_blocks
-from megatron.parallel.layer_passes import LayerPasses
+from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.schedule import Kind, build_schedule
 from megatron.parallel.zero import Zero
@@ -41,13 +41,13 @@ def pipeline_of(dp: int, flags: str) -> Pipeline:
     model = build_model(config, VOCAB, groups, meta)
     blocks = build_run_blocks(config, model, meta, groups)
     zero = Zero(model, blocks, groups, config.distributed)
-    return Pipeline(model, zero, LayerPasses(), (0,), hidden_shape(config), groups, meta)
+    return Pipeline(model, zero, LayerRunner(), (0,), hidden_shape(config), groups, meta)
 
 
 def steps_of(pipeline: Pipeline) -> list[tuple[Kind, Before | None, After | None]]:
     schedule = build_schedule("1f1b", 1, 1, MICRO_BATCHES)
-    units = pipeline.prepare(schedule).units
-    return [(each.kind, each.before, each.after) for unit in units for each in unit.passes]
+    tasks = pipeline.prepare(schedule).tasks
+    return [(each.kind, each.before, each.after) for task in tasks for each in task.passes]
 
 
 def test_one_rank_has_something_to_do_at_the_first_and_the_last_backward_pass_alone():
@@ -57,8 +57,8 @@ def test_one_rank_has_something_to_do_at_the_first_and_the_last_backward_pass_al
     assert forward and set(forward) == {(None, None)}
     opened = [block for _, before, _ in steps if before for block in before.opens]
     complete = [block for _, _, after in steps if after for block in after.reduces]
-    assert sorted(map(id, opened)) == sorted(map(id, pipeline.weights.trained))
-    assert sorted(map(id, complete)) == sorted(map(id, pipeline.weights.trained))
+    assert sorted(map(id, opened)) == sorted(map(id, pipeline.zero.trained))
+    assert sorted(map(id, complete)) == sorted(map(id, pipeline.zero.trained))
 
 
 @pytest.mark.parametrize("stage, times", [(0, 1), (1, 1), (2, MICRO_BATCHES), (3, MICRO_BATCHES)])
@@ -72,15 +72,15 @@ def test_every_gradient_buffer_is_opened_and_reduced_as_often(stage, times):
             reduced.append(block)
             if stage >= 2:
                 is_open.remove(block)
-    assert all(reduced.count(block) == times for block in pipeline.weights.trained)
+    assert all(reduced.count(block) == times for block in pipeline.zero.trained)
 
 
 @pytest.mark.parametrize("flags", ["", "--no-overlap-param-gather", "--zero3-keep-gathered"])
 def test_weights_are_whole_when_a_pass_reads_them_and_freed_afterwards(flags):
     pipeline = pipeline_of(2, f"--zero-stage 3 {flags} --untie-embeddings-and-output-weights")
-    plan = pipeline.prepare(build_schedule("1f1b", 1, 1, MICRO_BATCHES)).weights
+    plan = pipeline.prepare(build_schedule("1f1b", 1, 1, MICRO_BATCHES)).zero_plan
     whole, most = set(plan.first), 0
-    of_layers = pipeline.weights.layers
+    of_layers = pipeline.zero.layers
     for before, after in plan.passes:
         if before is not None:
             whole.update(before.gathers)
@@ -102,12 +102,17 @@ def test_passes_of_a_turn_begin_before_any_of_them_ends():
     one by one it is fetched then.
     """
     pipeline = pipeline_of(2, "--zero-stage 3")
-    buffers_of = pipeline.weights.planner.buffers_of
+    buffers_of = pipeline.zero.planner.buffers_of
     first, second = [
         layer for name, layer in pipeline.model.chunks[0] if name.startswith("layers.")
     ][:2]
     backward, forward = (second, Kind.BACKWARD, 0), (first, Kind.FORWARD, 1)
-    (_, after), (before, _) = pipeline.weights.plan([[backward, forward]]).passes
+    (_, after), (before, _) = pipeline.zero.plan([[backward, forward]]).passes
     assert before.gathers == buffers_of[first] and after.prefetches == ()
-    (_, after), _ = pipeline.weights.plan([[backward], [forward]]).passes
+    (_, after), _ = pipeline.zero.plan([[backward], [forward]]).passes
     assert after.prefetches == buffers_of[first]
+
+
+def test_pairs_need_the_pipeline_that_runs_them():
+    with pytest.raises(ValueError, match="pairs=False, or run it by a PairedPipeline"):
+        pipeline_of(1, "").prepare(build_schedule("1f1b", 1, 1, MICRO_BATCHES, pairs=True))

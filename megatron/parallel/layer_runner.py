@@ -1,5 +1,5 @@
-"""The passes of one layer. Next to graphs.py, and to the activation of experts, the only code that
-calls autograd.
+"""Makes the passes of one layer. Next to graphs.py, and to the activation of experts, the only code
+that calls autograd.
 
 Each layer is a separate autograd graph, from a detached input to its output. A backward pass is
 whole, or in two parts: first the gradient of the input, later the gradients of the weights of
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,12 @@ class Graph(NamedTuple):
     objectives: list[tuple[GradientEdge, torch.dtype]]
 
 
+# What a layer saves for its next pass: its graph; its input, where it is recomputed; the weight
+# gradients that the first half of a split backward pass leaves; None where nothing is
+# differentiated. With CUDA graphs also a CapturedLayer.
+Saved = Graph | Inputs | list[DeferredWgrad] | None
+
+
 class LostGradientError(RuntimeError):
     """Parameters of a layer whose gradient the first backward pass does not give."""
 
@@ -66,16 +73,16 @@ class LostGradientError(RuntimeError):
         )
 
 
-class LayerPasses:
-    """Carries out passes of layers. `sharing`: the ranks that hold the same input of a layer, and
+class LayerRunner:
+    """Makes passes of layers. `sharing`: the ranks that hold the same input of a layer, and
     keep a share of it each where it is recomputed; `objectives`: auxiliary outputs of layers that
     are differentiated along with the loss.
     """
 
     def __init__(self, sharing: Axis = ALONE, objectives: Iterable[str] = ()):
         self.sharing, self.objectives = sharing, frozenset(objectives)
-        # of the layers that have been differentiated, and so checked once
-        self.parameters: dict[Layer, list[nn.Parameter]] = {}
+        self.parameters: dict[Layer, list[nn.Parameter]] = {}  # of layers with a backward pass
+        self.checked: set[Layer] = set()  # whose parameters all get gradients
 
     def forward(
         self,
@@ -83,7 +90,7 @@ class LayerPasses:
         x: Tensor | None,
         micro: MicroBatch,
         scalars: dict[str, Tensor] | None = None,
-    ) -> tuple[Tensor, Graph | Inputs | None]:
+    ) -> tuple[Tensor, Saved]:
         """The output [s, b, h], detached, and what the backward pass needs: the layer's graph, its
         inputs alone where it is recomputed, None where nothing is differentiated. Auxiliary outputs
         are added to `scalars`, if there are any.
@@ -131,16 +138,17 @@ class LayerPasses:
             add_scalars(scalars, auxiliary)
         return y, self._inputs(x, micro) if layer.recompute.first else Inputs(None, micro)
 
-    def forward_again(self, layer: Layer, saved: Inputs) -> tuple[Tensor, Any]:
+    def forward_again(self, layer: Layer, saved: Inputs) -> tuple[Tensor, Graph | None]:
         """The second forward pass: the output [s, b, h], and the layer's graph."""
         x = self._input_of(saved)
         leaf = None if x is None else x.detach().requires_grad_()
         return self.graph_of(leaf, layer(leaf, saved.micro), None)
 
-    def rebuild(self, layer: Layer, saved: Inputs, following: Inputs) -> tuple[Any, Inputs]:
+    def rebuild(self, layer: Layer, saved: Saved, following: Saved) -> tuple[Saved, Saved]:
         """The second forward pass of a layer, before the backward pass of another layer of its
         group: (what its own backward pass needs, the same of the layer that reads its output).
         """
+        assert isinstance(saved, Inputs) and isinstance(following, Inputs)
         y, graph = self.forward_again(layer, saved)
         return graph, following._replace(x=y)
 
@@ -163,7 +171,7 @@ class LayerPasses:
     # ---- backward passes
 
     def backward(
-        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any, aux_scale: float = 0.0
+        self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Saved, aux_scale: float = 0.0
     ) -> tuple[Tensor | None, list[DeferredWgrad] | None]:
         """A backward pass, whole or one half of a split one: (the gradient of the input [s, b, h],
         what the second half needs). Both are None where there is no such thing.
@@ -174,6 +182,7 @@ class LayerPasses:
         dy, which is not to be written before the second half.
         """
         if kind is Kind.BACKWARD_WEIGHT:
+            assert isinstance(saved, list)
             add_weight_grads(saved)
             accumulate_into_main_grad(self.parameters[layer])
             return None, None
@@ -182,6 +191,7 @@ class LayerPasses:
         if isinstance(saved, Inputs):
             # the output has no name here: it would live as long as the backward pass
             saved = self.forward_again(layer, saved)[1]
+        assert isinstance(saved, Graph)
         if kind is Kind.BACKWARD:
             return self._differentiate(layer, saved, dy, aux_scale), None
         with deferring_weight_grads(layer) as left:
@@ -205,10 +215,12 @@ class LayerPasses:
             gradients.append(torch.full((), aux_scale, dtype=dtype, device=dy.device))
         # The first backward pass of a layer proves that each parameter in the graph gets a
         # gradient; the set of parameters does not change afterwards.
-        first = layer not in self.parameters
-        if first:
+        checks: AbstractContextManager[None] = contextlib.nullcontext()
+        if layer not in self.checked:
+            self.checked.add(layer)
             self.parameters[layer] = list(layer.parameters())
-        with check_all_params_got_grads(edges, left) if first else contextlib.nullcontext():
+            checks = check_all_params_got_grads(edges, left)
+        with checks:
             torch.autograd.backward(edges, gradients)
             # our layers have added to main_grad themselves
             if any(parameter.grad is not None for parameter in self.parameters[layer]):
