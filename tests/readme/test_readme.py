@@ -189,6 +189,13 @@ def test_flags_that_a_page_names_exist(page: Path):
     assert not unknown, f"{page.name} names flags that do not exist: {sorted(unknown)}"
 
 
+def test_files_that_a_picture_names_exist():
+    drawn = "".join(picture.read_text() for picture in (ROOT / "docs/images").glob("*.svg"))
+    named = set(re.findall(r">((?:\w+/)+\w+\.py)", drawn))
+    missing = sorted(name for name in named if not (ROOT / "megatron" / name).exists())
+    assert len(named) > 5 and not missing
+
+
 def test_every_package_is_on_the_map():
     named = set(re.findall(PATHS, MAP))
     packages = {
