@@ -36,7 +36,7 @@ class EditableWheel(editable_wheel):
 
 
 setup(
-    packages=[*PACKAGES, *TOOL_PACKAGES, "megatron.kernels"],
+    packages=[*PACKAGES, *TOOL_PACKAGES, "megatron.kernels", "megatron.kernels.candidates"],
     package_dir={"megatron.kernels": "kernels", "megatron.tools": "tools"},
     package_data={
         "megatron.config": ["compatibility.toml"],

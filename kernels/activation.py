@@ -17,17 +17,15 @@ f = 14336, SwiGLU at 4.3 TB/s: 164 and 273 us; f = 16384, GELU: 125 and 187 us.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from megatron.kernels.configurations import Row, find
+from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import (
     HOPPER,
-    Compiled,
     capability,
     jit,
     next_power_of_2,
@@ -64,22 +62,9 @@ def activation_reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return apply_function(wide if bias is None else wide + bias, kind).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class ActivationConfiguration:
-    """`block` columns a program; `programs` of the backward with a bias share all rows between
-    them, that number of tiles ahead of the sums.
-    """
-
-    row: Row
-    block: int
-    num_warps: int
-    programs: int
-    prefetch: int
-
-
 def configuration(
     direction: str, kind: str, width: int, bias: bool, arch: int = HOPPER
-) -> ActivationConfiguration:
+) -> KernelLaunch:
     """Of y's width, "forward" or "backward", where a bias is summed: two or four loads of 16 bytes
     a thread, eight programs a processor for the sums.
     """
@@ -90,9 +75,8 @@ def configuration(
     )
     block = min(next_power_of_2(width), row.numbers["block"])
     programs = max(row.numbers.get("programs", 0) // -(-width // block), 1)
-    return ActivationConfiguration(
-        row, block, row.numbers["num_warps"], programs, row.numbers.get("prefetch", 1)
-    )
+    prefetch = row.numbers.get("prefetch", 1)
+    return KernelLaunch(row, block, row.numbers["num_warps"], programs=programs, prefetch=prefetch)
 
 
 @jit
@@ -315,7 +299,7 @@ def activation_backward(
 
 def _room_for_backward(
     x: Tensor, bias: Tensor | None, kind: str
-) -> tuple[Tensor, Tensor, ActivationConfiguration]:
+) -> tuple[Tensor, Tensor, KernelLaunch]:
     """(dx, the partial sums of dbias [programs, n], empty without a bias, how the kernel is
     launched).
     """
@@ -335,33 +319,3 @@ def _(dy: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Te
 def _sum_of(partials: Tensor) -> Tensor:
     """dbias; without a bias empty, and no kernel is launched."""
     return partials.sum(0) if partials.shape[1] else partials.new_empty(0)
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """Every kind in bf16, with a bias a gated one and GELU, which in fp32 too."""
-    for dtype, kind in (*(("bf16", kind) for kind in KINDS), ("fp32", "gelu")):
-        width = 14336 if kind in GATED else 16384
-        for bias in (False, True) if kind in ("swiglu", "gelu") else (False,):
-            name, pointer = f"{kind}_{'bias_' * bias}{dtype}", f"*{dtype}"
-            types = {"x": pointer, "bias": pointer, "width": "i32"}
-            constants = {"KIND": kind, "GATE": kind in GATED, "BIAS": bias}
-            form = configuration("forward", kind, width, bias, arch)
-            yield Compiled(
-                name,
-                forward_kernel,
-                types | {"y": pointer},
-                constants | {"BLOCK": form.block},
-                ("x", "bias", "y", "width"),
-                form.num_warps,
-                row=form.row,
-            )
-            form = configuration("backward", kind, width, bias, arch)
-            yield Compiled(
-                f"{name}_backward",
-                backward_kernel,
-                types | {"dy": pointer, "dx": pointer, "partials": "*fp32", "rows": "i32"},
-                constants | {"BLOCK": form.block, "PREFETCH": form.prefetch},
-                ("dy", "x", "bias", "dx", "partials", "width"),
-                form.num_warps,
-                row=form.row,
-            )

@@ -21,12 +21,11 @@ for out: 30 (28). 1e9 parameters at 4.3 TB/s:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from megatron.kernels.configurations import find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.lang import capability, jit, operator, tl, triton
 from torch import Tensor
 
 
@@ -168,65 +167,3 @@ def adamw_(
         BLOCK=row["block"],
         num_warps=row["num_warps"],
     )
-
-
-@adamw_.register_fake
-def _(
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    out: Tensor | None,
-    step: Tensor,
-    coefficient: Tensor,
-    found_inf: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    return None
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """What is shipped: gradients and moments in either precision, with rounded weights and (fp32
-    training) without.
-    """
-    row = find("adamw", arch)
-    for grad, moments, out in (
-        ("fp32", "fp32", "bf16"),
-        ("bf16", "fp32", "bf16"),
-        ("fp32", "bf16", "bf16"),
-        ("fp32", "fp32", None),
-    ):
-        scalars = {
-            "step": "*fp32",
-            "coefficient": "*fp32",
-            "found_inf": "*fp32",
-            "size": "i32",
-            "lr": "fp32",
-            "decay": "fp32",
-        }
-        buffers = {
-            "master": "*fp32",
-            "grad": f"*{grad}",
-            "exp_avg": f"*{moments}",
-            "exp_avg_sq": f"*{moments}",
-            **({"out": f"*{out}"} if out else {}),
-        }
-        constants = {
-            **_constants(0.9, 0.95, 1e-8),
-            "BLOCK": row.numbers["block"],
-            **({} if out else {"out": None}),
-        }
-        name = f"adamw grad {grad} moments {moments} weights {out or 'themselves'}"
-        yield Compiled(
-            name,
-            adamw_kernel,
-            {**scalars, **buffers},
-            constants,
-            (*buffers, "size"),
-            row.numbers["num_warps"],
-            row=row,
-        )

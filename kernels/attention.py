@@ -22,12 +22,12 @@ half of that when causal. 8192 tokens, d = 128, 32 heads, causal: 0.55 TFLOP for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.kernels import attention_gluon, attention_gluon_backward, lang, philox
+from megatron.kernels import lang, philox
 from megatron.kernels.attention_backward import (
     backward,
     room_for_backward,
@@ -39,7 +39,6 @@ from megatron.kernels.attention_launch import (
     Options,
     aligned,
     by_key_head,
-    compiled,
     configuration,
     constants,
     mask_tensors,
@@ -48,9 +47,7 @@ from megatron.kernels.attention_launch import (
     operand,
     outputs,
     section,
-    shipped,
     table_key,
-    variants,
 )
 from megatron.kernels.attention_masks import (
     AttentionMask,
@@ -65,6 +62,7 @@ from megatron.kernels.attention_masks import (
 )
 from megatron.kernels.attention_tiles import load_tile, store_tile
 from megatron.kernels.configurations import find
+from megatron.kernels.dispatch import load_candidate
 from megatron.kernels.lang import jit, operator, tl
 from megatron.kernels.random import drop_of_head, drop_scores
 from torch import Tensor
@@ -432,33 +430,21 @@ def unfit(
     return next((fault for row in rows if (fault := row.unfit(arch))), None)
 
 
-@operator("flash_attention")
-def _flash_attention(
-    qkv: Sequence[Tensor],
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    window: int | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    document_starts: Tensor | None,
-    by_query: Tensor | None,
-    by_key: Tensor | None,
-    drop: float,
-    key: Sequence[int],
-    sample_ids: Tensor | None,
-    first_head: int,
-    deterministic: bool,
-    tile: int,
-    gluon: bool,
-) -> tuple[Tensor, Tensor]:
-    mask = AttentionMask(
-        causal, window, q_positions, k_positions, document_starts, by_query, by_key
-    )
-    options = Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile)
+# What both operators take behind their tensors: see `_arguments`.
+OTHERS = (
+    "float scale, float? softcap, bool causal, SymInt? window, Tensor? q_positions, "
+    "Tensor? k_positions, Tensor? document_starts, Tensor? by_query, Tensor? by_key, float drop, "
+    "SymInt[] key, Tensor? sample_ids, SymInt first_head, bool deterministic, SymInt tile, "
+    "str backend"
+)
+
+
+@operator("flash_attention", schema=f"(Tensor[] qkv, {OTHERS}) -> (Tensor, Tensor)")
+def _flash_attention(qkv: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
+    mask, options, sample_ids, backend = _parsed(others)
     q, k, v = by_key_head(qkv)
-    if gluon:
-        return attention_gluon.forward(q, k, v, mask, options)
+    if backend != "triton":
+        return load_candidate(backend).forward(q, k, v, mask, options)
     return forward(q, k, v, mask, options, sample_ids)
 
 
@@ -467,36 +453,22 @@ def _(qkv: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     return outputs(by_key_head(qkv)[0])
 
 
-@operator("flash_attention_backward")
+@operator(
+    "flash_attention_backward",
+    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor[] qkv, {OTHERS}) -> "
+    "Tensor[]",
+)
 def _flash_attention_backward(
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
     lse: Tensor,
     qkv: Sequence[Tensor],
-    scale: float,
-    softcap: float | None,
-    causal: bool,
-    window: int | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    document_starts: Tensor | None,
-    by_query: Tensor | None,
-    by_key: Tensor | None,
-    drop: float,
-    key: Sequence[int],
-    sample_ids: Tensor | None,
-    first_head: int,
-    deterministic: bool,
-    tile: int,
-    gluon: bool,
+    *others: Any,
 ) -> list[Tensor]:
-    mask = AttentionMask(
-        causal, window, q_positions, k_positions, document_starts, by_query, by_key
-    )
-    options = Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile)
-    if gluon:
-        return attention_gluon_backward.backward(dout, dlse, out, lse, qkv, mask, options)
+    mask, options, sample_ids, backend = _parsed(others)
+    if backend != "triton":
+        return load_candidate(backend).backward(dout, dlse, out, lse, qkv, mask, options)
     return backward(dout, dlse, out, lse, qkv, mask, options, sample_ids)
 
 
@@ -514,15 +486,11 @@ def _(
     out: Tensor,
     lse: Tensor,
     qkv: Sequence[Tensor],
-    scale: float,
-    softcap: float | None,
-    causal: bool,
     *others: Any,
 ) -> list[Tensor]:
-    *_, drop, key, _, first_head, deterministic, tile, gluon = others
-    options = Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile)
-    keys = attention_gluon_backward.KEYS if gluon else 0
-    gradients, room = room_for_backward(dout, out, lse, qkv, causal, options, keys)
+    mask, options, _, backend = _parsed(others)
+    keys = 0 if backend == "triton" else load_candidate(backend).KEYS
+    gradients, room = room_for_backward(dout, out, lse, qkv, mask.causal, options, keys)
     del room
     return gradients
 
@@ -580,10 +548,10 @@ def flash_attention(
     first_head: int = 0,
     deterministic: bool = True,
     tile: int = 0,
-    gluon: bool = False,
+    backend: str = "triton",
 ) -> tuple[Tensor, Tensor]:
     """(out [s, b, n, d], lse [b, n, s]) as of attention_reference, by the kernels; both have
-    gradients. `gluon`: by attention_gluon.py and attention_gluon_backward.py.
+    gradients. `backend`: triton, or one of dispatch.CANDIDATES.
 
     Given are q, k, v, or the fused projection [s, b, g, m + 2, d] alone: each key head's m query
     heads, the key, the value. They are read where they are, and the gradient of the fused one is
@@ -598,10 +566,16 @@ def flash_attention(
                                    first_head=...)
 
     deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits. Raises
-    UserError where that does not exist. The kernels in Gluon are deterministic all the same.
+    UserError where that does not exist. Candidates are deterministic all the same.
     """
-    if not (deterministic or gluon) and (
-        reason := why_not_atomic(qkv[0].shape[-1], softcap, drop, lang.capability(qkv[0].device))
+    if (
+        not deterministic
+        and backend == "triton"
+        and (
+            reason := why_not_atomic(
+                qkv[0].shape[-1], softcap, drop, lang.capability(qkv[0].device)
+            )
+        )
     ):
         raise UserError(f"attention that is not deterministic: {reason}; take --deterministic-mode")
     assert (
@@ -622,7 +596,7 @@ def flash_attention(
         mask.q_positions is None and mask.document_starts is None
     ), "make the mask with attention_mask()"
     options = Options(scale, softcap, drop, key, first_head, deterministic, tile)
-    return _attend(_arguments(mask, options, sample_ids, gluon), *qkv)
+    return _attend(_arguments(mask, options, sample_ids, backend), *qkv)
 
 
 def flash_attention_backward(
@@ -635,10 +609,10 @@ def flash_attention_backward(
     mask: AttentionMask,
     options: Options,
     sample_ids: Tensor | None = None,
-    gluon: bool = False,
+    backend: str = "triton",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As attention_reference_backward, by the kernels."""
-    arguments = _arguments(mask, options, sample_ids, gluon)
+    arguments = _arguments(mask, options, sample_ids, backend)
     dq, dk, dv = torch.ops.megatron.flash_attention_backward(
         dout, None, out, lse.contiguous(), [q, k, v], *arguments
     )
@@ -646,9 +620,9 @@ def flash_attention_backward(
 
 
 def _arguments(
-    mask: AttentionMask, options: Options, sample_ids: Tensor | None, gluon: bool
+    mask: AttentionMask, options: Options, sample_ids: Tensor | None, backend: str
 ) -> tuple[Any, ...]:
-    """What both operators take behind their tensors."""
+    """What both operators take behind their tensors, in the order of OTHERS."""
     return (
         options.scale,
         options.softcap,
@@ -665,21 +639,12 @@ def _arguments(
         options.first_head,
         options.deterministic,
         options.tile,
-        gluon,
+        backend,
     )
 
 
-def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
-    """Head dimension 96 takes what 128 compiles to."""
-    for d in (64, 128, 256):
-        for variant in variants(d, arch):
-            if tiles := shipped("forward", d, variant, arch):
-                yield compiled(
-                    forward_kernel,
-                    "forward",
-                    d,
-                    tiles,
-                    variant,
-                    {"q": tiles.M, "k": tiles.N, "v": tiles.N, "out": tiles.M},
-                    arch,
-                )
+def _parsed(others: Sequence[Any]) -> tuple[AttentionMask, Options, Tensor | None, str]:
+    """What `_arguments` was given."""
+    scale, softcap, *mask, drop, key, sample_ids, first_head, deterministic, tile, backend = others
+    options = Options(scale, softcap, drop, tuple(key), first_head, deterministic, tile)
+    return AttentionMask(*mask), options, sample_ids, backend

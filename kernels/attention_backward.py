@@ -19,7 +19,7 @@ bytes in bf16 without grouped queries. 8192 tokens, d = 128, 32 heads, causal: 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -27,13 +27,11 @@ import torch
 from megatron.kernels import lang
 from megatron.kernels.attention_launch import (
     RUNTIME,
-    VARIANTS,
     Options,
     Tiles,
     aligned,
     by_key_head,
     columns,
-    compiled,
     configuration,
     constants,
     mask_tensors,
@@ -41,9 +39,7 @@ from megatron.kernels.attention_launch import (
     of_mask,
     operand,
     section,
-    shipped,
     table_key,
-    variants,
 )
 from megatron.kernels.attention_masks import (
     TILE,
@@ -701,54 +697,3 @@ def _launch_dq(call: _Call, dq: Tensor) -> None:
         **constants(d, tiles, call.options, **of_mask(call.mask)),
         **tiles.launch(),
     )
-
-
-def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
-    """Head dimension 96 takes what 128 compiles to. What is spilled lies outside the loops over
-    blocks, or is a few of their instructions.
-    """
-    prepare = find("attention prepare", arch)
-    for d in (64, 128, 256):
-        for variant in variants(d, arch):
-            _, given = VARIANTS[variant]
-            adding = why_not_atomic(d, given.get("softcap"), given.get("drop", 0.0), arch) is None
-            for name in ("dkv", "dkv_dq", "dq") if adding else ("dkv", "dq"):
-                if tiles := shipped(name, d, variant, arch):
-                    M, N = tiles.M, tiles.N
-                    blocks = (
-                        {"q": M, "k": N, "v": N, "dout": M}
-                        | ({} if name == "dq" else {"dk": N, "dv": N})
-                        | ({} if name == "dkv" else {"dq": M})
-                    )
-                    kernel, more = (
-                        (dq_kernel, {})
-                        if name == "dq"
-                        else (dkv_kernel, {"ATOMIC": name == "dkv_dq"})
-                    )
-                    yield compiled(
-                        kernel,
-                        name,
-                        d,
-                        tiles,
-                        variant,
-                        blocks,
-                        arch,
-                        deterministic=name != "dkv_dq",
-                        **more,
-                    )
-        fixed = {"d": d, "D": columns(d), "M": prepare.numbers["M"]}
-        types = dict.fromkeys(("out", "dout"), "*bf16") | dict.fromkeys(
-            ("lse", "dlse", "base", "delta"), "*fp32"
-        )
-        signature = {
-            name: types.get(name, "i32") for name in prepare_kernel.arg_names if name not in fixed
-        }
-        yield lang.Compiled(
-            f"attention_prepare_{d}",
-            prepare_kernel,
-            signature,
-            fixed,
-            tuple(signature),
-            prepare.numbers["num_warps"],
-            row=prepare,
-        )

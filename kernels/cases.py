@@ -1,14 +1,17 @@
 """A call of every operator for a row of the table of configurations or for a variant of a run, and
 the definition's results in fp32 to compare a small one with.
 
-The check at start (self_check.py) compares the variants of a run; kernels/tools/tune.py compares
-and times rows.
+The check at start (self_check.py) runs this module in a child process, which compares the variants
+of a run; kernels/tools/tune.py compares and times rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +33,7 @@ from megatron.kernels import (
     rotary,
 )
 from megatron.kernels.configurations import Row
+from megatron.kernels.self_check import READY, Variant
 from torch import Tensor
 
 Results = tuple[Tensor, ...]
@@ -66,21 +70,6 @@ class Draw:
 
     def either(self, small: Any, large: Any) -> Any:
         return small if self.tiny else large
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What a run launches of a row `kernel` of the table, in a precision. `settings` has what the
-    launch's compilation depends on (model/kernel_variants.py); what it lacks is that of a row.
-    """
-
-    kernel: str
-    dtype: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        given = (f"{name} {value}" for name, value in self.settings.items())
-        return f"{self.kernel} ({', '.join((self.dtype, *given))})"
 
 
 def case_of(variant: Variant, device: torch.device) -> Case:
@@ -156,7 +145,7 @@ def _attention(draw: Draw, key: dict[str, Any], kernel: str) -> Case:
     operands, dout = _attention_operands(draw, key, key.get("d", 128))
     s, b = dout.shape[:2]
     given = _attention_options(key, s, b, draw.device)
-    attend = partial(attention.flash_attention, gluon=key.get("gluon", False), **given)
+    attend = partial(attention.flash_attention, backend=key.get("backend", "triton"), **given)
 
     def definition(*operands: Tensor) -> Tensor:
         q, k, v = attention_launch.by_key_head(operands)
@@ -499,3 +488,24 @@ CASES: dict[str, Callable[[Draw, dict[str, Any], str], Case]] = {
     "qk_norm": _qk_norm,
     "rotary": _rotary,
 }
+
+
+def main() -> None:
+    """The child: reads a request from stdin, writes a JSON line for each variant to stdout. Ends
+    after an error, which may have cost it its CUDA context.
+    """
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what compilers print is no answer
+    request = json.loads(sys.stdin.read())
+    device = torch.device(request["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.zeros(1, device=device)
+    answers.write(json.dumps(READY) + "\n")
+    for each in request["variants"]:
+        try:
+            fault = wrong(case_of(Variant(**each), device))
+        except Exception as error:  # whatever a compiler or a launch raises
+            fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            sys.exit(fault)
+        answers.write(json.dumps({"fault": fault}) + "\n")

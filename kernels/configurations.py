@@ -68,6 +68,22 @@ class Row:
         return None
 
 
+@dataclass(frozen=True)
+class KernelLaunch:
+    """How a kernel that follows its input's width is launched, by a row of the table.
+
+    A program takes `rows` rows at once, `block` elements of each. Where sums go over rows,
+    `programs` share all of them and have `prefetch` tiles on their way from memory at once.
+    """
+
+    row: Row | None
+    block: int
+    num_warps: int
+    rows: int = 1
+    programs: int = 0
+    prefetch: int = 1
+
+
 def shared_memory(capability: int) -> int:
     """Bytes that a block of threads may have."""
     return SHARED_MEMORY[max(arch for arch in SHARED_MEMORY if arch <= max(capability, 80))]

@@ -24,13 +24,10 @@ the forward pass, at 2.8 TB/s.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import torch
-from megatron.kernels.configurations import find
+from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
 from torch import Tensor
 
 
@@ -138,20 +135,13 @@ def backward_kernel(
         store_rounded(row + at, tl.where(at < columns, dz, 0.0), at < width)
 
 
-class LossConfiguration(NamedTuple):
-    """How a kernel is launched."""
-
-    BLOCK: int
-    num_warps: int
-
-
-def configuration(width: int, arch: int = HOPPER) -> LossConfiguration:
+def configuration(width: int, arch: int = HOPPER) -> KernelLaunch:
     """Sixteen elements a thread: two loads of 16 bytes in flight in bf16, and registers for eight
     blocks of eight warps on a multiprocessor.
     """
-    row = find("cross_entropy", arch).numbers
-    block = min(row["block"], max(512, triton.next_power_of_2(width)))
-    return LossConfiguration(block, block // (32 * row["per_thread"]))
+    row = find("cross_entropy", arch)
+    block = min(row.numbers["block"], max(512, triton.next_power_of_2(width)))
+    return KernelLaunch(row, block, block // (32 * row.numbers["per_thread"]))
 
 
 @operator("cross_entropy_parts")
@@ -163,6 +153,7 @@ def cross_entropy_parts(
     tokens, width = logits.shape
     parts = torch.empty((3, tokens), dtype=torch.float32, device=logits.device)
     if tokens:
+        form = configuration(width, capability(logits.device))
         parts_kernel[(tokens,)](
             logits,
             labels.contiguous(),
@@ -173,7 +164,8 @@ def cross_entropy_parts(
             logits.stride(0),
             softcap or 0.0,
             SOFTCAP=softcap is not None,
-            **configuration(width, capability(logits.device))._asdict(),
+            BLOCK=form.block,
+            num_warps=form.num_warps,
         )
     return parts
 
@@ -197,6 +189,7 @@ def cross_entropy_backward_(
     _checked(logits)
     tokens, width = logits.shape
     if tokens:
+        form = configuration(width, capability(logits.device))
         numbers = (each.float().contiguous() for each in (lse, dloss, dlse))
         backward_kernel[(tokens,)](
             logits,
@@ -207,57 +200,11 @@ def cross_entropy_backward_(
             logits.stride(0),
             softcap or 0.0,
             SOFTCAP=softcap is not None,
-            **configuration(width, capability(logits.device))._asdict(),
+            BLOCK=form.block,
+            num_warps=form.num_warps,
         )
-
-
-@cross_entropy_backward_.register_fake
-def _(
-    logits: Tensor,
-    labels: Tensor,
-    lse: Tensor,
-    dloss: Tensor,
-    dlse: Tensor,
-    columns: int,
-    softcap: float | None,
-) -> None:
-    return None
 
 
 def _checked(logits: Tensor) -> None:
     assert logits.dtype != torch.float64, "float64: the definition serves it"
     assert logits.stride(1) == 1 or logits.shape[1] <= 1
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """What is shipped: a large vocabulary in bf16."""
-    row, (block, num_warps) = find("cross_entropy", arch), configuration(131072, arch)
-    numbers = {
-        "columns": "i32",
-        "width": "i32",
-        "stride": "i32",
-        "softcap": "fp32",
-        "logits": "*bf16",
-        "labels": "*i64",
-    }
-    for softcap in (False, True):
-        constants = {"SOFTCAP": softcap, "BLOCK": block}
-        name = "capped" if softcap else "plain"
-        yield Compiled(
-            f"cross_entropy parts {name}",
-            parts_kernel,
-            {**numbers, "parts": "*fp32", "tokens": "i32"},
-            constants,
-            ("logits", "labels", "parts", "width", "stride"),
-            num_warps,
-            row=row,
-        )
-        yield Compiled(
-            f"cross_entropy backward {name}",
-            backward_kernel,
-            {**numbers, "lse": "*fp32", "dloss": "*fp32", "dlse": "*fp32"},
-            constants,
-            ("logits", "labels", "lse", "dloss", "dlse", "width", "stride"),
-            num_warps,
-            row=row,
-        )

@@ -16,14 +16,14 @@ issue enough for 1.1e12 and 1.25e12 elements a second; memory feeds 0.72e12 and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.kernels import philox
-from megatron.kernels.configurations import find
+from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
 from megatron.kernels.random import keep_tile
 from torch import Tensor
 
@@ -44,11 +44,11 @@ def dropout_add_reference(
     return residual + x * keep * (1 / (1 - probability))
 
 
-def configuration(width: int, arch: int = HOPPER) -> tuple[int, int]:
-    """(columns, warps) of a program: 16 elements a thread."""
-    row = find("dropout", arch).numbers
-    block = min(max(triton.next_power_of_2(width), 128), row["block"])
-    return block, max(block // (32 * row["per_thread"]), 1)
+def configuration(width: int, arch: int = HOPPER) -> KernelLaunch:
+    """16 elements a thread."""
+    row = find("dropout", arch)
+    block = min(max(triton.next_power_of_2(width), 128), row.numbers["block"])
+    return KernelLaunch(row, block, max(block // (32 * row.numbers["per_thread"]), 1))
 
 
 @partial(jit, do_not_specialize=("k0", "k1", "threshold"))
@@ -103,8 +103,8 @@ def _launch(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if y.numel():
         x = x.contiguous()
-        block, warps = configuration(width, capability(x.device))
-        dropout_kernel[(triton.cdiv(width, block) * s * b,)](
+        form = configuration(width, capability(x.device))
+        dropout_kernel[(triton.cdiv(width, form.block) * s * b,)](
             x,
             x if residual is None else residual.contiguous(),
             y,
@@ -117,8 +117,8 @@ def _launch(
             round(probability * 2**32),
             1 / (1 - probability),
             ADD=residual is not None,
-            BLOCK=block,
-            num_warps=warps,
+            BLOCK=form.block,
+            num_warps=form.num_warps,
         )
     return y
 
@@ -138,15 +138,7 @@ def dropout_add(
 
 
 @dropout_add.register_fake
-def _(
-    x: Tensor,
-    residual: Tensor,
-    sample_ids: Tensor,
-    token_index: Tensor,
-    k0: int,
-    k1: int,
-    probability: float,
-) -> Tensor:
+def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -159,32 +151,5 @@ def dropout(
 
 
 @dropout.register_fake
-def _(
-    x: Tensor, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, probability: float
-) -> Tensor:
+def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """A hidden size's block, forward and backward."""
-    row, (block, warps) = find("dropout", arch), configuration(4096, arch)
-    for dtype in ("bf16", "fp32"):
-        for add in (True, False):
-            pointers = dict.fromkeys(("x", "residual", "y"), f"*{dtype}") | dict.fromkeys(
-                ("sample_ids", "token_index"), "*i64"
-            )
-            types = (
-                pointers
-                | {"batch": "i32", "width": "i32", "scale": "fp32"}
-                | dict.fromkeys(("k0", "k1", "threshold"), "u32")
-            )
-            name = f"dropout_{'add_' if add else ''}{dtype}"
-            yield Compiled(
-                name,
-                dropout_kernel,
-                types,
-                {"ADD": add, "BLOCK": block},
-                (*pointers, "width"),
-                warps,
-                row=row,
-            )

@@ -27,13 +27,12 @@ maxima both ways, divisions and a turn through shared memory. Called from model/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from megatron.kernels.configurations import find
+from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
 from torch import Tensor
 
 from megatron.config.fp8 import BLOCK
@@ -224,11 +223,11 @@ def tile_kernel(
         )
 
 
-def row_configuration(n: int, arch: int = HOPPER) -> tuple[int, int]:
-    """(columns, warps) of a row's program."""
-    row = find("fp8 rows", arch).numbers
-    columns = min(max(triton.next_power_of_2(n), 128), row["block"])
-    return columns, max(columns // (32 * row["per_thread"]), 1)
+def row_configuration(n: int, arch: int = HOPPER) -> KernelLaunch:
+    """Of a row's program."""
+    row = find("fp8 rows", arch)
+    columns = min(max(triton.next_power_of_2(n), 128), row.numbers["block"])
+    return KernelLaunch(row, columns, max(columns // (32 * row.numbers["per_thread"]), 1))
 
 
 @operator("maxima_fp8")
@@ -292,9 +291,9 @@ def quantise_fp8(
     q, scale = _side(x, dtype, scaling, plain, m, n)
     q_t, scale_t = _side(x, dtype, scaling, transposed, n, m)
     if scaling == "row" and not transposed and amax is None:
-        columns, warps = row_configuration(n, arch)
-        fixed = {"LARGEST": LARGEST[dtype], "COLUMNS": columns, "LOOPS": columns < n}
-        row_kernel[(m,)](x, q, scale, n, **fixed, num_warps=warps)
+        form = row_configuration(n, arch)
+        fixed = {"LARGEST": LARGEST[dtype], "COLUMNS": form.block, "LOOPS": form.block < n}
+        row_kernel[(m,)](x, q, scale, n, **fixed, num_warps=form.num_warps)
     else:
         if scaling != "block":
             _fill_scales(x, scaling, LARGEST[dtype], (scale, scale_t), (amax, amax_t))
@@ -400,57 +399,3 @@ def quantise_by_definition(
     own = quantise_reference(x, dtype, scaling, amax) if plain else (None, None)
     turned = quantise_reference(x.t(), dtype, scaling, amax_t) if transposed else (None, None)
     return Quantised(*own, *turned)
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """Every kernel in bf16 and e4m3, from Hopper on; e5m2 differs in one instruction."""
-    if arch < HOPPER:
-        return
-    tile, sizes, tiles, rows = (
-        {"M": BLOCK, "N": BLOCK},
-        {"m": "i32", "n": "i32"},
-        find("fp8 tiles", arch),
-        find("fp8 rows", arch),
-    )
-    warps = tiles.numbers["num_warps"]
-    maxima = {"x": "*bf16", "of_rows": "*fp32", "of_columns": "*fp32"}
-    yield Compiled(
-        "fp8_maxima", maxima_kernel, maxima | sizes, tile, (*maxima, *sizes), warps, row=tiles
-    )
-    for n in (4096, 16384):
-        columns, row_warps = row_configuration(n, arch)
-        row = {"x": "*bf16", "q": "*fp8e4nv", "scale": "*fp32"}
-        yield Compiled(
-            f"fp8_rows_{n}",
-            row_kernel,
-            row | {"n": "i32"},
-            {"LARGEST": 448.0, "COLUMNS": columns, "LOOPS": columns < n},
-            (*row, "n"),
-            row_warps,
-            row=rows,
-        )
-    for name, blocks, plain, transposed, kind, largest in (
-        ("blocks", True, True, False, "*fp8e4nv", 448.0),
-        ("blocks_transposed", True, True, True, "*fp8e4nv", 448.0),
-        ("blocks_transposed_e5m2", True, True, True, "*fp8e5", 57344.0),
-        ("blocks_transposed_alone", True, False, True, "*fp8e4nv", 448.0),
-        ("scaled", False, True, False, "*fp8e4nv", 448.0),
-        ("scaled_transposed", False, True, True, "*fp8e4nv", 448.0),
-        ("scaled_transposed_alone", False, False, True, "*fp8e4nv", 448.0),
-    ):
-        given = {"x": "*bf16", "q": kind, "scale": "*fp32", "q_t": kind, "scale_t": "*fp32"}
-        yield Compiled(
-            f"fp8_{name}",
-            tile_kernel,
-            given | sizes | {"step": "i32"},
-            tile
-            | {
-                "LARGEST": largest,
-                "BLOCKS": blocks,
-                "PLAIN": plain,
-                "TRANSPOSED": transposed,
-            },
-            (*given, *sizes),
-            warps,
-            row=tiles,
-        )

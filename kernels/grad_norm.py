@@ -17,11 +17,11 @@ the time that the bytes take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from megatron.kernels.configurations import find
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.lang import capability, jit, operator, tl, triton
 from torch import Tensor
 
 
@@ -62,19 +62,3 @@ def sum_of_squares(pieces: Sequence[Tensor]) -> Tensor:
 @sum_of_squares.register_fake
 def _(pieces: Sequence[Tensor]) -> Tensor:
     return torch.empty((), dtype=torch.float64, device=pieces[0].device)
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """What is shipped: gradients in fp32 and bf16."""
-    row = find("grad_norm", arch)
-    for dtype in ("fp32", "bf16"):
-        signature = {"piece": f"*{dtype}", "partials": "*fp64", "size": "i32"}
-        yield Compiled(
-            f"sum of squares {dtype}",
-            squares_kernel,
-            signature,
-            {"BLOCK": row.numbers["block"]},
-            ("piece", "size"),
-            row.numbers["num_warps"],
-            row=row,
-        )

@@ -20,12 +20,10 @@ of all products, 2 N i o each; with few rows an expert the bytes of its matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from megatron.kernels.configurations import Row, find
 from megatron.kernels.elements import store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
 from torch import Tensor
 
 GROUP = 8  # tiles of rows whose programs follow each other, so that they find W in the cache
@@ -226,46 +224,3 @@ def grouped_weight_grad_(
     weight_kernel[(experts * tiles,)](
         dy, x, grad, ends, width, inner, OVERWRITE=overwrite, **sizes, **row.launch()
     )
-
-
-@grouped_weight_grad_.register_fake
-def _(grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor, overwrite: bool) -> None:
-    return None
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """Experts of Qwen3-30B on 8 ranks and of Mixtral on 8, in bf16, and in fp32 the former."""
-    for dtype, itemsize in (("bf16", 2), ("fp32", 4)):
-        operand, narrow = f"*{dtype}", itemsize == 2
-        common = {"ends": "*i32", "width": "i32", "inner": "i32"}
-        row = configuration("rows", itemsize, arch)
-        sizes = _sizes(row)
-        given = {"x": operand, "weight": operand, "y": operand, **common}
-        given |= {"experts": "i32", "tiles": "i32"}
-        for name, turned in (("forward", True), ("input_grad", False)):
-            for experts in (16, 1) if narrow else (16,):
-                yield Compiled(
-                    f"grouped_{name}_{experts}_{dtype}",
-                    rows_kernel,
-                    given,
-                    {"TURNED": turned, "EXPERTS": experts, "GROUP": GROUP, **sizes},
-                    ("x", "weight", "y", "ends", "width", "inner"),
-                    row.numbers["num_warps"],
-                    row.numbers["num_stages"],
-                    matmul=narrow,
-                    row=row,
-                )
-        row = configuration("weight", itemsize, arch)
-        sizes = _sizes(row)
-        for name, overwrite in (("added", False), ("written", True)):
-            yield Compiled(
-                f"grouped_weight_grad_{name}_{dtype}",
-                weight_kernel,
-                {"dy": operand, "x": operand, "grad": "*fp32", **common},
-                {"OVERWRITE": overwrite, **sizes},
-                ("dy", "x", "grad", "ends", "width", "inner"),
-                row.numbers["num_warps"],
-                row.numbers["num_stages"],
-                matmul=narrow,
-                row=row,
-            )

@@ -24,14 +24,12 @@ multiprocessors: some 10 ms. It happens once in a run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from megatron.kernels import philox
-from megatron.kernels.configurations import find
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.configurations import KernelLaunch, find
+from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
 from megatron.kernels.random import philox4x32
 from torch import Tensor
 
@@ -89,19 +87,12 @@ def normal_kernel(
     tl.store(out + row[:, None] * columns + column[None, :], values, mask=inside)
 
 
-class InitialConfiguration(NamedTuple):
-    """A program's tile, and its warps."""
-
-    ROWS: int
-    BLOCKS: int
-    num_warps: int
-
-
-def configuration(columns: int, arch: int = HOPPER) -> InitialConfiguration:
+def configuration(columns: int, arch: int = HOPPER) -> KernelLaunch:
     """Two counters a thread, along a row where it is long enough."""
-    row = find("initialise", arch).numbers
-    blocks = min(row["block"], triton.next_power_of_2(triton.cdiv(columns, 4) + 1))
-    return InitialConfiguration(row["block"] // blocks, blocks, row["num_warps"])
+    row = find("initialise", arch)
+    size = row.numbers["block"]
+    blocks = min(size, triton.next_power_of_2(triton.cdiv(columns, 4) + 1))
+    return KernelLaunch(row, blocks, row.numbers["num_warps"], size // blocks)
 
 
 @operator("normal_", mutates_args=("out",))
@@ -113,8 +104,8 @@ def normal_(out: Tensor, k0: int, k1: int, first_row: int, first_column: int, st
     (rows, columns), tile = out.shape, configuration(out.shape[1], capability(out.device))
     if out.numel():
         grid = (
-            triton.cdiv(rows, tile.ROWS),
-            triton.cdiv(triton.cdiv(first_column % 4 + columns, 4), tile.BLOCKS),
+            triton.cdiv(rows, tile.rows),
+            triton.cdiv(triton.cdiv(first_column % 4 + columns, 4), tile.block),
         )
         normal_kernel[grid](
             out,
@@ -127,32 +118,7 @@ def normal_(out: Tensor, k0: int, k1: int, first_row: int, first_column: int, st
             columns,
             STD=std,
             ANGLE=ANGLE,
-            **tile._asdict(),
+            ROWS=tile.rows,
+            BLOCKS=tile.block,
+            num_warps=tile.num_warps,
         )
-
-
-@normal_.register_fake
-def _(out: Tensor, k0: int, k1: int, first_row: int, first_column: int, std: float) -> None:
-    return None
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """What is shipped. The bytes "spilled" are the array in which sine and cosine reduce arguments
-    that ours never are as large as.
-    """
-    rows, blocks, num_warps = configuration(4096, arch)
-    signature = {
-        "out": "*fp32",
-        "k0": "u32",
-        "k1": "u32",
-        **dict.fromkeys(("first_row", "first_block", "skip", "rows", "columns"), "i32"),
-    }
-    yield Compiled(
-        "initialise normal",
-        normal_kernel,
-        signature,
-        {"STD": 0.02, "ANGLE": ANGLE, "ROWS": rows, "BLOCKS": blocks},
-        ("out", "skip", "columns"),
-        num_warps,
-        row=find("initialise", arch),
-    )

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.kernels.configurations import Row
 
 if importlib.util.find_spec("triton") is not None:
     import triton
@@ -45,16 +43,18 @@ MEASURED: dict[str, Callable] = {}
 
 
 class Operator:
-    """torch.ops.megatron.NAME, whose schema is that of the function's annotations."""
+    """torch.ops.megatron.NAME; without a schema, that of the function's annotations."""
 
-    def __init__(self, name: str, function: Callable, mutates_args: Sequence[str]):
+    def __init__(self, name: str, function: Callable, mutates_args: Sequence[str], schema: str):
         self.name = f"megatron::{name}"
-        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
+        schema = schema or torch.library.infer_schema(function, mutates_args=mutates_args)
         LIBRARY.define(name + schema)
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         CALLED[self.name] = function
         self.overload = getattr(torch.ops.megatron, name).default
         functools.update_wrapper(self, function)
+        if not self.overload._schema.returns:
+            self.register_fake(lambda *_, **__: None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.overload(*args, **kwargs)
@@ -79,37 +79,15 @@ class Operator:
         )
 
 
-def operator(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable], Operator]:
+def operator(
+    name: str, mutates_args: Sequence[str] = (), schema: str = ""
+) -> Callable[[Callable], Operator]:
     """Make an operator of a function, which torch.compile and fake tensors see as one. Autograd
     does not count its writes to `mutates_args`.
 
     torch.library.custom_op does the same and takes three times as long a call on the host.
     """
-    return lambda function: Operator(name, function, mutates_args)
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """One compilation of a kernel as it is shipped: what kernels/tools/manifest.py compiles without
-    a GPU and counts instructions of.
-
-    `signature` maps argument names to Triton's types ("*bf16", "fp32", "i32", "tensordesc<bf16[128,
-    64]>") or tuples of them, in any order; `constants` are its constexpr arguments; `divisible`
-    names arguments that are multiples of 16 (pointers of torch's allocator are, strides mostly).
-    """
-
-    name: str
-    kernel: Any
-    signature: Mapping[str, Any]
-    constants: Mapping[str, Any]
-    divisible: tuple[str, ...] = ()
-    num_warps: int = 4
-    num_stages: int = 3
-    arch: int = HOPPER
-    # must use the tensor cores' wgmma instructions, and none of the older ones
-    matmul: bool = False
-    row: Row | None = None  # of the table of configurations
-    options: Mapping[str, Any] = field(default_factory=dict)
+    return lambda function: Operator(name, function, mutates_args, schema)
 
 
 def interpreted() -> bool:

@@ -22,16 +22,11 @@ are read again: from the L2 cache in the forward, from memory in the backward (1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from megatron.kernels.configurations import Row, find
+from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import (
     HOPPER,
-    Compiled,
     capability,
     jit,
     next_power_of_2,
@@ -65,23 +60,9 @@ def add_norm_reference(
     return norm_reference(total, weight, bias, eps), total
 
 
-@dataclass(frozen=True)
-class NormConfiguration:
-    """A program takes `rows` rows at once, `block` elements of each; `programs` of the backward
-    share all rows between them.
-    """
-
-    row: Row
-    rows: int
-    block: int
-    num_warps: int
-    programs: int = 0
-    prefetch: int = 1  # tiles on their way from memory at once, in shared memory
-
-
 def configuration(
     direction: str, width: int, dtype: torch.dtype, arch: int = HOPPER
-) -> NormConfiguration:
+) -> KernelLaunch:
     """Of "forward", 32 bytes of x a thread, or "backward": 16 elements a thread, 16 warps at once
     on each of 132 processors, which is what its registers allow. What that leaves to hide memory's
     latency behind are two rows (fp32: one) of each operand on their way.
@@ -89,24 +70,19 @@ def configuration(
     block = next_power_of_2(width)
     if block > WIDEST[direction]:  # pieces of a row at once
         row = find(f"norm {direction}", arch, kind="wide")
-        return NormConfiguration(
-            row, 1, row.numbers["block"], row.numbers["num_warps"], row.numbers.get("programs", 0)
-        )
+        numbers = row.numbers
+        programs = numbers.get("programs", 0)
+        return KernelLaunch(row, numbers["block"], numbers["num_warps"], programs=programs)
     if direction == "forward":
         row = find("norm forward", arch, kind="whole")
         rows = max(1, row.numbers["block"] // block)
-        return NormConfiguration(
-            row,
-            rows,
-            block,
-            min(rows * block * dtype.itemsize // (32 * row.numbers["thread_bytes"]), 32),
-        )
+        warps = rows * block * dtype.itemsize // (32 * row.numbers["thread_bytes"])
+        return KernelLaunch(row, block, min(warps, 32), rows)
     row = find("norm backward", arch, kind="whole", bytes=dtype.itemsize)
     rows = max(1, row.numbers["block"] // block)
     warps = rows * block // (32 * row.numbers["per_thread"])
-    return NormConfiguration(
-        row, rows, block, warps, row.numbers["warps"] // warps, row.numbers["prefetch"]
-    )
+    programs = row.numbers["warps"] // warps
+    return KernelLaunch(row, block, warps, rows, programs, row.numbers["prefetch"])
 
 
 @jit
@@ -546,7 +522,7 @@ def _launch_backward(
     dtotal: Tensor | None,
     dx: Tensor,
     partials: Tensor,
-    form: NormConfiguration,
+    form: KernelLaunch,
 ) -> None:
     """Fill dx and the partial sums [1 or 2, programs, n]: by one kernel, or by two where no program
     holds a row, of which the first finds mean(z g) and mean(g) of whole rows.
@@ -582,9 +558,7 @@ def norm_backward(
     return dx, partials.sum(1)
 
 
-def _room_for_backward(
-    total: Tensor, statistics: Tensor
-) -> tuple[Tensor, Tensor, NormConfiguration]:
+def _room_for_backward(total: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor, KernelLaunch]:
     """(dx, the partial sums [1 or 2, programs, n], how the kernel is launched)."""
     width, rows, kinds = total.shape[-1], total.numel() // total.shape[-1], statistics.shape[0]
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
@@ -599,57 +573,3 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     dx, partials, _ = _room_for_backward(total, statistics)
     return dx, partials.sum(1)
-
-
-def _row(
-    name: str, kernel: Any, dtype: str, constants: dict[str, Any], form: NormConfiguration
-) -> Compiled:
-    types = dict.fromkeys(("rows", "inner", "outer_stride", "inner_stride", "width"), "i32") | {
-        "eps": "fp32"
-    }
-    types |= dict.fromkeys(("statistics", "projections", "partials"), "*fp32")
-    constants = {
-        argument: value for argument, value in constants.items() if argument in kernel.arg_names
-    }
-    left = [argument for argument in kernel.arg_names if argument not in constants]
-    divisible = tuple(argument for argument in left if argument not in ("rows", "inner", "eps"))
-    return Compiled(
-        name,
-        kernel,
-        {argument: types.get(argument, f"*{dtype}") for argument in left},
-        constants,
-        divisible,
-        form.num_warps,
-        row=form.row,
-    )
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """Both norms at hidden sizes and, of strided views, at a head's width."""
-    for dtype, width in (
-        ("bf16", 128),
-        ("bf16", 4096),
-        ("bf16", 8192),
-        ("bf16", 16384),
-        ("bf16", 65536),
-        ("fp32", 8192),
-    ):
-        for centre, add in ((False, False), (False, True), (True, False), (True, True)):
-            if add and width == 128 or not add and width > 4096:
-                continue
-            name = f"{'add_' * add}{'layer' if centre else 'rms'}_norm_{dtype}_{width}"
-            flags = {"ADD": add, "CENTRE": centre} | (
-                {} if width == 128 else {"inner": 1, "inner_stride": 0}
-            )
-            form = configuration("forward", width, TORCH[dtype], arch)
-            kernel = forward_kernel if form.block >= width else wide_forward_kernel
-            yield _row(name, kernel, dtype, flags | {"ROWS": form.rows, "BLOCK": form.block}, form)
-            if kernel is wide_forward_kernel:
-                continue  # its backward is that of 16384
-            form = configuration("backward", width, TORCH[dtype], arch)
-            flags |= {"ROWS": form.rows, "BLOCK": form.block, "PREFETCH": form.prefetch}
-            if form.block >= width:
-                yield _row(f"{name}_backward", backward_kernel, dtype, flags, form)
-            else:
-                yield _row(f"{name}_backward", wide_backward_kernel, dtype, flags, form)
-                yield _row(f"{name}_projection", projection_kernel, dtype, flags, form)

@@ -20,16 +20,13 @@ bf16: forward 4 bytes an element of the projection, backward 6. 8192 tokens of 3
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.kernels.configurations import Row, find
+from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
 from megatron.kernels.lang import (
     HOPPER,
-    Compiled,
     capability,
     jit,
     next_power_of_2,
@@ -66,25 +63,13 @@ def qk_norm_reference(
     return torch.cat((*made, parts[2]), dim=3).to(qkv.dtype)
 
 
-@dataclass(frozen=True)
-class QKNormConfiguration:
-    """A program takes `rows` heads at once; `programs` of the backward share all between them."""
-
-    row: Row
-    rows: int
-    block: int
-    num_warps: int
-    programs: int
-
-
-def configuration(direction: str, d: int, arch: int = HOPPER) -> QKNormConfiguration:
+def configuration(direction: str, d: int, arch: int = HOPPER) -> KernelLaunch:
     """Of "forward" or "backward", for heads of d channels."""
     row = find(f"qk_norm {direction}", arch)
     block = next_power_of_2(d)
     rows = max(1, row.numbers["block"] // block)
-    return QKNormConfiguration(
-        row, rows, block, row.numbers["num_warps"], row.numbers.get("programs", 0)
-    )
+    programs = row.numbers.get("programs", 0)
+    return KernelLaunch(row, block, row.numbers["num_warps"], rows, programs)
 
 
 @jit
@@ -271,7 +256,7 @@ def backward_kernel(
 
 
 def _shared(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, form: QKNormConfiguration
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, form: KernelLaunch
 ) -> dict[str, Any]:
     """The arguments of both kernels: sizes, tables and launch. Where there are no tables, what is
     passed for them is not read.
@@ -410,41 +395,3 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     dx, partials, _ = _room_for_backward(qkv, statistics)
     return dx, partials.sum(1)
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """Both norms, of heads that turn whole, by half or not."""
-    pointers = ("statistics", "partials", "cos", "sin")
-    for dtype, d, half, centre in (
-        ("bf16", 128, 64, False),
-        ("bf16", 128, 32, False),
-        ("bf16", 64, 0, False),
-        ("bf16", 128, 64, True),
-        ("fp32", 128, 64, False),
-    ):
-        for kernel, direction in ((forward_kernel, "forward"), (backward_kernel, "backward")):
-            form = configuration(direction, d, arch)
-            constants = {
-                "CENTRE": centre,
-                "TURN": half > 0,
-                "HALF": half,
-                "ROWS": form.rows,
-                "BLOCK": form.block,
-            }
-            left = [name for name in kernel.arg_names if name not in constants]
-            types = dict.fromkeys(
-                ("rows", "heads", "per_token", "batch", "table_s", "table_b", "width"), "i32"
-            ) | {"eps": "fp32", **dict.fromkeys(pointers, "*fp32")}
-            yield Compiled(
-                f"qk_norm_{direction}_{dtype}_{d}_{2 * half}{'_layer' * centre}",
-                kernel,
-                {name: types.get(name, f"*{dtype}") for name in left},
-                constants,
-                tuple(
-                    name
-                    for name in left
-                    if name not in ("rows", "heads", "per_token", "batch", "eps")
-                ),
-                form.num_warps,
-                row=form.row,
-            )

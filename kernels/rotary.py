@@ -16,13 +16,10 @@ bytes a token of the tables. 8192 tokens of 32 + 8 heads of 128 at 4.3 TB/s: 39 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
-from megatron.kernels.configurations import Row, find
+from megatron.kernels.configurations import KernelLaunch, find
 from megatron.kernels.elements import load_fp32, store_rounded
-from megatron.kernels.lang import HOPPER, Compiled, capability, jit, operator, tl, triton
+from megatron.kernels.lang import HOPPER, capability, jit, operator, tl, triton
 from torch import Tensor
 
 
@@ -34,26 +31,17 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Ten
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
 
 
-@dataclass(frozen=True)
-class RotaryConfiguration:
-    """A program turns `heads` heads of a token, a thread 8 pairs."""
-
-    row: Row
-    heads: int
-    block: int
-    num_warps: int
-
-
-def configuration(heads: int, half: int, arch: int = HOPPER) -> RotaryConfiguration:
-    """1024 to 4096 channels a program, with no more idle heads than there must be."""
+def configuration(heads: int, half: int, arch: int = HOPPER) -> KernelLaunch:
+    """1024 to 4096 channels of a token a program, with no more idle heads than there must be, and 8
+    pairs a thread.
+    """
     block = triton.next_power_of_2(half)
     row = find("rotary", arch)
     together = max(row.numbers["block"] // block, 1)
     while together * block > 512 and heads % together:
         together //= 2
-    return RotaryConfiguration(
-        row, together, block, max(together * block // (32 * row.numbers["per_thread"]), 1)
-    )
+    warps = max(together * block // (32 * row.numbers["per_thread"]), 1)
+    return KernelLaunch(row, block, warps, together)
 
 
 @jit
@@ -119,7 +107,7 @@ def rotary_(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
     if x.numel() == 0 or width == 0:
         return
     form = configuration(heads, width // 2, capability(x.device))
-    rotary_kernel[(s * b, triton.cdiv(heads, form.heads))](
+    rotary_kernel[(s * b, triton.cdiv(heads, form.rows))](
         x,
         cos,
         sin,
@@ -134,39 +122,7 @@ def rotary_(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
         direction,
         GROUP=group,
         HALF=width // 2,
-        HEADS=form.heads,
+        HEADS=form.rows,
         BLOCK=form.block,
         num_warps=form.num_warps,
     )
-
-
-@rotary_.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> None:
-    return None
-
-
-def aot(arch: int = HOPPER) -> Iterator[Compiled]:
-    """Fused QKV outputs with grouped heads, of which half or all channels turn, and a norm's output
-    without groups.
-    """
-    strides = ("stride_s", "stride_b", "stride_g", "stride_n", "table_s", "table_b")
-    for dtype, heads, group, half in (
-        ("bf16", 40, 5, 64),
-        ("bf16", 24, 2, 32),
-        ("bf16", 32, 1, 64),
-        ("fp32", 40, 5, 64),
-    ):
-        form = configuration(heads, half, arch)
-        constants = {"GROUP": group, "HALF": half, "HEADS": form.heads, "BLOCK": form.block}
-        types = {"x": f"*{dtype}", "cos": "*fp32", "sin": "*fp32"} | dict.fromkeys(
-            ("batch", "heads", "direction", *strides), "i32"
-        )
-        yield Compiled(
-            f"rotary_{dtype}_{heads}x{group}_{2 * half}",
-            rotary_kernel,
-            types,
-            constants,
-            ("x", "cos", "sin", *strides),
-            form.num_warps,
-            row=form.row,
-        )

@@ -1,17 +1,16 @@
 """The check at start: each kernel variant that a run launches, computed once on this device in
 small shapes and compared with its definition.
 
-A child process computes, because an illegal address ends a CUDA context and a hang never returns:
-either costs the operator it happened in, and another child continues after it. The parent itself
-does not touch the device. A result is remembered next to Triton's own compiled kernels, by the text
-of the kernels, their configurations, the versions and the device, so that only the first start
-after a change computes.
+A child process (cases.py) computes, because an illegal address ends a CUDA context and a hang never
+returns: either costs the operator it happened in, and another child continues after it. The parent
+itself does not touch the device. A result is remembered next to Triton's own compiled kernels, by
+the text of the kernels, their configurations, the versions and the device, so that only the first
+start after a change computes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -21,24 +20,39 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.kernels import cases, lang
-from megatron.kernels.cases import Variant
+from megatron.kernels import lang
 
 HERE = Path(__file__).parent
 COMMAND = (
     sys.executable,
     "-c",
     f"import sys; sys.path.insert(0, {str(HERE.parent)!r}); "
-    "from megatron.kernels import self_check; self_check.main()",
+    "from megatron.kernels import cases; cases.main()",
 )
 START_LIMIT_S = 300.0  # until a child is ready: busy file systems import slowly
 LIMIT_S = 120.0  # for each variant, compilation included
 READY = {"ready": True}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a run launches of a row `kernel` of the table, in a precision. `settings` has what the
+    launch's compilation depends on (training/kernel_variants.py); what it lacks is that of a row.
+    """
+
+    kernel: str
+    dtype: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        given = (f"{name} {value}" for name, value in self.settings.items())
+        return f"{self.kernel} ({', '.join((self.dtype, *given))})"
 
 
 def faults(variants: Mapping[str, Sequence[Variant]], device: torch.device) -> dict[str, str]:
@@ -77,7 +91,7 @@ class _Child:
     def __init__(self, variants: Sequence[Variant], device: torch.device):
         request = {
             "device": str(device),
-            "variants": [dataclasses.asdict(each) for each in variants],
+            "variants": [asdict(each) for each in variants],
         }
         self.log = tempfile.TemporaryFile()
         self.process = subprocess.Popen(
@@ -135,27 +149,6 @@ class _Child:
         return f"its process ended with {ended}" + (f": {lines[-1]}" if lines else "")
 
 
-def main() -> None:
-    """The child: reads a request from stdin, writes a JSON line for each variant to stdout. Ends
-    after an error, which may have cost it its CUDA context.
-    """
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what compilers print is no answer
-    request = json.loads(sys.stdin.read())
-    device = torch.device(request["device"])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.zeros(1, device=device)
-    answers.write(json.dumps(READY) + "\n")
-    for each in request["variants"]:
-        try:
-            fault = cases.wrong(cases.case_of(Variant(**each), device))
-        except Exception as error:  # whatever a compiler or a launch raises
-            fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            sys.exit(fault)
-        answers.write(json.dumps({"fault": fault}) + "\n")
-
-
 def _place(variant: Variant, device: torch.device) -> Path:
     """The file that exists when a variant has passed."""
     facts = (variant.kernel, variant.dtype, sorted(variant.settings.items()), *_versions(device))
@@ -167,7 +160,7 @@ def _place(variant: Variant, device: torch.device) -> Path:
 def _versions(device: torch.device) -> tuple[str, ...]:
     """All that a result depends on besides the variant."""
     text = hashlib.sha256()
-    for file in sorted((*HERE.glob("*.py"), HERE / "configurations.json")):
+    for file in sorted((*HERE.rglob("*.py"), HERE / "configurations.json")):
         text.update(file.read_bytes())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     capability = str(lang.capability(device))

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.kernels import attention_gluon, attention_gluon_backward, lang, philox
+from megatron.kernels import lang, philox
 from megatron.kernels.activation import activation, activation_backward, activation_reference
 from megatron.kernels.adamw import adamw_
 from megatron.kernels.attention import flash_attention
 from megatron.kernels.attention_launch import Options, by_key_head
 from megatron.kernels.attention_masks import AttentionMask
+from megatron.kernels.candidates import gluon, gluon_forward
 from megatron.kernels.cross_entropy import cross_entropy_backward_, cross_entropy_parts
 from megatron.kernels.fp8 import quantise, quantise_reference
 from megatron.kernels.grad_norm import sum_of_squares
@@ -59,8 +60,8 @@ EXPECTED_GLUON_BACKWARD = {
 GLUON_CHECK = """  # small shapes of each kind, against fp64
 import torch
 from megatron.kernels.attention import attention_reference
-from megatron.kernels.attention_gluon import configuration, forward
-from megatron.kernels.attention_gluon_backward import backward
+from megatron.kernels.candidates.gluon import backward, forward
+from megatron.kernels.candidates.gluon_forward import configuration
 from megatron.kernels.attention_launch import Options, by_key_head
 from megatron.kernels.attention_masks import AttentionMask
 for d in (64, 128):
@@ -151,15 +152,15 @@ def attention_shapes(tiny: bool) -> list[AttentionShape]:
 
 def attention(bench: Any) -> None:
     """Every shape forward and backward, ours against torch's backends."""
-    gluon = None
+    layouts = None
     with bench.checking("attention forward", "ours in Gluon"):
-        gluon = _gluon(bench.device)
+        layouts = _gluon(bench.device)
     for shape in attention_shapes(bench.tiny):
-        attention_case(bench, shape, gluon)
+        attention_case(bench, shape, layouts)
 
 
 def attention_case(
-    bench: Any, shape: AttentionShape, gluon: Callable[[int, int], dict[str, Any]] | None
+    bench: Any, shape: AttentionShape, layouts: Callable[[int, int], dict[str, Any]] | None
 ) -> None:
     """Times one shape. torch gets q, k and v, which are views of the fused projection."""
     s, b, n, g, d, causal, fused = shape
@@ -191,16 +192,14 @@ def attention_case(
                 forwards[name] = held(partial(call, *operands))
     choice = {"operator": "attention", "rival": DETERMINISTIC}
     in_gluon = {
-        name: partial(
-            attention_gluon.forward, *by_key_head(ours), mask, Options(d**-0.5), configuration
-        )
-        for name, configuration in (gluon(d, s) if gluon else {}).items()
+        name: partial(gluon.forward, *by_key_head(ours), mask, Options(d**-0.5), configuration)
+        for name, configuration in (layouts(d, s) if layouts else {}).items()
     }
     for direction, calls, work, expect, expect_gluon in (
         ("forward", (forwards, in_gluon), flops, EXPECTED[d, True], EXPECTED_GLUON),
         (
             "backward",
-            (backwards, {"ours in Gluon": _gluon_backward(ours, dout, mask)} if gluon else {}),
+            (backwards, {"ours in Gluon": _gluon_backward(ours, dout, mask)} if layouts else {}),
             2.5 * flops,
             EXPECTED[d, False],
             EXPECTED_GLUON_BACKWARD,
@@ -268,7 +267,7 @@ def _gluon(device: torch.device) -> Callable[[int, int], dict[str, Any]] | None:
     """(head dimension, length) -> what is measured of the kernels in Gluon, which have never run:
     they are tried in a process that may hang first.
     """
-    if reason := attention_gluon.unfit(device, torch.bfloat16):
+    if reason := gluon.unfit(device, torch.bfloat16):
         print(f"ours in Gluon is not measured: {reason}")
         return None
     done = subprocess.run(
@@ -281,9 +280,9 @@ def _gluon(device: torch.device) -> Callable[[int, int], dict[str, Any]] | None:
     assert done.returncode == 0, (done.stderr.strip().splitlines() or ["it died"])[-1]
 
     def layouts(d: int, length: int) -> dict[str, Any]:
-        shipped = attention_gluon.configuration(d)
+        shipped = gluon_forward.configuration(d)
         three = (
-            {"ours in Gluon, three consumers": attention_gluon.configuration(d, "three consumers")}
+            {"ours in Gluon, three consumers": gluon_forward.configuration(d, "three consumers")}
             if d == 64
             else {}
         )
@@ -301,8 +300,8 @@ def _gluon_backward(
 ) -> Callable[[], Any]:
     """The backward pass in Gluon of what its forward pass has made."""
     options = Options(dout.shape[-1] ** -0.5)
-    out, lse = attention_gluon.forward(*by_key_head(qkv), mask, options)
-    return lambda: attention_gluon_backward.backward(dout, None, out, lse, qkv, mask, options)
+    out, lse = gluon.forward(*by_key_head(qkv), mask, options)
+    return lambda: gluon.backward(dout, None, out, lse, qkv, mask, options)
 
 
 def _flex(shape: AttentionShape, device: torch.device) -> Callable[..., Tensor]:

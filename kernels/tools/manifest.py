@@ -13,15 +13,14 @@ manifest is compiled for that one configuration alone: the compiler's own key of
 source, its options and the architecture, from which nothing else can come out. --only prints what
 each kernel compiles to; --rows is for trying configurations; --write is for a change that is meant.
 
-The rows come from the functions `aot(architecture)` of kernels/*.py, which take the table
-kernels/configurations.json. Rules, independent of the manifest: matrix products use wgmma on sm_90,
-tcgen05 on sm_100 and nothing older, on sm_80 tensor cores and asynchronous copies; no wgmma waits
-for the one before it (`serialised`), no thread signals that a buffer has been read before all warps
-have read it (`unguarded`), no more bytes are spilled and no more shared memory is needed than the
-table's row. What begins with hot_ is counted in the loop that does most of the work
-(kernels/tools/listing.py). The manifest is keyed by Triton's version: with another one only the
-rules are checked. Compilation runs in separate processes: the compiler can abort, and the row
-that it did that with is named.
+The rows are those of kernels/tools/shipped.py, with the table kernels/configurations.json. Rules,
+independent of the manifest: matrix products use wgmma on sm_90, tcgen05 on sm_100 and nothing
+older, on sm_80 tensor cores and asynchronous copies; no wgmma waits for the one before it
+(`serialised`), no thread signals that a buffer has been read before all warps have read it
+(`unguarded`), no more bytes are spilled and no more shared memory is needed than the table's row.
+What begins with hot_ is counted in the loop that does most of the work (kernels/tools/listing.py).
+The manifest is keyed by Triton's version: with another one only the rules are checked. Compilation
+runs in separate processes: the compiler can abort, and the row that it did that with is named.
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ if not __package__:  # run as a file
 from megatron.kernels import lang  # noqa: E402
 from megatron.kernels.configurations import ARCHITECTURES, shared_memory  # noqa: E402
 from megatron.kernels.tools import listing  # noqa: E402
+from megatron.kernels.tools.shipped import Compiled, compilations  # noqa: E402
 
 MANIFEST = ROOT / "kernels/manifest.json"
 COUNTED = {
@@ -71,24 +71,14 @@ SPILL = 8  # measured: 152 and 160 bytes of one kernel, by the same
 Facts = dict[str, Any]
 
 
-def rows(file: str | None = None, only: str = "") -> dict[str, lang.Compiled]:
-    """All shipped configurations by name, of kernels/*.py in order, or those of a file."""
-    found: dict[str, lang.Compiled] = {}
+def rows(file: str | None = None, only: str = "") -> dict[str, Compiled]:
+    """All shipped compilations by name, or those of a file."""
+    found: dict[str, Compiled] = {}
     if file is None:
-        modules = [
-            importlib.import_module(f"megatron.kernels.{path.stem}")
-            for path in sorted((ROOT / "kernels").glob("*.py"))
-        ]
-        kernels = [
-            (row, arch)
-            for arch in ARCHITECTURES
-            for module in modules
-            if hasattr(module, "aot")
-            for row in module.aot(arch)
-        ]
         compiled = [
             row if arch == lang.HOPPER else replace(row, arch=arch, name=f"sm_{arch} {row.name}")
-            for row, arch in kernels
+            for arch in ARCHITECTURES
+            for row in compilations(arch)
         ]
     else:
         spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -101,7 +91,7 @@ def rows(file: str | None = None, only: str = "") -> dict[str, lang.Compiled]:
     return {name: row for name, row in found.items() if only in name}
 
 
-def source_of(row: lang.Compiled) -> tuple[Any, dict[str, Any]]:
+def source_of(row: Compiled) -> tuple[Any, dict[str, Any]]:
     """What Triton compiles, and its options."""
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -129,7 +119,7 @@ def source_of(row: lang.Compiled) -> tuple[Any, dict[str, Any]]:
     return source, {"num_warps": row.num_warps, "num_stages": row.num_stages, **row.options}
 
 
-def key_of(row: lang.Compiled) -> str:
+def key_of(row: Compiled) -> str:
     """Triton's own key of what it compiles, with the options and the architecture."""
     source, options = source_of(row)
     text = f"{source.hash()} {sorted(options.items())} {row.arch}"
@@ -145,7 +135,7 @@ def forget_lines() -> None:
                     each.starting_line_number = 1
 
 
-def compile_row(row: lang.Compiled) -> Facts:
+def compile_row(row: Compiled) -> Facts:
     """What the kernel compiles to: registers of a thread, bytes that it spills and shared memory of
     a block, counts of instructions.
     """
@@ -200,7 +190,7 @@ def read_cubin(compiled: Any, arch: int, gluon: bool) -> Facts:
     }
 
 
-def faults(row: lang.Compiled, facts: Facts) -> list[str]:
+def faults(row: Compiled, facts: Facts) -> list[str]:
     """The rules that a compilation breaks."""
     if "error" in facts:
         return [facts["error"]]

@@ -52,26 +52,10 @@ if __name__ == "__main__" and not torch.cuda.is_available() and "--tiny" in sys.
     interpreter.patch()
 
 from megatron.benchmarks.peers.one_call import OneCall
-from megatron.kernels import (
-    activation,
-    adamw,
-    attention,
-    attention_backward,
-    cases,
-    configurations,
-    cross_entropy,
-    dropout,
-    fp8,
-    grad_norm,
-    grouped_gemm,
-    initialise,
-    lang,
-    norm,
-    qk_norm,
-    rotary,
-)
+from megatron.kernels import cases, configurations, lang
 from megatron.kernels.configurations import FILE, Row, find, read, write
 from megatron.kernels.tools import manifest
+from megatron.kernels.tools.shipped import Compiled, compilations
 
 # of kernels with matrix products
 GRID = {
@@ -80,21 +64,6 @@ GRID = {
     "num_warps": (4, 8),
     "num_stages": (1, 2, 3, 4),
     "maxnreg": (0, 128),
-}
-MODULES = {
-    "activation": activation,
-    "adamw": adamw,
-    "attention forward": attention,
-    "attention": attention_backward,
-    "cross_entropy": cross_entropy,
-    "dropout": dropout,
-    "fp8": fp8,
-    "grad_norm": grad_norm,
-    "grouped_gemm": grouped_gemm,
-    "initialise": initialise,
-    "norm": norm,
-    "qk_norm": qk_norm,
-    "rotary": rotary,
 }
 OF_SHARED = ("attention", "grouped_gemm")  # operators that ask whether a GPU has as much memory
 UNTUNED = "attention gluon"  # few layouts, which benchmarks/kernels.py measures
@@ -160,11 +129,11 @@ def using(row: Row) -> Iterator[None]:
         place.update(before)
 
 
-def compiled(row: Row, arch: int) -> list[lang.Compiled]:
+def compiled(row: Row, arch: int) -> list[Compiled]:
     """What is compiled from a row."""
-    module = MODULES.get(row.operator) or MODULES[row.operator.split()[0]]
     with using(row):
-        return [replace(each, arch=arch) for each in module.aot(arch) if each.row == row]
+        family = compilations(arch, row.operator.split()[0])
+        return [replace(each, arch=arch) for each in family if each.row == row]
 
 
 def gate(
@@ -200,7 +169,7 @@ def gate(
     return result
 
 
-def again(text: str, arch: int, whole: bool) -> Iterator[lang.Compiled]:
+def again(text: str, arch: int, whole: bool) -> Iterator[Compiled]:
     """In a process that compiles: the same rows under the same names."""
     for at, row in enumerate(read(text)):
         for shape in compiled(row, arch) if whole else compiled(row, arch)[:1]:

@@ -12,10 +12,18 @@ import torch
 from megatron.config.derive import GATED, attention_ranks, expert_ranks
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, PrecisionConfig
-from megatron.kernels import attention_gluon, grouped_gemm, lang
+from megatron.kernels import grouped_gemm, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_backward import why_not_atomic
-from megatron.kernels.dispatch import FAULTY, OPERATORS, Choice, choose, flag_of
+from megatron.kernels.dispatch import (
+    CANDIDATES,
+    FAULTY,
+    OPERATORS,
+    Choice,
+    choose,
+    flag_of,
+    load_candidate,
+)
 from megatron.model.attention.attention import OURS, beyond_sdpa
 
 
@@ -227,10 +235,11 @@ def _unable_attention(config: Config, arch: int, dtype: torch.dtype) -> dict[str
         and (reason := why_not_atomic(model.kv_channels, **given, arch=arch))
     ):
         unable["triton"] = f"--no-deterministic-mode with {reason}"
-    if reason := attention_gluon.cannot(model.kv_channels, **given):
-        unable["gluon"] = reason
+    asked = model.attention_backend
+    if asked in CANDIDATES and (reason := load_candidate(asked).cannot(model.kv_channels, **given)):
+        unable[asked] = reason
     if reason := masked_by_positions(config):
-        for name in ("gluon", "fa4"):
+        for name in (*CANDIDATES, "fa4"):
             unable.setdefault(name, reason)
     if model.torch_compile and model.attention_dropout > 0:
         for name in OURS:

@@ -127,8 +127,3 @@ def accumulate_gradients(
 @operator("add_gradient_", mutates_args=("dx",))
 def _add_gradient(dx: Tensor, parameter: Tensor, gradient: Tensor) -> None:
     parameter.main_grad.add_(gradient)
-
-
-@_add_gradient.register_fake
-def _(dx: Tensor, parameter: Tensor, gradient: Tensor) -> None:
-    pass

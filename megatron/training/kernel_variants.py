@@ -17,8 +17,8 @@ import torch
 from megatron.config.derive import GATED, attention_ranks, expert_ranks
 from megatron.config.groups import Config
 from megatron.config.layers import LayerRecord, layer_records
-from megatron.kernels.cases import Variant
 from megatron.kernels.dispatch import Choice
+from megatron.kernels.self_check import Variant
 from megatron.model.attention.attention import OURS, is_projection_read
 from megatron.model.build import declared
 from megatron.model.fp8 import SCALINGS
@@ -125,7 +125,7 @@ def _attention(shape: RunShape) -> Settings:
         "softcap": model.attn_logit_softcapping,
         "documents": config.data.reset_attention_mask,
         "positions": masked_by_positions(config) is not None,
-        "gluon": model.attention_backend == "gluon",
+        "backend": model.attention_backend,
     }
     # Deterministic mode takes two kernels; else one adds the gradients of queries with atomics.
     backward = "attention dq" if model.deterministic_mode else "attention dkv_dq"

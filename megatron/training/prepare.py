@@ -20,9 +20,8 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.distributed.groups import Axis
 from megatron.distributed.rank_errors import raise_on_all_ranks
 from megatron.distributed.setup import read_launch
-from megatron.kernels.cases import Variant
 from megatron.kernels.dispatch import FAULTY
-from megatron.kernels.self_check import faults
+from megatron.kernels.self_check import Variant, faults
 from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.kernels import choose_kernels, compute_dtype
 from megatron.optimizer.lr_schedule import ParamSchedule

@@ -5,9 +5,9 @@ not.
 import os
 from dataclasses import replace
 
-from megatron.kernels.attention import forward_kernel
-from megatron.kernels.attention_launch import Tiles, compiled
-from megatron.kernels.lang import Compiled, jit, tl
+from megatron.kernels.attention_launch import Tiles
+from megatron.kernels.lang import jit, tl
+from megatron.kernels.tools.shipped import Compiled, attention_compiled
 
 
 @jit
@@ -54,8 +54,7 @@ def aot():
     yield product("no wgmma", 32, 64, 64, 4, 2)
     # 139 registers are needed
     tiles = Tiles(128, 64, 8, 2, {"maxnreg": 128})
-    blocks = {"q": 128, "k": 64, "v": 64, "out": 128}
-    row = compiled(forward_kernel, "forward", 128, tiles, "causal", blocks)
+    row = attention_compiled("forward", 128, tiles, "causal")
     yield replace(row, name="serialised")
     yield Compiled("does not compile", wrong_kernel, {"a": "*fp32"}, {"N": 16})
     yield Compiled("kills the compiler", Deadly(), {}, {})

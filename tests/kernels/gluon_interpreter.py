@@ -1,5 +1,5 @@
 """Runs a warp-specialised Gluon kernel on a CPU, and finds what it does wrong in time. Exactly the
-part of Gluon that kernels/attention_gluon.py and attention_gluon_backward.py use.
+part of Gluon that kernels/gluon_forward.py and gluon_backward.py use.
 
 A block of threads is a Machine. Its partitions run one at a time, each in a thread; at every
 operation on shared memory a seeded scheduler decides who runs next, a partition or a copy of the

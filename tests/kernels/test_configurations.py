@@ -33,12 +33,9 @@ def test_every_row_is_compiled_and_none_of_its_numbers_is_dead(monkeypatch):
     for row in {each.row.operator: each.row for each in reversed(compiled)}.values():
         for name in row.numbers:
             changed = replace(row, numbers=row.numbers | {name: row.numbers[name] // 2})
+            table = index([changed if each == row else each for each in ROWS])
             with monkeypatch.context() as patch:
-                patch.setattr(
-                    configurations,
-                    "TABLE",
-                    index([changed if each == row else each for each in ROWS]),
-                )
+                patch.setattr(configurations, "TABLE", table)
                 after = [each for each in gate.rows().values() if each.row == changed]
             assert after, (row, name)
             facts, old = (
@@ -50,21 +47,14 @@ def test_every_row_is_compiled_and_none_of_its_numbers_is_dead(monkeypatch):
 
 def test_a_refused_row_says_why_and_is_one_that_attention_looks_up():
     for row in ROWS:
-        assert (
-            not (row.refused and row.numbers)
-            and (row.refused or row.numbers)
-            and row.arch in configurations.ARCHITECTURES
-        )
+        assert bool(row.refused) != bool(row.numbers)
+        assert row.arch in configurations.ARCHITECTURES
         if row.refused:
-            given = {"dropout": {"drop": 0.1}, "softcap": {"softcap": 50.0}}.get(
-                row.key["kind"], {}
-            )
+            kind, kernel = row.key["kind"], row.operator.removeprefix("attention ")
+            given = {"dropout": {"drop": 0.1}, "softcap": {"softcap": 50.0}}.get(kind, {})
+            call = kernel, row.key["d"], Options(1.0, **given), kind == "causal"
             with pytest.raises(ValueError, match="on compute capability"):
-                kernel, causal = (
-                    row.operator.removeprefix("attention "),
-                    row.key["kind"] == "causal",
-                )
-                configuration(kernel, row.key["d"], Options(1.0, **given), causal, arch=row.arch)
+                configuration(*call, arch=row.arch)
 
 
 def test_what_rows_accept_is_what_their_kernels_need():
@@ -89,14 +79,8 @@ def test_what_rows_accept_is_what_their_kernels_need():
 def test_the_newest_row_that_is_not_newer(monkeypatch):
     rows = [Row("op", arch, {"d": 64}, {"M": arch}) for arch in (90, 80)]
     monkeypatch.setattr(configurations, "TABLE", index(rows))
-    assert [find("op", arch, d=64).arch for arch in (80, 86, 89, 90, 100, 120)] == [
-        80,
-        80,
-        80,
-        90,
-        90,
-        90,
-    ]
+    for arch, taken in ((80, 80), (86, 80), (89, 80), (90, 90), (100, 90), (120, 90)):
+        assert find("op", arch, d=64).arch == taken
     with pytest.raises(ValueError):
         find("op", 75, d=64)
     with pytest.raises(KeyError):
@@ -112,24 +96,13 @@ def test_a_gpu_without_the_shared_memory_is_refused():
         "attention forward (d 64, kind full) needs 120 KiB of shared memory for a block of "
         "threads, a GPU of compute capability 8.6 has 99"
     )
-    assert [shared_memory(arch) for arch in (80, 86, 89, 90, 100, 103, 120, 121)] == [
-        166912,
-        101376,
-        101376,
-        232448,
-        232448,
-        232448,
-        101376,
-        101376,
-    ]
+    sizes = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448}
+    sizes |= {120: 101376, 121: 101376}
+    assert {arch: shared_memory(arch) for arch in sizes} == sizes
     assert unfit(128) is None and unfit(128, 90, softcap=50.0) is None
-    assert unfit(
-        260
-    ) == "head dimension 260, which is no multiple of 8 up to 256" and "260" in unfit(260, 80)
-    assert (
-        "a GPU of compute capability 12.0 has 99" in unfit(256, 120)
-        and unfit(256, 120, torch.float32) is None
-    )
+    assert unfit(260) == "head dimension 260, which is no multiple of 8 up to 256"
+    assert "260" in unfit(260, 80) and unfit(256, 120, torch.float32) is None
+    assert "a GPU of compute capability 12.0 has 99" in unfit(256, 120)
     assert lang.capability(torch.device("cpu")) == 90
 
 

@@ -40,14 +40,25 @@ def of(model=QUIET, **optimizer):
     )
 
 
+def with_data(data, **model):
+    config = of(dataclasses.replace(QUIET, **model))
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+
+
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """`fake(name, code)`: a module that is there for one test."""
     made = []
 
     def make(name: str, code: str = "") -> None:
+        *packages, last = name.split(".")
+        folder = tmp_path.joinpath(*packages)
+        folder.mkdir(exist_ok=True)
+        for number in range(len(packages)):
+            made.append(".".join(packages[: number + 1]))
+            tmp_path.joinpath(*packages[: number + 1], "__init__.py").write_text("")
         made.append(name)
-        (tmp_path / f"{name}.py").write_text(code)
+        (folder / f"{last}.py").write_text(code)
 
     monkeypatch.syspath_prepend(tmp_path)
     yield make
@@ -65,44 +76,47 @@ def measured(monkeypatch):
     """A machine whose table lists that Triton, or apex where that is not to be had, wins
     everything.
     """
-    monkeypatch.setattr(
-        dispatch,
-        "MEASURED",
-        {
-            (operator, name, lang.HOPPER): WIN
-            for operator in OPERATORS
-            for name in ("triton", "apex")
-        },
-    )
+    won = {(op, name, lang.HOPPER): WIN for op in OPERATORS for name in ("triton", "apex")}
+    monkeypatch.setattr(dispatch, "MEASURED", won)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_auto_on_a_cpu_is_torch(operator, no_interpreter):
-    assert choose(operator, "auto", CPU, torch.float32) == dispatch.Choice(FALLBACK[operator])
+def taken(operator, device=GPU, dtype=BF16):
+    return choose(operator, "auto", device, dtype).implementation
 
 
-@pytest.mark.parametrize("operator", TRITON)
-def test_auto_takes_triton_where_it_has_been_measured_to_win(operator, measured):
-    assert choose(operator, "auto", GPU, BF16) == dispatch.Choice(
-        "triton", "measured 1.34 times torch on NVIDIA H200"
-    )
-    assert choose(operator, "auto", GPU, torch.float64).implementation == FALLBACK[operator]
+def test_auto_on_a_cpu_is_torch(no_interpreter):
+    for operator in OPERATORS:
+        assert choose(operator, "auto", CPU, torch.float32) == dispatch.Choice(FALLBACK[operator])
 
 
-@pytest.mark.parametrize("operator", TRITON)
-def test_auto_takes_triton_unmeasured_where_it_is_checked_at_start(operator):
-    taken = choose(operator, "auto", GPU, BF16)
-    if operator in dispatch.CHECKED:
-        assert taken == dispatch.Choice("triton", dispatch.UNMEASURED)
-    else:
-        assert taken.implementation == FALLBACK[operator]
-
-
-@pytest.mark.parametrize("architecture", [86, 89, 100, 120])
-def test_auto_takes_nothing_unmeasured_on_other_architectures(architecture, monkeypatch):
-    monkeypatch.setattr(lang, "capability", lambda device: architecture)
+def test_auto_takes_triton_where_it_has_been_measured_to_win(measured):
+    won = dispatch.Choice("triton", "measured 1.34 times torch on NVIDIA H200")
     for operator in TRITON:
-        assert choose(operator, "auto", GPU, BF16).implementation == FALLBACK[operator]
+        assert choose(operator, "auto", GPU, BF16) == won
+        assert taken(operator, dtype=torch.float64) == FALLBACK[operator]
+
+
+def test_auto_takes_triton_unmeasured_where_it_is_checked_at_start(monkeypatch):
+    """On the architectures of which that was decided."""
+    unmeasured = dispatch.Choice("triton", dispatch.UNMEASURED)
+    for operator in TRITON:
+        if operator in dispatch.CHECKED:
+            assert choose(operator, "auto", GPU, BF16) == unmeasured
+        else:
+            assert taken(operator) == FALLBACK[operator]
+    for architecture in (86, 120):
+        monkeypatch.setattr(lang, "capability", lambda device, found=architecture: found)
+        assert all(taken(operator) == FALLBACK[operator] for operator in TRITON)
+
+
+def refused(message: str, operator: str, wanted: str, device=GPU, dtype=BF16) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        choose(operator, wanted, device, dtype)
+
+
+def refused_run(message: str, config, device=GPU) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        choose_kernels(config, device)
 
 
 def test_what_failed_its_check_is_not_taken(monkeypatch):
@@ -111,11 +125,8 @@ def test_what_failed_its_check_is_not_taken(monkeypatch):
         "torch", "triton: the check at start failed"
     )
     assert choose("rotary", "auto", GPU, BF16).implementation == "triton"
-    with pytest.raises(
-        ValueError,
-        match=(r"^--norm-backend triton: the check at start failed; drop the flag, or take torch$"),
-    ):
-        choose("norm", "triton", GPU, BF16)
+    message = "--norm-backend triton: the check at start failed; drop the flag, or take torch"
+    refused(message, "norm", "triton")
 
 
 @pytest.mark.parametrize(
@@ -131,8 +142,7 @@ def test_what_failed_its_check_is_not_taken(monkeypatch):
 def test_auto_takes_our_attention_where_torchs_flash_kernel_cannot(model, data, taken, monkeypatch):
     """And on Hopper always."""
     monkeypatch.setattr(lang, "capability", lambda device: 80)
-    config = of(dataclasses.replace(QUIET, kv_channels=64, **model))
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
+    config = with_data(data, kv_channels=64, **model)
     assert choose_kernels(config, GPU)[0].model.attention_backend == taken
     assert choose_kernels(config, CPU)[0].model.attention_backend == "auto"
     monkeypatch.setattr(lang, "capability", lambda device: lang.HOPPER)
@@ -148,11 +158,8 @@ def test_auto_takes_our_attention_where_torchs_flash_kernel_cannot(model, data, 
     ],
 )
 def test_what_fa4_cannot_compute_is_refused(model, data, why):
-    model = dataclasses.replace(QUIET, kv_channels=64, attention_backend="fa4", **model)
-    config = of(model)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
-    with pytest.raises(ValueError, match=f"^--attention-backend fa4: {why}"):
-        choose_kernels(config, GPU)
+    config = with_data(data, kv_channels=64, attention_backend="fa4", **model)
+    refused_run(f"--attention-backend fa4: {why}", config)
 
 
 def shared(kind: str, backend: str, **model):
@@ -171,27 +178,23 @@ def shared(kind: str, backend: str, **model):
 @pytest.mark.parametrize("backend", ["sdpa", "fa4"])
 @pytest.mark.parametrize("kind", ["p2p", "a2a+p2p"])
 def test_a_ring_on_a_gpu_needs_our_attention(kind, backend):
-    with pytest.raises(ValueError, match=f"^--cp-comm-type {re.escape(kind)}: on a GPU .* triton"):
-        choose_kernels(shared(kind, backend), GPU)
+    message = f"--cp-comm-type {re.escape(kind)}: on a GPU .* triton"
+    refused_run(message, shared(kind, backend))
     assert choose_kernels(shared(kind, "auto"), CPU)[0].model.attention_backend == "auto"
 
 
 def test_a_ring_is_not_told_to_take_a_kernel_that_cannot_compute_it():
     config = shared("p2p", "auto")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, kv_channels=12))
-    with pytest.raises(ValueError, match="multiple of 8.*; give --cp-comm-type allgather or a2a$"):
-        choose_kernels(config, GPU)
+    refused_run(".*multiple of 8.*; give --cp-comm-type allgather or a2a$", config)
 
 
 @pytest.mark.parametrize(
     ("kind", "model", "is_able"),
     [
         ("allgather", {}, False),
-        ("a2a", {}, True),
         ("a2a", {"window_size": 8}, True),
         ("p2p", {}, True),
-        ("p2p", {"window_size": 8}, False),
-        ("a2a+p2p", {}, True),
         ("a2a+p2p", {"window_size": 8}, False),
     ],
 )
@@ -199,13 +202,11 @@ def test_kernels_in_gluon_know_no_positions(kind, model, is_able):
     """Nor does the fa4 backend."""
     config = shared(kind, "gluon", **model)
     if kind == "allgather":
-        with pytest.raises(ValueError, match="^--attention-backend fa4: masks by positions"):
-            choose_kernels(shared(kind, "fa4", **model), GPU)
+        refused_run("--attention-backend fa4: masks by positions", shared(kind, "fa4", **model))
     if is_able:
         assert choose_kernels(config, GPU)[0].model.attention_backend == "gluon"
-        return
-    with pytest.raises(ValueError, match="^--attention-backend gluon: masks by positions, .* a2a"):
-        choose_kernels(config, GPU)
+    else:
+        refused_run("--attention-backend gluon: masks by positions, .* a2a", config)
 
 
 @pytest.mark.parametrize(
@@ -221,22 +222,28 @@ def test_fa4_is_taken_when_asked_for_alone():
     chosen, choices = choose_kernels(asked, GPU)
     assert chosen.model.attention_backend == choices["attention"].implementation == "fa4"
     assert "never run" in choices["attention"].because
-    with pytest.raises(ValueError, match="^--attention-backend fa4: it needs a GPU; drop the flag"):
-        choose_kernels(asked, CPU)
+    refused_run("--attention-backend fa4: it needs a GPU; drop the flag", asked, CPU)
     assert not fa4.is_installed() or torch.cuda.is_available()
 
 
-def test_fa4_takes_the_place_of_torchs_flash_kernels(tmp_path):
-    """With a fake wheel, in a separate process: nothing gives the place back."""
+def test_what_is_loaded_when_it_is_asked_for(tmp_path):
+    """In a separate process: nothing of a candidate for `auto`; FlashAttention-4, of a fake wheel,
+    in the place of torch's flash kernels, which nothing gives back.
+    """
     package = tmp_path / "flash_attn" / "cute"
     package.mkdir(parents=True)
     (tmp_path / "flash_attn" / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
     (package / "interface.py").write_text("_flash_attn_fwd = _flash_attn_bwd = print\n")
     code = (
+        "import sys\n"
         "import torch\n"
-        "from megatron.kernels import fa4\n"
+        "from megatron.kernels import attention, dispatch, fa4\n"
         "from torch.nn.attention import current_flash_attention_impl\n"
+        "for name in ('auto', 'gluon'):\n"
+        "    dispatch.choose('attention', name, torch.device('cuda'), torch.bfloat16)\n"
+        "    loaded = any('candidates' in module for module in sys.modules)\n"
+        "    assert loaded == (name == 'gluon')\n"
         "assert fa4.is_installed()\n"
         "fa4.activate()\n"
         "assert current_flash_attention_impl() == 'FA4'\n"
@@ -250,14 +257,10 @@ def test_fa4_takes_the_place_of_torchs_flash_kernels(tmp_path):
 
 
 def test_auto_says_what_it_did_not_take_on_a_gpu():
-    unmeasured = (
-        "triton is available if its flag asks for it; its speed has not been measured on "
-        "this kind of device"
-    )
+    unmeasured = f"triton is available if its flag asks for it; {dispatch.NOT_MEASURED}"
     assert choose("init", "auto", GPU, BF16) == dispatch.Choice("torch", unmeasured)
-    assert choose("attention", "auto", GPU, torch.float64) == dispatch.Choice(
-        "sdpa", "triton: float64"
-    )
+    wide = dispatch.Choice("sdpa", "triton: float64")
+    assert choose("attention", "auto", GPU, torch.float64) == wide
 
 
 def test_auto_does_not_take_what_was_measured_to_lose(monkeypatch):
@@ -278,54 +281,35 @@ def test_the_banner_groups_operators_by_reason():
 
 
 def test_what_cannot_be_had_is_refused_with_a_way_out(no_interpreter):
-    with pytest.raises(
-        ValueError, match=r"^--norm-backend triton: it needs a GPU; drop the flag, or take torch$"
-    ):
-        choose("norm", "triton", CPU, BF16)
-    with pytest.raises(
-        ValueError,
-        match=r"^--attention-backend triton: float64; drop the flag, or take sdpa or plain$",
-    ):
-        choose("attention", "triton", GPU, torch.float64)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^--norm-backend apex: module fused_layer_norm_cuda is missing .*; drop the "
-            r"flag, or take"
+    refused(
+        "--norm-backend triton: it needs a GPU; drop the flag, or take torch", "norm", "triton", CPU
+    )
+    refused(
+        "--attention-backend triton: float64; drop the flag, or take sdpa or plain",
+        *("attention", "triton", GPU, torch.float64),
+    )
+    refused(
+        "--norm-backend apex: module fused_layer_norm_cuda is missing .*; drop the flag, .*",
+        *("norm", "apex"),
+    )
+    for device, message, model in (
+        (
+            CPU,
+            r"sdpa: cannot compute --attention-dropout above 0 \(use 0\); drop the flag, or take "
+            "plain$",
+            {"attention_dropout": 0.1},
+        ),
+        (GPU, "triton: .*; drop the flag, or take sdpa or plain$", {"kv_channels": 12}),
+        (
+            GPU,
+            "triton: --no-deterministic-mode with soft-capping of attention at head dimension 128: "
+            ".*, or take plain$",
+            {"kv_channels": 128, "attn_logit_softcapping": 5.0, "deterministic_mode": False},
         ),
     ):
-        choose("norm", "apex", GPU, BF16)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^--attention-backend sdpa: cannot compute --attention-dropout above 0 \(use "
-            r"0\); drop the flag, or take plain$"
-        ),
-    ):
-        choose_kernels(
-            of(dataclasses.replace(QUIET, attention_dropout=0.1, attention_backend="sdpa")), CPU
-        )
-    with pytest.raises(
-        ValueError, match=r"^--attention-backend triton: .*; drop the flag, or take sdpa or plain$"
-    ):
-        choose_kernels(
-            of(dataclasses.replace(QUIET, kv_channels=12, attention_backend="triton")), GPU
-        )
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^--attention-backend triton: --no-deterministic-mode with soft-capping of "
-            r"attention at head dimension 128: .*, or take plain$"
-        ),
-    ):
-        capped = dataclasses.replace(
-            QUIET,
-            kv_channels=128,
-            attn_logit_softcapping=5.0,
-            deterministic_mode=False,
-            attention_backend="triton",
-        )
-        choose_kernels(of(capped), GPU)
+        asked = {"attention_backend": message.partition(":")[0], **model}
+        config = of(dataclasses.replace(QUIET, **asked))
+        refused_run(f"--attention-backend {message}", config, device)
 
 
 @pytest.mark.parametrize("flag", ["exp_avg_dtype", "exp_avg_sq_dtype"])
@@ -334,30 +318,17 @@ def test_apex_is_not_given_narrow_moments(flag, monkeypatch, measured):
     monkeypatch.setattr(lang, "unfit", lambda device, dtype: "not here")
     for narrow, taken in (({}, "apex"), ({flag: "bf16"}, "torch-fused")):
         assert choose_kernels(of(**narrow), GPU)[0].optimizer.adam_implementation == taken
-    with pytest.raises(
-        ValueError,
-        match=(
-            "--adam-implementation apex: its moments are fp32, .*; drop the flag, or take "
-            "torch-fused or torch$"
-        ),
-    ):
-        choose_kernels(of(adam_implementation="apex", **{flag: "bf16"}), GPU)
+    message = "--adam-implementation apex: its moments are fp32, .*, or take torch-fused or torch$"
+    refused_run(message, of(adam_implementation="apex", **{flag: "bf16"}))
 
 
 def test_the_optimizers_rows(no_interpreter):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^--adam-implementation apex: module amp_C is missing .*; drop the flag, or "
-            r"take torch-fused or torch$"
-        ),
-    ):
-        choose_kernels(of(adam_implementation="apex"), CPU)
-    with pytest.raises(
-        ValueError,
-        match=r"^--grad-norm-backend triton: it needs a GPU; drop the flag, or take torch$",
-    ):
-        choose_kernels(of(grad_norm_backend="triton"), CPU)
+    message = (
+        "--adam-implementation apex: module amp_C is missing .*, or take torch-fused or torch$"
+    )
+    refused_run(message, of(adam_implementation="apex"), CPU)
+    message = "--grad-norm-backend triton: it needs a GPU; drop the flag, or take torch$"
+    refused_run(message, of(grad_norm_backend="triton"), CPU)
     chosen, choices = choose_kernels(of(), CPU)
     assert (chosen.optimizer.adam_implementation, chosen.optimizer.grad_norm_backend) == (
         "torch-fused",
@@ -376,13 +347,8 @@ def test_without_triton(monkeypatch, no_interpreter):
 def test_a_model_is_built_without_auto(no_interpreter):
     chosen, choices = choose_kernels(of(), CPU)
     resolved = chosen.model
-    assert {
-        resolved.norm_backend,
-        resolved.rotary_backend,
-        resolved.activation_backend,
-        resolved.dropout_backend,
-        resolved.cross_entropy_backend,
-    } == {"torch"}
+    operators = ("norm", "rotary", "activation", "dropout", "cross_entropy")
+    assert {getattr(resolved, f"{name}_backend") for name in operators} == {"torch"}
     assert resolved.attention_backend == "auto" and choices["attention"].implementation == "sdpa"
     _, choices = choose_kernels(of(ModelConfig()), CPU)
     assert choices["attention"].implementation == "plain"
@@ -419,13 +385,8 @@ def test_apex_is_found_by_what_it_holds(fake):
     assert apex.missing("norm").startswith(
         "not NVIDIA's apex: module 'fused_layer_norm_cuda' has no attribute 'backward_affine'"
     )
-    fake(
-        "fused_weight_gradient_mlp_cuda",
-        (
-            "def wgrad_gemm_accum_fp32(x, dy, grad):\n    grad.add_(dy.t().to(grad.dtype) @ "
-            "x.to(grad.dtype))\n"
-        ),
-    )
+    code = "def wgrad_gemm_accum_fp32(x, dy, grad):\n    grad.add_(dy.float().t() @ x.float())\n"
+    fake("fused_weight_gradient_mlp_cuda", code)
     assert apex.missing("weight-grad") is None
     dy, x, grad = torch.randn(5, 1, 3).bfloat16(), torch.randn(5, 1, 4).bfloat16(), torch.ones(3, 4)
     product = dy[:, 0].float().t() @ x[:, 0].float()
@@ -497,32 +458,22 @@ def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
 """
 
 
-def test_the_norm_of_apex_is_called_as_it_defines_it(fake, tmp_path):
+def test_the_norm_of_apex_is_called_as_it_defines_it(fake):
     """With stand-ins for its modules that have its functions' order of arguments: the real ones
     have never been available. What fp32 cannot hold is not taken for a gradient that is not
     finite.
     """
     fake("amp_C", AMP_C)
-    (tmp_path / "apex").mkdir()
-    for name, code in (("__init__", ""), ("multi_tensor_apply", APPLIER)):
-        (tmp_path / "apex" / f"{name}.py").write_text(code)
-    try:
-        assert apex.missing("grad-norm") is None
-        pieces = [torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.randn(7)]
-        exact, got = sum_of_squares(pieces), sum_of_squares(iter(pieces), CPU, "apex")
-        assert (
-            got.dtype == torch.float64
-            and got.shape == ()
-            and float(got) == pytest.approx(float(exact), rel=1e-6)
-            and got != exact
-        )
-        for value, finite in ((1e30, True), (torch.inf, False), (torch.nan, False)):
-            pieces[1][3] = value
-            assert sum_of_squares(pieces, CPU, "apex").isfinite() == finite
-        assert float(sum_of_squares([], CPU, "apex")) == 0
-    finally:
-        for name in ("apex", "apex.multi_tensor_apply"):
-            sys.modules.pop(name, None)
+    fake("apex.multi_tensor_apply", APPLIER)
+    assert apex.missing("grad-norm") is None
+    pieces = [torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.randn(7)]
+    exact, got = sum_of_squares(pieces), sum_of_squares(iter(pieces), CPU, "apex")
+    assert got.dtype == torch.float64 and got.shape == () and got != exact
+    assert float(got) == pytest.approx(float(exact), rel=1e-6)
+    for value, finite in ((1e30, True), (torch.inf, False), (torch.nan, False)):
+        pieces[1][3] = value
+        assert sum_of_squares(pieces, CPU, "apex").isfinite() == finite
+    assert float(sum_of_squares([], CPU, "apex")) == 0
 
 
 def test_who_takes_the_norm_of_apex_is_told(monkeypatch):
@@ -532,11 +483,6 @@ def test_who_takes_the_norm_of_apex_is_told(monkeypatch):
         "grad-norm: apex adds up in fp32, the others in float64; where its sum overflows "
         "torch's is taken; never run"
     ) in remarks(choices)
-    with pytest.raises(
-        ValueError,
-        match="^--grad-norm-backend apex: it adds up in fp32; drop the flag, or take torch$",
-    ):
-        choose_kernels(
-            dataclasses.replace(of(grad_norm_backend="apex"), precision=PrecisionConfig(fp64=True)),
-            GPU,
-        )
+    wide = dataclasses.replace(of(grad_norm_backend="apex"), precision=PrecisionConfig(fp64=True))
+    message = "--grad-norm-backend apex: it adds up in fp32; drop the flag, or take torch$"
+    refused_run(message, wide)

@@ -24,15 +24,10 @@ def test_against_the_definition(s, b, h, probability, dtype, device):
     x, residual, dy = (torch.randn(s, b, h, device=device).to(dtype) for _ in range(3))
     given = (*where(s, b, device), KEY, probability)
     with canaries():
-        y, dx = (
-            dropout_add(x, residual, *given[:2], *KEY, probability),
-            dropout(dy, *given[:2], *KEY, probability),
-        )
-    assert_as_good(
-        y,
-        dropout_add_reference(x.double(), residual.double(), *given),
-        dropout_add_reference(x, residual, *given),
-    )
+        y = dropout_add(x, residual, *given[:2], *KEY, probability)
+        dx = dropout(dy, *given[:2], *KEY, probability)
+    exact = dropout_add_reference(x.double(), residual.double(), *given)
+    assert_as_good(y, exact, dropout_add_reference(x, residual, *given))
     wide = x.double().requires_grad_()
     dropout_add_reference(wide, residual.double(), *given).backward(dy.double())
     assert_as_good(dx, wide.grad, dropout_add_reference(dy, torch.zeros_like(dy), *given))
@@ -58,16 +53,12 @@ def test_mask_is_the_fields(key, device):
 
 
 def test_views_and_what_is_not_finite(device):
-    x, residual = (
-        torch.randn(2, 3, 8, device=device).transpose(0, 1),
-        torch.randn(8, 3, 2, device=device).permute(1, 2, 0),
-    )
+    x = torch.randn(2, 3, 8, device=device).transpose(0, 1)
+    residual = torch.randn(8, 3, 2, device=device).permute(1, 2, 0)
     given = (*where(3, 2, device), KEY, 0.5)
     x[0, 0], residual[2, 1] = torch.tensor([torch.nan, torch.inf] * 4), torch.nan
-    y, expected = (
-        dropout_add(x, residual, *given[:2], *KEY, 0.5),
-        dropout_add_reference(x, residual, *given),
-    )
+    y = dropout_add(x, residual, *given[:2], *KEY, 0.5)
+    expected = dropout_add_reference(x, residual, *given)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-6, equal_nan=True)
     assert not y[0, 0].isfinite().any() and y[1].isfinite().all()
 

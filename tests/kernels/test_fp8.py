@@ -32,7 +32,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     "dtype, wide",
     [(E4M3, torch.bfloat16), (E5M2, torch.bfloat16), (E4M3, torch.float32), (E5M2, torch.float16)],
 )
-@pytest.mark.parametrize("m, n", [(128, 256), (70, 333), (1, 129), (200, 5)])
+@pytest.mark.parametrize("m, n", [(128, 128), (70, 200), (1, 129)])
 def test_against_the_definition(m, n, dtype, wide, scaling, device):
     x = (torch.randn(m, n, device=device) * torch.logspace(-3, 2, n, device=device)).to(wide)
     with canaries():
@@ -54,8 +54,8 @@ def test_against_the_definition(m, n, dtype, wide, scaling, device):
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_a_part_takes_the_scales_of_the_whole(dimension, scaling, device):
     """With the maxima of the whole, parts of a matrix come out as the whole one's parts do."""
-    x = torch.randn(260, 384, device=device).bfloat16()
-    x[3, 200], x[150, 2], x[200, 300] = 100.0, 60.0, 30.0
+    x = torch.randn(140, 140, device=device).bfloat16()
+    x[3, 100], x[80, 2], x[100, 120] = 100.0, 60.0, 30.0
     parts = x.chunk(2, dimension)
     own = [find_maxima(part, scaling) for part in parts]
     for found, part in zip(own, parts, strict=True):
@@ -87,16 +87,11 @@ def test_the_definition_rounds_as_the_format_does(scaling, dtype, mantissa):
     """
     x = torch.randn(130, 300)
     q, scale = quantise_reference(x, dtype, scaling)
-    back, unit = (
-        dequantise(q, scale),
-        scale if scale.shape[1] == 1 else scale.repeat_interleave(BLOCK, 1)[:, :300],
-    )
-    assert (
-        (back - x).abs()
-        <= 2.0 ** -(mantissa + 1)
-        * x.abs().clamp_min(unit * torch.finfo(dtype).smallest_normal)
-        * (1 + 1e-6)
-    ).all()
+    back, unit = dequantise(q, scale), scale
+    if scale.shape[1] > 1:
+        unit = scale.repeat_interleave(BLOCK, 1)[:, :300]
+    size = x.abs().clamp_min(unit * torch.finfo(dtype).smallest_normal)
+    assert ((back - x).abs() <= 2.0 ** -(mantissa + 1) * size * (1 + 1e-6)).all()
     assert scale.shape == {"tensor": (1, 1), "row": (130, 1), "block": (130, 3)}[scaling]
     torch.testing.assert_close(back.abs().amax(), x.abs().amax(), rtol=1e-6, atol=0)
 
@@ -116,13 +111,8 @@ def test_what_is_not_finite_spoils_all_that_shares_its_scale_and_nothing_else(sc
         spoilt = ~dequantise(q, scale).isfinite()
         shared = torch.zeros_like(spoilt)
         first = at[1] // BLOCK * BLOCK
-        shared[
-            {
-                "tensor": (slice(None),),
-                "row": (at[0],),
-                "block": (at[0], slice(first, first + BLOCK)),
-            }[scaling]
-        ] = True
+        block = (at[0], slice(first, first + BLOCK))
+        shared[{"tensor": (slice(None),), "row": (at[0],), "block": block}[scaling]] = True
         assert torch.equal(spoilt, shared)
 
 
@@ -133,11 +123,8 @@ def test_zeros_and_the_ends_of_the_range(scaling, device):
     for value in (1e-38, 3e38, 2.0**-100):
         x[1] = value
         found, expected = quantise(x, E5M2, scaling), quantise_reference(x, E5M2, scaling)
-        assert (
-            torch.equal(bits(found.q), bits(expected[0]))
-            and torch.equal(found.scale, expected[1])
-            and found.scale.isfinite().all()
-        )
+        assert torch.equal(bits(found.q), bits(expected[0]))
+        assert torch.equal(found.scale, expected[1]) and found.scale.isfinite().all()
 
 
 def test_a_row_longer_than_what_stays_in_registers(device):
@@ -148,25 +135,25 @@ def test_a_row_longer_than_what_stays_in_registers(device):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.default("block")
 def test_products_of_a_pass_forward_and_backward(scaling, device):
     """y = x W^T, dx = dy W and dW = dy^T x from copies whose rows are what is summed over: off by
     what two factors of 4 bits are.
     """
-    x, weight, dy = (
-        torch.randn(*shape, device=device) for shape in ((256, 384), (128, 384), (256, 128))
-    )
-    of = {
-        name: quantise(value, E4M3, scaling, transposed=True)
-        for name, value in (("x", x), ("w", weight), ("dy", dy))
-    }
-    whole = {name: dequantise(found.q, found.scale).double() for name, found in of.items()}
-    turned = {name: dequantise(found.q_t, found.scale_t).double() for name, found in of.items()}
-    for found, exact in (
-        (whole["x"] @ whole["w"].t(), x.double() @ weight.double().t()),
-        (whole["dy"] @ turned["w"].t(), dy.double() @ weight.double()),
-        (turned["dy"] @ turned["x"].t(), dy.double().t() @ x.double()),
+    sizes = {"x": (128, 256), "w": (128, 256), "dy": (128, 128)}
+    exact = {name: torch.randn(*size, device=device) for name, size in sizes.items()}
+    plain, turned = {}, {}
+    for name, value in exact.items():
+        found = quantise(value, E4M3, scaling, transposed=True)
+        plain[name] = dequantise(found.q, found.scale).double()
+        turned[name] = dequantise(found.q_t, found.scale_t).double()
+    x, w, dy = (value.double() for value in exact.values())
+    for ours, right in (
+        (plain["x"] @ plain["w"].t(), x @ w.t()),
+        (plain["dy"] @ turned["w"].t(), dy @ w),
+        (turned["dy"] @ turned["x"].t(), dy.t() @ x),
     ):
-        assert (found - exact).norm() < 2**-4 * exact.norm()
+        assert (ours - right).norm() < 2**-4 * right.norm()
 
 
 @pytest.mark.full

@@ -34,12 +34,7 @@ pytestmark = pytest.mark.table
 
 BACKENDS = ["torch", "grouped-mm", "triton"]
 # rows of each expert, outputs, inputs
-SHAPES = [
-    ((5, 0, 70, 1), 72, 48),
-    ((0, 0, 33), 16, 136),
-    ((64,), 64, 64),
-    ((3, 130, 0, 7, 20), 24, 40),
-]
+SHAPES = [((5, 0, 40, 1), 40, 24), ((0, 0, 33), 16, 72), ((32,), 32, 32)]
 
 
 @pytest.fixture(autouse=True)
@@ -93,16 +88,6 @@ def test_weight_gradients(device, counts, o, i, dtype, overwrite):
             assert torch.equal(grad[expert], start[expert])
 
 
-@pytest.mark.full
-def test_equal_inputs_give_equal_bits(device):
-    x, dy, weight, ends = draw((5, 0, 70, 1), 72, 48, torch.float32, device)
-    grads = [torch.empty_like(weight) for _ in range(2)]
-    for grad in grads:
-        grouped_weight_grad_(grad, dy, x, ends, True)
-    assert torch.equal(*grads)
-    assert torch.equal(*(grouped_gemm(x, weight, ends, True) for _ in range(2)))
-
-
 def test_no_rows(device):
     x, dy, weight, ends = draw((0, 0), 8, 16, torch.float32, device)
     assert grouped_gemm(x, weight, ends, True).shape == (0, 8)
@@ -139,56 +124,42 @@ def test_every_backend_is_the_loop(device, counts, o, i, dtype, backend):
         assert parameter.overwrite_main_grad is False
 
 
-def mixture(**changes):
-    model = ModelConfig(
-        hidden_size=64,
-        activation="swiglu",
-        num_experts=8,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+def mixture(fp64=False, **changes):
+    given = {"hidden_size": 64, "activation": "swiglu", "num_experts": 8, "moe_router_topk": 2}
+    given |= {"moe_ffn_hidden_size": 32, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     return Config(
-        model=dataclasses.replace(model, **changes),
+        model=ModelConfig(**given | changes),
         data=DataConfig(seq_length=128),
         training=TrainingConfig(micro_batch_size=2),
-        precision=PrecisionConfig(bf16=True),
+        precision=PrecisionConfig(fp64=True) if fp64 else PrecisionConfig(bf16=True),
     )
 
 
 def chosen(config, device="cpu"):
-    return choose_kernels(config, torch.device(device))[1]["grouped-gemm"]
+    return choose_kernels(config, torch.device(device))[1]["grouped-gemm"].implementation
 
 
 def test_what_auto_takes(monkeypatch):
     # 256 tokens x 2 choices / 8 experts, 64 -> 2 x 32
     assert expert_gemm_flops(mixture()) == 2 * 64 * 64 * 64
     monkeypatch.setattr(dispatch.lang, "interpreted", lambda: False)
-    assert chosen(mixture()).implementation == "grouped-mm"
     large = mixture(hidden_size=8192, moe_ffn_hidden_size=28672)
-    assert chosen(large).implementation == "torch"
-    assert chosen(mixture(), "cuda").implementation == "triton"
-    assert chosen(large, "cuda").implementation == "torch"
-    # rows of 36 bytes
-    odd = chosen(mixture(moe_ffn_hidden_size=18))
-    assert odd.implementation == "torch"
+    for config, on_cpu, on_gpu in (
+        (mixture(), "grouped-mm", "triton"),
+        (large, "torch", "torch"),
+        (mixture(moe_ffn_hidden_size=18), "torch", "triton"),  # rows of 36 bytes
+        (mixture(fp64=True), "torch", "torch"),
+    ):
+        assert (chosen(config), chosen(config, "cuda")) == (on_cpu, on_gpu)
     dense = dataclasses.replace(mixture(), model=ModelConfig())
     assert "grouped-gemm" not in choose_kernels(dense, torch.device("cpu"))[1]
 
 
-def test_what_is_refused():
+def test_what_is_refused(monkeypatch):
     with pytest.raises(dispatch.UserError, match="an expert's width 18 is not a multiple of 16 by"):
         chosen(mixture(moe_ffn_hidden_size=18, grouped_gemm_backend="grouped-mm"))
-    double = dataclasses.replace(
-        mixture(grouped_gemm_backend="triton"), precision=PrecisionConfig(fp64=True)
-    )
     with pytest.raises(dispatch.UserError, match="--grouped-gemm-backend triton: float64; drop"):
-        chosen(double)
-    assert chosen(dataclasses.replace(double, model=mixture().model)).implementation == "torch"
-
-
-def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
+        chosen(mixture(fp64=True, grouped_gemm_backend="triton"))
     monkeypatch.undo()  # the rows as they are shipped
     assert module.unfit(2, 90) is None and module.unfit(2, 80) is None
     assert "KiB of shared memory for a block of threads" in str(module.unfit(2, 120))

@@ -1,5 +1,7 @@
 """Initial weights drawn by the kernel are those of philox.normal."""
 
+import dataclasses
+
 import pytest
 import torch
 from checks import canaries
@@ -14,6 +16,15 @@ from megatron.parallel.blocks import build_blocks
 
 KEY = philox.key(1234, "layers.0.attention.q.weight")
 STD = 0.02
+SMALL = ModelConfig(
+    num_layers=1,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=2,
+    kv_channels=8,
+    num_query_groups=2,
+    max_position_embeddings=8,
+)
 
 
 def ulps(a, b):
@@ -30,17 +41,7 @@ def definition(rows, columns, row, column, key=KEY, std=STD):
 
 @pytest.mark.parametrize(
     "rows, columns, row, column",
-    [
-        (7, 9, 0, 0),
-        (20, 33, 3, 1),
-        (1, 1, 17, 4),
-        (40, 2, 0, 63),
-        (3, 1100, 5, 60),
-        (300, 8, 0, 0),
-        (2, 1024, 0, 3),
-        (2, 64, 2**31 - 2, 2),
-        (2, 5, 7, 2**31 - 8),
-    ],
+    [(7, 9, 0, 0), (1, 1, 17, 4), (3, 1100, 5, 60), (300, 8, 0, 0), (2, 64, 2**31 - 2, 2)],
 )
 def test_any_rectangle(device, rows, columns, row, column):
     with canaries():
@@ -72,16 +73,7 @@ def test_a_models_weights(device, monkeypatch):
     monkeypatch.setattr(dispatch, "MEASURED", {("init", "triton", lang.capability(device)): won})
     for backend in ("torch", "auto", "triton"):
         drawn.clear()
-        model = ModelConfig(
-            num_layers=1,
-            hidden_size=16,
-            ffn_hidden_size=24,
-            num_attention_heads=2,
-            kv_channels=8,
-            num_query_groups=2,
-            max_position_embeddings=8,
-            init_backend=backend,
-        )
+        model = dataclasses.replace(SMALL, init_backend=backend)
         config = Config(model=model, optimizer=OptimizerConfig(lr=1.0))
         gpt = GPTModel(model, vocab_size=18, padded_vocab=20, dtype=torch.float32, seed=1)
         optimizer = Optimizer(build_blocks(gpt, device), config)
@@ -90,11 +82,8 @@ def test_a_models_weights(device, monkeypatch):
         weights[backend] = torch.cat([block.master for block in optimizer.blocks]).cpu()
     assert torch.equal(weights["auto"], weights["triton"])
     apart = ulps(weights["triton"], weights["torch"])
-    assert (
-        apart.max() <= 2
-        and (apart == 0).float().mean() > 0.99
-        and (weights["triton"] != 0).sum() > 2000
-    )
+    assert apart.max() <= 2 and (apart == 0).float().mean() > 0.99
+    assert (weights["triton"] != 0).sum() > 2000
 
 
 def test_op_is_what_it_says(device):

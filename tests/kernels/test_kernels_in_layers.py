@@ -17,6 +17,7 @@ from megatron.model.norm import AddNorm
 
 pytestmark = pytest.mark.table(traits=each_value)
 
+TRACED = "aot_eager_decomp_partition"  # all but the generation of code
 S, B = 4, 2
 PLAIN = ModelConfig(
     num_layers=2,
@@ -92,10 +93,13 @@ def run(config, index, dtype, device, backend, training=True, compiled=False):
 
 
 @pytest.mark.parametrize("name, index", [*((name, 1) for name in MODELS), ("gpt, dropout", 0)])
+@pytest.mark.default(
+    "gpt, dropout-0", "llama-1", "qk norm, half rotation, biases-1", "layer norm of heads-1"
+)
 def test_backends_agree(name, index, device):
     """In fp32 to roundings. In bf16 a tensor of few numbers may be lucky: over all of them ours is
     as far from float64 as PyTorch's, and none is lost (a dozen roundings of 2^-9 in a row make
-    1e-2). Twice the same bits.
+    1e-2).
     """
     config = MODELS[name]
     torchs, ours = (
@@ -105,21 +109,21 @@ def test_backends_agree(name, index, device):
         assert error(ours[key], torchs[key].double()) < 3e-6, key
     assert any(not torch.equal(ours[key], torchs[key]) for key in ours)
     exact = run(config, index, torch.float64, device, "torch")
-    torchs, ours, again = (
-        run(config, index, torch.bfloat16, device, backend)
-        for backend in ("torch", "triton", "triton")
+    torchs, ours = (
+        run(config, index, torch.bfloat16, device, backend) for backend in ("torch", "triton")
     )
     errors = torch.tensor(
         [[error(result[key], exact[key]) for key in exact] for result in (torchs, ours)]
     )
     assert errors.max() < 3e-2 and errors[1].norm() < 1.1 * errors[0].norm(), errors
-    assert all(torch.equal(ours[key], again[key]) for key in ours)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "qk norm, half rotation, biases"])
 @pytest.mark.default("llama")
-def test_a_compiled_layer_calls_the_kernels_as_they_are(name, device):
-    """Their operators are not traced: every number is the same."""
+def test_a_compiled_layer_calls_the_kernels_as_they_are(monkeypatch, name, device):
+    """Their operators are not traced: every number is the same. On a CPU no code is generated."""
+    if device.type == "cpu":
+        monkeypatch.setattr(compile, "BACKEND", TRACED)
     config = dataclasses.replace(MODELS[name], attention_backend="triton")
     eager, compiled = (
         run(config, 1, torch.float32, device, "triton", compiled=compiled)
@@ -134,7 +138,7 @@ def test_a_compiled_layer_has_the_eager_gradients(monkeypatch, name, device):
     """In fp32, where a conversion to fp32 returns its argument. Operators are traced and
     differentiated, and no code is generated.
     """
-    monkeypatch.setattr(compile, "BACKEND", "aot_eager_decomp_partition")
+    monkeypatch.setattr(compile, "BACKEND", TRACED)
     eager, compiled = (
         run(MODELS[name], 1, torch.float32, device, "torch", compiled=compiled)
         for compiled in (False, True)

@@ -29,21 +29,15 @@ def operands(groups, queries, d, width, dtype, device, centre, seed=0):
     return qkv, dy, weights, biases, rotary
 
 
-def exact(qkv, dy, weights, biases, rotary):
-    """(y, dx, gradients of the parameters) of the definition in float64."""
-    leaves = [x.double().requires_grad_() for x in (qkv, *weights, *(biases or ()))]
+def defined(given, dtype):
+    """(y, dx, gradients of the parameters) of the definition in a precision."""
+    qkv, dy, weights, biases, rotary = given
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in (qkv, *weights, *(biases or ()))]
     pair = tuple(leaves[3:]) if biases else None
-    angles = None if rotary is None else tuple(table.double() for table in rotary)
-    y = qk_norm_reference(leaves[0], tuple(leaves[1:3]), pair, angles, EPS)
-    return y.detach(), *torch.autograd.grad(y, leaves, dy.double())
-
-
-def apart(qkv, dy, weights, biases, rotary):
-    """The same by PyTorch in the low precision."""
-    leaves = [x.detach().clone().requires_grad_() for x in (qkv, *weights, *(biases or ()))]
-    pair = tuple(leaves[3:]) if biases else None
+    if rotary is not None and dtype == torch.float64:
+        rotary = tuple(table.double() for table in rotary)
     y = qk_norm_reference(leaves[0], tuple(leaves[1:3]), pair, rotary, EPS)
-    return y.detach(), *torch.autograd.grad(y, leaves, dy)
+    return y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))
 
 
 def ours(qkv, dy, weights, biases, rotary):
@@ -59,7 +53,7 @@ def test_against_the_definition(shape, centre, dtype, device):
     given = operands(*shape, dtype, device, centre)
     with canaries():
         found = ours(*given)
-    expected, torchs = exact(*given), apart(*given)
+    expected, torchs = defined(given, torch.float64), defined(given, dtype)
     for actual, wanted, low in zip(found[:2], expected[:2], torchs[:2], strict=True):
         assert_as_good(actual, wanted, low, dtype)
     # fp32 sums of fp32 terms, whatever the precision of the operands
@@ -69,21 +63,19 @@ def test_against_the_definition(shape, centre, dtype, device):
 
 
 def test_values_stay_to_the_bit(device):
-    qkv, dy, weights, biases, rotary = operands(2, 3, 64, 64, torch.bfloat16, device, False)
-    y, dx, *_ = ours(qkv, dy, weights, biases, rotary)
+    given = qkv, dy, *_ = operands(2, 3, 64, 64, torch.bfloat16, device, False)
+    y, dx, *_ = ours(*given)
     assert torch.equal(y[..., -1, :], qkv[..., -1, :])
     assert torch.equal(dx[..., -1, :], dy[..., -1, :])
 
 
-def test_equal_inputs_give_equal_bits_in_many_tiles(device):
+def test_many_tiles(device):
     """More heads than one program takes: parameter gradients are the sums of all."""
     generator = torch.Generator().manual_seed(1)
-    qkv, dy = (torch.randn(40, 2, 2, 4, 64, generator=generator).to(device) for _ in range(2))
+    qkv, dy = (torch.randn(24, 1, 2, 4, 64, generator=generator).to(device) for _ in range(2))
     weights = torch.ones(64, device=device), torch.ones(64, device=device)
-    given = qkv, dy, weights, None, tables(40, 2, 64, device)
-    first, again = ours(*given), ours(*given)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    for actual, wanted in zip(first, exact(*given), strict=True):
+    given = qkv, dy, weights, None, tables(24, 1, 64, device)
+    for actual, wanted in zip(ours(*given), defined(given, torch.float64), strict=True):
         assert (actual.double() - wanted).norm() < 2e-6 * wanted.norm()
 
 

@@ -12,14 +12,9 @@ KEYS = [(0, 0), (philox.MASK, philox.MASK), (0xA4093822, 0x299F31D0), (3, 0x8000
 @jit
 def words_kernel(counters, out, k0: tl.uint32, k1: tl.uint32, N: tl.constexpr):
     i = tl.arange(0, N)
-    words = philox4x32(
-        tl.load(counters + i),
-        tl.load(counters + N + i),
-        tl.load(counters + 2 * N + i),
-        tl.load(counters + 3 * N + i),
-        k0,
-        k1,
-    )
+    c0, c1 = tl.load(counters + i), tl.load(counters + N + i)
+    c2, c3 = tl.load(counters + 2 * N + i), tl.load(counters + 3 * N + i)
+    words = philox4x32(c0, c1, c2, c3, k0, k1)
     for lane in tl.static_range(4):
         tl.store(out + lane * N + i, words[lane].to(tl.int64))
 
@@ -37,9 +32,8 @@ def hidden_kernel(
     C: tl.constexpr,
 ):
     i = tl.arange(0, R)
-    keep = keep_tile(
-        tl.load(samples + i), tl.load(positions + i), first_column, k0, k1, threshold, R, C
-    )
+    sample, position = tl.load(samples + i), tl.load(positions + i)
+    keep = keep_tile(sample, position, first_column, k0, k1, threshold, R, C)
     tl.store(out + i[:, None] * C + tl.arange(0, C)[None, :], keep)
 
 
@@ -64,10 +58,8 @@ def scores_kernel(
         keep = keep_scores_transposed(sample, head, position, fours, k0, k1, threshold, C, R)
         tl.store(out + i[None, :] * C + j[:, None], keep)
     else:
-        tl.store(
-            out + i[:, None] * C + j[None, :],
-            keep_scores(sample, head, position, fours, k0, k1, threshold, R, C),
-        )
+        keep = keep_scores(sample, head, position, fours, k0, k1, threshold, R, C)
+        tl.store(out + i[:, None] * C + j[None, :], keep)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -84,10 +76,8 @@ def test_words(device, key):
 @pytest.mark.parametrize("drop", [0.1, 0.9])
 @pytest.mark.parametrize("key", KEYS)
 def test_masks(device, key, drop):
-    samples, positions = (
-        torch.tensor([5, 2**31 + 7] * 8, device=device),
-        torch.arange(3, 19, device=device),
-    )
+    samples = torch.tensor([5, 2**31 + 7] * 8, device=device)
+    positions = torch.arange(3, 19, device=device)
     numbers = (*key, round(drop * 2**32))
     out = torch.empty(16, 32, dtype=torch.bool, device=device)
     hidden_kernel[(1,)](out, samples, positions, 64, *numbers, 16, 32)

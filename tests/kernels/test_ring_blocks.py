@@ -5,17 +5,18 @@ that add up, against attention of one process.
 import pytest
 import torch
 from gluon_interpreter import Interpreted
-from megatron.kernels import attention_gluon, attention_gluon_backward, lang
+from megatron.kernels import lang
 from megatron.kernels.attention import attention_reference
 from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import AttentionMask
+from megatron.kernels.candidates import gluon_backward, gluon_forward
 
 from megatron.model.attention.context_parallel import places_of
 from megatron.model.attention.ring_attention import BlockAttention, _join, ring_steps
 
 LENGTH, B, HEADS, GROUPS, D, SCALE = 256, 1, 2, 1, 64, 0.2
 pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="tests/gpu and test_attention_gluon.py run compiled"
+    torch.cuda.is_available(), reason="tests/gpu and test_gluon.py run compiled"
 )
 
 
@@ -23,12 +24,12 @@ pytestmark = pytest.mark.skipif(
 def backend(request, monkeypatch):
     """Both in their interpreters."""
     if request.param == "gluon":
-        if attention_gluon.gluon is None:
+        if gluon_forward.gluon is None:
             pytest.skip("this Triton has no Gluon")
         monkeypatch.setattr(lang, "multiprocessors", lambda _: 2)
         for module, names in (
-            (attention_gluon, ["forward_kernel"]),
-            (attention_gluon_backward, ["dkv_kernel", "dq_kernel"]),
+            (gluon_forward, ["forward_kernel"]),
+            (gluon_backward, ["dkv_kernel", "dq_kernel"]),
         ):
             for name in names:
                 monkeypatch.setattr(module, name, Interpreted(getattr(module, name), 0))

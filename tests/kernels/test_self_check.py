@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.kernels import cases, dispatch, lang, self_check
-from megatron.kernels.cases import Variant
+from megatron.kernels.self_check import Variant
 
 from megatron.checkpoint.ranks import Ranks
 from megatron.config.errors import UserError
@@ -68,7 +68,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the child is an i
     ],
 )
 @pytest.mark.default("raise-its process ended with exit code 1: RuntimeError: PTXAS failed")
-def test_a_fault_costs_its_operator_alone(check, how, reason):
+def test_a_fault_costs_its_operator_alone(check, monkeypatch, tmp_path, how, reason):
     """The first variant of the second of three operators: its other variant is not tried after an
     end of the process, the third operator is checked.
     """
@@ -76,9 +76,18 @@ def test_a_fault_costs_its_operator_alone(check, how, reason):
     assert found.keys() == {"norm"}
     assert found["norm"].startswith("norm forward (bfloat16, rows 2, width 16): ")
     assert reason in found["norm"]
-    # what passed, and nothing else, is remembered
+    # what passed, and nothing else, is remembered: no child is needed, until something changes
     passed = {v.kernel for each in VARIANTS.values() for v in each if has_passed(v)}
     assert passed == {"rotary", "adamw"}
+    (rotary,) = VARIANTS["rotary"]
+    assert check("start=exit", variants={"rotary": [rotary]}) == {}
+    other = Variant("rotary", "float16", rotary.settings)
+    assert check("start=exit", variants={"rotary": [other]}).keys() == {"rotary"}
+    for file in ("rotary.py", "configurations.json"):
+        (tmp_path / file).write_text("another text")
+    self_check._versions.cache_clear()
+    monkeypatch.setattr(self_check, "HERE", tmp_path)
+    assert check("start=exit", variants={"rotary": [rotary]}).keys() == {"rotary"}
 
 
 def has_passed(variant: Variant) -> bool:
@@ -101,20 +110,6 @@ def test_a_child_that_does_not_start_checks_nothing(check):
     assert found["adam"] == (
         "no kernel could be checked: its process ended with exit code 1: CUDA error: out of memory"
     )
-
-
-@on_cpu
-def test_what_passed_is_not_computed_again_until_something_changes(check, monkeypatch, tmp_path):
-    (rotary,) = VARIANTS["rotary"]
-    assert check() == {}
-    assert check("start=exit") == {}  # no child is needed
-    other = Variant("rotary", "float16", rotary.settings)
-    assert check("start=exit", variants={"rotary": [other]}).keys() == {"rotary"}
-    for file in ("rotary.py", "configurations.json"):
-        (tmp_path / file).write_text("another text")
-    self_check._versions.cache_clear()
-    monkeypatch.setattr(self_check, "HERE", tmp_path)
-    assert check("start=exit", variants={"rotary": [rotary]}).keys() == {"rotary"}
 
 
 def test_the_command_starts_a_child():

@@ -22,31 +22,20 @@ def test_the_fastest_wins_by_more_than_the_noise():
     # not 1%
     assert tool.winner(frozen, [frozen, other], [[1.0, 1.01, 0.99] * 8, [0.993] * 24])[0] is frozen
     # 10%, but noise of more
-    assert (
-        tool.winner(frozen, [frozen, other], [[1.0, 1.6, 0.4] * 3, [0.9, 1.5, 0.3] * 3])[0]
-        is frozen
-    )
+    noisy = [[1.0, 1.6, 0.4] * 3, [0.9, 1.5, 0.3] * 3]
+    assert tool.winner(frozen, [frozen, other], noisy)[0] is frozen
 
 
 def test_candidates_are_others_and_each_is_compiled_as_it_says():
     row = find("attention dq", 90, d=128, kind="causal")
     tried = tool.candidates(row, 90)
-    assert len(tried) == 3 * 3 * 4 * 3 - 1 and all(
-        each.numbers != row.numbers and each.measured == {} for each in tried
-    )
-    odd = next(
-        each
-        for each in tried
-        if each.numbers == {"M": 64, "N": 32, "num_warps": 8, "num_stages": 4, "maxnreg": 128}
-    )
+    assert len(tried) == 3 * 3 * 4 * 3 - 1
+    assert all(each.numbers != row.numbers and each.measured == {} for each in tried)
+    wanted = {"M": 64, "N": 32, "num_warps": 8, "num_stages": 4, "maxnreg": 128}
+    odd = next(each for each in tried if each.numbers == wanted)
     shape = tool.compiled(odd, 90)[0]
-    assert (
-        shape.constants["M"],
-        shape.constants["N"],
-        shape.num_warps,
-        shape.num_stages,
-        dict(shape.options),
-    ) == (64, 32, 8, 4, {"maxnreg": 128})
+    assert (shape.constants["M"], shape.constants["N"]) == (64, 32)
+    assert (shape.num_warps, shape.num_stages) == (8, 4) and shape.options == {"maxnreg": 128}
     assert find("attention dq", 90, d=128, kind="causal") is row  # as before
     moved = tool.candidates(find("norm backward", 90, kind="whole", bytes=2), 90)
     assert {tuple(each.numbers.values()) for each in moved} >= {
@@ -55,14 +44,13 @@ def test_candidates_are_others_and_each_is_compiled_as_it_says():
         (2048, 16, 4224, 3),
         (2048, 16, 2112, 6),
     }
-    assert [
-        tool.blocks_of_an_sm({"registers": registers, "shared": shared, "num_warps": warps}, arch)
-        for registers, shared, warps, arch in (
-            (128, 98592, 8, 90),
-            (129, 0, 8, 90),
-            (64, 98592, 4, 80),
-        )
-    ] == [2, 1, 1]
+    for registers, shared, warps, arch, blocks in (
+        (128, 98592, 8, 90, 2),
+        (129, 0, 8, 90, 1),
+        (64, 98592, 4, 80, 1),
+    ):
+        facts = {"registers": registers, "shared": shared, "num_warps": warps}
+        assert tool.blocks_of_an_sm(facts, arch) == blocks
 
 
 def test_what_won_is_written_and_nothing_else():
@@ -71,28 +59,15 @@ def test_what_won_is_written_and_nothing_else():
         Row("a", 90, {"d": 2}, {"M": 2}),
         Row("attention dq", 90, {"d": 3}, {"M": 3}, spills=8, shared=9),
     ]
-    line = {
-        "key": {"d": 1},
-        "arch": 90,
-        "frozen": {"M": 1},
-        "ms": 1.0,
-        "spills": 0,
-        "shared": 7,
-        "fault": "",
-        **ABOUT,
-    }
-    # beats the row of an older architecture: its own row
+    line = {"key": {"d": 1}, "arch": 90, "frozen": {"M": 1}, "ms": 1.0, "spills": 0, "shared": 7}
+    line |= {"fault": "", **ABOUT}
+    third = {"operator": "attention dq", "key": {"d": 3}, "numbers": {"M": 5}, "fault": "off by 1"}
     lines = [
-        {**line, "operator": "a", "numbers": {"M": 4}},
+        # beats the row of an older architecture: its own row
+        line | {"operator": "a", "numbers": {"M": 4}},
         # the frozen one won: now it is measured
-        {**line, "operator": "a", "key": {"d": 2}, "frozen": {"M": 2}, "numbers": {"M": 2}},
-        {
-            **line,
-            "operator": "attention dq",
-            "key": {"d": 3},
-            "numbers": {"M": 5},
-            "fault": "off by 1",
-        },
+        line | {"operator": "a", "key": {"d": 2}, "frozen": {"M": 2}, "numbers": {"M": 2}},
+        line | third,
     ]
     measured = {name: (line | ABOUT)[name] for name in ("ms", "gpu", "torch", "triton", "date")}
     assert tool.taken(table, lines) == [
@@ -101,9 +76,8 @@ def test_what_won_is_written_and_nothing_else():
         Row("a", 90, {"d": 1}, {"M": 4}, measured=measured),
         table[2],
     ]
-    assert (
-        tool.taken(table, [{**lines[0], "tiny": True}, {**lines[0], "numbers": {"M": 1}}]) == table
-    )
+    unused = [lines[0] | {"tiny": True}, lines[0] | {"numbers": {"M": 1}}]
+    assert tool.taken(table, unused) == table
 
 
 def test_only_whole_lines_of_this_device_count(tmp_path):
@@ -116,12 +90,10 @@ def test_only_whole_lines_of_this_device_count(tmp_path):
 
 def test_a_wrong_result_is_named():
     good = cases.Case(lambda: (torch.ones(4),), lambda: (torch.ones(4),))
-    assert (
-        cases.wrong(good) == ""
-        and cases.wrong(replace(good, call=lambda: (torch.full((4,), 1.1),)))
-        == "off by 0.1 of the norm"
-    )
-    assert "nan" in cases.wrong(replace(good, call=lambda: (torch.full((4,), torch.nan),)))
+    assert cases.wrong(good) == ""
+    for value, fault in ((1.1, "off by 0.1 of the norm"), (torch.nan, "nan")):
+        made = torch.full((4,), value)
+        assert fault in cases.wrong(replace(good, call=lambda made=made: (made,)))
     row = find("norm backward", 90, kind="wide")
     with (
         pytest.raises(ZeroDivisionError),
@@ -151,10 +123,8 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
         assert tool.main() == 0
         return capsys.readouterr().out.splitlines()[-1]
 
-    assert (
-        call("--only", "norm backward", "--minutes", "0")
-        == "0 rows measured, 4 left: the same call continues with them"
-    )
+    left = call("--only", "norm backward", "--minutes", "0")
+    assert left == "0 rows measured, 4 left: the same call continues with them"
     assert call("--only", "norm backward wide") == "1 rows measured, 0 left"
     before, table = (tmp_path / "tuned.jsonl").read_text(), configurations.FILE.read_text()
     line = json.loads(before)

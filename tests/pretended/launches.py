@@ -134,13 +134,13 @@ def gluon_calls(arch: int) -> Calls:
     for sizes in (
         ((257, 2, 1, 7, 128), (1000, 3, 2, 4, 64), (300, 1, 2, 2, 96)) if arch == 90 else ()
     ):
-        yield f"causal {sizes}", partial(attend, *sizes, gluon=True), sizes[0] == 300
+        yield f"causal {sizes}", partial(attend, *sizes, backend="gluon"), sizes[0] == 300
     for d in (64, 128) if arch == 90 else ():
         sizes = (384, 2, 2, 2, d)
         masks = {"full": {"causal": False}, "window": {"window": 100}}
         for name, has in (masks | {"documents": documents(384, 2)}).items():
-            yield f"{name}, {d}", partial(attend, *sizes, has=has, gluon=True), False
-        half = partial(attend, *sizes, gluon=True, dtype=torch.float16)
+            yield f"{name}, {d}", partial(attend, *sizes, has=has, backend="gluon"), False
+        half = partial(attend, *sizes, backend="gluon", dtype=torch.float16)
         yield f"fp16, {d}", half, False
 
 

@@ -19,6 +19,7 @@ from megatron.config.groups import ModelConfig
 from megatron.kernels.attention import attention_reference, flash_attention
 from megatron.kernels.attention_launch import Options
 from megatron.kernels.attention_masks import AttentionMask, attention_mask
+from megatron.kernels.dispatch import CANDIDATES
 from megatron.model.attention.context_parallel import (
     NO_CP,
     ContextParallel,
@@ -53,7 +54,7 @@ from megatron.model.spec import (
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 CAUSAL = AttentionMask()
-OURS = ("gluon", "triton")  # the backends of flash_attention, which takes masks with tables
+OURS = ("triton", *CANDIDATES)  # the backends of flash_attention, which takes masks with tables
 # the backends of scaled_dot_product_attention; kernels/fa4.py puts its own kernels there
 SDPA = ("sdpa", "fa4")
 
@@ -162,7 +163,7 @@ def attention_core(
     if backend not in SDPA:
         # Our kernels, or the definition by plain operations; all three return the log-sum-exp.
         compute = (
-            partial(flash_attention, gluon=backend == "gluon", deterministic=deterministic)
+            partial(flash_attention, backend=backend, deterministic=deterministic)
             if backend in OURS
             else attention_reference
         )

@@ -113,7 +113,7 @@ def ring_steps(
 @dataclass(frozen=True)
 class BlockAttention:
     """The attention core of one block of keys, forward and backward: q, out [s, b, n, d], k and v
-    [t, b, g, d], lse [b, n, s]. `backend`: triton or gluon (our kernels), sdpa (torch's kernel for
+    [t, b, g, d], lse [b, n, s]. `backend`: one of OURS (our kernels), sdpa (torch's kernel for
     CPUs) or plain.
     """
 
@@ -140,7 +140,7 @@ class BlockAttention:
         if self.backend == "plain":
             return attention_reference(q, k, v, **given)
         return flash_attention(
-            q, k, v, **given, deterministic=options.deterministic, gluon=self.backend == "gluon"
+            q, k, v, **given, deterministic=options.deterministic, backend=self.backend
         )
 
     def backward(
@@ -160,7 +160,7 @@ class BlockAttention:
         given = dout, out, lse, q, k, v, mask, self.options, self.sample_ids
         if self.backend == "plain":
             return attention_reference_backward(*given)
-        return flash_attention_backward(*given, gluon=self.backend == "gluon")
+        return flash_attention_backward(*given, backend=self.backend)
 
 
 def _seen(mask: AttentionMask, q: Tensor, k: Tensor) -> Tensor | None:

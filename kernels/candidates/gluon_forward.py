@@ -1,5 +1,5 @@
 """Flash attention forward on Hopper, written out warp by warp in Gluon, the low-level language
-within Triton's wheel. The backward pass is attention_gluon_backward.py's.
+within Triton's wheel. The backward pass is gluon_backward.py's.
 
 q, k, v, out and lse as in attention.py, which has the definition and the operator; bf16 and fp16, d
 up to 128. A block of threads takes 128 rows of one head after another (a persistent grid). In it:
@@ -26,7 +26,7 @@ products, 528 of exponentials and some 480 instructions a warp; d = 64 halves th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -684,7 +684,7 @@ def described(x: Tensor, rows: int) -> Any:
     )
 
 
-def _fixed(layout: TileLayout, causal: bool, window: int | None, documents: bool) -> dict[str, Any]:
+def fixed(layout: TileLayout, causal: bool, window: int | None, documents: bool) -> dict[str, Any]:
     """The arguments that are compiled in."""
     return {
         "CAUSAL": causal,
@@ -738,57 +738,7 @@ def forward(
         group=m,
         section=section(t, d, q.dtype, m),
         scale=options.scale,
-        **_fixed(layout, mask.causal, mask.window, mask.document_starts is not None),
+        **fixed(layout, mask.causal, mask.window, mask.document_starts is not None),
         num_warps=4,
     )
     return out, lse
-
-
-VARIANTS: dict[str, dict[str, Any]] = {  # of the mask
-    "causal": {},
-    "full": {"causal": False},
-    "window": {"window": 1024},
-    "documents": {"documents": True},
-}
-
-
-def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
-    """Head dimensions between take what 64 and 128 compile to. What is spilled lies outside the
-    loop over whole blocks.
-    """
-    if gluon is None or arch != lang.HOPPER:
-        return
-    for d, kind in ((64, "shipped"), (64, "three consumers"), (128, "shipped")):
-        for variant, of_mask in VARIANTS.items():
-            if kind != "shipped" and variant not in ("causal", "full"):
-                continue
-            layout = configuration(d, kind)
-            fixed: dict[str, Any] = _fixed(
-                layout, **{"causal": True, "window": None, "documents": False} | of_mask
-            )
-            blocks = {
-                name: block_type("bf16", (1, 1, rows, d))
-                for name, rows in {"q": ROWS, "k": layout.N, "v": layout.N, "out": ROWS}.items()
-            }
-            tables = {"table": "*i32", "starts": "*i32"} if fixed["TABLE"] else {}
-            fixed |= {} if tables else {"table": None, "starts": None}
-            signature = {
-                **blocks,
-                **tables,
-                "lse": "*fp32",
-                "scale": "fp32",
-                **dict.fromkeys(RUNTIME, "i32"),
-            }
-            name = f"attention_gluon_{d}_{variant}" + (
-                "_3_consumers" if layout.consumers == 3 else ""
-            )
-            yield lang.Compiled(
-                name=name,
-                kernel=forward_kernel,
-                signature=signature,
-                constants=fixed,
-                divisible=("lse", *tables),
-                num_warps=4,
-                matmul=True,
-                row=find("attention gluon", arch, d=d, kind=kind),
-            )

@@ -1,4 +1,4 @@
-"""The kernel for dq of attention's backward pass in Gluon (attention_gluon_backward.py).
+"""The kernel for dq of attention's backward pass in Gluon (gluon_backward.py).
 
 A block of threads holds q and dout of 128 queries, 64 for each consumer, and goes over the keys and
 values that they see; dS is an operand of dq += dS k as it lies in registers.
@@ -12,7 +12,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.kernels.attention_gluon import (
+from megatron.kernels.attention_masks import keys_of_queries, schedule, visible
+from megatron.kernels.candidates.gluon_dkv import (
+    RUNTIME,
+    add_product,
+    load_held,
+    product_with,
+)
+from megatron.kernels.candidates.gluon_forward import (
     block_at,
     free_slot,
     gl,
@@ -26,13 +33,6 @@ from megatron.kernels.attention_gluon import (
     visits_of,
     warpgroup_mma_wait,
 )
-from megatron.kernels.attention_gluon_dkv import (
-    RUNTIME,
-    add_product,
-    load_held,
-    product_with,
-)
-from megatron.kernels.attention_masks import keys_of_queries, schedule, visible
 
 
 @jit

@@ -1,4 +1,4 @@
-"""The kernel for dk and dv of attention's backward pass in Gluon (attention_gluon_backward.py), and
+"""The kernel for dk and dv of attention's backward pass in Gluon (gluon_backward.py), and
 the steps that it shares with the one for dq.
 
 A block of threads holds k and v of 128 keys, 64 for each consumer, and goes over q and dout, with
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.kernels.attention_gluon import (
+from megatron.kernels.attention_masks import queries_of_keys, schedule, visible
+from megatron.kernels.candidates.gluon_forward import (
     block_at,
     free_slot,
     gl,
@@ -30,7 +31,6 @@ from megatron.kernels.attention_gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from megatron.kernels.attention_masks import queries_of_keys, schedule, visible
 
 RUNTIME = ("s", "t", "heads", "group", "members", "section")  # one compilation for all values
 

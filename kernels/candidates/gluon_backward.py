@@ -1,9 +1,9 @@
 """The backward pass of flash attention on Hopper, written out warp by warp in Gluon next to
-attention_gluon.py: a kernel for dk and dv (attention_gluon_dkv.py), then one for dq
-(attention_gluon_dq.py), so that every sum has one order.
+gluon_forward.py: a kernel for dk and dv (gluon_dkv.py), then one for dq
+(gluon_dq.py), so that every sum has one order.
 
 Formulas and the launch that prepares lse and delta are attention_backward.py's, operands and masks
-those of attention_gluon.py. A block of threads holds two operands, 64 rows for each of its two
+those of gluon_forward.py. A block of threads holds two operands, 64 rows for each of its two
 consumers, and goes over the two others in blocks, which one warp loads through the TMA unit into a
 ring of buffers. The longest tiles start first, one a block of threads, and the GPU deals out the
 next one to whichever is free.
@@ -14,7 +14,7 @@ docs/results/attention_kernels.md has predictions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,19 +26,16 @@ from megatron.kernels.attention_backward import (
     room_for_gradients,
     room_for_parts,
 )
-from megatron.kernels.attention_gluon import (
-    ROWS,
-    VARIANTS,
-    TensorDescriptor,
-    block_type,
-    described,
-    gl,
-    gluon,
-)
-from megatron.kernels.attention_gluon_dkv import RUNTIME, dkv_kernel
-from megatron.kernels.attention_gluon_dq import dq_kernel
 from megatron.kernels.attention_launch import Options, columns, section
 from megatron.kernels.attention_masks import TILE, AttentionMask
+from megatron.kernels.candidates.gluon_dkv import dkv_kernel
+from megatron.kernels.candidates.gluon_dq import dq_kernel
+from megatron.kernels.candidates.gluon_forward import (
+    ROWS,
+    TensorDescriptor,
+    described,
+    gl,
+)
 from megatron.kernels.configurations import find
 from torch import Tensor
 
@@ -70,7 +67,7 @@ def _lines(x: Tensor, count: int) -> Any:
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [1, count], layout)
 
 
-def _fixed(
+def fixed(
     layout: GradientLayout, block: str, causal: bool, window: int | None, documents: bool
 ) -> dict[str, Any]:
     """The arguments that are compiled in; `block` is the name of the rows that the ring takes."""
@@ -130,7 +127,7 @@ def _launch_dkv(call: Any, dk: Tensor, dv: Tensor) -> None:
         members=members,
         section=section(s, d, call.q.dtype),
         scale=call.options.scale,
-        **_fixed(layout, "M", mask.causal, mask.window, mask.document_starts is not None),
+        **fixed(layout, "M", mask.causal, mask.window, mask.document_starts is not None),
         num_warps=4,
     )
     for part, whole in zip(parts, (dk, dv), strict=True):
@@ -159,53 +156,6 @@ def _launch_dq(call: Any, dq: Tensor) -> None:
         section=section(t, d, call.q.dtype, m),
         padded=call.shared["padded"],
         scale=call.options.scale,
-        **_fixed(layout, "N", mask.causal, mask.window, mask.document_starts is not None),
+        **fixed(layout, "N", mask.causal, mask.window, mask.document_starts is not None),
         num_warps=4,
     )
-
-
-def _types(name: str, d: int, block: int, parts: bool) -> dict[str, str]:
-    """Of the tensors of the kernel "dkv" or "dq" in bf16; `parts`: dk and dv are parts in fp32."""
-    held, ring = block_type("bf16", (1, 1, ROWS, d)), block_type("bf16", (1, 1, block, d))
-    if name == "dq":
-        rows = {"base": "*fp32", "delta": "*fp32", "padded": "i32"}
-        return {"q": held, "k": ring, "v": ring, "dout": held, "dq": held} | rows
-    result = block_type("fp32", (1, 1, ROWS, d)) if parts else held
-    lines = block_type("fp32", (1, block))
-    operands = {"q": ring, "k": held, "v": held, "dout": ring}
-    return operands | {"dk": result, "dv": result, "base": lines, "delta": lines}
-
-
-def _compiled(name: str, d: int, variant: str, parts: bool = False) -> lang.Compiled:
-    """The row of the kernel "dkv" or "dq"."""
-    layout = configuration(name, d)
-    of_mask = {"causal": True, "window": None, "documents": False} | VARIANTS[variant]
-    fixed = _fixed(layout, "M" if name == "dkv" else "N", **of_mask)
-    types = _types(name, d, layout.block, parts)
-    if fixed["TABLE"]:
-        types |= {"table": "*i32", "starts": "*i32"}
-    else:
-        fixed |= {"table": None, "starts": None}
-    return lang.Compiled(
-        name=f"attention_gluon_{name}_{d}_{variant}{'_parts' if parts else ''}",
-        kernel=dkv_kernel if name == "dkv" else dq_kernel,
-        signature=types | {"scale": "fp32"} | dict.fromkeys(RUNTIME, "i32"),
-        constants=fixed,
-        divisible=tuple(key for key, kind in types.items() if kind.startswith("*")),
-        num_warps=4,
-        matmul=True,
-        row=find(f"attention gluon {name}", lang.HOPPER, d=d),
-    )
-
-
-def aot(arch: int = lang.HOPPER) -> Iterator[lang.Compiled]:
-    """Head dimensions between take what 64 and 128 compile to. What is spilled lies outside the
-    loop over whole blocks.
-    """
-    if gluon is None or arch != lang.HOPPER:
-        return
-    for d in (64, 128):
-        for name in ("dkv", "dq"):
-            for variant in VARIANTS:
-                yield _compiled(name, d, variant)
-        yield _compiled("dkv", d, "documents", parts=True)

@@ -1,0 +1,433 @@
+"""Attention in Gluon, both passes: against the definition in float64 in many orders of events
+(gluon_interpreter.py), and that its faults would be found.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checks import Allocations, assert_as_good, canaries
+from gluon_interpreter import Fault, Interpreted
+from megatron.kernels import attention, lang
+from megatron.kernels.attention import attention_reference, flash_attention
+from megatron.kernels.attention_launch import Options, by_key_head
+from megatron.kernels.attention_masks import attention_mask
+from megatron.kernels.candidates import gluon, gluon_backward, gluon_forward
+from megatron.kernels.candidates.gluon_forward import gl, jit, make_barriers, mbarrier, release
+
+pytestmark = pytest.mark.skipif(gluon_forward.gluon is None, reason="this Triton has no Gluon")
+ROOT = Path(__file__).resolve().parents[2]
+BF16, F16 = torch.bfloat16, torch.float16
+# (s, t, b, query heads, key heads, d, dtype, what the mask has, processors of the GPU): lengths are
+# odd, whole tiles, or end within the first consumer's rows; with many processors a key head's query
+# heads are split over programs of the backward pass
+CASES = {
+    "causal_gqa": (320, 320, 1, 4, 2, 128, BF16, {}, 3),
+    "causal_gqa_in_parts": (150, 150, 1, 4, 1, 64, F16, {}, 132),
+    "full_odd": (77, 333, 2, 2, 1, 64, BF16, {"causal": False}, 2),
+    "full_whole_blocks": (256, 256, 1, 2, 2, 128, F16, {"causal": False}, 2),
+    "causal_more_queries": (300, 130, 1, 1, 1, 96, F16, {}, 1),
+    "causal_more_keys": (64, 300, 1, 2, 2, 40, BF16, {}, 132),
+    "window": (448, 448, 1, 1, 1, 64, BF16, {"window": 150}, 2),
+    "narrow_window_fewer_keys": (400, 200, 1, 1, 1, 64, F16, {"window": 5}, 1),
+    "documents": (384, 384, 2, 1, 1, 64, BF16, {"documents": (3, 200)}, 2),
+    "documents_window": (200, 200, 2, 2, 1, 128, BF16, {"documents": (130,), "window": 60}, 1),
+}
+KERNELS = {
+    "forward": (gluon_forward, "forward_kernel"),
+    "dkv": (gluon_backward, "dkv_kernel"),
+    "dq": (gluon_backward, "dq_kernel"),
+}
+
+
+def make(name):
+    """(q, k, v as strided views, mask, processors) of a case."""
+    s, t, b, n, g, d, dtype, has, processors = CASES[name]
+    generator = torch.Generator().manual_seed(s + d)
+    q, k, v = (
+        torch.randn(length, b, heads + 1, d, generator=generator).to(dtype)[:, :, :heads]
+        for length, heads in ((s, n), (t, g), (t, g))
+    )
+    mask = dict(has)
+    if ends := mask.pop("documents", None):
+        # Documents of sample i end i rows later.
+        at = torch.arange(s) - torch.arange(b)[:, None]
+        starts = torch.zeros_like(at)
+        for end in ends:
+            starts = torch.where(at >= end, end + torch.arange(b)[:, None], starts)
+        mask["document_starts"] = starts
+    return q, k, v, attention_mask(s, t, **mask), processors
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """`interpreted(processors, seed)`: from now on launches run on the CPU."""
+    kernels = {name: getattr(*place) for name, place in KERNELS.items()}
+
+    def use(processors: int, seed: int = 0, **changes: dict[str, str]) -> None:
+        monkeypatch.setattr(lang, "multiprocessors", lambda _: processors)
+        for name, place in KERNELS.items():
+            made = Interpreted(kernels[name], seed, changes.get(name))
+            monkeypatch.setattr(*place, made)
+
+    return use
+
+
+def defined(qkv, scale, mask, dout, dlse):
+    """(out, lse, gradients) of the definition in the precision of qkv."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out, lse = attention_reference(*leaves, scale=scale, mask=mask)
+    seen = lse.isfinite()
+    total = (out * dout.to(out.dtype)).sum() + (lse[seen] * dlse.to(lse.dtype)[seen]).sum()
+    return out.detach(), lse.detach(), *torch.autograd.grad(total, leaves)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.default("causal_gqa_in_parts", "full_odd", "causal_more_keys", "documents_window")
+def test_both_passes_equal_the_definition(interpreted, name):
+    q, k, v, mask, processors = make(name)
+    options, generator = Options(q.shape[-1] ** -0.5), torch.Generator().manual_seed(1)
+    dout = torch.randn(q.shape, generator=generator).to(q.dtype)
+    dlse = torch.randn(q.shape[1], q.shape[2], len(q), generator=generator)
+    exact = defined([x.double() for x in (q, k, v)], options.scale, mask, dout, dlse)
+    torchs = defined((q, k, v), options.scale, mask, dout, dlse)
+    kept = exact[0].to(q.dtype), exact[1].float()
+    results = []
+    for seed in range(2):
+        interpreted(processors, seed)
+        with canaries():
+            forward = gluon.forward(*by_key_head((q, k, v)), mask, options)
+            backward = gluon.backward(dout, dlse, *kept, (q, k, v), mask, options)
+        results.append((*forward, *backward))
+    for ours, want, low in zip(results[0], exact, torchs, strict=True):
+        assert_as_good(ours, want, low)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_operator_takes_both_passes_in_gluon(interpreted, monkeypatch):
+    """Also where the Triton kernels would add up dq atomically. The order of events does not
+    matter.
+    """
+    q, k, v, _, _ = make("narrow_window_fewer_keys")
+    monkeypatch.setattr(attention, "backward", None)
+    mask, found = attention_mask(70, 70, window=5), []
+    for seed in range(3):
+        interpreted(2, seed)
+        x = [each[:70].detach().requires_grad_() for each in (q, k, v)]
+        out, lse = flash_attention(*x, scale=0.1, mask=mask, backend="gluon", deterministic=False)
+        (out.float().sin().sum() + lse.sum()).backward()
+        found.append([each.grad for each in x])
+    assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
+    y = [each[:70].double().requires_grad_() for each in (q, k, v)]
+    out, lse = attention_reference(*y, scale=0.1, mask=mask)
+    (out.sin().sum() + lse.sum()).backward()
+    for ours, exact in zip(found[0], y, strict=True):
+        assert (ours.double() - exact.grad).norm() < 5e-3 * exact.grad.norm()
+
+
+def test_three_consumers_in_any_order(interpreted):
+    """Programs with three tiles each, in orders that starve one partition or another, or the
+    copies.
+    """
+    q, k, v, mask, _ = make("causal_gqa")
+    layout = replace(gluon_forward.configuration(128), stages=4, consumers=3)
+    found = []
+    for seed in range(8):
+        interpreted(4, seed)
+        parts = by_key_head((q, k, v))
+        found.append(gluon_forward.forward(*parts, mask, Options(0.1), layout))
+    assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
+
+
+def test_the_fused_projection_is_read_where_it_lies(interpreted):
+    """Its gradient is written whole, has the same bits as that of its parts, and nothing is
+    copied.
+    """
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(70, 1, 2, 2 + 2, 64, generator=generator).bfloat16()
+    q, k, v = fused.split((2, 1, 1), 3)
+    parts = q.reshape(70, 1, 4, 64), k.squeeze(3), v.squeeze(3)
+    dout = torch.randn(parts[0].shape, generator=generator).bfloat16()
+    mask, options = attention_mask(70, 70), Options(0.1)
+    interpreted(3)
+    results, allocations = [], Allocations()
+    with allocations:
+        for qkv in ((fused,), parts):
+            out, lse = gluon.forward(*by_key_head(qkv), mask, options)
+            results.append((out, lse, gluon.backward(dout, None, out, lse, qkv, mask, options)))
+            if qkv[0] is fused:
+                # The gradient alone is as large as the projection.
+                large = [name for name, count in allocations.seen if count >= fused.numel()]
+                assert large == ["empty"]
+    (out, lse, (whole,)), (*others, apart) = results
+    assert all(torch.equal(a, b) for a, b in zip((out, lse), others, strict=True))
+    q, k, v = whole.split((2, 1, 1), 3)
+    for a, b in zip(apart, (q.reshape(apart[0].shape), k.squeeze(3), v.squeeze(3)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """In a process that may hang."""
+    from megatron.benchmarks.peers.kernel_cases import GLUON_CHECK
+
+    if reason := gluon.unfit(torch.device("cuda"), BF16):
+        pytest.skip(reason)
+    subprocess.run([sys.executable, "-c", GLUON_CHECK], cwd=ROOT, timeout=200, check=True)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.default("nan")
+def test_bad_numbers_stay_where_they_belong(interpreted, bad):
+    """A row of q reaches that row alone, dout of one row the keys that the row sees, and masked
+    keys reach nothing.
+    """
+    (s, t), options = (40, 260), Options(0.1)
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(s, 1, 1, 64, generator=generator).bfloat16()
+    k, v = (torch.randn(t, 1, 1, 64, generator=generator).bfloat16() for _ in range(2))
+    k[200], v[201] = bad, bad  # in a fully masked block of keys
+    mask = attention_mask(s, t)
+    interpreted(1)
+    out, lse = gluon.forward(*by_key_head((q, k, v)), mask, options)
+    dout = torch.randn(q.shape, generator=generator).bfloat16()
+    dq, dk, dv = gluon.backward(dout, None, out, lse, (q, k, v), mask, options)
+    assert dq.isfinite().all() and (dk[s:] == 0).all() and (dv[s:] == 0).all()
+    dout[20, 0, 0, 3] = bad
+    dq, dk, dv = gluon.backward(dout, None, out, lse, (q, k, v), mask, options)
+    for x, rows in ((dq, [20]), (dk, list(range(21)))):
+        assert (~x.isfinite().all(-1)).flatten().nonzero().flatten().tolist() == rows
+    assert dv[..., 4:].isfinite().all() and not dv[:21, ..., 3].isfinite().any()
+    q[5, 0, 0, 0] = bad
+    out, _ = gluon.forward(*by_key_head((q, k, v)), mask, options)
+    assert (~out.isfinite().all(-1)).flatten().nonzero().flatten().tolist() == [5]
+
+
+# A kernel, what is changed in its source, what into, and what must be reported. One of each kind.
+MUTANTS = {
+    "k is not waited for": (
+        "forward",
+        "mbarrier.wait(k_full.index((count + 2) % STAGES), (count + 2) // STAGES & 1, "
+        "pred=step + 1 < steps)",
+        "pass",
+        "is read, and the write|is written, and a read",
+    ),
+    "q's phase does not change": (
+        "forward",
+        "q_full.index(PART), index & 1",
+        "q_full.index(PART), 0",
+        "is read|deadlock",
+    ),
+    "the producer does not wait": (
+        "forward",
+        "mbarrier.wait(empty.index(each * STAGES + slot), (count // STAGES & 1) ^ 1)",
+        "pass",
+        "is written, and a read",
+    ),
+    "k is released too early": (
+        "forward",
+        "        x = warpgroup_mma_wait(1, deps=[x])\n"
+        "        release(k_empty.index(PART * STAGES + (count + 1) % STAGES))\n",
+        "        release(k_empty.index(PART * STAGES + (count + 1) % STAGES))\n"
+        "        x = warpgroup_mma_wait(1, deps=[x])\n",
+        "is written, and a read",
+    ),
+    "v is not released": (
+        "forward",
+        "        release(v_empty.index(count % STAGES))\n        p = _carried",
+        "        p = _carried",
+        "deadlock",
+    ),
+    "warps do not meet before a release": (
+        "forward",
+        "    gl.thread_barrier()\n    mbarrier.expect(empty, 0)\n",
+        "    mbarrier.expect(empty, 0)\n",
+        "is written, and a read|a phase ends",
+    ),
+    "a buffer beyond the ring": (
+        "forward",
+        "k_ring.index(count % STAGES)",
+        "k_ring.index(count)",
+        "buffer 2 of 2",
+    ),
+    "a wait for too little": (
+        "forward",
+        "x = warpgroup_mma_wait(1, deps=[x])",
+        "x = warpgroup_mma_wait(2, deps=[x])",
+        "before it was waited for",
+    ),
+    "no fence before the store": (
+        "forward",
+        "        fence_async_shared()\n",
+        "",
+        "has no fence",
+    ),
+    "the last store is not waited for": (
+        "forward",
+        "    tma.store_wait(0)\n",
+        "    pass\n",
+        "before a store|is written",
+    ),
+    "a turn waits for its own consumer": (
+        "forward",
+        "slot = (PART + PARTS - 1) % PARTS * STAGES + block % STAGES",
+        "slot = PART * STAGES + block % STAGES",
+        "deadlock",
+    ),
+    "tiles are counted forwards": (
+        "forward",
+        "place = gl.where(rounds % 2 == 0, program, programs - 1 - program)",
+        "place = program",
+        "outside its tensor|beyond",
+    ),
+    "held operands are not waited for": (
+        "dq",
+        "    mbarrier.wait(held_full.index(0), 0)\n",
+        "",
+        "is read",
+    ),
+    "buffers are not released": (
+        "dkv",
+        "        release(empty.index(before))\n",
+        "",
+        "deadlock",
+    ),
+    "dk takes q of another block": (
+        "dkv",
+        "dk = add_product(dk, ds, q_ring.index(before)",
+        "dk = add_product(dk, ds, q_ring.index((count + 1) % STAGES)",
+        "is read|is written",
+    ),
+    "dv is not waited for": (
+        "dkv",
+        "        dv = warpgroup_mma_wait(0, deps=[dv])\n",
+        "",
+        "before it was waited for|a product",
+    ),
+    "bytes of lse and delta are forgotten": (
+        "dkv",
+        "2 * q.block_type.nbytes + 2 * base.block_type.nbytes",
+        "2 * q.block_type.nbytes",
+        "deadlock|is read",
+    ),
+    "both consumers store the same rows": (
+        "dq",
+        "+= PART * R",
+        "+= 0 * R",
+        "written twice",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    """What the passes are called with. Forward: 15 tiles of 5 blocks for 4 programs, so that the
+    last round of tiles is not complete and dealt out backwards. Backward: eight blocks of queries
+    of two heads by three of keys, for rings of three buffers.
+    """
+    generator = torch.Generator().manual_seed(1)
+    (q, k, v), (x, y, z) = (
+        [
+            torch.randn(length, 1, heads, 16, generator=generator).bfloat16()
+            for length, heads in ((s, n), (t, 1), (t, 1))
+        ]
+        for s, t, n in ((260, 600, 5), (500, 300, 2))
+    )
+    layout = replace(gluon_forward.configuration(64), stages=2)
+    options, mask = Options(0.1), attention_mask(500, 300, causal=False)
+    out, lse = attention_reference(x, y, z, scale=0.1, mask=mask)
+    forward_mask = attention_mask(260, 600, causal=False)
+    return {
+        "forward": (*by_key_head((q, k, v)), forward_mask, options, layout),
+        "backward": (torch.ones_like(out), None, out, lse, (x, y, z), mask, options),
+    }
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.default(
+    "q's phase does not change",
+    "k is released too early",
+    "warps do not meet before a release",
+    "no fence before the store",
+    "dk takes q of another block",
+    "both consumers store the same rows",
+)
+def test_mutants_are_found(interpreted, monkeypatch, jobs, name):
+    """In whatever order things happen."""
+    which, old, new, message = MUTANTS[name]
+    layout = replace(gluon_backward.configuration("dkv", 64), stages=3)
+    monkeypatch.setattr(gluon_backward, "configuration", lambda kernel, d: layout)
+    other = "dq" if which == "dkv" else "dkv"
+    monkeypatch.setattr(gluon_backward, f"_launch_{other}", lambda *_: None)
+    for seed in range(2):
+        interpreted(4, seed, **{which: {old: new}})
+        with pytest.raises(Fault, match=message):
+            if which == "forward":
+                gluon_forward.forward(*jobs["forward"])
+            else:
+                gluon_backward.backward(*jobs["backward"])
+
+
+@jit
+def _follow(full, empty):
+    for step in range(4):
+        mbarrier.wait(full.index(0), step & 1)
+        release(empty.index(0))
+
+
+@jit
+def _lead(full, empty):
+    for step in range(4):
+        mbarrier.expect(full.index(0), 0)
+        mbarrier.wait(empty.index(0), step & 1)
+
+
+@jit
+def phases_kernel():
+    """Four warps follow another one from phase to phase."""
+    both = make_barriers(1, 1), make_barriers(1, 1)
+    gl.warp_specialize([(_follow, both), (_lead, both)], [1], [24])
+
+
+def test_a_phase_that_a_slow_warp_would_miss_is_found():
+    """One warp's arrival ends the phase that another one may still wait for."""
+    for seed in range(3):
+        Interpreted(phases_kernel, seed)[(1,)](num_warps=4)
+        alone = {"gl.thread_barrier()\n    mbarrier.expect": "mbarrier.expect"}
+        with pytest.raises(Fault, match="a phase ends before all warps have seen the last one"):
+            Interpreted(phases_kernel, seed, alone)[(1,)](num_warps=4)
+
+
+def test_the_gate_wants_what_the_design_rests_on():
+    from megatron.kernels.tools import manifest
+
+    held = json.loads(manifest.MANIFEST.read_text())["3.6.0"]
+    for row in manifest.rows(only="attention_gluon").values():
+        facts = held[row.name]
+        assert manifest.faults(row, facts) == [] and facts["unguarded"] == 0
+        for broken, fault in (
+            ({"setmaxnreg": 0}, "no register changes hands"),
+            ({"overlapped": 0}, "the wait for the product has moved up"),
+            ({"unguarded": 2}, "other warps may still run"),
+            ({"serialised": 1}, "wait for the one before"),
+        ):
+            assert fault in manifest.faults(row, facts | broken)[0]
+
+
+def test_what_it_cannot_do_is_said():
+    for device, dtype, reason in (
+        ("cpu", BF16, "it needs a GPU, Triton's interpreter cannot run Gluon"),
+        ("cuda", torch.float32, "float32, the kernel computes bf16 and fp16"),
+    ):
+        assert gluon.unfit(torch.device(device), dtype) == reason
+    wide = "head dimension 256, which is no multiple of 8 from 40 to 128"
+    assert gluon.cannot(256) == gluon.cannot(256, softcap=1.0) == wide
+    assert "--attn-logit-softcapping" in gluon.cannot(64, softcap=1.0)
+    assert "--attention-dropout 0" in gluon.cannot(64, drop=0.1)
+    assert gluon.cannot(64) is gluon.cannot(None) is None
