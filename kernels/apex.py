@@ -7,6 +7,7 @@ own, or a kernel here, does too.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 
@@ -39,6 +40,7 @@ def symbols(feature: str) -> list[Callable]:
     return [getattr(importlib.import_module(module), name) for module, name in SYMBOLS[feature]]
 
 
+@functools.cache
 def missing(feature: str) -> str | None:
     """None when apex has all that a feature needs, else what is missing."""
     try:

@@ -51,17 +51,17 @@ def fake(tmp_path, monkeypatch):
     made = []
 
     def make(name: str, code: str = "") -> None:
-        *packages, last = name.split(".")
-        folder = tmp_path.joinpath(*packages)
-        folder.mkdir(exist_ok=True)
-        for number in range(len(packages)):
-            made.append(".".join(packages[: number + 1]))
-            tmp_path.joinpath(*packages[: number + 1], "__init__.py").write_text("")
-        made.append(name)
-        (folder / f"{last}.py").write_text(code)
+        package, _, _ = name.rpartition(".")
+        if package:
+            (tmp_path / package).mkdir()
+            (tmp_path / package / "__init__.py").write_text("")
+        made.extend(filter(None, (package, name)))
+        (tmp_path / f"{name.replace('.', '/')}.py").write_text(code)
+        apex.missing.cache_clear()
 
     monkeypatch.syspath_prepend(tmp_path)
     yield make
+    apex.missing.cache_clear()
     for name in made:
         sys.modules.pop(name, None)
 
