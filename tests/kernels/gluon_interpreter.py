@@ -33,6 +33,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,12 +73,8 @@ class Barrier:
         self.left, self.bytes = self.left - count, self.bytes + size
         self.coming |= known
         if self.left == 0 and self.bytes == 0:
-            self.phase, self.left, self.known, self.coming = (
-                self.phase + 1,
-                self.count,
-                self.coming,
-                set(),
-            )
+            self.phase, self.left = self.phase + 1, self.count
+            self.known, self.coming = self.coming, set()
 
 
 class Buffer:
@@ -101,37 +98,26 @@ class Shared:
         dtype: Any,
         view: Callable[[Tensor], Tensor] = lambda data: data,
     ):
-        self.machine, self.slots, self.shape, self.dtype, self.view = (
-            machine,
-            slots,
-            shape,
-            dtype,
-            view,
-        )
+        self.machine, self.slots, self.view = machine, slots, view
+        self.shape, self.dtype = shape, dtype
 
     def index(self, slot: int) -> Any:
         if not 0 <= slot < len(self.slots):
             raise Fault(f"buffer {slot} of {len(self.slots)}")
         chosen = self.slots[slot]
-        return (
-            chosen
-            if isinstance(chosen, Barrier)
-            else Shared(self.machine, [chosen], self.shape[1:], self.dtype)
-        )
+        if isinstance(chosen, Barrier):
+            return chosen
+        return Shared(self.machine, [chosen], self.shape[1:], self.dtype)
+
+    def _seen_as(self, shape: list[int], view: Callable[[Tensor], Tensor]) -> Shared:
+        both = lambda data: view(self.view(data))  # noqa: E731
+        return Shared(self.machine, self.slots, shape, self.dtype, both)
 
     def reshape(self, shape: list[int]) -> Shared:
-        return Shared(
-            self.machine, self.slots, shape, self.dtype, lambda data: self.view(data).view(shape)
-        )
+        return self._seen_as(shape, lambda data: data.view(shape))
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(
-            self.machine,
-            self.slots,
-            [self.shape[i] for i in order],
-            self.dtype,
-            lambda data: self.view(data).permute(order),
-        )
+        return self._seen_as([self.shape[i] for i in order], lambda data: data.permute(order))
 
     def load(self, layout: Any) -> Tensor:
         self.machine.pause()
@@ -178,12 +164,7 @@ class Partition:
     """The warps that run one function."""
 
     def __init__(
-        self,
-        machine: Machine,
-        name: str,
-        run: Callable[[], None],
-        known: set[int],
-        warps: int,
+        self, machine: Machine, name: str, run: Callable[[], None], known: set[int], warps: int
     ):
         self.name, self.known, self.ready, self.where = name, set(known), None, ""
         self.warps, self.shared = warps, set(known)  # shared: what all of its warps know
@@ -229,12 +210,8 @@ class Machine:
     """One block of threads."""
 
     def __init__(self, seed: int, program: int, programs: int, written: dict[int, Tensor]):
-        self.random, self.program, self.programs, self.written = (
-            random.Random(seed * 1000 + program),
-            program,
-            programs,
-            written,
-        )
+        self.random = random.Random(seed * 1000 + program)
+        self.program, self.programs, self.written = program, programs, written
         self.partitions: list[Partition] = []
         self.copies: list[Callable[[], None]] = []
         self.baton, self.stopped, self.events, self.allocated = threading.Semaphore(0), False, 0, 0
@@ -263,11 +240,10 @@ class Machine:
 
     def may_write(self, buffer: Buffer) -> None:
         known = self.me().known
-        if buffer.write is not None and buffer.write not in known or not buffer.reads <= known:
+        before = "read" if not buffer.reads <= known else "write"
+        if before == "read" or buffer.write is not None and buffer.write not in known:
             raise Fault(
-                f"{buffer.name} is written, and a "
-                f"{'read' if not buffer.reads <= known else 'write'} before it is not known "
-                "to be over"
+                f"{buffer.name} is written, and a {before} before it is not known to be over"
             )
         buffer.reads = set()
 
@@ -276,18 +252,10 @@ class Machine:
     ) -> None:
         assert len(warps) == len(registers)
         parent = self.partitions[0]
-        self.partitions += [
-            Partition(
-                self,
-                f"partition {i} ({function.__name__})",
-                lambda f=function, a=args: f(*a),
-                parent.known,
-                count,
-            )
-            for i, ((function, args), count) in enumerate(
-                zip(functions, [parent.warps, *warps], strict=True)
-            )
-        ]
+        counts = [parent.warps, *warps]
+        for i, ((function, args), count) in enumerate(zip(functions, counts, strict=True)):
+            name, run = f"partition {i} ({function.__name__})", partial(function, *args)
+            self.partitions.append(Partition(self, name, run, parent.known, count))
         children = self.partitions[1:]
         for each in children:
             each.thread.start()
@@ -308,22 +276,13 @@ class Machine:
                     raise failed.error
                 if self.partitions[0].done:
                     return
-                able: list[Any] = [
-                    each
-                    for each in self.partitions
-                    if not each.done and (each.ready is None or each.ready())
-                ]
+                left = [each for each in self.partitions if not each.done]
+                able: list[Any] = [each for each in left if each.ready is None or each.ready()]
                 for each in able:
                     weights.setdefault(id(each), self.random.choice((0.01, 1.0, 1.0)))
                 if not able and not self.copies:
-                    raise Fault(
-                        "deadlock: "
-                        + "; ".join(
-                            f"{each.name} waits at {each.where}"
-                            for each in self.partitions[1:]
-                            if not each.done
-                        )
-                    )
+                    waits = (f"{each.name} waits at {each.where}" for each in left[1:])
+                    raise Fault(f"deadlock: {'; '.join(waits)}")
                 chosen = self.random.choices(
                     able + self.copies,
                     [weights[id(each)] for each in able] + [copies] * len(self.copies),
@@ -472,19 +431,16 @@ def _language(machine: Machine) -> dict[str, Any]:
     def multiply(
         a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False
     ) -> Product:
-        assert (
-            is_async and a.dtype == b.dtype and a.shape[1] == b.shape[0] and a.dtype.itemsize == 2
-        )
+        assert is_async and a.dtype == b.dtype and a.dtype.itemsize == 2
+        assert a.shape[1] == b.shape[0]
         machine.pause()
         me, events = machine.me(), set()
         for operand in (a, b):
             if isinstance(operand, Shared):
                 machine.may_read(operand.slots[0])
-                if operand.slots[0].unfenced:
-                    raise Fault(
-                        f"{operand.slots[0].name} is read by a product, its generic write "
-                        "has no fence"
-                    )
+                if (buffer := operand.slots[0]).unfenced:
+                    fault = "is read by a product, its generic write has no fence"
+                    raise Fault(f"{buffer.name} {fault}")
                 events.add(event := machine.event())
                 operand.slots[0].reads.add(event)
         me.products.append(Product(a, b, acc if use_acc else None, events))
@@ -502,13 +458,9 @@ def _language(machine: Machine) -> dict[str, Any]:
 
     def load(pointer: Pointer, mask: Tensor | None = None, other: Any = 0) -> Any:
         values = pointer.base.view(-1)[pointer.elements(mask)]
-        return (
-            values.item()
-            if mask is None and values.dim() == 0
-            else torch.full(mask.shape, other, dtype=pointer.base.dtype).masked_scatter(
-                mask, values
-            )
-        )
+        if mask is None and values.dim() == 0:
+            return values.item()
+        return torch.full(mask.shape, other, dtype=pointer.base.dtype).masked_scatter(mask, values)
 
     def store(pointer: Pointer, value: Tensor, mask: Tensor) -> None:
         at = pointer.elements(mask)
@@ -527,9 +479,9 @@ def _language(machine: Machine) -> dict[str, Any]:
         return call
 
     def where(condition: Any, a: Any, b: Any) -> Any:
-        return (
-            torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
-        )
+        if isinstance(condition, Tensor):
+            return torch.where(condition, a, b)
+        return a if condition else b
 
     scalar = {
         "program_id": lambda _: machine.program,
@@ -614,6 +566,13 @@ def _functions(kernel: Any, found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _operand(x: Any) -> Any:
+    """An argument as the kernel sees it."""
+    if hasattr(x, "block_shape"):
+        return Descriptor(x)
+    return Pointer(x) if isinstance(x, Tensor) else x
+
+
 class Interpreted:
     """Replaces a Gluon kernel: `Interpreted(kernel, seed)[grid](...)` runs it. `changes` maps
     pieces of its code (by their tokens) to what replaces them.
@@ -630,15 +589,8 @@ class Interpreted:
             tree, file = ast.parse(source), f"<gluon {name}>"
             tree.body[0].decorator_list = []
             linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-            self.codes.append(
-                compile(
-                    tree,
-                    file,
-                    "exec",
-                    flags=__future__.annotations.compiler_flag,
-                    dont_inherit=True,
-                )
-            )
+            flags = __future__.annotations.compiler_flag
+            self.codes.append(compile(tree, file, "exec", flags=flags, dont_inherit=True))
         assert not left, f"the kernel has no {left}"
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
@@ -650,17 +602,7 @@ class Interpreted:
                 space = _language(machine)
                 for code in self.codes:
                     exec(code, space)
-                given = {
-                    name: Descriptor(x)
-                    if hasattr(x, "block_shape")
-                    else Pointer(x)
-                    if isinstance(x, Tensor)
-                    else x
-                    for name, x in bound.items()
-                }
-                machine.run(
-                    lambda space=space, given=given: space[self.kernel.fn.__name__](**given),
-                    num_warps,
-                )
+                given = {name: _operand(x) for name, x in bound.items()}
+                machine.run(partial(space[self.kernel.fn.__name__], **given), num_warps)
 
         return launch
