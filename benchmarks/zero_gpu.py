@@ -282,7 +282,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
         pipeline=Pipeline(
             model, zero, passes, placement_of(config), hidden_shape(config), groups, device
         ),
-        optimizer=Optimizer(blocks, config, groups, zero.all_gather_weights, zero.deferred),
+        optimizer=Optimizer(blocks, config, groups, zero),
         schedule=ParamSchedule.of(config),
         scaler=LossScaler(config.precision),
         data=Data(RandomTokens(samples, seq, vocab), {}, {}, {}, [], 0),

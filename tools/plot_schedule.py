@@ -29,6 +29,7 @@ if not __package__:  # run as a file of a checkout
 
 from megatron.tools._plan.drawing import Panel, draw, figures  # noqa: E402
 from megatron.tools._plan.simulate import Costs, simulate  # noqa: E402
+from megatron.tools._plan.timeline_files import chrome_events, read_timeline  # noqa: E402
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.schedules import IN_PAIRS  # noqa: E402
@@ -124,7 +125,7 @@ def chrome_trace(panels: list[Panel]) -> str:
     events: list[dict[str, Any]] = []
     first = 0
     for title, line in panels:
-        events += line.chrome_events(title.partition(":")[0] if len(panels) > 1 else "", first)
+        events += chrome_events(line, title.partition(":")[0] if len(panels) > 1 else "", first)
         first += len(line.rows)
     return json.dumps({"traceEvents": events})
 
@@ -145,7 +146,7 @@ def with_exchanges(costs: Costs, of_rank: tuple[float, ...], ranks: int) -> Cost
 
 def measured_timeline(path: str) -> Timeline:
     """A time line that --pipeline-timeline kept. Raises UserError for an unknown schedule."""
-    line = Timeline.from_json(Path(path).read_text())
+    line = read_timeline(Path(path).read_text())
     if line.schedule not in BUILDERS:
         raise UserError(f"{path}: schedule {line.schedule} is not one of {', '.join(BUILDERS)}")
     return line

@@ -4,14 +4,15 @@ layout.
 Ranks hold slices of a block that are cut anywhere, and tensor-parallel ranks parts of a matrix. The
 momentum is kept and updated on the slices, as any state is. Then each logical matrix is put
 together on all ranks that hold a part of it, the rule turns it into a direction, and every rank
-takes its own part of that. Called by optimizer.py. r rows and c columns of a logical matrix,
+takes its own part of that. r rows and c columns of a logical matrix,
 whatever is fused with it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from torch import Tensor
 from megatron.distributed.collectives import all_reduce
 from megatron.distributed.groups import Groups
 from megatron.model.spec import Box, holders
-from megatron.optimizer.lr_schedule import LearningRates
+from megatron.optimizer.optimizer import Optimizer, StepNumbers
+from megatron.optimizer.update import UpdateRule
 from megatron.parallel.blocks import Block, BufferEntry, Segment
 
 MOMENTUM = "exp_avg"  # the state that holds it
@@ -79,27 +81,54 @@ def _own_parts(
     return own
 
 
+class MatrixOptimizer(Optimizer):
+    """An optimizer that updates the matrices of layers by `matrix_rule`, and all else by the rule
+    of the flags. No flag selects it. Raises ValueError for state on the host.
+    """
+
+    skip_decided_on_device = False
+
+    def __init__(self, blocks: list[Block], *args: Any, matrix_rule: MatrixRule):
+        if any(block.on_host for block in blocks):
+            raise ValueError(
+                "an update rule of whole matrices acts on state on the device alone; do "
+                "without --optimizer-cpu-offload"
+            )
+        super().__init__(blocks, *args)
+        self.matrix_rule = matrix_rule
+
+    @cached_property
+    def segments(self) -> dict[Block, list[Segment]]:
+        """What the rule of the flags updates."""
+        return {block: other_segments(block) for block in self.trained}
+
+    def _update(self, rule: UpdateRule, block: Block, numbers: StepNumbers, *buffers: Any) -> None:
+        super()._update(rule, block, numbers, *buffers)
+        tensors = self.kept[block].tensors
+        step_matrices(self.matrix_rule, block, self.groups, tensors, numbers)
+        if block.rounded is not None:
+            block.rounded.copy_(block.master)
+
+
 @torch.no_grad()
 def step_matrices(
     rule: MatrixRule,
     block: Block,
     groups: Groups,
     tensors: dict[str, Tensor],
-    grad: Tensor,
-    coefficient: Tensor,
-    rates: LearningRates,
-    weight_decay: float,
+    numbers: StepNumbers,
 ) -> None:
     """One step of every matrix of a block, in place: `tensors` are master weights and states of
-    what this rank updates, `grad` its gradient, to be multiplied by `coefficient`. The collective
-    call of all ranks that hold parts of the block.
+    what this rank updates. The collective call of all ranks that hold parts of the block.
     """
     master = tensors["master"]
-    own = _own_parts(block, tensors[MOMENTUM], master, grad)
+    own = _own_parts(block, tensors[MOMENTUM], master, block.grad_shard)
+    coefficient = numbers.coefficient
     for entry in block.entries:
         if not of_matrices(entry):
             continue
-        multipliers = block.multipliers(entry)
+        ranges = block.plan.ranges
+        multipliers = next(each for stop, each in ranges if entry.start < stop)
         for box in entry.boxes:
             # 1. The momentum is updated on the slices, and each rank writes its parts into a matrix
             # of zeros.
@@ -120,9 +149,9 @@ def step_matrices(
             for part, _, weight, _ in own[box.name]:
                 change = (
                     direction[_range(part)].view(weight.shape)
-                    + weight_decay * multipliers.weight_decay * weight
+                    + numbers.weight_decay * multipliers.weight_decay * weight
                 )
-                weight.sub_(change, alpha=rates.of(multipliers))
+                weight.sub_(change, alpha=numbers.rates.of(multipliers))
 
 
 def _range(part: Box) -> tuple[slice, ...]:

@@ -3,16 +3,16 @@ updates, one norm, one fused pass a block.
 
 Blocks that are stepped on the host (offload.py) are not stepped at once: ZeRO carries out each of
 their steps before the block's weights are needed. What it keeps of a block is in memory or in
-files: state.py is how both are read and written. Update rules act element by element on slices
-(update.py), or on whole matrices (matrices.py). Called from training/step.py, once a step.
+files: state.py is how both are read and written. Update rules act on slices, element by element
+(update.py); matrices.py has those of whole matrices. Called from training/step.py, once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,13 @@ from megatron.model.init import fill_initial
 from megatron.model.kernels import choose_kernels
 from megatron.model.spec import Box, Holder, holders
 from megatron.optimizer.lr_schedule import LearningRates
-from megatron.optimizer.matrices import MatrixRule, other_segments, step_matrices
 from megatron.optimizer.nvme import FileTensor, StateFiles
 from megatron.optimizer.offload import HostSteps
-from megatron.optimizer.state import BlockState, InFiles, InMemory
+from megatron.optimizer.state import BlockState, StateInFiles
 from megatron.optimizer.update import UpdateRule, rules_of
 from megatron.parallel.blocks import STATE, Block, Segment, accumulation_dtype
 from megatron.parallel.grad_norm import clip_coefficient, sum_of_squares
+from megatron.parallel.zero import Zero
 
 MASTER = "master"  # next to the names of the rule's states: what is kept of a block
 
@@ -43,12 +43,14 @@ class StepOutcome:
     skipped: Tensor  # 1.0 where the step was skipped
 
 
-def _check_matrix_rule(rule: MatrixRule | None, blocks: Iterable[Block]) -> None:
-    if rule is not None and any(block.on_host for block in blocks):
-        raise ValueError(
-            "an update rule of whole matrices acts on state on the device alone; do "
-            "without --optimizer-cpu-offload"
-        )
+class StepNumbers(NamedTuple):
+    """What the updates of all blocks in one step have in common."""
+
+    rates: LearningRates  # each tensor takes the one that it declares
+    weight_decay: float
+    steps: Tensor  # taken before
+    coefficient: Tensor  # of the gradient
+    found_inf: Tensor  # 1 to leave everything as it is
 
 
 class Optimizer:
@@ -59,22 +61,17 @@ class Optimizer:
         blocks: list[Block],
         config: Config,
         groups: Groups = one_process(),
-        all_gather_weights: Callable[[Block], None] | None = None,
-        deferred: dict[Block, Callable[[], None]] | None = None,
-        matrix_rule: MatrixRule | None = None,
+        zero: Zero | None = None,
     ):
-        """`all_gather_weights` is called with each block whose weights have changed, if other ranks
-        hold them; `deferred` gets the steps of blocks on the host, to be called before the weights
-        are read (None: they are made at once). `matrix_rule` updates the matrices of layers, the
-        rule of the flags all else; no flag sets it. Raises ValueError where state on the host needs
-        it.
+        """`zero` sends weights that have changed to the ranks that hold them, and makes the steps
+        of blocks on the host before their weights are read. Without it they are made at once.
         """
-        _check_matrix_rule(matrix_rule, blocks)
-        self.matrix_rule = matrix_rule
         device = blocks[0].weight.device
         self.chosen, _ = choose_kernels(config, device)
-        self.blocks, self.groups = blocks, groups
-        self.all_gather_weights, self.deferred = all_gather_weights, deferred
+        self.blocks, self.groups, self.zero = blocks, groups, zero
+        # at the other stages all ranks hold these weights, or a pass gathers them
+        sends = zero is not None and zero.zero_stage in (1, 2)
+        self.all_gather_weights = zero.all_gather_weights if sends else None
         self.config = self.chosen.optimizer
         self.trained = [block for block in blocks if block.trained]
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
@@ -102,12 +99,12 @@ class Optimizer:
     def _state_of(self, block: Block, dtypes: dict[str, torch.dtype]) -> BlockState:
         """Master weights and moments, zeros of `dtypes`, where the block has them."""
         if block.in_files:
-            return InFiles(block, self.files)
+            return StateInFiles(block, self.files)
         # A frozen block has weights and no states.
         tensors = {MASTER: block.master}
         for name, dtype in dtypes.items() if block.trained else ():
             tensors[name] = torch.zeros_like(block.master, dtype=dtype)
-        return InMemory(block, tensors)
+        return BlockState(block, tensors)
 
     def initialise(self) -> None:
         """Fill the master weights from the seed and all-gather them."""
@@ -122,18 +119,7 @@ class Optimizer:
         """Give the master weights new values, as many boxes of `weight_boxes` at a time as are in
         memory together, and all-gather them.
         """
-        fill(
-            [
-                pair  # type: ignore[misc]  # what is in memory has tensors
-                for block in self.blocks
-                if not block.in_files
-                for pair in self.kept[block].boxes(MASTER)
-            ]
-        )
-        for block in self.blocks:
-            for piece, held in self.kept[block].pieces((MASTER,), "fill") if block.in_files else ():
-                fill(list(block.boxes(held[MASTER], piece)))
-                block.rounded[piece].copy_(held[MASTER])
+        self._fill((MASTER,), self.blocks, fill)
         self.all_gather_updated()
 
     def all_gather_updated(self) -> None:
@@ -150,26 +136,32 @@ class Optimizer:
         """Give the optimizer's tensors new values, as many boxes of `state_boxes` at a time as are
         in memory together.
         """
-        fill(
-            [
-                (_of_state(box, name), view)  # type: ignore[misc]
-                for name in self.state_names
-                for block in self.trained
-                if not block.in_files
-                for box, view in self.kept[block].boxes(name)
-            ]
-        )
-        for name in self.state_names:
-            for block in self.trained:
-                for piece, held in (
-                    self.kept[block].pieces((name,), "fill") if block.in_files else ()
-                ):
-                    fill(
-                        [
-                            (_of_state(box, name), view)
-                            for box, view in block.boxes(held[name], piece)
-                        ]
-                    )
+        self._fill(self.state_names, self.trained, fill)
+
+    def _fill(
+        self,
+        kinds: Sequence[str],
+        blocks: Sequence[Block],
+        fill: Callable[[list[tuple[Box, Tensor]]], None],
+    ) -> None:
+        in_memory = [block for block in blocks if not block.in_files]
+        fill(list(self._boxes(kinds, in_memory)))  # type: ignore[arg-type]  # these are tensors
+        for kind in kinds:
+            for block in blocks:
+                if not block.in_files:
+                    continue
+                for piece, held in self.kept[block].pieces((kind,), "fill"):
+                    fill([(_named(box, kind), x) for box, x in block.boxes(held[kind], piece)])
+                    if kind == MASTER:
+                        block.rounded[piece].copy_(held[kind])
+
+    def _boxes(
+        self, kinds: Sequence[str], blocks: Sequence[Block]
+    ) -> Iterator[tuple[Box, Tensor | FileTensor]]:
+        for kind in kinds:
+            for block in blocks:
+                for box, view in self.kept[block].boxes(kind):
+                    yield _named(box, kind), view
 
     def drop_gradients(self) -> None:
         """Before a step: no gradient is left of the one before, but where a step on the host has
@@ -186,16 +178,12 @@ class Optimizer:
         """Whether a word on the device suppresses a step, so that the host need not wait for the
         norm.
         """
-        return self.rule.chosen.skips_on_device and self.steps.is_cuda and self.matrix_rule is None
+        return self.rule.chosen.skips_on_device and self.steps.is_cuda
 
     @cached_property
     def segments(self) -> dict[Block, list[Segment]]:
         """The ranges of each block that are updated alike, where all of it is in memory."""
-        return {
-            block: block.segments() if self.matrix_rule is None else other_segments(block)
-            for block in self.trained
-            if not block.in_files
-        }
+        return {block: block.segments() for block in self.trained if not block.in_files}
 
     @cached_property
     def counted(self) -> dict[Block, list[slice]]:
@@ -255,22 +243,17 @@ class Optimizer:
             return StepOutcome(norm, found_inf)
 
         # 2. Steps on the host are handed over: each is made when the next forward pass needs it.
+        numbers = StepNumbers(rates, weight_decay, self.steps, coefficient, found_inf)
         assert not self.waiting, "a step on the host that no forward pass has asked for"
         self.waiting = {block for block in self.trained if block.on_host}
         if self.waiting:
-            self._defer_host_steps(rates, weight_decay, coefficient, found_inf)
+            self._defer_host_steps(numbers)
 
         # 3. Steps on the device. Weights leave for other ranks while the next block is updated.
-        scalars = {"coefficient": coefficient, "found_inf": found_inf}
         for block in self.trained:
             if block.on_host:
                 continue
-            grad = block.grad_shard
-            self._update(
-                self.rule, block, self.steps, rates, weight_decay, grad, block.rounded, **scalars
-            )
-            if self.matrix_rule is not None:
-                self._update_matrices(block, rates, weight_decay, coefficient)
+            self._update(self.rule, block, numbers, block.grad_shard, block.rounded)
             if not self.keeps_gradients:
                 block.drop()
             if self.all_gather_weights is not None:
@@ -278,39 +261,36 @@ class Optimizer:
         self.steps += 1 - found_inf
         return StepOutcome(norm, found_inf)
 
-    def _defer_host_steps(
-        self, rates: LearningRates, weight_decay: float, coefficient: Tensor, found_inf: Tensor
-    ) -> None:
+    def _defer_host_steps(self, numbers: StepNumbers) -> None:
         """Hand over the steps of blocks on the host."""
         # Gradients may cross to the host from here on; the scalars have to be there before the
         # first step.
         self.host.begin()
         if self.files is not None:
             self.files.expect(tuple(self.files.dtypes))
-        scalars = {"coefficient": coefficient.cpu(), "found_inf": found_inf.cpu()}
-        # A copy: the step count moves on before the last block is stepped.
-        count = self.steps.to("cpu", copy=True)
+        # A copy of the step count, which moves on before the last block is stepped.
+        numbers = numbers._replace(
+            steps=self.steps.to("cpu", copy=True),
+            coefficient=numbers.coefficient.cpu(),
+            found_inf=numbers.found_inf.cpu(),
+        )
         for block in self.trained:
-            if block.on_host:
-                update = partial(
-                    self._update, self.host_rule, block, count, rates, weight_decay, **scalars
-                )
-                step = partial(self._step_on_host, block, update)
-                if self.deferred is None:
-                    step()
-                else:
-                    self.deferred[block] = step
+            if not block.on_host:
+                continue
+            update = partial(self._update, self.host_rule, block, numbers)
+            step = partial(self._step_on_host, block, update)
+            if self.zero is None:
+                step()
+            else:
+                self.zero.defer(block, step)
 
     def _update(
         self,
         rule: UpdateRule,
         block: Block,
-        steps: Tensor,
-        rates: LearningRates,
-        weight_decay: float,
+        numbers: StepNumbers,
         grad: Tensor,
         out: Tensor | None,
-        **scalars: Any,
     ) -> None:
         """Step a block: piece by piece of what is in memory, segment by segment of what is updated
         alike.
@@ -325,29 +305,14 @@ class Optimizer:
                     held[MASTER][part],
                     near[part],
                     {name: held[name][part] for name in self.state_names},
-                    steps,
-                    lr=rates.of(multipliers),
-                    weight_decay=weight_decay * multipliers.weight_decay,
+                    numbers.steps,
+                    lr=numbers.rates.of(multipliers),
+                    weight_decay=numbers.weight_decay * multipliers.weight_decay,
                     eps_multiplier=multipliers.eps,
+                    coefficient=numbers.coefficient,
+                    found_inf=numbers.found_inf,
                     out=None if rounded is None else rounded[part],
-                    **scalars,
                 )
-
-    def _update_matrices(
-        self, block: Block, rates: LearningRates, weight_decay: float, coefficient: Tensor
-    ) -> None:
-        step_matrices(
-            self.matrix_rule,
-            block,
-            self.groups,
-            self.kept[block].tensors,
-            block.grad_shard,
-            coefficient,
-            rates,
-            weight_decay,
-        )
-        if block.rounded is not None:
-            block.rounded.copy_(block.master)
 
     @torch.no_grad()
     def _step_on_host(self, block: Block, update: Callable[[Tensor, Tensor | None], None]) -> None:
@@ -363,16 +328,11 @@ class Optimizer:
         """The parts of logical weights in this rank's master weights, each with the view that holds
         it.
         """
-        for block in self.blocks:
-            yield from self.kept[block].boxes(MASTER)
+        return self._boxes((MASTER,), self.blocks)
 
     def state_boxes(self) -> Iterator[tuple[Box, Tensor | FileTensor]]:
         """The same of the optimizer's tensors, named `optimizer.<state>.<weight>`."""
-        for name in self.state_names:
-            for block in self.trained:
-                yield from (
-                    (_of_state(box, name), view) for box, view in self.kept[block].boxes(name)
-                )
+        return self._boxes(self.state_names, self.trained)
 
     def holder(self, box: Box) -> Holder | None:
         """The place of this rank among those that hold one of its boxes and may write it. None for
@@ -423,5 +383,6 @@ class Optimizer:
         return count
 
 
-def _of_state(box: Box, name: str) -> Box:
-    return replace(box, name=f"optimizer.{name}.{box.name}")
+def _named(box: Box, kind: str) -> Box:
+    """A box of a weight as a checkpoint names that of a state."""
+    return box if kind == MASTER else replace(box, name=f"optimizer.{kind}.{box.name}")

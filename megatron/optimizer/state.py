@@ -1,5 +1,5 @@
-"""What an optimizer keeps of one block, wherever it is: one protocol for tensors in memory (the
-device's or the host's) and in files.
+"""What an optimizer keeps of one block, wherever it is: in memory (the device's or the host's) or
+in files.
 
 Kinds are "master" (the weights that are updated, in fp32 or fp64) and the names of the update
 rule's states. Read by optimizer.py alone.
@@ -8,7 +8,7 @@ rule's states. Read by optimizer.py alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,42 +21,34 @@ Use = Literal["read", "change", "fill"]  # fill: the old values are of no use
 Held = tuple[slice, dict[str, Tensor]]  # a part of what a rank updates, and its tensors
 
 
-class BlockState(Protocol):
-    """`tensors`: those that are in memory all the time, by kind."""
-
-    tensors: dict[str, Tensor]
-
-    def pieces(self, kinds: Sequence[str], use: Use) -> Iterable[Held]:
-        """What is in memory at a time of what this rank updates of the block, with its tensors of
-        these kinds: theirs until the next is asked for.
-        """
-
-    def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor | FileTensor]]:
-        """The parts of logical tensors in the tensor of this kind, each with what a checkpoint
-        reads it from.
-        """
-
-
-class InMemory:
-    """State in the memory of the device, or of the host."""
+class BlockState:
+    """State in the memory of the device, or of the host. `tensors`, by kind: those that are in
+    memory all the time.
+    """
 
     def __init__(self, block: Block, tensors: dict[str, Tensor]):
         self.block, self.tensors = block, tensors
 
     def pieces(self, kinds: Sequence[str], use: Use) -> Iterable[Held]:
+        """What is in memory at a time of what this rank updates of the block, with its tensors of
+        these kinds: theirs until the next is asked for.
+        """
         first, last = self.block.own
         return [(slice(0, last - first), self.tensors)]
 
-    def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor]]:
-        yield from self.block.boxes(self.tensors[kind])
+    def boxes(self, kind: str) -> Iterator[tuple[Box, Tensor | FileTensor]]:
+        """The parts of logical tensors in the tensor of this kind, each with what a checkpoint
+        reads it from.
+        """
+        return self.block.boxes(self.tensors[kind])
 
 
-class InFiles:
+class StateInFiles(BlockState):
     """State in files of the host, used piece by piece."""
 
     def __init__(self, block: Block, files: StateFiles):
-        self.block, self.files = block, files
-        self.tensors: dict[str, Tensor] = {}
+        super().__init__(block, {})
+        self.files = files
 
     def pieces(self, kinds: Sequence[str], use: Use) -> Iterator[Held]:
         for part in self.files.parts[self.block]:

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,13 +102,6 @@ class Plan:
                 start = entry.stop
         return tuple((first, last) for first, last in (*found, (start, self.size)) if first < last)
 
-    @property
-    def decayed(self) -> int:
-        """Elements at its beginning that take weight decay."""
-        return max(
-            (stop for stop, multipliers in self.ranges if multipliers.weight_decay > 0), default=0
-        )
-
 
 class Segment(NamedTuple):
     """A range of what a rank updates, and what an update rule multiplies there."""
@@ -133,6 +126,15 @@ class Block:
         kept       what a gather of stage 3 reads: `rounded`, else `master`
         grad       the whole block's gradient, from a backward pass to its reduction or the update
         summed     stages 2 and 3: `own` of the reduced gradient
+        early      stages 2 and 3: what first halves of split backward passes have completed
+
+    The life of a gradient, in methods that ZeRO and the optimizer call:
+
+        open        before the first backward pass of a step (stages 2 and 3: of a micro-batch)
+        open_early, close_early, add_early     around the halves of a split backward pass
+        complete    after the last of these passes
+        close       stages 2 and 3: its reduction begins, and ends in `summed`
+        drop        the update has used it, or the next step begins
     """
 
     grad_place: Tensor | None = None  # of every gradient buffer, where CUDA graphs write to it
@@ -162,22 +164,23 @@ class Block:
         self.own = mine if zero_stage > 0 else (0, self.size)
         # what this rank counts, where all count once
         self.share = _equal_part(mine, groups.replicate)
-        self.weight = torch.zeros(self.size, dtype=dtype, device=device)
-        self._take_parameters()
-        wide = accumulation_dtype(dtype) if self.trained else dtype
-        # autograd counts no writes to it
-        empty = torch.empty(0, dtype=dtype, device=device)
-        self.untracked = empty.set_(self.weight.untyped_storage(), 0, (self.size,), (1,))
+        self._make_weight(dtype, device)
         if zero_stage == 3:
             self.release()
         self.grad: Tensor | None = None
-        self.summed: Tensor | None = None  # stages 2 and 3: the slice, once a reduction has come
+        self.summed: Tensor | None = None
+        self.early: dict[Any, Tensor] = {}
+        wide = accumulation_dtype(dtype) if self.trained else dtype
         self._build_masters(dtype, wide, device)
 
-    def _take_parameters(self) -> None:
-        """Make the parameters views into the weight. model/spec.py has the table of what each
-        carries from then on.
+    def _make_weight(self, dtype: torch.dtype, device: torch.device) -> None:
+        """The weight, zeros, with the parameters as views into it. model/spec.py has the table of
+        what each carries from then on.
         """
+        self.weight = torch.zeros(self.size, dtype=dtype, device=device)
+        # autograd counts no writes to it
+        empty = torch.empty(0, dtype=dtype, device=device)
+        self.untracked = empty.set_(self.weight.untyped_storage(), 0, (self.size,), (1,))
         for entry, parameter in zip(self.entries, self.parameters, strict=True):
             # Swapped in place: modules and optimizers that hold the parameter keep the same object.
             stored = nn.Parameter(entry.view(self.weight), requires_grad=self.trained)
@@ -302,9 +305,9 @@ class Block:
             parameter.main_grad = None
         return grad
 
-    def open_early(self) -> Tensor:
+    def open_early(self, key: Any) -> None:
         """A `main_grad` of zeros for what a split backward pass completes with the input gradient:
-        buffer [size - late], the rest has none.
+        buffer [size - late], the rest has none. `key`: which pass it is.
         """
         # Small: norms, biases and positions. The matrices' part of the block has no buffer yet.
         early = torch.zeros(
@@ -313,12 +316,16 @@ class Block:
         for entry, parameter in zip(self.entries, self.parameters):
             if entry.start >= self.plan.late:
                 parameter.main_grad = entry.view(early, self.plan.late)
-        return early
+        self.early[key] = early
 
     def close_early(self) -> None:
-        """After the pass; `open` and an addition follow with the weight gradients."""
+        """After the pass; `open` and `add_early` follow with the weight gradients."""
         for parameter in self.parameters:
             parameter.main_grad = None
+
+    def add_early(self, key: Any) -> None:
+        """Before the second half: what the first has completed, in a buffer just opened."""
+        self.grad[self.plan.late :].copy_(self.early.pop(key))
 
     # ---- what this rank updates
 
@@ -384,10 +391,6 @@ class Block:
                 found.append(Segment(slice(start - first, min(stop, last) - first), multipliers))
             start = max(start, min(stop, last))
         return found
-
-    def multipliers(self, entry: BufferEntry) -> Multipliers:
-        """What an update rule multiplies at a parameter."""
-        return next(multipliers for stop, multipliers in self.plan.ranges if entry.start < stop)
 
     def _range(self, piece: slice | None) -> tuple[int, int]:
         """The block's elements [first, last) in a piece of what this rank updates; all of that for

@@ -16,6 +16,7 @@ Never run on a GPU. s sequence, b batch, h hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -148,9 +149,14 @@ class HostCopies:
     def __init__(self, device: torch.device):
         self.device = device
         self.pool = HostPool(lambda size: HostBuffer(size, device))
+        # On a CPU there are no streams, and a copy is over when it returns.
         self.on_gpu = device.type == "cuda"
-        if self.on_gpu:
-            self.leaving, self.returning = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.leaving, self.returning = (
+            torch.cuda.Stream(device) if self.on_gpu else None for _ in range(2)
+        )
+        self.on_stream: Callable[[Any], AbstractContextManager[Any]] = (
+            torch.cuda.stream if self.on_gpu else nullcontext
+        )
 
     def send(self, storages: list[Storage]) -> Departed:
         """Copy storages that the current stream has written. They stay until `let_go`."""
@@ -158,20 +164,17 @@ class HostCopies:
             # Buffers are taken in the order of the copies, so the pool's size is the same in every
             # step.
             storage.buffer = self.pool.take(storage.size)
-        if not self.on_gpu:
-            for storage in storages:
-                self._copy_out(storage)
-            return Departed(storages, None)
         # The copies read what the pass has written, and write where an earlier copy back may still
         # read.
-        self.leaving.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.leaving):
+        if self.on_gpu:
+            self.leaving.wait_stream(torch.cuda.current_stream())
+        with self.on_stream(self.leaving):
             for storage in storages:
                 assert storage.buffer is not None
                 if storage.buffer.read is not None:
                     self.leaving.wait_event(storage.buffer.read)
                 self._copy_out(storage)
-            return Departed(storages, self.leaving.record_event())
+            return Departed(storages, self.leaving.record_event() if self.on_gpu else None)
 
     @staticmethod
     def _copy_out(storage: Storage) -> None:
@@ -195,20 +198,16 @@ class HostCopies:
             # Allocated on the current stream, whose passes will read it.
             size = storage.size // storage.dtype.itemsize
             storage.tensor = torch.empty(size, dtype=storage.dtype, device=self.device)
-        if not self.on_gpu:
-            for storage in departed.storages:
-                self._copy_back(storage)
-            return None
-        # whose memory the current stream has used until now
-        self.returning.wait_stream(torch.cuda.current_stream())
-        self.returning.wait_event(departed.over)
-        with torch.cuda.stream(self.returning):
+        if self.on_gpu:  # whose memory the current stream has used until now
+            self.returning.wait_stream(torch.cuda.current_stream())
+            self.returning.wait_event(departed.over)
+        with self.on_stream(self.returning):
             for storage in departed.storages:
                 buffer = storage.buffer
                 self._copy_back(storage)
-                assert buffer is not None
-                buffer.read = self.returning.record_event()
-            return self.returning.record_event()
+                if self.on_gpu:
+                    buffer.read = self.returning.record_event()
+            return self.returning.record_event() if self.on_gpu else None
 
     def _copy_back(self, storage: Storage) -> None:
         """The buffer is free again once it has been read."""

@@ -35,6 +35,8 @@ from megatron.parallel.schedule import (
 from megatron.parallel.zero import Zero
 from megatron.parallel.zero_plan import After, Before, ZeroPlan
 
+BACKWARDS = COMPUTATIONS - {Kind.FORWARD}
+
 
 class StepSums(NamedTuple):
     """Sums over the forward passes of a step on this rank."""
@@ -72,6 +74,7 @@ class RankSchedule(NamedTuple):
     acknowledgements: dict[Message, tuple[int, int]]
     passes: list[Pass]  # of all tasks
     zero_plan: ZeroPlan
+    trains: bool  # it has backward passes, else it is an evaluation
 
 
 class StepState:
@@ -168,20 +171,18 @@ class Pipeline:
         zero_plan = self.zero.plan([turn for own in turns for turn in own])
 
         # 2. Each task with its passes, and those with their part of that plan.
-        computed = [actions for actions in orders if actions[0].kind in COMPUTATIONS]
-        last_use = {action.micro: actions for actions in computed for action in actions}
         around = iter(zero_plan.passes)
-        tasks = []
-        for actions, own in zip(orders, turns):
-            passes = tuple(self._layer_pass(each, *next(around)) for turn in own for each in turn)
-            ends = [micro for _, _, micro in actions if last_use.get(micro) is actions]
-            tasks.append(Task(actions, _label(actions), passes, tuple(ends)))
+        passes = [
+            tuple(self._layer_pass(each, *next(around)) for turn in own for each in turn)
+            for own in turns
+        ]
         plan = RankSchedule(
             schedule,
-            tasks,
+            list(map(Task, orders, map(_label, orders), passes, _ends(orders))),
             acknowledgements(schedule, self.rank),
             [each for own in turns for turn in own for each in turn],
             zero_plan,
+            trains=any(action.kind in BACKWARDS for actions in orders for action in actions),
         )
         self.prepared[id(schedule)] = plan
         return plan
@@ -211,7 +212,7 @@ class Pipeline:
         aux_scale: float | None = None,
     ) -> StepSums:
         """Carry out a schedule: add the gradients of loss_scale x objective of all micro-batches to
-        main_grad, or under torch.no_grad compute the losses alone.
+        main_grad, or compute the losses alone where it has no backward passes.
 
         `micro_batches` are taken one by one, when their first computation on this rank begins;
         `aux_scale` (default: loss_scale) multiplies the layers' part of the objective. Raises
@@ -229,9 +230,15 @@ class Pipeline:
             self.device,
         )
         step = StepState(messages, loss_scale, loss_scale if aux_scale is None else aux_scale)
-        for task in plan.tasks:
-            action = task.actions[0]
-            if action.kind in COMPUTATIONS:
+        with torch.set_grad_enabled(plan.trains):
+            for task in plan.tasks:
+                action = task.actions[0]
+                if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                    messages.send(action)
+                    continue
+                if action.kind not in COMPUTATIONS:
+                    messages.receive(action)
+                    continue
                 begun = None if recording is None else recording.begin()
                 with step.in_trace(task.label):
                     for each in task.actions:
@@ -245,10 +252,6 @@ class Pipeline:
                     recording.add(task.actions, begun)
                 for micro in task.ends:
                     del step.micro_batches[micro]
-            elif action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-                messages.send(action)
-            else:
-                messages.receive(action)
         # The last sends may still be on their way: their tensors are freed when they have arrived.
         messages.finish()
         assert not (step.saved or step.micro_batches), "the schedule left something undone"
@@ -339,6 +342,16 @@ def loss_gradient(sums: Tensor, scale: float) -> Tensor:
     dy = sums.new_zeros(sums.shape)
     dy[0].fill_(scale)  # a tensor of numbers would be copied from the host, which waits for the GPU
     return dy
+
+
+def _ends(orders: Sequence[tuple[Action, ...]]) -> list[tuple[int, ...]]:
+    """For each task the micro-batches that are used by none after it. Messages use none."""
+    computed = [actions for actions in orders if actions[0].kind in COMPUTATIONS]
+    last_use = {action.micro: actions for actions in computed for action in actions}
+    return [
+        tuple(micro for _, _, micro in actions if last_use.get(micro) is actions)
+        for actions in orders
+    ]
 
 
 def _label(actions: tuple[Action, ...]) -> str:

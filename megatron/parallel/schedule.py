@@ -121,38 +121,33 @@ class Schedule:
             yield from reversed(task)
 
 
+# computations whose input or output travels between stages
+TRAVELLING = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
 def needs(action: Action, placement: Sequence[int]) -> Message | None:
     """The message that a computation waits for; None when its input is made on the same rank, or
     there is none.
     """
     kind, stage, micro = action
-    if kind is Kind.FORWARD and stage > 0 and placement[stage - 1] != placement[stage]:
-        return Message(Kind.FORWARD, stage, micro)
-    if (
-        kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        and stage + 1 < len(placement)
-        and placement[stage + 1] != placement[stage]
-    ):
-        return Message(Kind.BACKWARD, stage, micro)
-    return None
+    source = stage - 1 if kind is Kind.FORWARD else stage + 1
+    if kind not in TRAVELLING or not _are_apart(stage, source, placement):
+        return None
+    return Message(Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, stage, micro)
 
 
 def makes(action: Action, placement: Sequence[int]) -> Message | None:
     """The message that a computation leaves to be sent; None when its result stays on the rank."""
     kind, stage, micro = action
-    if (
-        kind is Kind.FORWARD
-        and stage + 1 < len(placement)
-        and placement[stage + 1] != placement[stage]
-    ):
-        return Message(Kind.FORWARD, stage + 1, micro)
-    if (
-        kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        and stage > 0
-        and placement[stage - 1] != placement[stage]
-    ):
-        return Message(Kind.BACKWARD, stage - 1, micro)
-    return None
+    reader = stage + 1 if kind is Kind.FORWARD else stage - 1
+    if kind not in TRAVELLING or not _are_apart(stage, reader, placement):
+        return None
+    return Message(Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD, reader, micro)
+
+
+def _are_apart(stage: int, other: int, placement: Sequence[int]) -> bool:
+    """Whether the other stage exists, on another rank."""
+    return 0 <= other < len(placement) and placement[stage] != placement[other]
 
 
 def channel_of(

@@ -36,7 +36,6 @@ from megatron.distributed.collectives import (
 )
 from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
-from megatron.model.layer import Layer
 from megatron.parallel.blocks import Block
 from megatron.parallel.grad_norm import sum_of_squares
 from megatron.parallel.layer_runner import Pass
@@ -64,12 +63,8 @@ class Zero:
         self._make_streams(blocks[0].weight.device)
 
         # What passes change. Between two steps all of it is empty but `gathering` and `deferred`.
-        # stages 2 and 3, by layer and micro-batch: of a split backward pass, what its first half
-        # completes
-        self.early: dict[tuple[Layer, int] | None, list[Tensor]] = {}
         self.gathering: dict[Block, Handle] = {}
-        # steps of blocks on the host, which the optimizer leaves here: each is made when the next
-        # pass comes near the block, or by `wait_for_weights`
+        # steps of blocks on the host
         self.deferred: dict[Block, Callable[[], None]] = {}
         self.reducing: tuple[Block, Tensor, Handle] | None = None
         # gradient buffers that a side stream may still read, and the event after which none does
@@ -135,12 +130,10 @@ class Zero:
             if self.reducing is not None or self.spent:
                 self._make_room(block)
             block.open()
-        if todo.opens_early:
-            self.early[todo.key] = [block.open_early() for block in todo.opens_early]
-        if todo.adds_early:
-            # what the first half has completed
-            for block, early in zip(todo.adds_early, self.early.pop(todo.key, ())):
-                block.grad[block.plan.late :].copy_(early)
+        for block in todo.opens_early:
+            block.open_early(todo.key)
+        for block in todo.adds_early:
+            block.add_early(todo.key)
 
         # Weights: those of the last update have arrived (stages 0 to 2), or are whole (stage 3).
         for block in todo.waits_for:
@@ -232,6 +225,12 @@ class Zero:
                 )
             if not self.overlap_gather:
                 self._arrive(block)
+
+    def defer(self, block: Block, step: Callable[[], None]) -> None:
+        """Make the step of a block on the host when the next pass comes near the block, or in
+        `wait_for_weights`.
+        """
+        self.deferred[block] = step
 
     def wait_for_weights(self) -> None:
         """Wait for all weights that are on their way or to be changed."""
@@ -364,19 +363,27 @@ def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:
         assert name != "tied" or all(
             block.zero_stage == 0 or len(block.entries) == 1 for block in blocks if _is_tied(block)
         )
-        pack: list[Tensor] = []
-        size = 0  # bytes
-        for index, view in enumerate(views):
-            pack.append(view)
-            size += view.numel() * view.element_size()
-            if index == len(views) - 1 or size >= SCRATCH_BYTES:
-                if len(pack) == 1:  # a tied matrix: no copy of it
-                    all_reduce(pack[0], axis)
-                else:
-                    packed = all_reduce(torch.cat(pack), axis)
-                    for x, summed in zip(pack, packed.split([x.numel() for x in pack])):
-                        x.copy_(summed)
-                pack, size = [], 0
+        for pack in _packs(views):
+            if len(pack) == 1:  # a tied matrix: no copy of it
+                all_reduce(pack[0], axis)
+                continue
+            packed = all_reduce(torch.cat(pack), axis)
+            for x, summed in zip(pack, packed.split([x.numel() for x in pack])):
+                x.copy_(summed)
+
+
+def _packs(views: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The views in packs, each of as few as have SCRATCH_BYTES together."""
+    pack: list[Tensor] = []
+    size = 0  # bytes
+    for view in views:
+        pack.append(view)
+        size += view.nbytes
+        if size >= SCRATCH_BYTES:
+            yield pack
+            pack, size = [], 0
+    if pack:
+        yield pack
 
 
 def _is_tied(block: Block) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.config.groups import Config
 from megatron.distributed.groups import Groups
 from megatron.distributed.peers import is_out_of_memory
-from megatron.optimizer.state import InMemory
+from megatron.optimizer.state import BlockState
 from megatron.parallel.blocks import Block
 from megatron.parallel.layer_runner import Graph
 from megatron.training.advisor import Advisor
@@ -175,7 +175,7 @@ def _reachable() -> list[Buffer]:
             others.append(("tensor", thing))
         elif issubclass(kind, Block):
             buffers += _of_block(thing)
-        elif kind is InMemory:
+        elif kind is BlockState:
             buffers += [(f"{name} of {thing.block.name}", x) for name, x in thing.tensors.items()]
         elif kind is Graph:
             nodes.append(thing.output.node)

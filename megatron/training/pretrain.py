@@ -305,8 +305,7 @@ def _build_engine(
     with explained_out_of_memory(config, vocab_size, groups, device, advisor):
         zero, pipeline = _build_pipeline(config, vocab_size, groups, device)
         with raise_on_all_ranks(groups.world, device):
-            gather = zero.all_gather_weights if zero.zero_stage in (1, 2) else None
-            optimizer = Optimizer(zero.blocks, config, groups, gather, zero.deferred)
+            optimizer = Optimizer(zero.blocks, config, groups, zero)
     return zero, pipeline, optimizer
 
 

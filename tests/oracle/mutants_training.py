@@ -387,10 +387,15 @@ def _(original):
     return lambda norm, limit: original(norm.square(), limit)
 
 
+def decayed_end(block) -> int:
+    """Elements at a block's beginning that take weight decay: its matrices."""
+    return max((end for end, each in block.plan.ranges if each.weight_decay > 0), default=0)
+
+
 @mutant("clipping", "a norm without the vectors", "gpt-files", Optimizer, "grad_sq_sum")
 def _(original):
     def grad_sq_sum(self):
-        decayed = (block.grad_shard[: block.plan.decayed] for block in self.trained)
+        decayed = (block.grad_shard[: decayed_end(block)] for block in self.trained)
         return sum(part.double().square().sum() for part in decayed)
 
     return grad_sq_sum
@@ -798,7 +803,7 @@ def _(original):
 )
 def _(original):
     return lambda self: sum(
-        block.master[: block.plan.decayed].double().square().sum() for block in self.blocks
+        block.master[: decayed_end(block)].double().square().sum() for block in self.blocks
     )
 
 

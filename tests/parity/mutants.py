@@ -520,9 +520,9 @@ MUTANTS = (
     ),
     Mutant(
         "gradients that are complete early dropped",
-        ZERO,
-        "block.grad[block.plan.late :].copy_(early)",
-        "pass",
+        BLOCKS,
+        "self.grad[self.plan.late :].copy_(self.early.pop(key))",
+        "self.early.pop(key)",
         ("fp64-documents-pp2-zero-bubble-dp2-zero2",),
     ),
     Mutant(

@@ -166,10 +166,9 @@ class CountedBlock(Block):
         self.ledger.watch("gradients" if self.zero_stage < 2 else "slots", self.grad)
         self.ledger.look()
 
-    def open_early(self) -> Tensor:
-        early = super().open_early()
-        self.ledger.watch("activations", early)
-        return early
+    def open_early(self, key: Any) -> None:
+        super().open_early(key)
+        self.ledger.watch("activations", self.early[key])
 
     @property
     def summed(self) -> Tensor | None:

@@ -4,11 +4,8 @@ line see them stepped.
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
-from parity import worker
 from parity.layouts import BASE
 from parity.worker import run_case
 
@@ -56,37 +53,3 @@ def test_the_share_of_the_host_is_the_last_blocks():
     assert on_host_of([4, 2, 2, 2, 6], 0.5) == [False, False, False, True, True]
     # 2 of 16 are nearer to it than 6
     assert on_host_of([4, 2, 2, 2, 6], 0.1) == [False, False, False, True, False]
-
-
-def memory(flags):
-    """Bytes of master weights and moments, by whether the block is stepped on the host."""
-    found = {}
-
-    def look(run):
-        for block in run.optimizer.blocks:
-            tensors = run.optimizer.kept[block].tensors.values()
-            apart = [
-                x
-                for x in tensors
-                if x.untyped_storage().data_ptr() != block.weight.untyped_storage().data_ptr()
-            ]
-            found[block.on_host] = found.get(block.on_host, 0) + sum(
-                x.numel() * x.element_size() for x in apart
-            )
-
-    # is called with the run when it is over
-    with mock.patch.object(worker, "published_weights_are_the_masters", look):
-        run_case(flags)
-    return found
-
-
-def test_weights_and_their_masters_part_when_these_move_to_the_host(gloo_world):
-    """In fp32 masters are weights; on the host they are 12 bytes a parameter for 8."""
-    flags = (
-        *BASE,
-        *"--micro-batch-size 2 --train-iters 1 --lr-warmup-iters 0 --zero-stage 2".split(),
-    )
-    (here,), (there,) = (
-        gloo_world(2).run(memory, (*flags, *more))[:1] for more in ((), (OFFLOAD,))
-    )
-    assert set(here) == {False} and set(there) == {True} and there[True] == here[False] * 12 // 8

@@ -10,8 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.tools._study.equal_work import narrow_bound
-from parity.compare import FP64_GATE, fp64, narrow
+from parity.compare import FP64_GATE, fp64
 from parity.layouts import BASE, KEY_BIAS, NO_DROPOUT, Row
 from parity.worker import Outcome, one_thread, run_case
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import TransformerLayer
-from megatron.model.linear import _Linear
 from megatron.model.spec import declare_grad_sum, parts_under
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 from megatron.observe.tracking import read_metrics
@@ -82,19 +80,26 @@ class Adapter(nn.Module):
         return self.up(F.gelu(self.down(self.norm(x))))
 
 
-class Adapted(TransformerLayer):
+class Undeclared(TransformerLayer):
+    """A layer with an adapter at its end, which does not declare how its gradients are summed."""
+
+    def __init__(self, config: ModelConfig, *rest: Any):
+        super().__init__(config, *rest)
+        self.adapter = Adapter(config.hidden_size)
+
+    def forward(self, x: Tensor, micro) -> Tensor:
+        y = super().forward(x, micro)
+        return y + self.adapter(y)
+
+
+class Adapted(Undeclared):
     """A layer with an adapter at its end."""
 
     def __init__(
         self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = NO_TP, *rest: Any
     ):
         super().__init__(config, seed, index, tp, *rest)
-        self.adapter = Adapter(config.hidden_size)
         declare_grad_sum(self.adapter, parts_under(tp.sequence))
-
-    def forward(self, x: Tensor, micro) -> Tensor:
-        y = super().forward(x, micro)
-        return y + self.adapter(y)
 
 
 def build(layer: type[TransformerLayer] = Adapted, tp: TensorParallel = NO_TP) -> GPTModel:
@@ -254,24 +259,16 @@ def alone() -> dict[int, Outcome]:
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RUNS = [
-    ("dp2", ""),
-    ("dp2 zero1", ""),
     ("dp2 zero2", FULL),
-    ("dp2 zero3", ""),
     ("dp2 zero3 kept", FULL),
     ("dp4 zero3 shard2", ""),
-    ("tp2", ""),
     ("tp2 sp", FULL),
     ("tp2 sp dp2 zero3", ""),
-    ("pp2 gpipe dp2 zero1", ""),
     ("pp2 1f1b", FULL),
     ("pp2 interleaved v2 dp2 zero2", ""),
-    ("pp2 zero-bubble", ""),
     ("pp2 zero-bubble dp2 zero2", FULL),
     ("pp2 zero-bubble tp2 sp dp2 zero3", ""),
-    ("pp2 zero-bubble-v", ""),
     ("pp2 zero-bubble-v dp2 zero3", FULL),
-    ("dp2", "--optimizer-cpu-offload --optimizer-offload-fraction 1"),
     ("dp2 zero3", "--optimizer-cpu-offload --param-cpu-offload --optimizer-offload-fraction 1"),
 ]
 
@@ -279,9 +276,7 @@ RUNS = [
 @pytest.mark.parametrize(("layout", "flags"), RUNS, ids=str)
 @pytest.mark.default(
     f"dp2 zero3 kept-{FULL}",
-    "dp4 zero3 shard2-",
     "tp2 sp dp2 zero3-",
-    f"pp2 1f1b-{FULL}",
     f"pp2 zero-bubble dp2 zero2-{FULL}",
 )
 def test_every_layout_trains_them_as_one_process(gloo_world, alone, layout, flags):
@@ -290,21 +285,6 @@ def test_every_layout_trains_them_as_one_process(gloo_world, alone, layout, flag
         run, (*FLAGS, "--fp64", "--num-layers", str(layers), *words.flags, *flags.split())
     )
     assert fp64(alone[layers], outcomes, zero=KEY_BIAS) == []
-
-
-@pytest.mark.parametrize("layout", ["dp2 zero2", "pp2 zero-bubble dp2 zero3"])
-@pytest.mark.default("dp2 zero2")
-def test_gradients_in_bf16(gloo_world, layout):
-    words, layers = Row(layout, "gpt").words, 4 if "pp2" in layout else 2
-    steps = "8"  # errors of fewer steps differ by more than `narrow` allows, by chance alone
-    same = (*FLAGS, "--train-iters", steps, "--num-layers", str(layers))
-    flags = (*same, "--bf16", "--main-grads-dtype", "bf16")
-    outcomes = gloo_world(words.ranks).run(run, (*flags, *words.flags))
-    one = gloo_world(1).run(run, flags)[0]
-    exact = gloo_world(1).run(run, (*same, "--fp64"))[0]
-    # each of the 8 micro-batches' gradients is rounded once more, and the sum of ranks
-    bound = narrow_bound("bf16", layers + 1) + 9 * 2.0**-8
-    assert narrow(exact, one, outcomes, bound=bound, roundoff=2.0**-8) == []
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -344,20 +324,6 @@ def test_a_parameter_that_gets_nothing_is_named():
             run_passes(build(Losing), LayerRunner(), range(1))
 
 
-def test_a_layer_of_ours_that_loses_a_gradient_is_named():
-    real = _Linear.backward
-
-    def without_bias(ctx, dy):
-        ctx.bias = None
-        return real(ctx, dy)
-
-    with (
-        mock.patch.object(_Linear, "backward", staticmethod(without_bias)),
-        pytest.raises(RuntimeError, match=r"^layers\.1\..*layers\.1\.attention\.qkv\.bias: used"),
-    ):
-        whole(build(TransformerLayer), LayerRunner(), range(1))
-
-
 def with_module(**modules: nn.Module) -> type[TransformerLayer]:
     class Layer(TransformerLayer):
         def __init__(self, *args):
@@ -393,16 +359,6 @@ def test_what_cannot_train_is_refused_by_name(message):
         build(REFUSED[message])
 
 
-class Undeclared(TransformerLayer):
-    """An adapter that does not declare how its gradients are summed."""
-
-    def __init__(
-        self, config: ModelConfig, seed: int, index: int, tp: TensorParallel = NO_TP, *rest: Any
-    ):
-        super().__init__(config, seed, index, tp, *rest)
-        self.adapter = Adapter(config.hidden_size)
-
-
 def error_of(layer: type[TransformerLayer]) -> str:
     """What is said of a model of such layers on two tensor-parallel ranks."""
     tp = TensorParallel(make_groups(Layout(tp=2), HEADS).tp)
@@ -422,9 +378,6 @@ def test_under_tensor_parallelism_the_sum_must_be_declared(gloo_world):
                     "not declared how its gradient is summed"
                 ) in error
         assert "input_norm" not in error
-
-
-def test_gradients_that_are_whole_can_be_declared(gloo_world):
     assert gloo_world(2).run(error_of, Adapted) == ["", ""]
 
 

@@ -35,11 +35,6 @@ def test_the_fields_that_an_optimizer_names_exist():
         assert named <= fields
 
 
-def with_lion(monkeypatch, **implementations):
-    monkeypatch.setitem(OPTIMIZERS, "lion", OptimizerKind({"exp_avg": "exp_avg_dtype"}, None))
-    monkeypatch.setitem(RULES, "lion", implementations)
-
-
 def complete(config, weight, grad, exp_avg, at):
     """An update rule that takes its state."""
 
@@ -48,29 +43,35 @@ def without_state(config, weight, grad, at):
     """An update rule that forgets its state."""
 
 
-def test_an_optimizer_without_functions_is_refused(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "lion", OptimizerKind({"exp_avg": "exp_avg_dtype"}, None))
-    with pytest.raises(KeyError, match="--optimizer lion: needs an entry in config/groups.py and"):
+LION = OptimizerKind({"exp_avg": "exp_avg_dtype"}, None)
+
+
+@pytest.mark.parametrize(
+    "kind, implementations, error, message",
+    [
+        (LION, None, KeyError, "needs an entry in config/groups.py and"),
+        (None, {"torch": Implementation(complete)}, KeyError, "needs an entry"),
+        (LION, {}, KeyError, "has no implementation"),
+        (
+            LION,
+            {"torch": Implementation(without_state)},
+            TypeError,
+            "torch must take the states exp_avg",
+        ),
+    ],
+)
+def test_an_incomplete_optimizer_is_refused(monkeypatch, kind, implementations, error, message):
+    if kind is not None:
+        monkeypatch.setitem(OPTIMIZERS, "lion", kind)
+    if implementations is not None:
+        monkeypatch.setitem(RULES, "lion", implementations)
+    with pytest.raises(error, match=f"--optimizer lion: {message}"):
         update.check_tables()
 
 
-def test_functions_without_an_optimizer_are_refused(monkeypatch):
+def test_a_complete_optimizer_is_accepted(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "lion", LION)
     monkeypatch.setitem(RULES, "lion", {"torch": Implementation(complete)})
-    with pytest.raises(KeyError, match="--optimizer lion: needs an entry"):
-        update.check_tables()
-
-
-def test_an_optimizer_without_an_implementation_is_refused(monkeypatch):
-    with_lion(monkeypatch)
-    with pytest.raises(KeyError, match="--optimizer lion: has no implementation"):
-        update.check_tables()
-
-
-def test_an_implementation_that_does_not_take_its_states_is_refused(monkeypatch):
-    with_lion(monkeypatch, torch=Implementation(without_state))
-    with pytest.raises(TypeError, match="--optimizer lion: torch must take the states exp_avg"):
-        update.check_tables()
-    with_lion(monkeypatch, torch=Implementation(complete))
     update.check_tables()
 
 

@@ -72,7 +72,7 @@ def test_random_lists_are_judged_as_the_machine_judges_them():
     exactly those are accepted.
     """
     verdicts = {True: 0, False: 0}
-    for seed in range(1500):
+    for seed in range(600):
         draw, schedule = drawn(seed)
         for _ in range(draw.randint(1, 2)):
             rank = draw.randrange(schedule.ranks)
@@ -91,40 +91,7 @@ def test_random_lists_are_judged_as_the_machine_judges_them():
         expected = runs(schedule, draw)
         assert accepted(schedule) == expected, (seed, expected)
         verdicts[expected] += 1
-    assert min(verdicts.values()) > 300, verdicts
-
-
-def test_random_orders_deadlock_exactly_when_the_machine_does():
-    """Each rank's computations in a separate order: complete and matched, but ranks may wait for
-    each other in a circle.
-    """
-    words = {True: 0, False: 0}
-    for seed in range(600):
-        draw, schedule = drawn(seed)
-        other = random_schedule(
-            draw,
-            schedule.placement,
-            schedule.micro_batches,
-            training=any(a.kind is not F for a in schedule.actions[0]),
-        )
-        mixed = []
-        for ours, theirs in zip(schedule.actions, other.actions):
-            kinds = {a for a in ours if a.kind in (F, B, Kind.BACKWARD_INPUT, W)}
-            again = [a for a in theirs if a.kind in (F, B, Kind.BACKWARD_INPUT, W)]
-            mixed.append(
-                again
-                if set(again) == kinds and draw.random() < 0.5
-                else [a for a in ours if a in kinds]
-            )
-        schedule = dataclasses.replace(schedule, actions=communicate(mixed, schedule.placement))
-        expected = runs(schedule, draw)
-        words[expected] += 1
-        if expected:
-            check(schedule)
-        else:
-            with pytest.raises(ScheduleError, match="deadlock: .*waits for rank"):
-                check(schedule)
-    assert min(words.values()) > 20, words
+    assert min(verdicts.values()) > 120, verdicts
 
 
 @pytest.mark.parametrize(
@@ -199,10 +166,6 @@ GPIPE, ONE, SPLIT = (
             ),
         ),
         (
-            without(ONE, 1, Action(SB, 1, 2)),
-            "rank 1, action 10 (backward of stage 1, micro-batch 2) is not sent",
-        ),
-        (
             without(ONE, 1, Action(RF, 1, 2)),
             (
                 "(forward of stage 1, micro-batch 2) has no receive of the input of stage 1, "
@@ -215,31 +178,6 @@ GPIPE, ONE, SPLIT = (
                 "(backward of stage 1, micro-batch 1) comes before the forward of stage 1, "
                 "micro-batch 1, action"
             ),
-        ),
-        (
-            exchange(ONE, 0, Action(F, 0, 0), Action(SF, 0, 0)),
-            (
-                "rank 0, action 0 (send of the output of stage 0, micro-batch 0) comes before "
-                "the forward of stage 0"
-            ),
-        ),
-        (
-            exchange(ONE, 1, Action(F, 1, 0), Action(RF, 1, 0)),
-            (
-                "(forward of stage 1, micro-batch 0) comes before the receive of the input of "
-                "stage 1, micro-batch 0"
-            ),
-        ),
-        (
-            exchange(SPLIT, 0, Action(Kind.BACKWARD_INPUT, 0, 2), Action(W, 0, 2)),
-            (
-                "(weight gradient of stage 0, micro-batch 2) comes before the input gradient of "
-                "stage 0"
-            ),
-        ),
-        (
-            without(SPLIT, 1, Action(W, 1, 1)),
-            "rank 1 has for stage 1, micro-batch 1: forward, input gradient; it must have",
         ),
         (
             placed_at(ONE, 1, 20, Action(W, 1, 1)),
@@ -256,19 +194,11 @@ GPIPE, ONE, SPLIT = (
             ),
         ),
         (
-            placed_at(GPIPE, 0, 0, Action(F, 2, 0)),
-            "does not exist: there are 2 stages and 3 micro-batches",
-        ),
-        (
             placed_at(GPIPE, 0, 2, Action(F, 0, 0)),
             (
                 "rank 0, action 2 (forward of stage 0, micro-batch 0) is a second time in the "
                 "list, first at 0"
             ),
-        ),
-        (
-            placed_at(GPIPE, 1, 20, Action(SF, 1, 0)),
-            "(send of the output of stage 1, micro-batch 0) has no rank at its other end",
         ),
         (dataclasses.replace(GPIPE, placement=(0, 2)), "its placement (0, 2) names other ranks"),
         (
@@ -300,24 +230,3 @@ def test_a_circle_of_ranks_is_named():
         "schedule crossed: deadlock: rank 0, action 4 (forward of stage 2, micro-batch 0) "
         "waits for rank 1; rank 1, action 2 (forward of stage 1, micro-batch 1) waits for rank 0"
     )
-
-
-def test_interleaving_with_a_last_group_smaller_than_the_ranks_would_wait_for_itself():
-    """Why groups are made even: 5 ranks, 2 virtual stages and 7 micro-batches in groups of 5 and
-    2.
-    """
-    forward = [(turn * 5, i) for group in (range(5), range(5, 7)) for turn in (0, 1) for i in group]
-    orders = []
-    for rank in range(5):
-        ahead = 2 * (4 - rank) + 5
-        forwards = [Action(F, first + rank, i) for first, i in forward]
-        backwards = [Action(B, 5 - first + rank, i) for first, i in forward]
-        orders.append(
-            forwards[:ahead]
-            + [a for pair in zip(forwards[ahead:], backwards) for a in pair]
-            + backwards[len(forwards) - ahead :]
-        )
-    placement = (0, 1, 2, 3, 4) * 2
-    with pytest.raises(ScheduleError, match="deadlock"):
-        check(Schedule("groups of 5 and 2", placement, 7, communicate(orders, placement)))
-    check(build_schedule("interleaved", 5, 2, 7))

@@ -83,12 +83,6 @@ def test_what_does_not_keep_its_place_is_seen(gloo_world, mutant):
         assert faults_of(row, outcomes)
 
 
-@pytest.mark.full
-def test_this_row_has_no_fault_without_a_mutant(gloo_world):
-    row = Row("pp2 interleaved v2", "llama")
-    assert not faults_of(row, gloo_world(2).run(replayed, row.flags(layout=True), row.patches))
-
-
 RUN = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 "
     "--global-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 --lr 1e-2 "

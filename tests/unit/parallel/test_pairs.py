@@ -11,11 +11,11 @@ import pytest
 from megatron.tools._plan.drawing import ROW, draw, peak_activations, schedule_of
 from megatron.tools._plan.schedule_check import ScheduleError, check
 from megatron.tools._plan.simulate import Costs, simulate
+from megatron.tools._plan.timeline_files import read_timeline
 
 from megatron.config.errors import UserError
-from megatron.config.schedules import SCHEDULES
 from megatron.parallel.schedule import Action, Kind, build_schedule
-from megatron.parallel.timeline import Span, Timeline
+from megatron.parallel.timeline import Span
 
 SIZES = [
     (name, ranks, virtual, m)
@@ -54,13 +54,6 @@ def test_all_sizes_are_right_and_bounded(name):
                 forward.stage != backward.stage or forward.micro > backward.micro
                 for backward, forward in (unit for unit in units if len(unit) == 2)
             )
-
-
-@pytest.mark.parametrize("name", [name for name, rule in SCHEDULES.items() if not rule.pairs])
-def test_schedules_without_pairs(name):
-    virtual = SCHEDULES[name].virtual
-    with pytest.raises(AssertionError, match="in pairs"):
-        build_schedule(name, 2, virtual, 4, True)
 
 
 @pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("interleaved", 2)])
@@ -129,7 +122,7 @@ def test_a_pair_that_waits_for_itself_is_found():
 def test_the_time_line_of_pairs():
     schedule = build_schedule("interleaved", 2, 2, 4, True)
     line = simulate(schedule, Costs.even(schedule))
-    assert line.pairs and Timeline.from_json(line.to_json()) == line
+    assert line.pairs and read_timeline(line.to_json()) == line
     assert schedule_of(line).pairs
     assert peak_activations(schedule_of(line)) == peak_activations(schedule)
     plain = simulate(build_schedule("1f1b", 2, 1, 4), Costs((1.0,) * 2, (1.0,) * 2, (1.0,) * 2))
@@ -141,7 +134,7 @@ def test_the_time_line_of_pairs():
         line, rows=((*row[:index], shifted, *row[index + 1 :]), line.rows[1])
     )
     with pytest.raises(UserError, match="does not end before"):
-        Timeline.from_json(wrong.to_json())
+        read_timeline(wrong.to_json())
 
 
 def test_a_pair_shares_its_row_of_the_picture():

@@ -154,22 +154,6 @@ def test_torch_pipelines_compute_the_same_and_the_table_has_all_rows(
     assert tool.torch_tables({"rows": rows}).count("too few quiet pairs") == len(rows)
 
 
-@pytest.mark.full
-def test_processes_are_started_and_answer():
-    call = {
-        "what": "sleeps",
-        "name": "1f1b",
-        "micro_batches": 3,
-        "shape": [1, 1, 8],
-        "tries": 2,
-        "costs": {kind: [0.0] for kind in "FIW"},
-    }
-    ((attempts,),) = tool.launch(1, [call])
-    assert len(attempts) == 2 and [span[:3] for span in attempts[0]["spans"]] == [
-        [kind, 0, micro] for micro in range(3) for kind in "FB"
-    ]
-
-
 def test_the_bounds_of_a_large_pipeline_are_the_known_ones(monkeypatch):
     monkeypatch.setattr(tool, "launch", lambda ranks, calls: [[[], []]])
     large = {row["schedule"]: row for row in tool.measure_memory(None)["large"]}

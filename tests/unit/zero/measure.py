@@ -9,7 +9,6 @@ import io
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from unit.zero.tracker import LiveBytes, Span
@@ -92,7 +91,7 @@ def measure(
         ]
         live.own(run.zero.blocks, states, slots=run.zero.zero_stage >= 2, host=[*stepped, *hosted])
         spans["start"].append(live.mark())
-        if leak is not None and leak != WHILE_BUILDING:  # not before: the plan runs the same code
+        if leak is not None:  # not before: the plan runs the same code
             stack.enter_context(LEAKS[leak]())
         try:
             return real_train(run)
@@ -134,8 +133,6 @@ def measure(
         stack.enter_context(mock.patch.object(loop, "evaluate", evaluate))
         stack.enter_context(pieces_of(pieces, head))
         stack.enter_context(launches_of_nothing())
-        if leak == WHILE_BUILDING:
-            stack.enter_context(LEAKS[leak]())
         code = pretrain.pretrain(parsed.config, parsed.notes)
     assert code == 0 and dist.get_world_size() == kept[0].groups.world.size
     return kept[0].groups.pp.rank, spans
@@ -176,43 +173,7 @@ def leaked_slot() -> Iterator[None]:
     assert kept
 
 
-@contextlib.contextmanager
-def kept_slice() -> Iterator[None]:
-    """The device keeps one of the slices that were copied to it from the host."""
-    start, kept = zero.start_all_gather, []
-
-    def keeping(own: Tensor, *args, **kwargs):
-        if not kept and own.numel() > 1 << 15:
-            kept.append(own.clone())
-        return start(own, *args, **kwargs)
-
-    with mock.patch.object(zero, "start_all_gather", keeping):
-        yield
-    assert kept
-
-
-@contextlib.contextmanager
-def slice_on_the_device() -> Iterator[None]:
-    """What the host should hold of one layer is on the device."""
-    allocate, made = blocks.host_memory, []
-
-    def allocating(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        made.append(size)
-        return (
-            torch.zeros(size, dtype=dtype, device=device)
-            if len(made) == 3
-            else allocate(size, dtype, device)
-        )
-
-    with mock.patch.object(blocks, "host_memory", allocating):
-        yield
-    assert len(made) >= 3
-
-
-WHILE_BUILDING = "slice on the device"
 LEAKS: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "block": leaked_block,
     "slot": leaked_slot,
-    "kept slice": kept_slice,
-    WHILE_BUILDING: slice_on_the_device,
 }

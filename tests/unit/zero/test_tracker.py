@@ -1,14 +1,11 @@
-"""The tracker itself: what counts, once, for as long as it lives; against the C library's own count
-of what is allocated.
+"""The tracker itself: what counts, once, for as long as it lives; buffers of collectives against
+resident memory.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import re
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -75,96 +72,6 @@ def test_in_place_operators_make_nothing_and_temporaries_make_a_peak():
         assert (span.now["total"], span.peak["total"]) == (base, base + 8 * KIB)
 
 
-def test_what_the_graph_alone_holds_counts_until_the_backward_pass():
-    with LiveBytes() as live:
-        x = torch.zeros(KIB, requires_grad=True)
-        base = grown(live)
-        y = x.exp().exp().sum()  # each exponential is kept for its derivative
-        assert grown(live, base) == 8
-        y.backward()
-        assert grown(live, base) == 4  # x.grad
-
-
-def test_what_lived_before_is_found():
-    held, module, cycle = (
-        kibibytes(512),
-        torch.nn.Linear(256, 256, bias=False),
-        {"a": [kibibytes(256)]},
-    )
-    cycle["b"] = cycle
-    with LiveBytes() as live:
-        before = live.mark().now["before"]
-        del held
-        assert before - live.mark().now["before"] == 512 * KIB
-        module.weight.data = torch.empty(0)
-        assert before - live.mark().now["before"] == 768 * KIB
-        del cycle
-        gc.collect()
-        assert before - live.mark().now["before"] == 1024 * KIB
-
-
-class Mallinfo(ctypes.Structure):
-    """struct mallinfo2 of malloc.h."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
-
-
-def allocated() -> int:
-    """Bytes that the C library has handed out."""
-    try:
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
-        pytest.skip("needs glibc >= 2.33")
-    mallinfo2.restype = Mallinfo
-    info = mallinfo2()
-    return info.uordblks + info.hblkhd
-
-
-def test_it_agrees_with_the_c_library():
-    """Through forward, backward and an optimizer's first step, within 2%: what operators hide
-    inside them is gone when they return.
-    """
-    layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
-    optimizer, x = torch.optim.AdamW(layers.parameters(), fused=True), torch.ones(512, 512)
-    optimizer.step()  # imports
-    layers(x).sum().backward()
-    optimizer.zero_grad()
-    with LiveBytes() as live:
-        held, base = [], (grown(live) * KIB, allocated())
-
-        def compare() -> None:
-            ours, theirs = grown(live) * KIB - base[0], allocated() - base[1]
-            held.append(ours)
-            assert abs(ours - theirs) <= 0.02 * ours + 64 * KIB
-
-        y = layers(x).sum()
-        compare()
-        y.backward()
-        compare()
-        optimizer.step()
-        compare()
-    weights, activations = 4 * (512 + 1) * 512 * 4, 512 * 512 * 4
-    assert (
-        held == sorted(held)
-        and held[0] >= 3 * activations
-        and abs(held[2] - 3 * weights) <= 64 * KIB
-    )
-
-
 def hidden_bytes(name: str, size: int) -> tuple[int, int]:
     """(bytes that the tracker saw appear during a collective of `size` bytes a rank, bytes by which
     resident memory rose in it).
@@ -221,33 +128,6 @@ def test_buffers_that_collectives_hide_are_counted(fresh_world, name):
     size = 32 << 20
     for ours, real in fresh_world.run(hidden_bytes, name, size):
         assert abs(ours - real) <= size / 4, (ours / size, real / size)
-
-
-def waits() -> list[int]:
-    """KiB seen at each sample while a message arrives in a buffer that only the pending work
-    holds.
-    """
-    rank, found = dist.get_rank(), []
-    with LiveBytes() as live:
-        base = grown(live)
-        sample = live.sample
-
-        def noted(hidden: int = 0):
-            found.append(sample(hidden)["total"] // KIB - base)
-
-        with mock.patch.object(live, "sample", noted):
-            x, y = kibibytes(4), kibibytes(8)
-            works = [dist.irecv(y, src=1 - rank), dist.isend(kibibytes(8), dst=1 - rank)]
-            x.untyped_storage().resize_(0)  # no operator
-            for work in works:
-                work.wait()
-    return found
-
-
-def test_messages_and_waits_are_sampled(gloo_world):
-    for found in gloo_world(2).run(waits):
-        # the resize between two operators is seen at the wait
-        assert max(found) == 20 and found[-1] == 16
 
 
 def test_all_functions_of_torch_distributed_that_the_project_calls_are_sampled():

@@ -4,16 +4,11 @@ list gives them, never above the table.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from parity.ledger import Call, count, own_loopback
+from parity.ledger import Call, count
 from unit.zero.rows import PRECISIONS, SMALL, Row
 
 from megatron.observe.stragglers import BLOCKS, SECTIONS
@@ -211,30 +206,3 @@ def test_what_tensor_parallel_ranks_see_in_part_is_summed_once_a_step_and_apart(
     whole = 4 * (size["layers"] * 6 + 2 + size["seq"]) * size["hidden"]
     # at stage 0 both have all of it
     assert set(parts.values()) == {whole * (2 if stage == 0 else 1)}
-
-
-LARGE = {"layers": 2, "hidden": 256, "heads": 4, "seq": 32, "vocab": 512}
-
-
-@pytest.mark.full
-def test_the_loopback_interface_saw_these_bytes():
-    """Stages 2 and 3 within 5%, on a pair of processes with an interface of their own where
-    possible.
-    """
-    row = Row(2, 2, 1, 4, "fp32", size=tuple(LARGE.items()), flags=NO_EVALUATION)
-    cases = [list(replace(row, stage=stage).command) for stage in (2, 3)]
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "parity/ledger.py"), json.dumps(cases)],
-        preexec_fn=own_loopback,
-        text=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
-    )
-    assert done.returncode == 0, done.stderr
-    for (counted, seen), stage in zip(
-        (json.loads(line) for line in done.stdout.splitlines()), (2, 3), strict=True
-    ):
-        assert counted >= 2 * STEPS * sum(
-            PRECISIONS["fp32"][2] * size / 2 * row.micro for size in row.blocks(0).values()
-        ), stage
-        assert 0.95 <= seen / counted <= 1.05, (stage, counted, seen)

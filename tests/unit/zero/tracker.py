@@ -325,15 +325,6 @@ class LiveBytes(TorchDispatchMode):
         self._begin_span()
         return span
 
-    def largest(self, kind: str, count: int = 20) -> list[tuple[int, str]]:
-        """(bytes, line that made it) of the largest storages of a kind that are alive: to find what
-        should not be.
-        """
-        return sorted(
-            ((_size(storage.ref), storage.where) for storage in list(self.live[kind].values())),
-            reverse=True,
-        )[:count]
-
 
 def _size(ref: weakref.ref[torch.UntypedStorage]) -> int:
     memory = ref()
