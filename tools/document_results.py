@@ -206,11 +206,6 @@ for campaign in (
         f"{result('odd_input')['campaigns'][name]['cases']:,}"
     )
 
-FIGURES["typos"] = lambda: f"{sum(row['typos'] for row in result('flag_typos').values()):,}"
-FIGURES["typos.accepted"] = lambda: (
-    f"{sum(row['accepted'] for row in result('flag_typos').values())}"
-)
-
 # ---- training against other programs -------------------------------------------------------------
 
 

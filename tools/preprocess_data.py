@@ -40,11 +40,10 @@ from megatron.tools._preprocess.writer import IndexedDatasetWriter, best_dtype  
 from megatron.config import compatibility  # noqa: E402
 from megatron.config.arguments import split_words  # noqa: E402
 from megatron.config.compatibility import translate_value  # noqa: E402
-from megatron.config.errors import ArgumentErrors, UserError  # noqa: E402
+from megatron.config.errors import ArgumentErrors, UserError, did_you_mean  # noqa: E402
 from megatron.config.groups import DataConfig  # noqa: E402
 from megatron.config.input_files import is_text, path_fault  # noqa: E402
 from megatron.config.options import options_by_flag  # noqa: E402
-from megatron.config.spelling import did_you_mean  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.data.indexed_dataset import DataError  # noqa: E402
 from megatron.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402

@@ -17,7 +17,8 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
-from megatron.config.options import NO_PATHS, Option, options, options_by_field
+from megatron.config.options import NO_PATHS, Option, options
+from megatron.config.reading import Reading
 from megatron.config.validate import cross_field_faults
 
 FLAGS = (
@@ -221,15 +222,13 @@ def deepspeed(count: int, seed: int, folder: Path) -> Verdicts:
     rng, verdicts, path = random.Random(seed), Verdicts(), folder / "ds.json"
     config: Config = parse_arguments(FLAGS).config
     # every field counts as given by a flag, so that a file may contradict none
-    readers = {field: option.load for (_, field), option in options_by_field().items()}
-
-    def load(field: str, value: Any) -> Any:
-        return readers[field](value)
+    chosen = {option.field for option in options()}
 
     def read() -> str:
-        found = compare_with_deepspeed(str(path), config, set(readers), load)
-        if found.faults:
-            raise ArgumentErrors(found.faults)
+        reading = Reading(config, chosen)
+        compare_with_deepspeed(str(path), reading)
+        if reading.faults:
+            raise ArgumentErrors(reading.faults)
         content = json.loads(path.read_text())
         for place in COMPARED:
             given, right = content, DEEPSPEED

@@ -3,7 +3,7 @@ fields here.
 
 The answers are data, in `compatibility.toml`, which specifies what its tables mean; a row's verdict
 is the name of its table. The names of other programs' flags are there too, so that a flag that no
-program has is unknown.
+program has is unknown. A command line of our flags does not read the file.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ import tomllib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.derive import GROUP_OF
-from megatron.config.errors import UserError
+from megatron.config.errors import UserError, nearest_word
 from megatron.config.groups import Config
-from megatron.config.options import Words, key
+from megatron.config.help import COMMANDS, HELP
+from megatron.config.named_files import data_flags
+from megatron.config.options import Option, Words, key, options_by_flag, shown
 
-Occurrence = tuple[str, Words]
+if TYPE_CHECKING:
+    from megatron.config.reading import Occurrence, Reading
+
 Condition = list[dict[str, list[Any]]]  # alternatives: the values that fields may have
 
 PAIRS = ("equals", "at_least")  # tables of flags = what they mean
 TABLES = (*PAIRS, "choice", "file", "together", "note", "not_done", "only", "refused")
+GUIDE = "docs/launching.md#settings-of-other-programs"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +57,7 @@ class CompatibilityRow:
 
     def rewrite(self, words: Words) -> list[Occurrence]:
         """The occurrences of our own flags that the row means. Raises UserError for a value that
-        is none of the choices.
+        is none of the choices, and for one that has no place.
         """
         text = self.text
         if self.choices is not None:
@@ -61,6 +66,8 @@ class CompatibilityRow:
                 known = ", ".join(name or "no value" for name in self.choices)
                 raise UserError(f"{self.text} (accepted: {known})")
             text = self.choices[value]
+        elif words and "$" not in text:
+            raise UserError("it takes no value")
         result: list[Occurrence] = []
         for word in text.split():
             if word.startswith("--"):
@@ -79,6 +86,9 @@ def _is_met(condition: Condition, config: Config) -> bool:
         all(value(field) in values for field, values in alternative.items())
         for alternative in condition
     )
+
+
+# ---------------------------------------------------------------- the data file
 
 
 @functools.cache
@@ -137,9 +147,6 @@ def find(flag: str) -> CompatibilityRow | None:
     return rows().get(flag)
 
 
-# ---------------------------------------------------------------- values of our own flags
-
-
 @functools.cache
 def by_value(section: str) -> dict[tuple[str, str], str]:
     """(flag, word) -> text, of a table whose keys are a flag and words of it."""
@@ -160,6 +167,52 @@ def asks() -> dict[tuple[str, str], CompatibilityRow]:
     }
 
 
+def check_program(content: dict[str, Any]) -> None:
+    """Raises UserError for a settings file of another training program."""
+    keys = {key.replace("-", "_") for key in content}
+    for program, signs in data()["programs"].items():
+        if any(keys.issuperset(sign.split()) for sign in signs):
+            raise UserError(
+                f"this is a configuration of {program}, which is not read; {GUIDE} lists the flags "
+                "that mean the same"
+            )
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read(reading: Reading, flag: str, words: Words) -> None:
+    """Take in a flag that is not ours: rewritten to ours, kept for `answer`, or unknown."""
+    row = find(key(flag))
+    if row is None:
+        reading.faults.append(f"{shown(flag, words)}: {_unknown(reading, flag)}")
+    elif row.verdict not in ("equals", "choice", "file"):
+        reading.foreign.append((flag, words, row))
+    else:
+        try:
+            is_file = row.verdict == "file"
+            occurrences = data_flags(key(flag), words) if is_file else row.rewrite(words)
+        except UserError as problem:
+            reading.faults.append(f"{shown(flag, words)}: {problem}")
+            return
+        for ours, values in occurrences:
+            reading.read(ours, values, written=shown(flag, words))
+
+
+def parse_value(reading: Reading, option: Option, words: Words, written: str) -> Any:
+    """The value of a flag of ours from words that are not ours, but may be another program's.
+    Raises UserError.
+    """
+    flag = option.names[0]
+    asked = asks().get((flag, " ".join(words)))
+    words, note = translate_value(flag, words)
+    value = option.parse(words)
+    if asked is not None:
+        reading.foreign.append((written, [], asked))
+    reading.notes += [note] if note else []
+    return value
+
+
 def translate_value(flag: str, words: Words) -> tuple[Words, str]:
     """Our words for another codebase's values of our own flag, and a note; raises UserError for
     values that cannot act.
@@ -169,7 +222,15 @@ def translate_value(flag: str, words: Words) -> tuple[Words, str]:
             raise UserError("must be the same in every layer that has experts; give one number")
         return words[:1], ""
     if flag == "--window-size" and len(words) == 1 and "," in words[0]:
-        return _window(words[0])
+        # Megatron-LM's pair: keys before the query, keys after it
+        left, right = (part.strip() for part in words[0].strip("()").split(",", 1))
+        if not left.isdigit() or right != "0":
+            raise UserError(
+                "Megatron's pair must be W-1,0 here: W latest tokens, itself included, none after "
+                "it"
+            )
+        size = str(int(left) + 1)
+        return [size], f"{flag} {words[0]} is a window of {size} tokens, itself included"
     for word in words:
         if (flag, word) in by_value("refused_values"):
             raise UserError(by_value("refused_values")[flag, word])
@@ -179,43 +240,30 @@ def translate_value(flag: str, words: Words) -> tuple[Words, str]:
     return [by_value("values").get(pair, words[0])], by_value("value_notes").get(pair, "")
 
 
-def _window(pair: str) -> tuple[Words, str]:
-    """Megatron-LM's pair of --window-size as one number."""
-    left, right = (part.strip() for part in pair.strip("()").split(",", 1))
-    if not left.isdigit() or right != "0":
-        raise UserError(
-            "Megatron's pair must be W-1,0 here: W latest tokens, itself included, none after it"
-        )
-    size = str(int(left) + 1)
-    return [size], f"--window-size {pair} is a window of {size} tokens, itself included"
+def _unknown(reading: Reading, flag: str) -> str:
+    """What to do about a flag that no program has."""
+    word = key(flag)
+    for names, advice in data()["follows"].items():  # short names of what follows from others
+        if word in names.split():
+            return f"unknown flag; {advice}"
+    # short names of our flags that people are used to
+    habits = [ours for ours, names in data()["habits"].items() if word in names.split()]
+    near = next(iter(habits), nearest_word(word, _known_flags()))
+    reading.unsure |= {near} if near else set()
+    is_flag = flag.startswith("--")
+    wrong = "unknown flag" if is_flag else "unexpected argument; flags begin with --"
+    return wrong + (f"; did you mean {near}?" if near else "")
 
 
-def habit(flag: str) -> str:
-    """Our flag that a short name represents, or an empty string."""
-    meant = (ours for ours, names in data()["habits"].items() if flag in names.split())
-    return next(meant, "")
-
-
-def follows(flag: str) -> str:
-    """What to do about a short name whose setting follows from others, or an empty string."""
-    advice = (text for names, text in data()["follows"].items() if flag in names.split())
-    return next(advice, "")
+@functools.cache
+def _known_flags() -> list[str]:
+    return [*options_by_flag(), *map(key, COMMANDS), *HELP, *rows()]
 
 
 # ---------------------------------------------------------------- answers
 
 
 Answered = tuple[str, Words, CompatibilityRow]  # a flag as written, its words, its row
-Lines = dict[tuple[CompatibilityRow, str], list[str]]  # the flags that share a row and a text
-
-
-@dataclass
-class Answers:
-    """What is reported about flags that are not ours; those that share a row share its line."""
-
-    notes: list[str]
-    not_done: list[str]
-    faults: list[str]
 
 
 def _fault(flag: str, words: Words, row: CompatibilityRow, config: Config) -> str:
@@ -232,23 +280,25 @@ def _fault(flag: str, words: Words, row: CompatibilityRow, config: Config) -> st
     return ""
 
 
-def answer(occurrences: list[Answered], config: Config) -> Answers:
-    """Notes, missing services and faults of other programs' flags."""
-    notes: Lines = defaultdict(list)
-    missing: Lines = defaultdict(list)
-    faults = []
-    for flag, words, row in occurrences:
+def answer(reading: Reading) -> list[str]:
+    """Adds notes and faults about other programs' flags, and returns the services among them that
+    do not exist here. Flags that share a row share its line.
+    """
+    notes: dict[tuple[CompatibilityRow, str], list[str]] = defaultdict(list)
+    missing: dict[tuple[CompatibilityRow, str], list[str]] = defaultdict(list)
+    for flag, words, row in reading.foreign:
         asks_nothing = bool(words) and set(words) <= set(row.values)
-        if fault := _fault(flag, words, row, config):
-            faults.append(fault)
+        if fault := _fault(flag, words, row, reading.config):
+            reading.faults.append(fault)
         elif row.verdict == "note":
             notes[row, row.text].append(flag)
-        elif row.verdict == "not_done" and row.is_conditional and row.holds(config):
+        elif row.verdict == "not_done" and row.is_conditional and row.holds(reading.config):
             notes[row, row.otherwise].append(flag)
         elif row.verdict == "not_done" and not asks_nothing:
             missing[row, row.text].append(flag)
-    return Answers(_lines(notes), _lines(missing), faults)
-
-
-def _lines(groups: Lines) -> list[str]:
-    return [f"{', '.join(dict.fromkeys(flags))}: {text}" for (_, text), flags in groups.items()]
+    noted, not_done = (
+        [f"{', '.join(dict.fromkeys(flags))}: {text}" for (_, text), flags in groups.items()]
+        for groups in (notes, missing)
+    )
+    reading.notes += noted
+    return not_done

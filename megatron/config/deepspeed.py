@@ -7,17 +7,17 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import compatibility, needs
 from megatron.config.derive import GROUP_OF, METADATA, data_parallel_size, spelled
 from megatron.config.errors import UserError, first_faults, shortened
-from megatron.config.groups import LR_DECAYS, Config
+from megatron.config.groups import LR_DECAYS
 from megatron.config.input_files import SETTINGS_LIMIT, read_json
 from megatron.config.metadata import flag_name
-
-Load = Callable[[str, Any], Any]  # a field's value from one of a file; raises UserError
+from megatron.config.options import options_by_field
+from megatron.config.reading import Reading
 
 PRECISIONS = {"bf16", "fp16", "fp64"}  # fields of which a run has one
 
@@ -66,41 +66,35 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass
 class Comparison:
-    """What a file means: settings that it gives, notes for the banner, and faults. `config` holds
-    the settings so far, of which flags have given the fields `chosen`.
-    """
+    """A file's content, and the settings that it is compared with and adds to."""
 
-    config: Config
-    chosen: set[str]
-    load: Load
-    content: dict = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    reading: Reading
+    content: dict[str, Any]
 
     def settle(self, name: str, theirs: Any) -> str:
         """The note on a value of our field, which equals ours or is taken. Raises UserError for one
         that contradicts a flag.
         """
-        group, flag = GROUP_OF[name], flag_name(name)
-        ours, bound = getattr(getattr(self.config, group), name), METADATA[name]["bound"]
-        value = self._value(name, theirs)
+        flag, ours, bound = flag_name(name), self.reading.value(name), METADATA[name]["bound"]
+        value, chosen = self._value(name, theirs), self.reading.chosen
         is_off = value is None or value is False
         if value == ours:
             return f"equals no {flag}" if is_off else f"equals {flag}"
         if bound is not None and value is not None and not bound.holds(value):
             raise UserError(f"{flag} must be {bound.text}")
-        rivals = PRECISIONS & self.chosen if name in PRECISIONS else set()
-        if name not in self.chosen and not rivals:
-            self.config = self.config.with_fields(group, **{name: value})
-            return f"taken, as no flag sets it: {spelled(name, value)}"
-        if name not in self.chosen:
+        rivals = PRECISIONS & chosen if name in PRECISIONS else set()
+        if name in chosen:
+            fix = "remove the flag" if is_off else f"give {spelled(name, value)}"
+            raise UserError(f"contradicts {spelled(name, ours)}; {fix} or change the file")
+        if rivals:
             raise UserError(f"contradicts {' '.join(map(flag_name, rivals))}")
-        fix = "remove the flag" if is_off else f"give {spelled(name, value)}"
-        raise UserError(f"contradicts {spelled(name, ours)}; {fix} or change the file")
+        self.reading.config = self.reading.config.with_fields(GROUP_OF[name], **{name: value})
+        return f"taken, as no flag sets it: {spelled(name, value)}"
 
     def _value(self, name: str, theirs: Any) -> Any:
         try:
-            return None if theirs is None else self.load(name, theirs)
+            option = options_by_field()[GROUP_OF[name], name]
+            return None if theirs is None else option.load(theirs)
         except UserError as problem:
             raise UserError(f"{flag_name(name)}: {problem}") from None
 
@@ -137,7 +131,7 @@ class Comparison:
     def _is_off(self, key: str) -> bool:
         """Whether a section around a key is not enabled."""
         section, path = self.content, ""
-        ours = self.config.precision
+        ours = self.reading.config.precision
         for name in key.split(".")[:-1]:
             section, path = section[name], f"{path}.{name}".lstrip(".")
             is_precision = path in ("fp16", "bf16", "bfloat16")
@@ -151,19 +145,19 @@ class Comparison:
 
     def _without_effect(self, name: str) -> str:
         """Why a key changes nothing in this run; an empty string if it does."""
-        config = self.config
+        value = self.reading.value
         if needs.DYNAMIC_SCALE in METADATA[name]["needs"]:
             theirs = self.content["fp16"].get("loss_scale")
-            ours = "loss_scale" in self.chosen or theirs in (None, "auto")
-            is_static = config.precision.loss_scale is not None if ours else theirs != 0
+            is_ours = "loss_scale" in self.reading.chosen or theirs in (None, "auto")
+            is_static = value("loss_scale") is not None if is_ours else theirs != 0
             return "has no effect with a static loss scale" if is_static else ""
         if name not in ("distribute_saved_activations", "activation_offload"):
             return ""
         # both are about the layer inputs that full recomputation keeps, the first about the
         # copies of tensor-parallel ranks
-        shards, tp = name == "distribute_saved_activations", config.distributed
-        several = tp.tensor_model_parallel_size > 1 and not tp.sequence_parallel
-        if config.training.recompute_granularity == "full" and (several or not shards):
+        shards = name == "distribute_saved_activations"
+        copies = value("tensor_model_parallel_size") > 1 and not value("sequence_parallel")
+        if value("recompute_granularity") == "full" and (copies or not shards):
             return ""
         where = " on several tensor-parallel ranks" if shards else ""
         return f"has no effect unless layers are recomputed{where}"
@@ -191,7 +185,7 @@ class Comparison:
             raise UserError(
                 "gradients are sent in fp32, or in bf16 with --grad-reduce-in-bf16; take it out"
             )
-        if self.config.optimizer.main_grads_dtype == "bf16":
+        if self.reading.value("main_grads_dtype") == "bf16":
             return self.settle("main_grads_dtype", dtype)
         return self.settle("grad_reduce_in_bf16", dtype == "bf16")
 
@@ -199,7 +193,7 @@ class Comparison:
         """Where the optimizer's state is: in files under a path, in host memory, or with the
         weights.
         """
-        in_files, flag = self.config.optimizer.optimizer_nvme_offload, "--optimizer-nvme-offload"
+        in_files, flag = self.reading.value("optimizer_nvme_offload"), "--optimizer-nvme-offload"
         device = self.content["zero_optimization"]["offload_optimizer"].get("device")
         if key == NVME_PATH and device != "nvme":
             return "has no effect without the device nvme"
@@ -215,13 +209,12 @@ class Comparison:
 
     def _accumulation(self, steps: Any) -> str:
         """The global batch; only a dry run knows its ranks here, other runs take what fits."""
-        config = self.config
-        micro, batch = config.training.micro_batch_size, config.training.global_batch_size
-        world = config.distributed.world_size
+        names = "micro_batch_size", "global_batch_size", "world_size"
+        micro, batch, world = map(self.reading.value, names)
         if type(steps) is not int or steps < 1 or not micro or (not batch and world is None):
             raise UserError("give --micro-batch-size and --global-batch-size instead")
         unit = micro * steps
-        ranks = batch // unit if world is None else data_parallel_size(config, world)
+        ranks = batch // unit if world is None else data_parallel_size(self.reading.config, world)
         note = self.settle("global_batch_size", unit * max(1, ranks))
         return f"{note}: {micro} x {steps} on {max(1, ranks)} data-parallel rank(s)"
 
@@ -256,7 +249,7 @@ class Comparison:
 
     def _schedule_values(self, known: dict[str, Any]) -> dict[str, Any]:
         """Our fields of the parameters of a DeepSpeed schedule."""
-        values, lr = {}, self.config.optimizer.lr
+        values, lr = {}, self.reading.value("lr")
         for name, value in known.items():
             if type(value) not in (int, float):
                 raise UserError(f"{name}: expected a number")
@@ -267,7 +260,7 @@ class Comparison:
 
     def _in_run_units(self, values: dict[str, Any], instead: str) -> dict[str, Any]:
         """Lengths in iterations as samples where the run is measured in samples."""
-        training = self.config.training
+        training = self.reading.config.training
         if training.train_samples is None:
             return values
         batch = training.global_batch_size
@@ -281,30 +274,27 @@ class Comparison:
         }
 
 
-def compare_with_deepspeed(path: str, config: Config, chosen: set[str], load: Load) -> Comparison:
-    """A DeepSpeed file against the settings of the flags, see Comparison."""
-    result = Comparison(config, chosen, load)
+def compare_with_deepspeed(path: str, reading: Reading) -> None:
+    """Compare the settings with a DeepSpeed file, and add those that no flag gives."""
     where = f"--deepspeed_config {path}"
     try:
-        result.content = read_json(path, dict, SETTINGS_LIMIT)
+        file = Comparison(reading, read_json(path, dict, SETTINGS_LIMIT))
     except UserError as problem:
-        result.faults.append(f"{where}: cannot be read: {problem}")
-        return result
+        reading.faults.append(f"{where}: cannot be read: {problem}")
+        return
     faults: list[str] = []
     # keys that equal our fields come first, since others are read with them; the path before the
     # device, which may do without; the schedule last
-    for names, value in sorted(_leaves(result.content), key=_order):
+    for names, value in sorted(_leaves(file.content), key=_order):
         key = ".".join(names)
         shown = key[:80] if key == "scheduler" else f"{key[:80]} = {_shown(value)}"
         try:
             _check_place(names)
-            is_schedule = key == "scheduler"
-            note = result.scheduler(value) if is_schedule else result.answer(key, value)
-            result.notes.append(f"DeepSpeed's {shown}: {note}")
+            note = file.scheduler(value) if key == "scheduler" else file.answer(key, value)
+            reading.notes.append(f"DeepSpeed's {shown}: {note}")
         except UserError as problem:
             faults.append(f"{where}: {_section(key, 'unsupported') or shown}: {problem}")
-    result.faults += first_faults(list(dict.fromkeys(faults)), where)
-    return result
+    reading.faults += first_faults(list(dict.fromkeys(faults)), where)
 
 
 def _shown(value: Any) -> str:

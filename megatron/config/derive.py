@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from megatron.config.batch_schedule import schedule_words
 from megatron.config.errors import UserError, shortened
 from megatron.config.groups import LR_DECAYS, Config, DecayKind, DistributedConfig
 from megatron.config.latent import yarn_scale
-from megatron.config.metadata import flag, flag_name
+from megatron.config.metadata import POSITIVE, flag, flag_name
 from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, virtual_stages
 
@@ -21,8 +22,18 @@ GROUP_OF = {field: group for group, fields in Config().to_dict().items() for fie
 DEFAULTS = {
     field: value for fields in Config().to_dict().values() for field, value in fields.items()
 }
-METADATA = {  # what every field declares of itself
-    field.name: field.metadata or flag(None).metadata
+
+
+def _declared(field: dataclasses.Field) -> dict[str, Any]:
+    """What a field declares of itself; a number must be above 0 where it declares no other bound."""
+    declared = dict(field.metadata or flag(None).metadata)
+    if declared["bound"] is None and re.fullmatch(r"(int|float)( \| None)?", str(field.type)):
+        declared["bound"] = POSITIVE
+    return declared
+
+
+METADATA = {
+    field.name: _declared(field)
     for group in dataclasses.fields(Config)
     for field in dataclasses.fields(type(group.default))  # type: ignore[arg-type]
 }

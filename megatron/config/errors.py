@@ -4,6 +4,9 @@ together.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 MOST_FAULTS = 20  # of one file that are listed
 
 
@@ -39,3 +42,14 @@ def some(words: list[str], most: int, between: str = ", ") -> str:
 def shortened(text: str, most: int) -> str:
     """A value in a message: at most `most` characters of it."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str:
+    """The known word that an unknown one may have been meant to be, or an empty string."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)), "")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the nearest known one, if any is near."""
+    near = nearest_word(word, known)
+    return f"; did you mean {near}?" if near else ""

@@ -25,7 +25,6 @@ from megatron.config.metadata import (
     LOSS_SCALE,
     NOT_NEGATIVE,
     OBJECTIVE,
-    POSITIVE,
     RATE,
     ROUNDING,
     SEED,
@@ -43,6 +42,16 @@ from megatron.config.metadata import (
 from megatron.config.offload import INSIDE, LAYER_INPUT
 from megatron.config.schedules import SCHEDULES
 
+yarn_flag = partial(position_flag, needs=needs.YARN, idle_without=needs.ROTARY)
+rescaled_flag = partial(position_flag, needs=needs.SCALED_ROPE, idle_without=needs.ROTARY)
+llama_rope_flag = partial(position_flag, needs=needs.LLAMA_ROPE, idle_without=needs.ROTARY)
+dynamic_scale_flag = partial(flag, needs=needs.DYNAMIC_SCALE, idle_without="--fp16")
+adam_flag = partial(flag, idle_without="--optimizer adam", change=STEPS)
+pipeline_flag = partial(flag, idle_without=needs.PIPELINE, change=ROUNDING)
+offload_flag = partial(flag, needs="--activation-offload")
+wsd_flag = partial(flag, idle_without=needs.WSD)
+profile_flag = partial(flag, idle_without="--profile")
+local_flag = partial(flag, needs="--local-checkpoint-dir DIR")
 kernel_flag = partial(flag, "auto", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]
 ApexBackend = Literal["auto", "triton", "apex", "torch"]
@@ -65,67 +74,57 @@ Prefixes = tuple[str, ...]
 class ModelConfig(ExpertsConfig, LatentConfig):
     """Shape of the transformer, attention, experts, kernels."""
 
-    num_layers: int | None = model_flag(None, bound=POSITIVE)
+    num_layers: int | None = model_flag(None)
     """Number of transformer layers."""
-    hidden_size: int | None = model_flag(None, bound=POSITIVE)
+    hidden_size: int | None = model_flag(None)
     """Hidden size of the transformer."""
-    ffn_hidden_size: int | None = model_flag(None, bound=POSITIVE)
+    ffn_hidden_size: int | None = model_flag(None)
     """MLP width. Default: 4 x hidden-size; for gated activations 2/3 of it, a multiple of 64."""
-    num_attention_heads: int | None = model_flag(None, bound=POSITIVE)
+    num_attention_heads: int | None = model_flag(None)
     """Number of query heads."""
-    kv_channels: int | None = model_flag(None, bound=POSITIVE)
+    kv_channels: int | None = model_flag(None)
     """Width of one attention head. Default: hidden-size / num-attention-heads."""
     group_query_attention: bool = model_flag(False)
     """Share each key/value head between several query heads (--num-query-groups)."""
-    num_query_groups: int | None = model_flag(None, bound=POSITIVE, needs=needs.GROUPED)
+    num_query_groups: int | None = model_flag(None, needs=needs.GROUPED)
     """Number of key/value heads when --group-query-attention is given."""
-    max_position_embeddings: int | None = position_flag(None, bound=POSITIVE)
+    max_position_embeddings: int | None = position_flag(None)
     """Longest sequence: rows of a learned position table. Default: seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = position_flag(
         "learned_absolute"
     )
     """Position encoding. For --multi-latent-attention see --rope-type."""
-    rotary_base: float = position_flag(10000.0, bound=POSITIVE, needs=needs.ROTARY)
+    rotary_base: float = position_flag(10000.0, idle_without=needs.ROTARY)
     """Base of the rotary frequencies."""
-    rotary_percent: float = position_flag(1.0, bound=SHARE, needs=needs.ROTARY)
+    rotary_percent: float = position_flag(1.0, bound=SHARE, idle_without=needs.ROTARY)
     """Share of each head's channels that rotates."""
-    no_rope_freq: str | None = position_flag(None, needs=needs.ROTARY)
+    no_rope_freq: str | None = position_flag(None, idle_without=needs.ROTARY)
     """Layers whose queries and keys do not rotate, by default none: N for every N-th, or a list
     with 1 for each such layer and 0 for each that rotates, such as [0,0,0,1]*8.
     """
     rotary_seq_len_interpolation_factor: float | None = position_flag(
-        None, bound=POSITIVE, needs=needs.ROPE
+        None, needs="--position-embedding-type rope"
     )
     """Divide rotary positions by this factor (linear scaling)."""
-    use_rope_scaling: bool = position_flag(False, needs=needs.ROPE)
+    use_rope_scaling: bool = position_flag(False, needs="--position-embedding-type rope")
     """Rescale the rotary frequencies as Llama 3.x does."""
-    rope_scaling_factor: float | None = position_flag(
-        None, "--rotary-scaling-factor", bound=POSITIVE, needs=(needs.SCALED_ROPE, needs.ROTARY)
-    )
+    rope_scaling_factor: float | None = rescaled_flag(None, "--rotary-scaling-factor")
     """Factor of --use-rope-scaling (default 8) and of YaRN (default 1: no change)."""
-    rope_original_max_position_embeddings: int | None = position_flag(
-        None,
-        "--yarn-original-max-position-embeddings",
-        "--original-max-position-embeddings",
-        bound=POSITIVE,
-        needs=(needs.SCALED_ROPE, needs.ROTARY),
+    rope_original_max_position_embeddings: int | None = rescaled_flag(
+        None, "--yarn-original-max-position-embeddings", "--original-max-position-embeddings"
     )
     """Sequence length of the unscaled frequencies. Default: 8192, for YaRN 4096."""
-    rope_low_freq_factor: float = position_flag(
-        1.0, bound=POSITIVE, needs=(needs.LLAMA_ROPE, needs.ROTARY)
-    )
+    rope_low_freq_factor: float = llama_rope_flag(1.0)
     """Llama-3 scaling: longer wavelengths than original length / this are fully scaled."""
-    rope_high_freq_factor: float = position_flag(
-        4.0, bound=POSITIVE, needs=(needs.LLAMA_ROPE, needs.ROTARY)
-    )
+    rope_high_freq_factor: float = llama_rope_flag(4.0)
     """Llama-3 scaling: shorter wavelengths than original length / this are unchanged."""
-    yarn_beta_fast: float = position_flag(32.0, bound=POSITIVE, needs=(needs.YARN, needs.ROTARY))
+    yarn_beta_fast: float = yarn_flag(32.0)
     """YaRN: channels that rotate more often than this over the original length are unchanged."""
-    yarn_beta_slow: float = position_flag(1.0, bound=POSITIVE, needs=(needs.YARN, needs.ROTARY))
+    yarn_beta_slow: float = yarn_flag(1.0)
     """YaRN: channels that rotate less often than this over it are fully scaled."""
     normalization: Literal["LayerNorm", "RMSNorm"] = model_flag("LayerNorm")
     """Normalization layer used throughout the model."""
-    norm_epsilon: float = model_flag(1e-5, "--layernorm-epsilon", bound=POSITIVE)
+    norm_epsilon: float = model_flag(1e-5, "--layernorm-epsilon")
     """Added to the variance inside the normalization."""
     activation: Literal["gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu"] = model_flag("gelu")
     """Activation of the MLP; swiglu and geglu are gated."""
@@ -135,16 +134,16 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """A bias in the QKV projection only, when --disable-bias-linear is given."""
     qk_layernorm: bool = model_flag(False)
     """Normalize each head's queries and keys, with --multi-latent-attention the latent vectors."""
-    window_size: int | None = model_flag(None, bound=POSITIVE)
+    window_size: int | None = model_flag(None)
     """Sliding-window attention: each token attends to this many latest tokens, itself included."""
-    window_attn_skip_freq: str | None = model_flag(None, needs=needs.WINDOW)
+    window_attn_skip_freq: str | None = model_flag(None, needs="--window-size N")
     """Which layers have the window of --window-size, by default all: N for all but every N-th, or a
     list with 1 for each layer that has it and 0 for each that attends to all earlier tokens, such
     as [1,1,1,0]*8.
     """
-    attn_logit_softcapping: float | None = model_flag(None, bound=POSITIVE)
+    attn_logit_softcapping: float | None = model_flag(None)
     """Bound attention scores smoothly: cap x tanh(score / cap)."""
-    final_logit_softcapping: float | None = model_flag(None, bound=POSITIVE)
+    final_logit_softcapping: float | None = model_flag(None)
     """Bound the logits smoothly: cap x tanh(logit / cap)."""
     z_loss_coeff: float = flag(0.0, bound=NOT_NEGATIVE, change=STEPS)
     """Add coeff x (log sum exp of the logits)^2 to each token's loss during training."""
@@ -155,11 +154,11 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     attention_dropout: float = flag(0.1, bound=BELOW_ONE, change=STEPS)
     """Dropout on attention probabilities. Without our kernels, which --attention-backend auto takes
     on GPUs of sm_80 and sm_90, it selects the slow plain attention; 0 allows the fused one."""
-    init_method_std: float = flag(0.02, bound=POSITIVE)
+    init_method_std: float = 0.02
     """Standard deviation of the initial weights; residual outputs: / sqrt(2 x num-layers)."""
-    make_vocab_size_divisible_by: int = model_flag(128, bound=POSITIVE)
+    make_vocab_size_divisible_by: int = model_flag(128)
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    padded_vocab_size: int | None = model_flag(None, bound=POSITIVE)
+    padded_vocab_size: int | None = model_flag(None)
     """Rows of embedding and head. Default: see --make-vocab-size-divisible-by."""
     attention_backend: Literal["auto", "gluon", "triton", "fa4", "sdpa", "plain"] = flag(
         "auto", change=KERNEL
@@ -188,7 +187,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     dropout whose backend is auto are torch's then."""
     fused_linear_cross_entropy: bool = flag(False, change=ROUNDING)
     """Compute the logits in chunks of tokens, again in the backward pass, to save memory."""
-    tiled_mlp: int = flag(1, bound=POSITIVE, change=ROUNDING)
+    tiled_mlp: int = flag(1, change=ROUNDING)
     """Pieces of the sequence that the MLP is computed in, again in the backward pass, to save
     memory. Start with sequence / hidden size, rounded up; more make GEMMs too small for a GPU."""
 
@@ -221,39 +220,33 @@ class PrecisionConfig:
     """Compute the GEMMs of wide linear layers in FP8: e4m3, or hybrid with e5m2 for the gradients
     of outputs. Everything else keeps its precision."""
     fp8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = flag(
-        "tensorwise", needs=needs.FP8_FAULT, change=STEPS
+        "tensorwise", needs=needs.FP8, change=STEPS
     )
     """What shares a scale: a tensor, a row, or 128 consecutive elements of a row (blockwise). With
     rowwise, weight gradients are not computed in FP8."""
-    fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad", needs=needs.FP8, change=STEPS)
+    fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad", idle_without=needs.FP8, change=STEPS)
     """Compute weight gradients in FP8 too."""
-    fp8_min_width: int = flag(4096, bound=POSITIVE, needs=needs.FP8_FAULT, change=STEPS)
+    fp8_min_width: int = flag(4096, needs=needs.FP8, change=STEPS)
     """Fewest inputs and outputs of a linear layer in FP8; narrower ones gain little."""
-    first_last_layers_bf16: bool = flag(False, needs=needs.FP8, change=STEPS)
+    first_last_layers_bf16: bool = flag(False, idle_without=needs.FP8, change=STEPS)
     """Keep the first and last transformer layers out of FP8."""
     num_layers_at_start_in_bf16: int = flag(
-        1, bound=NOT_NEGATIVE, needs=needs.FIRST_LAST, change=STEPS
+        1, bound=NOT_NEGATIVE, idle_without="--first-last-layers-bf16", change=STEPS
     )
     """Number of first layers for --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = flag(
-        1, bound=NOT_NEGATIVE, needs=needs.FIRST_LAST, change=STEPS
+        1, bound=NOT_NEGATIVE, idle_without="--first-last-layers-bf16", change=STEPS
     )
     """Number of last layers for --first-last-layers-bf16."""
-    loss_scale: float | None = flag(None, bound=LOSS_SCALE, needs=needs.FP16, change=STEPS)
+    loss_scale: float | None = flag(None, bound=LOSS_SCALE, idle_without="--fp16", change=STEPS)
     """Static loss scale for fp16; dynamic when not given."""
-    initial_loss_scale: float = flag(
-        2.0**32, bound=LOSS_SCALE, needs=(needs.DYNAMIC_SCALE, needs.FP16), change=ROUNDING
-    )
+    initial_loss_scale: float = dynamic_scale_flag(2.0**32, bound=LOSS_SCALE, change=ROUNDING)
     """Where dynamic loss scaling starts."""
-    min_loss_scale: float = flag(
-        1.0, bound=LOSS_SCALE, needs=(needs.DYNAMIC_SCALE, needs.FP16), change=STEPS
-    )
+    min_loss_scale: float = dynamic_scale_flag(1.0, bound=LOSS_SCALE, change=STEPS)
     """Lowest dynamic loss scale."""
-    loss_scale_window: int = flag(
-        1000, bound=POSITIVE, needs=(needs.DYNAMIC_SCALE, needs.FP16), change=STEPS
-    )
+    loss_scale_window: int = dynamic_scale_flag(1000, change=STEPS)
     """Clean steps after which the dynamic loss scale doubles."""
-    hysteresis: int = flag(2, bound=POSITIVE, needs=(needs.DYNAMIC_SCALE, needs.FP16), change=STEPS)
+    hysteresis: int = dynamic_scale_flag(2, change=STEPS)
     """Overflows since the loss scale last doubled at which it halves; further ones halve it too."""
 
 
@@ -263,7 +256,7 @@ class DataConfig:
 
     data_path: Prefixes | None = None
     """Prefixes of .bin/.idx files, or `weight prefix weight prefix ...`, divided by --split."""
-    split: str | None = flag(None, needs=needs.DATA_PATH)
+    split: str | None = flag(None, idle_without=needs.DATA_PATH)
     """Shares of train,valid,test in --data-path, contiguous over documents. Default: 969,30,1."""
     train_data_path: Prefixes | None = None
     """Training prefixes, with or without weights (instead of --data-path and --split)."""
@@ -273,7 +266,7 @@ class DataConfig:
     """Test prefixes, with or without weights."""
     mock_data: bool = False
     """Train on computed tokens instead of files."""
-    seq_length: int | None = flag(None, bound=POSITIVE, change=LENGTH)
+    seq_length: int | None = flag(None, change=LENGTH)
     """Tokens in a sample."""
     reset_position_ids: bool = flag(False, change=OBJECTIVE)
     """Count positions from zero after each end-of-document token."""
@@ -281,17 +274,17 @@ class DataConfig:
     """Let no token attend across an end-of-document token."""
     eod_mask_loss: bool = flag(False, change=OBJECTIVE)
     """Take no loss at end-of-document tokens."""
-    check_data: bool = flag(False, needs=needs.DATA_FILES)
+    check_data: bool = flag(False, idle_without=needs.DATA_FILES)
     """Scan the data files fully (monotone offsets, ids below the vocabulary) before training."""
     tokenizer_type: TokenizerType | None = flag(None, change=TOKENIZER)
     """Kind of tokenizer."""
-    tokenizer_model: str | None = flag(None, needs=needs.MODEL_FILE, change=TOKENIZER_FILE)
+    tokenizer_model: str | None = flag(None, idle_without=needs.MODEL_FILE, change=TOKENIZER_FILE)
     """File of the SentencePiece model, tokenizer.json or tiktoken vocabulary."""
-    vocab_file: str | None = flag(None, needs=needs.GPT2_BPE, change=TOKENIZER_FILE)
+    vocab_file: str | None = flag(None, idle_without=needs.GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE vocabulary (JSON)."""
-    merge_file: str | None = flag(None, needs=needs.GPT2_BPE, change=TOKENIZER_FILE)
+    merge_file: str | None = flag(None, idle_without=needs.GPT2_BPE, change=TOKENIZER_FILE)
     """GPT-2 BPE merges."""
-    vocab_size: int | None = flag(None, bound=POSITIVE, change=TOKENIZER)
+    vocab_size: int | None = flag(None, change=TOKENIZER)
     """Vocabulary, if larger than the tokenizer's; required by the NullTokenizer (+ 1 for the end of
     document)."""
 
@@ -300,9 +293,9 @@ class DataConfig:
 class TrainingConfig:
     """Batch sizes, length of the run, recomputation, activation offload."""
 
-    micro_batch_size: int | None = flag(None, "--batch-size", bound=POSITIVE, change=ROUNDING)
+    micro_batch_size: int | None = flag(None, "--batch-size", change=ROUNDING)
     """Samples in one forward pass of one data-parallel rank."""
-    global_batch_size: int | None = flag(None, bound=POSITIVE, change=BATCHES)
+    global_batch_size: int | None = flag(None, change=BATCHES)
     """Samples of an optimizer step. Default: micro-batch-size x data-parallel size."""
     rampup_batch_size: tuple[int, ...] | None = flag(None, change=BATCHES)
     """`start increment samples`: grow the global batch by increment over the first samples."""
@@ -311,58 +304,62 @@ class TrainingConfig:
     consumed tokens on. Suffixes: K, M, B, T."""
     train_iters: int | None = flag(None, bound=NOT_NEGATIVE)
     """Optimizer steps of the run."""
-    train_samples: int | None = flag(None, bound=POSITIVE)
+    train_samples: int | None = None
     """Samples of the run (instead of --train-iters)."""
     exit_interval: int | None = flag(None, bound=NOT_NEGATIVE)
     """Save and exit at iterations divisible by this; 0: never."""
     exit_duration_in_mins: float | None = flag(None, bound=NOT_NEGATIVE)
     """Save and exit after this many minutes; 0: never."""
-    manual_gc: bool = flag(True)
+    manual_gc: bool = True
     """Collect Python's garbage on all ranks at the same iterations (--manual-gc-interval), so that
     ranks do not wait for each other's collections."""
-    manual_gc_interval: int = flag(100, bound=NOT_NEGATIVE, needs=needs.MANUAL_GC)
+    manual_gc_interval: int = flag(100, bound=NOT_NEGATIVE, idle_without="--manual-gc")
     """Iterations between collections; 0: none but those of --manual-gc-eval."""
-    manual_gc_eval: bool = flag(True, off="--no-manual-gc-eval", needs=needs.MANUAL_GC)
+    manual_gc_eval: bool = flag(True, off="--no-manual-gc-eval", idle_without="--manual-gc")
     """Collect before and after each evaluation."""
     seed: int = flag(1234, bound=NOT_NEGATIVE, change=SEED)
     """Seed of the initial weights, of dropout and of the order of the data."""
     nan_policy: Literal["stop", "skip"] = flag("stop", change=STEPS_ALONE)
     """What to do at a NaN or Inf loss or gradient: stop the run, or skip the step and log it."""
-    cuda_graphs: bool = flag(False)
+    cuda_graphs: bool = False
     """Replay the passes of layers as CUDA graphs from the second step on, for small, CPU-bound
     models. Takes memory beyond the plan's."""
-    recompute_granularity: Literal["full", "selective"] | None = flag(None)
+    recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute in the backward pass: full layers, or the --recompute-modules (selective)."""
-    recompute_modules: tuple[RecomputeModule, ...] | None = flag(None, needs=needs.SELECTIVE)
+    recompute_modules: tuple[RecomputeModule, ...] | None = flag(
+        None, needs="--recompute-granularity selective"
+    )
     """Modules for selective recomputation: core_attn, qkv, mla_up_proj (queries, keys and values of
     latent attention), layernorm, mlp_act (activation), mlp (fc1 and activation), moe_act
     (activation of experts), moe (experts with dispatch). Default: core_attn."""
-    recompute_method: Literal["uniform", "block"] | None = flag(None, needs=needs.RECOMPUTE_FULL)
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        None, idle_without="--recompute-granularity full"
+    )
     """uniform: all layers, in groups of --recompute-num-layers that keep one input. block: the
     first --recompute-num-layers of each (virtual) stage. Default: uniform."""
-    recompute_num_layers: int | None = flag(None, bound=POSITIVE, needs=needs.RECOMPUTE_FULL)
+    recompute_num_layers: int | None = flag(None, idle_without="--recompute-granularity full")
     """Layers of a group, or of each stage, see --recompute-method. Default of uniform: 1."""
-    recompute: Literal["auto"] | None = flag(None)
+    recompute: Literal["auto"] | None = None
     """auto: choose the fastest recomputation that fits --memory-budget, and print why."""
-    memory_budget: float | None = flag(None, bound=POSITIVE, needs=needs.RECOMPUTE_AUTO)
+    memory_budget: float | None = flag(None, needs="--recompute auto")
     """GiB per device that --recompute auto may plan for; leave room for what --dry-run lists as
     uncounted."""
-    recompute_layers: tuple[str, ...] | None = flag(None)
+    recompute_layers: tuple[str, ...] | None = None
     """Recomputation of each layer in order, as --recompute auto chooses it: WHAT*COUNT ..., where
     WHAT is none, full, or --recompute-modules joined by +."""
-    distribute_saved_activations: bool = flag(False, needs=(needs.RECOMPUTE, needs.TENSOR_PARALLEL))
+    distribute_saved_activations: bool = flag(
+        False, needs="--recompute-granularity full", idle_without=needs.TENSOR_PARALLEL
+    )
     """With full recomputation: shard saved layer inputs over the tensor-parallel ranks."""
-    activation_offload: bool = flag(False)
+    activation_offload: bool = False
     """Keep saved activations in pinned host memory, copied back one pass ahead."""
-    offload_modules: tuple[OffloadModule, ...] | None = flag(None, needs=needs.ACTIVATION_OFFLOAD)
+    offload_modules: tuple[OffloadModule, ...] | None = offload_flag(None)
     """Modules whose saved inputs are offloaded: layer_input (of layers that are recomputed whole),
     attn_norm, qkv_linear, core_attn (with its statistics), attn_proj (needs core_attn), mlp_norm,
     mlp_fc1, mlp_act, mlp_fc2. Default: all that are kept."""
-    activation_offload_fraction: float = flag(1.0, bound=UP_TO_ONE, needs=needs.ACTIVATION_OFFLOAD)
+    activation_offload_fraction: float = offload_flag(1.0, bound=UP_TO_ONE)
     """Share of the layers of each (virtual) stage, the first ones, that are offloaded."""
-    min_offloaded_tensor_size: int = flag(
-        1048576, bound=NOT_NEGATIVE, needs=needs.ACTIVATION_OFFLOAD
-    )
+    min_offloaded_tensor_size: int = offload_flag(1048576, bound=NOT_NEGATIVE)
     """Elements below which a tensor stays on the device."""
 
 
@@ -410,27 +407,27 @@ class OptimizerConfig:
     optimizer: Literal[*OPTIMIZERS] = flag("adam", change=STEPS)  # type: ignore[valid-type]
     """adam is AdamW (decoupled weight decay)."""
     adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag(
-        "auto", needs=needs.ADAM, change=KERNEL
+        "auto", idle_without="--optimizer adam", change=KERNEL
     )
     """AdamW kernel: ours in Triton, apex's FusedAdam, torch's fused kernel or plain loop."""
     grad_norm_backend: ApexBackend = kernel_flag()
     """Implementation of the gradient norm, which is summed in float64 (apex: fp32)."""
-    main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=needs.BF16, change=STEPS)
+    main_grads_dtype: Literal["fp32", "bf16"] = flag("fp32", needs="--bf16", change=STEPS)
     """Precision of accumulated gradients. bf16 saves 2 bytes a parameter and loses bits."""
-    exp_avg_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=needs.ADAM, change=STEPS)
+    exp_avg_dtype: Literal["fp32", "bf16"] = adam_flag("fp32")
     """Precision in which Adam's first moment is kept."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = flag("fp32", needs=needs.ADAM, change=STEPS)
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = adam_flag("fp32")
     """Precision in which Adam's second moment is kept."""
-    optimizer_cpu_offload: bool = flag(False, needs=needs.OFFLOADED_ADAM, change=ROUNDING)
+    optimizer_cpu_offload: bool = flag(False, needs="--optimizer adam", change=ROUNDING)
     """Keep master weights and moments in host memory and update them on the CPU."""
     optimizer_offload_fraction: float = flag(
-        1.0, bound=SHARE, needs=needs.CPU_OFFLOAD, change=ROUNDING
+        1.0, bound=SHARE, needs="--optimizer-cpu-offload", change=ROUNDING
     )
     """With --optimizer-cpu-offload: the share of the parameters that the CPU updates."""
-    optimizer_nvme_offload: str | None = flag(None, needs=needs.OFFLOADED_ADAM)
+    optimizer_nvme_offload: str | None = flag(None, needs="--optimizer adam")
     """Keep master weights and moments in files in this folder, on a local disk of each node; sets
     --optimizer-cpu-offload."""
-    param_cpu_offload: bool = flag(False, needs=(needs.OFFLOADED_ADAM, needs.ZERO_3))
+    param_cpu_offload: bool = flag(False, needs=("--optimizer adam", "--zero-stage 3"))
     """With --zero-stage 3: keep frozen weights, and those whose optimizer state is in host memory,
     there too; sets --optimizer-cpu-offload."""
     freeze: str | None = flag(None, change=STEPS)
@@ -438,19 +435,19 @@ class OptimizerConfig:
     final norm with the last."""
     lr: float | None = flag(None, bound=NOT_NEGATIVE)
     """Peak learning rate."""
-    min_lr: float = flag(0.0, bound=NOT_NEGATIVE, needs=needs.DECAY)
+    min_lr: float = flag(0.0, bound=NOT_NEGATIVE, idle_without=needs.DECAY)
     """Learning rate at the end of the decay."""
     decoupled_lr: float | None = flag(None, bound=NOT_NEGATIVE)
     """Peak learning rate of word embedding and head, on the same schedule. Default: lr."""
     decoupled_min_lr: float | None = flag(
-        None, bound=NOT_NEGATIVE, needs=(needs.DECOUPLED, needs.DECAY)
+        None, bound=NOT_NEGATIVE, needs="--decoupled-lr N", idle_without=needs.DECAY
     )
     """With --decoupled-lr: their learning rate at the end of the decay. Default: min-lr."""
     lr_decay_style: Literal[*LR_DECAYS] = "linear"  # type: ignore[valid-type]
     """Shape of the decay after warm-up."""
-    lr_decay_iters: int | None = flag(None, bound=POSITIVE)
+    lr_decay_iters: int | None = None
     """Iterations over which the learning rate decays, warm-up included. Default: train-iters."""
-    lr_decay_samples: int | None = flag(None, bound=POSITIVE)
+    lr_decay_samples: int | None = None
     """Samples over which the learning rate decays, warm-up included. Default: train-samples."""
     lr_warmup_iters: int = flag(0, bound=NOT_NEGATIVE)
     """Iterations of linear warm-up."""
@@ -458,15 +455,13 @@ class OptimizerConfig:
     """Samples of linear warm-up."""
     lr_warmup_fraction: float | None = flag(None, bound=BELOW_ONE)
     """Warm-up as a share of the decay."""
-    lr_warmup_init: float = flag(0.0, bound=NOT_NEGATIVE, needs=needs.WARMUP)
+    lr_warmup_init: float = flag(0.0, bound=NOT_NEGATIVE, idle_without=needs.WARMUP)
     """Learning rate at which the warm-up starts."""
-    lr_wsd_decay_style: Literal[*FINAL_DECAYS] = flag(  # type: ignore[valid-type]
-        "exponential", needs=needs.WSD
-    )
+    lr_wsd_decay_style: Literal[*FINAL_DECAYS] = wsd_flag("exponential")  # type: ignore[valid-type]
     """Shape of the final decay of WSD."""
-    lr_wsd_decay_iters: int | None = flag(None, bound=POSITIVE, needs=needs.WSD)
+    lr_wsd_decay_iters: int | None = wsd_flag(None)
     """Iterations of the final decay of WSD."""
-    lr_wsd_decay_samples: int | None = flag(None, bound=POSITIVE, needs=needs.WSD)
+    lr_wsd_decay_samples: int | None = wsd_flag(None)
     """Samples of the final decay of WSD."""
     weight_decay: float = flag(0.01, bound=NOT_NEGATIVE)
     """Weight decay; biases and one-dimensional parameters have none."""
@@ -480,17 +475,17 @@ class OptimizerConfig:
     """Shape of the change of weight decay from start to end of the run."""
     clip_grad: float = flag(1.0, bound=NOT_NEGATIVE, change=STEPS)
     """Scale gradients down to this global norm; 0 disables clipping."""
-    adam_beta1: float = flag(0.9, bound=BELOW_ONE, needs=needs.ADAM, change=STEPS)
+    adam_beta1: float = adam_flag(0.9, bound=BELOW_ONE)
     """Decay of Adam's first moment."""
-    adam_beta2: float = flag(0.999, bound=BELOW_ONE, needs=needs.ADAM, change=STEPS)
+    adam_beta2: float = adam_flag(0.999, bound=BELOW_ONE)
     """Decay of Adam's second moment."""
-    adam_eps: float = flag(1e-8, bound=POSITIVE, needs=needs.ADAM, change=STEPS)
+    adam_eps: float = adam_flag(1e-8)
     """Added to the root of Adam's second moment."""
-    sgd_momentum: float = flag(0.9, bound=BELOW_ONE, needs=needs.SGD, change=STEPS)
+    sgd_momentum: float = flag(0.9, bound=BELOW_ONE, idle_without="--optimizer sgd", change=STEPS)
     """Momentum of SGD."""
-    override_opt_param_scheduler: bool = flag(False, needs=needs.LOAD)
+    override_opt_param_scheduler: bool = flag(False, idle_without="--load DIR")
     """On resume take the command line's learning-rate and weight-decay schedule."""
-    use_checkpoint_opt_param_scheduler: bool = flag(False, needs=needs.LOAD)
+    use_checkpoint_opt_param_scheduler: bool = flag(False, idle_without="--load DIR")
     """On resume take the checkpoint's schedule without comparing it."""
 
 
@@ -513,54 +508,52 @@ class CheckpointConfig:
     save: str | None = None
     """Folder for checkpoints and metrics.jsonl."""
     save_interval: int | None = flag(
-        None, "--persistent-save-interval", bound=NOT_NEGATIVE, needs=needs.SAVE
+        None, "--persistent-save-interval", bound=NOT_NEGATIVE, idle_without="--save DIR"
     )
     """Iterations between checkpoints; one is always written at the end, with 0 no other."""
     load: str | None = None
     """Folder to resume from. When it equals --save it may still be empty."""
-    ckpt_step: int | None = flag(None, bound=NOT_NEGATIVE, needs=needs.LOAD_AS_ASKED)
+    ckpt_step: int | None = flag(None, bound=NOT_NEGATIVE, needs="--load DIR")
     """Load this iteration instead of the latest."""
-    finetune: bool = flag(False, needs=needs.LOAD_AS_ASKED)
+    finetune: bool = flag(False, needs="--load DIR")
     """Load weights only; start at iteration 0."""
-    load_optim: bool = flag(True, off="--no-load-optim", needs=needs.LOAD)
+    load_optim: bool = flag(True, off="--no-load-optim", idle_without="--load DIR")
     """Load the optimizer's state."""
-    save_optim: bool = flag(True, off="--no-save-optim", needs=needs.SAVE)
+    save_optim: bool = flag(True, off="--no-save-optim", idle_without="--save DIR")
     """Write the optimizer's state."""
-    exit_on_missing_checkpoint: bool = flag(False, needs=needs.LOAD_AS_ASKED)
+    exit_on_missing_checkpoint: bool = flag(False, needs="--load DIR")
     """Require --load to hold a checkpoint, instead of starting at iteration 0."""
-    allow_older_checkpoint: bool = flag(False)
+    allow_older_checkpoint: bool = False
     """If the newest checkpoint is damaged, verify and load the newest undamaged one."""
-    accept_changed: tuple[Changed, ...] | None = flag(None)
+    accept_changed: tuple[Changed, ...] | None = None
     """Resume although these changed: data (files, blend, sequence length), tokenizer (of the same
     size), batch (size, ramp-up), seed, positions (rotary base, scaling, longest sequence)."""
-    use_checkpoint_args: bool = flag(False)
+    use_checkpoint_args: bool = False
     """Take model shape, tokenizer and sequence length from the checkpoint where no flag is
     given."""
-    ckpt_parallel_write: Literal["balanced", "owner"] = flag("balanced")
+    ckpt_parallel_write: Literal["balanced", "owner"] = "balanced"
     """How replicas divide the writing: balanced, an equal part each; owner, the first rank all."""
-    async_save: bool = flag(False, needs=needs.SAVE)
+    async_save: bool = flag(False, idle_without="--save DIR")
     """Write checkpoints in the background; training waits only for a copy into host memory."""
-    async_save_host_memory: float | None = flag(None, bound=POSITIVE, needs=needs.ASYNC_SAVE_COPIES)
+    async_save_host_memory: float | None = flag(None, needs=needs.ASYNC_SAVE_COPIES)
     """Most GiB of host memory of a rank's background save. Default: its whole shard."""
     local_checkpoint_dir: str | None = flag(
-        None, "--non-persistent-local-ckpt-dir", needs=(needs.SAVE_FOR_SAFETY, needs.LOCAL_INTERVAL)
+        None, "--non-persistent-local-ckpt-dir", needs=("--save DIR", "--local-save-interval N")
     )
     """Folder on each node (such as /dev/shm/NAME) for frequent checkpoints. A restart takes the
     newest complete one, here or in --load."""
-    local_save_interval: int | None = flag(
-        None, "--non-persistent-save-interval", bound=POSITIVE, needs=needs.LOCAL_FOLDER
-    )
+    local_save_interval: int | None = local_flag(None, "--non-persistent-save-interval")
     """Iterations between checkpoints in --local-checkpoint-dir."""
-    local_redundancy: Literal["none", "partner", "xor"] = flag("none", needs=needs.LOCAL_FOLDER)
+    local_redundancy: Literal["none", "partner", "xor"] = local_flag("none")
     """How a lost node is rebuilt: partner, from another node's copy; xor, from parity blocks over
     up to 8 nodes."""
-    save_rate_limit: float | None = flag(None, bound=RATE, needs=needs.ASYNC_SAVE)
+    save_rate_limit: float | None = flag(None, bound=RATE, idle_without="--async-save")
     """Most MB/s that each rank's background save sends to --save."""
-    save_retain_interval: int | None = flag(None, bound=POSITIVE, needs=needs.SAVE)
+    save_retain_interval: int | None = flag(None, idle_without="--save DIR")
     """Keep checkpoints at multiples of this, and the last --save-keep-last of the others."""
-    save_keep_last: int | None = flag(None, bound=POSITIVE, needs=needs.SAVE)
+    save_keep_last: int | None = flag(None, idle_without="--save DIR")
     """Newest checkpoints to keep. Default: all; 1 with --save-retain-interval."""
-    verify_integrity: bool = flag(False, needs=needs.SAVE_FOR_SAFETY)
+    verify_integrity: bool = flag(False, needs="--save DIR")
     """Read every checkpoint back from the disk and verify it before it counts as saved."""
 
 
@@ -568,62 +561,62 @@ class CheckpointConfig:
 class LoggingConfig:
     """Console, metrics, TensorBoard, wandb, profiler."""
 
-    log_interval: int = flag(100, bound=POSITIVE)
+    log_interval: int = 100
     """Iterations between console lines and logged metrics."""
     log_params_norm: bool = False
     """Log the norm of the parameters."""
     log_num_zeros_in_grad: bool = False
     """Log how many gradient elements are zero."""
-    log_layer_norms: bool = flag(False)
+    log_layer_norms: bool = False
     """Log the norms of gradient (before clipping) and parameters of each layer."""
-    moe_per_layer_logging: bool = flag(False, needs=needs.EXPERTS_EXIST)
+    moe_per_layer_logging: bool = flag(False, idle_without="--num-experts N")
     """Log how evenly tokens go to the experts of each layer, not of the worst one alone."""
     log_sample_text: int = flag(0, bound=NOT_NEGATIVE, needs=needs.EVALUATED)
     """At each evaluation, log this many tokens that the model generates from the first validation
     sample. Each takes a forward pass."""
     timing_log_level: Literal[0, 1] = 0
     """1 logs `<timer>-time` for data, forward-backward, optimizer, evaluation and checkpoint."""
-    log_straggler: bool = flag(True)
+    log_straggler: bool = True
     """Measure the compute time of each rank, and name one that keeps the others waiting."""
     straggler_threshold: float = flag(0.1, bound=NOT_NEGATIVE)
     """How much slower than its peers a rank must be to be named: 0.1 is 10%."""
-    pipeline_timeline: str | None = flag(None, needs=needs.PIPELINE)
+    pipeline_timeline: str | None = flag(None, idle_without=needs.PIPELINE)
     """Write the last logged step's time line of each pipeline rank (tools/plot_schedule.py)."""
-    profile: bool = flag(False)
+    profile: bool = False
     """Record some steps with torch's profiler, a Chrome trace per rank, in --profile-dir."""
-    profile_step_start: int = flag(10, bound=NOT_NEGATIVE, needs=needs.PROFILE)
+    profile_step_start: int = profile_flag(10, bound=NOT_NEGATIVE)
     """Iterations before the first that --profile records."""
-    profile_step_end: int = flag(12, bound=POSITIVE, needs=needs.PROFILE)
+    profile_step_end: int = profile_flag(12)
     """The last iteration that --profile records."""
-    profile_ranks: tuple[int, ...] = flag((0,), needs=needs.PROFILE)
+    profile_ranks: tuple[int, ...] = profile_flag((0,))
     """Ranks that --profile records."""
-    profile_dir: str | None = flag(None)
+    profile_dir: str | None = None
     """Folder for traces and memory snapshots. Default: <save>/profile; without --save that of
     --tensorboard-dir, else profile."""
-    pytorch_profiler_collect_shapes: bool = flag(False, "--record-shapes", needs=needs.PROFILE)
+    pytorch_profiler_collect_shapes: bool = profile_flag(False, "--record-shapes")
     """Let traces hold the shapes of operators' inputs."""
-    pytorch_profiler_collect_callstack: bool = flag(False, needs=needs.PROFILE)
+    pytorch_profiler_collect_callstack: bool = profile_flag(False)
     """Let traces hold the lines of Python that called each operator."""
-    record_memory_history: bool = flag(False)
+    record_memory_history: bool = False
     """Record CUDA allocations; write a snapshot for pytorch.org/memory_viz to --profile-dir when
     memory runs out and after --profile."""
-    metrics_file: str | None = flag(None)
+    metrics_file: str | None = None
     """File for the metrics. Default: <save>/metrics.jsonl."""
     tensorboard_dir: str | None = None
     """Write TensorBoard files here."""
-    tensorboard_log_interval: int = flag(1, bound=POSITIVE, needs=needs.TRACKERS)
+    tensorboard_log_interval: int = flag(1, idle_without=needs.TRACKERS)
     """Iterations between TensorBoard and wandb points (at most one per --log-interval)."""
     wandb_project: str | None = None
     """Log to this wandb project (WANDB_MODE=offline works)."""
-    wandb_exp_name: str | None = flag(None, needs=needs.WANDB)
+    wandb_exp_name: str | None = flag(None, idle_without="--wandb-project NAME")
     """Name of the wandb run."""
-    wandb_group: str | None = flag(None, needs=needs.WANDB)
+    wandb_group: str | None = flag(None, idle_without="--wandb-project NAME")
     """Group of the wandb run: wandb shows the runs of a group together."""
-    wandb_save_dir: str | None = flag(None, needs=needs.WANDB)
+    wandb_save_dir: str | None = flag(None, idle_without="--wandb-project NAME")
     """Folder of wandb's files. Default: <save>/wandb."""
-    wandb_entity: str | None = flag(None, needs=needs.WANDB)
+    wandb_entity: str | None = flag(None, idle_without="--wandb-project NAME")
     """wandb entity (user or team)."""
-    peak_tflops: float | None = flag(None, bound=POSITIVE)
+    peak_tflops: float | None = None
     """Peak TFLOP/s of a device, for MFU. Default: the known device's; else no MFU."""
 
 
@@ -631,97 +624,91 @@ class LoggingConfig:
 class DistributedConfig:
     """Parallel layout, ZeRO, collectives, planning."""
 
-    tensor_model_parallel_size: int = flag(1, bound=POSITIVE)
+    tensor_model_parallel_size: int = 1
     """Ranks over which each layer's matrices are divided (TP)."""
-    context_parallel_size: int = flag(
-        1, "--ds-sequence-parallel-size", bound=POSITIVE, change=ROUNDING
-    )
+    context_parallel_size: int = flag(1, "--ds-sequence-parallel-size", change=ROUNDING)
     """Ranks over which the positions of each sample are divided (CP)."""
-    expert_model_parallel_size: int = flag(1, bound=POSITIVE, needs=needs.EXPERTS, change=ROUNDING)
+    expert_model_parallel_size: int = flag(1, needs="--num-experts N", change=ROUNDING)
     """Ranks that share the experts of a layer (EP), within a stage's TP x CP x DP ranks."""
     expert_tensor_parallel_size: int | None = flag(
-        None, bound=POSITIVE, needs=needs.EXPERTS_EXIST, change=ROUNDING
+        None, idle_without="--num-experts N", change=ROUNDING
     )
     """Ranks that share each expert's matrices (ETP). Default: tensor-model-parallel-size."""
     overlap_moe_expert_parallel_comm: bool = flag(False, needs=needs.EXPERT_PARALLEL)
     """Run each backward pass with a later micro-batch's forward pass, layer by layer, so that token
     exchange overlaps compute. Holds more activations."""
     cp_comm_type: Literal["allgather", "a2a", "p2p", "a2a+p2p"] = flag(
-        "allgather", needs=needs.CONTEXT_PARALLEL, change=ROUNDING
+        "allgather", idle_without=needs.CONTEXT_PARALLEL, change=ROUNDING
     )
     """Attention across context-parallel ranks: gather keys and values (allgather), pass them in a
     ring (p2p), exchange heads for positions (a2a), or a ring of a2a groups (a2a+p2p)."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
-        None, needs=needs.TWO_LEVELS, change=ROUNDING
+        None, needs="--cp-comm-type a2a+p2p", change=ROUNDING
     )
     """For --cp-comm-type a2a+p2p: size of the a2a groups (within a node) and of the ring."""
-    pipeline_model_parallel_size: int = flag(1, bound=POSITIVE)
+    pipeline_model_parallel_size: int = 1
     """Ranks over which the layers are divided (PP)."""
     pipeline_schedule: Literal[*SCHEDULES] | None = flag(  # type: ignore[valid-type]
         None, change=ROUNDING
     )
     """Order of forward and backward passes. Default: 1f1b, or interleaved with virtual stages."""
-    num_virtual_stages_per_pipeline_rank: int | None = flag(None, bound=POSITIVE, change=ROUNDING)
+    num_virtual_stages_per_pipeline_rank: int | None = flag(None, change=ROUNDING)
     """Stages that each pipeline rank holds (virtual stages): 1 by default, 2 with zero-bubble-v."""
-    num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, bound=POSITIVE, needs=needs.PIPELINE
-    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(None, idle_without=needs.PIPELINE)
     """Layers of each virtual stage; another way to give the number of virtual stages."""
-    decoder_first_pipeline_num_layers: int | None = flag(
-        None, bound=POSITIVE, needs=needs.PIPELINE, change=ROUNDING
-    )
+    decoder_first_pipeline_num_layers: int | None = pipeline_flag(None)
     """Layers of the first pipeline rank; ranks without a given number share the others evenly."""
-    decoder_last_pipeline_num_layers: int | None = flag(
-        None, bound=POSITIVE, needs=needs.PIPELINE, change=ROUNDING
-    )
+    decoder_last_pipeline_num_layers: int | None = pipeline_flag(None)
     """Layers of the last pipeline rank; ranks without a given number share the others evenly."""
-    account_for_embedding_in_pipeline_split: bool = flag(
-        False, needs=needs.PIPELINE, change=ROUNDING
-    )
+    account_for_embedding_in_pipeline_split: bool = pipeline_flag(False)
     """Count the embedding as a layer of the first stage when layers are divided evenly."""
-    account_for_loss_in_pipeline_split: bool = flag(False, needs=needs.PIPELINE, change=ROUNDING)
+    account_for_loss_in_pipeline_split: bool = pipeline_flag(False)
     """Count head and loss as a layer of the last stage when layers are divided evenly."""
-    pipeline_model_parallel_layout: str | None = flag(None, needs=needs.PIPELINE, change=ROUNDING)
+    pipeline_model_parallel_layout: str | None = pipeline_flag(None)
     """Stages as text, such as Et*3|(tt|)*6tL: E embedding, t layer, L head and loss; auto balances
     costs."""
     sequence_parallel: bool = flag(False, change=ROUNDING)
     """Shard activations of norms, dropout and residuals over the TP ranks. Sends no more bytes."""
     tp_comm_overlap: bool = flag(
-        True, off="--no-tp-comm-overlap", needs=needs.TENSOR_PARALLEL, change=ROUNDING
+        True, off="--no-tp-comm-overlap", idle_without=needs.TENSOR_PARALLEL, change=ROUNDING
     )
     """Overlap the collectives of tensor parallelism with independent GEMMs."""
     overlap_grad_reduce: bool = flag(
-        True, off="--no-overlap-grad-reduce", needs=needs.DATA_PARALLEL, change=ROUNDING
+        True, off="--no-overlap-grad-reduce", idle_without=needs.DATA_PARALLEL, change=ROUNDING
     )
     """Reduce gradients during the backward pass. Costs time on CPUs whose cores all compute."""
     zero_stage: Literal[0, 1, 2, 3] = flag(0, change=ROUNDING)
     """ZeRO stage. Data-parallel ranks shard: 1 optimizer state, 2 also gradients, 3 also
     weights."""
-    zero_shard_size: int | None = flag(None, bound=POSITIVE, needs=needs.SHARDED, change=ROUNDING)
+    zero_shard_size: int | None = flag(None, needs=needs.SHARDED, change=ROUNDING)
     """Neighbouring data-parallel ranks that ZeRO shards over, such as a node's; each group holds a
     copy. Default: all."""
-    zero3_keep_gathered: bool = flag(False, needs=needs.ZERO_3)
+    zero3_keep_gathered: bool = flag(False, needs="--zero-stage 3")
     """ZeRO-3: gather a layer once a step, not for every pass."""
-    overlap_param_gather: bool = flag(True, off="--no-overlap-param-gather", needs=needs.GATHERED)
+    overlap_param_gather: bool = flag(
+        True, off="--no-overlap-param-gather", idle_without=needs.GATHERED
+    )
     """ZeRO: gather the weights of the next layers during computation."""
-    grad_reduce_in_bf16: bool = flag(False, needs=needs.DATA_PARALLEL, change=STEPS)
+    grad_reduce_in_bf16: bool = flag(False, idle_without=needs.DATA_PARALLEL, change=STEPS)
     """Send gradients in bf16; they are still accumulated and summed in fp32."""
-    use_tp_pp_dp_mapping: bool = flag(False, needs=needs.PIPELINE)
+    use_tp_pp_dp_mapping: bool = flag(False, idle_without=needs.PIPELINE)
     """Number the ranks tp, cp, pp, dp instead of tp, cp, dp, pp (fastest first)."""
     distributed_backend: Literal["auto", "nccl", "gloo"] = flag(
-        "auto", needs=needs.SEVERAL_RANKS, change=ROUNDING
+        "auto", idle_without=needs.SEVERAL_RANKS, change=ROUNDING
     )
     """Library of the collectives: auto takes nccl on GPUs and gloo on CPUs."""
-    distributed_timeout_minutes: float = flag(10.0, bound=UP_TO_A_YEAR, needs=needs.SEVERAL_RANKS)
+    distributed_timeout_minutes: float = flag(
+        10.0, bound=UP_TO_A_YEAR, idle_without=needs.SEVERAL_RANKS
+    )
     """Longest wait for other ranks, at the start and in every collective."""
-    world_size: int | None = flag(None, bound=POSITIVE)
+    world_size: int | None = None
     """With --dry-run: the number of ranks to validate for."""
-    device_memory: float | None = flag(None, bound=POSITIVE)
+    device_memory: float | None = None
     """GiB of a GPU, for the plan's verdict. Default: what the GPU has; 80 in a dry run."""
-    hardware: str | None = flag(None)
+    hardware: str | None = None
     """Device for predicted step times: a name from tools/plan.py, or a file of tools/plan.py
     measure. Default: the GPU's, if known."""
-    host_memory: float | None = flag(None, bound=POSITIVE)
+    host_memory: float | None = None
     """GiB of a node's memory for all its ranks; offload that needs more is refused. Default: what
     the node has."""
 

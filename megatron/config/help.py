@@ -9,10 +9,9 @@ import dataclasses
 import re
 from typing import Any
 
-from megatron.config.errors import ArgumentErrors, UserError
+from megatron.config.errors import ArgumentErrors, UserError, did_you_mean
 from megatron.config.groups import Config
 from megatron.config.options import Option, key, options, options_by_flag
-from megatron.config.spelling import did_you_mean
 
 COMMANDS = {
     "--config": (

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from megatron.config import needs
-from megatron.config.metadata import NOT_NEGATIVE, POSITIVE, model_flag, position_flag
+from megatron.config.metadata import NOT_NEGATIVE, model_flag, position_flag
+
+LATENT = "--multi-latent-attention"
+latent_flag = partial(model_flag, needs=LATENT)
 
 
 @dataclass(frozen=True)
@@ -19,25 +23,25 @@ class LatentConfig:
     multi_latent_attention: bool = model_flag(False)
     """Multi-head latent attention (MLA, DeepSeek-V2): keys and values are projected from one narrow
     vector of each token, and separate channels rotate."""
-    q_lora_rank: int | None = model_flag(None, bound=POSITIVE, needs=needs.LATENT)
+    q_lora_rank: int | None = latent_flag(None)
     """Width of the latent vector of queries. Default: queries come from the token itself."""
-    kv_lora_rank: int = model_flag(32, bound=POSITIVE, needs=needs.LATENT)
+    kv_lora_rank: int = latent_flag(32)
     """Width of the latent vector of keys and values."""
-    qk_head_dim: int = model_flag(128, bound=POSITIVE, needs=needs.LATENT)
+    qk_head_dim: int = latent_flag(128)
     """Channels of a head's queries and keys that do not rotate."""
-    qk_pos_emb_head_dim: int = model_flag(64, bound=POSITIVE, needs=needs.LATENT)
+    qk_pos_emb_head_dim: int = latent_flag(64)
     """Channels of a head's queries and keys that rotate; keys share them over all heads."""
-    v_head_dim: int = model_flag(128, bound=POSITIVE, needs=needs.LATENT)
+    v_head_dim: int = latent_flag(128)
     """Channels of a head's values."""
-    rope_type: Literal["rope", "yarn"] | None = model_flag(None, needs=needs.LATENT_ROPE)
+    rope_type: Literal["rope", "yarn"] | None = model_flag(None, idle_without=LATENT)
     """Rotary positions of latent attention. Default: yarn, as in Megatron-LM."""
-    latent_norm_epsilon: float | None = model_flag(None, bound=POSITIVE, needs=needs.LATENT)
+    latent_norm_epsilon: float | None = latent_flag(None)
     """Epsilon of the latent vectors' norms. Default: norm-epsilon. Hugging Face's models have
     1e-6."""
-    mscale: float = position_flag(1.0, bound=NOT_NEGATIVE, needs=(needs.LATENT, needs.YARN))
+    mscale: float = position_flag(1.0, bound=NOT_NEGATIVE, needs=(LATENT, needs.YARN))
     """YaRN: scale the rotary table by m(mscale) / m(mscale-all-dim); m(x) = 0.1 x ln(factor) +
     1."""
-    mscale_all_dim: float = position_flag(0.0, bound=NOT_NEGATIVE, needs=(needs.LATENT, needs.YARN))
+    mscale_all_dim: float = position_flag(0.0, bound=NOT_NEGATIVE, needs=(LATENT, needs.YARN))
     """YaRN: scale attention scores by m(mscale-all-dim)^2, see --mscale."""
 
     @property

@@ -82,19 +82,34 @@ SEED = ChangeRule(accept="seed", what="the data order")
 BATCHES = ChangeRule(accept="batch", what="the steps' batches")
 
 
+Needs = Need | str | tuple[Need | str, ...]
+
+
+def _needs(given: Needs) -> tuple[Need, ...]:
+    each = given if isinstance(given, tuple) and not isinstance(given, Need) else (given,)
+    return tuple(Need(one) if isinstance(one, str) else one for one in each)
+
+
 def flag(
     default: Any,
     *names: str,
     off: str | None = None,
     bound: Bound | None = None,
-    needs: Need | tuple[Need, ...] = (),
+    needs: Needs = (),
+    idle_without: Needs = (),
     change: ChangeRule = NOTHING,
 ) -> Any:
     """A field with further option strings `names`, an option `off` that sets a boolean False, and
-    its rules. Its names in other programs are in compatibility.toml.
+    its rules. A number must be greater than 0 unless it has another bound. Its names in other
+    programs are in compatibility.toml.
+
+    A value other than the default is a fault without what the field `needs`: the run would have
+    another model, other numbers, less safety or more memory than the flag asks for. Without what
+    the field is `idle_without` it is a remark: launch scripts give such flags in every run, and the
+    same line of flags should run in every layout.
     """
-    needs = needs if isinstance(needs, tuple) else (needs,)
-    metadata = {"names": names, "off": off, "bound": bound, "needs": needs, "change": change}
+    metadata = {"names": names, "off": off, "bound": bound, "change": change}
+    metadata |= {"needs": _needs(needs), "idle_without": _needs(idle_without)}
     return field(default=default, metadata=metadata)
 
 

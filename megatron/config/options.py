@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import groups
-from megatron.config.errors import UserError
+from megatron.config.errors import UserError, did_you_mean, shortened
 from megatron.config.groups import Config
 from megatron.config.input_files import KINDS, is_text, path_fault
 from megatron.config.metadata import flag_name
-from megatron.config.spelling import did_you_mean
 
 NO_PATHS = {
     "split",
@@ -45,6 +44,11 @@ def key(flag: str) -> str:
     DeepSpeed's flags mix them.
     """
     return flag[:2] + flag[2:].replace("_", "-")
+
+
+def shown(flag: str, words: Words) -> str:
+    """A flag and its words in a message, not longer than a line."""
+    return shortened(" ".join([flag, *(word or "''" for word in words)]), 80)
 
 
 @dataclass(frozen=True)

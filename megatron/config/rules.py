@@ -237,21 +237,21 @@ def ranges(run: RunView) -> Faults:
             yield f"{run.show(field)}: must be {rules['bound'].text}"
 
 
-def without_effect(run: RunView, *, fault: bool) -> Iterator[tuple[str, str]]:
-    """(flag as given, what it needs) for each field that is not at its default and has no effect,
-    where that is a fault or a remark.
+def without_effect(run: RunView, kind: str) -> Iterator[tuple[str, str]]:
+    """(flag as given, what it has no effect without) for each field that is not at its default;
+    `kind` is `needs` or `idle_without`, see `metadata.flag`.
     """
     for field, rules in METADATA.items():
         value = getattr(run, field)
-        for need in rules["needs"] if value != DEFAULTS[field] else ():
-            if need.fault == fault and not need.is_met(run):
+        for need in rules[kind] if value != DEFAULTS[field] else ():
+            if not need.is_met(run):
                 flag = run.show(field) if value is not False else flag_name("no_" + field)
                 yield flag, need.text
 
 
 def two_fields(run: RunView) -> Faults:
     """The faults of the tables."""
-    for flag, text in without_effect(run, fault=True):
+    for flag, text in without_effect(run, "needs"):
         verb = "set" if text.startswith("--") else "use"
         yield f"{flag}: has no effect without {text}; remove it or {verb} {text}"
     for ones, others, why, fix in EXCLUSIONS:

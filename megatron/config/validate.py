@@ -437,7 +437,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
 
 
 def _remarks(run: RunView) -> Faults:
-    for flag, text in without_effect(run, fault=False):
+    for flag, text in without_effect(run, "idle_without"):
         yield f"{flag}: has no effect without {text}"
     if run.activation == "gelu":
         yield (

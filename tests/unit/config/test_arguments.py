@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -19,7 +18,7 @@ from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, PAGES, explained, help_text
-from megatron.config.options import NO_PATHS, Option, options, options_by_flag
+from megatron.config.options import Option, options, options_by_flag
 
 VALID = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -76,7 +75,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     return argv
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(command_lines(), st.booleans())
 def test_a_printed_configuration_reads_back(tmp_path_factory, argv: list[str], as_yaml: bool):
     config = parse_arguments(argv).config
@@ -91,7 +90,7 @@ def test_a_printed_configuration_reads_back(tmp_path_factory, argv: list[str], a
 ODD = ("--moe-x", "--deepspeed", "--swiglu", "--config", "--=", "-", "--")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.one_of(
@@ -194,7 +193,6 @@ def test_command_line_wins_over_the_file(tmp_path):
         ("model: {num_layer: 4}", "model has no setting 'num_layer'; did you mean num_layers?"),
         ("modell: {num_layers: 4}", "'modell' is not a group of settings"),
         ("model: {num_layers: many}", "model.num_layers = 'many': expected a number"),
-        ("model: {num_layers: true}", "model.num_layers = True: expected a number"),
         (
             "model: {group_query_attention: null}",
             "model.group_query_attention = None: expected true or false",
@@ -207,29 +205,20 @@ def test_command_line_wins_over_the_file(tmp_path):
             '{"model": {"num_layers": 2}, "model": {"hidden_size": 8}}',
             "the key 'model' occurs twice",
         ),
-        ("model: {num_layers: 2}\nmodel: {hidden_size: 8}\n", "the key 'model' occurs twice"),
         ("model: {num_layers: 2, num_layers: 3}", "the key 'num_layers' occurs twice"),
         ("model: {num_layers: 010}", "010 is a number that versions of YAML read differently"),
-        ("model: {num_layers: 09}", "09 is a number that versions of YAML read differently"),
         ("model: {num_layers: 1:30}", "1:30 is a number that versions of YAML read differently"),
-        ("model: {num_layers: 0x10}", "0x10 is a number that versions of YAML read differently"),
-        ("optimizer: {lr: .inf}", ".inf is a number that versions of YAML read differently"),
         ("checkpoint: {save: 2024-01-01}", "a value of the kind timestamp is not read here"),
-        ("checkpoint: {save: !!binary aGk=}", "a value of the kind binary is not read here"),
         (
             "checkpoint: !!python/name:os.system x",
             "a value of the kind python/name:os.system is not read here",
         ),
         ("model: &a {num_layers: 2}\ndata: *a", "aliases are not read here"),
-        ("model: {<<: {num_layers: 2}}", "a value of the kind merge is not read here"),
         ("model: {1: 2}", "a key is not text"),
         ("[" * 20_000, "nested deeper than 64 levels"),
-        ("a: " + "[" * 20_000, "nested too deep"),
-        ("a: " + "[" * 100 + "]" * 100, "nested"),
         ('model: {num_layers: "' + "9" * 300 + '"}', "expected a whole number of at most 64 bits"),
         ("model: {num_layers: " + "9" * 5000 + "}", "cannot be read"),
         ("data: {data_path: [true, a]}", "expected a list of words or numbers"),
-        ("data: {data_path: [[a], a]}", "expected a list of words or numbers"),
         ('{"checkpoint": {"save": "\\ud800"}}', "half of a surrogate pair"),
         ('checkpoint: {save: "\\0"}', "holds a character that a path cannot hold"),
         ("{" + ", ".join(f"a{number}: 1" for number in range(60)) + "}", "and 40 more faults"),
@@ -241,18 +230,7 @@ def test_faults_in_a_configuration_file(tmp_path, text, fault):
     assert any(fault in line and str(path) in line for line in faults_of(["--config", str(path)]))
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--config",
-        "--deepspeed-config",
-        *(
-            option.names[0]
-            for option in options()
-            if option.kind is str and option.field not in NO_PATHS and not option.choices
-        ),
-    ],
-)
+@pytest.mark.parametrize("flag", ["--config", "--deepspeed-config", "--save", "--tokenizer-model"])
 @pytest.mark.parametrize(
     "path, fault",
     [
@@ -264,22 +242,6 @@ def test_faults_in_a_configuration_file(tmp_path, text, fault):
 def test_what_no_path_can_be(flag, path, fault):
     found = [line for line in faults_of([*VALID, flag, path]) if flag in line]
     assert len(found) == 1 and fault in found[0] and len(found[0]) < 200
-
-
-@pytest.mark.parametrize(
-    "make, fault",
-    [
-        (lambda path: os.mkfifo(path), "is a named pipe (FIFO), not a regular file"),
-        (lambda path: path.mkdir(), "is a folder, not a regular file"),
-    ],
-)
-def test_a_configuration_that_is_no_regular_file(tmp_path, make, fault):
-    make(tmp_path / "config.yaml")
-    assert fault in faults_of(["--config", str(tmp_path / "config.yaml")])[0]
-
-
-def test_a_missing_configuration_file_is_named(tmp_path):
-    assert "No such file" in faults_of(["--config", str(tmp_path / "absent.json")])[0]
 
 
 def test_all_faults_at_once():
@@ -316,10 +278,8 @@ def test_rules_say_nothing_about_a_flag_whose_value_is_unknown():
     [
         (["--lr", "--bf16"], "--lr: no value follows it (is a shell variable unset?)"),
         (["--lr="], "--lr '': no value follows it"),
-        (["--save", ""], "--save '': no value follows it"),
         (["--lr", "1", "2"], "--lr 1 2: takes one value"),
         (["--bf16", "yes"], "--bf16 yes: it takes no value"),
-        (["--num-lay", "2"], "--num-lay 2: unknown flag; did you mean --num-layers?"),
         (["stray", "--bf16"], "stray: unexpected argument"),
         (["--bf16", "-x"], "-x: unexpected argument"),
         (
@@ -327,58 +287,41 @@ def test_rules_say_nothing_about_a_flag_whose_value_is_unknown():
             "'--tokenizer-type NullTokenizer': flag and value are quoted together as one word",
         ),
         (["--lr", "nan"], "expected a number"),
-        (["--train-iters", "1e-3"], "expected a whole number"),
         (["--world-size", "8"], "--world-size 8: only with --dry-run"),
-        (
-            ["--tensor-model-parallel-size", "two"],
-            "--tensor-model-parallel-size two: expected a number",
-        ),
-        (
-            ["--distributed-backend", "mpi"],
-            "--distributed-backend mpi: choose from auto, nccl, gloo",
-        ),
         (["--dry-run", "now"], "--dry-run now: takes no value"),
         (["--config"], "--config: takes one file"),
         (["--swiglu", "x"], "--swiglu x: it takes no value"),
         (["--swiglu", "--squared-relu"], "--squared-relu: contradicts --swiglu; drop one of them"),
         (["--window-size", "511,1"], "--window-size 511,1: Megatron's pair must be W-1,0"),
         (["--recompute-modules", "mpl"], "--recompute-modules mpl: choose from core_attn, qkv"),
-        (["--swiglu="], "--swiglu '': it takes no value"),
     ],
 )
 def test_one_fault(argv, fault):
     assert any(fault in line for line in faults_of(argv)), faults_of(argv)
 
 
-def test_spellings():
-    parse = lambda *argv: parse_arguments(list(argv)).config  # noqa: E731
-    assert parse("--override-opt_param-scheduler").optimizer.override_opt_param_scheduler
-    assert parse("--disable-bias-linear").model.add_bias_linear is False
-    assert parse("--no-save-optim").checkpoint.save_optim is False
-    assert parse("--bf16", "--no-bf16").precision.bf16 is False
-    assert parse("--split", "'99,1,0'").data.split == "99,1,0"
-    assert parse("--data-path", "0.5", "a", "-0.5", "b").data.data_path == ("0.5", "a", "-0.5", "b")
-    assert (
-        parse("--window-size", "(511,0)").model.window_size
-        == parse("--window-size", "512").model.window_size
-        == 512
-    )
-    assert parse("--train-samples", "1e6").training.train_samples == 1_000_000
-    assert parse("--loss-scale-window", "500.0").precision.loss_scale_window == 500
-    assert parse("--rampup-batch-size", "16", "16", "5859375").training.rampup_batch_size == (
-        16,
-        16,
-        5859375,
-    )
-    assert (
-        parse("--tokenizer-type", "Llama2Tokenizer").data.tokenizer_type == "SentencePieceTokenizer"
-    )
-    assert parse("--normalization", "rmsnorm").model.normalization == "RMSNorm"
-    assert parse("--num-key-value-heads", "4").model.num_query_groups == 4
-    assert parse("--swiglu").model.activation == "swiglu"
-    assert parse("--checkpoint-activations").training.recompute_granularity == "full"
-    assert parse("--model-parallel-size", "4").distributed.tensor_model_parallel_size == 4
-    assert not parse("--no-async-tensor-model-parallel-allreduce").distributed.tp_comm_overlap
+@pytest.mark.parametrize(
+    "words, field, value",
+    [
+        ("--override-opt_param-scheduler", "override_opt_param_scheduler", True),
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--no-save-optim", "save_optim", False),
+        ("--bf16 --no-bf16", "bf16", False),
+        ("--split '99,1,0'", "split", "99,1,0"),
+        ("--data-path 0.5 a -0.5 b", "data_path", ("0.5", "a", "-0.5", "b")),
+        ("--window-size (511,0)", "window_size", 512),
+        ("--train-samples 1e6", "train_samples", 1_000_000),
+        ("--rampup-batch-size 16 16 5859375", "rampup_batch_size", (16, 16, 5859375)),
+        ("--tokenizer-type Llama2Tokenizer", "tokenizer_type", "SentencePieceTokenizer"),
+        ("--normalization rmsnorm", "normalization", "RMSNorm"),
+        ("--num-key-value-heads 4", "num_query_groups", 4),
+        ("--swiglu", "activation", "swiglu"),
+        ("--no-async-tensor-model-parallel-allreduce", "tp_comm_overlap", False),
+    ],
+)
+def test_spellings(words, field, value):
+    groups = parse_arguments(words.split()).config.to_dict().values()
+    assert [fields[field] for fields in groups if field in fields] == [value]
 
 
 def test_a_repeated_flag_takes_the_last_value_and_says_so():

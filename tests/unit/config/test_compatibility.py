@@ -85,26 +85,14 @@ ANSWERS = """
     note --accumulate-allreduce-grads-in-fp32: gradients are accumulated and sent in fp32 without
 --accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16
     fault --accumulate-allreduce-grads-in-fp32: contradicts --grad-reduce
---accumulate-allreduce-grads-in-fp32 --bf16 --main-grads-dtype bf16
-    fault --accumulate-allreduce-grads-in-fp32: contradicts --grad-reduce
---ddp-param-name-patterns-for-fp32-local-accumulation x --bf16 --main-grads-dtype bf16
-    fault --ddp-param-name-patterns-for-fp32-local-accumulation x: contradicts --main-grads-dtype
 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16
     fault --exp-avg-dtype fp8: moments are kept in fp32 or bf16; give --exp-avg-dtype bf16
     fault --exp-avg-sq-dtype fp16: moments are kept
---main-params-dtype fp16
-    fault --main-params-dtype fp16: master weights are fp32
---num-distributed-optimizer-instances 1 --outer-dp-sharding-strategy no_shard --remote-device none
-    note
 --tp-comm-overlap --no-async-tensor-model-parallel-allreduce
     fault --no-async-tensor-model-parallel-allreduce: contradicts
---zero-stage
-    fault --zero-stage: no value follows it
 --exit-signal SIGTERM
     note
 --moe-loss-coeff 0.01
-    note --moe-loss-coeff: has no effect without --num-experts
---num-experts 1 --moe-loss-coeff 0.01
     note --moe-loss-coeff: has no effect without --num-experts
 --attention-head-type multihead --use-torch-compile=0
     note
@@ -121,10 +109,6 @@ ANSWERS = """
 --use-flash-attn --use-flash-attn --num-workers 4 --attention-dropout 0
     note --use-flash-attn: --attention-backend auto
     note --num-workers: data order
---attention-backend local
-    note --attention-backend local is plain here
---decrease-batch-size-if-needed
-    note --decrease-batch-size-if-needed: the global batch is never made smaller: one that
 
 # ZeRO
 --use-distributed-optimizer
@@ -133,25 +117,13 @@ ANSWERS = """
     zero_stage = 2
 --use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params
     zero_stage = 3
---use-megatron-fsdp
-    zero_stage = 0
---data-parallel-sharding-strategy no_shard
-    zero_stage = 0
---data-parallel-sharding-strategy optim_grads --zero-stage 2
-    zero_stage = 2
 --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward
     zero_stage = 3
     zero3_keep_gathered = True
 --zero-stage 0 --use-distributed-optimizer
     fault --use-distributed-optimizer: contradicts --zero-stage 0; drop one of them
---use-distributed-optimizer --data-parallel-sharding-strategy no_shard
-    fault --use-distributed-optimizer: contradicts --data-parallel-sharding-strategy no_shard; drop
 --data-parallel-sharding-strategy optim --zero-stage 2
     fault --zero-stage 2: contradicts --data-parallel-sharding-strategy optim; drop one
---use-torch-fsdp2 --zero-stage 2
-    fault --zero-stage 2: contradicts --use-torch-fsdp2
---data-parallel-sharding-strategy full
-    fault --data-parallel-sharding-strategy full: choose from 0, 1, 2, 3
 --use-distributed-optimizer 1
     fault --use-distributed-optimizer 1: it takes no value
 --use-distributed-optimizer --zero-stage x
@@ -164,44 +136,25 @@ ANSWERS = """
     optimizer_cpu_offload = True
 --megatron-fsdp-grad-comm-dtype fp32 --megatron-fsdp-main-params-dtype fp32
     grad_reduce_in_bf16 = False
---fine-grained-activation-offloading --activation-offload-fraction 0.5
-    activation_offload = True
-    activation_offload_fraction = 0.5
 --checkpoint-in-cpu
     activation_offload = True
     offload_modules = ('layer_input',)
 --offload-modules moe_act
     fault --offload-modules moe_act: of experts nothing is offloaded; recompute it with
---cpu-offloading-num-layers 2
-    fault --cpu-offloading-num-layers 2: use --activation-offload --activation-offload-fraction
---delta-offload-bytes-across-pp-ranks 4096
-    fault --delta-offload-bytes-across-pp-ranks 4096:
 --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear
     fused_linear_cross_entropy = True
---cross-entropy-fusion-impl native
-    fused_linear_cross_entropy = False
-    note
 --cross-entropy-fusion-impl te
     fused_linear_cross_entropy = False
     note --cross-entropy-fusion-impl te: --cross-entropy-backend chooses the kernel
---mlp-chunks-for-training 8
-    tiled_mlp = 8
 --memory-centric-tiled-linear --tile-factor 4
     missing --memory-centric-tiled-linear, --tile-factor:
 
 # recomputation
---activations-checkpoint-method uniform --activations-checkpoint-num-layers 1
-    recompute_granularity = full
-    recompute_method = uniform
-    recompute_num_layers = 1
 --activations-checkpoint-method block --checkpoint-num-layers 2 --partition-activations
     recompute_granularity = full
     recompute_method = block
     recompute_num_layers = 2
     distribute_saved_activations = True
---recompute-activations
-    recompute_granularity = selective
-    recompute_modules = None
 
 # services that do not exist here
 --profile-backward --profile-steps 4
@@ -212,33 +165,18 @@ ANSWERS = """
     timing_log_level = 1
 --timing-log-level 2
     missing --timing-log-level 2: there are no finer timers
---cuda-graph-impl none
-    cuda_graphs = False
 --cuda-graph-impl local
     missing --cuda-graph-impl: no CUDA graph
 --attention-backend flash
     missing --attention-backend flash: with attention dropout or
 --attention-backend flash --attention-dropout 0
     attention_backend = auto
---attention-backend flash --attention-dropout 0 --attn-logit-softcapping 50
-    missing --attention-backend flash: with
---use-flash-attn --attention-backend plain --attention-dropout 0
-    missing --use-flash-attn: with attention dropout
 --use-flash-attn --attention-backend triton
     attention_backend = triton
 --split-transformers --tile-factor 1
     missing --split-transformers: it saves no memory here
---kill-switch-path x --empty-unused-memory-level 1
-    missing --kill-switch-path: no file ends a run
-    missing --empty-unused-memory-level: torch
---empty-unused-memory-level 0
-    note
 
 # what changes the result or its safety
---rerun-mode validate_results
-    fault --rerun-mode validate_results: no step is computed twice
---check-weight-hash-across-dp-replicas-interval 5
-    fault --check-weight-hash-across-dp-replicas-interval 5: the weights of replicas
 --inprocess-restart
     fault --inprocess-restart: a job that fails is started again by its launcher
 --recompute-granularity selective --recompute-modules shared_experts

@@ -45,10 +45,6 @@ ROWS = """
 # keys that agree with the flags, and keys that change nothing
 train_batch_size=16
     note equals --global-batch-size
-gradient_accumulation_steps=8
-    note equals --global-batch-size: 2 x 8 on 1 data-parallel rank(s)
-gradient_accumulation_steps=4
-    note on 2 data-parallel rank(s)
 communication_data_type="fp32" fp32_allreduce=true
     note equals no --grad-reduce-in-bf16
 communication_data_type=null fp32_allreduce=false
@@ -56,8 +52,6 @@ communication_data_type=null fp32_allreduce=false
     note communication_data_type = null: not set
 bf16.enabled=true
     note equals --bf16
-fp16.enabled=false fp16.loss_scale_window=7
-    note its section is not enabled
 fp16.loss_scale_window=7
     note its section is not enabled
 fp16.enabled="auto" fp16.initial_scale_power=7
@@ -74,18 +68,10 @@ zero_optimization.offload_param={"device":"none","pin_memory":true}
     note equals no --param-cpu-offload
 zero_optimization={"zero_hpz_partition_size":1,"zero_quantized_weights":false}
     note no such size or threshold
-zero_optimization.mics_shard_size=-1
-    note equals no --zero-shard-size
 zero_optimization.stage3_gather_16bit_weights_on_model_save=true
     note checkpoints are independent of the ZeRO stage
-data_types.grad_accum_dtype=null
-    note not set
 data_types.grad_accum_dtype="torch.float32"
     note equals --main-grads-dtype
-curriculum_learning={"enabled":false,"schedule_type":1}
-    note is not enabled
-monitor_config={"enabled":true,"tag":"x"}
-    note always written
 checkpoint.load_universal=true
     note independent of the layout
 scheduler={"type":"WarmupLR","params":{"warmup_num_steps":0}}
@@ -94,10 +80,6 @@ train_batch_size="auto"
     note follows the flags
 tensorboard={"enabled":true,"output_path":"x"}
     note use --tensorboard-dir
-some_new_feature=false
-    note off here too
-pipeline.stages=1
-    note equals --pipeline-model-parallel-size
 pipeline={"stages":"auto","partition":"best","activation_checkpoint_interval":0}
     note --pipeline-model-parallel-layout sets how
 
@@ -108,52 +90,30 @@ gradient_accumulation_steps=3
     fault give --global-batch-size 12 or change the file
 communication_data_type="fp16"
     fault gradients are sent in fp32, or in bf16
-communication_data_type=["fp32"]
-    fault gradients are sent in fp32, or in bf16
 bf16.enabled=false
     fault contradicts --bf16; remove the flag or change the file
-fp16.enabled=true
-    fault contradicts --bf16
 zero_optimization.stage=4
     fault --zero-stage: choose from 0, 1, 2, 3
-gradient_clipping=-1
-    fault --clip-grad must be 0 or more
-train_batch_size=2.5
-    fault --global-batch-size: expected a whole number
 optimizer.params.adam_w_mode=false
     fault always decoupled
-bf16={"enabled":true,"bf16_master_weights_and_grads":true}
-    fault kept in fp32
-gradient_allreduce_op="sum"
-    fault averaged over the tokens
 scheduler={"type":"OneCycle","params":{}}
     fault give --lr-decay-style constant
 zero_optimization.offload_optimizer.device="nvme"
     fault give --optimizer-nvme-offload DIR
-zero_optimization.offload_optimizer.device="tape"
-    fault no such place here; use cpu or nvme
-zero_optimization.offload_param.device="nvme"
-    fault weights are kept on the device or in host memory, not in files; use cpu
 zero_optimization.zero_hpz_partition_size=8
     fault to gather inside a node give --zero-shard-size
 data_types.grad_accum_dtype="fp16"
     fault gradients are accumulated in fp32, or in bf16 with --main-grads-dtype bf16
 optimizer.type="Lamb"
     fault --optimizer: choose from adam, sgd
-curriculum_learning.enabled=true
-    fault a sequence length that grows is not supp
 compression_training.weight_quantization.shared_parameters=1
     fault compression_training: compression is not supported; take the section out
 
 # values of a wrong kind
 fp16.enabled=true fp16.initial_scale_power=99999
     fault too large
-gradient_clipping=true
-    fault gradient_clipping = true: --clip-grad: expected a number
 bf16.enabled=1
     fault bf16.enabled = 1: --bf16: expected true or false
-zero_optimization.zero_hpz_partition_size=true
-    fault give --zero-shard-size
 zero_optimization.stage={"a":1}
     fault expected a single value, found an object
 optimizer.type=1
@@ -166,15 +126,10 @@ train_batch_size=64 | --bf16
     global_batch_size = 64
 gradient_accumulation_steps=3 | --micro-batch-size 2 --dry-run --world-size 4
     global_batch_size = 24
-bf16.enabled=true | --lr 1
-    bf16 = True
 fp16={"enabled":true,"loss_scale":0,"loss_scale_window":500,"hysteresis":3} | --fp16
     loss_scale = None
     loss_scale_window = 500
     hysteresis = 3
-fp16={"enabled":true,"min_loss_scale":2,"initial_scale_power":11} | --fp16
-    min_loss_scale = 2.0
-    initial_loss_scale = 2048.0
 fp16={"enabled":true,"loss_scale":128,"initial_scale_power":11} | --lr 1
     fp16 = True
     loss_scale = 128.0
@@ -187,20 +142,11 @@ optimizer={"type":"AdamW","params":{"betas":[0.8,0.99],"lr":1e-5}} | --adam-beta
     adam_beta1 = 0.8
     adam_beta2 = 0.99
     lr = 1e-05
-communication_data_type="bfloat16" | --lr 1
-    grad_reduce_in_bf16 = True
 zero_optimization={"stage":2,"mics_shard_size":8} | --lr 1
     zero_stage = 2
     zero_shard_size = 8
-zero_optimization.offload_optimizer={"device":"cpu","ratio":0.3} | --lr 1
-    optimizer_cpu_offload = True
-    optimizer_offload_fraction = 0.3
 zero_optimization.offload_optimizer={"device":"nvme","nvme_path":"d"} | --lr 1
     optimizer_nvme_offload = d
-zero_optimization.offload_param.device="cpu" | --lr 1
-    param_cpu_offload = True
-data_types.grad_accum_dtype="bfloat16" | --bf16
-    main_grads_dtype = bf16
 
 # schedules
 scheduler={"type":"WarmupLR","params":{"warmup_min_lr":1e-6,"warmup_max_lr":1e-4}} | --train-iters 9
@@ -220,14 +166,9 @@ scheduler={"type":"WarmupCosineLR","params":{"cos_min_ratio":0.125,"warmup_type"
 --train-iters 100 --lr 0.5
     lr_decay_style = cosine
     min_lr = 0.0625
-scheduler={"type":"WarmupLR","params":{"warmup_num_steps":"auto"}} | --lr-warmup-iters 7
-    lr_decay_style = constant
-    lr_warmup_iters = 7
 scheduler="x"
     note scheduler: no schedule
 scheduler={"type":["WarmupLR"]}
-    fault not a schedule here; take the section out
-scheduler={"type":"WarmupLR","params":[1]}
     fault not a schedule here; take the section out
 scheduler={"type":"WarmupLR","params":{"warmup_num_steps":"x"}}
     fault warmup_num_steps: expected a number
@@ -236,23 +177,17 @@ scheduler={"type":"WarmupLR","params":{"warmup_num_steps":"x"}}
 fp16={"enabled":true,"loss_scale":0,"initial_scale_power":11} | --fp16 --initial-loss-scale 2048
     note equals no --loss-scale
     note equals --initial-loss-scale
-fp16={"enabled":true,"loss_scale":128} | --fp16 --loss-scale 64
-    fault give --loss-scale 128 or change the file
 gradient_accumulation_steps=2 | @ --dry-run --world-size 8 --tensor-model-parallel-size 2
     note on 4 data-parallel rank(s)
 gradient_accumulation_steps=1 | @ --dry-run --world-size 8 --tensor-model-parallel-size 2
     fault contradicts --global-batch-size 16; give --global-batch-size 8 or change the file
 communication_data_type="bf16" | @ --grad-reduce-in-bf16
     note equals --grad-reduce-in-bf16
-communication_data_type="fp32" | @ --grad-reduce-in-bf16
-    fault contradicts --grad-reduce-in-bf16; remove the flag
 fp32_allreduce=true | @ --grad-reduce-in-bf16
     fault contradicts --grad-reduce-in-bf16; remove the flag
 communication_data_type="bf16" data_types.grad_accum_dtype="bf16" | @ --main-grads-dtype bf16
     note communication_data_type = "bf16": equals --main-grads-dtype
     note data_types.grad_accum_dtype = "bf16": equals --main-grads-dtype
-communication_data_type="fp32" | @ --main-grads-dtype bf16
-    fault contradicts --main-grads-dtype bf16; give --main-grads-dtype fp32
 zero_optimization.offload_optimizer={"device":"cpu","ratio":0.5,"nvme_path":"x"} | \
 @ --optimizer-cpu-offload --optimizer-offload-fraction 0.5
     note device = "cpu": equals --optimizer-cpu-offload
@@ -262,19 +197,11 @@ zero_optimization.offload_optimizer.device="none" | @ --optimizer-cpu-offload
 zero_optimization={"stage":3,"offload_param":{"device":"cpu"}} | @ --zero-stage 3 \
 --param-cpu-offload
     note offload_param.device = "cpu": equals --param-cpu-offload
-zero_optimization.offload_param.device="none" | @ --param-cpu-offload
-    fault contradicts --param-cpu-offload; remove the flag
-zero_optimization.cpu_offload_params=false | @ --param-cpu-offload
-    fault contradicts --param-cpu-offload; remove the flag
 zero_optimization.offload_optimizer={"device":"nvme","nvme_path":"d"} | @ --optimizer-nvme-offload d
     note device = "nvme": equals --optimizer-nvme-offload
     note nvme_path = "d": equals --optimizer-nvme-offload
-zero_optimization.offload_optimizer={"device":"nvme","nvme_path":"d"} | @ --optimizer-nvme-offload x
-    fault contradicts --optimizer-nvme-offload x; give --optimizer-nvme-offload d
 zero_optimization.offload_optimizer.device="cpu" | @ --optimizer-nvme-offload d
     fault contradicts --optimizer-nvme-offload d; drop the flag
-activation_checkpointing.partition_activations=true
-    note has no effect unless layers are recomputed on several tensor-parallel ranks
 activation_checkpointing.partition_activations=true | @ --tensor-model-parallel-size 2 \
 --checkpoint-activations --sequence-parallel
     note has no effect unless layers are recomputed on several tensor-parallel ranks
@@ -285,12 +212,8 @@ activation_checkpointing={"partition_activations":true,"number_checkpoints":4} |
 --tensor-model-parallel-size 2 --checkpoint-activations --distribute-saved-activations
     note equals --distribute-saved-activations
     note --recompute-num-layers sets how many
-activation_checkpointing.cpu_checkpointing=true
-    note has no effect unless layers are recomputed
 activation_checkpointing.cpu_checkpointing=true | @ --checkpoint-activations
     note taken, as no flag sets it: --activation-offload
-activation_checkpointing.cpu_checkpointing=true | @ --checkpoint-activations --activation-offload
-    note equals --activation-offload
 """.replace("\\\n", "")
 
 

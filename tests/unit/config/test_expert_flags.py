@@ -24,14 +24,10 @@ def faults(words: str, ranks: int = 1) -> list[str]:
 
 # Ranks and flags, and a part of a fault.
 FAULTS = """
-1 --moe-router-topk 9
-    fault --num-experts 8: must be at least --moe-router-topk 9
 1 --moe-router-topk 1
     fault --moe-router-topk 1: the softmax of one chosen logit is
 1 --activation-offload --offload-modules mlp_norm mlp_act
     fault --offload-modules mlp_act: experts' activations are not offloaded
-1 --moe-layer-freq 0
-    fault --moe-layer-freq '0': give 1 or more
 1 --moe-layer-freq [1]*3
     fault '[1]*3' has 3 entries, and --num-layers is 4
 1 --moe-layer-freq [0]*4
@@ -40,18 +36,10 @@ FAULTS = """
     fault neither a number nor a list of 0 and 1
 1 --moe-router-enable-expert-bias
     fault give --moe-router-score-function sigmoid
-1 --moe-router-num-groups 2
-    fault --moe-router-num-groups 2: set --moe-router-group-topk
-1 --moe-router-num-groups 3 --moe-router-group-topk 1
-    fault the nearest that fits is 2
-1 --moe-router-num-groups 4 --moe-router-group-topk 5
-    fault must be at least --moe-router-group-topk 5
 1 --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 3
     fault --moe-router-group-topk 2: must divide --moe-router-topk 3
 1 --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4
     fault 2 groups of 1 experts hold fewer than --moe-router-topk 4; give 4 or more
-1 --moe-router-group-topk 2
-    fault --moe-router-group-topk 2: has no effect without --moe-router
 1 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.01
     fault must be one number for each of --moe-router-load-balancing-type
 1 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01
@@ -62,18 +50,10 @@ FAULTS = """
     fault must divide --num-experts 8; the nearest that fits is 2
 2 --expert-model-parallel-size 4
     fault must divide the 2 rank(s) of a pipeline stage
-3 --expert-tensor-parallel-size 3
-    fault --moe-ffn-hidden-size 256: must be a multiple of
 2 --tensor-model-parallel-size 2
     fault would all send the same tokens to experts; give --sequence-parallel
-2 --tensor-model-parallel-size 2 --sequence-parallel --moe-shared-expert-intermediate-size 33
-    fault --moe-shared-expert-intermediate-size 33: must be a multiple of
 1 --add-bias-linear
     fault set --disable-bias-linear
-1 --torch-compile
-    fault is not supported with --torch-compile; remove one of them
-2 --overlap-moe-expert-parallel-comm
-    fault has no effect without --expert-model-parallel-size of 2 or more
 2 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --moe-token-dispatcher-type \\
 allgather
     fault hides only what alltoall sends
@@ -85,14 +65,6 @@ allgather
 2 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --micro-batch-size 1 \\
 --global-batch-size 2
     fault --global-batch-size 2 is one micro-batch a step
-1 --cuda-graphs
-    fault is not supported with --cuda-graphs; remove one of them
-1 --tiled-mlp 2
-    fault is not supported with --tiled-mlp 2; remove one of them
-1 --moe-shared-expert-gate
-    fault has no effect without --moe-shared-expert-intermediate-size N
-1 --moe-token-drop-policy position
-    fault has no effect without --moe-expert-capacity-factor N
 """.replace("\\\n", "")
 
 

@@ -36,16 +36,12 @@ def faults(flags: str) -> list[str]:
     "files, flag",
     [
         ("config.json model.safetensors", "--from-huggingface"),
-        ("config.json pytorch_model.bin", "--from-huggingface"),
         ("config.json model.safetensors.index.json", "--from-huggingface"),
         ("latest_checkpointed_iteration.txt iter_0000010/common.pt", "--from-megatron"),
         ("iter_0000010/.metadata iter_0000010/__0_0.distcp", "--from-megatron"),
         ("iter_0000010/mp_rank_00/model_optim_rng.pt", "--from-megatron"),
-        ("release/mp_rank_00_000/model_optim_rng.pt", "--from-megatron"),
-        ("common.pt metadata.json", "--from-megatron"),
         (".metadata __0_0.distcp", "--from-megatron"),
         ("latest global_step10/mp_rank_00_model_states.pt", "--from-deepspeed"),
-        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "--from-deepspeed"),
     ],
 )
 def test_the_converter_is_named(folder, files, flag):
@@ -67,32 +63,19 @@ def test_what_is_ours_or_nothing_is_not(folder, files):
     assert foreign_checkpoint("run") == "" and foreign_checkpoint("absent") == ""
 
 
-@pytest.mark.parametrize("place", ["run", "run/deeper"])
-@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--profile-dir"])
-def test_a_dangling_link_is_named(folder, flag, place):
+def test_a_dangling_link_is_named(folder):
     (folder / "run").symlink_to("gone")
-    (fault,) = faults(f"{flag} {place}")
+    (fault,) = faults("--save run/deeper")
     assert "run is a link to gone, which does not exist; make that" in fault
     (folder / "gone").mkdir()
-    assert faults(f"{flag} {place}") == []
-
-
-def test_a_link_to_itself_is_named(folder):
-    (folder / "run").symlink_to("run")
-    (fault,) = faults("--save run")
-    assert "is a link to run, which does not exist" in fault
+    assert faults("--save run/deeper") == []
+    (folder / "loop").symlink_to("loop")
+    assert "is a link to loop, which does not exist" in faults("--tensorboard-dir loop")[0]
 
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--lr-decay-iters 5 --lr-warmup-iters 10",
-        "--lr-decay-samples 5",
-        "--min-lr 1",
-        "--lr-wsd-decay-samples 5",
-        "--lr-warmup-iters 30",
-        "--decoupled-lr 1e-4 --min-lr 1e-3",
-    ],
+    ["--lr-decay-iters 5 --lr-warmup-iters 10", "--min-lr 1", "--decoupled-lr 1e-4 --min-lr 1e-3"],
 )
 def test_a_constant_rate_reads_no_decay(flags):
     assert faults(f"--lr-decay-style constant {flags}") == []
@@ -112,7 +95,6 @@ def test_zero_means_never():
     [
         ("--profile", "profile"),
         ("--profile --tensorboard-dir tb", "tb"),
-        ("--record-memory-history", "profile"),
         ("--profile --save run", None),  # <save>/profile
         ("--profile --profile-dir here", "here"),
         ("", None),
@@ -127,8 +109,6 @@ def test_profiles_have_a_default_folder(flags, expected):
     "flags",
     [
         "--recompute-method uniform --recompute-num-layers 1",
-        "--recompute-granularity selective --recompute-num-layers 1",
-        "--expert-tensor-parallel-size 1",
         "--moe-token-dispatcher-type allgather --moe-router-dtype fp64",
         "--num-experts 4 --disable-bias-linear --moe-router-score-function sigmoid "
         "--moe-router-pre-softmax",

@@ -6,11 +6,9 @@ import math
 import pytest
 import torch
 
-import pretrain_gpt
 from megatron.checkpoint.run_state import config_of
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.arguments import parse_arguments
-from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import ModelConfig
 from megatron.config.validate import cross_field_faults, resolve
 from megatron.model.attention.rotary import inverse_frequencies
@@ -44,16 +42,10 @@ def faults(words: str) -> list[str]:
         ("--rope-type yarn", "--rope-type yarn: is a setting of --multi-latent-attention"),
         (f"{LATENT} --qk-pos-emb-head-dim 7", "channels rotate in pairs; give 8"),
         (f"{LATENT} --v-head-dim 193", "must be at most 192, the channels of a key"),
-        (f"{LATENT} --q-lora-rank 0", "--q-lora-rank 0: must be greater than 0"),
         (
             f"{LATENT} --group-query-attention --num-query-groups 2",
             "--group-query-attention; remove",
         ),
-        (f"{LATENT} --rotary-percent 0.5", "--rotary-percent 0.5; remove one of them"),
-        (f"{LATENT} --add-qkv-bias", "--add-qkv-bias; remove one of them"),
-        (f"{LATENT} --torch-compile", "--torch-compile; remove one of them"),
-        (f"{LATENT} --rotary-backend triton", "--rotary-backend triton; remove one of them"),
-        (f"{LATENT} --bf16 --fp8-format e4m3", "--fp8-format e4m3; remove one of them"),
         (
             "--recompute-granularity selective --recompute-modules mla_up_proj",
             "mla_up_proj is a part of --multi-latent-attention, which is not set; give qkv",
@@ -118,13 +110,7 @@ def yarn_frequencies(factor: float, original: int, fast: float, slow: float) -> 
         ("--rope-scaling-factor 8", 8, 4096, 32, 1),
         ("--mscale-all-dim 1", 1, 4096, 32, 1),
         ("--rotary-scaling-factor 4 --yarn-beta-fast 16 --yarn-beta-slow 2", 4, 4096, 16, 2),
-        (
-            "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8192",
-            4,
-            8192,
-            32,
-            1,
-        ),
+        ("--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8192", 4, 8192, 32, 1),
         ("--rope-type yarn", 1, 4096, 32, 1),
     ],
 )
@@ -219,16 +205,3 @@ def test_checkpoint_args_fit_the_flags_that_the_run_was_started_with(tmp_path):
     again = [*words, "--load", str(tmp_path), "--use-checkpoint-args"]
     taken = take_checkpoint_args(parse_arguments(again).config)
     assert resolve(taken, 1, 127).config.model == run.model
-
-
-def test_printed_settings_hold_the_values_of_positions(capsys):
-    words = f"{LATENT} --rotary-scaling-factor 40 --print-config"
-    assert pretrain_gpt.main([*BASE, *words.split()]) == 0
-    printed = json.loads(capsys.readouterr().out)["model"]
-    assert printed["position_embedding_type"] == "yarn"
-    assert printed["rope_original_max_position_embeddings"] == 4096
-
-
-def test_other_ways_of_computing_it_are_refused():
-    with pytest.raises(ArgumentErrors, match="--cache-mla-latents: a way of computing latent"):
-        parse_arguments([*BASE, "--cache-mla-latents"])

@@ -52,14 +52,8 @@ def test_a_list_for_each_split(tmp_path):
             "0.5 a web more\n",
             "line 1: expected a weight, a prefix and a corpus",
         ),
-        ("--data-file-list", "0.5 a\na\n", "line 2: expected a weight, a prefix and a corpus"),
         ("--per-split-data-args-path", "0.5 a", "not JSON"),
         ("--per-split-data-args-path", '{"dev": ["a"]}', "under train, valid, test, found 'dev'"),
-        (
-            "--per-split-data-args-path",
-            '{"valid": 3}',
-            "under train, valid, test, found 'valid': 3",
-        ),
     ],
 )
 def test_lists_that_cannot_be_read(tmp_path, flag, text, fault):

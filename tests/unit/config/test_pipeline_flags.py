@@ -50,15 +50,11 @@ def split(extra: str, layers: int = 8, ranks: int = 4) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     "text, counts",
     [
-        ("EttL", (2,)),
         ("Et|tL", (1, 1)),
         ("E|t|L", (0, 1, 0)),
-        ("Et*3|tL", (3, 1)),
         ("Ettt|(tt|)*3L", (3, 2, 2, 2, 0)),
         ("Et*3|(tt|)*29,L", (3, *[2] * 29, 0)),
-        ("E(t|t)*2,L", (1, 2, 1)),
         ("E(|t*2)*2|,t*2,L", (0, 2, 2, 2)),
-        ("E,t|t*10L", (1, 10)),
     ],
 )
 def test_layout_strings(text, counts):
@@ -69,20 +65,13 @@ def test_layout_strings(text, counts):
     "text, problem",
     [
         ("", "must begin with its one E"),
-        ("tt|tL", "must begin with its one E"),
         ("Et|t", "and end with its one L"),
-        ("EtL|t", "and end with"),
-        ("E*2t|L", "its one E"),
         ("Et||tL", "stage 1 (from 0) is empty"),
-        ("Et|t|tL|", "stage 3 (from 0) is empty"),
         ("Et|(tt|)*3,m|L", "m, a layer that"),
         ("Et|x|L", "'x' is none of E"),
-        ("Et | tL", "' ' is none of"),
         ("Et|(t|tL", "'(' is none of"),
         ("E((t|)*2)*2L", "'(' is none of"),
         ("E(t)*99999999L", "repeats more than 100000 units"),
-        ("Et|t*0|tL", "stage 1"),
-        ("*2", "'*' is none of"),
     ],
 )
 def test_faults_of_layout_strings(text, problem):
@@ -105,18 +94,12 @@ def test_any_layout_string_is_read_or_refused(text):
     [
         ("", 8, 4, (2, 2, 2, 2)),
         (f"{VIRTUAL} 2", 8, 4, (1,) * 8),
-        (f"{PER_VIRTUAL} 1", 8, 4, (1,) * 8),
         (f"{PER_VIRTUAL} 2", 8, 2, (2,) * 4),
         (f"{PER_VIRTUAL} 2", 8, 4, (2,) * 4),
         (f"{EMBEDDING} {LOSS}", 6, 4, (1, 2, 2, 1)),
-        (f"{LOSS}", 7, 4, (2, 2, 2, 1)),
         (f"{EMBEDDING} {LOSS} {VIRTUAL} 2", 6, 4, (0, 1, 1, 1, 1, 1, 1, 0)),
-        (f"{EMBEDDING} {LOSS} {PER_VIRTUAL} 2", 14, 4, (1, 2, 2, 2, 2, 2, 2, 1)),
         (f"{FIRST} 1 {LAST} 3", 8, 4, (1, 2, 2, 3)),
-        (f"{FIRST} 2", 8, 4, (2, 2, 2, 2)),
         (f"{LAST} 5", 8, 4, (1, 1, 1, 5)),
-        (f"{FIRST} 3 {LAST} 5", 8, 2, (3, 5)),
-        (f"{LAST} 5", 8, 2, (3, 5)),
         # Megatron-LM: a rank's layers are divided evenly over its virtual stages, which go round
         # the ranks
         (f"{FIRST} 2 {LAST} 4 {VIRTUAL} 2", 14, 4, (1, 2, 2, 2, 1, 2, 2, 2)),
@@ -160,15 +143,11 @@ def test_a_single_rank_holds_everything():
         ("", "1f1b", 1),
         (f"{VIRTUAL} 2", "interleaved", 2),
         (f"{PER_VIRTUAL} 1", "interleaved", 2),
-        (f"{PER_VIRTUAL} 2", "1f1b", 1),
         (f"{LAYOUT} Et|(t|)*6tL", "interleaved", 2),
-        (f"{LAYOUT} Et|(tt|)*2,tttL", "1f1b", 1),
         (f"{LAYOUT} auto {VIRTUAL} 2", "interleaved", 2),
-        ("--pipeline-schedule zero-bubble", "zero-bubble", 1),
         ("--pipeline-schedule zero-bubble-v", "zero-bubble-v", 2),
         ("--enable-zbh1-pipeline", "zero-bubble", 1),
         (f"--pipeline-schedule zero-bubble-v {LAYOUT} auto", "zero-bubble-v", 2),
-        ("--pipeline-schedule gpipe", "gpipe", 1),
     ],
 )
 def test_schedules_and_virtual_stages_that_follow(extra, schedule, virtual):
@@ -187,7 +166,6 @@ def test_schedules_and_virtual_stages_that_follow(extra, schedule, virtual):
     [
         ("", 30, 4, f"--num-layers 30: must be a multiple of {PP} 4; the nearest is 32, or give"),
         ("", 3, 8, f"multiple of {PP} 8; the nearest is 8, or give fewer pipeline ranks"),
-        ("", 6, 8, f"multiple of {PP} 8; the nearest is 8, or give {LAYOUT} auto"),
         (f"{VIRTUAL} 2", 12, 4, f"multiple of {PP} 4 x {VIRTUAL} 2 = 8; the nearest is 16"),
         (f"{LOSS}", 8, 4, f"8 (9 with those of {LOSS}): must be a multiple of {PP} 4; the near"),
         (
@@ -198,9 +176,7 @@ def test_schedules_and_virtual_stages_that_follow(extra, schedule, virtual):
         ),
         (f"{PER_VIRTUAL} 2 {VIRTUAL} 4", 16, 4, f"{PER_VIRTUAL} 2: contradicts {VIRTUAL} 4; drop"),
         (f"{FIRST} 3", 8, 4, f"{FIRST} 3: leave 5 of --num-layers 8 to 3 other pipeline rank(s)"),
-        (f"{FIRST} 1 {LAST} 1", 8, 2, f"{FIRST} 1 and {LAST} 1: leave 6 of --num-layers 8 to 0"),
         (f"{FIRST} 3 {VIRTUAL} 2", 9, 4, f"each number divisible by {VIRTUAL} 2; change the numb"),
-        (f"{FIRST} 9 {LAST} 1", 8, 4, "leave -2 of --num-layers 8 to 2 other pipeline rank(s)"),
         (f"{LAYOUT} auto {FIRST} 3", 8, 4, f"{LAYOUT} auto: contradicts {FIRST} 3; keep one way"),
         (
             f"{LAYOUT} Et|tL {EMBEDDING} {PER_VIRTUAL} 1",
@@ -208,24 +184,17 @@ def test_schedules_and_virtual_stages_that_follow(extra, schedule, virtual):
             2,
             f"{LAYOUT} Et|tL: contradicts {EMBEDDING} and {PER_VIRTUAL} 1; keep one way",
         ),
-        (f"{LAST} 2 {LOSS}", 8, 4, f"{LAST} 2: contradicts {LOSS}; keep one way"),
         (f"{LAST} 2 {PER_VIRTUAL} 1", 8, 4, f"({VIRTUAL} goes with each)"),
         (f"{LAYOUT} Et|t|tL", 3, 2, f"{LAYOUT} Et|t|tL: has 3 stages, not a multiple of {PP} 2"),
         (f"{LAYOUT} Et|tL", 3, 2, f"{LAYOUT} Et|tL: has 2 layers (t), not --num-layers 3"),
         (f"{LAYOUT} Et|t|t|tL {VIRTUAL} 3", 4, 2, f"4 stages, which contradicts {VIRTUAL} 3"),
         (f"{LAYOUT} Et||tL", 2, 3, f"{LAYOUT} Et||tL: stage 1 (from 0) is empty; every stage"),
-        (f"{LAYOUT} auto", 2, 8, f"{PP} 8: more stages than the 4 units of --num-layers 2"),
         (f"{LAYOUT} auto {VIRTUAL} 2", 8, 8, f"{PP} 8 x {VIRTUAL} 2 = 16: more stages than the 10"),
-        (f"{VIRTUAL} 0", 8, 4, f"{VIRTUAL} 0: must be greater than 0"),
-        (f"{FIRST} 0", 8, 4, f"{FIRST} 0: must be greater than 0"),
         # schedules
         ("--pipeline-schedule interleaved", 8, 4, "needs several stages on each pipeline rank"),
         (f"--pipeline-schedule 1f1b {VIRTUAL} 2", 8, 4, "takes 1 stage(s) on each pipeline rank"),
-        (f"--pipeline-schedule gpipe {PER_VIRTUAL} 1", 8, 4, f"{PER_VIRTUAL} 1 makes 2; change"),
         (f"--pipeline-schedule zero-bubble {LAYOUT} Et|t|t|tL", 4, 2, "Et|t|t|tL makes 2"),
         (f"--pipeline-schedule zero-bubble-v {VIRTUAL} 1", 8, 4, f"{VIRTUAL} 1 makes 1; change"),
-        (f"--pipeline-schedule zero-bubble-v {LAYOUT} Ett|ttL", 4, 2, "Ett|ttL makes 1"),
-        (f"--pipeline-schedule zero-bubble-v {VIRTUAL} 3", 12, 4, "takes 2 stage(s) on each"),
     ],
 )
 def test_one_fault(extra, layers, ranks, expected):
@@ -233,39 +202,7 @@ def test_one_fault(extra, layers, ranks, expected):
     assert len(found) == 1 and expected in found[0], found
 
 
-def test_faults_of_the_pipeline_are_told_with_all_others():
-    found = faults(
-        (
-            "--pipeline-schedule 1f1b --num-virtual-stages-per-pipeline-rank 2 "
-            "--tensor-model-parallel-size 3 --bf16 --fp16"
-        ),
-        7,
-        4,
-        world=10,
-    )
-    assert [fault.split(":")[0].split(" x ")[0] for fault in found] == [
-        "--bf16",
-        "--tensor-model-parallel-size 3",
-        "--tensor-model-parallel-size 3",
-        "--num-layers 7",
-        "--pipeline-schedule 1f1b",
-    ]
-
-
-@pytest.mark.parametrize(
-    "tp, pp, world, ranks", [(2, 4, 12, 16), (3, 2, 8, 6), (1, 4, 6, 8), (4, 4, 6, 16)]
-)
-def test_tensor_x_pipeline_parallel_size_divides_the_ranks(tp, pp, world, ranks):
-    heads = "--num-attention-heads 12 --kv-channels 8"
-    shown = faults(f"--tensor-model-parallel-size {tp} {heads}", 24, pp, world)
-    (found,) = [fault for fault in shown if "rank(s) of" in fault]
-    sizes = f"--tensor-model-parallel-size {tp} x {PP} {pp}"
-    assert found.startswith(
-        f"{sizes}: does not divide the {world} rank(s) of this job; start {ranks}"
-    )
-
-
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.integers(1, 40),
     st.integers(2, 6),
@@ -317,18 +254,11 @@ def test_a_split_covers_the_layers_or_its_fix_is_accepted(
 
 
 def test_few_micro_batches_are_a_remark():
-    def remarks(batch: int) -> list[str]:
-        return [
-            note
-            for note in resolve(
-                *configure(f"--global-batch-size {batch}", 8, 4, world=8), 101
-            ).notes
-            if "micro-batch" in note
-        ]
-
-    assert remarks(16) == []
-    assert remarks(12)[0].startswith(
+    notes = resolve(*configure("--global-batch-size 12", 8, 4, world=8), 101).notes
+    text = (
         "--global-batch-size 12: 3 micro-batch(es) for 4 pipeline ranks leave (P-1)/(m+P-1) "
         "= 50% of a step idle under 1f1b"
     )
-    assert "= 75% of a step" in remarks(4)[0]
+    assert any(note.startswith(text) for note in notes)
+    enough = resolve(*configure("--global-batch-size 16", 8, 4, world=8), 101).notes
+    assert not any("micro-batch(es)" in note for note in enough)

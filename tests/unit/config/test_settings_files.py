@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.config.arguments import parse_arguments
+from megatron.config.compatibility import GUIDE
 from megatron.config.errors import ArgumentErrors
-from megatron.config.settings_files import GUIDE
 
 FLAT = """
 num_layers: 24

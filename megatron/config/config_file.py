@@ -1,0 +1,113 @@
+"""--config: a JSON or YAML file of settings, in our groups as --print-config writes them, or with
+flat names of flags as other programs have them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.config import compatibility
+from megatron.config.derive import DEFAULTS
+from megatron.config.errors import UserError, did_you_mean, first_faults, shortened
+from megatron.config.groups import Config
+from megatron.config.input_files import SETTINGS_LIMIT, NotJson, decode, parse_json, read_bytes
+from megatron.config.options import as_word, key, options_by_field, options_by_flag
+from megatron.config.reading import Reading
+from megatron.config.yaml_text import parse_yaml
+
+# Sections of flat names: of Megatron-LM's --yaml-cfg, and of its functional tests.
+SECTIONS = ("language_model", "model_parallel", "MODEL_ARGS")
+
+
+def read_config(path: str) -> Reading:
+    """What a file holds, its faults among it. No field of it is `set_by` the user, so that the
+    command line wins without a note, and a default, which --print-config writes too, is not
+    `chosen`.
+    """
+    reading, where = Reading(), f"--config {path}"
+    try:
+        content = _parse(read_bytes(path, SETTINGS_LIMIT))
+        if not isinstance(content, dict):
+            raise UserError("expected groups with settings, as --print-config writes them")
+        compatibility.check_program(content)
+    except UserError as problem:
+        reading.faults.append(f"{where}: cannot be read: {problem}")
+        return reading
+    flags = _flat_flags(content, set(Config().to_dict())) if content else None
+    if flags is None:
+        _read_groups(reading, content)
+    else:
+        for flag, value in flags:
+            _read_flat(reading, flag, value)
+    reading.faults = first_faults([f"{where}: {fault}" for fault in reading.faults], where)
+    reading.set_by.clear()
+    reading.chosen = {name for name in reading.chosen if reading.value(name) != DEFAULTS[name]}
+    return reading
+
+
+def _parse(raw: bytes) -> Any:
+    text = decode(raw)
+    try:
+        return parse_json(raw)
+    except NotJson:
+        return parse_yaml(text)
+
+
+def _read_groups(reading: Reading, content: dict[str, Any]) -> None:
+    """Take in a file with our groups."""
+    names = dataclasses.asdict(Config())
+    for group, fields in content.items():
+        if group not in names or not isinstance(fields, dict):
+            known = ", ".join(names)
+            reading.faults.append(
+                f"{_short(group)} is not a group of settings; the groups are {known}"
+            )
+            continue
+        for field, value in fields.items():
+            option = options_by_field().get((group, field))
+            if option is None:
+                meant = did_you_mean(str(field), names[group])
+                reading.faults.append(f"{group} has no setting {_short(field)}{meant}")
+                continue
+            try:
+                reading.take(field, option.load(value))
+            except UserError as problem:
+                reading.faults.append(f"{group}.{field} = {_short(value)}: {problem}")
+
+
+def _short(value: Any) -> str:
+    """A value of the file in a message."""
+    return shortened(repr(value), 60)
+
+
+def _flat_flags(content: dict[str, Any], groups: set[str]) -> list[tuple[str, Any]] | None:
+    """(flag, value) of each name in a flat file, in its order; None for a file with our groups.
+    Names may have leading hyphens; those without a value are left out.
+    """
+    found: list[tuple[str, Any]] = []
+    for name, value in content.items():
+        if name in SECTIONS and isinstance(value, dict):
+            found += _flat_flags(value, set()) or []
+        elif isinstance(value, dict) or name in groups:
+            return None
+        elif value is not None:
+            found.append(("--" + name.lstrip("-").replace("_", "-"), value))
+    return found
+
+
+def _read_flat(reading: Reading, flag: str, value: Any) -> None:
+    """Take in a flag of a flat file. A switch of another program that is false is not given."""
+    option, on = options_by_flag().get(key(flag), (None, True))
+    if value is False and option is not None:
+        if option.kind is bool:
+            reading.read(option.off[0] if on else option.names[0], [])
+    elif value is not False or compatibility.find(key(flag)) is None:
+        values = value if isinstance(value, list) else [value]
+        words = [word for item in values for word in _words(item)]
+        reading.read(flag, [] if isinstance(value, bool) else words)
+
+
+def _words(item: Any) -> list[str]:
+    """The words that a command line would have: a text of several numbers or paths is several."""
+    return item.split() if isinstance(item, str) and item else [as_word(item)]
