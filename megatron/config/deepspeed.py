@@ -28,6 +28,11 @@ BETAS = "optimizer.params.betas"
 WIRE_KEYS = ("communication_data_type", "fp32_allreduce")
 SINGLE = {DEVICE, NVME_PATH, STEPS, *WIRE_KEYS}  # keys with a value, read by a function
 
+INSTEAD = (
+    f"take the section out and give --lr-decay-style {' or '.join(LR_DECAYS)} with "
+    "--lr-warmup-iters N"
+)
+
 # Sections that are on without a key `enabled`; precisions and other unsupported ones are off.
 ON_BY_DEFAULT = {"compression_training", "sparse_attention", "weight_quantization"}
 ON_BY_DEFAULT |= {"expert_parallel"}
@@ -119,6 +124,8 @@ class Comparison:
             return self._betas(value)
         if key == STEPS:
             return self._accumulation(value)
+        if key.startswith("scheduler."):
+            return self._schedule(key, value)
         if name := field_of(key):
             value = self._value(name, _in_our_terms(key, value))
             return self._without_effect(name) or self.settle(name, value)
@@ -165,13 +172,10 @@ class Comparison:
     def _betas(self, value: Any) -> str:
         if not isinstance(value, list) or len(value) != 2:
             raise UserError("expected a list of two numbers")
-        return self._settle_all(dict(zip(("adam_beta1", "adam_beta2"), value)))
-
-    def _settle_all(self, values: dict[str, Any]) -> str:
         notes, faults = [], []
-        for name, value in values.items():
+        for name, beta in zip(("adam_beta1", "adam_beta2"), value):
             try:
-                notes.append(self.settle(name, value))
+                notes.append(self.settle(name, beta))
             except UserError as problem:
                 faults.append(str(problem))
         if faults:
@@ -218,93 +222,70 @@ class Comparison:
         note = self.settle("global_batch_size", unit * max(1, ranks))
         return f"{note}: {micro} x {steps} on {max(1, ranks)} data-parallel rank(s)"
 
-    def scheduler(self, section: Any) -> str:
-        """The learning-rate schedule of a file as ours. A warm-up is linear here: one that is
-        logarithmic by DeepSpeed's default is noted, one that is so by the file refused.
+    def _schedule(self, key: str, value: Any) -> str:
+        """The kind of a learning-rate schedule, or a parameter of it in the run's units. A warm-up
+        is linear here: one that is logarithmic by DeepSpeed's default is noted, one that is so by
+        the file refused.
         """
-        kind = section.get("type") if isinstance(section, dict) else None
-        if kind is None:
-            return "no schedule"
-        style, params = answers("schedules").get(str(kind)), section.get("params") or {}
-        if style is None or not isinstance(params, dict):
-            raise UserError(
-                "not a schedule here; take the section out and give --lr-decay-style "
-                f"{' or '.join(LR_DECAYS)} with --lr-warmup-iters N"
-            )
-        known = {name: value for name, value in params.items() if value not in ("auto", None)}
-        warmup = known.pop("warmup_type", None)
-        values = self._schedule_values(known)
-        if "warmup_num_steps" not in params:
-            values["lr_warmup_iters"] = 1000  # DeepSpeed's default
-        values = {"lr_decay_style": style, **values}
-        instead = "take the section out and give " + " ".join(map(spelled, values, values.values()))
-        if warmup not in (None, "linear"):
-            raise UserError(
-                'a warm-up that is not linear is not supported; set warmup_type to "linear", or '
-                + instead
-            )
-        note = self._settle_all(self._in_run_units(values, instead))
-        default = "; the warm-up is linear, where DeepSpeed's default is logarithmic"
-        return note + (default if warmup is None else "")
-
-    def _schedule_values(self, known: dict[str, Any]) -> dict[str, Any]:
-        """Our fields of the parameters of a DeepSpeed schedule."""
-        values, lr = {}, self.reading.value("lr")
-        for name, value in known.items():
-            if type(value) not in (int, float):
-                raise UserError(f"{name}: expected a number")
-            is_ratio, field = name.endswith("_ratio"), answers("schedule_fields").get(name)
-            if field is not None and not (is_ratio and lr is None):
-                values[field] = value * lr if is_ratio else value
-        return values
-
-    def _in_run_units(self, values: dict[str, Any], instead: str) -> dict[str, Any]:
-        """Lengths in iterations as samples where the run is measured in samples."""
-        training = self.reading.config.training
-        if training.train_samples is None:
-            return values
-        batch = training.global_batch_size
-        if batch is None or training.rampup_batch_size or training.step_batch_size_schedule:
-            raise UserError(
-                f"the run is measured in --train-samples; give --train-iters, or {instead}"
-            )
-        return {
-            name.replace("_iters", "_samples"): value * batch if name.endswith("_iters") else value
-            for name, value in values.items()
-        }
+        section, field, get = self.content["scheduler"], field_of(key), self.reading.value
+        style = answers("schedules").get(str(section.get("type")))
+        if key == "scheduler.type":
+            if style is None:
+                raise UserError(f"not a schedule here; {INSTEAD}")
+            note = self.settle("lr_decay_style", style)
+            linear = "; the warm-up is linear, where DeepSpeed's default is logarithmic"
+            return note if "warmup_type" in section["params"] else note + linear
+        if style is None:
+            return "has no effect without a type of schedule"
+        if field is None:
+            return "has no equal here, and none is needed"
+        if type(value) not in (int, float):
+            raise UserError("expected a number")
+        if key.endswith("_ratio"):
+            if get("lr") is None:
+                return "a share of --lr, which is not given"
+            value *= get("lr")
+        if field.endswith("_iters") and get("train_samples") is not None:
+            batch = get("global_batch_size")
+            if batch is None or get("rampup_batch_size") or get("step_batch_size_schedule"):
+                raise UserError(
+                    f"the run is measured in --train-samples; give --train-iters, or {INSTEAD}"
+                )
+            field, value = field.replace("_iters", "_samples"), value * batch
+        return self.settle(field, value)
 
 
 def compare_with_deepspeed(path: str, reading: Reading) -> None:
     """Compare the settings with a DeepSpeed file, and add those that no flag gives."""
     where = f"--deepspeed_config {path}"
     try:
-        file = Comparison(reading, read_json(path, dict, SETTINGS_LIMIT))
+        content = read_json(path, dict, SETTINGS_LIMIT)
     except UserError as problem:
         reading.faults.append(f"{where}: cannot be read: {problem}")
         return
-    faults: list[str] = []
+    schedule = content.get("scheduler")
+    if isinstance(schedule, dict):
+        if not isinstance(schedule.setdefault("params", {}), dict):
+            schedule["params"] = {}
+        schedule["params"].setdefault("warmup_num_steps", 1000)  # DeepSpeed's default
+    file, faults = Comparison(reading, content), []
     # keys that equal our fields come first, since others are read with them; the path before the
     # device, which may do without; the schedule last
     for names, value in sorted(_leaves(file.content), key=_order):
         key = ".".join(names)
-        shown = key[:80] if key == "scheduler" else f"{key[:80]} = {_shown(value)}"
+        shown = f"{key[:80]} = {shortened(json.dumps(value), 80)}"
         try:
             _check_place(names)
-            note = file.scheduler(value) if key == "scheduler" else file.answer(key, value)
-            reading.notes.append(f"DeepSpeed's {shown}: {note}")
+            reading.notes.append(f"DeepSpeed's {shown}: {file.answer(key, value)}")
         except UserError as problem:
             faults.append(f"{where}: {_section(key, 'unsupported') or shown}: {problem}")
     reading.faults += first_faults(list(dict.fromkeys(faults)), where)
 
 
-def _shown(value: Any) -> str:
-    return shortened(json.dumps(value), 80)
-
-
 def _leaves(content: dict, sections: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Each setting as the names that lead to it, and its value; the schedule as a whole."""
+    """Each setting as the names that lead to it, and its value."""
     for key, value in content.items():
-        if isinstance(value, dict) and value and (*sections, key) != ("scheduler",):
+        if isinstance(value, dict) and value:
             yield from _leaves(value, (*sections, key))
         else:
             yield (*sections, key), value
@@ -312,7 +293,9 @@ def _leaves(content: dict, sections: tuple[str, ...] = ()) -> Iterator[tuple[tup
 
 def _order(setting: tuple[tuple[str, ...], Any]) -> int:
     key = ".".join(setting[0])
-    return 0 if field_of(key) else {NVME_PATH: 1, "scheduler": 3}.get(key, 2)
+    if key.startswith("scheduler."):
+        return 3
+    return 0 if field_of(key) else 1 if key == NVME_PATH else 2
 
 
 def _check_place(names: tuple[str, ...]) -> None:

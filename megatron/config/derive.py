@@ -15,7 +15,6 @@ from megatron.config.errors import UserError, shortened
 from megatron.config.groups import LR_DECAYS, Config, DecayKind, DistributedConfig
 from megatron.config.latent import yarn_scale
 from megatron.config.metadata import POSITIVE, flag, flag_name
-from megatron.config.schedules import SCHEDULES
 from megatron.config.stages import AUTO, virtual_stages
 
 GROUP_OF = {field: group for group, fields in Config().to_dict().items() for field in fields}
@@ -365,10 +364,7 @@ def _why_virtual(run: RunView) -> str:
         return "stages in --pipeline-model-parallel-layout / pipeline-model-parallel-size"
     if run.num_layers_per_virtual_pipeline_stage is not None:
         return "layers / pipeline-model-parallel-size / num-layers-per-virtual-pipeline-stage"
-    rule = SCHEDULES.get(run.pipeline_schedule)
-    if rule is not None and rule.virtual not in (None, 1):
-        return f"{run.pipeline_schedule} takes {rule.virtual} stages on each pipeline rank"
-    return "one stage on each pipeline rank"
+    return f"stages on each pipeline rank, as {run.pipeline_schedule or '1f1b'} takes them"
 
 
 POSITIONS = (_derive_position_type, _derive_rope_scaling)

@@ -4,10 +4,9 @@ the page that explains a flag.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
-from typing import Any
+import textwrap
 
 from megatron.config.errors import ArgumentErrors, UserError, did_you_mean
 from megatron.config.groups import Config
@@ -78,7 +77,7 @@ def help_text(argv: list[str]) -> str:
     found = [option for option in options() if _mentions(option, word.lower())]
     if not word or not found:
         raise UserError(f"--help-search {word}: no flag is about this; give another word")
-    return _parser({"flags": found}).format_help()
+    return _listing({"flags": found})
 
 
 def _groups(name: str) -> str:
@@ -86,9 +85,9 @@ def _groups(name: str) -> str:
     groups = {field.name: type(field.default) for field in dataclasses.fields(Config)}
     flags = {each: [option for option in options() if option.group == each] for each in groups}
     if name == "all":
-        return _parser(flags, commands=True).format_help()
+        return _listing(flags, commands=True)
     if name in groups:
-        return _parser({name: flags[name]}).format_help()
+        return _listing({name: flags[name]})
     if name:
         known = ", ".join([*groups, "all"])
         near = did_you_mean(name, groups)
@@ -96,7 +95,7 @@ def _groups(name: str) -> str:
     lines = [
         f"  {each:13} {len(flags[each]):3} flags: {kind.__doc__}" for each, kind in groups.items()
     ]
-    return _parser({}, commands=True).format_help() + "\n".join(["\ngroups:", *lines])
+    return _listing({}, commands=True) + "\n".join(["\ngroups:", *lines])
 
 
 def page(flag: str) -> str:
@@ -122,29 +121,27 @@ def _mentions(option: Option, word: str) -> bool:
     return any(word in text.lower() for text in (*_spellings((option,)), option.help))
 
 
-def _parser(groups: dict[str, list[Option]], *, commands: bool = False) -> argparse.ArgumentParser:
-    """An argparse parser of some flags, to print."""
-    usage = "%(prog)s --flag value ..."
-    parser = argparse.ArgumentParser(prog="pretrain_gpt.py", usage=usage, add_help=False)
+def _listing(groups: dict[str, list[Option]], *, commands: bool = False) -> str:
+    """The help of some flags."""
+    lines = ["usage: pretrain_gpt.py --flag value ..."]
     if commands:
-        group = parser.add_argument_group("command")
+        lines += ["", "command:"]
         for name, text in {**HELP, **COMMANDS}.items():
-            value: dict[str, Any] = {"action": "store_true"}
-            if name in HELP or key(name) in TAKES_FILE:
-                value = {"metavar": METAVARS.get(name, "FILE")}
-            group.add_argument(name, help=text, **value)
+            takes_value = name in HELP or key(name) in TAKES_FILE
+            lines += _entry([name], METAVARS.get(name, "FILE") if takes_value else "", text)
     for title, chosen in groups.items():
-        group = parser.add_argument_group(title)
+        lines += ["", f"{title}:"]
         for option in chosen:
-            default = "" if option.default is None else f" (default: {option.default})"
-            text = option.help.replace("%", "%%") + default
-            names = (*option.names, *option.off)
-            if option.kind is bool:
-                group.add_argument(*names, action="store_true", help=text)
-                continue
-            metavar = option.kind.__name__.upper()
+            value = "" if option.kind is bool else option.kind.__name__.upper()
             if option.choices:
-                metavar = "{" + ",".join(map(str, option.choices)) + "}"
-            nargs = "+" if option.many else None
-            group.add_argument(*names, nargs=nargs, metavar=metavar, help=text)
-    return parser
+                value = "{" + ",".join(map(str, option.choices)) + "}"
+            default = "" if option.default is None else f" (default: {option.default})"
+            names = [*option.names, *option.off]
+            lines += _entry(names, value + " ..." * option.many, option.help + default)
+    return "\n".join(lines) + "\n"
+
+
+def _entry(names: list[str], value: str, text: str) -> list[str]:
+    indent = " " * 6
+    wrapped = textwrap.fill(text, 80, initial_indent=indent, subsequent_indent=indent)
+    return [f"  {', '.join(names)} {value}".rstrip(), wrapped]

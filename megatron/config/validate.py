@@ -109,14 +109,6 @@ def _required(run: RunView) -> Faults:
         yield f"--ffn-hidden-size is required: {GATED_WIDTH} is 0 for {run.show('hidden_size')}"
 
 
-def _captured_gradients(run: RunView) -> Faults:
-    if run.cuda_graphs and run.zero_stage >= 2 and run.replicas > 1:
-        yield (
-            f"--cuda-graphs: is not supported with {run.show('zero_stage')}, whose gradient "
-            "buffers move; set --zero-stage 0 or 1"
-        )
-
-
 def _freeze(run: RunView) -> Faults:
     if not run.has("num_layers"):
         return
@@ -274,6 +266,14 @@ def _schedule(run: RunView) -> Faults:
         yield run.fault(names[2], f"does not fit into {run.show(names[1])} after the warm-up")
 
 
+def _graphs(run: RunView) -> Faults:
+    if run.cuda_graphs and run.zero_stage >= 2 and run.replicas > 1:
+        yield (
+            f"--cuda-graphs: is not supported with {run.show('zero_stage')}, whose gradient "
+            "buffers move; set --zero-stage 0 or 1"
+        )
+
+
 def _recompute(run: RunView) -> Faults:
     in_full = run.recompute_granularity == "full"
     if in_full and run.recompute_method == "block" and run.recompute_num_layers is None:
@@ -355,11 +355,9 @@ def _cannot_be_made(folder: Path) -> str:
     empty string when nothing is known.
     """
     folder = folder.absolute()
-    places = (folder, *folder.parents)
-    for place in places:
-        if place.is_symlink() and not os.path.exists(place):
-            return f"{place} is a link to {os.readlink(place)}, which does not exist; make that"
-    there = next(parent for parent in places if os.path.exists(parent))
+    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not os.path.exists(there):
+        return f"{there} is a link to {os.readlink(there)}, which does not exist; make that"
     if not there.is_dir():
         is_it = there == folder
         return "is a file, not a folder" if is_it else f"cannot be made: {there} is not a folder"
@@ -416,7 +414,6 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     latent_attention,
     recomputed_parts,
     heads_and_positions,
-    _captured_gradients,
     fp8_faults,
     _freeze,
     _sources,
@@ -425,6 +422,7 @@ RULES: tuple[Callable[[RunView], Faults], ...] = (
     _batch_schedule,
     _length,
     _schedule,
+    _graphs,
     _recompute,
     _tiled_mlp,
     _activation_offload,

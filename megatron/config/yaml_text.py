@@ -18,10 +18,8 @@ AMBIGUOUS = "is a number that versions of YAML read differently; write it"
 
 def parse_yaml(text: str) -> Any:
     """The value of YAML text. Raises InputError, with the line, for what is not YAML or is not read
-    here:
-
-    a key twice in a map, numbers that versions of YAML read differently (010, 1:30, 0x10), dates,
-    binary data, aliases, and values nested too deep.
+    here: a key twice in a map, numbers that versions of YAML read differently (010, 1:30, 0x10),
+    dates, binary data, aliases, and values nested too deep.
     """
     try:
         import yaml
@@ -32,16 +30,12 @@ def parse_yaml(text: str) -> Any:
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 raise _refusal(event, "aliases are not read here; write the value out")
-        value = _value(node)
-    except yaml.YAMLError as error:
-        raise InputError(" ".join(str(error).split())) from None
+        value = None if node is None else _value(node)
     except RecursionError:
         raise InputError("nested too deep") from None
-    except InputError:
-        raise
-    # a number of thousands of digits, a character outside Unicode
-    except (ValueError, OverflowError) as error:
-        raise InputError(str(error)) from None
+    # ValueError: a number of thousands of digits, a character outside Unicode
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise InputError(" ".join(str(error).split())) from None
     check_tree(value)
     return value
 
@@ -52,8 +46,6 @@ def _refusal(place: Any, what: str) -> InputError:
 
 def _value(node: Any) -> Any:
     """What a node of the text means. Raises InputError."""
-    if node is None:  # no text at all
-        return None
     kind, text = node.tag.removeprefix(TAG), node.value
     if kind == "map":
         return _map(node)
