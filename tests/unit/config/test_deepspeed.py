@@ -43,82 +43,61 @@ def nested(settings: str) -> dict:
 # line that the file gives; a row without a fault has none.
 ROWS = """
 # keys that agree with the flags, and keys that change nothing
-train_batch_size=16
-    note equals --global-batch-size
-communication_data_type="fp32" fp32_allreduce=true
-    note equals no --grad-reduce-in-bf16
-communication_data_type=null fp32_allreduce=false
+train_batch_size=16 communication_data_type=null fp32_allreduce=false bf16.enabled=true \
+optimizer.type="AdamW" optimizer.params.betas=[0.9,0.999] optimizer.params.max_grad_norm=1.0
+    note train_batch_size = 16: equals --global-batch-size
     note fp32_allreduce = false: off here too
     note communication_data_type = null: not set
-bf16.enabled=true
-    note equals --bf16
-fp16.loss_scale_window=7
-    note its section is not enabled
-fp16.enabled="auto" fp16.initial_scale_power=7
-    note its section is not enabled
-optimizer.type="AdamW" optimizer.params.betas=[0.9,0.999] optimizer.params.lr=0.001
+    note enabled = true: equals --bf16
     note equals --adam-beta1; equals --adam-beta2
-optimizer.params.max_grad_norm=1.0
     note equals --clip-grad
-zero_optimization.stage=0 zero_optimization.reduce_bucket_size=5e8
-    note no such size or threshold is to be chosen
-zero_optimization.offload_optimizer={"device":"none","pin_memory":true}
-    note equals no --optimizer-cpu-offload
-zero_optimization.offload_param={"device":"none","pin_memory":true}
-    note equals no --param-cpu-offload
-zero_optimization={"zero_hpz_partition_size":1,"zero_quantized_weights":false}
-    note no such size or threshold
-zero_optimization.stage3_gather_16bit_weights_on_model_save=true
-    note checkpoints are independent of the ZeRO stage
-data_types.grad_accum_dtype="torch.float32"
-    note equals --main-grads-dtype
-checkpoint.load_universal=true
+communication_data_type="fp32" fp32_allreduce=true fp16.loss_scale_window=7
+    note equals no --grad-reduce-in-bf16
+    note its section is not enabled
+fp16.enabled="auto" fp16.initial_scale_power=7 train_batch_size="auto" checkpoint.load_universal=true
+    note its section is not enabled
+    note train_batch_size = "auto": follows the flags
     note independent of the layout
-scheduler={"type":"WarmupLR","params":{"warmup_num_steps":0}}
+zero_optimization={"stage":0,"reduce_bucket_size":5e8,"zero_hpz_partition_size":1} \
+zero_optimization.offload_optimizer={"device":"none","pin_memory":true} \
+zero_optimization.offload_param={"device":"none","pin_memory":true} \
+data_types.grad_accum_dtype="torch.float32" scheduler={"type":"WarmupLR","params":{}}
+    note no such size or threshold is to be chosen
+    note equals no --optimizer-cpu-offload
+    note equals no --param-cpu-offload
+    note equals --main-grads-dtype
     note --lr-decay
-train_batch_size="auto"
-    note follows the flags
-tensorboard={"enabled":true,"output_path":"x"}
-    note use --tensorboard-dir
-pipeline={"stages":"auto","partition":"best","activation_checkpoint_interval":0}
+pipeline={"stages":"auto","partition":"best"} tensorboard={"enabled":true,"output_path":"x"}
     note --pipeline-model-parallel-layout sets how
+    note use --tensorboard-dir
 
 # contradictions, and what has no equal
-train_batch_size=32
+train_batch_size=32 communication_data_type="fp16" bf16.enabled=false zero_optimization.stage=4 \
+zero_optimization.offload_optimizer.device="nvme" optimizer.type="Lamb" \
+data_types.grad_accum_dtype="fp16" scheduler={"type":"OneCycle","params":{}}
     fault = 32: contradicts --global-batch-size 16; give --global-batch-size 32 or change the file
-gradient_accumulation_steps=3
-    fault give --global-batch-size 12 or change the file
-communication_data_type="fp16"
     fault gradients are sent in fp32, or in bf16
-bf16.enabled=false
     fault contradicts --bf16; remove the flag or change the file
-zero_optimization.stage=4
     fault --zero-stage: choose from 0, 1, 2, 3
-optimizer.params.adam_w_mode=false
-    fault always decoupled
-scheduler={"type":"OneCycle","params":{}}
     fault give --lr-decay-style constant
-zero_optimization.offload_optimizer.device="nvme"
     fault give --optimizer-nvme-offload DIR
-zero_optimization.zero_hpz_partition_size=8
-    fault to gather inside a node give --zero-shard-size
-data_types.grad_accum_dtype="fp16"
     fault gradients are accumulated in fp32, or in bf16 with --main-grads-dtype bf16
-optimizer.type="Lamb"
     fault --optimizer: choose from adam, sgd
+gradient_accumulation_steps=3 optimizer.params.adam_w_mode=false \
+zero_optimization.zero_hpz_partition_size=8 \
 compression_training.weight_quantization.shared_parameters=1
+    fault give --global-batch-size 12 or change the file
+    fault always decoupled
+    fault to gather inside a node give --zero-shard-size
     fault compression_training: compression is not supported; take the section out
 
 # values of a wrong kind
-fp16.enabled=true fp16.initial_scale_power=99999
+fp16.enabled=true fp16.initial_scale_power=99999 bf16.enabled=1 zero_optimization.stage={"a":1} \
+optimizer.type=1 optimizer.params.betas=1
     fault too large
-bf16.enabled=1
     fault bf16.enabled = 1: --bf16: expected true or false
-zero_optimization.stage={"a":1}
     fault expected a single value, found an object
-optimizer.type=1
     fault expected text
-optimizer.params.betas=1
     fault expected a list of two numbers
 
 # values that no flag gives

@@ -46,7 +46,6 @@ def test_the_table_answers_the_recorded_names_and_no_other():
         ("--1r", "did you mean --lr?"),
         ("--use-sequence-parallel", "did you mean --sequence-parallel?"),
         ("--recompute-granul", "did you mean --recompute-granularity?"),
-        ("--moe-typo 1", "--moe-typo 1: unknown flag"),
         ("--zzzzzzzzzzzz", "--zzzzzzzzzzzz: unknown flag"),
         ("--tp 2", "did you mean --tensor-model-parallel-size?"),
         ("--gbs 8", "did you mean --global-batch-size?"),

@@ -107,8 +107,6 @@ def yarn_frequencies(factor: float, original: int, fast: float, slow: float) -> 
     "words, factor, original, fast, slow",
     [
         ("--rotary-scaling-factor 40 --mscale 1 --mscale-all-dim 1", 40, 4096, 32, 1),
-        ("--rope-scaling-factor 8", 8, 4096, 32, 1),
-        ("--mscale-all-dim 1", 1, 4096, 32, 1),
         ("--rotary-scaling-factor 4 --yarn-beta-fast 16 --yarn-beta-slow 2", 4, 4096, 16, 2),
         ("--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8192", 4, 8192, 32, 1),
         ("--rope-type yarn", 1, 4096, 32, 1),
