@@ -16,7 +16,7 @@ from megatron.config import compatibility
 from megatron.config.config_file import read_config
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors
-from megatron.config.groups import Config
+from megatron.config.groups import Config, GivenConfig
 from megatron.config.help import help_text
 from megatron.config.megatron_deepspeed import read_together
 from megatron.config.reading import Reading, split_words
@@ -29,7 +29,7 @@ class Parsed:
     training.
     """
 
-    config: Config
+    config: GivenConfig
     notes: list[str]
     not_done: list[str]  # services that were asked for and do not exist here
     dry_run: bool
@@ -87,4 +87,5 @@ def parse_arguments(argv: list[str]) -> Parsed:
     if reading.faults:
         raise ArgumentErrors([*reading.faults, *_rule_faults(reading.config, reading.unsure)])
     print_config = "--print-config" in reading.commands
-    return Parsed(reading.config, reading.notes, not_done, dry_run, print_config)
+    flags = GivenConfig(reading.config)
+    return Parsed(flags, reading.notes, not_done, dry_run, print_config)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NewType
 
 from megatron.config import needs
 from megatron.config.experts import ExpertsConfig
@@ -755,3 +755,8 @@ class Config:
                 for name, kind in kinds.items()
             }
         )
+
+
+# The settings as flags and files give them, called `flags`: derived values are still None. A
+# `config` is what `resolve` makes of them, which all code gets but parsing and the start of a run.
+GivenConfig = NewType("GivenConfig", Config)

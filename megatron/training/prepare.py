@@ -13,7 +13,7 @@ from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.run_state import from_saved
-from megatron.config.groups import Config
+from megatron.config.groups import Config, GivenConfig
 from megatron.config.validate import resolve
 from megatron.data.loader import Data, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -59,7 +59,7 @@ class Prepared:
 
 
 def prepare(
-    config: Config,
+    flags: GivenConfig,
     notes: list[str],
     world_size: int,
     device: torch.device,
@@ -74,9 +74,9 @@ def prepare(
     with raise_on_all_ranks(world, device):
         # 1. Flags: the size of the vocabulary comes from the tokenizer, and other values follow
         # from it.
-        tokenizer = build_tokenizer(resolve(config, world_size, None).config.data)
+        tokenizer = build_tokenizer(resolve(flags, world_size, None).config.data)
         config, notes = _resolved(
-            config, notes, tokenizer.vocab_size, world_size, planned_for or device.type, advisor
+            flags, notes, tokenizer.vocab_size, world_size, planned_for or device.type, advisor
         )
         schedule = ParamSchedule.of(config)
     # 2. The checkpoint: all ranks open the one that rank 0 finds.
@@ -108,7 +108,7 @@ def prepare(
 
 
 def _resolved(
-    config: Config,
+    flags: GivenConfig,
     notes: list[str],
     vocab_size: int,
     world_size: int,
@@ -117,7 +117,7 @@ def _resolved(
 ) -> tuple[Config, list[str]]:
     """The configuration with derived and chosen values, and notes about them."""
     # The planner chooses last: it needs all other values.
-    resolved = resolve(config, world_size, vocab_size)
+    resolved = resolve(flags, world_size, vocab_size)
     config, reasons = advisor.choose_recompute(resolved.config, vocab_size, world_size, device)
     return config, [*notes, *resolved.notes, *reasons]
 

@@ -16,7 +16,7 @@ from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.errors import UserError
-from megatron.config.groups import Config
+from megatron.config.groups import Config, GivenConfig
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
 from megatron.distributed.groups import ALONE, Groups, group_options, layout_of
@@ -77,7 +77,7 @@ NO_ADVISOR = Advisor()
 
 
 def pretrain(
-    config: Config,
+    flags: GivenConfig,
     notes: Sequence[str] = (),
     *,
     not_done: Sequence[str] = (),
@@ -88,14 +88,14 @@ def pretrain(
     exist. Raises UserError (with the fix) for everything that a user can fix.
     """
     if dry_run:
-        return _dry_run(config, notes, not_done, advisor)
-    with start(config, notes, not_done=not_done, advisor=advisor) as run:
+        return _dry_run(flags, notes, not_done, advisor)
+    with start(flags, notes, not_done=not_done, advisor=advisor) as run:
         return _train_and_evaluate(run)
 
 
 @contextlib.contextmanager
 def start(
-    config: Config,
+    flags: GivenConfig,
     notes: Sequence[str] = (),
     *,
     not_done: Sequence[str] = (),
@@ -104,15 +104,15 @@ def start(
     """A run on this rank, ready for `train`: connected with the other ranks, its weights and state
     initialized or loaded. It ends with the block.
     """
-    launch, config, world_size, resolved = _requested(config)
+    launch, flags, world_size, config = _requested(flags)
 
     # 1. The device and the other ranks.
-    device = _start_device(launch, config, resolved)
+    device = _start_device(launch, flags, config)
     with contextlib.ExitStack() as stack:
         # 2. Everything that the run consists of.
         stack.enter_context(job_log())
         warn_of_idle_gpus(launch, device)
-        run, checkpoint = build(config, list(notes), world_size, device, stack, not_done, advisor)
+        run, checkpoint = build(flags, list(notes), world_size, device, stack, not_done, advisor)
         stack.callback(run.exits.close)
         if run.checkpoints is not None:
             stack.callback(run.checkpoints.close)
@@ -134,28 +134,28 @@ def start(
     disconnect()
 
 
-def _requested(config: Config) -> tuple[Launch, Config, int, Config]:
+def _requested(flags: GivenConfig) -> tuple[Launch, GivenConfig, int, Config]:
     """How this process was launched, the flags with those of the checkpoint, the number of ranks,
     and the resolved flags. Faults of flags are reported before those of files and of other ranks.
     """
     launch = read_launch()
-    config = take_checkpoint_args(config)
-    world_size = config.distributed.world_size or launch.world_size
-    return launch, config, world_size, resolve(config, world_size, None).config
+    flags = take_checkpoint_args(flags)
+    world_size = flags.distributed.world_size or launch.world_size
+    return launch, flags, world_size, resolve(flags, world_size, None).config
 
 
-def _start_device(launch: Launch, config: Config, resolved: Config) -> torch.device:
+def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.device:
     """This rank's device, connected with the other ranks, which must have the same configuration
     and versions.
     """
     # The order matters: determinism and cores are set before any kernel runs or thread starts.
-    device, backend = choose_device(launch, config.distributed)
-    set_determinism(device, resolved.model.deterministic_mode)
-    if device.type == "cuda" and resolved.optimizer.optimizer_cpu_offload:
+    device, backend = choose_device(launch, flags.distributed)
+    set_determinism(device, config.model.deterministic_mode)
+    if device.type == "cuda" and config.optimizer.optimizer_cpu_offload:
         share_cores(launch)
     versions = {"megatron": __version__, "torch": torch.__version__}
-    same = {**config.to_dict(), "versions": versions}
-    connect(launch, backend, config.distributed.distributed_timeout_minutes, same)
+    same = {**flags.to_dict(), "versions": versions}
+    connect(launch, backend, flags.distributed.distributed_timeout_minutes, same)
     return device
 
 
@@ -170,14 +170,12 @@ def _report_failure(run: Run, error: Exception) -> None:
 
 
 def _dry_run(
-    config: Config, notes: Sequence[str], not_done: Sequence[str], advisor: Advisor
+    flags: GivenConfig, notes: Sequence[str], not_done: Sequence[str], advisor: Advisor
 ) -> int:
-    _, config, world_size, _ = _requested(config)
+    _, flags, world_size, _ = _requested(flags)
     here = torch.device("cpu")
     with job_log():
-        prepared = prepare(
-            config, list(notes), world_size, here, ALONE, advisor, planned_for="cuda"
-        )
+        prepared = prepare(flags, list(notes), world_size, here, ALONE, advisor, planned_for="cuda")
         sections, forecast = describe(prepared, world_size, here, advisor, planned_for="cuda")
     text, code = end_of_dry_run(forecast.verdict)
     print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
@@ -195,7 +193,7 @@ def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
 
 
 def build(
-    config: Config,
+    flags: GivenConfig,
     notes: list[str],
     world_size: int,
     device: torch.device,
@@ -209,10 +207,10 @@ def build(
     `closing` releases the lease of --save, also when building fails.
     """
     # 1. This rank among the others, and the checkpoints that their nodes hold.
-    groups, ranks, local_checkpoints = _join(config, world_size, device)
+    groups, ranks, local_checkpoints = _join(flags, world_size, device)
 
     # 2. Files, flags and kernels, checked before memory is taken.
-    prepared = prepare(config, notes, world_size, device, groups.world, advisor, local_checkpoints)
+    prepared = prepare(flags, notes, world_size, device, groups.world, advisor, local_checkpoints)
     config, tokenizer = prepared.config, prepared.tokenizer
     check_kernels(prepared, device, ranks)
     sections, forecast = _describe_on_rank_0(prepared, groups, device, advisor)
@@ -254,12 +252,12 @@ def build(
 
 
 def _join(
-    config: Config, world_size: int, device: torch.device
+    flags: GivenConfig, world_size: int, device: torch.device
 ) -> tuple[Groups, Ranks, LocalCheckpoints | None]:
-    options = group_options(resolve(config, world_size, None).config)
-    groups = make_groups(layout_of(config, world_size), **options)
+    options = group_options(resolve(flags, world_size, None).config)
+    groups = make_groups(layout_of(flags, world_size), **options)
     ranks = Ranks(groups.world, device, groups.pp.rank)
-    return groups, ranks, join_local_checkpoints(config, ranks)
+    return groups, ranks, join_local_checkpoints(flags, ranks)
 
 
 def _device_names(device: torch.device, ranks: Ranks) -> str:

@@ -18,7 +18,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, from_saved, require
 from megatron.config.derive import GROUP_OF, METADATA, POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
-from megatron.config.groups import CheckpointConfig, Config, ModelConfig
+from megatron.config.groups import CheckpointConfig, Config, GivenConfig, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.config.needs import is_rotary
 from megatron.config.options import options_by_field
@@ -354,16 +354,16 @@ def accept_changes(checkpoint: Checkpoint, changes: list[Change], config: Config
     return [f"accepted by --accept-changed {change.accept}: {change.text}" for change in changes]
 
 
-def take_checkpoint_args(config: Config) -> Config:
+def take_checkpoint_args(flags: GivenConfig) -> GivenConfig:
     """--use-checkpoint-args: the configuration with the checkpoint's model, tokenizer and sequence
     length in the place of all defaults.
 
     Read from the manifest alone, before anything else is known. Raises ArgumentErrors where the
     command line has something else.
     """
-    options = config.checkpoint
+    options = flags.checkpoint
     if not options.use_checkpoint_args:
-        return config
+        return flags
     if options.load is None:
         raise ArgumentErrors(
             ["--use-checkpoint-args: there is no checkpoint to take them from; give --load"]
@@ -373,7 +373,7 @@ def take_checkpoint_args(config: Config) -> Config:
     except InputError as error:
         raise ArgumentErrors([f"--use-checkpoint-args: {error}"]) from error
     # Checkpoints hold the type of positions that follows from the flags.
-    config, _ = derive(config, 1, None, POSITIONS[:1])
+    config, _ = derive(flags, 1, None, POSITIONS[:1])
     # A field at its default is taken from the checkpoint; one that was given must agree with it.
     faults, default = [], Config()
     for name in (field for field, change in _CHANGES.items() if change.taken):
@@ -395,7 +395,7 @@ def take_checkpoint_args(config: Config) -> Config:
             )
     if faults:
         raise ArgumentErrors(faults)
-    return config
+    return GivenConfig(config)
 
 
 def _may_change(name: str, options: CheckpointConfig) -> bool:
