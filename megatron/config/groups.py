@@ -40,6 +40,7 @@ from megatron.config.metadata import (
     position_flag,
 )
 from megatron.config.offload import INSIDE, LAYER_INPUT
+from megatron.config.recompute import MODULES
 from megatron.config.schedules import SCHEDULES
 
 yarn_flag = partial(position_flag, needs=needs.YARN, idle_without=needs.ROTARY)
@@ -55,9 +56,7 @@ local_flag = partial(flag, needs="--local-checkpoint-dir DIR")
 kernel_flag = partial(flag, "auto", change=KERNEL)
 Backend = Literal["auto", "triton", "torch"]
 ApexBackend = Literal["auto", "triton", "apex", "torch"]
-RecomputeModule = Literal[
-    "core_attn", "qkv", "mla_up_proj", "layernorm", "mlp_act", "mlp", "moe_act", "moe"
-]
+RecomputeModule = Literal[*MODULES]  # type: ignore[valid-type]
 OffloadModule = Literal[LAYER_INPUT, *INSIDE]  # type: ignore[valid-type]
 TokenizerType = Literal[
     "SentencePieceTokenizer",

@@ -133,20 +133,8 @@ class Order(NamedTuple):
     when: Callable[[RunView], bool] = lambda run: True
 
 
-def _rate_is_read(run: RunView) -> bool:
-    return not run.skip_train
-
-
 def _decays(run: RunView) -> bool:
     return run.decay_kind.decays and not run.skip_train
-
-
-def _decays_to_min_lr(run: RunView) -> bool:
-    return _decays(run) and run.decoupled_min_lr is None
-
-
-def _grouped(run: RunView) -> bool:
-    return run.num_experts is not None and run.moe_router_num_groups is not None
 
 
 ORDERS = (
@@ -154,15 +142,17 @@ ORDERS = (
     Order("rope_high_freq_factor", "rope_low_freq_factor", True, lambda run: run.use_rope_scaling),
     Order("yarn_beta_fast", "yarn_beta_slow", True, is_yarn),
     Order("initial_loss_scale", "min_loss_scale", False),
-    Order("lr", "lr_warmup_init", False, _rate_is_read),
+    Order("lr", "lr_warmup_init", False, lambda run: not run.skip_train),
     Order("lr", "min_lr", False, _decays),
-    Order("decoupled_lr", "lr_warmup_init", False, _rate_is_read),
+    Order("decoupled_lr", "lr_warmup_init", False, lambda run: not run.skip_train),
     Order("decoupled_lr", "decoupled_min_lr", False, _decays),
-    Order("decoupled_lr", "min_lr", False, _decays_to_min_lr),
+    Order(
+        "decoupled_lr", "min_lr", False, lambda run: _decays(run) and run.decoupled_min_lr is None
+    ),
     Order("profile_step_end", "profile_step_start", True, lambda run: run.profile),
     Order("num_layers", "recompute_num_layers", False),
     Order("num_experts", "moe_router_topk", False),
-    Order("moe_router_num_groups", "moe_router_group_topk", False, _grouped),
+    Order("moe_router_num_groups", "moe_router_group_topk", False, lambda run: run.num_experts),
 )
 
 

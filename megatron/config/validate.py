@@ -236,21 +236,21 @@ def _decay_is_read(run: RunView) -> bool:
 
 
 def _length(run: RunView) -> Faults:
-    if run.train_iters is None and run.train_samples is None and not run.skip_train:
+    iters, samples = run.train_iters, run.train_samples
+    if iters is None and samples is None and not run.skip_train:
         yield "--train-iters or --train-samples is required"
-    if run.train_iters == 0 and not run.skip_train:
+    if iters == 0 and not run.skip_train:
         yield "--train-iters 0: nothing would be trained; to evaluate only, set --skip-train"
-    if run.train_iters is not None and run.train_samples is not None:
+    if (iters is None) == (samples is None):
         return
-    for length, wrong in (("train_iters", "samples"), ("train_samples", "iters")):
-        decays = (f"lr_decay_{wrong}", f"lr_wsd_decay_{wrong}") if _decay_is_read(run) else ()
-        for field in (f"lr_warmup_{wrong}", *decays):
-            if getattr(run, length) and getattr(run, field):
-                other = field.replace(wrong, "iters" if wrong == "samples" else "samples")
-                yield (
-                    f"{run.show(field)}: the run is measured in "
-                    f"{flag_name(length)}; use {flag_name(other)}"
-                )
+    unit, wrong = ("samples", "iters") if iters is None else ("iters", "samples")
+    decays = ("decay", "wsd_decay") if _decay_is_read(run) else ()
+    for part in ("warmup", *decays) if iters or samples else ():
+        if getattr(run, f"lr_{part}_{wrong}"):
+            yield run.fault(
+                f"lr_{part}_{wrong}",
+                f"the run is measured in --train-{unit}; use {flag_name(f'lr_{part}_{unit}')}",
+            )
 
 
 def _schedule(run: RunView) -> Faults:
@@ -282,7 +282,13 @@ def _recompute(run: RunView) -> Faults:
             "stage that are recomputed"
         )
     if run.recompute_layers is not None:
-        yield from _recompute_layers(run)
+        try:
+            count = len(layer_words(run.recompute_layers))
+            if run.has("num_layers") and count != run.num_layers:
+                text = f"covers {count} layers, not {run.show('num_layers')}"
+                yield run.fault("recompute_layers", text)
+        except UserError as problem:
+            yield f"--recompute-layers: {problem}"
     if not run.distribute_saved_activations or run.tp <= 1:
         return
     if run.sequence_parallel:
@@ -294,16 +300,6 @@ def _recompute(run: RunView) -> Faults:
                 f"--distribute-saved-activations: the {elements} elements of a layer's input are "
                 f"not a multiple of {run.show('tensor_model_parallel_size')}; drop it"
             )
-
-
-def _recompute_layers(run: RunView) -> Faults:
-    try:
-        count = len(layer_words(run.recompute_layers))
-    except UserError as problem:
-        yield f"--recompute-layers: {problem}"
-        return
-    if run.has("num_layers") and count != run.num_layers:
-        yield run.fault("recompute_layers", f"covers {count} layers, not {run.show('num_layers')}")
 
 
 def _tiled_mlp(run: RunView) -> Faults:

@@ -57,7 +57,9 @@ def context_parallel(run: RunView) -> Faults:
     """Lengths and heads that context-parallel ranks can share."""
     if run.cp <= 1:
         return
-    if run.cp_comm_type == "a2a+p2p" and not _two_levels(run):
+    sizes = run.hierarchical_context_parallel_sizes or ()
+    are_two_levels = len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == run.cp
+    if run.cp_comm_type == "a2a+p2p" and not are_two_levels:
         yield (
             "--cp-comm-type a2a+p2p: --hierarchical-context-parallel-sizes must be two sizes, of "
             f"the ranks that exchange heads and of the ring, with the product {run.show(CP)}; "
@@ -75,11 +77,6 @@ def context_parallel(run: RunView) -> Faults:
             f"{groups} key/value heads of a tensor-parallel rank; give a number of ranks that "
             "divides both, or --cp-comm-type allgather or p2p"
         )
-
-
-def _two_levels(run: RunView) -> bool:
-    sizes = run.hierarchical_context_parallel_sizes or ()
-    return len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == run.cp
 
 
 def _shared_positions(run: RunView, parts: int, ring: int) -> Faults:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 
@@ -151,11 +150,5 @@ def test_a_proposed_shard_size_is_accepted(stage, size, tp, replicas, keep):
 
 
 def test_a_huge_dry_run_is_checked_at_once():
-    assert faults("--zero-stage 1 --zero-shard-size 7 --global-batch-size 1048576", 2**20)[
-        0
-    ].endswith("the nearest that fits is 8")
-    config = configure("--zero-stage 1", 8)
-    odd = dataclasses.replace(
-        config, distributed=dataclasses.replace(config.distributed, zero_shard_size=10**9)
-    )
-    assert cross_field_faults(odd, 8, 101)[0].endswith("the nearest that fits is 8")
+    found = faults("--zero-stage 1 --zero-shard-size 7 --global-batch-size 1048576", 2**20)
+    assert found[0].endswith("the nearest that fits is 8")
