@@ -5,8 +5,10 @@ cause.
 from __future__ import annotations
 
 import pytest
+from rule_rows import check_fields
 
 from megatron.config.arguments import parse_arguments
+from megatron.config.derive import OFF_AT_ZERO
 from megatron.config.errors import ArgumentErrors
 from megatron.config.foreign_checkpoint import foreign_checkpoint
 from megatron.config.validate import resolve
@@ -86,8 +88,7 @@ def test_zero_means_never():
     """As in Megatron-LM, where such an interval is not looked at."""
     off = "--exit-interval 0 --exit-duration-in-mins 0 --save-interval 0 --eval-interval 0 --save x"
     config = resolve(parse_arguments(f"{LINE} {off}".split()).config, 1, 101).config
-    assert config.training.exit_interval is None and config.checkpoint.save_interval is None
-    assert config.training.exit_duration_in_mins is None and config.evaluation.eval_interval is None
+    check_fields(config, [f"{field} = None" for field in OFF_AT_ZERO])
 
 
 @pytest.mark.parametrize(
@@ -103,17 +104,3 @@ def test_zero_means_never():
 def test_profiles_have_a_default_folder(flags, expected):
     config = resolve(parse_arguments(f"{LINE} {flags}".split()).config, 1, 101).config
     assert config.logging.profile_dir == expected
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--recompute-method uniform --recompute-num-layers 1",
-        "--moe-token-dispatcher-type allgather --moe-router-dtype fp64",
-        "--num-experts 4 --disable-bias-linear --moe-router-score-function sigmoid "
-        "--moe-router-pre-softmax",
-    ],
-)
-def test_what_has_no_effect_in_megatron_is_a_remark(flags):
-    notes = resolve(parse_arguments(f"{LINE} {flags}".split()).config, 1, 101).notes
-    assert any("has no effect without" in note for note in notes)

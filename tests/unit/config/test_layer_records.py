@@ -53,11 +53,6 @@ def test_layers_differ_at_the_ends_and_by_kind():
     assert (records[0].first, records[0].last, records[7].first, records[7].last) == (1, 0, 0, 1)
 
 
-def test_positions_that_do_not_rotate_stay_so():
-    plain = model(position_embedding_type="learned_absolute", no_rope_freq="4")
-    assert not any(each.rotary for each in layer_records(plain))
-
-
 def test_a_window_of_some_layers_does_not_decide_who_holds_which_positions():
     assert widest_window(model()) == 128 and windows_of(model()) == (128,)
     mixed = model(window_attn_skip_freq="2")
