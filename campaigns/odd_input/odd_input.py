@@ -2,7 +2,8 @@
 
     python campaigns/odd_input/odd_input.py all [--seed N] [--out FILE]
 
-Every reader of a file that a user gives is run on many damaged and odd files. A case ends in one
+The program is run on random command lines, and every reader of a file that a user gives on many
+damaged and odd files. A case ends in one
 error of the user's kind, or in the result that an independent oracle gives; a bare traceback, a
 hang, the acceptance of what must be refused and another result are wrong. `--count` and one
 campaign's name run a part. Exit code 1 when a case is wrong.
@@ -23,9 +24,10 @@ sys.path.insert(0, str(ROOT))
 
 def campaigns() -> dict:
     """Name -> (the campaign, its number of cases)."""
-    from campaigns.odd_input import checkpoint_files, data_files, settings_files
+    from campaigns.odd_input import checkpoint_files, command_lines, data_files, settings_files
 
     return {
+        "command lines": (command_lines.command_lines, 20_000),
         "configurations": (settings_files.configurations, 700),
         "deepspeed": (settings_files.deepspeed, 500),
         "jsonl": (data_files.jsonl, 250),

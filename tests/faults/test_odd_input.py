@@ -17,6 +17,7 @@ from megatron.config import options
 @pytest.mark.parametrize(
     "name, count",
     [
+        ("command lines", 12),
         ("configurations", 60),
         ("deepspeed", 100),
         ("jsonl", 40),

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from rule_rows import rows
 
 from megatron.checkpoint.run_state import config_of
 from megatron.checkpoint.writer import save_checkpoint
@@ -28,33 +29,26 @@ def faults(words: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "words, fault",
-    [
-        ("--kv-lora-rank 16", "--kv-lora-rank 16: has no effect without --multi-latent-attention"),
-        (
-            f"{LATENT} --position-embedding-type learned_absolute",
-            "a learned position table is not supported",
-        ),
-        (f"{LATENT} --rope-type rope --position-embedding-type yarn", "contradicts --position-emb"),
-        (
-            f"{LATENT} --rope-type rope --rotary-scaling-factor 40 --mscale-all-dim 1",
-            "--rope-type rope with --rope-scaling-factor 40.0 and --mscale-all-dim 1.0",
-        ),
-        ("--rope-type yarn", "--rope-type yarn: is a setting of --multi-latent-attention"),
-        (f"{LATENT} --qk-pos-emb-head-dim 7", "channels rotate in pairs; give 8"),
-        (f"{LATENT} --v-head-dim 193", "must be at most 192, the channels of a key"),
-        (
-            f"{LATENT} --group-query-attention --num-query-groups 2",
-            "--group-query-attention; remove",
-        ),
-        (
-            "--recompute-granularity selective --recompute-modules mla_up_proj",
-            "mla_up_proj is a part of --multi-latent-attention, which is not set; give qkv",
-        ),
-        (
-            "--recompute-layers mla_up_proj+core_attn*4",
-            "mla_up_proj is a part of --multi-latent-attention",
-        ),
-    ],
+    rows(
+        """
+--multi-latent-attention --position-embedding-type learned_absolute
+    a learned position table is not supported
+--multi-latent-attention --rope-type rope --position-embedding-type yarn
+    contradicts --position-embedding-type yarn
+--multi-latent-attention --rope-type rope --rotary-scaling-factor 40 --mscale-all-dim 1
+    --rope-type rope with --rope-scaling-factor 40.0 and --mscale-all-dim 1.0
+--rope-type yarn
+    --rope-type yarn: is a setting of --multi-latent-attention
+--multi-latent-attention --qk-pos-emb-head-dim 7
+    channels rotate in pairs; give 8
+--multi-latent-attention --v-head-dim 193
+    must be at most 192, the channels of a key
+--recompute-granularity selective --recompute-modules mla_up_proj
+    mla_up_proj is a part of --multi-latent-attention, which is not set; give qkv
+--recompute-layers mla_up_proj+core_attn*4
+    mla_up_proj is a part of --multi-latent-attention
+"""
+    ),
 )
 def test_each_fault_says_what_to_give(words, fault):
     assert any(fault in found for found in faults(words)), faults(words)

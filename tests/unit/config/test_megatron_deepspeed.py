@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from rule_rows import answers, check_fields
 
 from megatron.config.arguments import Parsed, parse_arguments
 from megatron.config.errors import ArgumentErrors
@@ -27,53 +28,38 @@ def faults(flags: str, base: str = f"{BASE} --train-iters 2") -> list[str]:
     return caught.value.faults
 
 
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        # the defaults of that program
-        (
-            "--create-moe-param-group",
-            {
-                "moe_router_topk": 1,
-                "moe_router_pre_softmax": True,
-                "moe_aux_loss_coeff": (0.1,),
-                "moe_expert_capacity_factor": 1.0,
-                "expert_layers": (False, True) * 3,
-            },
-        ),
-        ("--deepspeed", {"moe_router_topk": 1, "expert_layers": (False, True) * 3}),
-        (
-            "--topk 1 --expert-interval 4 --moe-loss-coeff 0.01 --moe-train-capacity-factor 2 "
-            "--moe-eval-capacity-factor 2",
-            {
-                "moe_aux_loss_coeff": (0.01,),
-                "moe_expert_capacity_factor": 2.0,
-                "expert_layers": (False, False, False, True, False, False),
-            },
-        ),
-        (
-            "--topk 2 --disable-moe-top2-2nd-expert-sampling --disable-moe-token-dropping "
-            "--expert-interval 1",
-            {
-                "moe_router_topk": 2,
-                "moe_router_pre_softmax": False,
-                "moe_expert_capacity_factor": None,
-                "expert_layers": (True,) * 6,
-            },
-        ),
-        # ours win over its defaults, and a line without its flags has none of them
-        (
-            "--create-moe-param-group --moe-router-topk 3 --moe-layer-freq 3",
-            {"moe_router_topk": 3, "moe_layer_freq": "3"},
-        ),
-        ("--moe-router-topk 2", {"moe_aux_loss_coeff": (0.0,), "moe_layer_freq": "1"}),
-    ],
-)
-def test_experts(flags, expected):
-    config = resolve(parsed(f"--num-experts 4 {flags}").config, 1, 101).config.model
-    for name, value in expected.items():
-        found = getattr(config, name)
-        assert (found() if callable(found) else found) == value, name
+# The flags of that program and ours, which win over its defaults.
+EXPERTS = """
+--create-moe-param-group
+    moe_router_topk = 1
+    moe_router_pre_softmax = True
+    moe_aux_loss_coeff = (0.1,)
+    moe_expert_capacity_factor = 1.0
+    moe_layer_freq = ([0]*1+[1])*3
+--deepspeed
+    moe_router_topk = 1
+    moe_layer_freq = ([0]*1+[1])*3
+--topk 1 --expert-interval 4 --moe-train-capacity-factor 2 --moe-eval-capacity-factor 2
+    moe_expert_capacity_factor = 2.0
+    moe_layer_freq = ([0]*3+[1])*1+[0]*2
+--topk 2 --disable-moe-top2-2nd-expert-sampling --disable-moe-token-dropping --expert-interval 1
+    moe_router_topk = 2
+    moe_router_pre_softmax = False
+    moe_expert_capacity_factor = None
+    moe_layer_freq = 1
+--create-moe-param-group --moe-router-topk 3 --moe-layer-freq 3
+    moe_router_topk = 3
+    moe_layer_freq = 3
+--moe-router-topk 2
+    moe_aux_loss_coeff = (0.0,)
+    moe_layer_freq = 1
+"""
+
+
+@pytest.mark.parametrize("flags, wanted", answers(EXPERTS))
+def test_experts(flags, wanted):
+    given = parsed(f"--num-experts 4 {flags}").config
+    check_fields(resolve(given, 1, 101).config, wanted["field"])
 
 
 def test_its_experts_are_not_divided_by_tensor_parallel_ranks():
