@@ -24,7 +24,7 @@ DEFAULTS = {
 
 
 def _declared(field: dataclasses.Field) -> dict[str, Any]:
-    """What a field declares of itself; a number must be above 0 where it declares no other bound."""
+    """What a field declares of itself; a number without a bound must be above 0."""
     declared = dict(field.metadata or flag(None).metadata)
     if declared["bound"] is None and re.fullmatch(r"(int|float)( \| None)?", str(field.type)):
         declared["bound"] = POSITIVE

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.compatibility import rows
+from megatron.config.compatibility import CompatibilityRow
 from megatron.config.derive import spelled
 from megatron.config.errors import UserError
 from megatron.config.metadata import flag_name
@@ -34,22 +34,9 @@ def read_together(reading: Reading) -> None:
     """
     for flag, words, row in reading.foreign:
         if row.verdict == "at_least":
-            _raise(reading, flag, words)
-    if reading.set_by.get("tokenizer_type", "").startswith("--patch-"):
-        folder = reading.value("load")
-        if reading.value("tokenizer_model") is None and folder:
-            reading.config = reading.config.with_fields("data", tokenizer_model=folder)
-            reading.notes.append(
-                f"--patch-tokenizer-type: the tokenizer is read from --load {folder}"
-            )
+            _raise(reading, flag, words, row)
     given = {key(flag): words for flag, words, row in reading.foreign if row.verdict == "together"}
-    extra = given.pop("--extra-vocab-size", ["0"])
-    try:
-        padded = extended_vocabulary(extra, reading.value("tokenizer_model"))
-        if padded is not None:
-            reading.config = reading.config.with_fields("model", padded_vocab_size=padded)
-    except UserError as problem:
-        reading.faults.append(f"{shown('--extra-vocab-size', extra)}: {problem}")
+    _read_tokenizer(reading, given.pop("--extra-vocab-size", ["0"]))
     lengths = [name for name in given if name in LENGTHS]
     is_deepspeed = any(key(flag) == "--deepspeed" for flag, _, _ in reading.foreign)
     is_ours = any(name.startswith("moe_") for name in reading.chosen)
@@ -62,10 +49,10 @@ def read_together(reading: Reading) -> None:
         reading.take(name, value)
 
 
-def _raise(reading: Reading, flag: str, words: Words) -> None:
+def _raise(reading: Reading, flag: str, words: Words, row: CompatibilityRow) -> None:
     """Raise a setting that is below what a flag asks for at least."""
     try:
-        ((ours, least),) = rows()[key(flag)].rewrite(words)
+        ((ours, least),) = row.rewrite(words)
     except UserError as problem:
         reading.faults.append(f"{shown(flag, words)}: {problem}")
         return
@@ -76,6 +63,23 @@ def _raise(reading: Reading, flag: str, words: Words) -> None:
         reading.faults.append(f"{flag}: contradicts {reading.set_by[field]}; drop one of them")
     else:
         reading.take(field, value if is_below else reading.value(field))
+
+
+def _read_tokenizer(reading: Reading, extra: Words) -> None:
+    """The tokenizer that --load holds, and the rows that are added to its vocabulary."""
+    if reading.set_by.get("tokenizer_type", "").startswith("--patch-"):
+        folder = reading.value("load")
+        if reading.value("tokenizer_model") is None and folder:
+            reading.config = reading.config.with_fields("data", tokenizer_model=folder)
+            reading.notes.append(
+                f"--patch-tokenizer-type: the tokenizer is read from --load {folder}"
+            )
+    try:
+        padded = extended_vocabulary(extra, reading.value("tokenizer_model"))
+        if padded is not None:
+            reading.config = reading.config.with_fields("model", padded_vocab_size=padded)
+    except UserError as problem:
+        reading.faults.append(f"{shown('--extra-vocab-size', extra)}: {problem}")
 
 
 @dataclass

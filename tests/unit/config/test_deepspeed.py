@@ -54,7 +54,8 @@ optimizer.type="AdamW" optimizer.params.betas=[0.9,0.999] optimizer.params.max_g
 communication_data_type="fp32" fp32_allreduce=true fp16.loss_scale_window=7
     note equals no --grad-reduce-in-bf16
     note its section is not enabled
-fp16.enabled="auto" fp16.initial_scale_power=7 train_batch_size="auto" checkpoint.load_universal=true
+fp16.enabled="auto" fp16.initial_scale_power=7 train_batch_size="auto" \
+checkpoint.load_universal=true
     note its section is not enabled
     note train_batch_size = "auto": follows the flags
     note independent of the layout
