@@ -25,8 +25,8 @@ NUMBERS = tuple(
     "9223372036854775808 1_000 nan inf 0x10 1e400 08 ".split(" ")
 )
 WORDS = (
-    *"x . .. /dev/null /dev/null/x absent file folder é \u202e -- - -5 ' E*99999999t Et|tL".split(),
-    *"layers.0- embedding,head 1,2,3 1/0 {} [ ~ $X %d".split(),
+    *"x . .. /dev/null /dev/null/x absent file folder é \u202e -- - -5 '".split(),
+    *"E*99999999t Et|tL layers.0- embedding,head 1,2,3 1/0 {} [ ~ $X %d".split(),
     *("", "a b", "\t", "\x01", "a" * 300, "a/" * 2100),
 )
 

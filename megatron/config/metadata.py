@@ -5,7 +5,7 @@ this (`rules.py`, `training/resume.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -111,6 +111,11 @@ def flag(
     metadata = {"names": names, "off": off, "bound": bound, "change": change}
     metadata |= {"needs": _needs(needs), "idle_without": _needs(idle_without)}
     return field(default=default, metadata=metadata)
+
+
+def can_act(declared: Mapping[str, Any], run: Any) -> bool:
+    """Whether a field with these declarations has an effect in a run, seen as `derive.RunView`."""
+    return all(need.is_met(run) for need in (*declared["needs"], *declared["idle_without"]))
 
 
 model_flag = partial(flag, change=MODEL)

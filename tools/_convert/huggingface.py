@@ -32,7 +32,7 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import JsonObject
 from megatron.config.layers import rotary_layers, windowed_layers
-from megatron.config.metadata import KERNEL, ROUNDING, flag_name
+from megatron.config.metadata import KERNEL, ROUNDING, can_act, flag_name
 
 _PLAIN_ACTIVATIONS = {
     "gelu_new": "gelu-tanh",
@@ -112,7 +112,7 @@ def _meaning(model: ModelConfig) -> dict[str, Any]:
         for field in dataclasses.fields(model)
         if field.name not in TRAINING_ONLY
         and field.metadata["change"] not in (KERNEL, ROUNDING)
-        and all(need.is_met(run) for need in field.metadata["needs"])
+        and can_act(field.metadata, run)
     }
     del held["group_query_attention"]
     if model.add_bias_linear:

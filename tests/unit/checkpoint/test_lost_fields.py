@@ -14,7 +14,7 @@ from test_huggingface import CASES, LLAMA, VOCAB
 from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
-from megatron.config.metadata import KERNEL, ROUNDING, model_flag
+from megatron.config.metadata import KERNEL, ROUNDING, can_act, model_flag
 from megatron.config.options import options_by_field
 
 MODELS = {name: dataclasses.replace(base, **changes) for name, (base, changes, _) in CASES.items()}
@@ -85,7 +85,7 @@ def changed_models(model: ModelConfig):
         ):
             changed = dataclasses.replace(model, **{field.name: value})
             run = RunView(Config(model=changed), 1, None)
-            if all(need.is_met(run) for need in field.metadata.get("needs", ())):
+            if can_act(field.metadata, run):
                 yield field.name, changed
 
 
