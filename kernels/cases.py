@@ -266,7 +266,7 @@ def _dropout(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
     return Case(
         lambda: (
             dropout.dropout_add(x, residual, samples, tokens, *KEY, drop),
-            dropout.dropout(x, samples, tokens, *KEY, drop),
+            dropout.dropout_add(x, None, samples, tokens, *KEY, drop),
         ),
         expected,
     )

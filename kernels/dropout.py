@@ -87,7 +87,8 @@ def dropout_kernel(
     store_rounded(y + at, value, known)
 
 
-def _launch(
+@operator("dropout_add")
+def dropout_add(
     x: Tensor,
     residual: Tensor | None,
     sample_ids: Tensor,
@@ -96,6 +97,9 @@ def _launch(
     k1: int,
     probability: float,
 ) -> Tensor:
+    """Dropout of x with the mask of the key (k0, k1), added to the residual where there is one; of
+    dy, the backward pass.
+    """
     s, b, width = x.shape
     assert x.dtype != torch.float64, "float64: the definition serves it"
     assert sample_ids.shape == (b,) and token_index.shape == (s,) and 0 <= probability < 1
@@ -123,33 +127,6 @@ def _launch(
     return y
 
 
-@operator("dropout_add")
-def dropout_add(
-    x: Tensor,
-    residual: Tensor,
-    sample_ids: Tensor,
-    token_index: Tensor,
-    k0: int,
-    k1: int,
-    probability: float,
-) -> Tensor:
-    """residual + dropout of x, with the mask of the key (k0, k1)."""
-    return _launch(x, residual, sample_ids, token_index, k0, k1, probability)
-
-
 @dropout_add.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@operator("dropout")
-def dropout(
-    x: Tensor, sample_ids: Tensor, token_index: Tensor, k0: int, k1: int, probability: float
-) -> Tensor:
-    """Dropout of x alone; of dy, the backward of both."""
-    return _launch(x, None, sample_ids, token_index, k0, k1, probability)
-
-
-@dropout.register_fake
 def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)

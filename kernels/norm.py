@@ -444,14 +444,20 @@ def _check(x: Tensor, weight: Tensor) -> None:
     )
 
 
+def _room_for_forward(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(y, statistics)."""
+    kinds, rows = 1 if bias is None else 2, x.numel() // x.shape[-1]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return y, torch.empty(kinds, rows, device=x.device)
+
+
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(x, weight)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y, statistics = _room_for_forward(x, bias)
     total = torch.empty_like(y) if residual is not None else y
-    width, rows = x.shape[-1], x.numel() // x.shape[-1]
-    statistics = torch.empty(1 if bias is None else 2, rows, device=x.device)
+    width, rows = x.shape[-1], statistics.shape[1]
     if rows:
         form = configuration("forward", width, x.dtype, capability(x.device))
         kernel = forward_kernel if form.block >= width else wide_forward_kernel
@@ -490,9 +496,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Te
 
 @norm.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(
-        1 if bias is None else 2, x.numel() // x.shape[-1], dtype=torch.float32
-    )
+    return _room_for_forward(x, bias)
 
 
 @operator("add_norm")
@@ -508,10 +512,8 @@ def add_norm(
 def _(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = x.new_empty(
-        1 if bias is None else 2, x.numel() // x.shape[-1], dtype=torch.float32
-    )
-    return x.new_empty(x.shape), x.new_empty(x.shape), statistics
+    y, statistics = _room_for_forward(x, bias)
+    return y, torch.empty_like(y), statistics
 
 
 def _launch_backward(

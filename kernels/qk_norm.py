@@ -307,10 +307,8 @@ def qk_norm(
 ) -> tuple[Tensor, Tensor]:
     """(y, statistics): RMSNorm without biases, LayerNorm with both."""
     _check(qkv, q_weight, k_weight, q_bias, k_bias)
-    d = qkv.shape[-1]
-    rows = qkv.numel() // d
-    y = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    statistics = torch.empty(1 if q_bias is None else 2, rows, device=qkv.device)
+    y, statistics = _room_for_forward(qkv, q_bias)
+    d, rows = qkv.shape[-1], statistics.shape[1]
     if not rows:
         return y, statistics
     form = configuration("forward", d, capability(qkv.device))
@@ -331,17 +329,16 @@ def qk_norm(
 
 @qk_norm.register_fake
 def _(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    q_bias: Tensor | None,
-    k_bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, q_bias: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor]:
+    return _room_for_forward(qkv, q_bias)
+
+
+def _room_for_forward(qkv: Tensor, q_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(y, statistics)."""
     kinds, rows = 1 if q_bias is None else 2, qkv.numel() // qkv.shape[-1]
-    return qkv.new_empty(qkv.shape), qkv.new_empty(kinds, rows, dtype=torch.float32)
+    y = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    return y, torch.empty(kinds, rows, device=qkv.device)
 
 
 @operator("qk_norm_backward")
@@ -384,14 +381,7 @@ def _room_for_backward(qkv: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor,
 
 
 @qk_norm_backward.register_fake
-def _(
-    dy: Tensor,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    statistics: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, qkv: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, statistics = others
     dx, partials, _ = _room_for_backward(qkv, statistics)
     return dx, partials.sum(1)

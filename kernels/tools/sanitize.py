@@ -70,9 +70,9 @@ def row_calls() -> Calls:
     widths = [72, WIDE] if DEVICE.type == "cpu" else [72, 1000, WIDE, WIDEST["forward"] + 40]
     for width in widths:
         for both in (False, True):
-            settings = {"rows": 10, "width": width, "stride": width + 8, "centre": both}
+            row = {"rows": 10, "width": width, "stride": width + 8, "centre": both, "add": both}
             for direction in ("forward", "backward"):
-                yield f"norm {direction}", settings | {"add": both}
+                yield f"norm {direction}", row
     for centre in (False, True):
         heads = {"s": 7, "g": 3, "m": 3, "d": 64, "rotary": 48, "centre": centre}
         yield "qk_norm backward", heads

@@ -283,7 +283,7 @@ def _norm(arch: int) -> Iterator[Compiled]:
             if add and width == 128 or not add and width > 4096:
                 continue
             name = f"{'add_' * add}{'layer' if centre else 'rms'}_norm_{dtype}_{width}"
-            flags = {"ADD": add, "CENTRE": centre}
+            flags: dict[str, Any] = {"ADD": add, "CENTRE": centre}
             flags |= {} if width == 128 else {"inner": 1, "inner_stride": 0}
             form = norm.configuration("forward", width, TORCH[dtype], arch)
             is_whole = form.block >= width

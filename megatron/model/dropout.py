@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels import philox
-from megatron.kernels.dropout import dropout, dropout_add
+from megatron.kernels.dropout import dropout_add
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,12 @@ class _TritonDropout(torch.autograd.Function):
         probability: float,
     ) -> Tensor:
         ctx.mask = (state.sample_ids, state.token_index, *key, probability)
-        return dropout(x, *ctx.mask) if residual is None else dropout_add(x, residual, *ctx.mask)
+        return dropout_add(x, residual, *ctx.mask)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        return dropout(dy, *ctx.mask), dy if ctx.needs_input_grad[1] else None, None, None, None
+        dx = dropout_add(dy, None, *ctx.mask)
+        return dx, dy if ctx.needs_input_grad[1] else None, None, None, None
 
 
 class Dropout:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import assert_as_good, canaries
 from megatron.kernels import philox
-from megatron.kernels.dropout import dropout, dropout_add, dropout_add_reference
+from megatron.kernels.dropout import dropout_add, dropout_add_reference
 
 KEY = philox.key(7, "layers", 3, "mlp.output_dropout")
 
@@ -25,7 +25,7 @@ def test_against_the_definition(s, b, h, probability, dtype, device):
     given = (*where(s, b, device), KEY, probability)
     with canaries():
         y = dropout_add(x, residual, *given[:2], *KEY, probability)
-        dx = dropout(dy, *given[:2], *KEY, probability)
+        dx = dropout_add(dy, None, *given[:2], *KEY, probability)
     exact = dropout_add_reference(x.double(), residual.double(), *given)
     assert_as_good(y, exact, dropout_add_reference(x, residual, *given))
     wide = x.double().requires_grad_()
@@ -41,7 +41,7 @@ def test_mask_is_the_fields(key, device):
     rows = [word.flatten() for word in torch.broadcast_tensors(samples[None, :], tokens[:, None])]
     keep = philox.keep_mask(key, rows, h, 0.3).view(s, b, h)
     ones = torch.ones(s, b, h, device=device)
-    assert torch.equal(dropout(ones, samples, tokens, *key, 0.3) != 0, keep)
+    assert torch.equal(dropout_add(ones, None, samples, tokens, *key, 0.3) != 0, keep)
     low, high = key
     for other in (
         (samples + 1, tokens, *key),
@@ -49,7 +49,7 @@ def test_mask_is_the_fields(key, device):
         (samples, tokens, low ^ 1, high),
         (samples, tokens, low, high ^ 1),
     ):
-        assert ((dropout(ones, *other, 0.3) != 0) != keep).float().mean() > 0.3
+        assert ((dropout_add(ones, None, *other, 0.3) != 0) != keep).float().mean() > 0.3
 
 
 def test_views_and_what_is_not_finite(device):
@@ -65,6 +65,7 @@ def test_views_and_what_is_not_finite(device):
 
 def test_operators_are_well_formed(device):
     x, residual = torch.randn(2, 2, 2, 8, device=device)
-    torch.library.opcheck(dropout_add.overload, (x, residual, *where(2, 2, device), *KEY, 0.1))
-    torch.library.opcheck(dropout.overload, (x, *where(2, 2, device), *KEY, 0.1))
-    assert dropout(x[:0], *where(0, 2, device), *KEY, 0.1).shape == (0, 2, 8)
+    where_and_key = (*where(2, 2, device), *KEY, 0.1)
+    for added in (residual, None):
+        torch.library.opcheck(dropout_add.overload, (x, added, *where_and_key))
+    assert dropout_add(x[:0], None, *where(0, 2, device), *KEY, 0.1).shape == (0, 2, 8)

@@ -33,7 +33,7 @@ from megatron.training.passes import share_positions
 
 pytestmark = pytest.mark.table(traits=each_axis)
 
-S, B, VOCAB = 8, 2, 30
+S, B, VOCAB = 8, 1, 30
 TYPES = {  # of context parallelism, and its groups
     "allgather": {},
     "a2a": {"cp_heads": 2},
@@ -91,7 +91,7 @@ def passes(config: ModelConfig, how: str) -> dict[str, torch.Tensor]:
                 fill_initial(box, entry.view(block.weight), 5)
         block.open()
     ids = torch.randint(0, VOCAB, (B, S + 1), generator=torch.Generator().manual_seed(0))
-    documents = torch.tensor([[0] * 5 + [5] * 3, [0] * S], dtype=torch.int32)
+    documents = torch.tensor([[0] * 5 + [5] * 3], dtype=torch.int32)
     ones, places = torch.ones(B, S), torch.arange(S).expand(B, S)
     batch = Batch(ids[:, :-1], ids[:, 1:], ones, places, documents, torch.arange(B))
     if cp.size > 1:
