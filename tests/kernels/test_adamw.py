@@ -78,21 +78,21 @@ def test_one_step(device, size, grad, moments, out, step):
 
 
 def test_many_steps_and_more_blocks_than_programs(device, monkeypatch):
-    """Two programs take five blocks in turn; thirty steps in fp32 stay at fp32's rounding."""
+    """Two programs take three blocks in turn; twelve steps in fp32 stay at fp32's rounding."""
     import megatron.kernels.adamw as module
 
     row = Row("adamw", 90, {}, {"block": 256, "num_warps": 4, "programs": 2})
     monkeypatch.setattr(module, "find", lambda *_: row)
     settings = {**SETTINGS, "beta2": 0.999}
-    p, g, m, v = draw(1100, device)
+    p, g, m, v = draw(700, device)
     m, v = torch.zeros_like(p), torch.zeros_like(p)
     wide, moments = p.double(), [m.double(), v.double()]
     half, zero = scalar(0.5, device), scalar(0, device)
-    for step in range(30):
+    for step in range(12):
         g, taken = g.roll(1), scalar(step, device)
         adamw_(p, g, m, v, None, taken, half, zero, **settings)
         wide, *moments = exact(wide, g, *moments, taken, half, settings)
-    assert error(p, wide) < 30 * torch.finfo(FP32).eps
+    assert error(p, wide) < 12 * torch.finfo(FP32).eps
     assert error(m, moments[0]) < 4e-6 and error(v, moments[1]) < 4e-6
 
 
