@@ -77,7 +77,7 @@ from megatron.tools._convert.zero_folder import ZeroFolder, find_folder  # noqa:
 
 from megatron.checkpoint.manifest import list_iterations  # noqa: E402
 from megatron.checkpoint.ranks import Ranks  # noqa: E402
-from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
+from megatron.checkpoint.reader import TORCH_DTYPES, open_checkpoint  # noqa: E402
 from megatron.checkpoint.run_state import config_of  # noqa: E402
 from megatron.checkpoint.writer import save_checkpoint  # noqa: E402
 from megatron.config.arguments import parse_arguments  # noqa: E402
@@ -121,21 +121,14 @@ def export(
     that computes the model; returns lines to show. Raises UserError naming what prevents it.
     """
 
-    def find() -> str | None:
-        if not ranks.first:
-            return None
-        if target.exists() and any(target.iterdir()):
-            raise UserError(
-                f"--to-huggingface {target}: exists and is not empty; give a new folder"
-            )
-        path = find_checkpoint(load, step)
-        if path is None:
-            raise UserError(f"--load {load}: no checkpoint there")
-        return str(path)
-
-    path = ranks.gather_or_raise(find)[0]
+    if ranks.from_first(lambda: target.exists() and any(target.iterdir())):
+        ranks.refuse(
+            UserError(f"--to-huggingface {target}: exists and is not empty; give a new folder")
+        )
+    checkpoint = open_checkpoint(load, step, ranks)
     with raise_on_all_ranks(ranks.world, ranks.device):
-        checkpoint = Checkpoint(path)
+        if checkpoint is None:
+            raise UserError(f"--load {load}: no checkpoint there")
         config = config_of(checkpoint.state)
         described, rules = to_huggingface(config.model, checkpoint.state["vocab_size"], kind=kind)
     if dtype is None:
@@ -157,7 +150,7 @@ def export(
     with checkpoint:
         notes = write_folder(target, checkpoint, rules, dtype, beside_weights, ranks)
     return [
-        f"{path} -> {target}: {described['architectures'][0]}, {described['torch_dtype']}",
+        f"{checkpoint.path} -> {target}: {described['architectures'][0]}, {described['torch_dtype']}",
         *export_notes(config.model),
         *notes,
     ]

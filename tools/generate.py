@@ -22,7 +22,7 @@ if not __package__:  # run as a file of a checkout
 from megatron.kernels import philox
 
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.run_state import config_of
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.groups import DistributedConfig
@@ -162,14 +162,13 @@ def main(argv: list[str] | None = None) -> int:
 def write_text(flags: argparse.Namespace) -> int:
     """Load, generate, print. Raises UserError for a checkpoint or tokenizer that cannot be used."""
     with job_log():
-        path = find_checkpoint(flags.load, flags.ckpt_step)
-    if path is None:
+        checkpoint = open_checkpoint(flags.load, flags.ckpt_step)
+    if checkpoint is None:
         raise CheckpointError(
             f"--load {flags.load}: no "
             f"checkpoint{'' if flags.ckpt_step is None else f' of iteration {flags.ckpt_step}'} "
             "there"
         )
-    checkpoint = Checkpoint(path)
     data = config_of(checkpoint.state).data
     tokenizer = build_tokenizer(
         dataclasses.replace(data, tokenizer_model=flags.tokenizer_model or data.tokenizer_model)
@@ -177,7 +176,7 @@ def write_text(flags: argparse.Namespace) -> int:
     known = checkpoint.state.get("tokenizer")  # none of an imported model
     if known is not None and tokenizer.fingerprint != known:
         raise CheckpointError(
-            f"{path}: was trained with another tokenizer than "
+            f"{checkpoint.path}: was trained with another tokenizer than "
             f"{flags.tokenizer_model or data.tokenizer_model}; name its file with --tokenizer-model"
         )
     device, _ = choose_device(read_launch(), DistributedConfig())

@@ -34,7 +34,7 @@ from megatron.checkpoint.manifest import (
     iteration_folder,
     list_iterations,
 )  # noqa: E402
-from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, find_checkpoint  # noqa: E402
+from megatron.checkpoint.reader import TORCH_DTYPES, Checkpoint, open_checkpoint  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.distributed.logs import job_log  # noqa: E402
 from megatron.model.spec import Box  # noqa: E402
@@ -42,15 +42,15 @@ from megatron.model.spec import Box  # noqa: E402
 PIECE = 16 << 20  # bytes of each tensor that --diff --tensors compares at a time
 
 
-def locate(folder: str, step: int | None) -> Path:
+def locate(folder: str, step: int | None = None) -> Checkpoint:
     """The folder itself when it is a checkpoint, else the newest (or iteration `step`) in it."""
     if os.path.lexists(Path(folder) / MANIFEST):
-        return Path(folder)
+        return Checkpoint(folder)
     with job_log():
-        path = find_checkpoint(folder, step)
-    if path is None:
+        checkpoint = open_checkpoint(folder, step)
+    if checkpoint is None:
         raise FileNotFoundError(f"{folder}: no checkpoint there")
-    return path
+    return checkpoint
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -259,19 +259,16 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give one folder, or --diff A B [--tensors]")
     try:
         if flags.diff:
-            with (
-                Checkpoint(locate(flags.diff[0], None)) as a,
-                Checkpoint(locate(flags.diff[1], None)) as b,
-            ):
+            with locate(flags.diff[0]) as a, locate(flags.diff[1]) as b:
                 lines = differences(a, b) + (tensor_differences(a, b) if flags.tensors else [])
             equal = "  no difference in state, names, shapes and dtypes" + (
                 ", and all values are equal bit for bit" if flags.tensors else ""
             )
             print("\n".join([f"{a.path} -> {b.path}", *(lines or [equal])]))
             return int(bool(lines))
-        path = locate(flags.folder, flags.ckpt_step)
-        others = [i for i in list_iterations(path.parent) if iteration_folder(i) != path.name]
-        with Checkpoint(path) as checkpoint:
+        with locate(flags.folder, flags.ckpt_step) as checkpoint:
+            path = checkpoint.path
+            others = [i for i in list_iterations(path.parent) if iteration_folder(i) != path.name]
             print("\n".join(summary(checkpoint)))
             print(f"other iterations there: {', '.join(map(str, others)) or 'none'}")
             if flags.verify:

@@ -15,7 +15,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,14 +29,14 @@ from megatron.checkpoint.files import (
 )
 from megatron.checkpoint.index import Index, newest_first, read_manifest
 from megatron.checkpoint.manifest import (
-    FORMAT,
     MANIFEST,
     TRACKER,
-    VERSION,
     CheckpointError,
     encode_manifest,
     iteration_folder,
+    manifest_of,
     state_digests,
+    utc_now,
 )
 from megatron.config.input_files import JsonObject
 
@@ -169,15 +168,7 @@ def commit(
     """
     # 1. The manifest, durable before the folder gets its name.
     superseded = _attempts(root, [each for each in before if each > iteration])
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "iteration": iteration,
-        "attempt": attempt,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "shards": shards,
-        "state": state,
-    }
+    content = manifest_of(iteration, attempt, shards, state, utc_now())
     if superseded:
         content["left"] = superseded
     with new_file(temporary / MANIFEST) as file:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import secrets
@@ -16,19 +17,18 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron.checkpoint.files import make_root, new_file, write_all
-from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.manifest import CheckpointError, utc_now
 
 logger = logging.getLogger(__name__)
 
 NAME = "in_use.json"
 RENEW_S = 5.0  # between two renewals
-STALE_S = 60.0  # without a renewal, after which the owner counts as dead
+STALE_S = 60.0  # without a renewal, after which an owner on another machine counts as dead
 POLL_S = 0.5  # between two looks at the lease of an owner that may be alive
-FIELDS = ("token", "run", "machine", "pid", "job")
+FIELDS = ("token", "run", "machine", "pid", "started", "job")
 
 
 def describe_run(job: str) -> dict[str, str]:
@@ -37,14 +37,31 @@ def describe_run(job: str) -> dict[str, str]:
     """
     pid = os.getpid()
     run = f"process {pid} on {socket.gethostname()}{f' (Slurm job {job})' if job else ''}"
-    since = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         machine = ""
-    values = secrets.token_hex(8), f"{run}, since {since}", machine, str(pid), job
+    values = (
+        secrets.token_hex(8),
+        f"{run}, since {utc_now()}",
+        machine,
+        str(pid),
+        _started(pid),
+        job,
+    )
     return dict(zip(FIELDS, values, strict=True))
+
+
+def _started(pid: int | str) -> str:
+    """When a process of this machine started, in clock ticks since boot: 0 for one that has ended
+    and is still listed, empty where /proc does not show it.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "0" if fields[0] in "ZX" else fields[19]
 
 
 def read_owner(path: Path) -> dict[str, str]:
@@ -60,27 +77,35 @@ class Lease:
     """A --save folder that this process alone writes to, until `release`."""
 
     def __init__(self, path: Path, token: str):
-        self.path, self.token, self.lost = path, token, False
+        self.path, self.token = path, token
+        self.confirmed = time.monotonic()  # when the file was last seen to name this process
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self._thread.start()
 
     def _renew(self) -> None:
         while not self._end.wait(RENEW_S):
-            if read_owner(self.path)["token"] not in (self.token, ""):
-                self.lost = True
+            begun = time.monotonic()
+            owner = read_owner(self.path)["token"]
+            if owner not in (self.token, ""):
+                self.confirmed = -math.inf
                 return
             with suppress(OSError):  # the file system may be unavailable for a while
                 os.utime(self.path)
+                self.confirmed = begun
 
     def check(self) -> None:
-        """Raise CheckpointError when another run has taken the folder over."""
-        if self.lost:
+        """Raise CheckpointError when another run has taken the folder over. Reads the file only if
+        this process has stalled for so long that one may have.
+        """
+        if time.monotonic() - self.confirmed < STALE_S / 2:
+            return
+        owner = read_owner(self.path)
+        if owner["token"] not in (self.token, ""):
             raise CheckpointError(
-                f"{self.path}: another run has taken this folder over "
-                f"({read_owner(self.path)['run']}), since this one had not renewed its lease for "
-                f"{STALE_S:g} s; it ends here, so that the two do not mix. Its checkpoints are "
-                "whole."
+                f"{self.path}: another run has taken this folder over ({owner['run']}), since this "
+                f"one had not renewed its lease for {STALE_S:g} s; it ends here, so that the two "
+                "do not mix. Its checkpoints are whole."
             )
 
     def release(self) -> None:
@@ -95,9 +120,8 @@ class Lease:
 def take_lease(root: str | Path, job: str) -> Lease:
     """Become the only writer of `root`, which is made if needed; `job` is the Slurm job, if any.
 
-    A dead owner is replaced: at once if its process has ended on this machine or it was an earlier
-    start of the same Slurm job, otherwise when it has not renewed its lease for STALE_S seconds.
-    Raises CheckpointError, which names the owner, when that is alive; OSError.
+    A dead owner is replaced. Raises CheckpointError, which names the owner, when it may be alive;
+    OSError.
     """
     path = Path(root, NAME)
     make_root(path.parent)
@@ -113,13 +137,13 @@ def take_lease(root: str | Path, job: str) -> Lease:
 
 
 def _remove_dead(path: Path, me: dict[str, str]) -> None:
-    """Remove the lease of a dead owner. Raises CheckpointError when it is alive."""
+    """Remove the lease of a dead owner. Raises CheckpointError when it may be alive."""
     aside = path.with_name(f".{NAME}.{me['token']}")
     owner, judged = read_owner(path), _stamp(path)
     try:
         with new_file(aside) as file:
             age = (os.fstat(file).st_mtime_ns - judged[1]) / 1e9
-        why = _death(owner, me, age) or _watch(path, owner["run"], judged)
+        why = _death(path, owner, me, age) or _watch(path, owner["run"], judged)
 
         # Of two runs that judge the same owner, one removes its lease. The other may catch the new
         # lease instead, and puts it back.
@@ -133,19 +157,30 @@ def _remove_dead(path: Path, me: dict[str, str]) -> None:
     logger.info(f" --save {path.parent}: taken over from {owner['run']}: {why}")
 
 
-def _death(owner: dict[str, str], me: dict[str, str], age: float) -> str:
-    """Why an owner is known to be dead; empty when it may be alive."""
+def _death(path: Path, owner: dict[str, str], me: dict[str, str], age: float) -> str:
+    """Why an owner, which renewed its lease `age` seconds ago, is known to be dead; empty when only
+    its renewals can show that it lives.
+    """
+    # A process of this machine is never taken for dead while it exists.
     if owner["machine"] and owner["machine"] == me["machine"]:
-        try:
-            os.kill(int(owner["pid"]), 0)
-        except (ProcessLookupError, ValueError, OverflowError):
-            return "it has ended"
-        except OSError:
-            pass  # another user's, which /proc may hide
-        return ""  # its number may be another one's by now: whether it renews shows
+        if _is_running(owner):
+            raise _in_use(path, owner["run"])
+        return "it has ended"
+    # The scheduler has ended a job before it starts it again.
     if owner["job"] and owner["job"] == me["job"]:
         return "it was an earlier start of the same Slurm job"
     return f"it has renewed its lease {age:.0f} s ago for the last time" if age > STALE_S else ""
+
+
+def _is_running(owner: dict[str, str]) -> bool:
+    """Whether the process of a lease of this machine exists; its number may be another's now."""
+    try:
+        os.kill(int(owner["pid"]), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except OSError:
+        pass  # another user's, which /proc may hide
+    return _started(owner["pid"]) in (owner["started"], "")
 
 
 def _watch(path: Path, run: str, judged: tuple[int, int]) -> str:

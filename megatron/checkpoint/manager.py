@@ -166,7 +166,7 @@ class CheckpointManager:
         for it.
         """
         if self.pending is not None and sums[self.pending.phase] == self.ranks.world.size:
-            self._next_phase(self.pending)
+            self._next_phase()
 
     def finalize(self) -> bool:
         """Wait for the save under way; whether the last one went well. All ranks call it
@@ -177,7 +177,7 @@ class CheckpointManager:
             self.stall += time.perf_counter() - began
             began = time.perf_counter()
             self.pending.look(wait=True)
-            self._next_phase(self.pending)
+            self._next_phase()
         return self.went_well
 
     def close(self) -> None:
@@ -185,20 +185,19 @@ class CheckpointManager:
         if self.background is not None:
             self.background.close()
 
-    def _next_phase(self, save: StagedSave) -> None:
+    def _next_phase(self) -> None:
+        save, fault = self.pending, None
         try:
             if not save.next_phase():
                 return
         except UserError as error:
-            self._end(save)
-            self._failed(save.iteration, error)
-            return
-        self._end(save)
-        self._committed(save.iteration)
-
-    def _end(self, save: StagedSave) -> None:
+            fault = error
         save.close()
         self.pending = None
+        if fault is None:
+            self._committed(save.iteration)
+        else:
+            self._failed(save.iteration, fault)
 
     def _failed(self, iteration: int, error: Exception) -> None:
         self.went_well = False

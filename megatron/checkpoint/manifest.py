@@ -13,6 +13,7 @@ import os
 import re
 import struct
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,25 @@ class DigestTable:
 
 
 # ---- the manifest --------------------------------------------------------------------------------
+
+
+def manifest_of(
+    iteration: int, attempt: str, shards: list[JsonObject], state: JsonObject, created: str
+) -> JsonObject:
+    """The content of a manifest of this version."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "iteration": iteration,
+        "attempt": attempt,
+        "created": created,
+        "shards": shards,
+        "state": state,
+    }
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def encode_manifest(content: JsonObject) -> bytes:

@@ -130,21 +130,25 @@ class StagedSave:
         self.manager = manager
         self.background = manager.background
         self.staging = manager.staging
-        self.pairs = pairs
         self.state = state
         self.replicas = replicas if self.staging is not None else None
+        self.phase = 0
+        self.takes_part = bool(pairs)  # in this phase
         self.handed_over = self.staging is None  # all of this rank's shard
         self.outcome: JsonObject | None = None  # of this rank's part of the phase
-        self.records: list[JsonObject] | None = None  # of all shards, once they are written
         explain = partial(not_saved, manager.root, iteration)
         own = int(bool(pairs))
         self.attempt = Attempt(manager.root, iteration, manager.ranks, explain, state, own)
         with ExitStack() as opened:
             opened.enter_context(self.attempt)
-            self.attempt.gather_or_raise(lambda: self._start_writing(opened))
+            self.attempt.gather_or_raise(lambda: self._start_writing(pairs, opened))
             self._opened = opened.pop_all()  # the attempt and files, until the save is over
 
-    def _start_writing(self, opened: ExitStack) -> None:
+    @property
+    def iteration(self) -> int:
+        return self.attempt.iteration
+
+    def _start_writing(self, pairs: Pairs, opened: ExitStack) -> None:
         attempt, manager = self.attempt, self.manager
         if attempt.index is None:
             return
@@ -156,7 +160,7 @@ class StagedSave:
             source = f"/proc/{os.getpid()}/fd/{shard.fileno()}"
             self._send("copy", options | {"source": source, "record": record})
             return
-        pairs = in_file_order(self.pairs)
+        pairs = in_file_order(pairs)
         header = shard_header(pairs, attempt.index, attempt.shards, attempt.iteration)
         size = len(header) + shard_bytes(pairs)
         self._send("write", options | {"header": len(header), "bytes": size})
@@ -168,15 +172,6 @@ class StagedSave:
         attempt = self.attempt
         command = {"root": str(attempt.root), "iteration": attempt.iteration}
         self.background.send({"do": do, "folder": str(attempt.folder)} | command | what)
-
-    @property
-    def iteration(self) -> int:
-        return self.attempt.iteration
-
-    @property
-    def phase(self) -> int:
-        """0: shards; 1: commit."""
-        return int(self.records is not None)
 
     def ready(self) -> list[float]:
         """1 for each phase that this rank has done its part of."""
@@ -193,8 +188,7 @@ class StagedSave:
         """See what has become of this rank's part of the phase."""
         if self.outcome is not None:
             return
-        manager = self.manager
-        if not (self.pairs if self.phase == 0 else manager.ranks.first):
+        if not self.takes_part:
             self.outcome = {"result": None}
             return
         try:
@@ -204,7 +198,7 @@ class StagedSave:
             if self.handed_over:
                 self.outcome = self.background.answer(wait=wait)
         except CheckpointError as error:
-            where = f"{manager.root}: the checkpoint of iteration"
+            where = f"{self.manager.root}: the checkpoint of iteration"
             self.outcome = {"error": f"{where} {self.iteration} was not saved: {error}"}
 
     def next_phase(self) -> bool:
@@ -212,25 +206,29 @@ class StagedSave:
         committed. Raises UserError on every rank where one's part has failed.
         """
         ranks = self.manager.ranks
-        # the outcome is the same on all ranks
-        results = self.attempt.gather_or_raise(partial(_result_of, self.outcome, ranks.who))
+
+        def result() -> Any:
+            if "error" in self.outcome:
+                raise CheckpointError(self.outcome["error"])
+            return self.outcome["result"], ranks.who
+
+        results = self.attempt.gather_or_raise(result)
         if self.phase == 1:
             return True
 
         # Shards of diverged replicas are written, and not committed.
         if self.replicas is not None:
             self.replicas.check(ranks)
-        self.records = [record | who for record, who in results if record is not None]
-        self.outcome = None
+        self.phase, self.takes_part, self.outcome = 1, ranks.first, None
         self.handed_over = True
         if ranks.first:
-            self._commit()
+            self._commit([record | who for record, who in results if record is not None])
         return False
 
-    def _commit(self) -> None:
+    def _commit(self, shards: list[JsonObject]) -> None:
         what = {
             "attempt": self.attempt.name,
-            "shards": self.records,
+            "shards": shards,
             "state": self.state,
             "before": self.manager.before,
             "retention": asdict(self.manager.retention),
@@ -243,9 +241,3 @@ class StagedSave:
     def close(self) -> None:
         """Close the files and remove the temporary folder."""
         self._opened.close()
-
-
-def _result_of(outcome: JsonObject, who: JsonObject) -> tuple[Any, JsonObject]:
-    if "error" in outcome:
-        raise CheckpointError(outcome["error"])
-    return outcome["result"], who

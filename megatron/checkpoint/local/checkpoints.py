@@ -22,12 +22,9 @@ from megatron.checkpoint.local.nodes import (
     new_run,
     read_run,
 )
-from megatron.checkpoint.local.rebuild import Found, LocalCheckpoint, newest_local, restore
+from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local
 from megatron.checkpoint.local.saves import require_redundancy, require_space, save_local
-from megatron.checkpoint.manifest import (
-    CheckpointError,
-    shard_file,
-)
+from megatron.checkpoint.manifest import CheckpointError, shard_file
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import shard_bytes
@@ -70,7 +67,8 @@ class LocalCheckpoints:
 
         # A local one that is as new as --load's newest is taken without opening that.
         newest = max(shared, default=0)
-        found = self._newest_whole(run, 0 if older else newest)
+        copies = self.redundancy == "partner"
+        found = newest_local(self.nodes, run, 0 if older else newest, copies=copies)
         if found is None or found.iteration < newest:
             try:
                 checkpoint = open_checkpoint(load, None, ranks, older)
@@ -81,27 +79,13 @@ class LocalCheckpoints:
                 checkpoint = None
             if found is None or (checkpoint is not None and checkpoint.iteration > found.iteration):
                 return checkpoint
+        has = f"iteration {newest}" if shared else "none"
+        damaged = ", which is not whole" if newest > found.iteration else ""
         logger.info(
-            (
-                f" taking the local checkpoint of iteration {found.iteration} "
-                f"({self.nodes.root}): --load {load} has "
-            )
-            + (f"iteration {newest}" if shared else "none")
-            + (", which is not whole" if newest > found.iteration else "")
+            f" taking the local checkpoint of iteration {found.iteration} ({self.nodes.root}): "
+            f"--load {load} has {has}{damaged}"
         )
-        return LocalCheckpoint(self.nodes, run, found)
-
-    def _newest_whole(self, run: RunId, oldest: int) -> Found | None:
-        """The newest local checkpoint of iteration `oldest` or later, with what a lost node had
-        on a new one.
-        """
-        found = newest_local(self.nodes, run, oldest)
-        while found is not None:
-            whole = restore(self.nodes, run, found, copies=self.redundancy == "partner")
-            if whole is not None:
-                return whole
-            found = newest_local(self.nodes, run, oldest, before=found.iteration)
-        return None
+        return LocalCheckpoint(found)
 
     def require_space(self, own_bytes: int, flushes: bool) -> None:
         """Raise CheckpointError on every rank when a node has no space for the run's checkpoints,
@@ -126,12 +110,11 @@ class LocalCheckpoints:
         except (UserError, OSError) as error:
             logger.warning(f"iteration {iteration} was NOT saved locally. {error}")
             return False
-        size = shard_bytes(pairs)
+        size = shard_bytes(pairs) / GB
         seconds = time.perf_counter() - began
-        rate = size / GB / seconds
         logger.info(
-            f" saved local checkpoint of iteration {iteration}: {size / GB:.2f} GB of this "
-            f"rank in {seconds:.1f} s, {rate:.2f} GB/s"
+            f" saved local checkpoint of iteration {iteration}: {size:.2f} GB of this "
+            f"rank in {seconds:.1f} s, {size / seconds:.2f} GB/s"
         )
         return True
 
@@ -149,17 +132,12 @@ def _look(load: str, save: str | None) -> tuple[dict[str, str] | None, list[int]
     another run.
     """
     run = read_run(load) if _same(load, save) else None
-    return (
-        None if run is None else asdict(run),
-        newest_first(Path(load))[0],
-        run is None and _same(load, save) and Path(load, RUN_FILE).exists(),
-    )
+    copied = run is None and _same(load, save) and Path(load, RUN_FILE).exists()
+    return None if run is None else asdict(run), newest_first(Path(load))[0], copied
 
 
 def _same(load: str | None, save: str | None) -> bool:
-    return (
-        load is not None and save is not None and os.path.realpath(load) == os.path.realpath(save)
-    )
+    return None not in (load, save) and os.path.realpath(load) == os.path.realpath(save)
 
 
 def adopt_run_id(load: str | None, save: str, ranks: Ranks, *, local: bool) -> RunId | None:

@@ -5,13 +5,12 @@ partner or XOR group, and reading on any layout.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shutil
 from base64 import b85decode, b85encode
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,9 +49,16 @@ class Found:
     them, XOR parity blocks.
     """
 
+    nodes: Nodes
+    run: RunId
     iteration: int
     manifest: bytes
-    held: tuple[frozenset[int], ...]
+    held: tuple[frozenset[int], ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """On this node."""
+        return self.nodes.folder(self.run, self.iteration)
 
     @cached_property
     def content(self) -> JsonObject:
@@ -95,60 +101,58 @@ class Found:
         records = self.all_records
         return [sum(records[number]["bytes"] for number in held) for held in self.held]
 
-    def reader(self, nodes: Nodes, number: int) -> int:
+    def reader(self, number: int) -> int:
         """The rank that reads a file for others."""
         holders = self.holders(number)
-        return nodes.rank(holders[number % len(holders)], number)
-
-    def log_lost(self) -> None:
-        lost = self.lost
-        why = ""
-        if self.stripes:
-            why = "; with --local-redundancy xor one node of an XOR group may be lost, not two"
-        logger.warning(
-            f"the local checkpoint of iteration {self.iteration} is not taken: of its "
-            f"{len(self.records)} shards {len(lost)} ({some([*map(str, lost)], MAX_NAMED)}) are "
-            f"whole on no node{why}"
-        )
+        return self.nodes.rank(holders[number % len(holders)], number)
 
 
-def newest_local(
-    nodes: Nodes,
-    run: RunId,
-    oldest: int,
-    before: float = math.inf,
-) -> Found | None:
-    """The newest local checkpoint of `run` of which the nodes have every shard or can make it, from
-    iteration `oldest` on and below `before`; all of its bytes are verified.
+def newest_local(nodes: Nodes, run: RunId, oldest: int, *, copies: bool) -> Found | None:
+    """The newest local checkpoint of `run`, from iteration `oldest` on, of which the nodes have
+    every shard or can make it; all of its bytes are verified, and what a lost node had is on a new
+    one. `copies`: as of `restore`.
 
     All ranks call this together; each reads its part of what its node has. Why newer ones are
     passed over is logged.
     """
     # What every node has, of all saves: an iteration may have been saved twice.
-    listed = nodes.ranks.gather_or_raise(
-        lambda: _listed(nodes, run, oldest, before) if nodes.first else []
-    )
-    saves = {(iteration, digest) for rows in listed for iteration, digest, _ in rows}
-    for save in sorted(saves, reverse=True):
-        held = [
-            next((files for *key, files in listed[first] if tuple(key) == save), None)
-            for first, *_ in nodes.members
-        ]
-        # The manifest of one node is for all; files count when every byte is as it specifies.
-        source = next(node for node, files in enumerate(held) if files is not None)
-        manifest = _shared_manifest(nodes, run, save[0], nodes.members[source][0])
-        found = Found(save[0], manifest, tuple(frozenset(files or ()) for files in held))
+    listed = nodes.ranks.gather_or_raise(lambda: _listed(nodes, run, oldest) if nodes.first else [])
+    of_nodes = [
+        {(iteration, digest): files for iteration, digest, files in listed[ranks[0]]}
+        for ranks in nodes.members
+    ]
+    for save in sorted(set().union(*of_nodes), reverse=True):
+        # 1. The manifest of one node is for all; files count when every byte is as it specifies.
+        source = next(ranks[0] for ranks, has in zip(nodes.members, of_nodes) if save in has)
+        path = nodes.folder(run, save[0]) / MANIFEST
+        manifest = nodes.ranks.gather_or_raise(
+            lambda: (
+                load_bytes(path, MANIFEST_LIMIT).decode()
+                if nodes.ranks.world.rank == source
+                else ""
+            )
+        )[source]
+        held = tuple(frozenset(has.get(save, ())) for has in of_nodes)
+        found = Found(nodes, run, save[0], manifest.encode(), held)
         if not found.lost:
-            found = _without_damaged(nodes, run, found)
-        if not found.lost:
-            return found
-        found.log_lost()
+            found = _without_damaged(found)
+
+        # 2. What is lost for good is passed over, and so is what there is no space to rebuild.
+        if lost := found.lost:
+            why = ""
+            if found.stripes:
+                why = "; with --local-redundancy xor one node of an XOR group may be lost, not two"
+            logger.warning(
+                f"the local checkpoint of iteration {found.iteration} is not taken: of its "
+                f"{len(found.records)} shards {len(lost)} ({some([*map(str, lost)], MAX_NAMED)}) "
+                f"are whole on no node{why}"
+            )
+        elif (whole := restore(found, copies=copies)) is not None:
+            return whole
     return None
 
 
-def _listed(
-    nodes: Nodes, run: RunId, oldest: int, before: float
-) -> list[tuple[int, str, list[int]]]:
+def _listed(nodes: Nodes, run: RunId, oldest: int) -> list[tuple[int, str, list[int]]]:
     """Of each of this node's checkpoints of `run` the iteration, the digest of the manifest, and
     the files that are here with their size.
     """
@@ -157,37 +161,27 @@ def _listed(
         folder = nodes.folder(run, iteration)
         try:
             raw = load_bytes(folder / MANIFEST, MANIFEST_LIMIT)
-            found = Found(iteration, raw, ())
+            found = Found(nodes, run, iteration, raw)
             if found.content["run"] != asdict(run) or found.content["iteration"] != iteration:
                 continue
             sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         except (CheckpointError, KeyError, OSError):
             continue  # the manifest of another node lists what is missing here
-        if oldest <= iteration < before:
+        if iteration >= oldest:
             records = enumerate(found.all_records)
             files = [i for i, each in records if sizes.get(shard_file(i)) == each["bytes"]]
             rows.append((iteration, table_digest(raw), files))
     return rows
 
 
-def _shared_manifest(nodes: Nodes, run: RunId, iteration: int, source: int) -> bytes:
-    """Every rank gets the manifest that rank `source` has."""
-
-    def read() -> str:
-        if nodes.ranks.world.rank != source:
-            return ""
-        return load_bytes(nodes.folder(run, iteration) / MANIFEST, MANIFEST_LIMIT).decode()
-
-    return nodes.ranks.gather_or_raise(read)[source].encode()
-
-
-def _without_damaged(nodes: Nodes, run: RunId, found: Found) -> Found:
+def _without_damaged(found: Found) -> Found:
     """What remains when every file has been read on its own node, shared out over its ranks."""
-    folder = nodes.folder(run, found.iteration)
+    nodes = found.nodes
     own = sorted(found.held[nodes.index])
     mine = own[nodes.place :: len(nodes.members[nodes.index])]
+    records = found.all_records
     damaged = nodes.ranks.gather_or_raise(
-        lambda: [i for i in mine if not _is_whole(folder, i, found.all_records[i])]
+        lambda: [i for i in mine if not _is_whole(found.folder, i, records[i])]
     )
     held = (
         files.difference(*(damaged[rank] for rank in ranks))
@@ -208,7 +202,7 @@ def _is_whole(folder: Path, number: int, record: JsonObject) -> bool:
 # ---- a lost node ---------------------------------------------------------------------------------
 
 
-def restore(nodes: Nodes, run: RunId, found: Found, *, copies: bool) -> Found | None:
+def restore(found: Found, *, copies: bool) -> Found | None:
     """Rebuild the files that no node has from the XOR parity blocks or, with `copies`, give every
     shard that only one node has a second one. A new node then has what the lost one had.
 
@@ -216,18 +210,19 @@ def restore(nodes: Nodes, run: RunId, found: Found, *, copies: bool) -> Found | 
     or None where a shard is lost.
     """
     lost = found.missing
+    members = found.nodes.members
     streams: list[Stream] = []
     if found.stripes:
-        streams = _rebuilt(nodes, found, lost)
-    elif copies and len(nodes.members) > 1:
-        streams = _second_copies(nodes, found)
+        streams = _rebuilt(found)
+    elif copies and len(members) > 1:
+        streams = _second_copies(found)
     if not streams:
         return found
 
     # All nodes make their files, or none: what is there stays until everything is whole.
-    made = [{each.number for each in streams if each.to in ranks} for ranks in nodes.members]
+    made = [{each.number for each in streams if each.to in ranks} for ranks in members]
     try:
-        _make(streams, made, nodes, run, found)
+        _make(found, streams, made)
     except UserError as error:
         whole = not lost or min(lost) >= len(found.records)
         what = f"the local checkpoint of iteration {found.iteration}"
@@ -241,24 +236,20 @@ def restore(nodes: Nodes, run: RunId, found: Found, *, copies: bool) -> Found | 
     return replace(found, held=tuple(old | new for old, new in zip(found.held, made)))
 
 
-def _make(
-    streams: list[Stream], made: list[set[int]], nodes: Nodes, run: RunId, found: Found
-) -> None:
+def _make(found: Found, streams: list[Stream], made: list[set[int]]) -> None:
     """Replace the folder of every node that gets files, `made`, by one with links to its old files,
     and the new ones. Raises UserError on every rank when that fails; nothing has changed then.
     """
-    shards = len(found.records)
-    folder = nodes.folder(run, found.iteration)
+    nodes, shards = found.nodes, len(found.records)
 
     def link() -> None:
-        for number in found.held[nodes.index]:
+        for number in found.held[nodes.index] if nodes.first else ():
             for name in (shard_file(number), table_file(number)):
-                os.link(folder / name, attempt.folder / name)
+                os.link(found.folder / name, attempt.folder / name)
 
-    with NodeAttempt(nodes, run, found.iteration, "rebuilt") as attempt:
-        attempt.gather_or_raise(lambda: link() if nodes.first else None)
-        reader = partial(found.reader, nodes)
-        attempt.make(streams, found.all_records, reader, folder, shards)
+    with NodeAttempt(nodes, found.run, found.iteration, "rebuilt") as attempt:
+        attempt.gather_or_raise(link)
+        attempt.make(streams, found.all_records, found.reader, found.folder, shards)
         attempt.publish(found.manifest, lambda node: bool(made[node]))
     to = ", ".join(
         f"node {node} ({nodes.hosts[node]}): {len(numbers & set(range(shards)))}"
@@ -271,7 +262,7 @@ def _make(
     )
 
 
-def _second_copies(nodes: Nodes, found: Found) -> list[Stream]:
+def _second_copies(found: Found) -> list[Stream]:
     """Every shard that one node alone has goes to the emptiest other one."""
     streams = []
     load = found.bytes_of_nodes()
@@ -281,15 +272,16 @@ def _second_copies(nodes: Nodes, found: Found) -> list[Stream]:
             others = [node for node in range(len(load)) if node not in holders]
             to = min(others, key=load.__getitem__)
             load[to] += record["bytes"]
-            streams.append(Stream.copy(number, record["bytes"], nodes.rank(to, number)))
+            streams.append(Stream.copy(number, record["bytes"], found.nodes.rank(to, number)))
     return streams
 
 
-def _rebuilt(nodes: Nodes, found: Found, missing: set[int]) -> list[Stream]:
+def _rebuilt(found: Found) -> list[Stream]:
     """A missing shard and the block of the same place go to one node: of those with the fewest
     other files of the stripe the emptiest.
     """
     streams = []
+    missing = found.missing
     load = found.bytes_of_nodes()
     for stripe in found.stripes:
         blocks = range(stripe.first, stripe.first + len(stripe.shards))
@@ -303,7 +295,7 @@ def _rebuilt(nodes: Nodes, found: Found, missing: set[int]) -> list[Stream]:
             for number in lost:
                 make = stripe.shard if number == shard else stripe.xor_block
                 load[to] += found.all_records[number]["bytes"]
-                streams.append(make(place, nodes.rank(to, number)))
+                streams.append(make(place, found.nodes.rank(to, number)))
     return streams
 
 
@@ -316,14 +308,14 @@ class LocalCheckpoint(Checkpoint):
     and close together; closing removes what was fetched.
     """
 
-    def __init__(self, nodes: Nodes, run: RunId, found: Found) -> None:
-        self.nodes = nodes
-        self.run = run
+    def __init__(self, found: Found) -> None:
+        self.nodes = found.nodes
         self.found = found
         self._attempt: NodeAttempt | None = None
-        self._heads = _heads(nodes, run, found)
-        folder = nodes.folder(run, found.iteration)
-        nodes.ranks.gather_or_raise(lambda: super(LocalCheckpoint, self).__init__(folder))
+        self._heads = _heads(found)
+        self.nodes.ranks.gather_or_raise(
+            lambda: super(LocalCheckpoint, self).__init__(found.folder)
+        )
 
     def _read_manifest(self) -> tuple[JsonObject, bytes]:
         return self.found.content, b""
@@ -339,9 +331,16 @@ class LocalCheckpoint(Checkpoint):
         """Bring the shards that hold anything of `boxes` to this rank's node; returns how many
         bytes of shards travelled, over all nodes.
         """
-        nodes = self.nodes
         # 1. One copy for each node that has a rank which reads the shard.
-        by_rank = nodes.ranks.gather_or_raise(lambda: sorted(self._lacking(boxes)))
+        nodes = self.nodes
+        needed = {
+            piece.shard.number
+            for box in boxes
+            if box.name in self.tensors
+            for piece, *_ in self.overlaps(box.name, tuple(box.offset), tuple(box.extent))
+        }
+        lacking = sorted(needed - self.found.held[nodes.index])
+        by_rank = nodes.ranks.gather_or_raise(lambda: lacking)
         streams = [
             Stream.copy(number, self.shards[number].size, nodes.rank(node, number))
             for node, ranks in enumerate(nodes.members)
@@ -352,25 +351,16 @@ class LocalCheckpoint(Checkpoint):
 
         # 2. Copies are whole, or the restart ends with an error on all ranks.
         here = [each for each in streams if each.to in nodes.members[nodes.index]]
-        self._attempt = NodeAttempt(nodes, self.run, self.found.iteration, "read").__enter__()
-        self._attempt.gather_or_raise(lambda: self._require(sum(each.size for each in here)))
-        reader = partial(self.found.reader, nodes)
-        self._attempt.make(streams, self.found.records, reader, self.path)
+        attempt = NodeAttempt(nodes, self.found.run, self.found.iteration, "read").__enter__()
+        self._attempt = attempt
+        attempt.gather_or_raise(lambda: self._require(sum(each.size for each in here)))
+        attempt.make(streams, self.found.records, self.found.reader, self.path)
 
         # 3. From now on they are read from here.
-        for number in (each.number for each in here):
-            path = self._attempt.folder / shard_file(number)
-            self.shards[number] = replace(self.shards[number], path=path)
+        for each in here:
+            path = attempt.folder / shard_file(each.number)
+            self.shards[each.number] = replace(self.shards[each.number], path=path)
         return sum(stream.size for stream in streams)
-
-    def _lacking(self, boxes: Iterable[Box]) -> set[int]:
-        """The shards of `boxes` that this node does not have."""
-        return {
-            piece.shard.number
-            for box in boxes
-            if box.name in self.tensors
-            for piece, *_ in self.overlaps(box.name, tuple(box.offset), tuple(box.extent))
-        } - self.found.held[self.nodes.index]
 
     def _require(self, size: int) -> None:
         free = shutil.disk_usage(self.nodes.root).free
@@ -394,21 +384,22 @@ class LocalCheckpoint(Checkpoint):
             self._attempt = None
 
 
-def _heads(nodes: Nodes, run: RunId, found: Found) -> dict[int, list[str]]:
+def _heads(found: Found) -> dict[int, list[str]]:
     """Digest table and header (with its padding) of every shard that some node lacks, on every
     rank.
     """
-    folder = nodes.folder(run, found.iteration)
+    ranks = found.nodes.ranks
     everywhere = frozenset.intersection(*found.held)
 
     def read() -> list[tuple[int, list[str]]]:
         own = []
         for number in range(len(found.records)):
-            if number not in everywhere and found.reader(nodes, number) == nodes.ranks.world.rank:
-                raw = load_bytes(folder / table_file(number), MANIFEST_LIMIT)
-                start = DigestTable.decode(raw, folder / table_file(number)).data_start
-                header = load_bytes(folder / shard_file(number), start)
+            if number not in everywhere and found.reader(number) == ranks.world.rank:
+                path = found.folder / table_file(number)
+                raw = load_bytes(path, MANIFEST_LIMIT)
+                start = DigestTable.decode(raw, path).data_start
+                header = load_bytes(found.folder / shard_file(number), start)
                 own.append((number, [b85encode(data).decode() for data in (raw, header)]))
         return own
 
-    return dict(pair for pairs in nodes.ranks.gather_or_raise(read) for pair in pairs)
+    return dict(pair for pairs in ranks.gather_or_raise(read) for pair in pairs)

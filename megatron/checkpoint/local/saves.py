@@ -16,10 +16,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.checkpoint.commit import Attempt, in_words
 from megatron.checkpoint.files import (
@@ -36,22 +35,19 @@ from megatron.checkpoint.local.nodes import Nodes, RunId, own_folder
 from megatron.checkpoint.local.xor import stripes_in, stripes_of, xor_block_header, xor_groups_of
 from megatron.checkpoint.manifest import (
     ALIGN,
-    FORMAT,
     MANIFEST,
-    VERSION,
     CheckpointError,
     encode_manifest,
     iteration_folder,
     list_iterations,
+    manifest_of,
     shard_file,
     table_digest,
+    utc_now,
 )
-from megatron.checkpoint.save_plan import Pairs, not_empty
+from megatron.checkpoint.save_plan import BoxTensor, Pairs, not_empty
 from megatron.checkpoint.writer import write_shard
 from megatron.config.input_files import JsonObject
-
-if TYPE_CHECKING:
-    from megatron.checkpoint.save_plan import BoxTensor, Pairs
 
 logger = logging.getLogger(__name__)
 
@@ -78,25 +74,13 @@ def save_local(
     pairs = not_empty(tensors)
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
         # 1. Every rank writes its shard; copies and blocks are made of what has been written.
-        gathered = attempt.gather_or_raise(
-            lambda: (attempt.write_own(pairs), datetime.now(UTC).isoformat(timespec="seconds"))
-        )
+        gathered = attempt.gather_or_raise(lambda: (attempt.write_own(pairs), utc_now()))
         records = [entry for entry, _ in gathered if entry is not None]
         described = attempt.add_redundancy(redundancy, records)
 
         # 2. The same manifest on every node, then the name, then older ones go.
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "iteration": iteration,
-            "attempt": attempt.name,
-            "created": gathered[0][1],
-            "run": asdict(run),
-            "shards": records,
-            **described,
-            "state": state,
-        }
-        attempt.publish(encode_manifest(content))
+        content = manifest_of(iteration, attempt.name, records, state, gathered[0][1])
+        attempt.publish(encode_manifest(content | {"run": asdict(run), **described}))
         attempt.gather_or_raise(attempt.thin)
         return attempt.root / iteration_folder(iteration)
 

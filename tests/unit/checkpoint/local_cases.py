@@ -20,7 +20,6 @@ from reshard_cases import start
 
 from megatron.checkpoint import manifest
 from megatron.checkpoint.local import checkpoints, exchange, nodes, rebuild, saves, xor
-from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.local.nodes import Nodes, RunId, find_nodes
 from megatron.checkpoint.local.rebuild import LocalCheckpoint, newest_local
 from megatron.checkpoint.local.saves import save_local
@@ -107,18 +106,11 @@ def restart(
     Seed 0: that of the iteration's number.
     """
     with small(mutant), logged() as lines:
-        joined = join(root, each)
-        tier = LocalCheckpoints(Path(root, str(dist.get_rank() // each)), all_ranks(), "none")
-        tier.redundancy = "partner"  # also where one node is left
-        found = tier._newest_whole(run, oldest)
+        found = newest_local(join(root, each), run, oldest, copies=True)
         if found is None:
             return None, [], lines, 0
-        checkpoint, faults, fetched, wanted = (
-            LocalCheckpoint(joined, run, found),
-            [],
-            0,
-            dealt(seed or found.iteration, cut_seed),
-        )
+        checkpoint, faults, fetched = LocalCheckpoint(found), [], 0
+        wanted = dealt(seed or found.iteration, cut_seed)
         try:
             fetched = checkpoint.fetch([box for box, _ in wanted])
             for box, want in wanted:
@@ -135,8 +127,7 @@ def restart(
 
 def read_unfetched(root: Path, each: int) -> str:
     """Read everything, fetching nothing: the error of this rank."""
-    joined = join(root, each)
-    checkpoint = LocalCheckpoint(joined, RUN, newest_local(joined, RUN, 0))
+    checkpoint = LocalCheckpoint(newest_local(join(root, each), RUN, 0, copies=False))
     try:
         for name in checkpoint.names:
             checkpoint.read_tensor(name)

@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
-import torch.distributed as dist
 from checkpoint_cases import same_bits
 
 from megatron.checkpoint.manifest import iteration_folder
@@ -144,11 +143,6 @@ def start(
         except ValueError as error:
             return str(error)
     return f"{printed.getvalue()}exit code {code}"
-
-
-def start_apart(arguments: tuple[str, ...], roots: list[Path]) -> str:
-    """The same, each rank loading from a separate folder."""
-    return start((*arguments, "--load", str(roots[dist.get_rank()])))
 
 
 def load_and_compare(

@@ -58,36 +58,31 @@ def campaign(root, path, flips: int) -> list[str]:
     files = sorted(path.iterdir())
     for number in range(flips):
         file = files[number % len(files)]
-        raw = bytearray(file.read_bytes())
-        bit = rng.randrange(8 * len(raw))
+        raw = file.read_bytes()
+        at, low, tensor = 0, 0, ""
         # half of a shard's flips in its data; the header takes more bytes here
         if file.suffix == ".safetensors" and number % 2:
-            start = 8 + int.from_bytes(raw[:8], "little")
-            bit = rng.randrange(8 * start, 8 * len(raw))
-        original = bytes(raw)
-        raw[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(raw)
+            low = 8 + int.from_bytes(raw[:8], "little")
+        at = rng.randrange(low, len(raw))
+        if low:
+            entries, _ = decode_header(raw[:low], len(raw) - low, file)
+            tensor = next(key for key, e in entries.items() if e.start <= at - low < e.stop)
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << rng.randrange(8)
+        file.write_bytes(flipped)
         try:
             load_all(root)
-            missed.append(f"{file.name} bit {bit}: not noticed")
+            missed.append(f"{file.name} byte {at}: not noticed")
         except CheckpointError as error:
-            if file.name not in str(error):
-                missed.append(f"{file.name} bit {bit}: not named in {error}")
-            data_start = 8 + int.from_bytes(original[:8], "little")
-            if file.suffix == ".safetensors" and bit // 8 >= data_start:
-                entries, _ = decode_header(original[:data_start], len(original) - data_start, file)
-                hit = next(
-                    key for key, e in entries.items() if e.start <= bit // 8 - data_start < e.stop
-                )
-                if hit.split("@")[0] not in str(error):
-                    missed.append(f"{file.name} bit {bit}: tensor {hit} not named in {error}")
-        file.write_bytes(original)
+            if file.name not in str(error) or tensor.split("@")[0] not in str(error):
+                missed.append(f"{file.name} byte {at} {tensor}: not named in {error}")
+        file.write_bytes(raw)
     load_all(root)
     return missed
 
 
 def test_every_bit_flip_is_refused(tmp_path, two):
-    assert campaign(tmp_path, two, 200) == []
+    assert campaign(tmp_path, two, 120) == []
 
 
 def test_the_campaign_notices_a_reader_that_does_not_verify(tmp_path, two, monkeypatch):
@@ -102,16 +97,6 @@ def test_the_campaign_notices_a_reader_that_does_not_verify(tmp_path, two, monke
     monkeypatch.setattr(manifest, "chunk_digest", lambda *parts: Anything(16))
     missed = campaign(tmp_path, two, 60)
     assert sum("not noticed" in line for line in missed) >= 10
-
-
-def test_every_bit_of_a_manifest_counts(two):
-    raw = (two / "MANIFEST.json").read_bytes()
-    decode_manifest(raw, two)
-    for bit in range(8 * len(raw)):
-        flipped = bytearray(raw)
-        flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(CheckpointError):
-            decode_manifest(bytes(flipped), two)
 
 
 def test_truncated_at_any_length(tmp_path, two):
@@ -131,32 +116,21 @@ def test_truncated_at_any_length(tmp_path, two):
 def harm(two, root, how: str) -> str:
     """Damage the newer checkpoint; the name of the file that a message must hold."""
     shard, table, manifest_file = (
-        two / "shard-00001.safetensors",
-        two / "shard-00000.digests",
-        two / "MANIFEST.json",
+        two / name for name in ("shard-00001.safetensors", "shard-00000.digests", "MANIFEST.json")
     )
-    raw = bytearray(shard.read_bytes())
-    start = 8 + int.from_bytes(raw[:8], "little")
     if how == "missing":
         shard.unlink()
-    elif how == "truncated":
-        shard.write_bytes(raw[:-1])
     elif how == "torn manifest":
         manifest_file.write_bytes(manifest_file.read_bytes()[:-40])
     elif how == "foreign":
-        shutil.copy(
-            save_checkpoint(root / "other", 2, pairs(example(5)), STATE) / table.name, table
-        )
+        other = save_checkpoint(root / "other", 2, pairs(example(5)), STATE)
+        shutil.copy(other / table.name, table)
     else:
-        at = {"header": 40, "padding": start - 2, "data": start + 300}[how]
-        raw[at] ^= 4
-        shard.write_bytes(raw)
+        flip(shard, -300)
     return {"torn manifest": manifest_file, "foreign": table}.get(how, shard).name
 
 
-@pytest.mark.parametrize(
-    "how", ["missing", "truncated", "torn manifest", "foreign", "header", "padding", "data"]
-)
+@pytest.mark.parametrize("how", ["missing", "torn manifest", "foreign", "data"])
 def test_an_older_whole_checkpoint_is_taken_when_allowed_and_that_is_logged(
     tmp_path, two, how, log_lines
 ):
@@ -172,13 +146,9 @@ def test_an_older_whole_checkpoint_is_taken_when_allowed_and_that_is_logged(
             same_bits(checkpoint[key], tensor) for key, tensor in example(1).items()
         )
     (line,) = log_lines
-    assert re.fullmatch(
-        (
-            rf"warning: .*{name}.*iter_0000002 CANNOT BE LOADED; an older checkpoint is taken "
-            r"instead \(--allow-older-checkpoint\)"
-        ),
-        line,
-    )
+    assert line.startswith("warning: ") and name in line
+    end = "iter_0000002 CANNOT BE LOADED; an older checkpoint is taken instead"
+    assert line.endswith(f"{end} (--allow-older-checkpoint)")
     with silently(open_checkpoint, tmp_path, step=1, older=True) as checkpoint:
         assert checkpoint.iteration == 1
     (tmp_path / "iter_0000001" / "MANIFEST.json").unlink()
@@ -222,32 +192,28 @@ def test_truncation_while_a_checkpoint_is_open(two):
 
 
 def test_foreign_and_swapped_shards(tmp_path, two):
+    """Of the same names and sizes: of another run, another iteration, another rank."""
     items = pairs({name: tensor + 1 for name, tensor in example().items()})
-    # the same names and sizes
-    other_run = save_in_shards(tmp_path / "other", 2, [items[::2], items[1::2]], STATE)
-    other_iteration = save_in_shards(tmp_path / "third", 3, [items[::2], items[1::2]], STATE)
-    shard, table = "shard-00001.safetensors", "shard-00001.digests"
-    originals = {name: (two / name).read_bytes() for name in (shard, table)}
-    shutil.copy(other_run / shard, two / shard)
-    with pytest.raises(CheckpointError, match=f"{shard}: damaged: bytes .*in tensor layers"):
-        load_all(tmp_path)
-    shutil.copy(other_run / table, two / table)
-    with pytest.raises(CheckpointError, match=f"{table}: .*of another checkpoint"):
-        load_all(tmp_path)
-    (two / table).write_bytes(originals[table])
-    shutil.copy(other_iteration / shard, two / shard)
-    # known without reading any data
-    with pytest.raises(CheckpointError, match=f"{shard}: damaged: the header"):
-        find_checkpoint(tmp_path)
-    for first, second in ((shard, "shard-00000.safetensors"), (table, "shard-00000.digests")):
-        shutil.copy(two / second, two / first)
-    with pytest.raises(CheckpointError):
-        find_checkpoint(tmp_path)
-    for name, raw in originals.items():
-        (two / name).write_bytes(raw)
-    shutil.copy(two / "shard-00000.safetensors", two / shard)
-    with pytest.raises(CheckpointError, match=shard):
-        find_checkpoint(tmp_path)
+    other_run, other_iteration = (
+        save_in_shards(tmp_path / name, iteration, [items[::2], items[1::2]], STATE)
+        for name, iteration in (("other", 2), ("third", 3))
+    )
+    shard, table, first = (f"shard-0000{name}" for name in ("1.safetensors", "1.digests", "0"))
+    for sources, text in (
+        ({shard: other_run}, f"{shard}: damaged: bytes .*in tensor layers"),
+        ({shard: other_run, table: other_run}, f"{table}: .*of another checkpoint"),
+        ({shard: other_iteration}, f"{shard}: damaged: the header"),
+        ({shard: two / f"{first}.safetensors"}, shard),
+        ({table: two / f"{first}.digests"}, table),
+    ):
+        kept = {name: (two / name).read_bytes() for name in sources}
+        for name, source in sources.items():
+            shutil.copy(source / name if source.is_dir() else source, two / name)
+        with pytest.raises(CheckpointError, match=text):
+            load_all(tmp_path)
+        for name, raw in kept.items():
+            (two / name).write_bytes(raw)
+    load_all(tmp_path)
 
 
 def forge(path, change) -> None:
@@ -257,9 +223,7 @@ def forge(path, change) -> None:
     (path / "MANIFEST.json").write_bytes(manifest.encode_manifest(content))
 
 
-@pytest.mark.parametrize(
-    "name", ["../../secret.safetensors", "/etc/passwd", "shard-00000.safetensors/../x", "", 7, None]
-)
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", 7])
 def test_a_manifest_cannot_point_outside_its_folder(two, name):
     forge(two, lambda content: content["shards"][0].update(file=name))
     with pytest.raises(CheckpointError, match="MANIFEST.json: not a manifest of this format"):
@@ -271,12 +235,8 @@ def test_a_manifest_cannot_point_outside_its_folder(two, name):
     [
         lambda c: c.update(version=2),
         lambda c: c.update(format="pickle"),
-        lambda c: c.update(iteration="2"),
         lambda c: c.update(shards=[]),
-        lambda c: c.update(shards={"a": 1}),
-        lambda c: c.update(state=[1]),
         lambda c: c.pop("state"),
-        lambda c: c.pop("created"),
         lambda c: c.update(attempt=3),
         lambda c: c["shards"][1].update(table_digest="00"),
         lambda c: c["shards"][1].update(bytes=None),
@@ -311,7 +271,6 @@ def header(change, data: int = 8) -> bytes:
         (lambda h: h["a@0"].update(shape=[10**12]), "bytes for shape"),
         (lambda h: h["a@0"].update(shape=[-1], data_offsets=[0, -4]), "natural number"),
         (lambda h: h["a@0"].update(data_offsets=[4, 8]), "begins at byte 4"),
-        (lambda h: h["b@0"].update(data_offsets=[8, 12]), "begins at byte 8"),
         (lambda h: h.pop("b@0"), "end at byte 4"),
         (lambda h: h["a@0"].pop("shape"), "missing field 'shape'"),
     ],
@@ -352,9 +311,6 @@ def test_choosing_an_iteration(tmp_path, two):
     for name in ("iter_0000009.bak", ".tmp-iter-9-0123456789abcdef", "iter_9", "iter_00000009"):
         (tmp_path / name).mkdir()
     assert silently(find_checkpoint, tmp_path) == two
-
-
-def test_a_renamed_folder_is_refused(tmp_path, two):
     two.rename(tmp_path / "iter_0000005")
     with pytest.raises(CheckpointError, match=r"manifest is of iteration 2.*--ckpt-step 1\."):
         find_checkpoint(tmp_path)
@@ -385,13 +341,7 @@ def test_damage_names_the_chunk_and_at_most_sixteen_tensors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "MANIFEST.json",
-        "shard-00000.digests",
-        "shard-00001.safetensors",
-        "../latest_checkpointed_iteration.txt",
-    ],
+    "name", ["MANIFEST.json", "shard-00001.safetensors", "../latest_checkpointed_iteration.txt"]
 )
 def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, two, name):
     (two / name).unlink()
@@ -433,9 +383,7 @@ RUN_STATE = {
     "change, fault",
     [
         (lambda s: s.update(consumed_samples=-1), "state.consumed_samples is not"),
-        (lambda s: s.update(consumed_samples="4"), "state.consumed_samples is not"),
         (lambda s: s.update(iteration=True), "state.iteration is not"),
-        (lambda s: s.update(iteration=2.0), "state.iteration is not"),
         (lambda s: s.update(evaluation_due=0), "state.evaluation_due is not"),
         (lambda s: s.update(optimizer_steps=float("nan")), "state.optimizer_steps is not"),
         (lambda s: s.update(scaler=[]), "state.scaler: .*expected an object, found a list"),
@@ -443,34 +391,20 @@ RUN_STATE = {
             lambda s: s.update(scaler={"scale": 1e308, "clean_steps": 0, "hysteresis": 2}),
             "state.scaler is not",
         ),
-        (lambda s: s["scaler"].pop("scale"), "state.scaler is not"),
-        (lambda s: s["schedule"].update(max_lr="1"), "state.schedule is not"),
         (lambda s: s["schedule"].update(style="odd"), "state.schedule is not"),
         (
             lambda s: s["ledger"]["segments"][0]["sources"][0].update(share=1),
             "state.ledger: the shares of a segment",
         ),
-        (
-            lambda s: s["ledger"]["segments"][0].update(sources=[]),
-            "state.ledger: a segment has no sources",
-        ),
-        (lambda s: s["ledger"].update(segments=3), "state.ledger: .*expected a list"),
-        (lambda s: s.update(vocab_size=0), "state.vocab_size is not"),
         (lambda s: s.update(versions={"torch": 2}), "state.versions is not"),
-        (lambda s: s.update(config=[]), "state.config: .*expected an object"),
         (
             lambda s: s["config"]["model"].update(num_layers="2"),
             "state.config: model.num_layers is of another type",
         ),
         (
-            lambda s: s["config"]["training"].update(seed=10**30),
-            "state.config: training.seed is of another type",
-        ),
-        (
             lambda s: s.update(tensors={"a": [1.5]}),
             "state.tensors: the shape of a is not a list of natural numbers",
         ),
-        (lambda s: s.update(open_loss="x"), "state.open_loss is not"),
     ],
 )
 def test_run_state_of_another_type_in_a_signed_manifest(two, change, fault):

@@ -69,9 +69,9 @@ def read_other_cut(path, seed: int, cut_seed: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_any_cut_over_ranks_comes_back_in_any_other(gloo_world, tmp_path, size):
-    for cut_seed in range(6):
+def test_any_cut_over_ranks_comes_back_in_any_other(gloo_world, tmp_path):
+    size = 4
+    for cut_seed in range(4):
         root = tmp_path / str(cut_seed)
         assert gloo_world(size).run(save, root, 1, 7, cut_seed) == [("iter_0000001", [])] * size
         loads(silently(find_checkpoint, root), example(7))
@@ -154,9 +154,7 @@ def save_failing_on(
         setattr(module, name, real)
 
 
-@pytest.mark.parametrize(
-    ("call", "rank"), [("open", 0), ("fsync", 0), ("rename", 0), ("pwritev", 1), ("fsync", 1)]
-)
+@pytest.mark.parametrize(("call", "rank"), [("open", 0), ("fsync", 0), ("pwritev", 1)])
 def test_any_failing_system_call_of_any_rank(gloo_world, tmp_path, call, rank):
     """Each call of one rank's save fails in turn: one error on both, or the save was complete
     before it; nothing waits for ever.
@@ -185,9 +183,7 @@ def test_any_failing_system_call_of_any_rank(gloo_world, tmp_path, call, rank):
                 ),
                 root,
             )
-    assert at < 39 and failed >= {"open": 2, "pwritev": 2, "fsync": 2, "rename": 0}[call] + (
-        rank == 0
-    )
+    assert at < 39 and failed >= 2 + (rank == 0)
 
 
 def save_elsewhere(root) -> tuple[str, list[str]]:
@@ -225,15 +221,12 @@ def test_a_folder_that_is_not_shared_is_found(gloo_world, tmp_path):
         and "is --save on a file system that all nodes share?" in first
     )
     assert listing(tmp_path / "0") == []
-
-
-def test_every_rank_tries_the_folder(gloo_world, tmp_path):
-    assert gloo_world(2).run(try_elsewhere, tmp_path, True, None) == [None, None]
-    first, second = gloo_world(2).run(try_elsewhere, tmp_path, True, 1)
+    assert gloo_world(2).run(try_elsewhere, tmp_path / "1", True, None) == [None, None]
+    first, second = gloo_world(2).run(try_elsewhere, tmp_path / "1", True, 1)
     assert first == second and first.startswith(
-        f"rank 1: --save {tmp_path}: cannot be written to: Permission denied; "
+        f"rank 1: --save {tmp_path / '1'}: cannot be written to: Permission denied; "
     )
-    assert listing(tmp_path) == []
+    assert listing(tmp_path / "1") == []
 
 
 def save_another_state(root) -> tuple[str, list[str]]:

@@ -281,10 +281,15 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
+# families that come first for a model that is of several
+FIRST = "gpt2 llama mistral qwen2 qwen3 mixtral granitemoeshared qwen2_moe qwen3_moe".split()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_and_the_way_back(case):
     base, changes, kind = CASES[case]
     config = dataclasses.replace(base, **changes)
+    assert kind not in FIRST or family_of(config) == kind
     model, held = build(config)
     theirs_config, theirs = exported(config, held, kind=kind)
     them = their_model(theirs_config, theirs)
@@ -304,22 +309,9 @@ def test_logits_equal_and_the_way_back(case):
             torch.testing.assert_close(back[name], held[name], rtol=0, atol=2**-51)
 
 
-OLD = "gpt2 llama mistral qwen2 qwen3 mixtral granitemoeshared qwen2_moe qwen3_moe".split()
-
-
-@pytest.mark.parametrize("case", [case for case, (_, _, kind) in CASES.items() if kind in OLD])
-def test_the_family_of_a_model(case):
-    base, changes, kind = CASES[case]
-    assert family_of(dataclasses.replace(base, **changes)) == kind
-
-
 SENSITIVE = [
     "mistral",
-    "qwen2 window",
-    "qwen3 window",
     "llama 3 scaling",
-    "llama yarn",
-    "llama linear scaling",
     "gpt2 untied, tanh",
     "qwen3_moe plain weights, dense layers, window",
     "qwen2_moe",
@@ -334,48 +326,27 @@ def test_the_comparison_sees_each_setting(case):
     base, changes, _ = CASES[case]
     config = dataclasses.replace(base, **changes)
     _, held = build(config)
-    neighbour = {
+    neighbours = {
         "window_size": changes.get("window_size", 0) + 1,
         "rope_original_max_position_embeddings": 17,
-        "rotary_seq_len_interpolation_factor": 3.01,
         "activation": "gelu",
         "moe_router_pre_softmax": False,
     }
-    model, _ = build(
-        dataclasses.replace(
-            config, **{name: value for name, value in neighbour.items() if name in changes}
-        ),
-        held,
-    )
+    acting = {name: value for name, value in neighbours.items() if name in changes}
+    model, _ = build(dataclasses.replace(config, **acting), held)
     with torch.no_grad():
-        assert (
-            difference(
-                model.logits(tokens()), their_model(*exported(config, held))(tokens()).logits
-            )
-            > 1e-5
-        )
+        theirs = their_model(*exported(config, held))(tokens()).logits
+        assert difference(model.logits(tokens()), theirs) > 1e-5
 
 
 def test_rotary_fields_of_transformers_4_mean_the_same():
-    for changes in (
-        LLAMA3,
-        YARN,
-        {"rotary_seq_len_interpolation_factor": 3.0},
-        {"rotary_base": 7.0},
-    ):
+    for changes in (LLAMA3, YARN, {"rotary_seq_len_interpolation_factor": 3.0}):
         config = dataclasses.replace(LLAMA, **changes)
         described, theirs = exported(config, build(config)[1])
-        old = {name: value for name, value in described.items() if name != "rope_parameters"}
-        new = {
-            name: value
-            for name, value in described.items()
-            if name not in ("rope_scaling", "rope_theta")
-        }
-        for variant in (old, new):
-            assert (
-                transformers.LlamaConfig(**variant).rope_parameters
-                == transformers.LlamaConfig(**described).rope_parameters
-            )
+        wanted = transformers.LlamaConfig(**described).rope_parameters
+        for without in (["rope_parameters"], ["rope_scaling", "rope_theta"]):  # old and new
+            variant = {name: each for name, each in described.items() if name not in without}
+            assert transformers.LlamaConfig(**variant).rope_parameters == wanted
             assert imported(variant, theirs)[0] == config
 
 
@@ -383,29 +354,23 @@ def test_rotary_fields_of_transformers_4_mean_the_same():
     ("base", "changes", "text"),
     [
         (GPT2, {"normalization": "RMSNorm"}, "GPT2LMHeadModel, .*--normalization RMSNorm"),
-        (GPT2, {"add_bias_linear": False}, "--disable-bias-linear"),
-        (GPT2, {"num_query_groups": 2, "group_query_attention": True}, "--num-query-groups 2"),
-        (GPT2, {"activation": "swiglu"}, "--activation swiglu"),
-        (GPT2, {"window_size": 4}, "--window-size 4"),
         (GPT2, {"kv_channels": 16}, "--kv-channels 16"),
-        (GPT2, {"qk_layernorm": True}, "--qk-layernorm"),
-        (LLAMA, {"position_embedding_type": "none"}, "--position-embedding-type none"),
         (LLAMA, {"no_rope_freq": "2"}, "--no-rope-freq 1,0,1"),
         (MIXTRAL, {"window_size": 4, "window_attn_skip_freq": "2"}, "attn-skip-freq 1,0,1"),
         (LLAMA, {"add_bias_linear": True, "window_size": 4}, "--window-size 4"),
-        (LLAMA, {"normalization": "LayerNorm", "qk_layernorm": True}, "--normalization LayerNorm"),
         (LLAMA, {"activation": "gelu", "rotary_percent": 0.5}, "--activation gelu"),
-        (LLAMA, {"attn_logit_softcapping": 30.0}, "--attn-logit-softcapping"),
-        (LLAMA, {"final_logit_softcapping": 30.0}, "--final-logit-softcapping"),
+        (
+            LLAMA,
+            {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 1.0},
+            "(?s)--attn-logit-softcapping.*--final-logit-softcapping",
+        ),
         (
             LLAMA,
             {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2.0},
             "--use-rope-scaling",
         ),
         (GPT2, {"num_experts": 4, "moe_ffn_hidden_size": 8}, "--position-embedding-type learned"),
-        (MIXTRAL, {"moe_router_score_function": "sqrtsoftplus"}, "score-function sqrtsoftplus"),
         (MIXTRAL, {"moe_router_num_groups": 5, "moe_router_group_topk": 1}, "num-groups 5"),
-        (MIXTRAL, {"moe_router_force_load_balancing": True}, "--moe-router-force-load-balanc"),
         (MIXTRAL, {"moe_router_topk_scaling_factor": 2.5}, "--moe-router-topk-scaling-factor 2.5"),
         (MIXTRAL, {**SHARED, "qk_layernorm": True}, "--qk-layernorm"),
     ],
@@ -415,25 +380,13 @@ def test_flags_without_a_counterpart_are_refused_by_name(base, changes, text):
         family_of(dataclasses.replace(base, **changes))
 
 
-def test_all_flags_without_a_counterpart_are_named_at_once():
-    with pytest.raises(
-        ValueError,
-        match="(?s)--attn-logit-softcapping.*--final-logit-softcapping",
-    ):
-        family_of(
-            dataclasses.replace(LLAMA, attn_logit_softcapping=1.0, final_logit_softcapping=1.0)
-        )
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"model_type": "bloom"}, "model_type 'bloom'"),
-        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"attention_bias": True}, "mlp_bias False"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale 0.7"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_hidden_layers": 4}, "tensors missing: model.layers.3"),
         ({"num_hidden_layers": 2}, "tensors without a counterpart here: model.layers.2"),
@@ -447,7 +400,6 @@ def test_all_flags_without_a_counterpart_are_named_at_once():
         ),
         ({"hidden_size": None}, "config.json lacks 'hidden_size'"),
         ({"model_type": "olmoe"}, "'olmoe' has no .*q_norm and k_norm normalise all heads"),
-        ({"model_type": "deepseek_v2"}, "lacks 'kv_lora_rank'"),
         ({"model_type": "stablelm", "use_parallel_residual": True}, "use_parallel_residual True"),
         (
             {"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}},
@@ -458,7 +410,6 @@ def test_all_flags_without_a_counterpart_are_named_at_once():
             "attention_multiplier 1.0 .only 1 / sqrt.8. has a counterpart",
         ),
         ({"text_config": {"model_type": "gemma3_text"}}, "text_config: model_type 'gemma3_text'"),
-        ({"model_type": "mixtral", "num_experts_per_tok": 2}, "lacks 'num_local_experts'"),
     ],
 )
 def test_foreign_models_are_refused_by_field(changes, text):
@@ -469,7 +420,7 @@ def test_foreign_models_are_refused_by_field(changes, text):
         for name, value in (config | changes).items()
         if changes.get(name, 0) is not None
     }
-    if "rope_scaling" in changes or "partial_rotary_factor" in changes:
+    if "rope_scaling" in changes:
         config.pop("rope_parameters")
     with pytest.raises(ValueError, match=text):
         from_huggingface(config, theirs)

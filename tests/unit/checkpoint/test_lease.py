@@ -102,10 +102,20 @@ def test_a_silent_owner_is_watched_and_then_followed(tmp_path, content):
     assert "3600 s ago" in taken
 
 
-@pytest.mark.parametrize("owner", [elsewhere("7"), describe_run("7")])
-def test_an_owner_that_renews_is_alive(tmp_path, monkeypatch, owner):
-    """On another machine, and on this one."""
+def test_a_process_of_this_machine_is_never_followed_while_it_exists(tmp_path):
+    """Even if it has not renewed its lease; its number alone does not make it the owner."""
+    owner = describe_run("7")
+    write(tmp_path, owner, age=3600)
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on .* is dead for certain"):
+        take_lease(tmp_path, "7")
+    write(tmp_path, owner | {"started": "1"})
+    (line,) = take(tmp_path)
+    assert "it has ended" in line
+
+
+def test_an_owner_that_renews_is_alive(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "STALE_S", 60.0)
+    owner = elsewhere("7")
     path = write(tmp_path, owner)
     renewing = threading.Timer(0.3, os.utime, [path])
     renewing.start()
@@ -139,12 +149,23 @@ def test_a_run_whose_folder_was_taken_over_ends(tmp_path):
     lease = take_lease(tmp_path, "")
     write(tmp_path, elsewhere())
     until = time.monotonic() + 20
-    while not lease.lost and time.monotonic() < until:
+    while lease.confirmed > 0 and time.monotonic() < until:
         time.sleep(0.05)
     with pytest.raises(CheckpointError, match="another run has taken this folder over .*on far"):
         lease.check()
     lease.release()
     assert "on far" in read_owner(tmp_path / NAME)["run"]
+
+
+def test_a_run_that_wakes_up_looks_before_its_next_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RENEW_S", 60.0)
+    lease = take_lease(tmp_path, "")
+    write(tmp_path, elsewhere())
+    lease.check()  # it has renewed just now
+    lease.confirmed -= 0.6
+    with pytest.raises(CheckpointError, match="another run has taken this folder over"):
+        lease.check()
+    lease.release()
 
 
 def test_a_second_run_is_refused_and_one_after_a_kill_starts_by_itself(tmp_path):

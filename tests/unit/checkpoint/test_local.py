@@ -1,11 +1,12 @@
-"""Local checkpoints: each node keeps its own shards and its neighbour's, and a restart on any nodes
-reads the rest of them.
+"""Local checkpoints: each node keeps its own shards and its neighbour's or XOR parity blocks of
+others', and a restart on any nodes reads or rebuilds the rest of them bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -24,232 +25,287 @@ from local_cases import (
     save_without_room,
 )
 
-ONE, TWO = "iter_0000001", "iter_0000002"
+from megatron.checkpoint import manifest as m
+from megatron.checkpoint.files import write_shard_file
+from megatron.checkpoint.local.exchange import _turns, exchange
+from megatron.checkpoint.local.xor import (
+    XOR_GROUP,
+    Stripe,
+    stripes_in,
+    stripes_of,
+    xor_block_header,
+    xor_groups_of,
+)
+from megatron.checkpoint.ranks import SINGLE_RANK
+
+ONE, TWO, SEVEN = "iter_0000001", "iter_0000002", "iter_0000007"
+REDUNDANT = pytest.mark.parametrize("redundancy", ["partner", "xor"])
 
 
-def files(root: Path) -> dict[str, str]:
-    """Digest of every file below `root`."""
-    return {
-        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
+class Job:
+    """Saves and restarts of `size` ranks, `each` on a node with its folder under `root`."""
+
+    def __init__(self, worlds, root: Path, size: int, each: int) -> None:
+        self.worlds, self.root, self.size, self.each = worlds, root, size, each
+
+    def run(self, function, *args: object) -> list:
+        return self.worlds(self.size).run(function, self.root, self.each, *args)
+
+    def save(self, iteration: int, seed: int, *more: object) -> list[str]:
+        return self.run(save, iteration, seed, *more)
+
+    def restart(self, seed: int, *more: object, cut: int = 8) -> tuple[int | None, bool, list[str]]:
+        """(iteration, whether every rank has read the right bits, what rank 0 logged)."""
+        shown = self.run(restart, seed, cut, *more)
+        assert len({row[0] for row in shown}) == 1
+        return shown[0][0], not any(row[1] for row in shown), shown[0][2]
+
+    def outcome(self, seed: int, *more: object, cut: int = 8) -> tuple[int | None, bool]:
+        return self.restart(seed, *more, cut=cut)[:2]
+
+    def lose(self, *nodes: int, iteration: str = "") -> None:
+        """What these nodes have of an iteration, or all of it."""
+        for node in nodes:
+            shutil.rmtree(
+                self.root / str(node) / (f"{RUN.folder}/{iteration}" if iteration else "")
+            )
+
+    def files(self) -> dict[str, str]:
+        """Digest of every file."""
+        return {
+            str(path.relative_to(self.root)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(self.root.rglob("*"))
+            if path.is_file()
+        }
+
+    def leftovers(self) -> list[str]:
+        """All but whole checkpoints in the folders of the runs and next to them."""
+        found = [*self.root.glob("*/*/*"), *self.root.glob("*/*")]
+        return [path.name for path in found if not path.name.startswith(("iter_", "run-"))]
 
 
-def leftovers(root: Path) -> list[str]:
-    """All but whole checkpoints in the folders of the runs and next to them."""
-    return [
-        str(path)
-        for path in [*root.glob("*/*/*"), *root.glob("*/*")]
-        if not path.name.startswith(("iter_", "run-"))
-    ]
+@pytest.fixture
+def job(gloo_world, tmp_path):
+    return lambda size, each, root=tmp_path: Job(gloo_world, root, size, each)
 
 
-def outcome(shown: list[tuple]) -> tuple[int | None, bool]:
-    """(iteration, whether every rank read the right bits): the same iteration on all ranks."""
-    assert len({row[0] for row in shown}) == 1
-    return shown[0][0], not any(row[1] for row in shown)
+NOTHING = (None, True)
 
 
-def test_nodes_are_who_sees_the_same_folder(gloo_world, tmp_path):
+def test_nodes_are_who_sees_the_same_folder(job):
     two, one = ((0, 1), (2, 3)), ((0, 1, 2, 3),)
-    assert gloo_world(4).run(found_nodes, tmp_path, 2) == [
-        (two, r // 2, r % 2 == 0, r % 2, []) for r in range(4)
-    ]
-    assert gloo_world(4).run(found_nodes, tmp_path, 4) == [
-        (one, 0, r == 0, r, []) for r in range(4)
-    ]
+    assert job(4, 2).run(found_nodes) == [(two, r // 2, r % 2 == 0, r % 2, []) for r in range(4)]
+    assert job(4, 4).run(found_nodes) == [(one, 0, r == 0, r, []) for r in range(4)]
 
 
-@pytest.mark.parametrize(("size", "each"), [(2, 2), (4, 2), (4, 1)])
-def test_what_is_saved_comes_back_in_any_cut(gloo_world, tmp_path, size, each):
+@pytest.mark.parametrize(("size", "each"), [(2, 2), (4, 1)])
+def test_what_is_saved_comes_back_in_any_cut(job, tmp_path, size, each):
     """Each node has its own shards and, with a partner, those of the one before it; nothing else
     stays.
     """
     partner = each < size
-    assert (
-        gloo_world(size).run(save, tmp_path, each, 1, 7, "partner" if partner else "none")
-        == [ONE] * size
-    )
-    shown = gloo_world(size).run(restart, tmp_path, each, 7, 8)
-    assert [row[:3] for row in shown] == [(1, [], [])] * size
-    # the control: other values
-    assert outcome(gloo_world(size).run(restart, tmp_path, each, 9, 8)) == (1, False)
-    same_cut = gloo_world(size).run(restart, tmp_path, each, 7, 7)
-    # every node has what its ranks read
-    assert outcome(same_cut) == (1, True) and same_cut[0][3] == 0
+    nodes = job(size, each)
+    assert nodes.save(1, 7, "partner" if partner else "none") == [ONE] * size
+    assert nodes.restart(7) == (1, True, [])
+    assert nodes.outcome(9) == (1, False)  # the control: other values
+    same_cut = nodes.run(restart, 7, 7)
+    assert [row[3] for row in same_cut] == [0] * size  # every node has what its ranks read
     held = [
         {path.name for path in (tmp_path / str(node) / RUN.folder / ONE).glob("*.safetensors")}
         for node in range(size // each)
     ]
-    assert {sum(name in names for names in held) for name in set.union(*held)} == {
-        2 if partner else 1
-    }
-    assert leftovers(tmp_path) == []
+    copies = {sum(name in names for names in held) for name in set.union(*held)}
+    assert copies == {2 if partner else 1} and nodes.leftovers() == []
 
 
-def test_what_was_not_fetched_is_refused(gloo_world, tmp_path):
+def test_what_was_not_fetched_is_refused(job):
     """Wherever it lies."""
-    gloo_world(4).run(save, tmp_path, 1, 1, 7, "none")
-    assert all("No such file" in text for text in gloo_world(4).run(read_unfetched, tmp_path, 1))
-    assert outcome(gloo_world(4).run(restart, tmp_path, 1, 7, 8, RUN, 0, "nothing is fetched")) == (
-        1,
-        False,
-    )
+    nodes = job(4, 1)
+    nodes.save(1, 7, "none")
+    assert all("No such file" in text for text in nodes.run(read_unfetched))
+    assert nodes.outcome(7, RUN, 0, "nothing is fetched") == (1, False)
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [((4, 2), (2, 1)), ((2, 1), (4, 2)), ((4, 1), (4, 2))],
+    ("redundancy", "before", "after", "lost"),
+    [
+        ("partner", (4, 2), (2, 1), None),
+        ("partner", (2, 1), (4, 2), None),
+        ("xor", (4, 1), (2, 1), 3),
+        ("xor", (3, 1), (4, 2), 0),
+    ],
 )
-def test_another_number_of_ranks_and_nodes(gloo_world, tmp_path, before, after):
-    """Folders 0, 1, ... are nodes; with fewer nodes than before the partners' copies serve, with
-    more the new ones are empty.
+def test_another_number_of_ranks_and_nodes(job, tmp_path, redundancy, before, after, lost):
+    """Folders 0, 1, ... are nodes; what a node that is no more had is brought to the first one: a
+    stripe may then share a node. New nodes are empty.
     """
-    (size, each), (ranks, there) = before, after
-    gloo_world(size).run(save, tmp_path, each, 1, 7)
-    shown = gloo_world(ranks).run(restart, tmp_path, there, 7, 8)
-    lost = before == (4, 1)  # nodes 2 and 3 are not there any more, and they were neighbours
-    assert outcome(shown) == ((None, True) if lost else (1, True))
+    job(*before).save(1, 7, redundancy)
+    if lost is not None:
+        shutil.rmtree(tmp_path / str(lost))
+    kept = sorted(path for path in tmp_path.iterdir() if path.name.isdigit())
+    count = after[0] // after[1]
+    for extra in kept[count:]:
+        shutil.copytree(extra, kept[0], dirs_exist_ok=True)
+        shutil.rmtree(extra)
+    for number, path in enumerate(kept[:count]):
+        path.rename(tmp_path / str(number))
+    assert job(*after).outcome(7) == (1, True)
 
 
-def test_ranks_on_other_nodes_than_before(gloo_world, tmp_path):
-    gloo_world(4).run(save, tmp_path, 1, 1, 7, "none")
+def test_ranks_on_other_nodes_than_before(job, tmp_path):
+    nodes = job(4, 1)
+    nodes.save(1, 7, "none")
     for before, after in (("0", "x"), ("1", "0"), ("3", "1"), ("x", "3")):
         (tmp_path / before).rename(tmp_path / after)
-    shown = gloo_world(4).run(restart, tmp_path, 1, 7, 7)
-    assert outcome(shown) == (1, True) and shown[0][3] > 0
+    shown = nodes.run(restart, 7, 7)
+    assert all(row[:2] == (1, []) and row[3] > 0 for row in shown)
 
 
 @pytest.mark.parametrize(
-    ("redundancy", "size", "each"),
-    [("partner", 4, 2), ("partner", 4, 1), ("xor", 3, 1), ("xor", 4, 2)],
+    ("redundancy", "size", "each"), [("partner", 4, 2), ("xor", 3, 1), ("xor", 4, 2)]
 )
-def test_any_lost_node_is_rebuilt_bit_for_bit(gloo_world, tmp_path, redundancy, size, each):
-    gloo_world(size).run(save, tmp_path, each, 1, 7, redundancy)
-    before = files(tmp_path)
+def test_any_lost_node_is_rebuilt_bit_for_bit(job, redundancy, size, each):
+    nodes = job(size, each)
+    nodes.save(1, 7, redundancy)
+    before = nodes.files()
     origin = "partners" if redundancy == "partner" else "XOR groups"
     for node in range(size // each):
-        shutil.rmtree(tmp_path / str(node))
-        shown = gloo_world(size).run(restart, tmp_path, each, 7, 8)
-        assert outcome(shown) == (1, True)
-        assert f"rebuilt from their {origin}: node {node} (" in shown[0][2][0]
-        assert shown[1][2] == shown[0][2]
-        assert files(tmp_path) == before and leftovers(tmp_path) == []
+        nodes.lose(node)
+        iteration, good, lines = nodes.restart(7)
+        assert (iteration, good) == (1, True)
+        assert f"rebuilt from their {origin}: node {node} (" in lines[0]
+        assert nodes.files() == before and nodes.leftovers() == []
 
 
-def test_without_real_partners_a_node_is_lost(gloo_world, tmp_path):
-    words = (tmp_path, 2, 1, 7, "partner", RUN, "copies at home")
-    assert gloo_world(4).run(save, *words) == [ONE] * 4
-    shutil.rmtree(tmp_path / "1")
-    shown = gloo_world(4).run(restart, tmp_path, 2, 7, 8)
-    assert outcome(shown) == (None, True) and "are whole on no node" in shown[0][2][0]
+def test_without_real_partners_a_node_is_lost(job):
+    nodes = job(4, 2)
+    assert nodes.save(1, 7, "partner", RUN, "copies at home") == [ONE] * 4
+    nodes.lose(1)
+    *outcome, lines = nodes.restart(7)
+    assert tuple(outcome) == NOTHING and "are whole on no node" in lines[0]
 
 
-def test_two_lost_neighbours_leave_the_older_one(gloo_world, tmp_path):
-    """And of four nodes every second one may be lost."""
-    gloo_world(4).run(save, tmp_path, 1, 1, 1)
-    gloo_world(4).run(save, tmp_path, 1, 2, 2)
-    for node in (0, 2):
-        shutil.rmtree(tmp_path / str(node) / RUN.folder / TWO)
-    assert outcome(gloo_world(4).run(restart, tmp_path, 1, 2, 8)) == (2, True)
-    for node in (1, 2):
-        shutil.rmtree(tmp_path / str(node) / RUN.folder / TWO)
-    shown = gloo_world(4).run(restart, tmp_path, 1, 1, 8)
-    assert (
-        outcome(shown) == (1, True)
-        and "local checkpoint of iteration 2 is not taken: of its " in shown[0][2][0]
-    )
-    for node in (1, 2):
-        shutil.rmtree(tmp_path / str(node))
-    shown = gloo_world(4).run(restart, tmp_path, 1, 1, 8)
-    assert outcome(shown) == (None, True) and len(shown[0][2]) == 2
+@REDUNDANT
+def test_two_lost_nodes_leave_the_older_one(job, redundancy):
+    """Neighbours, or two of an XOR group. Of four nodes with partners every second may be lost."""
+    nodes = job(4, 1)
+    for iteration in (5, 7):  # these seeds give every rank a shard
+        nodes.save(iteration, iteration, redundancy)
+    if redundancy == "partner":
+        nodes.lose(0, 2, iteration=SEVEN)
+        assert nodes.outcome(7) == (7, True)
+    nodes.lose(1, 2, iteration=SEVEN)
+    iteration, good, lines = nodes.restart(0)
+    assert (iteration, good) == (5, True) and "iteration 7 is not taken: of its " in lines[0]
+    assert ("one node of an XOR group may be lost, not two" in lines[0]) == (redundancy == "xor")
 
 
-def test_only_iterations_that_count(gloo_world, tmp_path):
-    gloo_world(2).run(save, tmp_path, 1, 1, 1)
-    gloo_world(2).run(save, tmp_path, 1, 2, 2)
-    assert outcome(gloo_world(2).run(restart, tmp_path, 1, 2, 8)) == (2, True)
-    assert outcome(gloo_world(2).run(restart, tmp_path, 1, 2, 8, RUN, 2)) == (2, True)
-    assert outcome(gloo_world(2).run(restart, tmp_path, 1, 2, 8, RUN, 3)) == (None, True)
+def test_one_lost_node_in_each_of_two_xor_groups(job):
+    """Groups of at most three: nodes 0 and 2, and 1 and 3."""
+    nodes = job(4, 1)
+    nodes.save(1, 7, "xor", RUN, "XOR groups of three")
+    before = nodes.files()
+    for lost, comes_back in (((0, 1), True), ((1, 3), False)):
+        nodes.lose(*lost)
+        assert nodes.outcome(7) == ((1, True) if comes_back else NOTHING)
+        assert (nodes.files() == before) == comes_back
 
 
-def test_two_are_kept_and_an_abandoned_pass_is_not(gloo_world, tmp_path):
+def test_two_are_kept_and_an_abandoned_pass_is_not(job, tmp_path):
     def kept() -> list[str]:
         return sorted(path.name for path in (tmp_path / "0" / RUN.folder).iterdir())
 
+    nodes = job(2, 1)
     for iteration in (1, 2, 3):
-        gloo_world(2).run(save, tmp_path, 1, iteration, iteration)
+        nodes.save(iteration, iteration)
     assert kept() == [TWO, "iter_0000003"]
-    gloo_world(2).run(save, tmp_path, 1, 2, 5)  # the run went back
-    assert kept() == [TWO] and outcome(gloo_world(2).run(restart, tmp_path, 1, 5, 8)) == (2, True)
-    assert leftovers(tmp_path) == []
+    assert nodes.outcome(3, RUN, 3) == (3, True) and nodes.outcome(3, RUN, 4) == NOTHING
+    nodes.save(2, 5)  # the run went back
+    assert kept() == [TWO] and nodes.outcome(5) == (2, True)
+    assert nodes.leftovers() == []
 
 
 # ---- damage --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "digests", "json"])
-def test_damage_is_found_and_mended_from_the_partner(gloo_world, tmp_path, kind):
-    gloo_world(2).run(save, tmp_path, 1, 1, 7)
-    before = files(tmp_path)
-    for path in (tmp_path / "1" / RUN.folder / ONE).glob(f"*.{kind}"):
-        flip(path)
-    shown = gloo_world(2).run(restart, tmp_path, 1, 7, 8)
-    assert outcome(shown) == (1, True) and "rebuilt" in shown[0][2][0] and files(tmp_path) == before
+@pytest.mark.parametrize(
+    ("redundancy", "damaged", "comes_back"),
+    [
+        *(("partner", [f"1/{kind}"], True) for kind in ("shard", "table", "manifest")),
+        ("xor", ["1/shard", "1/block"], True),
+        ("xor", ["1/table"], True),
+        ("xor", ["1/shard", "2/block"], False),
+        ("xor", ["0/block", "1/block", "2/block"], True),
+        ("none", ["1/shard"], False),
+    ],
+)
+def test_damage_is_a_loss(job, tmp_path, redundancy, damaged, comes_back):
+    nodes = job(3, 1)
+    for iteration in (5, 7):
+        nodes.save(iteration, iteration, redundancy)
+    before = nodes.files()
+    for what in damaged:
+        node, kind = what.split("/")
+        folder = tmp_path / node / RUN.folder / SEVEN
+        shards = sorted(folder.glob("*.safetensors"))
+        names = {"table": sorted(folder.glob("*.digests"))[0], "manifest": folder / m.MANIFEST}
+        flip(shards[int(kind == "block")] if kind in ("shard", "block") else names[kind])
+    if redundancy == "none":
+        unread = "nothing is read to the end"
+        assert nodes.outcome(7, RUN, 0, unread, cut=7) == (7, False)
+    assert nodes.outcome(0) == ((7, True) if comes_back else (5, True))
+    assert (nodes.files() == before) == comes_back
 
 
-def test_damage_without_a_copy_leaves_the_older_one(gloo_world, tmp_path):
-    gloo_world(2).run(save, tmp_path, 1, 1, 1, "none")
-    gloo_world(2).run(save, tmp_path, 1, 2, 2, "none")
-    flip(next(tmp_path.glob(f"*/{RUN.folder}/{TWO}/*.safetensors")))
-    assert outcome(
-        gloo_world(2).run(restart, tmp_path, 1, 2, 2, RUN, 0, "nothing is read to the end")
-    ) == (2, False)
-    assert outcome(gloo_world(2).run(restart, tmp_path, 1, 1, 1)) == (1, True)
+@pytest.mark.parametrize("mutant", ["a piece in no XOR block", "damaged on the way"])
+def test_what_is_rebuilt_must_be_what_was_saved(job, tmp_path, mutant):
+    saving = mutant.startswith("a piece")
+    nodes = job(3, 1)
+    nodes.save(1, 7, "xor", RUN, mutant if saving else None)
+    nodes.lose(1)
+    *outcome, lines = nodes.restart(7, RUN, 0, None if saving else mutant)
+    assert tuple(outcome) == NOTHING and "is not taken: rank 1: " in lines[0]
+    assert saving or "is not what was saved" in lines[0]
+    assert nodes.leftovers() == [] and not list((tmp_path / "1").glob("*/*"))
 
 
-def test_what_changes_on_the_way_to_the_partner_is_refused(gloo_world, tmp_path):
-    shown = gloo_world(2).run(save, tmp_path, 1, 1, 7, "partner", RUN, "damaged on the way")
-    assert (
-        shown[0] == shown[1] and "is not what was saved" in shown[0] and leftovers(tmp_path) == []
-    )
+def test_what_changes_on_the_way_to_the_partner_is_refused(job):
+    nodes = job(2, 1)
+    first, second = nodes.save(1, 7, "partner", RUN, "damaged on the way")
+    assert first == second and "is not what was saved" in first and nodes.leftovers() == []
 
 
-def test_two_saves_of_an_iteration_are_never_mixed(gloo_world, tmp_path):
+def test_two_saves_of_an_iteration_are_never_mixed(job, tmp_path):
     for name, seed in (("a", 7), ("b", 9)):
-        gloo_world(2).run(save, tmp_path / name, 1, 1, seed, "none")
-    (tmp_path / "mixed").mkdir()
+        job(2, 1, tmp_path / name).save(1, seed, "none")
+    mixed = tmp_path / "mixed"
     for name, node in (("a", "0"), ("b", "1")):
-        shutil.copytree(tmp_path / name / node, tmp_path / "mixed" / node)
-    assert outcome(gloo_world(2).run(restart, tmp_path / "mixed", 1, 7, 8)) == (None, True)
+        shutil.copytree(tmp_path / name / node, mixed / node)
+    assert job(2, 1, mixed).outcome(7) == NOTHING
 
 
-def test_leftovers_of_another_run_are_not_seen(gloo_world, tmp_path):
+def test_leftovers_of_another_run_are_not_seen(job, tmp_path):
     """By the folder's name, and by the manifest."""
-    gloo_world(2).run(save, tmp_path / "plain", 1, 1, 7, "partner", OTHER)
-    assert outcome(gloo_world(2).run(restart, tmp_path / "plain", 1, 7, 8)) == (None, True)
-    assert outcome(gloo_world(2).run(restart, tmp_path / "plain", 1, 7, 8, OTHER)) == (1, True)
-    gloo_world(2).run(save, tmp_path, 1, 1, 7, "partner", OTHER, "the folder of any run")
-    assert outcome(
-        gloo_world(2).run(restart, tmp_path, 1, 7, 8, RUN, 0, "the folder of any run")
-    ) == (None, True)
+    nodes = job(2, 1, tmp_path / "plain")
+    nodes.save(1, 7, "partner", OTHER)
+    assert nodes.outcome(7) == NOTHING and nodes.outcome(7, OTHER) == (1, True)
+    nodes, any_run = job(2, 1), "the folder of any run"
+    nodes.save(1, 7, "partner", OTHER, any_run)
+    assert nodes.outcome(7, RUN, 0, any_run) == NOTHING
 
 
 # ---- a save that does not end --------------------------------------------------------------------
 
 
-def _pictures(
-    gloo_world, tmp_path: Path, redundancy: str, mutant: str | None = None
-) -> list[tuple[int | None, bool]]:
+def _pictures(job, tmp_path: Path, redundancy: str, mutant: str | None = None) -> set[tuple]:
     """What a restart finds when the save of iteration 2 over iteration 1 ended before any change of
     one node, and before or after all of the other's:
     (iteration, whether it has its bits).
     """
     live, before, pictures = tmp_path / "live", tmp_path / "before", tmp_path / "pictures"
-    gloo_world(2).run(save, live, 1, 1, 5, redundancy)
+    job(2, 1, live).save(1, 5, redundancy)
     shutil.copytree(live, before)
-    taken = gloo_world(2).run(save_with_pictures, live, 1, 2, 5, pictures, redundancy, mutant)
+    taken = job(2, 1, live).run(save_with_pictures, 2, 5, pictures, redundancy, mutant)
     shown, seen = [], set()
     for node, at in [(node, at) for node in (0, 1) for at in range(taken[node])]:
         picture = pictures / f"{node}-{node}-{at}"
@@ -258,60 +314,59 @@ def _pictures(
             for path in picture.rglob("*")
             if ".tmp-" not in str(path)
         )
-        # of those that differ in the temporary folder alone every fourth
-        if (node, visible) in seen and at % 4:
+        # of those that differ in the temporary folder alone every eighth
+        if (node, visible) in seen and at % 8:
             continue
         seen.add((node, visible))
         for other in (before, live):
             now = tmp_path / f"now-{node}-{at}-{other.name}"
             shutil.copytree(picture, now / str(node))
             shutil.copytree(other / str(1 - node), now / str(1 - node))
-            shown.append(outcome(gloo_world(2).run(restart, now, 1, 5, 8)))
+            shown.append(job(2, 1, now).outcome(5))
     # the next save removes what the interrupted one has left
-    gloo_world(2).run(save, now, 1, 3, 5, redundancy)
-    assert leftovers(now) == []
-    return shown
+    job(2, 1, now).save(3, 5, redundancy)
+    assert job(2, 1, now).leftovers() == [] and len(shown) >= 10
+    return set(shown)
 
 
-@pytest.mark.parametrize("redundancy", ["partner", "xor"])
-def test_whenever_a_save_ends_a_whole_checkpoint_is_there(gloo_world, tmp_path, redundancy):
-    shown = _pictures(gloo_world, tmp_path, redundancy)
-    assert set(shown) == {(1, True), (2, True)} and len(shown) >= 16
+@REDUNDANT
+def test_whenever_a_save_ends_a_whole_checkpoint_is_there(job, tmp_path, redundancy):
+    assert _pictures(job, tmp_path, redundancy) == {(1, True), (2, True)}
 
 
-def test_a_save_that_removes_the_older_one_first_is_caught(gloo_world, tmp_path):
-    assert None in {
-        iteration
-        for iteration, _ in _pictures(gloo_world, tmp_path, "none", "thinned before it is written")
-    }
+def test_a_save_that_removes_the_older_one_first_is_caught(job, tmp_path):
+    assert NOTHING in _pictures(job, tmp_path, "none", "thinned before it is written")
 
 
-@pytest.mark.parametrize("redundancy", ["partner", "xor"])
-def test_no_room_on_one_node(gloo_world, tmp_path, redundancy):
+@REDUNDANT
+def test_no_room_on_one_node(job, tmp_path, redundancy):
     """For the neighbour's shard or a block: one error, for which no rank waits, and nothing is lost
     or left.
     """
-    gloo_world(4).run(save, tmp_path, 2, 1, 1, redundancy)
-    shown = gloo_world(4).run(save_without_room, tmp_path, 2, 2, "write_shard_file", redundancy)
+    nodes = job(4, 2)
+    nodes.save(1, 1, redundancy)
     begins = (
         f"rank 2: --local-checkpoint-dir {tmp_path}/1: the local checkpoint of iteration 2 "
         "was not saved: No space left on device; "
     )
     end = "free space there, or give a larger folder. Older ones are untouched"
-    assert set(shown) == {begins + end} and leftovers(tmp_path) == []
-    assert outcome(gloo_world(4).run(restart, tmp_path, 2, 1, 8)) == (1, True)
+    assert set(nodes.run(save_without_room, 2, "write_shard_file", redundancy)) == {begins + end}
+    assert nodes.leftovers() == [] and nodes.outcome(1) == (1, True)
 
 
-def test_without_room_to_rebuild_a_restart_reads_the_one_copy(gloo_world, tmp_path):
-    gloo_world(2).run(save, tmp_path, 1, 1, 5)
-    shutil.rmtree(tmp_path / "1")
-    shown = gloo_world(2).run(restart, tmp_path, 1, 5, 8, RUN, 0, "no space for copies")
-    assert (
-        outcome(shown) == (1, True)
-        and "have one copy only: " in shown[0][2][0]
-        and "No space left" in shown[0][2][0]
-    )
-    assert leftovers(tmp_path) == [] and not (tmp_path / "1" / RUN.folder / ONE).exists()
+@REDUNDANT
+def test_without_room_to_rebuild(job, tmp_path, redundancy):
+    """The one copy is read; of an XOR group the older checkpoint is taken."""
+    nodes = job(3, 1)
+    for iteration in (5, 7):
+        nodes.save(iteration, iteration, redundancy)
+    nodes.lose(1, iteration=SEVEN)
+    iteration, good, lines = nodes.restart(0, RUN, 0, "no space for copies")
+    partner = redundancy == "partner"
+    assert (iteration, good) == (7 if partner else 5, True) and "No space left" in lines[0]
+    assert ("have one copy only: " if partner else "iteration 7 is not taken: ") in lines[0]
+    assert nodes.leftovers() == [] and not (tmp_path / "1" / RUN.folder / SEVEN).exists()
+    assert nodes.outcome(0) == (7, True)
 
 
 # ---- before training -----------------------------------------------------------------------------
@@ -328,17 +383,17 @@ def test_without_room_to_rebuild_a_restart_reads_the_one_copy(gloo_world, tmp_pa
         ),
     ],
 )
-def test_redundancy_needs_several_nodes_of_one_size(gloo_world, tmp_path, redundancy, alone, said):
+def test_redundancy_needs_several_nodes_of_one_size(job, redundancy, alone, said):
     words = "require_redundancy", redundancy
-    error, _ = gloo_world(2).run(checked, tmp_path, 2, *words)[0]
+    error, _ = job(2, 2).run(checked, *words)[0]
     assert f"--local-redundancy {redundancy}: all ranks see the same" in error
     assert f"counts as one node, and {alone}" in error
-    assert "found " in gloo_world(4).run(checked, tmp_path, 3, *words)[3][0]
-    shown = gloo_world(4).run(checked, tmp_path, 2, *words)
+    assert "found " in job(4, 3).run(checked, *words)[3][0]
+    shown = job(4, 2).run(checked, *words)
     assert all(error == "" for error, _ in shown) and said in "".join(shown[0][1])
 
 
-def test_room_is_asked_for_before_training(gloo_world, tmp_path):
+def test_room_is_asked_for_before_training(job, tmp_path):
     """Three times this rank's bytes, and the partner's; what the run has there counts as free."""
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
@@ -350,20 +405,15 @@ def test_room_is_asked_for_before_training(gloo_world, tmp_path):
         (7, "xor", True),
         (5, "xor", False),
     ):
-        shown = gloo_world(2).run(
-            checked, tmp_path, 1, "require_space", RUN, free // part, redundancy
-        )
+        shown = job(2, 1).run(checked, "require_space", RUN, free // part, redundancy)
         assert {error == "" for error, _ in shown} == {enough}, (part, redundancy)
-    assert (
-        "3 checkpoints (2 kept, one being written) of " in shown[0][0]
-        and "or --local-redundancy none" in shown[0][0]
-    )
+    assert "3 checkpoints (2 kept, one being written) of " in shown[0][0]
+    assert "or --local-redundancy none" in shown[0][0]
 
 
 def test_folders_that_others_may_change_are_refused(gloo_world, tmp_path):
-    mine, open_to_all, theirs, link = (
-        tmp_path / name for name in ("mine", "open", "theirs", "link")
-    )
+    names = ("mine", "open", "theirs", "link")
+    mine, open_to_all, theirs, link = (tmp_path / name for name in names)
     for folder in (mine, open_to_all, theirs):
         folder.mkdir()
     open_to_all.chmod(0o1777)
@@ -380,7 +430,94 @@ def test_folders_that_others_may_change_are_refused(gloo_world, tmp_path):
     for folder, text in cases:
         first, second = gloo_world(2).run(join_on, [mine, folder])
         assert first == second and first.startswith("rank 1: ") and text in first
-    assert gloo_world(2).run(join_on, [mine, tmp_path / "made" / "new"]) == ["", ""]
-    assert (tmp_path / "made" / "new").stat().st_mode & 0o777 == 0o700 and list(
-        mine.iterdir()
-    ) == []
+    made = tmp_path / "made" / "new"
+    assert gloo_world(2).run(join_on, [mine, made]) == ["", ""]
+    assert made.stat().st_mode & 0o777 == 0o700 and list(mine.iterdir()) == []
+
+
+# ---- the arithmetic of XOR groups, in one process ------------------------------------------------
+
+
+def test_every_node_is_in_one_xor_group_of_nearly_equal_size():
+    for count in range(2, 70):
+        groups = xor_groups_of(count)
+        sizes = [len(nodes) for nodes in groups]
+        assert sorted(node for nodes in groups for node in nodes) == list(range(count))
+        assert len(groups) == -(-count // XOR_GROUP) and 2 <= min(sizes)
+        assert max(sizes) <= min(XOR_GROUP, min(sizes) + 1)
+    stripes = stripes_of([(3 * node, 3 * node + 1, 3 * node + 2) for node in range(9)])
+    assert sorted(rank for ranks in stripes for rank in ranks) == list(range(27))
+    assert sorted(map(len, stripes)) == [4, 4, 4, 5, 5, 5]
+    # never two of a node
+    assert all(len({rank // 3 for rank in ranks}) == len(ranks) for ranks in stripes)
+
+
+@pytest.mark.parametrize("k", [2, 5, 8])
+def test_any_shard_is_made_of_what_the_others_have(tmp_path, k):
+    """Shards of any lengths, some ranks without one. A block is 1/(k-1) of the largest."""
+    rng = random.Random(k)
+
+    def write(number: int, header: bytes, data: bytes) -> dict:
+        return write_shard_file(tmp_path, number, header, [memoryview(data)])
+
+    numbers, records = [], []
+    for place in range(k):
+        numbers.append(None if rng.random() < 0.2 and place else len(records))
+        if numbers[-1] is not None:
+            data = rng.randbytes(rng.choice([0, 1, 999, 70_000]))
+            records.append(write(len(records), m.encode_header([], {}), data))
+    (stripe,) = stripes_in(records, [numbers])
+
+    def make(stream) -> bytes:
+        made = []
+        exchange(
+            [stream],
+            SINGLE_RANK,
+            lambda number: 0,
+            lambda number: tmp_path / m.shard_file(number),
+            lambda number, pieces: made.extend(bytes(piece) for piece in pieces),
+        )
+        return b"".join(made)
+
+    for number in range(stripe.first, stripe.first + k):
+        data = make(stripe.xor_block(number - stripe.first, 0))
+        assert len(data) == -(-max(stripe.sizes) // (k - 1))
+        write(number, xor_block_header(1, number), data)
+    for place, number in enumerate(numbers):
+        if number is not None:
+            lost = [tmp_path / m.shard_file(each) for each in (number, stripe.first + place)]
+            shard, block = (path.read_bytes() for path in lost)
+            for path in lost:
+                path.unlink()
+            assert make(stripe.shard(place, 0)) == shard
+            lost[0].write_bytes(shard)
+            assert make(stripe.xor_block(place, 0)) == block[m.ALIGN :]
+            lost[1].write_bytes(block)
+
+
+def test_what_can_be_lost():
+    stripe = Stripe((0, 1, None, 2), (9, 9, 0, 9), 3)
+    whole = set(range(7))
+    for lost in ({0}, {0, 3}, {1, 4}, {5}, {2, 6}, {3, 4, 5, 6}):
+        assert not stripe.lost(whole - lost)
+    assert stripe.lost(whole - {0, 1}) == {0, 1}
+    assert stripe.lost(whole - {0, 4}) == {0} and stripe.lost(whole - {2, 5}) == {2}
+
+
+def test_a_rank_sends_to_fewer_than_a_group_at_a_time():
+    """So its messages are few, whatever the number of nodes; all stripes of a save are made at
+    once.
+    """
+    stripes = stripes_of([(2 * node, 2 * node + 1) for node in range(16)])
+    made = [
+        Stripe(tuple(ranks), (9,) * len(ranks), 32 + sum(map(len, stripes[:i])))
+        for i, ranks in enumerate(stripes)
+    ]
+    blocks = [
+        stripe.xor_block(place, rank)
+        for stripe, ranks in zip(made, stripes)
+        for place, rank in enumerate(ranks)
+    ]
+    assert [len(turn) for turn in _turns(blocks, lambda number: number)] == [32]
+    turns = _turns([stripe.shard(1, 5) for stripe in made], lambda number: number % 32)
+    assert [len(turn) for turn in turns] == [1] * len(made)  # all for one rank

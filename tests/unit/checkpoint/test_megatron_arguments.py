@@ -41,6 +41,18 @@ def fields(**changes) -> dict:
 ROPE = {"position_embedding_type": "rope"}
 MLA = {"multi_latent_attention": True, "qk_head_dim": 24, "qk_pos_emb_head_dim": 8, **ROPE}
 MOE = {"num_experts": 8}
+EXPERTS = {
+    **MOE,
+    "moe_ffn_hidden_size": 40,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_shared_expert_intermediate_size": 56,
+    "moe_shared_expert_gate": True,
+}
 LLAMA3 = {"use_rope_scaling": True, "rope_original_max_position_embeddings": 8192}
 YARN = {
     "position_embedding_type": "yarn",
@@ -69,35 +81,19 @@ YARN = {
         ({"ffn_hidden_size": 100, "kv_channels": 16}, {"ffn_hidden_size": 100, "kv_channels": 16}),
         ({"group_query_attention": True, "num_query_groups": 3}, {"num_query_groups": 3}),
         ({"num_query_groups": 1}, {"num_query_groups": 6, "group_query_attention": False}),
-        ({"norm_epsilon": 1e-3}, {"norm_epsilon": 1e-3}),
         ({"layernorm_epsilon": 1e-6}, {"norm_epsilon": 1e-6}),
-        ({"normalization": "RMSNorm", "qk_layernorm": True}, {"normalization": "RMSNorm"}),
-        ({"add_bias_linear": False, "add_qkv_bias": True}, {"add_bias_linear": False}),
-        ({"untie_embeddings_and_output_weights": True}, {"untie_embeddings_and_output_weights": 1}),
-        ({"max_position_embeddings": 77}, {"max_position_embeddings": 77}),
         ({"init_method_std": 0.3, "hidden_dropout": 0.2}, {"init_method_std": 0.3}),
         # activations
         ({"swiglu": True, "bias_gelu_fusion": True}, {"activation": "swiglu"}),
-        ({"squared_relu": True}, {"activation": "squared-relu"}),
-        ({"openai_gelu": True}, {"activation": "gelu-tanh"}),
         ({"bias_gelu_fusion": True}, {"activation": "gelu-tanh"}),
         ({"bias_gelu_fusion": True, "add_bias_linear": False}, {"activation": "gelu"}),
-        ({"bias_gelu_fusion": False}, {"activation": "gelu"}),
         # positions
-        ({**ROPE, "rotary_base": 500}, {**ROPE, "rotary_base": 500.0}),
-        ({**ROPE, "rotary_percent": 0.25}, {"rotary_percent": 0.25}),
         ({"use_rotary_position_embeddings": True}, ROPE),
         ({**ROPE, "rope_scaling_factor": 32.0}, {"rope_scaling_factor": None}),
-        ({**ROPE, "use_rope_scaling": True}, {**LLAMA3, "rope_scaling_factor": 8.0}),
         (
             {**ROPE, "use_rope_scaling": True, "rope_scaling_factor": 32},
             {**LLAMA3, "rope_scaling_factor": 32.0},
         ),
-        (
-            {**ROPE, "rotary_seq_len_interpolation_factor": 3},
-            {"rotary_seq_len_interpolation_factor": 3.0},
-        ),
-        ({"position_embedding_type": "none"}, {"position_embedding_type": "none"}),
         # YaRN of common attention, by its own arguments and by the common ones
         (
             {"position_embedding_type": "yarn", "rotary_scaling_factor": 40.0},
@@ -119,7 +115,6 @@ YARN = {
                 "yarn_beta_slow": 2.0,
             },
         ),
-        ({"position_embedding_type": "yarn"}, {**YARN, "rope_scaling_factor": 1.0}),
         # latent attention
         (MLA, {**ROPE, "kv_channels": 32, "num_query_groups": 6, "rope_scaling_factor": None}),
         (
@@ -128,10 +123,6 @@ YARN = {
         ),
         ({**MLA, "rotary_scaling_factor": 40.0}, {**YARN, "mscale": 1.0, "mscale_all_dim": 0.0}),
         (
-            {**MLA, "rotary_scaling_factor": 40, "mscale": 0.7, "mscale_all_dim": 1.3},
-            {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
-        ),
-        (
             {**MLA, "position_embedding_type": "none", "rotary_scaling_factor": 40.0},
             YARN,
         ),
@@ -139,7 +130,6 @@ YARN = {
         ({**MLA, "use_rope_scaling": True}, {"use_rope_scaling": False}),  # ignored there
         # windows and experts
         ({"window_size": (127, 0)}, {"window_size": 128}),
-        ({"window_size": [4, 0]}, {"window_size": 5}),
         (
             {"window_size": (4, 0), "window_attn_skip_freq": [1, 0, 1]},
             {"window_size": 5, "window_attn_skip_freq": "[1,0,1]"},
@@ -156,36 +146,18 @@ YARN = {
         ),
         (
             {
-                **MOE,
+                **EXPERTS,
                 "moe_layer_freq": [0, 1, 1],
-                "moe_ffn_hidden_size": 40,
-                "moe_router_topk": 4,
-                "moe_router_score_function": "sigmoid",
-                "moe_router_enable_expert_bias": True,
-                "moe_router_topk_scaling_factor": 2.5,
-                "moe_router_num_groups": 4,
-                "moe_router_group_topk": 2,
-                "moe_shared_expert_intermediate_size": 56,
-                "moe_shared_expert_gate": True,
                 "moe_aux_loss_coeff": 0.01,
                 "moe_router_load_balancing_type": "seq_aux_loss",
             },
             {
+                **EXPERTS,
                 "moe_layer_freq": "[0,1,1]",
-                "moe_ffn_hidden_size": 40,
-                "moe_router_topk": 4,
-                "moe_router_score_function": "sigmoid",
-                "moe_router_enable_expert_bias": True,
-                "moe_router_topk_scaling_factor": 2.5,
-                "moe_router_num_groups": 4,
-                "moe_router_group_topk": 2,
-                "moe_shared_expert_intermediate_size": 56,
-                "moe_shared_expert_gate": True,
                 "moe_aux_loss_coeff": (0.01,),
                 "moe_router_load_balancing_type": ("seq_aux_loss",),
             },
         ),
-        ({**MOE, "moe_router_pre_softmax": True}, {"moe_router_pre_softmax": True}),
         ({"num_experts": 0}, {"num_experts": None}),
     ],
 )
@@ -203,7 +175,6 @@ def test_arguments_become_fields(given, expected):
             "--rope-type rope with --rotary-scaling-factor 40.0 and --mscale-all-dim 1.0",
         ),
         ({"position_embedding_type": "relative"}, "--position-embedding-type 'relative'"),
-        ({"add_position_embedding": False}, "--add-position-embedding False"),
         ({"window_size": (4, 1)}, "--window-size (4, 1)"),
         (
             {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7},
@@ -211,7 +182,6 @@ def test_arguments_become_fields(given, expected):
         ),
         ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type"),
         ({"num_layers": None}, "no num_layers"),
-        ({"norm_epsilon": "small"}, "not of its type"),
         # no name of a released flag
         ({"embedding_scale": 8.0, "qk_l2_norm": True}, "--embedding-scale 8.0; --qk-l2-norm"),
         ({**MLA, "no_rope_freq": 2}, "--no-rope-freq 2"),
@@ -223,13 +193,12 @@ def test_what_has_no_counterpart_is_refused_by_name(given, text):
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize("name", FORWARD)
-def test_what_changes_the_forward_pass_is_harmless_at_its_default_only(name):
+def test_what_changes_the_forward_pass_is_harmless_at_its_default_only():
     plain = fields()
-    for value in FORWARD[name]:
-        assert fields(**{name: value}) == plain
-    with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 7"):
-        fields(**{name: 7})
+    for name, harmless in FORWARD.items():
+        assert all(fields(**{name: value}) == plain for value in harmless), name
+        with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 7"):
+            fields(**{name: 7})
 
 
 def test_arguments_of_training_change_nothing():
@@ -246,7 +215,6 @@ def test_arguments_of_training_change_nothing():
 @pytest.mark.parametrize(
     "given, expected",
     [
-        ({}, {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}),
         ({"add_position_embedding": False}, {"position_embedding_type": "none"}),
         (
             {
@@ -258,8 +226,6 @@ def test_arguments_of_training_change_nothing():
             {"position_embedding_type": "rope", "rotary_base": 500.0, "rotary_percent": 0.25},
         ),
         ({"num_key_value_heads": 3}, {"num_query_groups": 3, "group_query_attention": True}),
-        ({"num_key_value_heads": 6}, {"num_query_groups": 6, "group_query_attention": False}),
-        ({"normalization": "rmsnorm"}, {"normalization": "RMSNorm"}),
         ({"normalization": "layernorm", "num_experts": [1]}, {"normalization": "LayerNorm"}),
         ({"layernorm_epsilon": 1e-3, "swiglu": True}, {"norm_epsilon": 1e-3}),
     ],
@@ -289,14 +255,17 @@ def test_what_versions_of_megatron_have_ignored_is_noted():
 SPELLINGS = ("stacked", "local_experts.{}.linear_{}.weight", "linear_{1}.weight{0}")
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize(
-    "name", ["deepseek", "deepseek dense", "mixtral window, top 1", "qwen2_moe", "llama minus one"]
+    ("name", "spelling"),
+    [
+        *(("deepseek", spelling) for spelling in SPELLINGS),
+        ("mixtral window, top 1", SPELLINGS[1]),
+        ("qwen2_moe", SPELLINGS[2]),
+        ("llama minus one", "stacked"),
+    ],
 )
 def test_experts_latent_attention_and_norms_minus_one(tmp_path, name, spelling):
     minus_one = name == "llama minus one"
-    if spelling != "stacked" and name in ("deepseek dense", "llama minus one"):
-        return  # has no experts
     model = LLAMA if minus_one else MODELS[name]
     ours, held = build(model)
     theirs = their_tensors(model, held, spelling)

@@ -53,11 +53,8 @@ def damage(root: Path, iteration: int) -> None:
     [
         (Policy(), range(1, 11)),
         (Policy(last=3), (8, 9, 10)),
-        (Policy(last=1), (10,)),
         (Policy(interval=4), (4, 8, 10)),
-        (Policy(interval=5), (5, 10)),
         (Policy(interval=4, last=2), (4, 8, 9, 10)),
-        (Policy(last=20), range(1, 11)),
     ],
 )
 def test_what_stays(root, policy, kept):
@@ -133,42 +130,25 @@ def test_names_are_durable_before_anything_is_deleted(root, monkeypatch):
     assert calls[:3] == ["rename", "rename", "fsync"] and set(calls[3:]) == {"unlink", "rmdir"}
 
 
-def test_a_run_keeps_what_its_flags_say_and_tells_of_its_saves(gloo_world, tmp_path):
-    flags = (
-        "--save",
-        str(tmp_path),
-        "--save-interval",
-        "1",
-        "--save-retain-interval",
-        "2",
-        "--save-keep-last",
-        "1",
-        "--verify-integrity",
-        "--async-save",
-    )
+def test_a_run_keeps_what_its_flags_say_and_logs_its_saves(gloo_world, tmp_path):
+    flags = f"""--save {tmp_path} --save-interval 1 --save-retain-interval 2 --save-keep-last 1
+    --verify-integrity --async-save --train-iters 4""".split()
     text, _ = gloo_world(2).run(start, (*BASE, *FEATURES["tied-bf16"].split(), *flags))
-    assert text.endswith("exit code 0") and list_iterations(tmp_path) == [6, 4, 2]
+    assert text.endswith("exit code 0") and list_iterations(tmp_path) == [4, 2]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    size = sum(
-        path.stat().st_size for path in (tmp_path / iteration_folder(6)).glob("*.safetensors")
-    )
+    shards = (tmp_path / iteration_folder(4)).glob("*.safetensors")
+    size = sum(path.stat().st_size for path in shards)
     lines = re.findall(
         r"saved checkpoint .*/iter_000000(\d): (\S+) GB in \S+ s, \S+ GB/s; training waited \S+ s",
         text,
     )
-    assert [int(iteration) for iteration, _ in lines] == [1, 2, 3, 4, 5, 6] and {
-        float(gb) for _, gb in lines
-    } == {round(size / 1e9, 2)}
+    assert [int(iteration) for iteration, _ in lines] == [1, 2, 3, 4]
+    assert {float(gb) for _, gb in lines} == {round(size / 1e9, 2)}
     last = read_metrics(tmp_path)[-1]
-    assert (
-        last["save-checkpoint-bytes"] == size
-        and 0 < last["save-checkpoint-stall-seconds"] <= last["save-checkpoint-seconds"]
-    )
-    assert (
-        last["save-checkpoint-gb-per-second"]
-        == pytest.approx(size / 1e9 / last["save-checkpoint-seconds"])
-        and "lm loss" in last
-    )
+    seconds = last["save-checkpoint-seconds"]
+    assert last["save-checkpoint-bytes"] == size and "lm loss" in last
+    assert 0 < last["save-checkpoint-stall-seconds"] <= seconds
+    assert last["save-checkpoint-gb-per-second"] == pytest.approx(size / 1e9 / seconds)
 
 
 def test_a_policy_that_counts_the_damaged_is_caught(root, monkeypatch):
