@@ -46,10 +46,9 @@ import torch.distributed as dist
 from megatron.benchmarks.checkpoint import put_section
 from megatron.benchmarks.training import machine
 
-from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.save_plan import own_part
-from megatron.checkpoint.staged import staging_bytes
+from megatron.checkpoint.writer import own_part
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve

@@ -95,7 +95,6 @@ FIGURES["plan.close"] = lambda: f"{sum(abs(row['ratio'] - 1) <= 0.003 for row in
 FIGURES["plan.worst"] = lambda: f"{100 * max(abs(row['ratio'] - 1) for row in plan_rows()):.1f}"
 FIGURES["live.rows"] = lambda: f"{len(result('zero_memory')['rows'])}"
 FIGURES["live.minutes"] = lambda: f"{result('zero_memory')['minutes']}"
-FIGURES["reshard.pairs"] = lambda: f"{len(result('reshard')['rows'])}"
 
 
 def plan_rows() -> list[Any]:

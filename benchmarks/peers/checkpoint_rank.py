@@ -185,9 +185,8 @@ def ours(
 ) -> Save:
     torch.set_num_threads(threads or torch.get_num_threads())  # it writes as many shards at once
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from megatron.checkpoint.manager import CheckpointManager
+    from megatron.checkpoint.manager import CheckpointManager, staging_bytes
     from megatron.checkpoint.ranks import Ranks
-    from megatron.checkpoint.staged import staging_bytes
     from megatron.distributed.groups import Axis
     from megatron.model.spec import Box
 

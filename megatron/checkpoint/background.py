@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron.checkpoint import manifest as m
-from megatron.checkpoint.commit import commit, not_saved
+from megatron.checkpoint.commit import Policy, commit, not_saved, retire
 from megatron.checkpoint.files import WriteProgress, split_header, write_shard_file
 from megatron.checkpoint.manifest import CheckpointError, shard_file
-from megatron.checkpoint.retention import Policy, retire
 from megatron.config.input_files import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -191,17 +190,25 @@ def _write(command: JsonObject, memory: memoryview, commands: BinaryIO) -> JsonO
 
 
 def _copy(command: JsonObject, memory: memoryview, commands: BinaryIO) -> JsonObject:
-    """A shard that lies in a local folder."""
-    record = command["record"]
-    return copy_shard(
-        Path(command["source"]),
-        Path(command["folder"]),
-        command["index"],
-        record,
-        command["rate"],
-        verify=command["verify"],
-        progress=WriteProgress(command["iteration"], record["bytes"]),
-    )
+    """Write a shard that lies in a local folder. Raises CheckpointError when it is not what
+    `record`, its entry in a manifest, specifies.
+    """
+    index, record = command["index"], command["record"]
+    what = f"the local copy of {shard_file(index)}"
+    with open(command["source"], "rb", buffering=0) as file:
+        pieces = (memoryview(piece) for piece in iter(lambda: file.read(m.CHUNK), b""))
+        header, data = split_header(pieces, what)
+        written = write_shard_file(
+            Path(command["folder"]),
+            index,
+            header,
+            limited(data, command["rate"]),
+            verify=command["verify"],
+            progress=WriteProgress(command["iteration"], record["bytes"]),
+        )
+    if not written.items() <= record.items():
+        raise CheckpointError(f"{what} is damaged: its bytes are not those that were written")
+    return written
 
 
 def limited(
@@ -232,23 +239,6 @@ def limited(
             # below 0 when it had to sleep: what has come since is added the next time
             tokens -= len(piece)
             yield piece
-
-
-def copy_shard(
-    source: Path, folder: Path, index: int, record: JsonObject, rate: float | None, **options: Any
-) -> JsonObject:
-    """Write the shard file `source` into `folder`; options and result as write_shard_file's.
-
-    Raises CheckpointError when it is not what `record`, its entry in a manifest, specifies.
-    """
-    what = f"the local copy of {shard_file(index)}"
-    with open(source, "rb", buffering=0) as file:
-        pieces = (memoryview(piece) for piece in iter(lambda: file.read(m.CHUNK), b""))
-        header, data = split_header(pieces, what)
-        written = write_shard_file(folder, index, header, limited(data, rate), **options)
-    if not written.items() <= record.items():
-        raise CheckpointError(f"{what} is damaged: its bytes are not those that were written")
-    return written
 
 
 def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memoryview]:

@@ -43,7 +43,7 @@ class Range:
 Wanted = TypeVar("Wanted", bound=Range)
 
 
-class _Open:
+class _OpenShard:
     """A shard that is being read: opened by the thread that comes first."""
 
     def __init__(self, shard: ShardFile) -> None:
@@ -74,18 +74,13 @@ class _Run:
     of the run before it.
     """
 
-    source: _Open
+    source: _OpenShard
     first: int
     stop: int
     shared: int
-    wanted: list[Any] = field(default_factory=list)
+    wanted: list[Any]
     buffer: bytearray = field(default_factory=bytearray)
     done: Future | None = None
-
-    @property
-    def is_old(self) -> bool:
-        """Whether all of it has been read with the run before."""
-        return self.shared == self.stop - self.first
 
 
 class Fetcher:
@@ -99,18 +94,6 @@ class Fetcher:
     def __init__(self, describe: Callable[[Any, int, int], str]) -> None:
         self.describe = describe
         self.bytes_read = 0
-        self._threads: ThreadPoolExecutor | None = None
-        self._free: list[bytearray] = []
-        self._last: _Run | None = None  # what was read last: neighbouring tensors share chunks
-
-    def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown()
-        if self._last is not None:
-            self._last.source.close()
-        self._threads = None
-        self._last = None
-        self._free = []
 
     def stream(self, ranges: Iterable[Wanted]) -> Iterator[tuple[Wanted, memoryview]]:
         """Each range with its bytes, which are valid until the next one is asked for.
@@ -118,87 +101,65 @@ class Fetcher:
         Raises CheckpointError at the first chunk, in the order of the ranges, that cannot be read
         or does not match its digest.
         """
-        runs = self._runs(ranges)
-        ahead = deque[Any]()
+        runs = _runs(ranges)
+        ahead = deque[_Run]()
+        free: list[bytearray] = []
+        last: _Run | None = None
         try:
-            while True:
-                while len(ahead) <= PREFETCHED and (run := next(runs, None)) is not None:
-                    ahead.append(run)
-                    self._start(run)
-                if not ahead:
-                    return
-                run = ahead[0]
-                self._finish(run)
-                ahead.popleft()
-                view = memoryview(run.buffer)
-                for wanted in run.wanted:
-                    yield wanted, view[wanted.start - run.first : wanted.stop - run.first]
+            with ThreadPoolExecutor(THREADS) as threads:
+                while True:
+                    # 1. Some runs are read ahead of the one that is used.
+                    while len(ahead) <= PREFETCHED and (run := next(runs, None)) is not None:
+                        ahead.append(run)
+                        size = run.stop - run.first
+                        fits = next((i for i, each in enumerate(free) if len(each) >= size), None)
+                        run.buffer = bytearray(size) if fits is None else free.pop(fits)
+                        run.done = threads.submit(_read, run, self.describe)
+                    if not ahead:
+                        return
+
+                    # 2. The next one is in its buffer, but for what the one before has of it.
+                    run = ahead[0]
+                    run.done.result()
+                    ahead.popleft()
+                    self.bytes_read += run.stop - run.first - run.shared
+                    if last is not None:
+                        end = last.stop - last.first
+                        run.buffer[: run.shared] = memoryview(last.buffer)[end - run.shared : end]
+                        if last.source is not run.source:
+                            last.source.close()
+                        free.append(last.buffer)
+                    last = run
+                    view = memoryview(run.buffer)
+                    for wanted in run.wanted:
+                        yield wanted, view[wanted.start - run.first : wanted.stop - run.first]
         finally:
-            for run in ahead:  # left behind by an error, or by a reader that stops early
-                if run.done is not None and not run.done.cancel():
-                    run.done.exception()
-                if self._last is None or run.source is not self._last.source:
-                    run.source.close()
+            for run in [*ahead, *([last] if last else [])]:
+                run.source.close()
 
-    def _runs(self, ranges: Iterable[Wanted]) -> Iterator[_Run]:
-        """Ranges put together while they follow one another in one shard without a chunk between
-        them that is not wanted.
-        """
-        before = self._last
-        run = None
-        for wanted in ranges:
-            shard = wanted.shard
-            chunk = wanted.shard.chunk
-            first = wanted.start // chunk * chunk
-            stop = min(-(-wanted.stop // chunk) * chunk, shard.data_bytes)
-            if run is not None and run.source.shard is shard and run.first <= first <= run.stop:
-                if stop <= run.stop or (stop - run.first <= BATCH and not run.is_old):
-                    run.stop = max(stop, run.stop)
-                    run.wanted.append(wanted)
-                    continue
-            if run is not None:
-                yield run
-                before = run
-            if before is None or before.source.shard is not shard:
-                run = _Run(_Open(shard), first, stop, 0, [wanted])
-            elif before.first <= first and stop <= before.stop:
-                run = _Run(
-                    before.source, before.first, before.stop, before.stop - before.first, [wanted]
-                )
-            else:
-                shared = before.stop - first if before.first <= first < before.stop else 0
-                run = _Run(before.source, first, stop, shared, [wanted])
-        if run is not None:
-            yield run
 
-    def _start(self, run: _Run) -> None:
-        if run.is_old:
-            return
-        size = run.stop - run.first
-        fitting = next((i for i, buffer in enumerate(self._free) if len(buffer) >= size), None)
-        run.buffer = bytearray(size) if fitting is None else self._free.pop(fitting)
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(THREADS)
-        run.done = self._threads.submit(_read, run, self.describe)
-
-    def _finish(self, run: _Run) -> None:
-        """Wait until the run is in its buffer; it takes the place of the one before."""
-        last = self._last
-        if run.is_old:
-            run.buffer = last.buffer
-            last.buffer = bytearray()
-        else:
-            run.done.result()
-            self.bytes_read += run.stop - run.first - run.shared
-            if run.shared:
-                end = last.stop - last.first
-                run.buffer[: run.shared] = memoryview(last.buffer)[end - run.shared : end]
-        if last is not None:
-            if last.source is not run.source:
-                last.source.close()
-            if last.buffer:
-                self._free.append(last.buffer)
-        self._last = run
+def _runs(ranges: Iterable[Wanted]) -> Iterator[_Run]:
+    """Ranges put together while they follow one another in one shard without a chunk between them
+    that is not wanted.
+    """
+    run: _Run | None = None
+    for wanted in ranges:
+        shard = wanted.shard
+        first = wanted.start // shard.chunk * shard.chunk
+        stop = min(-(-wanted.stop // shard.chunk) * shard.chunk, shard.data_bytes)
+        if run is not None and run.source.shard is shard and run.first <= first <= run.stop:
+            if stop <= run.stop or stop - run.first <= BATCH:
+                run.stop = max(stop, run.stop)
+                run.wanted.append(wanted)
+                continue
+        before, run = run, _Run(_OpenShard(shard), first, stop, 0, [wanted])
+        if before is not None:
+            yield before
+            if before.source.shard is shard:
+                run.source = before.source
+                run.shared = before.stop - first if before.first <= first < before.stop else 0
+    if run is not None:
+        yield run
 
 
 def _read(run: _Run, describe: Callable[[Any, int, int], str]) -> None:

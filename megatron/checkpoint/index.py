@@ -322,16 +322,9 @@ class Index:
         low, high = (len(spans) * at // part[1] for at in (part[0], part[0] + 1))
         done = 0
         total = sum(span.stop - span.start for span in spans[low:high])
-        try:
-            for span, _ in self.fetcher.stream(spans[low:high]):
-                done += span.stop - span.start
-                report(done, total)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Close what reading has opened; a later read opens it again."""
-        self.fetcher.close()
+        for span, _ in self.fetcher.stream(spans[low:high]):
+            done += span.stop - span.start
+            report(done, total)
 
 
 def _all_data(shards: list[ShardFile]) -> Iterator[Range]:

@@ -20,9 +20,9 @@ from typing import Any
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from megatron.checkpoint.boxes import Dims
-from megatron.checkpoint.run_state import check_run_state
+from megatron.checkpoint.run_state import check_run_state, has, integer, text
 from megatron.config.errors import UserError
-from megatron.config.input_files import JsonObject, parse_json
+from megatron.config.input_files import JsonObject, expect, parse_json
 
 CHUNK = 1 << 20  # bytes of shard data under one digest
 ALIGN = 4096  # tensor data starts at a multiple of this
@@ -272,52 +272,44 @@ def decode_manifest(raw: bytes, path: Path) -> JsonObject:
         )
     try:
         content = parse_json(body)
-        _require_format(content)
-        _require_fields(content)
+        _check_content(content)
         check_run_state(content["state"])
-        for index, shard in enumerate(content["shards"]):
-            _require_shard(index, shard)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a manifest of this format: {error}") from error
     return content
 
 
-def _require_format(content: JsonObject) -> None:
-    """Raise ValueError for another format or version than this program's."""
-    found = content["format"]
-    version = content["version"]
+def _check_content(content: JsonObject) -> None:
+    """Raise ValueError, KeyError or TypeError unless every field but the state's is sound."""
+    found, version = content["format"], content["version"]
     if found != FORMAT or type(version) is not int or version != VERSION:
         known = f"this program reads {FORMAT!r} version {VERSION}"
         raise ValueError(f"format {found!r} version {version!r}; {known}")
-
-
-def _require_fields(content: JsonObject) -> None:
-    """Raise ValueError or KeyError unless the fields other than those of single shards have their
-    types.
-    """
-    if (
-        type(content["iteration"]) is not int
-        or not isinstance(content["state"], dict)
-        or not content["shards"]
-    ):
-        raise ValueError("iteration, state or shards are not what they should be")
-    if not isinstance(content["attempt"], str) or not isinstance(content["created"], str):
-        raise ValueError("attempt or created is not text")
+    if not CONTENT(content) or not content["shards"]:
+        raise ValueError("iteration, attempt, created, shards or state are not what they should be")
     superseded = content.get("left", {})
-    if not isinstance(superseded, dict) or any(
-        int(later) <= content["iteration"] or not isinstance(attempt, str)
-        for later, attempt in superseded.items()
-    ):
-        raise ValueError("left is not of later iterations and their attempts")
-
-
-def _require_shard(index: int, shard: JsonObject) -> None:
-    """Raise ValueError, KeyError or TypeError unless a shard's entry is sound."""
+    expect(superseded, dict)
+    for later, attempt in superseded.items():
+        if int(later) <= content["iteration"] or not text(attempt):
+            raise ValueError("left is not of later iterations and their attempts")
     # Names are derived, never followed: a manifest cannot point outside its folder.
-    if shard["file"] != shard_file(index):
-        raise ValueError(f"shard {index} is named {shard['file']!r}, not {shard_file(index)!r}")
-    if type(shard["bytes"]) is not int or not re.fullmatch("[0-9a-f]{32}", shard["table_digest"]):
-        raise ValueError(f"shard {index}: size or digest malformed")
+    for index, shard in enumerate(content["shards"]):
+        if not SHARD(shard) or shard["file"] != shard_file(index):
+            raise ValueError(f"the name, size or digest of shard {index} is malformed")
+
+
+CONTENT = has(
+    iteration=integer,
+    attempt=text,
+    created=text,
+    shards=lambda value: type(value) is list,
+    state=lambda value: type(value) is dict,
+)
+SHARD = has(
+    file=text,
+    bytes=integer,
+    table_digest=lambda value: text(value) and re.fullmatch("[0-9a-f]{32}", value) is not None,
+)
 
 
 def table_digest(raw: bytes) -> str:

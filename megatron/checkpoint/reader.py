@@ -31,7 +31,7 @@ from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.config.input_files import InputError, open_regular
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.save_plan import BoxTensor
+    from megatron.checkpoint.writer import BoxTensor
     from megatron.model.spec import Box
 
 logger = logging.getLogger(__name__)
@@ -229,6 +229,9 @@ class Checkpoint(Index):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def close(self) -> None:
+        """Remove what this checkpoint alone needed: nothing, unless it is a local one."""
 
     def _stored(self, name: str) -> StoredTensor:
         if name not in self.tensors:

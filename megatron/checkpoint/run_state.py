@@ -15,6 +15,7 @@ from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError, JsonObject, expect
 from megatron.config.options import Option, options_by_field
 
+Check = Callable[[Any], bool]
 HUGE = 1e300  # numbers that are no float, or nearly none, are no number of a run
 LARGEST = 2**62  # sums of two counts still fit 64 bits
 PATTERN = 65536  # shares of a blend add up to this
@@ -124,9 +125,13 @@ def config_of(state: JsonObject) -> Config:
 # ---- one function a kind of value ----------------------------------------------------------------
 
 
+def integer(value: Any) -> bool:
+    return type(value) is int and abs(value) < LARGEST
+
+
 def count(value: Any) -> bool:
     """A natural number."""
-    return type(value) is int and 0 <= value < LARGEST
+    return integer(value) and value >= 0
 
 
 def number(value: Any) -> bool:
@@ -143,15 +148,14 @@ def texts(value: Any) -> bool:
     return type(value) is dict and all(map(text, value.values()))
 
 
-def _scaler(value: Any) -> bool:
-    expect(value, dict)
-    good = number(value.get("scale")) and 0 < value["scale"] <= 2.0**127
-    return (
-        good
-        and count(value.get("clean_steps"))
-        and type(value.get("hysteresis")) is int
-        and abs(value["hysteresis"]) < LARGEST
-    )
+def has(**fields: Check) -> Check:
+    """An object with these fields, and maybe others."""
+
+    def check(value: Any) -> bool:
+        expect(value, dict)
+        return all(name in value and holds(value[name]) for name, holds in fields.items())
+
+    return check
 
 
 def _schedule(value: Any) -> bool:
@@ -173,6 +177,9 @@ def _schedule(value: Any) -> bool:
     )
 
 
+SOURCE = has(id=text, name=text, share=count, first_index=count)
+
+
 def _data_history(value: Any) -> bool:
     expect(value, dict)
     expect(value.get("segments"), list)
@@ -180,30 +187,18 @@ def _data_history(value: Any) -> bool:
     for segment in value["segments"]:
         expect(segment, dict)
         expect(segment.get("sources"), list)
-        if (
-            not count(segment.get("first_sample"))
-            or segment["first_sample"] < max(first, 0)
-            or not segment["sources"]
-        ):
+        begins = segment.get("first_sample")
+        if not count(begins) or begins < first or not segment["sources"]:
             raise InputError(
                 "a segment has no sources, or does not begin at a sample after the one before"
             )
-        first = segment["first_sample"]
-        if not all(map(_source, segment["sources"])):
+        first = begins
+        sources = segment["sources"]
+        if not all(SOURCE(source) and text(source.get("content", "")) for source in sources):
             raise InputError("a source has no id, name, share or first index")
-        if sum(source["share"] for source in segment["sources"]) != PATTERN:
+        if sum(source["share"] for source in sources) != PATTERN:
             raise InputError(f"the shares of a segment do not add up to {PATTERN}")
     return True
-
-
-def _source(value: Any) -> bool:
-    if type(value) is not dict or not all(text(value.get(name)) for name in ("id", "name")):
-        return False
-    return (
-        count(value.get("share"))
-        and count(value.get("first_index"))
-        and text(value.get("content", ""))
-    )
 
 
 def _config(value: Any) -> bool:
@@ -236,7 +231,7 @@ def _is_one(option: Option, value: Any) -> bool:
     return type(value) is option.kind
 
 
-CHECKS: dict[str, Callable[[Any], bool]] = {
+CHECKS: dict[str, Check] = {
     **dict.fromkeys(
         ("iteration", "consumed_samples", "scheduled_samples", "skipped_samples"), count
     ),
@@ -251,7 +246,11 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "versions": texts,
     "kernels": texts,
     "tensors": lambda value: shapes_of(value) is not None,
-    "scaler": _scaler,
+    "scaler": has(
+        scale=lambda value: number(value) and 0 < value <= 2.0**127,
+        clean_steps=count,
+        hysteresis=integer,
+    ),
     "schedule": _schedule,
     "ledger": _data_history,
     "config": _config,

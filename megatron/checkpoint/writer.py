@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -23,8 +25,12 @@ from megatron.checkpoint.files import WriteProgress, new_file, write_all, write_
 from megatron.checkpoint.manifest import box_key, encode_header, iteration_folder
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import DTYPE_NAMES
-from megatron.checkpoint.save_plan import BoxTensor, Pairs, in_parts, not_empty
 from megatron.config.input_files import JsonObject
+from megatron.model.spec import Box, Holder
+
+BoxTensor = tuple[Box, Tensor]  # a box, and the local tensor that holds it
+Pairs = list[BoxTensor]
+Kind = tuple[str | None, str]  # of the boxes that the same ranks hold
 
 PIECE = 16 << 20  # bytes copied at a time from tensors that lie on a device or are strided
 # most shards that a rank writes at a time, for a file takes one write at a time; bytes of the least
@@ -199,3 +205,86 @@ def contiguous_pieces(view: Tensor) -> Iterator[Tensor]:
         step = max(1, PIECE // (view[0].numel() * view.element_size()))
         for start in range(0, len(view), step):
             yield view[start : start + step].contiguous()
+
+
+# ---- who writes what -----------------------------------------------------------------------------
+#
+# Local arithmetic, the same on all ranks, so nothing is exchanged. The ranks that hold a box hold
+# all boxes of its kind, in the same order: laid end to end they are one range of bytes, cut into as
+# many equal parts as there are holders, each cut moved to the next row. A row is an element of a
+# vector.
+
+
+def not_empty(pairs: Iterable[BoxTensor]) -> Pairs:
+    """Those whose box has elements."""
+    return [(box, tensor) for box, tensor in pairs if math.prod(box.extent)]
+
+
+def own_part(
+    pairs: Iterable[BoxTensor], holder: Callable[[Box], Holder | None], *, balanced: bool
+) -> Pairs:
+    """The (box, local tensor) pairs that this rank writes: of what it shares with others an equal
+    part, or all when it is the first of them.
+
+    `holder` is None for a box that only others may write; it must be the same for all boxes with
+    the same `replicated` and `group`, and all its ranks hold the same of them: under ZeRO ranks
+    with the same state of a router have different slices of weights.
+    """
+    held = [(box, tensor, place) for box, tensor in pairs if (place := holder(box)) is not None]
+    if not balanced:
+        return [(box, tensor) for box, tensor, place in held if place.rank == 0]
+    totals: Counter[Kind] = Counter()
+    for box, tensor, _ in held:
+        totals[box.replicated, box.group] += shard_bytes([(box, tensor)])
+    passed: Counter[Kind] = Counter()
+    found = []
+    for box, tensor, place in held:
+        kind = box.replicated, box.group
+        size = shard_bytes([(box, tensor)])
+        begin = passed[kind]  # of this box in the bytes of its kind
+        passed[kind] += size
+        if place.size == 1:
+            found.append((box, tensor))
+            continue
+        rows = box.extent[0]
+        # a row belongs to the range that its first byte lies in: count those before each cut
+        first, stop = (
+            min(max(-(-(cut - begin) // (size // rows)), 0), rows)
+            for cut in _cuts(totals[kind], place)
+        )
+        found += cut_rows(box, tensor, first, stop)
+    return found
+
+
+def _cuts(total: int, place: Holder) -> tuple[int, int]:
+    """Begin and end of a holder's range of `total` bytes."""
+    return total * place.rank // place.size, total * (place.rank + 1) // place.size
+
+
+def in_parts(pairs: Sequence[BoxTensor], count: int) -> list[Pairs]:
+    """The pairs cut by rows into at most `count` lists of about equal bytes, none of them empty."""
+    parts = (
+        own_part(pairs, lambda box: Holder(part, count), balanced=True) for part in range(count)
+    )
+    return [part for part in parts if part]
+
+
+def cut_rows(box: Box, tensor: Tensor, first: int, stop: int) -> Iterator[BoxTensor]:
+    """Rows [first, stop) of a box as (box, the part of its local tensor): of a box in several
+    groups of rows up to three.
+    """
+    rows = box.extent[0] // box.groups
+    stride = tensor.shape[0] // box.groups
+    while first < stop:
+        group, row = divmod(first, rows)
+        groups = (stop - first) // rows if row == 0 else 0
+        count = groups * rows or min(rows - row, stop - first)
+        part = replace(
+            box, offset=(box.offset[0] + first, *box.offset[1:]), extent=(count, *box.extent[1:])
+        )
+        if groups:
+            yield replace(part, groups=groups), tensor[group * stride : (group + groups) * stride]
+        else:
+            start = group * stride + box.start + row
+            yield replace(part, groups=1, start=0), tensor[start : start + count]
+        first += count

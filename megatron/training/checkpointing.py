@@ -13,19 +13,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoint.commit import not_writable
+from megatron.checkpoint.commit import Policy, not_writable
 from megatron.checkpoint.desync import DesyncCheck
 from megatron.checkpoint.lease import Lease, take_lease
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id
 from megatron.checkpoint.local.rebuild import LocalCheckpoint
-from megatron.checkpoint.manager import CheckpointManager, Saved
+from megatron.checkpoint.manager import CheckpointManager, Saved, staging_bytes
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.retention import Policy
-from megatron.checkpoint.save_plan import own_part
-from megatron.checkpoint.staged import staging_bytes
-from megatron.checkpoint.writer import shard_bytes, try_folder
+from megatron.checkpoint.writer import own_part, shard_bytes, try_folder
 from megatron.config.groups import Config
 from megatron.distributed.rank_errors import raise_on_all_ranks
 from megatron.model.init import fill_initial

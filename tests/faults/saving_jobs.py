@@ -23,11 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.checkpoint import manifest, writer  # noqa: E402
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints, adopt_run_id  # noqa: E402
 from megatron.checkpoint.local.rebuild import LocalCheckpoint  # noqa: E402
-from megatron.checkpoint.manager import CheckpointManager  # noqa: E402
+from megatron.checkpoint.manager import (  # noqa: E402
+    CheckpointManager,  # noqa: E402
+    Staging,
+    staging_bytes,
+)
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks  # noqa: E402
 from megatron.checkpoint.reader import Checkpoint  # noqa: E402
-from megatron.checkpoint.save_plan import own_part  # noqa: E402
-from megatron.checkpoint.staged import Staging, staging_bytes  # noqa: E402
+from megatron.checkpoint.writer import own_part  # noqa: E402
 from megatron.model.spec import Box, Holder  # noqa: E402
 
 SHAPES = {
@@ -203,7 +206,7 @@ def uncopied(root: Path, first: int, ranks: Ranks, report_line: Report) -> None:
     fill, hand_over = Staging.fill, Staging.hand_over
 
     def later(staging: Staging, *what: object) -> None:
-        staging.what = what
+        staging.what, staging.end = what, 1
 
     def late(staging: Staging) -> None:
         if what := staging.__dict__.pop("what", None):

@@ -28,10 +28,9 @@ from checkpoint_cases import all_ranks, mounted
 from logged import logged
 
 from megatron.checkpoint import background
-from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.manifest import iteration_folder, list_iterations
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
-from megatron.checkpoint.staged import staging_bytes
 from megatron.checkpoint.writer import save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,9 +16,9 @@ from kill_writer import campaign, check, main, verdict
 from saving_jobs import JOBS, SAVES, contents
 
 from megatron.checkpoint import writer
+from megatron.checkpoint.commit import Policy, retire
 from megatron.checkpoint.manifest import iteration_folder, list_iterations
 from megatron.checkpoint.reader import find_checkpoint
-from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.writer import save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")

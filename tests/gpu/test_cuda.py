@@ -7,10 +7,9 @@ import torch
 from megatron.kernels import philox
 
 from megatron.checkpoint.desync import position_sum
-from megatron.checkpoint.manager import CheckpointManager
+from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, find_checkpoint
-from megatron.checkpoint.staged import staging_bytes
 from megatron.distributed.setup import set_determinism
 from megatron.model import linear_cross_entropy
 from megatron.model.attention.attention import attention_core

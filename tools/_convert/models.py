@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.checkpoint.boxes import Dims
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.save_plan import BoxTensor
+from megatron.checkpoint.writer import BoxTensor
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.config.input_files import InputError, open_regular

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.checkpoint.files import GB
 from megatron.checkpoint.index import newest_first, read_manifest
@@ -27,12 +26,9 @@ from megatron.checkpoint.local.saves import require_redundancy, require_space, s
 from megatron.checkpoint.manifest import CheckpointError, shard_file
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.writer import shard_bytes
+from megatron.checkpoint.writer import BoxTensor, shard_bytes
 from megatron.config.errors import UserError
 from megatron.config.input_files import JsonObject
-
-if TYPE_CHECKING:
-    from megatron.checkpoint.save_plan import BoxTensor
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.checkpoint.files import is_whole
 from megatron.checkpoint.index import load_bytes, read_table
@@ -34,9 +33,7 @@ from megatron.checkpoint.manifest import (
 from megatron.checkpoint.reader import Checkpoint
 from megatron.config.errors import UserError, some
 from megatron.config.input_files import JsonObject
-
-if TYPE_CHECKING:
-    from megatron.model.spec import Box
+from megatron.model.spec import Box
 
 logger = logging.getLogger(__name__)
 
@@ -378,7 +375,6 @@ class LocalCheckpoint(Checkpoint):
         return "take a checkpoint of --load with --ckpt-step"
 
     def close(self) -> None:
-        super().close()
         if self._attempt is not None:
             self._attempt.__exit__()
             self._attempt = None

@@ -45,8 +45,7 @@ from megatron.checkpoint.manifest import (
     table_digest,
     utc_now,
 )
-from megatron.checkpoint.save_plan import BoxTensor, Pairs, not_empty
-from megatron.checkpoint.writer import write_shard
+from megatron.checkpoint.writer import BoxTensor, Pairs, not_empty, write_shard
 from megatron.config.input_files import JsonObject
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import deal, pairs, same_bits, save_in_shards
+from checkpoint_cases import deal, flip, pairs, same_bits, save_in_shards
 from megatron.tools._convert import huggingface_files
 from test_huggingface import CASES, VOCAB, build, difference, tokens
 
@@ -72,65 +72,42 @@ def take_over(folder: Path, root: Path) -> int:
     return run(convert_checkpoint, "--from-huggingface", folder, "--save", root)
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama tied, gqa, eps", "llama yarn"])
-def test_exported_models_load_in_transformers_and_come_back(tmp_path, case, capsys):
-    _, model, held = save_run(tmp_path / "run", case)
-    assert export(tmp_path / "run", tmp_path / "hf") == 0
-    them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").eval()
-    assert them.dtype == torch.float64 and them.config.eos_token_id == VOCAB - 1
-    with torch.no_grad():
-        assert difference(model.logits(tokens()), them(tokens()).logits) < (
-            1e-12 if case == "gpt2" else 3e-6
-        )
-
-    them.save_pretrained(tmp_path / "again")  # as transformers writes it
-    capsys.readouterr()
-    assert take_over(tmp_path / "again", tmp_path / "back") == 0
-    assert (
-        f"--config {tmp_path}/back/model.json --load {tmp_path}/back --finetune"
-        in capsys.readouterr().out
-    )
-    with Checkpoint(find_checkpoint(tmp_path / "back")) as checkpoint:
-        assert checkpoint.iteration == 0 and sorted(checkpoint.names) == sorted(held)
-        assert all(same_bits(checkpoint.read_tensor(name), held[name]) for name in held)
-        assert (
-            difference(
-                generate.load_model(checkpoint, torch.device("cpu")).logits(tokens()),
-                model.logits(tokens()),
-            )
-            == 0
-        )
-
-
-@pytest.mark.parametrize(
-    ("flag", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)]
-)
-def test_precision_of_the_export(tmp_path, flag, dtype):
-    from safetensors.torch import load_file
-
-    _, _, held = save_run(tmp_path / "run", "llama", PrecisionConfig(bf16=True))
-    chosen = ["--dtype", flag] if flag else []
-    assert export(tmp_path / "run", tmp_path / "hf", *chosen) == 0
-    exported = load_file(tmp_path / "hf" / "model.safetensors")
-    assert same_bits(exported["lm_head.weight"], held["head.weight"].to(dtype))
-    assert (
-        json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == str(dtype)[6:]
-    )
-
-
-def test_large_exports_are_cut_into_files_with_an_index(tmp_path, monkeypatch):
-    _, model, held = save_run(tmp_path / "run", "gpt2 untied, tanh")
+def test_an_exported_model_loads_in_transformers_and_comes_back(tmp_path, monkeypatch, capsys):
+    """Cut into files with an index."""
+    _, model, held = save_run(tmp_path / "run", "gpt2")
     monkeypatch.setattr(huggingface_files, "FILE", 30_000)
     assert export(tmp_path / "run", tmp_path / "hf") == 0
     files = sorted(p.name for p in (tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert all((tmp_path / "hf" / name).stat().st_size < 40_000 for name in files)
     them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto").eval()
+    assert them.dtype == torch.float64 and them.config.eos_token_id == VOCAB - 1
+    ours = model.logits(tokens())
     with torch.no_grad():
-        assert difference(model.logits(tokens()), them(tokens()).logits) < 1e-12
-    assert take_over(tmp_path / "hf", tmp_path / "back") == 0
+        assert difference(ours, them(tokens()).logits) < 1e-12
+
+    them.save_pretrained(tmp_path / "again")  # as transformers writes it
+    capsys.readouterr()
+    assert take_over(tmp_path / "again", tmp_path / "back") == 0
+    flags = f"--config {tmp_path}/back/model.json --load {tmp_path}/back --finetune"
+    assert flags in capsys.readouterr().out
     with Checkpoint(find_checkpoint(tmp_path / "back")) as checkpoint:
+        assert checkpoint.iteration == 0 and sorted(checkpoint.names) == sorted(held)
         assert all(same_bits(checkpoint.read_tensor(name), held[name]) for name in held)
+        loaded = generate.load_model(checkpoint, torch.device("cpu"))
+        assert difference(loaded.logits(tokens()), ours) == 0
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [(None, torch.bfloat16), ("fp16", torch.float16)])
+def test_precision_of_the_export(tmp_path, flag, dtype):
+    from safetensors.torch import load_file
+
+    _, _, held = save_run(tmp_path / "run", "llama", PrecisionConfig(bf16=True))
+    assert export(tmp_path / "run", tmp_path / "hf", *(["--dtype", flag] if flag else [])) == 0
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert same_bits(exported["lm_head.weight"], held["head.weight"].to(dtype))
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert described["torch_dtype"] == str(dtype)[6:]
 
 
 def test_tokenizer_files_go_along(tmp_path):
@@ -140,21 +117,15 @@ def test_tokenizer_files_go_along(tmp_path):
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(tmp_path / "my_tokenizer.json"))
     config, _, held = save_run(tmp_path / "first", "llama")
-    data = DataConfig(
-        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "my_tokenizer.json")
-    )
-    state = {
-        "config": dataclasses.replace(config, data=data).to_dict(),
-        "vocab_size": VOCAB,
-        "tokenizer": None,
-    }
+    file = tmp_path / "my_tokenizer.json"
+    data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(file))
+    config = dataclasses.replace(config, data=data)
+    state = {"config": config.to_dict(), "vocab_size": VOCAB, "tokenizer": None}
     save_checkpoint(tmp_path / "run", 1, pairs(held), state)
     assert export(tmp_path / "run", tmp_path / "hf") == 0
-    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (
-        tmp_path / "my_tokenizer.json"
-    ).read_bytes()
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == file.read_bytes()
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == VOCAB - 1
-    (tmp_path / "my_tokenizer.json").unlink()  # moved away: the export continues and logs it
+    file.unlink()  # moved away: the export continues and logs it
     assert export(tmp_path / "run", tmp_path / "second") == 0
     assert not (tmp_path / "second" / "tokenizer.json").exists()
 
@@ -199,12 +170,9 @@ def test_refusals(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     base, _, _ = CASES["llama"]
     _, _, held = save_run(tmp_path / "other", "llama")
-    config = Config(
-        model=dataclasses.replace(base, rotary_percent=0.5, final_logit_softcapping=3.0)
-    )
-    save_checkpoint(
-        tmp_path / "odd", 1, pairs(held), {"config": config.to_dict(), "vocab_size": VOCAB}
-    )
+    model = dataclasses.replace(base, rotary_percent=0.5, final_logit_softcapping=3.0)
+    state = {"config": Config(model=model).to_dict(), "vocab_size": VOCAB}
+    save_checkpoint(tmp_path / "odd", 1, pairs(held), state)
     export(tmp_path / "run", tmp_path / "hf")
     pickled, traversal = tmp_path / "pickled", tmp_path / "traversal"
     for folder in (pickled, traversal):
@@ -214,48 +182,30 @@ def test_refusals(tmp_path, capsys):
     (traversal / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"lm_head.weight": "../hf/model.safetensors"}})
     )
+    run_, new = tmp_path / "run", tmp_path / "new"
+
+    def out(*load: object, to: Path = new) -> tuple:
+        return ("--load", *load, "--to-huggingface", to)
+
+    def taken(folder: Path, save: Path = new) -> tuple:
+        return ("--from-huggingface", folder, "--save", save)
+
     for words, text in [
-        (
-            ("--load", tmp_path / "run", "--to-huggingface", tmp_path / "full"),
-            "exists and is not empty",
-        ),
-        (
-            ("--load", tmp_path / "empty", "--to-huggingface", tmp_path / "new"),
-            "no checkpoint there",
-        ),
-        (
-            ("--load", tmp_path / "run", "--ckpt-step", 4, "--to-huggingface", tmp_path / "new"),
-            "no checkpoint of iteration 4",
-        ),
-        (
-            ("--load", tmp_path / "odd", "--to-huggingface", tmp_path / "new"),
-            "cannot express: --final-logit-softcapping 3.0",
-        ),
-        (
-            ("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "run"),
-            "holds checkpoints already",
-        ),
-        (
-            ("--from-huggingface", tmp_path / "empty", "--save", tmp_path / "new"),
-            "config.json: cannot be read",
-        ),
-        (
-            ("--from-huggingface", pickled, "--save", tmp_path / "new"),
-            "pickled weights are not read",
-        ),
-        (("--from-huggingface", traversal, "--save", tmp_path / "new"), "not a plain file name"),
+        (out(run_, to=tmp_path / "full"), "exists and is not empty"),
+        (out(tmp_path / "empty"), "no checkpoint there"),
+        (out(run_, "--ckpt-step", 4), "no checkpoint of iteration 4"),
+        (out(tmp_path / "odd"), "cannot express: --final-logit-softcapping 3.0"),
+        (taken(tmp_path / "hf", run_), "holds checkpoints already"),
+        (taken(tmp_path / "empty"), "config.json: cannot be read"),
+        (taken(pickled), "pickled weights are not read"),
+        (taken(traversal), "not a plain file name"),
     ]:
         assert run(convert_checkpoint, *words) == 2
         assert text in capsys.readouterr().err
     assert not (tmp_path / "new").exists() and not [
         p for p in tmp_path.iterdir() if p.name.startswith(".")
     ]
-    for words in (
-        "--load a",
-        "--load a --from-huggingface b",
-        "--from-huggingface b --save c --dtype bf16",
-        "--to-huggingface b",
-    ):
+    for words in ("--load a", "--from-huggingface b --save c --dtype bf16"):
         with pytest.raises(SystemExit):
             run(convert_checkpoint, *words.split())
 
@@ -278,15 +228,10 @@ def test_inspect_shows_verifies_and_names_damage(tmp_path, capsys):
         assert text in out, text
     row = next(line for line in out.splitlines() if line.split()[:1] == ["head.weight"])
     assert row.split()[1:] == ["F64", f"{VOCAB * 32 * 8:,}", "bytes", f"[{VOCAB},", "32]"]
-    assert (
-        run(inspect_checkpoint, tmp_path / "iter_0000004") == 0
-        and "iteration 4" in capsys.readouterr().out
-    )
+    assert run(inspect_checkpoint, tmp_path / "iter_0000004") == 0
+    assert "iteration 4" in capsys.readouterr().out
 
-    file = tmp_path / "iter_0000005" / "shard-00000.safetensors"
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
+    flip(tmp_path / "iter_0000005" / "shard-00000.safetensors")
     assert run(inspect_checkpoint, tmp_path) == 0  # data is not read without --verify
     assert run(inspect_checkpoint, tmp_path, "--verify") == 1
     assert "shard-00000.safetensors: damaged" in capsys.readouterr().err
@@ -297,8 +242,6 @@ def test_inspect_diff(tmp_path, capsys):
     save_run(tmp_path / "a", "llama")
     save_run(tmp_path / "b", "llama", PrecisionConfig(bf16=True))
     save_run(tmp_path / "c", "llama biases", iteration=6)
-    assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "a") == 0
-    assert "no difference" in capsys.readouterr().out
     assert run(inspect_checkpoint, "--diff", tmp_path / "a", tmp_path / "b") == 1
     out = capsys.readouterr().out
     assert "config.precision.bf16: false -> true" in out and "num_layers" not in out

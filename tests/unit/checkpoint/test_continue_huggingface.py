@@ -36,7 +36,6 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-ROUTED = {"num_experts_per_tok": 2, "num_local_experts": 4}
 # rows of the embedding, and fields of each shape; Qwen and DeepSeek pad their vocabularies
 SHAPES = {
     "llama": (
@@ -54,7 +53,6 @@ SHAPES = {
         },
     ),
     "qwen3": (320, {**SMALL, "head_dim": 12, "tie_word_embeddings": True}),
-    "mixtral": (IDS, {**SMALL, **ROUTED, "sliding_window": None}),
     "deepseek_v3": (
         300,
         {

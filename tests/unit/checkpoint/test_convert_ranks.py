@@ -68,67 +68,39 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    "feature, kind, layout",
-    [("tied-bf16", "gpt2", "tp2sppp2"), ("gqa-untied", "qwen3", "pp2dp2zero2")],
-)
-def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(
-    tmp_path, gloo_world, monkeypatch, feature, kind, layout
-):
-    """Saved by four ranks, exported by one, two and three, judged by transformers, imported by one
-    and two.
+def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(tmp_path, gloo_world, monkeypatch):
+    """Saved by four ranks, exported by one and three, judged by transformers, imported by one and
+    two.
     """
-    words = (*flags(feature, layout), "--save", str(tmp_path / "run"), "--train-iters", "2")
-    assert all(text.endswith("exit code 0") for text in gloo_world(4).run(start, words)), (
-        "the run failed"
-    )
+    words = (*flags("gqa-untied", "pp2dp2zero2"), "--save", str(tmp_path / "run"))
+    texts = gloo_world(4).run(start, (*words, "--train-iters", "2"))
+    assert all(text.endswith("exit code 0") for text in texts), "the run failed"
     bytes_by_rank_and_stage_are_shown(tmp_path / "run" / "iter_0000002")
     export = ("--load", tmp_path / "run", "--dtype", "fp64", "--to-huggingface")
-    assert convert(*export, tmp_path / "hf1")[0] == 0
-    for ranks in (2, 3):
-        assert [
-            code for code, _ in gloo_world(ranks).run(convert, *export, tmp_path / f"hf{ranks}")
-        ] == [0] * ranks
-        assert files(tmp_path / f"hf{ranks}") == files(tmp_path / "hf1")
-    them = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf1", dtype="auto").eval()
-    assert them.config.model_type == kind
+    hf = tmp_path / "hf1"
+    assert convert(*export, hf)[0] == 0
+    shown = gloo_world(3).run(convert, *export, tmp_path / "hf3")
+    assert [code for code, _ in shown] == [0] * 3 and files(tmp_path / "hf3") == files(hf)
+    them = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype="auto").eval()
+    assert them.config.model_type == "qwen3"
     with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint, torch.no_grad():
         monkeypatch.setattr(generate, "compute_dtype", lambda precision: torch.float64)
         ours = generate.load_model(checkpoint, torch.device("cpu"))
         ids = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
         assert len(checkpoint.shards) == 4
         # as in test_huggingface: transformers computes rotary tables and RMSNorm in fp32
-        assert difference(ours.logits(ids), them(ids).logits) < (1e-12 if kind == "gpt2" else 3e-6)
+        assert difference(ours.logits(ids), them(ids).logits) < 3e-6
 
-        assert convert("--from-huggingface", tmp_path / "hf1", "--save", tmp_path / "one")[0] == 0
-        assert [
-            code
-            for code, _ in gloo_world(2).run(
-                convert, "--from-huggingface", tmp_path / "hf1", "--save", tmp_path / "two"
-            )
-        ] == [0, 0]
-        with (
-            Checkpoint(find_checkpoint(tmp_path / "one")) as one,
-            Checkpoint(find_checkpoint(tmp_path / "two")) as two,
-        ):
-            sizes = [
-                sum(
-                    piece.shard is shard
-                    for stored in two.tensors.values()
-                    for piece in stored.pieces
-                )
-                for shard in two.shards
-            ]
-            assert len(one.shards) == 1 and len(two.shards) == 2 and min(sizes) > 0
-            assert (
-                sorted(one.names)
-                == sorted(two.names)
-                == sorted(name for name in checkpoint.names if not name.startswith("optimizer."))
-            )
-            for name in one.names:
-                assert same_bits(one[name], checkpoint[name].double()) and same_bits(
-                    two[name], one[name]
-                ), name
+        weights = [name for name in checkpoint.names if not name.startswith("optimizer.")]
+        back = ("--from-huggingface", hf, "--save")
+        assert convert(*back, tmp_path / "one")[0] == 0
+        shown = gloo_world(2).run(convert, *back, tmp_path / "two")
+        assert [code for code, _ in shown] == [0, 0]
+        for name, shards in (("one", 1), ("two", 2)):
+            with Checkpoint(find_checkpoint(tmp_path / name)) as imported:
+                assert [shard.data_bytes > 0 for shard in imported.shards] == [True] * shards
+                assert sorted(imported.names) == sorted(weights)
+                assert all(same_bits(imported[n], checkpoint[n].double()) for n in weights)
 
 
 def bytes_by_rank_and_stage_are_shown(folder: Path) -> None:
@@ -136,12 +108,12 @@ def bytes_by_rank_and_stage_are_shown(folder: Path) -> None:
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         assert inspect_checkpoint.main([str(folder)]) == 0
+    text = shown.getvalue()
     stages = re.findall(
-        r"pipeline stage (\d): 2 ranks wrote \S+ MiB; largest / mean (\d\.\d{3})", shown.getvalue()
+        r"pipeline stage (\d): 2 ranks wrote \S+ MiB; largest / mean (\d\.\d{3})", text
     )
-    assert [stage for stage, _ in stages] == ["0", "1"] and len(
-        re.findall(r"rank [0-3]: \S+ MiB in shard-0000[0-3]", shown.getvalue())
-    ) == 4
+    assert [stage for stage, _ in stages] == ["0", "1"]
+    assert len(re.findall(r"rank [0-3]: \S+ MiB in shard-0000[0-3]", text)) == 4
     shards = json.loads((folder / "MANIFEST.json").read_text())["manifest"]["shards"]
     for stage, ratio in stages:
         sizes = [record["bytes"] for record in shards if record["pp"] == int(stage)]
@@ -190,27 +162,22 @@ def test_shares_of_fused_and_transposed_tensors():
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def large_run(root: Path) -> int:
-    """A checkpoint of 165 MiB, most of it in an embedding and in matrices that GPT-2 transposes;
-    its bytes.
-    """
+def run_of(layers: int, hidden: int, heads: int, positions: int, vocab: int) -> tuple[list, dict]:
+    """The shard and the state of a random GPT-2."""
     model = ModelConfig(
-        num_layers=1,
-        hidden_size=1024,
-        ffn_hidden_size=4096,
-        num_attention_heads=16,
-        kv_channels=64,
-        num_query_groups=16,
-        max_position_embeddings=16,
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=4 * hidden,
+        num_attention_heads=heads,
+        kv_channels=hidden // heads,
+        num_query_groups=heads,
+        max_position_embeddings=positions,
     )
-    tensors = {name: torch.rand(shape) for name, shape in model_shapes(model, 30_000).items()}
-    save_in_shards(
-        root,
-        1,
-        [[(whole(name, tensor), tensor) for name, tensor in tensors.items()]],
-        {"config": Config(model=model).to_dict(), "vocab_size": 30_000},
-    )
-    return sum(tensor.nbytes for tensor in tensors.values())
+    tensors = {name: torch.rand(shape) for name, shape in model_shapes(model, vocab).items()}
+    return [[(whole(name, tensor), tensor) for name, tensor in tensors.items()]], {
+        "config": Config(model=model).to_dict(),
+        "vocab_size": vocab,
+    }
 
 
 def peak_of(*words: object, piece: int = huggingface_files.PIECE) -> int:
@@ -247,7 +214,10 @@ def peak_here(piece: int, *words: object) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.full
 def test_no_whole_model_in_memory(tmp_path):
-    size = large_run(tmp_path / "run")
+    # most of it in an embedding and in matrices that GPT-2 transposes
+    shards, state = run_of(1, 1024, 16, 16, 30_000)
+    save_in_shards(tmp_path / "run", 1, shards, state)
+    size = sum(tensor.nbytes for _, tensor in shards[0])
     assert size > 160 << 20
     reader = (fetch.PREFETCHED + 2) * (fetch.BATCH + 2 * manifest.CHUNK)
     # a piece as it is read, converted and turned (or the writer's 16 MiB), and the allocator
@@ -271,7 +241,7 @@ def test_no_whole_model_in_memory(tmp_path):
 def test_a_failed_or_interrupted_export_leaves_nothing_that_looks_complete(
     tmp_path, gloo_world, monkeypatch
 ):
-    save_in_shards(tmp_path / "run", 1, *small_run())
+    save_in_shards(tmp_path / "run", 1, *run_of(1, 8, 2, 4, 11))
     words = ("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
     for code, shown in gloo_world(2).run(convert_on_a_full_disk, *words):
         assert code == 2 and (
@@ -294,25 +264,8 @@ def test_a_failed_or_interrupted_export_leaves_nothing_that_looks_complete(
     )
 
 
-def small_run() -> tuple[list, dict]:
-    model = ModelConfig(
-        num_layers=1,
-        hidden_size=8,
-        ffn_hidden_size=16,
-        num_attention_heads=2,
-        kv_channels=4,
-        num_query_groups=2,
-        max_position_embeddings=4,
-    )
-    tensors = {name: torch.rand(shape) for name, shape in model_shapes(model, 11).items()}
-    return [[(whole(name, tensor), tensor) for name, tensor in tensors.items()]], {
-        "config": Config(model=model).to_dict(),
-        "vocab_size": 11,
-    }
-
-
 def test_a_free_disk_is_asked_for_first(tmp_path, monkeypatch):
-    save_in_shards(tmp_path / "run", 1, *small_run())
+    save_in_shards(tmp_path / "run", 1, *run_of(1, 8, 2, 4, 11))
     monkeypatch.setattr(huggingface_files.shutil, "disk_usage", lambda path: mock.Mock(free=100))
     code, shown = convert("--load", tmp_path / "run", "--to-huggingface", tmp_path / "hf")
     assert (

@@ -41,21 +41,11 @@ def test_whole_tensors(tmp_path):
         dcp.api.CheckpointException, match="Missing key in checkpoint state_dict: layers.9"
     ):
         dcp.load({"layers.9": torch.zeros(1)}, storage_reader=CheckpointReader(folder))
-    assert CheckpointReader.validate_checkpoint_id(
-        folder
-    ) and not CheckpointReader.validate_checkpoint_id(tmp_path)
-
-
-def test_damage_is_named(tmp_path):
-    folder = saved(tmp_path)
+    assert CheckpointReader.validate_checkpoint_id(folder)
+    assert not CheckpointReader.validate_checkpoint_id(tmp_path)
     flip(folder / "shard-00001.safetensors")
-    with pytest.raises(
-        dcp.api.CheckpointException, match="shard-00001.safetensors: damaged: bytes"
-    ):
-        dcp.load(
-            {name: torch.zeros_like(tensor) for name, tensor in example().items()},
-            storage_reader=CheckpointReader(folder),
-        )
+    with pytest.raises(dcp.api.CheckpointException, match="shard-00001.safetensors: damaged: byte"):
+        dcp.load(state, storage_reader=CheckpointReader(folder))
 
 
 def load_sharded(folder: Path) -> tuple[list[str], int]:

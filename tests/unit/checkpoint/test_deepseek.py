@@ -138,7 +138,7 @@ def test_the_published_fields_of_deepseek_v3_and_kimi_k2():
     model = ModelConfig(**fields)
     assert model.kv_channels == 192 and model.rope_scaling_factor == 40
     assert model.rope_original_max_position_embeddings == 4096 and model.mscale_all_dim == 1
-    assert model.expert_layers() == [False, False, False, True, True]
+    assert model.expert_layers() == (False, False, False, True, True)
     (line,) = left_out(published, [*names, predicting])
     assert predicting in line
 

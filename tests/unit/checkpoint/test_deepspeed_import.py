@@ -62,9 +62,7 @@ def same(run: Path, held: dict[str, torch.Tensor]) -> bool:
         ("llama tied, gqa, eps", "1", 2),
         ("gpt2", "2", 3),
         ("qwen3", "3", 5),
-        ("gpt2", "3", 2),
         ("gpt2 untied, tanh", "bf16", 4),
-        ("llama biases", "1", 1),
     ],
 )
 def test_models_of_hugging_face(tmp_path, case, kind, ranks):
@@ -189,32 +187,23 @@ def write_megatron(
     [
         ("llama tied, gqa, eps", 2, 1, False, False),
         ("gpt2", 2, 2, True, True),
-        ("llama tied, gqa, eps", 1, 2, False, True),
         ("llama", 2, 2, False, True),
     ],
 )
 def test_megatron_deepspeed(tmp_path, case, tp, pp, stacked, pipe):
     held = write_megatron(tmp_path / "theirs", case, tp=tp, pp=pp, stacked=stacked, pipe=pipe)
-    words = (
-        "--from-deepspeed",
-        tmp_path / "theirs",
-        "--vocab-size",
-        VOCAB,
-        "--save",
-        tmp_path / "run",
-        "--qkv-order",
-    )
+    words = ("--from-deepspeed", tmp_path / "theirs", "--save", tmp_path / "run")
+    words += ("--vocab-size", VOCAB, "--qkv-order")
     code, shown = convert(*words, "stacked" if stacked else "grouped")
     assert code == 0, shown
     assert same(tmp_path / "run", held)
     shutil.rmtree(tmp_path / "run")
     # the negative control: it is the order that decides
     code, shown = convert(*words, "grouped" if stacked else "stacked")
-    assert (
-        "cannot hold grouped queries" in shown
-        if "gqa" in case
-        else code == 0 and not same(tmp_path / "run", held)
-    )
+    if "gqa" in case:
+        assert "cannot hold grouped queries" in shown
+    else:
+        assert code == 0 and not same(tmp_path / "run", held)
 
 
 def test_what_the_folder_of_megatron_deepspeed_does_not_say(tmp_path):

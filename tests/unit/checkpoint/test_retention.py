@@ -15,10 +15,10 @@ from checkpoint_cases import pairs
 from logged import silently
 from reshard_cases import BASE, FEATURES, start
 
-from megatron.checkpoint import retention
+from megatron.checkpoint import commit
+from megatron.checkpoint.commit import Policy, retire
 from megatron.checkpoint.manifest import iteration_folder, list_iterations
 from megatron.checkpoint.reader import find_checkpoint
-from megatron.checkpoint.retention import Policy, retire
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.observe.tracking import read_metrics
 
@@ -59,9 +59,8 @@ def damage(root: Path, iteration: int) -> None:
 )
 def test_what_stays(root, policy, kept):
     gone = silently(retire, root, policy, 10)
-    assert list_iterations(root) == sorted(kept, reverse=True) and sorted([*gone, *kept]) == list(
-        range(1, 11)
-    )
+    assert list_iterations(root) == sorted(kept, reverse=True)
+    assert sorted([*gone, *kept]) == list(range(1, 11))
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
     assert silently(retire, root, policy, 10) == []
 
@@ -117,15 +116,16 @@ def test_a_failing_deletion_fails_no_save(root, monkeypatch, call, log_lines):
 
 def test_names_are_durable_before_anything_is_deleted(root, monkeypatch):
     calls: list[str] = []
+
+    def noted(name: str, real):
+        def call(*args, **kwargs):
+            calls.append(name)
+            return real(*args, **kwargs)
+
+        return call
+
     for name in ("rename", "fsync", "unlink", "rmdir"):
-        monkeypatch.setattr(
-            os,
-            name,
-            lambda *args, real=getattr(os, name), name=name, **kwargs: (
-                calls.append(name),
-                real(*args, **kwargs),
-            )[1],
-        )
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
     silently(retire, root, Policy(last=8), 10)
     assert calls[:3] == ["rename", "rename", "fsync"] and set(calls[3:]) == {"unlink", "rmdir"}
 
@@ -155,7 +155,7 @@ def test_a_policy_that_counts_the_damaged_is_caught(root, monkeypatch):
     """The control of what counts: without opening, a damaged one takes the place of the only whole
     one.
     """
-    monkeypatch.setattr(retention, "_is_whole", lambda folder: True)
+    monkeypatch.setattr(commit, "_is_whole", lambda folder: True)
     damage(root, 9)
     silently(retire, root, Policy(last=2), 10)
     assert list_iterations(root) == [10, 9]

@@ -50,21 +50,17 @@ def enlarged(kind: type) -> type:
     return dataclasses.make_dataclass(f"Later{kind.__name__}", ADDED, bases=(kind,), frozen=frozen)
 
 
-@pytest.mark.parametrize("kind", SAVED, ids=lambda kind: kind.__name__)
-def test_older_states_take_the_defaults_of_new_fields(kind):
-    later = from_saved(enlarged(kind), SAVED[kind], "state")
-    assert [getattr(later, name) for name, _, _ in ADDED] == [0.5, "plain", True]
-    assert {name: getattr(later, name) for name in SAVED[kind]} == SAVED[kind]
+def test_older_states_take_the_defaults_of_new_fields():
+    for kind, saved in SAVED.items():
+        later = from_saved(enlarged(kind), saved, "state")
+        assert [getattr(later, name) for name, _, _ in ADDED] == [0.5, "plain", True]
+        assert {name: getattr(later, name) for name in saved} == saved
 
 
-@pytest.mark.parametrize("kind", SAVED, ids=lambda kind: kind.__name__)
-def test_unknown_fields_are_refused_by_name(kind):
-    with pytest.raises(InputError, match="state.x .* does not know new_rate, new_style"):
-        saved = {**SAVED[kind], "new_rate": 0.5, "new_style": "plain"}
-        from_saved(kind, saved, "state.x")
-
-
-def test_a_field_without_a_default_is_named_where_it_is_missing():
+def test_unknown_and_missing_fields_are_refused_by_name():
+    for kind, saved in SAVED.items():
+        with pytest.raises(InputError, match="state.x .* does not know new_rate, new_style"):
+            from_saved(kind, {**saved, "new_rate": 0.5, "new_style": "plain"}, "state.x")
     saved = {name: value for name, value in SCHEDULE.items() if name not in ("decay", "style")}
     with pytest.raises(InputError, match="it lacks decay, style"):
         from_saved(ParamSchedule, saved, "state.schedule")
@@ -99,14 +95,9 @@ def test_a_setting_of_the_model_that_is_not_known_is_refused():
     "change, fault",
     [
         (lambda state: state.pop("scaler"), "its state lacks scaler"),
-        (lambda state: state.pop("optimizer_steps"), "its state lacks optimizer_steps"),
         (lambda state: state.update(iteration=3), "its state is of iteration 3"),
         (
             lambda state: state["schedule"].pop("decay"),
-            "state.schedule is not what a run writes there",
-        ),
-        (
-            lambda state: state["schedule"].update(decoupled_max_lr=1.0),
             "state.schedule is not what a run writes there",
         ),
     ],

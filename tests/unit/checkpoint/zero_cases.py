@@ -2,7 +2,7 @@
 it from a real one's.
 
 tests/parity/deepspeed_checkpoint.py runs DeepSpeed itself, imports what it wrote, and compares its
-structure with OUTLINES by `differences`.
+structure with theirs by `differences`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import argparse
 import sys
 import types
 from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -22,70 +24,26 @@ from torch import Tensor
 
 # of the optimizer: names and whole fp32 tensors in the order in which they are flattened
 Groups = list[dict[str, Tensor]]
-OPTIMIZER = {"loss_scaler": "LossScaler", "dynamic_loss_scale": "bool", "overflow": "bool"}
-OUTLINES = {  # kind -> what an optimizer file's state holds
-    "1": OPTIMIZER
-    | {
-        "clip_grad": "float",
-        "base_optimizer_state": "dict",
-        "single_partition_of_fp32_groups": "list",
-        "zero_stage": "ZeroStageEnum",
-        "group_paddings": "list",
-        "param_alignment_paddings": "list",
-        "partition_count": "list",
-        "ds_version": "str",
-        "param_slice_mappings": "list",
-    },
-    "3": OPTIMIZER
-    | {
-        "zero_stage": "ZeroStageEnum",
-        "partition_count": "int",
-        "optimizer_state_dict": "dict",
-        "fp32_flat_groups": "list",
-    },
-    "bf16": {
-        "clip_grad": "float",
-        "base_optimizer_state": "dict",
-        "single_partition_of_fp32_groups": "list",
-        "group_paddings": "list",
-        "partition_count": "list",
-        "ds_version": "str",
-        "param_slice_mappings": "list",
-    },
-}
-MODEL = {
-    "module": "dict",
-    "buffer_names": "list",
-    "optimizer": "NoneType",
-    "param_shapes": "list",
-    "frozen_param_shapes": "dict",
-    "shared_params": "dict",
-    "frozen_param_fragments": "dict",
-    "lr_scheduler": "NoneType",
-    "data_sampler": "NoneType",
-    "random_ltd": "NoneType",
-    "skipped_steps": "int",
-    "global_steps": "int",
-    "global_samples": "int",
-    "dp_world_size": "int",
-    "mp_world_size": "int",
-    "checkpoint_parallel_dimensions": "dict",
-    "ds_config": "dict",
-    "ds_version": "str",
+COMMON = "loss_scaler dynamic_loss_scale overflow"
+FLAT = """clip_grad base_optimizer_state single_partition_of_fp32_groups group_paddings
+partition_count ds_version param_slice_mappings"""
+KEYS = {  # kind -> what an optimizer file's state holds
+    "1": f"{COMMON} {FLAT} zero_stage param_alignment_paddings",
+    "3": f"{COMMON} zero_stage partition_count optimizer_state_dict fp32_flat_groups",
+    "bf16": FLAT,
 }
 
 
 def outline(content: dict[str, Any]) -> dict[str, str]:
+    """The type of each entry."""
     return {
         key: value.kind.split(".")[-1] if isinstance(value, Record) else type(value).__name__
         for key, value in content.items()
     }
 
 
-def differences(root: Path) -> list[str]:
-    """Lines on what is otherwise in a real folder than here."""
-    found, folder = [], root / (root / "latest").read_text().strip()
-    piped = any(folder.glob("layer_*"))
+def contents(folder: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(file, kind, content) of the optimizer and model files of a folder."""
     for path in sorted(folder.glob("*.pt")):
         if path.name.startswith("layer_"):  # a pipeline's weights in bf16: nothing of them is read
             continue
@@ -94,20 +52,29 @@ def differences(root: Path) -> list[str]:
             # stage 1 leaves them out
             for name in ("frozen_param_shapes", "frozen_param_fragments"):
                 content[name] = content[name] or {}
-            wanted, content = (
-                MODEL | ({"module": "NoneType"} if piped else {}),
-                {key: value for key, value in content.items() if key not in ("args", "iteration")},
-            )
+            left_out = ("args", "iteration", "module")
+            yield path.name, "model", {k: v for k, v in content.items() if k not in left_out}
         else:
             assert set(content) == {"optimizer_state_dict", "ds_config", "ds_version"}
-            content = content["optimizer_state_dict"]
-            kind = content["zero_stage"].args[0] if "zero_stage" in content else "bf16"
-            wanted = OUTLINES["1" if kind in (1, 2) else str(kind)]
-        given = outline(content)
+            state = content["optimizer_state_dict"]
+            stage = str(state["zero_stage"].args[0]) if "zero_stage" in state else "bf16"
+            yield path.name, "1" if stage == "2" else stage, state
+
+
+def differences(root: Path) -> list[str]:
+    """Lines on what is otherwise in a real folder than in those that are written here."""
+    wanted: dict[str, dict[str, str]] = {}
+    with TemporaryDirectory() as name:
+        for kind in KEYS:
+            write_rank(Path(name, kind), [{"w": torch.ones(4)}], kind, 1)
+            wanted |= {what: outline(content) for _, what, content in contents(Path(name, kind))}
+    found = []
+    for file, kind, content in contents(root / (root / "latest").read_text().strip()):
+        given, ours = outline(content), wanted[kind]
         found += [
-            f"{path.name}: {key} is {given.get(key)}, {wanted.get(key)} in tests"
-            for key in given | wanted
-            if given.get(key) != wanted.get(key)
+            f"{file}: {key} is {given.get(key)}, {ours.get(key)} in tests"
+            for key in given | ours
+            if given.get(key) != ours.get(key)
         ]
     return found
 
@@ -147,32 +114,21 @@ def deepspeed_classes():
 
 def cut(groups: Groups, kind: str, ranks: int) -> list[list[Tensor]]:
     """Each rank's partitions."""
+
+    def padded(value: Tensor, multiple: int, fill: float = 0.0) -> Tensor:
+        flat = value.reshape(-1)
+        return torch.nn.functional.pad(flat, (0, -len(flat) % multiple), value=fill)
+
     if kind == "3":  # an equal part of every parameter; the last one padded
-        return [
-            [
-                torch.cat(
-                    [
-                        torch.nn.functional.pad(
-                            value.reshape(-1), (0, -value.numel() % ranks)
-                        ).chunk(ranks)[rank]
-                        for value in group.values()
-                    ]
-                )
-                for group in groups
-            ]
-            for rank in range(ranks)
-        ]
-    parts: list[list[Tensor]] = [[] for _ in range(ranks)]
+        parts = [[padded(v, ranks).chunk(ranks) for v in group.values()] for group in groups]
+        return [[torch.cat([v[rank] for v in group]) for group in parts] for rank in range(ranks)]
+    found: list[list[Tensor]] = [[] for _ in range(ranks)]
     for group in groups:
         flat = torch.cat([value.reshape(-1) for value in group.values()])
-        padding = -len(flat) % (2 * ranks)
-        for rank, part in enumerate(
-            torch.nn.functional.pad(flat, (0, padding), value=7.0).chunk(ranks)
-        ):
-            parts[rank].append(
-                part[: len(part) - padding] if rank == ranks - 1 and kind != "bf16" else part
-            )
-    return parts
+        for rank, part in enumerate(padded(flat, 2 * ranks, 7.0).chunk(ranks)):
+            padding = -len(flat) % (2 * ranks) if rank == ranks - 1 and kind != "bf16" else 0
+            found[rank].append(part[: len(part) - padding])
+    return found
 
 
 def write_rank(
@@ -219,21 +175,17 @@ def write_rank(
                 "partition_count": ranks if kind == "3" else [ranks] * len(groups),
                 "param_slice_mappings": [OrderedDict(first=classes["fragment_address"]())],
             }
-            keys = OUTLINES["1" if kind == "2" else kind]
-            torch.save(
-                {
-                    "optimizer_state_dict": {key: held[key] for key in keys},
-                    "ds_config": {"bf16": {"enabled": True}},
-                    "ds_version": "0.19.8",
+            content = {
+                "optimizer_state_dict": {
+                    key: held[key] for key in KEYS["1" if kind == "2" else kind].split()
                 },
-                folder / f"bf16_zero_pp_rank_{rank}_mp_rank_{model_rank:02d}_optim_states.pt",
-            )
+                "ds_config": {"bf16": {"enabled": True}},
+                "ds_version": "0.19.8",
+            }
+            name = f"bf16_zero_pp_rank_{rank}_mp_rank_{model_rank:02d}_optim_states.pt"
+            torch.save(content, folder / name)
         for rank in range(ranks if kind == "3" else 1):
-            name = (
-                f"zero_pp_rank_{rank}_mp_rank_{model_rank:02d}"
-                if kind == "3"
-                else f"mp_rank_{model_rank:02d}"
-            )
+            name = f"zero_pp_rank_{rank}_" * (kind == "3") + f"mp_rank_{model_rank:02d}"
             state = {
                 "module": OrderedDict(
                     (key, torch.empty(0) if kind == "3" else value.bfloat16())
@@ -246,12 +198,8 @@ def write_rank(
                 "frozen_param_shapes": OrderedDict(),
                 "shared_params": shared or {},
                 "frozen_param_fragments": OrderedDict(),
-                "lr_scheduler": None,
-                "data_sampler": None,
-                "random_ltd": None,
-                "skipped_steps": 0,
-                "global_steps": 3,
-                "global_samples": 12,
+                **dict.fromkeys(("lr_scheduler", "data_sampler", "random_ltd")),
+                **{"skipped_steps": 0, "global_steps": 3, "global_samples": 12},
                 "dp_world_size": ranks,
                 "mp_world_size": 1,
                 "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.checkpoint import staged
+from megatron.checkpoint import manager
 from megatron.config.arguments import parse_arguments
 from megatron.distributed import collectives
 from megatron.training import pretrain, step
@@ -292,7 +292,7 @@ class PretendedGPU(TorchDispatchMode):
         put(collectives, "is_gloo", lambda axis: False)
         nccl = NCCL(self)
         put(collectives, "dist", nccl)
-        put(staged.Staging, "hand_over", self._reading(staged.Staging.hand_over))
+        put(manager.Staging, "hand_over", self._reading(manager.Staging.hand_over))
         put(pretrain, "choose_device", lambda launch, config: (Device(), "gloo"))
         put(pretrain, "set_determinism", lambda device, wanted: None)
         # they would run in Triton's interpreter, for minutes
@@ -331,7 +331,7 @@ class PretendedGPU(TorchDispatchMode):
     def _reading(self, hand_over: Any) -> Any:
         """The writer process reads the staging memory from here on."""
 
-        def handed_over(staging: staged.Staging) -> None:
+        def handed_over(staging: manager.Staging) -> None:
             hand_over(staging)
             self.work(self.cpu, [staging.memory[: staging.end]], [], "the writer process")
 
