@@ -2,8 +2,7 @@
 without torch, without a lock shared with the trainer.
 
 The trainer puts the bytes of a shard's file into memory that both see (a memfd), in one wave or,
-where that memory is smaller than the file, in several. Commands and answers are lines of JSON on
-pipes. The process ignores the signals that end a job, which the trainer answers by waiting for it,
+where that memory is smaller than the file, in several. Commands and answers are JSON. The process ignores the signals that end a job, which the trainer answers by waiting for it,
 and it dies with the trainer.
 """
 
@@ -13,16 +12,17 @@ import ctypes
 import json
 import logging
 import mmap
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron.checkpoint import manifest as m
 from megatron.checkpoint.commit import Policy, commit, not_saved, retire
@@ -47,13 +47,12 @@ class Background:
         os.ftruncate(self.descriptor, size)
         self.memory = mmap.mmap(self.descriptor, size)
         self.process: subprocess.Popen | None = None
-        self.text = b""  # of an answer that has not come whole
+        self.pipe: Connection | None = None
 
     def send(self, command: JsonObject) -> None:
         """Raises CheckpointError when the process is gone."""
         try:
-            self.process.stdin.write(json.dumps(command).encode() + b"\n")
-            self.process.stdin.flush()
+            self.pipe.send_bytes(json.dumps(command).encode())
         except OSError as error:
             raise self._gone() from error
 
@@ -61,22 +60,15 @@ class Background:
         """The next answer; None when there is none yet. Raises CheckpointError when the process is
         gone.
         """
-        pipe = self.process.stdout.fileno()
-        while True:
-            line, end, rest = self.text.partition(b"\n")
-            if end:
-                self.text = rest
-                answer = json.loads(line)
+        try:
+            while wait or self.pipe.poll():
+                answer = json.loads(self.pipe.recv_bytes())
                 if "log" not in answer:
                     return answer
                 logger.log(*answer["log"])
-            elif not wait and not select.select([pipe], [], [], 0)[0]:
-                return None
-            else:
-                part = os.read(pipe, 1 << 16)
-                if not part:
-                    raise self._gone()
-                self.text += part
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        return None
 
     def start(self) -> None:
         """Start the process unless it runs; it is safe from signals, and tied to this process, when
@@ -85,16 +77,16 @@ class Background:
         if self.process is not None and self.process.poll() is None:
             return
         self.close()
-        program = (
-            f"import sys; sys.path.insert(0, {str(ROOT)!r}); from "
-            f"megatron.checkpoint.background import serve; serve({self.descriptor})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[self.descriptor],
-        )
+        self.pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            descriptors = self.descriptor, theirs.fileno()
+            program = (
+                f"import sys; sys.path.insert(0, {str(ROOT)!r}); from "
+                f"megatron.checkpoint.background import serve; serve{descriptors}"
+            )
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", program], stdin=subprocess.DEVNULL, pass_fds=descriptors
+            )
         self.answer(wait=True)
 
     def close(self) -> None:
@@ -102,11 +94,8 @@ class Background:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            with suppress(OSError):  # what it has not read is flushed once more
-                self.process.stdin.close()
-            self.process.stdout.close()
+            self.pipe.close()
         self.process = None
-        self.text = b""
 
     def _gone(self) -> CheckpointError:
         code = self.process.wait()
@@ -123,7 +112,7 @@ class Background:
         return CheckpointError(f"the process that writes checkpoints {why}{hint}")
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, pipe: int) -> None:
     """The process: carries out commands until there are no more."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
@@ -132,28 +121,31 @@ def serve(descriptor: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
-    logging.basicConfig(level=logging.INFO, handlers=[_TrainerLog()])
-    _send({"result": "here"})
-    with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view:
-        commands = sys.stdin.buffer
-        for line in commands:
-            command = json.loads(line)
-            _send(_outcome(lambda: WORK[command["do"]](command, view, commands), command))
+    trainer = Connection(pipe)
+    logging.basicConfig(level=logging.INFO, handlers=[_TrainerLog(trainer)])
+    _send(trainer, {"result": "here"})
+    with mmap.mmap(descriptor, 0) as memory, memoryview(memory) as view, suppress(EOFError):
+        while True:
+            command = json.loads(trainer.recv_bytes())
+            _send(trainer, _outcome(lambda: WORK[command["do"]](command, view, trainer), command))
 
 
-def _send(answer: JsonObject) -> None:
+def _send(trainer: Connection, answer: JsonObject) -> None:
     try:
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # the trainer is dead, and the signal on its way
+        trainer.send_bytes(json.dumps(answer).encode())
+    except OSError:  # the trainer is dead, and the signal on its way
         os._exit(0)
 
 
 class _TrainerLog(logging.Handler):
     """What this process logs is the trainer's to log."""
 
+    def __init__(self, trainer: Connection) -> None:
+        super().__init__()
+        self.trainer = trainer
+
     def emit(self, record: logging.LogRecord) -> None:
-        _send({"log": [record.levelno, record.getMessage()]})
+        _send(self.trainer, {"log": [record.levelno, record.getMessage()]})
 
 
 def _outcome(part: Callable[[], Any], command: JsonObject) -> JsonObject:
@@ -165,8 +157,8 @@ def _outcome(part: Callable[[], Any], command: JsonObject) -> JsonObject:
         return {"error": not_saved(Path(command["root"]), command["iteration"], error)}
 
 
-def _write(command: JsonObject, memory: memoryview, commands: BinaryIO) -> JsonObject:
-    waves = _waves(command["bytes"], memory, commands)
+def _write(command: JsonObject, memory: memoryview, trainer: Connection) -> JsonObject:
+    waves = _waves(command["bytes"], memory, trainer)
     first = next(waves)
     header = bytes(first[: command["header"]])
     rest = first[command["header"] :]
@@ -189,7 +181,7 @@ def _write(command: JsonObject, memory: memoryview, commands: BinaryIO) -> JsonO
     )
 
 
-def _copy(command: JsonObject, memory: memoryview, commands: BinaryIO) -> JsonObject:
+def _copy(command: JsonObject, memory: memoryview, trainer: Connection) -> JsonObject:
     """Write a shard that lies in a local folder. Raises CheckpointError when it is not what
     `record`, its entry in a manifest, specifies.
     """
@@ -241,20 +233,20 @@ def limited(
             yield piece
 
 
-def _waves(size: int, memory: memoryview, commands: BinaryIO) -> Iterator[memoryview]:
+def _waves(size: int, memory: memoryview, trainer: Connection) -> Iterator[memoryview]:
     """The file's bytes as they come; each wave is answered when it has been taken, the last one by
     what comes of it all.
     """
     while True:
-        count = json.loads(commands.readline() or sys.exit(0))["bytes"]
+        count = json.loads(trainer.recv_bytes())["bytes"]
         yield memory[:count]
         size -= count
         if size == 0:
             return
-        _send({"taken": count})
+        _send(trainer, {"taken": count})
 
 
-def _commit(command: JsonObject, memory: memoryview, commands: BinaryIO) -> None:
+def _commit(command: JsonObject, memory: memoryview, trainer: Connection) -> None:
     root = Path(command["root"])
     iteration = command["iteration"]
     commit(
