@@ -46,30 +46,21 @@ TORCH_DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
-def find_checkpoint(root: str | Path, step: int | None = None) -> Path | None:
-    """The folder of the newest checkpoint under `root` (`newest_first`; or of iteration `step`),
-    verified as far as opening goes; None when there is none.
-
-    The tracker file is only a hint: one that disagrees is ignored, with a warning. Raises
-    CheckpointError when the wanted checkpoint is damaged, naming the newest whole one before it,
-    and when `step` is given and missing.
-    """
-    found = open_checkpoint(root, step)
-    return None if found is None else found.path
-
-
 def open_checkpoint(
     root: str | Path,
     step: int | None = None,
     ranks: Ranks = SINGLE_RANK,
     older: bool = False,
 ) -> Checkpoint | None:
-    """What find_checkpoint finds, opened. All `ranks` call this together: the first finds and
-    verifies it, the others get the index from it.
+    """The newest checkpoint under `root` (`newest_first`; or of iteration `step`), opened; None when
+    there is none. All `ranks` call this together: the first finds and verifies it, the others get
+    the index from it.
 
-    `older`: instead of a damaged one the newest whole one before it, with a warning; then every
-    byte is read and verified first, each rank its part. Raises as find_checkpoint, on several ranks
-    the same UserError on each.
+    The tracker file is only a hint: one that disagrees is ignored, with a warning. `older`: instead
+    of a damaged one the newest whole one before it, with a warning; then every byte is read and
+    verified first, each rank its part. Raises CheckpointError, on several ranks the same UserError
+    on each, when the wanted checkpoint is damaged, naming the newest whole one before it, and when
+    `step` is given and missing.
     """
     # The first rank decides which ones come into question, whatever appears in the meantime.
     root = Path(root)

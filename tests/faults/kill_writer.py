@@ -49,7 +49,7 @@ from saving_jobs import JOBS, Job, differs, node_folder  # finds the package, to
 from megatron.checkpoint import manifest
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.distributed.groups import Axis
 
 TIMEOUT = 10.0  # of a collective, seconds
@@ -68,7 +68,7 @@ def check(path: Path, acknowledged: int) -> str | None:
 def verdict(root: Path, acknowledged: int) -> tuple[int, str | None]:
     """(iteration recovered, what is wrong)."""
     try:
-        found = find_checkpoint(root)
+        found = open_checkpoint(root)
         if found is None:
             return (
                 0,
@@ -79,7 +79,7 @@ def verdict(root: Path, acknowledged: int) -> tuple[int, str | None]:
         for iteration in manifest.list_iterations(root):
             with Checkpoint(root / manifest.iteration_folder(iteration)) as checkpoint:
                 checkpoint.verify()
-        return int(found.name[5:]), check(found, acknowledged)
+        return found.iteration, check(found.path, acknowledged)
     except CheckpointError as error:
         return 0, str(error)
 

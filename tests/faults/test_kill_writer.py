@@ -18,7 +18,7 @@ from saving_jobs import JOBS, SAVES, contents
 from megatron.checkpoint import writer
 from megatron.checkpoint.commit import Policy, retire
 from megatron.checkpoint.manifest import iteration_folder, list_iterations
-from megatron.checkpoint.reader import find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,7 +150,7 @@ def test_a_crash_while_a_damaged_checkpoint_is_replaced(disk, tmp_path):
     assert len(states) > 20
     for number, tree in enumerate(states):
         root = put(tree, tmp_path / str(number))
-        assert check(find_checkpoint(root, step=1), 1) is None
+        assert check(open_checkpoint(root, step=1).path, 1) is None
         if number % 5 == 0 or tree is states[-1]:
             save(root, 2)
             assert verdict(root, 2) == (2, None)

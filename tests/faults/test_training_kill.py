@@ -12,7 +12,7 @@ import torch
 from programs import Program
 
 from megatron.checkpoint.manifest import list_iterations
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.observe.tracking import read_metrics
 
 ITERATIONS = 100
@@ -29,7 +29,7 @@ def start(folder: Path) -> Program:
 
 def outcome(folder: Path) -> tuple[dict, list]:
     """(final tensors, losses and gradient norms by iteration)."""
-    with Checkpoint(find_checkpoint(folder)) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         assert checkpoint.state["iteration"] == ITERATIONS
         checkpoint.verify()
         tensors = {name: checkpoint.read_tensor(name) for name in checkpoint.names}

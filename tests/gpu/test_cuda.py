@@ -9,7 +9,7 @@ from megatron.kernels import philox
 from megatron.checkpoint.desync import position_sum
 from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.ranks import Ranks
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.distributed.setup import set_determinism
 from megatron.model import linear_cross_entropy
 from megatron.model.attention.attention import attention_core
@@ -37,7 +37,7 @@ def run(folder, *flags):
 
 
 def tensors(folder):
-    with Checkpoint(find_checkpoint(folder)) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         return {name: checkpoint.read_tensor(name) for name in checkpoint.names}
 
 
@@ -215,7 +215,7 @@ def test_a_background_save_is_of_the_values_at_its_call(tmp_path):
             tensor.zero_()
         assert background.finalize()
         background.close()
-        with Checkpoint(find_checkpoint(tmp_path / str(limit))) as checkpoint:
+        with open_checkpoint(tmp_path / str(limit)) as checkpoint:
             assert all(
                 torch.equal(checkpoint.read_tensor(name), tensor) for name, tensor in want.items()
             )

@@ -21,7 +21,7 @@ import torch
 from programs import without_plan
 from torch import Tensor
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.training import pretrain
 from pretrain_gpt import main
 
@@ -57,7 +57,7 @@ def run_program(argv: list[str], folder: Path, layout: list[str], world: Callabl
     argv = [*argv, *layout, "--metrics-file", str(metrics)]
     text = run_here(argv) if world is None else world(run_here, argv)[0]
     save = argv[len(argv) - argv[::-1].index("--save")]
-    with Checkpoint(find_checkpoint(Path(save))) as checkpoint:
+    with open_checkpoint(Path(save)) as checkpoint:
         weights = {
             name: checkpoint.read_tensor(name)
             for name in checkpoint.names

@@ -354,7 +354,7 @@ def compare(out: Path) -> int:
     sys.path[:0] = [str(root), str(root / "tools")]
     import convert_checkpoint
 
-    from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+    from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 
     sys.path.insert(0, str(root / "tests" / "unit" / "checkpoint"))
     import zero_cases
@@ -362,7 +362,7 @@ def compare(out: Path) -> int:
     def take(*words: object) -> Checkpoint:
         if code := convert_checkpoint.main([str(word) for word in words]):
             sys.exit(code)
-        return Checkpoint(find_checkpoint(str(words[-1])))
+        return open_checkpoint(str(words[-1]))
 
     whole, different = out / "whole", 0
     megatron = (whole / "running_0.pt").exists()

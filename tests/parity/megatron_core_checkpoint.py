@@ -179,13 +179,13 @@ def compare(out: Path) -> int:
     import convert_checkpoint
     import generate
 
-    from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+    from megatron.checkpoint.reader import open_checkpoint
 
     want, differences = torch.load(out / "logits.pt"), []
     for source, save in ((out, out / "ours"), (out / "older", out / "ours_older")):
         if code := convert_checkpoint.main(["--from-megatron", str(source), "--save", str(save)]):
             return code
-        with Checkpoint(find_checkpoint(save)) as checkpoint, torch.no_grad():
+        with open_checkpoint(save) as checkpoint, torch.no_grad():
             got = generate.load_model(checkpoint, torch.device("cpu")).logits(ids())
         differences.append(((got - want).norm() / want.norm()).item())
         print(f"relative difference of the logits: {differences[-1]:.2e}")

@@ -18,7 +18,7 @@ import torch
 from cluster import Cluster, free_ports, wait_for
 from jobs import ITERATIONS, MODEL, ROOT, SAVE_INTERVAL, Job, program
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from tools import compare_runs
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def undisturbed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> P
 def check_same_run(found: Path, expected: Path, capsys: pytest.CaptureFixture) -> None:
     """Every logged value of every iteration, and the last checkpoint, bit for bit."""
     assert compare_runs.main([str(found), str(expected)]) == 0, capsys.readouterr().out
-    with Checkpoint(find_checkpoint(found)) as a, Checkpoint(find_checkpoint(expected)) as b:
+    with open_checkpoint(found) as a, open_checkpoint(expected) as b:
         assert a.state["iteration"] == ITERATIONS
         assert {**a.state, "config": None} == {**b.state, "config": None}, (
             "folders and tracker differ, nothing else"
@@ -97,7 +97,10 @@ def test_time_limit_and_killed_rank_under_torchrun(cluster, hung, undisturbed, t
     assert (
         "2 x 2 ranks by torchrun" in job.log() and "the ranks ended with exit code 85" in job.log()
     )
-    saved, identity = find_checkpoint(job.save), (job.save / "wandb_run_id.txt").read_text().strip()
+    saved, identity = (
+        open_checkpoint(job.save).path,
+        (job.save / "wandb_run_id.txt").read_text().strip(),
+    )
     assert int(saved.name.removeprefix("iter_")) == job.iteration(), "no step is lost"
     job.reaches(60)
     assert f"loaded checkpoint {saved}" in job.log()
@@ -157,7 +160,7 @@ def test_scancel_saves_and_is_final(cluster, tmp_path):
     cluster.run("scancel", str(job.id))
     job.ends("CANCELLED")
     wait_for(lambda: not job.ranks(), 20, "the ranks to end")
-    assert int(find_checkpoint(job.save).name.removeprefix("iter_")) == job.iteration()
+    assert int(open_checkpoint(job.save).path.name.removeprefix("iter_")) == job.iteration()
     assert "] requeued" not in job.log() and cluster.job(job.id)["Restarts"] == "0"
 
 

@@ -21,7 +21,7 @@ from megatron.benchmarks.peers import common
 from megatron.benchmarks.peers.common import StepClock, validation_loss
 from megatron.tools.generate import load_model
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.data.indexed_dataset import IndexedDataset
@@ -186,7 +186,7 @@ def test_peers_get_our_tokens_and_the_common_evaluation_is_ours(corpus, tmp_path
     save = ["--save", str(tmp_path / "run")]
     found = tool.run("ours, GPT-2 shape", TINY, [*flags, *save], tmp_path, places)
     assert found["exit_code"] == 0 and len(found["losses"]) == 4 and found["seed"] == TINY.seed
-    model = load_model(Checkpoint(find_checkpoint(tmp_path / "run", None)), torch.device("cpu"))
+    model = load_model(open_checkpoint(tmp_path / "run", None), torch.device("cpu"))
     rows = torch.from_numpy(held_out.astype(np.int64))
     loss = validation_loss(model.logits, rows)
     # seven digits of the console, and means of fp32 losses near 4

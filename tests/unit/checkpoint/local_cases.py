@@ -139,18 +139,18 @@ def read_unfetched(root: Path, each: int) -> str:
         checkpoint.close()
 
 
-def save_without_room(
-    root: Path, each: int, who: int, call: str, redundancy: str = "partner", iteration: int = 2
-) -> str:
-    """Save while rank `who` finds no room for its own shard, or for the other one's or a block."""
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """For a copy of another rank's shard, or for a block."""
+    full = mock.Mock(side_effect=OSError(28, os.strerror(28)))
+    with mock.patch.object(saves, "write_shard_file", full):
+        yield
 
-    def fail(*args: object) -> None:
-        raise OSError(28, os.strerror(28))
 
-    with (
-        mock.patch.object(saves, call, fail) if dist.get_rank() == who else contextlib.nullcontext()
-    ):
-        return save(root, each, iteration, 5, redundancy)
+def save_without_room(root: Path, each: int, who: int, redundancy: str) -> str:
+    """Save iteration 2 while rank `who` finds no room."""
+    with no_room() if dist.get_rank() == who else contextlib.nullcontext():
+        return save(root, each, 2, 5, redundancy)
 
 
 def checked(root: Path, each: int, check: str, *arguments: object) -> tuple[str, list[str]]:
@@ -189,12 +189,7 @@ def save_with_pictures(
         def call(*args, **kwargs):
             nonlocal taken
             with mock.patch.multiple(os, **reals):
-                shutil.copytree(
-                    node,
-                    pictures / f"{node.name}-{rank}-{taken}",
-                    dirs_exist_ok=True,
-                    ignore_dangling_symlinks=True,
-                )
+                shutil.copytree(node, pictures / f"{node.name}-{rank}-{taken}", dirs_exist_ok=True)
             taken += 1
             return real(*args, **kwargs)
 
@@ -234,8 +229,7 @@ def _no_space_for_copies() -> Iterator[None]:
     real = rebuild._make
 
     def make(*args: object) -> None:
-        full = mock.Mock(side_effect=OSError(28, os.strerror(28)))
-        with mock.patch.object(saves, "write_shard_file", full):
+        with no_room():
             real(*args)
 
     with mock.patch.object(rebuild, "_make", make):

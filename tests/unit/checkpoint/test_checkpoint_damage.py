@@ -24,7 +24,7 @@ from megatron.checkpoint.manifest import (
     decode_manifest,
     encode_header,
 )
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint, open_checkpoint
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.groups import Config
 
@@ -45,7 +45,7 @@ def two(tmp_path):
 
 
 def load_all(root) -> None:
-    with Checkpoint(find_checkpoint(root)) as checkpoint:
+    with open_checkpoint(root) as checkpoint:
         for name in checkpoint.names:
             checkpoint.read_tensor(name)
 
@@ -287,33 +287,33 @@ def test_a_wrong_tracker_is_ignored_with_a_warning(tmp_path, two, log_lines):
     for content in (b"1\n", b"", b"release\n", b"\xff\xfe" * 500):
         tracker.write_bytes(content)
         log_lines.clear()
-        assert find_checkpoint(tmp_path) == two
+        assert open_checkpoint(tmp_path).path == two
         (line,) = log_lines
         assert line.startswith("warning: ")
         assert "ignored: the newest whole checkpoint is iter_0000002" in line
     tracker.unlink()
-    assert find_checkpoint(tmp_path) == two and "is missing" in log_lines[-1]
+    assert open_checkpoint(tmp_path).path == two and "is missing" in log_lines[-1]
     tracker.write_text("2\n")
-    assert silently(find_checkpoint, tmp_path) == two
+    assert silently(open_checkpoint, tmp_path).path == two
 
 
 def test_choosing_an_iteration(tmp_path, two):
-    loads(find_checkpoint(tmp_path, step=1), example(1))
+    loads(open_checkpoint(tmp_path, step=1).path, example(1))
     with pytest.raises(
         CheckpointError, match=r"no checkpoint of iteration 7 \(--ckpt-step\); there: 2, 1"
     ):
-        find_checkpoint(tmp_path, step=7)
+        open_checkpoint(tmp_path, step=7)
     with pytest.raises(CheckpointError, match="itself a checkpoint: give its parent folder"):
-        find_checkpoint(two)
-    assert find_checkpoint(tmp_path / "nothing") is None
+        open_checkpoint(two)
+    assert open_checkpoint(tmp_path / "nothing") is None
     with pytest.raises(CheckpointError, match="cannot be listed: Not a directory"):
-        find_checkpoint(tmp_path / "latest_checkpointed_iteration.txt")
+        open_checkpoint(tmp_path / "latest_checkpointed_iteration.txt")
     for name in ("iter_0000009.bak", ".tmp-iter-9-0123456789abcdef", "iter_9", "iter_00000009"):
         (tmp_path / name).mkdir()
-    assert silently(find_checkpoint, tmp_path) == two
+    assert silently(open_checkpoint, tmp_path).path == two
     two.rename(tmp_path / "iter_0000005")
     with pytest.raises(CheckpointError, match=r"manifest is of iteration 2.*--ckpt-step 1\."):
-        find_checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_nothing_of_a_checkpoint_is_executed(tmp_path, two):
@@ -347,13 +347,13 @@ def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, two, name):
     (two / name).unlink()
     os.mkfifo(two / name)
     if "latest" in name:
-        assert find_checkpoint(tmp_path) == two
+        assert open_checkpoint(tmp_path).path == two
         return
     with pytest.raises(
         CheckpointError,
         match=rf"{name}: is a named pipe \(FIFO\), not a regular file|{name}: has 0 bytes",
     ):
-        find_checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 RUN_STATE = {

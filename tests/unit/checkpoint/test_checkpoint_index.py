@@ -57,16 +57,13 @@ def test_the_first_rank_opens_everything_and_the_others_what_they_read(gloo_worl
     shards, tables = (
         [f"shard-{i:05d}.{kind}" for i in range(4)] for kind in ("safetensors", "digests")
     )
-    assert shown[0][0] == sorted(
-        ["MANIFEST.json", "latest_checkpointed_iteration.txt", *shards, *tables]
-    )
+    opened = [manifest.MANIFEST, manifest.TRACKER, *shards, *tables]
+    assert shown[0][0] == sorted(opened)
     assert [opening for opening, _ in shown[1:]] == [["MANIFEST.json"]] * 3
     assert [reading for _, reading in shown] == [[tables[i], shards[i]] for i in range(4)]
-    across = gloo_world(4).run(open_and_read, tmp_path, 7, 3)
-    assert (
-        all(len(set(reading)) == len(reading) for _, reading in across)
-        and sum(len(reading) for _, reading in across) > 8
-    )
+    across = [reading for _, reading in gloo_world(4).run(open_and_read, tmp_path, 7, 3)]
+    assert all(len(set(reading)) == len(reading) for reading in across)
+    assert sum(map(len, across)) > 8
 
 
 def test_an_index_that_was_sent_is_the_one_that_was_opened(tmp_path):
@@ -94,18 +91,15 @@ def test_reading_holds_a_few_runs_and_no_more(tmp_path):
     """The peak of what reading 64 MiB allocates in addition to the tensors: runs ahead, the one in
     use and the one before it.
     """
-    tensor = torch.randn(2048, 8192)
-    path = save_in_shards(
-        tmp_path,
-        1,
-        [
-            [(Box("w", (2048, 8192), (row, 0), (512, 8192)), tensor[row : row + 512])]
-            for row in range(0, 2048, 512)
-        ],
-        {},
-    )
+    shape = (2048, 8192)
+    tensor = torch.randn(shape)
+    rows = [
+        [(Box("w", shape, (row, 0), (512, 8192)), tensor[row : row + 512])]
+        for row in range(0, 2048, 512)
+    ]
+    path = save_in_shards(tmp_path, 1, rows, {})
     halves = [
-        (Box("w", (2048, 8192), (0, column), (2048, 4096)), torch.zeros(2048, 4096))
+        (Box("w", shape, (0, column), (2048, 4096)), torch.zeros(2048, 4096))
         for column in (0, 4096)
     ]
     with Checkpoint(path) as checkpoint:

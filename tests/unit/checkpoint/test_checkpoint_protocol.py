@@ -17,7 +17,7 @@ from logged import silently
 
 from megatron.checkpoint import commit, files, writer
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 
 STATE = {"iteration": 2, "consumed_samples": 16}
@@ -57,7 +57,7 @@ def test_a_whole_checkpoint_is_never_replaced_by_a_different_one(root, tensors, 
         CheckpointError, match=f"exists already, is whole, and differs from this run {text}"
     ):
         save_checkpoint(root, 1, pairs(example(tensors)), state)
-    loads(find_checkpoint(root), example(1))
+    loads(open_checkpoint(root).path, example(1))
     assert listing(root) == WHOLE
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_is_moved_aside_with_a_warning(root, name, log_line
     raw = file.read_bytes()
     save_checkpoint(root, 1, pairs(example(5)), STATE)
     (line,) = log_lines
-    loads(find_checkpoint(root), example(5))
+    loads(open_checkpoint(root).path, example(5))
     (aside,) = set(listing(root)) - set(WHOLE)
     assert f"{name}: " in line and f"moved to {aside}" in line
     assert (root / aside / name).read_bytes() == raw
@@ -88,9 +88,9 @@ def test_a_foreign_folder_is_moved_aside_not_deleted(root, log_lines):
     # Megatron-LM's layout has the same names
     (root / "iter_0000002" / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"MANIFEST.json: No such file.*--ckpt-step 1\."):
-        find_checkpoint(root)
+        open_checkpoint(root)
     save_checkpoint(root, 2, pairs(example(2)), STATE)
-    loads(find_checkpoint(root), example(2))
+    loads(open_checkpoint(root).path, example(2))
     (aside,) = root.glob("iter_0000002.damaged-*")
     assert (aside / "mp_rank_00").is_dir() and aside.name in log_lines[0]
 
@@ -160,7 +160,7 @@ def test_a_zombie_of_an_earlier_attempt_cannot_replace_what_was_saved_since(root
     monkeypatch.setattr(os, "rename", late)
     with pytest.raises(CheckpointError, match="iter_0000002 exists already, is whole, and differs"):
         save_checkpoint(root, 2, pairs(example(2)), STATE)
-    loads(find_checkpoint(root), example(7))
+    loads(open_checkpoint(root).path, example(7))
     assert listing(root) == sorted(["iter_0000002", *WHOLE])
 
 
@@ -171,7 +171,7 @@ def fails_and_recovers(root, text, big) -> None:
     kept = r"Older checkpoints are untouched \(newest: iteration 1\)"
     with pytest.raises(CheckpointError, match=f"iteration 2 was not saved: {text}.*{kept}"):
         save_checkpoint(root, 2, pairs(big), STATE)
-    loads(silently(find_checkpoint, root), example(1))
+    loads(silently(open_checkpoint, root).path, example(1))
     assert listing(root) == WHOLE
 
 
@@ -223,7 +223,7 @@ def test_any_failing_system_call_leaves_the_older_checkpoint(root, monkeypatch, 
             monkeypatch.setattr(files.os, call, real)
             assert f"iteration {2 + at} was not saved: Input/output error" in str(error)
             failed += 1
-            newest = find_checkpoint(root)
+            newest = open_checkpoint(root).path
             with Checkpoint(newest) as checkpoint:
                 checkpoint.verify()
             assert not [name for name in listing(root) if name.startswith(".tmp")] or call == "open"

@@ -15,7 +15,7 @@ from checkpoint_cases import all_ranks, deal, example, loads, same_bits
 from logged import logged, silently
 
 from megatron.checkpoint import manifest, writer
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, try_folder
 from megatron.model.spec import Box
 
@@ -74,7 +74,7 @@ def test_any_cut_over_ranks_comes_back_in_any_other(gloo_world, tmp_path):
     for cut_seed in range(4):
         root = tmp_path / str(cut_seed)
         assert gloo_world(size).run(save, root, 1, 7, cut_seed) == [("iter_0000001", [])] * size
-        loads(silently(find_checkpoint, root), example(7))
+        loads(silently(open_checkpoint, root).path, example(7))
         owners = gloo_world(size).run(owning_ranks, cut_seed)[0]
         shards = [
             f"shard-{i:05d}{kind}" for i in range(owners) for kind in (".digests", ".safetensors")
@@ -96,7 +96,7 @@ def test_a_different_cut_is_refused_on_every_rank(gloo_world, tmp_path):
     first, second = gloo_world(2).run(save, tmp_path, 1, 1, 1, STATE)
     text = "differs from this run in: how tensors are cut into shards."
     assert first == second and f"iter_0000001 exists already, is whole, and {text}" in first[0]
-    loads(find_checkpoint(tmp_path), example(1))
+    loads(open_checkpoint(tmp_path).path, example(1))
     assert listing(tmp_path) == WHOLE
 
 
@@ -109,7 +109,7 @@ def assert_one_error(outcomes, text: str, root) -> None:
     """
     assert len({error for error, _ in outcomes}) == 1 and not any(said for _, said in outcomes)
     assert text in outcomes[0][0], outcomes[0][0]
-    loads(silently(find_checkpoint, root), example(1))
+    loads(silently(open_checkpoint, root).path, example(1))
     assert listing(root) == WHOLE
 
 
@@ -165,7 +165,7 @@ def test_any_failing_system_call_of_any_rank(gloo_world, tmp_path, call, rank):
         gloo_world(2).run(save, root, 1, 1, BOTH)
         outcomes = gloo_world(2).run(save_failing_on, root, [rank], "system", call, at)
         if outcomes[0][0] == "iter_0000002":
-            loads(find_checkpoint(root), example(2))
+            loads(open_checkpoint(root).path, example(2))
             if (root / manifest.TRACKER).read_text() == "2\n":
                 break  # no such call any more
         elif rank == 0 and (root / "iter_0000002").exists():

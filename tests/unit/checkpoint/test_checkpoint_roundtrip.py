@@ -33,7 +33,7 @@ from logged import silently
 
 from megatron.checkpoint import commit, manifest, reader, writer
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.model.spec import Box
 
@@ -53,38 +53,26 @@ def small_chunks(monkeypatch):
 
 
 def test_every_dtype_and_size_comes_back_bit_for_bit(tmp_path):
+    """In files that any reader of safetensors opens, with the same bytes every time."""
+    safetensors = pytest.importorskip("safetensors.torch")
     tensors = example()
     tensors["nan.weight"] = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45])
-    path = save_checkpoint(tmp_path / "new" / "run", 3, pairs(tensors), STATE)
-    assert path == tmp_path / "new" / "run" / "iter_0000003"
-    assert silently(find_checkpoint, tmp_path / "new" / "run") == path
+    root = tmp_path / "new" / "run"
+    path = save_checkpoint(root, 3, pairs(tensors), STATE)
+    assert path == root / "iter_0000003" and silently(open_checkpoint, root).path == path
     loads(path, tensors)
     with Checkpoint(path) as checkpoint:
         assert checkpoint.state == STATE and checkpoint.iteration == 3
         checkpoint.verify()
-
-
-def test_files_are_valid_safetensors_and_aligned(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    tensors = example()
-    path = save_checkpoint(tmp_path, 3, pairs(tensors), STATE)
-    file = path / "shard-00000.safetensors"
-    loaded = safetensors.load_file(file)
+    names = ["MANIFEST.json", "shard-00000.digests", "shard-00000.safetensors"]
+    assert sorted(p.name for p in path.iterdir()) == names
+    loaded = safetensors.load_file(path / names[2])
     for name, tensor in tensors.items():
         assert same_bits(loaded[f"{name}@{','.join('0' * tensor.ndim)}"], tensor)
-    (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+    (length,) = struct.unpack("<Q", (path / names[2]).read_bytes()[:8])
     assert (8 + length) % 4096 == 0
-    assert sorted(p.name for p in path.iterdir()) == [
-        "MANIFEST.json",
-        "shard-00000.digests",
-        "shard-00000.safetensors",
-    ]
-
-
-def test_equal_state_gives_equal_bytes(tmp_path):
-    a, b = (save_checkpoint(tmp_path / name, 3, pairs(example()), STATE) for name in "ab")
-    for name in ("shard-00000.safetensors", "shard-00000.digests"):
-        assert (a / name).read_bytes() == (b / name).read_bytes()
+    again = save_checkpoint(tmp_path / "again", 3, pairs(tensors), STATE)
+    assert all((again / name).read_bytes() == (path / name).read_bytes() for name in names[1:])
 
 
 def test_strided_and_fused_views_are_written_without_their_neighbours(tmp_path):
@@ -92,18 +80,11 @@ def test_strided_and_fused_views_are_written_without_their_neighbours(tmp_path):
     q = Box("q", (24, 6), (0, 0), (24, 6), groups=2, start=0)
     v = Box("v", (8, 6), (0, 0), (8, 6), groups=2, start=16)
     transposed = torch.randn(50, 30).t()
-    path = save_checkpoint(
-        tmp_path, 1, [(q, qkv), (v, qkv), (whole("t", transposed), transposed)], {}
-    )
+    saved = [(q, qkv), (v, qkv), (whole("t", transposed), transposed)]
+    path = save_checkpoint(tmp_path, 1, saved, {})
     rows = qkv.view(2, 5, 4, 6)
-    loads(
-        path,
-        {
-            "q": rows[:, :3].reshape(24, 6),
-            "v": rows[:, 4].reshape(8, 6),
-            "t": transposed.contiguous(),
-        },
-    )
+    parts = {"q": rows[:, :3].reshape(24, 6), "v": rows[:, 4].reshape(8, 6)}
+    loads(path, parts | {"t": transposed.contiguous()})
     into = torch.full_like(qkv, 7.0)
     with Checkpoint(path) as checkpoint:
         checkpoint.read(q, into)
@@ -208,7 +189,7 @@ def test_shards_that_do_not_tile_a_tensor_are_refused(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(CheckpointError, match="exactly once"):
             save_in_shards(tmp_path / name, 1, shards, {})
-        assert find_checkpoint(tmp_path / name) is None
+        assert open_checkpoint(tmp_path / name) is None
         with monkeypatch.context() as patch:
             patch.setattr(commit, "Index", lambda path: None)  # a writer that does not look
             path = save_in_shards(tmp_path / name, 1, shards, {})

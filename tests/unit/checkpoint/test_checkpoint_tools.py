@@ -17,7 +17,7 @@ from checkpoint_cases import deal, flip, pairs, same_bits, save_in_shards
 from megatron.tools._convert import huggingface_files
 from test_huggingface import CASES, VOCAB, build, difference, tokens
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.groups import Config, DataConfig, PrecisionConfig
 
@@ -91,7 +91,7 @@ def test_an_exported_model_loads_in_transformers_and_comes_back(tmp_path, monkey
     assert take_over(tmp_path / "again", tmp_path / "back") == 0
     flags = f"--config {tmp_path}/back/model.json --load {tmp_path}/back --finetune"
     assert flags in capsys.readouterr().out
-    with Checkpoint(find_checkpoint(tmp_path / "back")) as checkpoint:
+    with open_checkpoint(tmp_path / "back") as checkpoint:
         assert checkpoint.iteration == 0 and sorted(checkpoint.names) == sorted(held)
         assert all(same_bits(checkpoint.read_tensor(name), held[name]) for name in held)
         loaded = generate.load_model(checkpoint, torch.device("cpu"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_huggingface import difference
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.training.pretrain import pretrain
@@ -135,7 +135,7 @@ def test_a_model_is_continued(tmp_path, capsys, monkeypatch, kind):
 
     ids = torch.tensor(IndexedDataset(tmp_path / "data_text_document").tokens[:40].astype("i8"))
     trained = logits(out, ids[None])
-    with Checkpoint(find_checkpoint(new)) as after, torch.no_grad():
+    with open_checkpoint(new) as after, torch.no_grad():
         ours = generate.load_model(after, torch.device("cpu")).logits(ids[None])
         before = theirs(ids[None]).logits
     assert trained.shape[-1] == rows
@@ -152,7 +152,7 @@ def test_rows_beyond_the_tokenizer_can_be_left_out(tmp_path):
     words = ("--from-huggingface", tmp_path / "hf", "--save", tmp_path / "run")
     run(convert_checkpoint, *words, "--vocab-size", IDS)
     whole = safetensors.load_file(tmp_path / "hf/model.safetensors")["model.embed_tokens.weight"]
-    with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
+    with open_checkpoint(tmp_path / "run") as checkpoint:
         assert checkpoint.state["vocab_size"] == IDS
         assert torch.equal(checkpoint["embedding.word.weight"], whole[:IDS])
 
@@ -182,7 +182,7 @@ def test_a_head_beside_a_tied_embedding(tied, is_copy):
     safetensors.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     run(convert_checkpoint, "--from-huggingface", folder, "--save", folder.parent / "run")
     ids = torch.arange(20)[None]
-    with Checkpoint(find_checkpoint(folder.parent / "run")) as checkpoint, torch.no_grad():
+    with open_checkpoint(folder.parent / "run") as checkpoint, torch.no_grad():
         assert ("head.weight" in checkpoint.names) == (not is_copy)
         ours = generate.load_model(checkpoint, torch.device("cpu")).logits(ids)
     assert difference(ours, logits(folder, ids)) < 1e-5  # both in fp32
@@ -253,6 +253,6 @@ def test_the_language_model_of_a_multimodal_folder(tied, capsys):
     assert "outside of the language model, which are not taken over: vision_tower" in (
         capsys.readouterr().out
     )
-    with Checkpoint(find_checkpoint(folder.parent / "run")) as checkpoint:
+    with open_checkpoint(folder.parent / "run") as checkpoint:
         found = checkpoint["embedding.word.weight"]
     assert torch.equal(found, tensors["model.embed_tokens.weight"])

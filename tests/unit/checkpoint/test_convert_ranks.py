@@ -25,7 +25,7 @@ from reshard_cases import flags, start
 from test_huggingface import difference
 
 from megatron.checkpoint import fetch, manifest
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.groups import Config, ModelConfig
 from megatron.model.build import model_shapes
 from megatron.model.spec import Box
@@ -83,7 +83,7 @@ def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(tmp_path, gloo_wor
     assert [code for code, _ in shown] == [0] * 3 and files(tmp_path / "hf3") == files(hf)
     them = transformers.AutoModelForCausalLM.from_pretrained(hf, dtype="auto").eval()
     assert them.config.model_type == "qwen3"
-    with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint, torch.no_grad():
+    with open_checkpoint(tmp_path / "run") as checkpoint, torch.no_grad():
         monkeypatch.setattr(generate, "compute_dtype", lambda precision: torch.float64)
         ours = generate.load_model(checkpoint, torch.device("cpu"))
         ids = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -97,7 +97,7 @@ def test_a_run_of_four_ranks_becomes_one_model_and_comes_back(tmp_path, gloo_wor
         shown = gloo_world(2).run(convert, *back, tmp_path / "two")
         assert [code for code, _ in shown] == [0, 0]
         for name, shards in (("one", 1), ("two", 2)):
-            with Checkpoint(find_checkpoint(tmp_path / name)) as imported:
+            with open_checkpoint(tmp_path / name) as imported:
                 assert [shard.data_bytes > 0 for shard in imported.shards] == [True] * shards
                 assert sorted(imported.names) == sorted(weights)
                 assert all(same_bits(imported[n], checkpoint[n].double()) for n in weights)
@@ -229,8 +229,8 @@ def test_no_whole_model_in_memory(tmp_path):
     words = "--load", tmp_path / "run", "--to-huggingface", tmp_path / "again"
     assert peak_of(*words, piece=1 << 40) > bound
     with (
-        Checkpoint(find_checkpoint(tmp_path / "run")) as run,
-        Checkpoint(find_checkpoint(tmp_path / "back")) as back,
+        open_checkpoint(tmp_path / "run") as run,
+        open_checkpoint(tmp_path / "back") as back,
     ):
         assert all(
             same_bits(run[name], back[name])

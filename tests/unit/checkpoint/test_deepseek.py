@@ -14,7 +14,7 @@ from megatron.tools._convert.huggingface import from_huggingface, left_out, to_h
 from parity.latent_fields import LATENT, ROUTED, YARN
 from test_huggingface import LLAMA, VOCAB, build, difference, tokens
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig
 
@@ -68,7 +68,7 @@ def test_an_exported_model_loads_in_transformers_and_comes_back(tmp_path, capsys
     words = ["--from-huggingface", folder, "--save", tmp_path / "back"]
     assert convert_checkpoint.main([str(word) for word in words]) == 0
     assert "multi-token prediction, which are not taken over" in capsys.readouterr().out
-    with Checkpoint(find_checkpoint(tmp_path / "back")) as back:
+    with open_checkpoint(tmp_path / "back") as back:
         assert set(back.names) == set(held)
         assert all(torch.equal(back[name].float(), held[name].float()) for name in held)
 

@@ -22,7 +22,7 @@ from test_convert_ranks import convert
 from test_huggingface import CASES, build, exported
 from zero_cases import in_groups, write_rank
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 
 
 def write_huggingface(
@@ -50,7 +50,7 @@ def write_huggingface(
 
 
 def same(run: Path, held: dict[str, torch.Tensor]) -> bool:
-    with Checkpoint(find_checkpoint(run)) as checkpoint:
+    with open_checkpoint(run) as checkpoint:
         return sorted(checkpoint.names) == sorted(held) and all(
             same_bits(checkpoint[name], held[name]) for name in held
         )
@@ -77,7 +77,7 @@ def test_two_ranks_take_equal_shares_of_the_pieces(tmp_path, gloo_world):
     words = ("--from-deepspeed", tmp_path / "theirs" / "global_step3", "--save", tmp_path / "run")
     assert [code for code, _ in gloo_world(2).run(convert, *words)] == [0, 0]
     assert same(tmp_path / "run", held)
-    with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
+    with open_checkpoint(tmp_path / "run") as checkpoint:
         assert len(checkpoint.shards) == 2
 
 

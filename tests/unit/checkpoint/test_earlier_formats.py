@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from reshard_cases import start
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.observe.tracking import read_metrics
 
 FORMATS = Path(__file__).parent / "formats"
@@ -29,7 +29,7 @@ FLAGS = {"8dfc5ed": (), "c7b2e9f": (), "2497f94": ("--decoupled-lr", "5e-4")}
 @pytest.mark.parametrize("commit", FLAGS)
 def test_a_checkpoint_of_an_earlier_version_loads(tmp_path, commit):
     folder = FORMATS / commit
-    with Checkpoint(find_checkpoint(folder)) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         checkpoint.verify()
         assert ("tensors" in checkpoint.state) == (commit != "8dfc5ed")
         assert ("decoupled_max_lr" in checkpoint.state["schedule"]) == (commit == "2497f94")

@@ -23,7 +23,7 @@ from megatron.checkpoint.local.nodes import RunId
 from megatron.checkpoint.manager import CheckpointManager, staging_bytes
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.ranks import SINGLE_RANK
-from megatron.checkpoint.reader import find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 
 
 class Clock:
@@ -170,7 +170,7 @@ def test_what_is_removed_locally_is_copied_to_its_end(saver, tmp_path, monkeypat
 
     assert held_up(each, 1, two_more) == (not by_name)
     if not by_name:
-        loads(silently(find_checkpoint, tmp_path / "shared"), tensors(1))
+        loads(silently(open_checkpoint, tmp_path / "shared").path, tensors(1))
     assert sorted(path.name for path in tmp_path.glob("local/*/*")) == [
         "iter_0000002",
         "iter_0000003",
@@ -189,7 +189,7 @@ def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path, lo
         and "local copy of shard-00000.safetensors is damaged" in log_lines[-1]
     )
     assert list(tmp_path.glob("shared/*")) == [] and held_up(each, 2, lambda: None)
-    loads(silently(find_checkpoint, tmp_path / "shared"), tensors(2))
+    loads(silently(open_checkpoint, tmp_path / "shared").path, tensors(2))
 
 
 def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
@@ -207,7 +207,7 @@ def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
         and log_lines[0] == "warning: iteration 1 was NOT saved locally. no room"
         and each.finalize()
     )
-    loads(silently(find_checkpoint, tmp_path / "shared"), tensors())
+    loads(silently(open_checkpoint, tmp_path / "shared").path, tensors())
 
 
 @pytest.mark.parametrize("local", [True, False])

@@ -23,7 +23,7 @@ from megatron.checkpoint.manifest import (
     list_iterations,
 )
 from megatron.checkpoint.ranks import SINGLE_RANK
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,7 +54,7 @@ class Run(CheckpointManager):
 def newest(root: Path) -> tuple[int, list[str]]:
     """(iteration that a plain --load takes, what is logged)."""
     with logged() as lines:
-        return int(find_checkpoint(root).name.removeprefix("iter_")), lines
+        return int(open_checkpoint(root).path.name.removeprefix("iter_")), lines
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -73,7 +73,7 @@ def test_what_was_saved_last_is_taken(tmp_path, background):
     iteration, (said,) = newest(tmp_path)
     assert iteration == 15 and "NOT taken are iterations 30, 20:" in said
     assert "--ckpt-step 30" in said
-    assert Checkpoint(find_checkpoint(tmp_path, step=30)).state["run"] == 1
+    assert open_checkpoint(tmp_path, step=30).state["run"] == 1
     run.save(25)
     assert newest(tmp_path)[0] == 25
     run.save(35)
@@ -119,7 +119,7 @@ def test_a_damaged_one_is_not_replaced_by_what_was_left(tmp_path):
         CheckpointError,
         match=r"iter_0000020 cannot be loaded; load the older whole one with --ckpt-step 10\.",
     ):
-        find_checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("left", [{"10": "0" * 16}, {"11": 7}, {"x": "0"}, ["11"]])
@@ -130,7 +130,7 @@ def test_a_malformed_note_is_refused(tmp_path, left):
         manifest.encode_manifest(decode_manifest(path.read_bytes(), path) | {"left": left})
     )
     with pytest.raises(CheckpointError, match="not a manifest of this format"):
-        find_checkpoint(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 def test_a_run_goes_on_from_what_it_saved_last(tmp_path):

@@ -350,7 +350,7 @@ def test_no_room_on_one_node(job, tmp_path, redundancy):
         "was not saved: No space left on device; "
     )
     end = "free space there, or give a larger folder. Older ones are untouched"
-    assert set(nodes.run(save_without_room, 2, "write_shard_file", redundancy)) == {begins + end}
+    assert set(nodes.run(save_without_room, 2, redundancy)) == {begins + end}
     assert nodes.leftovers() == [] and nodes.outcome(1) == (1, True)
 
 

@@ -19,7 +19,7 @@ from megatron.checkpoint import manifest
 from megatron.checkpoint.files import WriteProgress
 from megatron.checkpoint.manager import CheckpointManager, Staging, staging_bytes
 from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
-from megatron.checkpoint.reader import find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.model.spec import Box
 
@@ -82,7 +82,7 @@ def test_the_files_are_those_of_a_save_that_waits(tmp_path, made, gib, log_lines
             assert (tmp_path / f"background/iter_000000{iteration}" / file).read_bytes() == (
                 tmp_path / f"now/iter_000000{iteration}" / file
             ).read_bytes()
-    loads(silently(find_checkpoint, tmp_path / "background"), data)
+    loads(silently(open_checkpoint, tmp_path / "background").path, data)
 
 
 def keeps_the_moment(root, made) -> bool:
@@ -96,7 +96,7 @@ def keeps_the_moment(root, made) -> bool:
     os.kill(background.background.process.pid, signal.SIGCONT)
     assert background.finalize()
     try:
-        loads(find_checkpoint(root), tensors())
+        loads(open_checkpoint(root).path, tensors())
     except AssertionError:
         return False
     return True
@@ -142,7 +142,7 @@ def test_training_goes_on_while_it_is_written_and_then_it_stands(tmp_path, made,
     while background.pending is not None and time.monotonic() < end:
         step(background)
     assert len(log_lines) == 1 and "training waited 0.0 s" in log_lines[0]
-    loads(silently(find_checkpoint, tmp_path), tensors())
+    loads(silently(open_checkpoint, tmp_path).path, tensors())
 
 
 def test_the_next_save_waits_for_the_one_before_and_says_so(tmp_path, made, log_lines):
@@ -156,7 +156,7 @@ def test_the_next_save_waits_for_the_one_before_and_says_so(tmp_path, made, log_
         " saved checkpoint ",
     ]
     for iteration in (1, 2):
-        loads(silently(find_checkpoint, tmp_path, iteration), tensors(iteration))
+        loads(silently(open_checkpoint, tmp_path, iteration).path, tensors(iteration))
 
 
 # ---- lines about a save --------------------------------------------------------------------------
@@ -229,4 +229,4 @@ def test_a_killed_writer_process_fails_one_save_on_all_ranks_and_training_contin
     assert manifest.list_iterations(tmp_path) == [3, 1] and not list(tmp_path.glob(".tmp-*"))
     for iteration in (1, 3):
         whole = {"w": torch.full((2000, 1000), float(iteration))}
-        loads(find_checkpoint(tmp_path, iteration), whole)
+        loads(open_checkpoint(tmp_path, iteration).path, whole)

@@ -22,7 +22,7 @@ from test_huggingface import LLAMA, VOCAB, build, tokens
 from test_lost_fields import MODELS
 from test_megatron_import import save_alone
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.compatibility import recorded_names
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
@@ -279,7 +279,7 @@ def test_experts_latent_attention_and_norms_minus_one(tmp_path, name, spelling):
     assert code == 0, text
     import generate
 
-    with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
+    with open_checkpoint(tmp_path / "run") as checkpoint:
         assert sorted(checkpoint.names) == sorted(held)
         for key, value in held.items():
             if minus_one and "norm" in key:

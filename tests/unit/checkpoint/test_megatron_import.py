@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 
 EXTRA = {
     "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": torch.ones(3),
@@ -82,7 +82,7 @@ def test_stacked_layers_of_two_ranks_become_ours(tmp_path, gloo_world, case, dim
     import generate
 
     for run, shards in (("one", 1), ("two", 2)):
-        with Checkpoint(find_checkpoint(tmp_path / run)) as checkpoint:
+        with open_checkpoint(tmp_path / run) as checkpoint:
             assert len(checkpoint.shards) == shards and sorted(checkpoint.names) == sorted(held)
             assert all(same_bits(checkpoint[name], held[name]) for name in held)
             assert torch.equal(
@@ -118,7 +118,7 @@ def test_flags_from_a_file_and_layers_numbered_in_names(tmp_path):
     (tmp_path / "flags.json").write_text(json.dumps({"model": model}))
     code, shown = convert(*words, "--config", tmp_path / "flags.json", "--vocab-size", VOCAB)
     assert code == 0, shown
-    with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
+    with open_checkpoint(tmp_path / "run") as checkpoint:
         assert all(same_bits(checkpoint[name], held[name]) for name in held)
 
 
@@ -204,7 +204,7 @@ def test_one_file_a_model_parallel_rank(tmp_path, case, tp, pp):
         "--from-megatron", tmp_path / "theirs", "--vocab-size", VOCAB, "--save", tmp_path / "run"
     )
     assert code == 0, shown
-    with Checkpoint(find_checkpoint(tmp_path / "run")) as checkpoint:
+    with open_checkpoint(tmp_path / "run") as checkpoint:
         assert sorted(checkpoint.names) == sorted(held) and all(
             same_bits(checkpoint[name], held[name]) for name in held
         )

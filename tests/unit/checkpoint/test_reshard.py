@@ -29,7 +29,7 @@ from reshard_cases import (
     start,
 )
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.observe.tracking import read_metrics
 from megatron.training.checkpointing import finalize, save
 from megatron.training.exit import Exit
@@ -320,7 +320,7 @@ def test_a_wrong_owner_saves_nothing(on, tmp_path, mutant, feature, layout):
     assert "iteration 3 was NOT saved" in first and first.endswith("exit code 1")
     assert (missing if mutant.startswith("no rank") else "exactly once") in first
     assert "NOT saved" not in second and second.endswith("exit code 1")
-    assert find_checkpoint(tmp_path) is None
+    assert open_checkpoint(tmp_path) is None
 
 
 @pytest.mark.parametrize(

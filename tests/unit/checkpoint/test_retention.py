@@ -18,7 +18,7 @@ from reshard_cases import BASE, FEATURES, start
 from megatron.checkpoint import commit
 from megatron.checkpoint.commit import Policy, retire
 from megatron.checkpoint.manifest import iteration_folder, list_iterations
-from megatron.checkpoint.reader import find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint
 from megatron.observe.tracking import read_metrics
 
@@ -104,7 +104,7 @@ def test_a_failing_deletion_fails_no_save(root, monkeypatch, call, log_lines):
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing)
         retire(root, Policy(last=1), 10)
-    assert find_checkpoint(root).name == iteration_folder(10)
+    assert open_checkpoint(root).path.name == iteration_folder(10)
     assert (call == "rename") == (
         len(log_lines) == 1
         and "Input/output error" in log_lines[0]

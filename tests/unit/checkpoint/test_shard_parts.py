@@ -16,7 +16,7 @@ from checkpoint_cases import all_ranks, example, loads, pairs
 
 from megatron.checkpoint import files, manifest, writer
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import save_checkpoint, shard_bytes, shard_parts
 from megatron.model.spec import Box
 
@@ -105,7 +105,7 @@ def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):
         save_checkpoint(tmp_path, 2, pairs(example(2)), {})
     assert len(calls) <= 8 + 2 * 2, "the others wrote on"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", manifest.TRACKER]
-    loads(find_checkpoint(tmp_path), example(1))
+    loads(open_checkpoint(tmp_path).path, example(1))
 
 
 def save_by_two(root: Path) -> list[tuple[int, int]]:

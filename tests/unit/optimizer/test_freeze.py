@@ -14,7 +14,7 @@ from parity.layouts import BASE, KEY_BIAS, LLAMA, Row
 from parity.worker import Outcome, one_thread, run_case
 from unit.zero.measure import measure
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.arguments import parse_arguments
 from megatron.config.stages import frozen_units
 from megatron.config.validate import cross_field_faults, resolve
@@ -135,8 +135,8 @@ def test_frozen_weights_keep_their_bits_and_checkpoints_hold_no_state_of_them(gl
     world, (save, again) = gloo_world(2), (tmp_path / "save", tmp_path / "again")
     world.run(run_case, (*flags, "--zero-stage", "3", "--save", str(save)))
     with (
-        Checkpoint(find_checkpoint(save, 2)) as middle,
-        Checkpoint(find_checkpoint(save, 4)) as last,
+        open_checkpoint(save, 2) as middle,
+        open_checkpoint(save, 4) as last,
     ):
         for name in last.names:
             part = name.removeprefix("optimizer.exp_avg_sq.").removeprefix("optimizer.exp_avg.")
@@ -159,8 +159,8 @@ def test_frozen_weights_keep_their_bits_and_checkpoints_hold_no_state_of_them(gl
         ),
     )
     with (
-        Checkpoint(find_checkpoint(save, 4)) as one,
-        Checkpoint(find_checkpoint(again, 4)) as other,
+        open_checkpoint(save, 4) as one,
+        open_checkpoint(again, 4) as other,
     ):
         assert one.names and sorted(one.names) == sorted(other.names)
         assert all(torch.equal(one[name], other[name]) for name in one.names)

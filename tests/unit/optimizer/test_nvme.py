@@ -20,7 +20,7 @@ from parity.layouts import BASE
 from parity.worker import run_case
 from unit.optimizer.test_offload import RUNS
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.optimizer import nvme
 
 SMALL = 4096  # elements of a part: layers of these models have several
@@ -187,8 +187,8 @@ def test_a_step_through_files_has_the_same_bits(gloo_world, tmp_path, name, shar
 
 def same_checkpoints(one: Path, other: Path, iteration: int) -> bool:
     with (
-        Checkpoint(find_checkpoint(one, iteration)) as a,
-        Checkpoint(find_checkpoint(other, iteration)) as b,
+        open_checkpoint(one, iteration) as a,
+        open_checkpoint(other, iteration) as b,
     ):
         assert sorted(a.names) == sorted(b.names) and len(a.names) % 3 == 0
         return all(torch.equal(a[name], b[name]) for name in a.names)
@@ -312,7 +312,7 @@ def test_a_disk_that_fails_in_a_step_leaves_the_last_checkpoint(tmp_path, one_th
         assert str(caught.value).startswith(
             f"--optimizer-nvme-offload {disk}: "
         ) and "resume from the last one with --load" in str(caught.value)
-        with Checkpoint(find_checkpoint(save)) as checkpoint:
+        with open_checkpoint(save) as checkpoint:
             assert checkpoint.iteration == 2
             checkpoint.verify()
         run_case((*flags, "--save", str(save), "--load", str(save)))

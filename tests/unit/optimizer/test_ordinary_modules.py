@@ -26,7 +26,7 @@ from unit.by_hand import (
 )
 from unit.model.made import norm
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import make_groups
@@ -397,5 +397,5 @@ def test_a_run_with_them_goes_on_bit_for_bit(tmp_path):
         expected = rows("whole")
         rows("parts", "--exit-interval", "2")
         assert rows("parts") == expected
-        with Checkpoint(find_checkpoint(tmp_path / "parts", None)) as checkpoint:
+        with open_checkpoint(tmp_path / "parts", None) as checkpoint:
             assert {f"optimizer.exp_avg.layers.1.{name}" for name in NAMES} <= set(checkpoint.names)

@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import generate as tool
 
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.model.gpt import GPTModel
 from pretrain_gpt import main
 
@@ -81,7 +81,7 @@ def test_choose():
 
 
 def test_loads_the_trained_weights(folder):
-    with Checkpoint(find_checkpoint(folder)) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         model = tool.load_model(checkpoint, torch.device("cpu"))
         assert isinstance(model, GPTModel) and not any(p.requires_grad for p in model.parameters())
         assert torch.equal(model.head.weight[:20], checkpoint.read_tensor("embedding.word.weight"))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import manager
-from megatron.checkpoint.reader import Checkpoint, find_checkpoint
+from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.errors import UserError
 from megatron.data.loader import Source
 from megatron.model.layer import HeadLayer
@@ -63,7 +63,7 @@ def bits(rows):
 
 def tensors(folder, step=None):
     """Every tensor of a checkpoint."""
-    with Checkpoint(find_checkpoint(folder, step)) as checkpoint:
+    with open_checkpoint(folder, step) as checkpoint:
         return {name: checkpoint.read_tensor(name) for name in checkpoint.names}
 
 
@@ -243,7 +243,7 @@ def test_train_samples_and_ramp_up(tmp_path):
 
 def test_exit_duration(tmp_path):
     rows = run(tmp_path, "--exit-duration-in-mins", "0.0001", "--train-iters", 12)
-    assert list(rows) == [1] and find_checkpoint(tmp_path).name == "iter_0000001"
+    assert list(rows) == [1] and open_checkpoint(tmp_path).path.name == "iter_0000001"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_signal_saves_and_exits(tmp_path, monkeypatch, whole, number, code, fl
     signalled = signalling(training_step.forward_backward, number, after=3)
     monkeypatch.setattr(training_step, "forward_backward", signalled)
     run(tmp_path, *flags, code=code)
-    assert find_checkpoint(tmp_path).name == "iter_0000003"
+    assert open_checkpoint(tmp_path).path.name == "iter_0000003"
     monkeypatch.undo()
     assert run(tmp_path) == whole[1]
 
@@ -273,7 +273,7 @@ def test_a_signal_during_evaluation(tmp_path, monkeypatch, whole):
     """The evaluation is cut short, the run saved; the next start makes up for it."""
     monkeypatch.setattr(loop, "evaluate", signalling(loop.evaluate, signal.SIGUSR1, after=1))
     run(tmp_path, code=85)
-    assert find_checkpoint(tmp_path).name == "iter_0000004"
+    assert open_checkpoint(tmp_path).path.name == "iter_0000004"
     monkeypatch.undo()
     assert run(tmp_path) == whole[1]
 
@@ -456,11 +456,11 @@ def test_a_failed_save_does_not_stop_training(tmp_path, capsys, monkeypatch):
     assert (
         "iteration 4 was NOT saved" in shown
         and "No space left" in shown
-        and find_checkpoint(tmp_path / "a").name == "iter_0000012"
+        and open_checkpoint(tmp_path / "a").path.name == "iter_0000012"
     )
     full_at(12)
     run(tmp_path / "b", "--save-interval", 4, code=1)
-    assert find_checkpoint(tmp_path / "b").name == "iter_0000008"
+    assert open_checkpoint(tmp_path / "b").path.name == "iter_0000008"
     full_at(5)
     run(tmp_path / "c", "--exit-interval", 5, code=1)
 
