@@ -332,8 +332,9 @@ class PretendedGPU(TorchDispatchMode):
         """The writer process reads the staging memory from here on."""
 
         def handed_over(staging: manager.Staging) -> None:
+            taken = staging.memory[: staging.end]
             hand_over(staging)
-            self.work(self.cpu, [staging.memory[: staging.end]], [], "the writer process")
+            self.work(self.cpu, [taken], [], "the writer process")
 
         return handed_over
 
