@@ -5,26 +5,29 @@ undisturbed one.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
-from programs import Program
+from programs import Program, without_plan
 
 from megatron.checkpoint.manifest import list_iterations
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.observe.tracking import read_metrics
 
-ITERATIONS = 100
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "checkpoint"))
+
+from reshard_cases import start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ITERATIONS = 40
 FLAGS = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --micro-batch-size 2 --global-batch-size 4 --train-iters {ITERATIONS}
 --mock-data --tokenizer-type NullTokenizer --vocab-size 49 --lr 1e-2 --log-interval 1
---eval-interval 40 --eval-iters 1 --save-interval 5""".split()
-
-
-def start(folder: Path) -> Program:
-    flags = [*FLAGS, "--save", str(folder), "--load", str(folder)]
-    return Program(flags, folder.with_suffix(".log"))
+--eval-interval 20 --eval-iters 1 --save-interval 5""".split()
 
 
 def outcome(folder: Path) -> tuple[dict, list]:
@@ -38,19 +41,22 @@ def outcome(folder: Path) -> tuple[dict, list]:
 
 
 def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path):
-    undisturbed = start(tmp_path / "a")
-    assert undisturbed.end() == 0, undisturbed.output
-    process = start(tmp_path / "b")
+    runs = {
+        name: (*FLAGS, *("--save", str(tmp_path / name), "--load", str(tmp_path / name)))
+        for name in ("undisturbed", "killed")
+    }
+    process = Program(runs["killed"], tmp_path / "killed.log")
     # kill only after progress, so that the last run resumes
-    while not list_iterations(tmp_path / "b"):
+    while not list_iterations(tmp_path / "killed"):
         assert process.is_alive(), "the run ended before it could be killed"
         time.sleep(0.01)
     time.sleep(0.1)
     process.kill(signal.SIGKILL)
     assert process.end() == -signal.SIGKILL, process.output
-    last = start(tmp_path / "b")
-    assert last.end() == 0, last.output
-    tensors, rows = outcome(tmp_path / "a")
-    killed_tensors, killed_rows = outcome(tmp_path / "b")
+    for flags in runs.values():
+        with without_plan():
+            shown = start(flags)
+        assert shown.endswith("exit code 0"), shown
+    (tensors, rows), (killed_tensors, killed_rows) = (outcome(tmp_path / name) for name in runs)
     assert rows == killed_rows and len(rows) == ITERATIONS
     assert all(torch.equal(tensors[name], killed_tensors[name]) for name in tensors)

@@ -102,7 +102,7 @@ def test_a_decoupled_rate_is_part_of_the_schedule(root):
     assert taken in shown and "| decoupled learning rate: " in shown
 
 
-def test_a_run_with_two_rates_goes_on_with_both(tmp_path):
+def test_a_run_with_two_rates_continues_with_both(tmp_path):
     def begun(name: str, *more: object) -> Path:
         folder = tmp_path / name
         shown = start(flags("gqa-untied", "one", *saving(folder), *more))
@@ -115,9 +115,7 @@ def test_a_run_with_two_rates_goes_on_with_both(tmp_path):
     where = ("--load", whole, "--ckpt-step", 3)
     again = begun("again", *where, *both)
     assert differing(saved(whole, 6), saved(again, 6)) == []
-    # the control: with one rate, and with another minimum
-    one = begun("one", *where, *both[4:], "--override-opt-param-scheduler")
-    assert differing(saved(whole, 6), saved(one, 6)) != []
+    # the control: another minimum
     shown = start(flags("gqa-untied", "one", *where, *both[:2], *both[4:]))
     assert "  decoupled_min_lr: checkpoint 0.001, command line 0.0\n" in shown and CHOOSES in shown
 
