@@ -56,6 +56,8 @@ class Attempt:
     other's part in it; CheckpointError is raised on all of them when their states differ.
     """
 
+    mode = FOLDER_MODE
+
     def __init__(
         self,
         root: Path,
@@ -136,11 +138,14 @@ class Attempt:
             self.lock = -1
 
     def _make(self) -> None:
-        if self.ranks.first:
-            make_root(self.root)
+        if self.makes:
+            self._make_root()
             clean(self.root, self.name)
-            self.folder.mkdir(mode=FOLDER_MODE)
+            self.folder.mkdir(mode=self.mode)
             self.lock = hold(self.folder)
+
+    def _make_root(self) -> None:
+        make_root(self.root)
 
     def _join(self) -> None:
         try:

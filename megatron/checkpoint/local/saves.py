@@ -22,8 +22,6 @@ from typing import Any
 
 from megatron.checkpoint.commit import Attempt, in_words
 from megatron.checkpoint.files import (
-    clean,
-    hold,
     new_file,
     split_header,
     sync_folder,
@@ -101,6 +99,8 @@ class NodeAttempt(Attempt):
     read): made, and in the end removed, by the node's first rank.
     """
 
+    mode = 0o700
+
     def __init__(
         self, nodes: Nodes, run: RunId, iteration: int, done: str = "saved", **saved: Any
     ) -> None:
@@ -114,16 +114,9 @@ class NodeAttempt(Attempt):
         )
         self.makes = nodes.first
 
-    def _join(self) -> None:
-        """The node's first rank holds the folder for all."""
-
-    def _make(self) -> None:
-        if self.nodes.first:
-            own_folder(self.nodes.root)
-            self.root.mkdir(mode=0o700, exist_ok=True)
-            clean(self.root, self.name)
-            self.folder.mkdir(mode=0o700)
-            self.lock = hold(self.folder)
+    def _make_root(self) -> None:
+        own_folder(self.nodes.root)
+        self.root.mkdir(mode=self.mode, exist_ok=True)
 
     def write_own(self, pairs: Pairs) -> JsonObject | None:
         """Write this rank's shard; its entry in the manifest, None where it has none."""
