@@ -203,17 +203,11 @@ def try_elsewhere(root, shared: bool, forbidden: int | None) -> str | None:
 
 def test_a_folder_that_is_not_shared_is_found(gloo_world, tmp_path):
     (first, _), (second, _) = gloo_world(2).run(save_elsewhere, tmp_path)
-    assert (
-        first == second
-        and first.startswith(f"rank 1: {tmp_path}/1: the folder .tmp-iter-1-")
-        and "that all nodes share?" in first
-    )
+    assert first == second and first.startswith(f"rank 1: {tmp_path}/1: the folder .tmp-iter-1-")
+    assert "that all nodes share?" in first
     first, second = gloo_world(2).run(try_elsewhere, tmp_path, False, None)
-    assert (
-        first == second
-        and "rank 1: " in first
-        and "is --save on a file system that all nodes share?" in first
-    )
+    assert first == second and "rank 1: " in first
+    assert "is --save on a file system that all nodes share?" in first
     assert listing(tmp_path / "0") == []
     assert gloo_world(2).run(try_elsewhere, tmp_path / "1", True, None) == [None, None]
     first, second = gloo_world(2).run(try_elsewhere, tmp_path / "1", True, 1)

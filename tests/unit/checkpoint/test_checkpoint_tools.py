@@ -202,9 +202,8 @@ def test_refusals(tmp_path, capsys):
     ]:
         assert run(convert_checkpoint, *words) == 2
         assert text in capsys.readouterr().err
-    assert not (tmp_path / "new").exists() and not [
-        p for p in tmp_path.iterdir() if p.name.startswith(".")
-    ]
+    assert not (tmp_path / "new").exists()
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
     for words in ("--load a", "--from-huggingface b --save c --dtype bf16"):
         with pytest.raises(SystemExit):
             run(convert_checkpoint, *words.split())

@@ -223,9 +223,5 @@ def test_long_lists_are_cut_short():
         for rank in range(20)
     ]
     text = explain(differences(shown))
-    assert (
-        "layers.3.w" in text
-        and "layers.4.w" not in text
-        and "; and 5 more." in text
-        and "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more" in text
-    )
+    assert "layers.3.w" in text and "layers.4.w" not in text and "; and 5 more." in text
+    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more" in text

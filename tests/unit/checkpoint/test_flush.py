@@ -184,10 +184,8 @@ def test_damage_on_the_node_does_not_reach_the_shared_folder(saver, tmp_path, lo
         flip(next(tmp_path.glob("local/*/*/*.safetensors")))
 
     assert not held_up(each, 1, damage)
-    assert (
-        "iteration 1 was NOT saved" in log_lines[-1]
-        and "local copy of shard-00000.safetensors is damaged" in log_lines[-1]
-    )
+    assert "iteration 1 was NOT saved" in log_lines[-1]
+    assert "local copy of shard-00000.safetensors is damaged" in log_lines[-1]
     assert list(tmp_path.glob("shared/*")) == [] and held_up(each, 2, lambda: None)
     loads(silently(open_checkpoint, tmp_path / "shared").path, tensors(2))
 
@@ -202,11 +200,8 @@ def test_without_room_on_the_node_the_save_goes_to_the_shared_folder_at_once(
 
     monkeypatch.setattr(checkpoints, "save_local", full)
     each.save(1, pairs(tensors()), {})
-    assert (
-        each.pending is None
-        and log_lines[0] == "warning: iteration 1 was NOT saved locally. no room"
-        and each.finalize()
-    )
+    assert each.pending is None
+    assert log_lines[0] == "warning: iteration 1 was NOT saved locally. no room" and each.finalize()
     loads(silently(open_checkpoint, tmp_path / "shared").path, tensors())
 
 

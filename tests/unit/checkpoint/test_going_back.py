@@ -145,9 +145,7 @@ def test_a_run_goes_on_from_what_it_saved_last(tmp_path):
     )
     assert run().endswith("exit code 0") and list_iterations(tmp_path) == [6, 3]
     shown = run(*back)
-    assert (
-        "warning: " in shown
-        and "from an earlier one: 6. From now on --load takes iteration 4" in shown
-    )
+    assert "warning: " in shown
+    assert "from an earlier one: 6. From now on --load takes iteration 4" in shown
     shown = run("--load", tmp_path, "--lr", "2e-2", "--exit-interval", 5)
     assert "NOT taken are iterations 6" in shown and "iter_0000004" in shown

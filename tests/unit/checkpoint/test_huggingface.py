@@ -240,9 +240,8 @@ def their_model(config: dict, tensors: dict[str, torch.Tensor]):
     if FUSED:
         model.set_experts_implementation("eager")  # the others take no float64
     missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert not unexpected and set(missing) <= (
-        {"lm_head.weight"} if config["tie_word_embeddings"] else set()
-    )
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if config["tie_word_embeddings"] else set())
     return model
 
 

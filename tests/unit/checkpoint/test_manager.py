@@ -75,9 +75,8 @@ def test_the_files_are_those_of_a_save_that_waits(tmp_path, made, gib, log_lines
     for iteration in (1, 2):  # the second time the process and the memory are there already
         save_checkpoint(tmp_path / "now", iteration, pairs(data), STATE)
         background.save(iteration, pairs(data), STATE)
-        assert (
-            background.finalize() and f"saved checkpoint {tmp_path / 'background'}" in log_lines[-1]
-        )
+        assert background.finalize()
+        assert f"saved checkpoint {tmp_path / 'background'}" in log_lines[-1]
         for file in ("shard-00000.safetensors", "shard-00000.digests"):
             assert (tmp_path / f"background/iter_000000{iteration}" / file).read_bytes() == (
                 tmp_path / f"now/iter_000000{iteration}" / file

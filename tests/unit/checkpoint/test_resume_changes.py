@@ -61,10 +61,8 @@ def test_every_change_is_listed_with_the_flag_that_accepts_it(root):
     assert "--global-batch-size: " in shown and "--seed: " not in shown
     # no flag makes another model of these weights
     shown = resume(root, "--hidden-size", 64, "--seed", 9, "--accept-changed", "seed")
-    assert (
-        "--hidden-size: checkpoint 32, command line 64\n" in shown
-        and "accept-changed" not in shown.partition("--hidden-size")[2]
-    )
+    assert "--hidden-size: checkpoint 32, command line 64\n" in shown
+    assert "accept-changed" not in shown.partition("--hidden-size")[2]
     assert "the objective would change [--accept-changed data]" in resume(root, "--eod-mask-loss")
     shown = resume(root, "--tokenizer-type", "NullTokenizer", "--vocab-size", 50)
     assert "vocabulary: checkpoint 50, tokenizer 51" in shown
@@ -175,11 +173,8 @@ def test_the_checkpoint_s_arguments(root, tmp_path):
     shown = start((*DATA, *where, *saving(tmp_path)))
     assert "resumes bit for bit" in shown and differing(saved(root, 6), saved(tmp_path, 6)) == []
     shown = start((*DATA, *where, "--hidden-size", "64", "--seq-length", "16", "--num-layers", "3"))
-    assert (
-        "--hidden-size 64: the checkpoint has 32" in shown
-        and "--num-layers 3: the checkpoint has 2" in shown
-        and "--seq-length" not in shown
-    )
+    assert "--hidden-size 64: the checkpoint has 32" in shown
+    assert "--num-layers 3: the checkpoint has 2" in shown and "--seq-length" not in shown
     assert "num-layers" in start((*DATA, *where[:-1]))  # the control
     assert "no checkpoint of iteration 5 in --load" in start(
         (*DATA, *where[:2], "--ckpt-step", "5", where[-1])

@@ -76,9 +76,8 @@ def test_the_damaged_and_the_foreign_stay_and_do_not_count(root, tmp_path):
     (root / "iter_0000004.damaged-0123456789abcdef").mkdir()
     assert silently(retire, root, Policy(last=2), 10) == [4, 3, 2, 1]
     assert list_iterations(root) == [10, 9, 8, 7, 6, 5]
-    assert (tmp_path / iteration_folder(5) / "MANIFEST.json").exists() and (
-        root / "iter_0000004.damaged-0123456789abcdef"
-    ).exists()
+    assert (tmp_path / iteration_folder(5) / "MANIFEST.json").exists()
+    assert (root / "iter_0000004.damaged-0123456789abcdef").exists()
 
 
 def test_nothing_goes_before_the_newest_is_known_to_be_whole(root, log_lines):

@@ -80,9 +80,8 @@ def test_fused_groups_are_cut_at_rows(tmp_path, cores):
     with Checkpoint(save_checkpoint(tmp_path, 1, boxes, {})) as checkpoint:
         assert len(checkpoint.shards) == 2
         rows = fused.view(4, 6, 40)
-        assert torch.equal(checkpoint["q"], rows[:, :3].reshape(12, 40)) and torch.equal(
-            checkpoint["k"], rows[:, 3]
-        )
+        assert torch.equal(checkpoint["q"], rows[:, :3].reshape(12, 40))
+        assert torch.equal(checkpoint["k"], rows[:, 3])
 
 
 def test_an_error_of_one_ends_all(tmp_path, monkeypatch, cores):
