@@ -20,7 +20,6 @@ import pytest
 import torch
 from checkpoint_cases import same_bits, save_in_shards, whole
 from megatron.tools._convert import huggingface_files
-from megatron.tools._convert.models import own_rows, own_share
 from reshard_cases import flags, start
 from test_huggingface import difference
 
@@ -28,7 +27,6 @@ from megatron.checkpoint import fetch, manifest
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.config.groups import Config, ModelConfig
 from megatron.model.build import model_shapes
-from megatron.model.spec import Box
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
@@ -118,48 +116,6 @@ def bytes_by_rank_and_stage_are_shown(folder: Path) -> None:
     for stage, ratio in stages:
         sizes = [record["bytes"] for record in shards if record["pp"] == int(stage)]
         assert ratio == f"{max(sizes) * len(sizes) / sum(sizes):.3f}"
-
-
-def test_shares_are_equal_and_complete():
-    sizes = [(7, 40), (1, 8), (1000, 4096), (0, 16), (129, 12), (64, 1)]
-    total = sum(rows * size for rows, size in sizes)
-    for ranks in (1, 2, 3, 8, 50):
-        shares = [list(own_rows(sizes, rank, ranks)) for rank in range(ranks)]
-        for (rows, _), parts in zip(sizes, zip(*shares)):
-            taken = [row for first, last in parts for row in range(first, last)]
-            assert taken == list(range(rows))
-        written = [
-            sum((last - first) * size for (first, last), (_, size) in zip(share, sizes))
-            for share in shares
-        ]
-        assert max(abs(size - total / ranks) for size in written) <= 4096
-
-
-def test_shares_of_fused_and_transposed_tensors():
-    """Rows, groups of rows and columns: what the ranks' boxes view is what the whole boxes view,
-    once.
-    """
-    fused, linear = torch.arange(4 * 6 * 5.0).view(24, 5), torch.arange(35.0).view(5, 7)
-    pairs = [
-        (Box("q", (16, 5), (0, 0), (16, 5), 4, 0), fused),
-        (Box("k", (8, 5), (0, 0), (8, 5), 4, 4), fused),
-        (whole("t", linear.t()), linear.t()),
-    ]
-    wanted = {
-        "q": fused.view(4, 6, 5)[:, :4].reshape(16, 5),
-        "k": fused.view(4, 6, 5)[:, 4:].reshape(8, 5),
-        "t": linear.t(),
-    }
-    for ranks in (1, 2, 3, 5):
-        found = {name: torch.full_like(value, -1) for name, value in wanted.items()}
-        for rank in range(ranks):
-            for box, tensor in own_share(pairs, rank, ranks):
-                place = found[box.name][
-                    tuple(slice(o, o + e) for o, e in zip(box.offset, box.extent))
-                ]
-                assert (place == -1).all()
-                place.copy_(box.view(tensor).reshape(box.extent))
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def run_of(layers: int, hidden: int, heads: int, positions: int, vocab: int) -> tuple[list, dict]:

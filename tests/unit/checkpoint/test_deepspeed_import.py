@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import same_bits
-from megatron.tools._convert.zero_folder import box_parts
 from megatron_names import LAYERS, PADDED, VOCAB, megatron_names
 from test_convert_ranks import convert
 from test_huggingface import CASES, build, exported
@@ -312,27 +311,3 @@ def test_models_that_do_not_fit(tmp_path):
     (root / "latest").write_text("../theirs")
     assert "is not the name of a folder" in convert(*words)[1]
     assert not (tmp_path / "run").exists()
-
-
-def test_pieces_of_a_matrix_are_boxes_of_it():
-    """Any cuts: every element once, at its place, and matrices are not copied."""
-    g = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        rows, width = torch.randint(1, 7, (2,), generator=g).tolist()
-        flat = torch.arange(float(rows * width))
-        cuts = sorted(
-            {0, rows * width, *torch.randint(rows * width + 1, (3,), generator=g).tolist()}
-        )
-        for shape in ((rows, width), (rows * width,)):
-            found = torch.full(shape, -1.0)
-            for offset, extent, elements in box_parts(
-                shape, [(low, flat[low:high]) for low, high in zip(cuts, cuts[1:])]
-            ):
-                place = found[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
-                assert (place == -1).all() and place.shape == elements().shape
-                assert (
-                    len(shape) == 1
-                    or elements().untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-                )
-                place.copy_(elements())
-            assert torch.equal(found, flat.view(shape))

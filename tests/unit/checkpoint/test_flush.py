@@ -86,14 +86,6 @@ def copy(source: Path, number: int, record: dict, target: Path) -> dict:
     return background.WORK["copy"](options | where, memoryview(b""), None)
 
 
-def test_a_copy_is_the_shard(source, tmp_path):
-    target = tmp_path / "copy"
-    for number, record in enumerate(Index(source).manifest["shards"]):
-        assert copy(source, number, record | {"rank": 3}, target) == record
-    (target / manifest.MANIFEST).write_bytes((source / manifest.MANIFEST).read_bytes())
-    loads(target, example(1))
-
-
 @pytest.mark.parametrize("at", [3, 100, -1])
 def test_a_damaged_local_copy_is_refused(source, tmp_path, at):
     record = Index(source).manifest["shards"][0]

@@ -515,11 +515,3 @@ def test_older_qwen2_moe_with_windows_is_refused():
     del described["layer_types"]
     with pytest.raises(ValueError, match="use_sliding_window without layer_types"):
         imported(described, theirs)
-
-
-@pytest.mark.parametrize("model, epsilon", [(LLAMA, 1e-6), (MIXTRAL, 1e-5)])
-def test_an_epsilon_that_config_json_leaves_out_is_the_familys(model, epsilon):
-    _, held = build(model)
-    config, theirs = exported(model, held)
-    del config["rms_norm_eps"]
-    assert from_huggingface(config, theirs)[0]["norm_epsilon"] == epsilon

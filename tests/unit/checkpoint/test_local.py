@@ -495,15 +495,6 @@ def test_any_shard_is_made_of_what_the_others_have(tmp_path, k):
             lost[1].write_bytes(block)
 
 
-def test_what_can_be_lost():
-    stripe = Stripe((0, 1, None, 2), (9, 9, 0, 9), 3)
-    whole = set(range(7))
-    for lost in ({0}, {0, 3}, {1, 4}, {5}, {2, 6}, {3, 4, 5, 6}):
-        assert not stripe.lost(whole - lost)
-    assert stripe.lost(whole - {0, 1}) == {0, 1}
-    assert stripe.lost(whole - {0, 4}) == {0} and stripe.lost(whole - {2, 5}) == {2}
-
-
 def test_a_rank_sends_to_fewer_than_a_group_at_a_time():
     """So its messages are few, whatever the number of nodes; all stripes of a save are made at
     once.
