@@ -318,20 +318,17 @@ class Index:
         `part`: (i, n), the i-th of n about equal parts of it.
         """
         # about equal parts in whole batches, so that no two parts read the same chunk
-        spans = list(_all_data(self.shards))
+        spans = []
+        for shard in self.shards:
+            step = max(1, BATCH // shard.chunk) * shard.chunk
+            for start in range(0, shard.data_bytes, step):
+                spans.append(Range(shard, start, min(start + step, shard.data_bytes)))
         low, high = (len(spans) * at // part[1] for at in (part[0], part[0] + 1))
         done = 0
         total = sum(span.stop - span.start for span in spans[low:high])
         for span, _ in self.fetcher.stream(spans[low:high]):
             done += span.stop - span.start
             report(done, total)
-
-
-def _all_data(shards: list[ShardFile]) -> Iterator[Range]:
-    for shard in shards:
-        step = max(1, BATCH // shard.chunk) * shard.chunk
-        for start in range(0, shard.data_bytes, step):
-            yield Range(shard, start, min(start + step, shard.data_bytes))
 
 
 def read_table(path: Path, digest: str, raw: bytes | None = None) -> DigestTable:

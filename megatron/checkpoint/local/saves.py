@@ -43,7 +43,7 @@ from megatron.checkpoint.manifest import (
     table_digest,
     utc_now,
 )
-from megatron.checkpoint.writer import BoxTensor, Pairs, not_empty, write_shard
+from megatron.checkpoint.writer import BoxTensor, not_empty, write_shard
 from megatron.config.input_files import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,10 @@ def save_local(
     pairs = not_empty(tensors)
     with NodeAttempt(nodes, run, iteration, state=state, own=int(bool(pairs))) as attempt:
         # 1. Every rank writes its shard; copies and blocks are made of what has been written.
-        gathered = attempt.gather_or_raise(lambda: (attempt.write_own(pairs), utc_now()))
+        where = attempt.folder, attempt.index, attempt.shards, iteration
+        gathered = attempt.gather_or_raise(
+            lambda: (write_shard(*where, pairs) | nodes.ranks.who if pairs else None, utc_now())
+        )
         records = [entry for entry, _ in gathered if entry is not None]
         described = attempt.add_redundancy(redundancy, records)
 
@@ -117,13 +120,6 @@ class NodeAttempt(Attempt):
     def _make_root(self) -> None:
         own_folder(self.nodes.root)
         self.root.mkdir(mode=self.mode, exist_ok=True)
-
-    def write_own(self, pairs: Pairs) -> JsonObject | None:
-        """Write this rank's shard; its entry in the manifest, None where it has none."""
-        if self.index is None:
-            return None
-        written = write_shard(self.folder, self.index, self.shards, self.iteration, pairs)
-        return written | self.ranks.who
 
     def add_redundancy(self, redundancy: str, records: list[JsonObject]) -> JsonObject:
         """Add copies or XOR parity blocks of all shards, whose entries are `records`. Returns what
