@@ -149,8 +149,9 @@ def export(
 
     with checkpoint:
         notes = write_folder(target, checkpoint, rules, dtype, beside_weights, ranks)
+    architecture, written = described["architectures"][0], described["torch_dtype"]
     return [
-        f"{checkpoint.path} -> {target}: {described['architectures'][0]}, {described['torch_dtype']}",
+        f"{checkpoint.path} -> {target}: {architecture}, {written}",
         *export_notes(config.model),
         *notes,
     ]

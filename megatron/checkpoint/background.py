@@ -2,8 +2,9 @@
 without torch, without a lock shared with the trainer.
 
 The trainer puts the bytes of a shard's file into memory that both see (a memfd), in one wave or,
-where that memory is smaller than the file, in several. Commands and answers are JSON. The process ignores the signals that end a job, which the trainer answers by waiting for it,
-and it dies with the trainer.
+where that memory is smaller than the file, in several. Commands and answers are JSON. The process
+ignores the signals that end a job, which the trainer answers by waiting for it, and it dies with
+the trainer.
 """
 
 from __future__ import annotations

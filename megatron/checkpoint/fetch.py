@@ -82,6 +82,13 @@ class _Run:
     buffer: bytearray = field(default_factory=bytearray)
     done: Future | None = None
 
+    def follow(self, last: _Run) -> None:
+        """Take from the run before what it has of this one; nothing else of it is needed."""
+        end = last.stop - last.first
+        self.buffer[: self.shared] = memoryview(last.buffer)[end - self.shared : end]
+        if last.source is not self.source:
+            last.source.close()
+
 
 class Fetcher:
     """Reads ranges of shards; every chunk that holds a byte of them is read once where they come in
@@ -111,9 +118,7 @@ class Fetcher:
                     # 1. Some runs are read ahead of the one that is used.
                     while len(ahead) <= PREFETCHED and (run := next(runs, None)) is not None:
                         ahead.append(run)
-                        size = run.stop - run.first
-                        fits = next((i for i, each in enumerate(free) if len(each) >= size), None)
-                        run.buffer = bytearray(size) if fits is None else free.pop(fits)
+                        run.buffer = _take_buffer(run.stop - run.first, free)
                         run.done = threads.submit(_read, run, self.describe)
                     if not ahead:
                         return
@@ -124,10 +129,7 @@ class Fetcher:
                     ahead.popleft()
                     self.bytes_read += run.stop - run.first - run.shared
                     if last is not None:
-                        end = last.stop - last.first
-                        run.buffer[: run.shared] = memoryview(last.buffer)[end - run.shared : end]
-                        if last.source is not run.source:
-                            last.source.close()
+                        run.follow(last)
                         free.append(last.buffer)
                     last = run
                     view = memoryview(run.buffer)
@@ -136,6 +138,12 @@ class Fetcher:
         finally:
             for run in [*ahead, *([last] if last else [])]:
                 run.source.close()
+
+
+def _take_buffer(size: int, free: list[bytearray]) -> bytearray:
+    """A free one of at least `size` bytes, or a new one."""
+    fits = next((i for i, each in enumerate(free) if len(each) >= size), None)
+    return bytearray(size) if fits is None else free.pop(fits)
 
 
 def _runs(ranges: Iterable[Wanted]) -> Iterator[_Run]:

@@ -52,9 +52,9 @@ def open_checkpoint(
     ranks: Ranks = SINGLE_RANK,
     older: bool = False,
 ) -> Checkpoint | None:
-    """The newest checkpoint under `root` (`newest_first`; or of iteration `step`), opened; None when
-    there is none. All `ranks` call this together: the first finds and verifies it, the others get
-    the index from it.
+    """Open the newest checkpoint under `root` (`newest_first`), or that of iteration `step`; None
+    when there is none. All `ranks` call this together: the first finds and verifies it, the others
+    get the index from it.
 
     The tracker file is only a hint: one that disagrees is ignored, with a warning. `older`: instead
     of a damaged one the newest whole one before it, with a warning; then every byte is read and

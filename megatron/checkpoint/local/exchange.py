@@ -124,8 +124,7 @@ def _pieces(turn: list[Stream], ranks: Ranks, owner: Owner, read: Reader) -> Ite
     starts its messages in the same order.
     """
     world = ranks.world
-    on_host = world.size == 1 or is_gloo(world)
-    device = torch.device("cpu") if on_host else ranks.device
+    device = _device_of_messages(ranks)
     in_flight: deque[tuple] = deque()
     for windows in zip_longest(*(stream.windows() for stream in turn)):
         made: Tensor | None = None
@@ -152,6 +151,11 @@ def _pieces(turn: list[Stream], ranks: Ranks, owner: Owner, read: Reader) -> Ite
             yield from _finish(*in_flight.popleft())
     while in_flight:
         yield from _finish(*in_flight.popleft())
+
+
+def _device_of_messages(ranks: Ranks) -> torch.device:
+    on_host = ranks.world.size == 1 or is_gloo(ranks.world)
+    return torch.device("cpu") if on_host else ranks.device
 
 
 def _finish(

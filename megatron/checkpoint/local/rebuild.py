@@ -103,6 +103,16 @@ class Found:
         holders = self.holders(number)
         return self.nodes.rank(holders[number % len(holders)], number)
 
+    def log_lost(self) -> None:
+        lost, why = self.lost, ""
+        if self.stripes:
+            why = "; with --local-redundancy xor one node of an XOR group may be lost, not two"
+        logger.warning(
+            f"the local checkpoint of iteration {self.iteration} is not taken: of its "
+            f"{len(self.records)} shards {len(lost)} ({some([*map(str, lost)], MAX_NAMED)}) are "
+            f"whole on no node{why}"
+        )
+
 
 def newest_local(nodes: Nodes, run: RunId, oldest: int, *, copies: bool) -> Found | None:
     """The newest local checkpoint of `run`, from iteration `oldest` on, of which the nodes have
@@ -135,15 +145,8 @@ def newest_local(nodes: Nodes, run: RunId, oldest: int, *, copies: bool) -> Foun
             found = _without_damaged(found)
 
         # 2. What is lost for good is passed over, and so is what there is no space to rebuild.
-        if lost := found.lost:
-            why = ""
-            if found.stripes:
-                why = "; with --local-redundancy xor one node of an XOR group may be lost, not two"
-            logger.warning(
-                f"the local checkpoint of iteration {found.iteration} is not taken: of its "
-                f"{len(found.records)} shards {len(lost)} ({some([*map(str, lost)], MAX_NAMED)}) "
-                f"are whole on no node{why}"
-            )
+        if found.lost:
+            found.log_lost()
         elif (whole := restore(found, copies=copies)) is not None:
             return whole
     return None
@@ -330,14 +333,7 @@ class LocalCheckpoint(Checkpoint):
         """
         # 1. One copy for each node that has a rank which reads the shard.
         nodes = self.nodes
-        needed = {
-            piece.shard.number
-            for box in boxes
-            if box.name in self.tensors
-            for piece, *_ in self.overlaps(box.name, tuple(box.offset), tuple(box.extent))
-        }
-        lacking = sorted(needed - self.found.held[nodes.index])
-        by_rank = nodes.ranks.gather_or_raise(lambda: lacking)
+        by_rank = nodes.ranks.gather_or_raise(lambda: self._lacking(boxes))
         streams = [
             Stream.copy(number, self.shards[number].size, nodes.rank(node, number))
             for node, ranks in enumerate(nodes.members)
@@ -358,6 +354,16 @@ class LocalCheckpoint(Checkpoint):
             path = attempt.folder / shard_file(each.number)
             self.shards[each.number] = replace(self.shards[each.number], path=path)
         return sum(stream.size for stream in streams)
+
+    def _lacking(self, boxes: Iterable[Box]) -> list[int]:
+        """The shards of `boxes` that this node does not have."""
+        needed = {
+            piece.shard.number
+            for box in boxes
+            if box.name in self.tensors
+            for piece, *_ in self.overlaps(box.name, tuple(box.offset), tuple(box.extent))
+        }
+        return sorted(needed - self.found.held[self.nodes.index])
 
     def _require(self, size: int) -> None:
         free = shutil.disk_usage(self.nodes.root).free

@@ -282,7 +282,7 @@ def poison(folder: Path, where: str, evil: Poison) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("way", "where"), enumerate(["metadata", "planner", "tensor", "arguments"])
+    ("way", "where"), list(enumerate(["metadata", "planner", "tensor", "arguments"]))
 )
 def test_poison_is_refused_by_name_and_does_nothing(theirs, tmp_path, where, way):
     touched = tmp_path / "touched"
