@@ -307,6 +307,7 @@ def _grad_norm(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
 def _grouped_gemm(draw: Draw, key: dict[str, Any], what: str) -> Case:
     """Experts of a fine-grained mixture, one of which has no row."""
     counts = draw.either((5, 0, 70), (2048, 0, *range(512, 3584, 256)))
+    counts = key.get("counts", counts)
     o, i = draw.either((72, 48), (1536, 2048))
     o, i = key.get("o", o), key.get("i", i)
     ends = torch.tensor(counts, device=draw.device).cumsum(0, dtype=torch.int32)
@@ -339,7 +340,8 @@ def _grouped_weight(
 
 def _initialise(draw: Draw, key: dict[str, Any], _rest: str) -> Case:
     rows, width = draw.either((3, 70), (16384, 4096))
-    out = torch.empty(rows, key.get("width", width), device=draw.device)
+    rows, width = key.get("rows", rows), key.get("width", width)
+    out = torch.empty(rows, width, device=draw.device)
     std, skip = key.get("std", 0.02), key.get("skip", 2)
 
     def call() -> Results:
