@@ -12,6 +12,8 @@ from megatron.kernels.attention import unfit
 from megatron.kernels.attention_launch import Options, configuration
 from megatron.kernels.configurations import FILE, Row, find, index, read, shared_memory, write
 from megatron.kernels.tools import manifest as gate
+from megatron.kernels.tools import tune
+from megatron.kernels.tools.shipped import compilations
 
 ROWS = read(FILE.read_text())
 
@@ -22,27 +24,26 @@ def dead(rows, compiled):
     return [row for row in rows if not row.refused and row not in used]
 
 
-def test_every_row_is_compiled_and_none_of_its_numbers_is_dead(monkeypatch):
+def test_every_row_is_compiled_and_none_of_its_numbers_is_dead():
     compiled = list(gate.rows().values())
     assert all(each.row is not None for each in compiled) and dead(ROWS, compiled) == []
     assert {each.arch for each in compiled} == set(configurations.ARCHITECTURES)
     stray = replace(ROWS[0], key={"kind": "unused"})
     assert dead([*ROWS, stray], compiled) == [stray]
-    before = {each.name: each for each in compiled}
     # each number, halved, changes what is compiled
     for row in {each.row.operator: each.row for each in reversed(compiled)}.values():
+        family = row.operator.split()[0]
+        old = {each.name: each for each in compilations(row.arch, family)}
         for name in row.numbers:
             changed = replace(row, numbers=row.numbers | {name: row.numbers[name] // 2})
-            table = index([changed if each == row else each for each in ROWS])
-            with monkeypatch.context() as patch:
-                patch.setattr(configurations, "TABLE", table)
-                after = [each for each in gate.rows().values() if each.row == changed]
-            assert after, (row, name)
-            facts, old = (
+            with tune.using(changed):
+                new = [each for each in compilations(row.arch, family) if each.row == changed]
+            assert new, (row, name)
+            facts = [
                 [(each.constants, each.num_warps, each.num_stages, each.options) for each in group]
-                for group in (after, [before[each.name] for each in after])
-            )
-            assert name in ("programs", "warps") or facts != old, (row, name)
+                for group in (new, [old[each.name] for each in new])
+            ]
+            assert name in ("programs", "warps") or facts[0] != facts[1], (row, name)
 
 
 def test_a_refused_row_says_why_and_is_one_that_attention_looks_up():
