@@ -140,17 +140,19 @@ def choose(
     Raises UserError when `wanted` is not `auto` and cannot be had.
     """
     # `auto` takes nothing of FLAWS, so that nothing of it has to be loaded.
-    able = [name for name in OPERATORS[operator] if (operator, name) not in FLAWS or name == wanted]
+    considered = [
+        name for name in OPERATORS[operator] if (operator, name) not in FLAWS or name == wanted
+    ]
     faults = {
         name: fault
-        for name in able
+        for name in considered
         if (fault := _fault(operator, name, device, dtype) or (unable or {}).get(name))
     }
     if wanted == "auto":
         trusted = operator in CHECKED if unmeasured is None else unmeasured
         return _automatic(operator, faults, device, trusted and _is_checked_on(device))
     if wanted in faults:
-        can = [name for name in able if name not in faults and (operator, name) not in FLAWS]
+        can = [name for name in considered if name not in faults and (operator, name) not in FLAWS]
         raise UserError(
             f"{flag_of(operator)} {wanted}: {faults[wanted]}; drop the flag, or take "
             f"{' or '.join(can)}"
