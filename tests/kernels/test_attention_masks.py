@@ -95,7 +95,7 @@ def test_closed_form(device, window, by_query):
 @pytest.mark.default("40-False")
 def test_tables(device, window, by_query):
     generator = torch.Generator().manual_seed(3)
-    for s, t in SIZES:
+    for s, t in SIZES[1:5]:
         k_at = torch.arange(t)
         orders = [k_at.tensor_split(4)[i] for i in (0, 3)]  # a rank of zigzag context parallelism
         some = torch.cat([*orders, torch.arange(t, t + s)])[:s]
