@@ -53,8 +53,8 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.validate import resolve
 from megatron.data.loader import FileReader, build_data
 from megatron.data.tokenizer import build_tokenizer
+from megatron.model.build import declared
 from megatron.model.init import fill_initial
-from megatron.model.layer import embedding_spec, layer_parameters
 from megatron.model.spec import whole
 from megatron.observe.tracking import read_metrics
 
@@ -145,9 +145,7 @@ def write_start(folder: Path, work: TrainedWork, flags: list[str]) -> None:
     data = build_data(config, build_tokenizer(config.data))
     [stream] = data.train.reader.streams
     arrays = {"places": stream.places(np.arange((work.steps + 1) * work.step_samples))}
-    parameters = [embedding_spec(config.model, work.vocab, work.vocab)]
-    for index in range(work.layers):
-        parameters += layer_parameters(config.model, index).values()
+    parameters = declared(config.model, work.vocab).values()
     for tensor in (tensor for spec in parameters for tensor in spec.tensors):
         if len(tensor.shape) == 2:
             values = torch.empty(tensor.shape)

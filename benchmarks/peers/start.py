@@ -15,8 +15,8 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.groups import ModelConfig
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
+from megatron.model.build import declared
 from megatron.model.init import fill_initial
-from megatron.model.layer import embedding_spec, head_spec, layer_parameters
 from megatron.model.spec import TensorSpec, whole
 
 
@@ -27,15 +27,7 @@ def matrices(work: Work, model: ModelConfig) -> list[TensorSpec]:
         "num_query_groups": work.key_heads,
         "max_position_embeddings": work.seq,
     }
-    model = dataclasses.replace(model, **sizes)
-    layers = [
-        spec for index in range(work.layers) for spec in layer_parameters(model, index).values()
-    ]
-    parameters = [
-        embedding_spec(model, work.vocab, work.vocab),
-        *layers,
-        head_spec(model, work.vocab, work.vocab),
-    ]
+    parameters = declared(dataclasses.replace(model, **sizes), work.vocab).values()
     return [tensor for spec in parameters for tensor in spec.tensors if len(tensor.shape) == 2]
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from operator import itemgetter
@@ -19,17 +20,12 @@ from typing import Any
 from megatron.config.batch_schedule import batch_steps
 from megatron.config.derive import ExpertRanks
 from megatron.config.groups import Config, ModelConfig
-from megatron.model.attention.latent_attention import parameters_of_attention
-from megatron.model.experts.moe import moe_parameters
 from megatron.model.layer import (
     distinct_layers,
-    embedding_spec,
-    head_spec,
     layer_parameters,
     representative_layer,
+    vocabulary_matrix,
 )
-from megatron.model.mlp import mlp_parameters
-from megatron.model.norm import norm_parameters
 from megatron.model.spec import ParameterSpec
 
 
@@ -66,39 +62,21 @@ def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[st
     row-parallel layers and a key/value head that several ranks share are held whole. Experts, where
     there are any, are all of them.
     """
-    layers = model.num_layers
-    # The first layer has the table of positions; a tied head is the embedding's matrix.
-    first, matrix = layer_parameters(model, 0), head_spec(model, vocab_size, vocab_size)
-    norm = elements(norm_parameters(model.normalization, model.hidden_size, "norm").values(), tp)
-    counts = {
-        "embedding": elements([embedding_spec(model, vocab_size, vocab_size)], tp),
-        "position": elements([first["position.weight"]], tp) if "position.weight" in first else 0,
-        "attention": layers * elements(parameters_of_attention(model, "attention").values(), tp),
-        **_mlp_count(model, tp),
-        "norms": (2 * layers + 1) * norm,
-        "head": elements([matrix], tp) if model.untie_embeddings_and_output_weights else 0,
-    }
-    return {**counts, "total": sum(counts.values())}
-
-
-def _mlp_count(model: ModelConfig, tp: int) -> dict[str, int]:
-    """Parameters of all MLPs, routers and experts; shared experts are MLPs."""
+    matrix = elements([vocabulary_matrix(model, vocab_size, vocab_size)], tp)
+    counts = {"embedding": matrix, **dict.fromkeys(("position", "attention", "mlp", "norms"), 0)}
+    if any(model.expert_layers()):
+        counts |= {"experts": 0, "router": 0}
     # Layers of one kind have the same number of parameters.
-    with_experts = sum(model.expert_layers())
-    dense = model.num_layers - with_experts
-    counts = {"mlp": dense * elements(mlp_parameters(model, "mlp").values(), tp)}
-    if with_experts:
-        # A shared expert and its gate go through every token, so they count as MLP.
-        kinds = {"experts": 0, "router": 0}
-        for name, spec in moe_parameters(model, "mlp").items():
-            kind = name.partition(".")[0]
-            count = with_experts * elements([spec], tp)
-            if kind in kinds:
-                kinds[kind] += count
-            else:
-                counts["mlp"] += count
-        counts |= kinds
-    return counts
+    kinds = Counter(representative_layer(model, index) for index in range(model.num_layers))
+    for index, layers in kinds.items():
+        for name, spec in layer_parameters(model, index).items():
+            # A shared expert and its gate go through every token, so they count as MLP.
+            module, part = name.split(".")[:2]
+            kind = part if part in ("experts", "router") else module
+            kind = "norms" if module.endswith("norm") else kind
+            counts[kind] += layers * elements([spec], tp)
+    counts["head"] = matrix if model.untie_embeddings_and_output_weights else 0
+    return {**counts, "total": sum(counts.values())}
 
 
 def active_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -141,7 +119,7 @@ def unit_parameters(
     the position table, the last the final norm; a tied head has none, or a copy of the embedding's
     matrix where it is on another rank (`copied`).
     """
-    matrix = elements([embedding_spec(model, padded_vocab, padded_vocab)], tp)
+    matrix = elements([vocabulary_matrix(model, padded_vocab, padded_vocab)], tp)
     kinds = {
         index: elements(layer_parameters(model, index).values(), tp, experts)
         for index in distinct_layers(model)

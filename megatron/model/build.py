@@ -33,8 +33,6 @@ def build_model(config: Config, vocab_size: int, groups: Groups, device: torch.d
     model = build_stages(config, vocab_size, groups, device, own)
     # Layers are wrapped for recomputation once, before anything runs.
     model.choose_recompute(config.training)
-    # What is recomputed keeps nothing that could wait on the host: recomputation is chosen first.
-    model.choose_offload(config.training)
     return model
 
 
@@ -67,20 +65,14 @@ def build_stages(
         ep=ExpertParallel(TensorParallel(groups.etp, experts=groups.ep), groups.tp_cp),
         stages=stages,
     )
-    _mark_fp8(model, config, groups)
-    return model
-
-
-def _mark_fp8(model: GPTModel, config: Config, groups: Groups) -> None:
-    """Let the wide linear layers compute with 8-bit floats where the flags ask for it."""
-    precision, layers = config.precision, config.model.num_layers
+    # The wide linear layers find the mark for 8-bit floats on their weight.
+    precision = config.precision
     for index, layer in model.layers.items():
-        if not layer_in_fp8(precision, int(index), layers):
-            continue
-        for linear in wide_linears(config.model, precision):
-            # Linear layers find the mark on their weight.
-            weight = layer.get_parameter(f"{linear.name}.weight")
-            mark_fp8(weight, precision, linear.split, groups.tp, groups.cp)
+        if layer_in_fp8(precision, int(index), config.model.num_layers):
+            for linear in wide_linears(config.model, precision):
+                weight = layer.get_parameter(f"{linear.name}.weight")
+                mark_fp8(weight, precision, linear.split, groups.tp, groups.cp)
+    return model
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:

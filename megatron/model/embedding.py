@@ -32,51 +32,37 @@ def accumulate_embedding_grad(dy: Tensor, ids: Tensor, main_grad: Tensor) -> Non
 
 
 class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, ids: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight = weight
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        (ids,) = ctx.saved_tensors
-        assert not getattr(ctx.weight, "overwrite_main_grad", False), (
-            "of a tied matrix the head's GEMM comes first"
-        )
-        accumulate_embedding_grad(dy, ids, ctx.weight.main_grad)
-        return None, None
-
-
-class _VocabularyParallelEmbedding(torch.autograd.Function):
-    """Forward: rows of this rank's part of the table, zeros elsewhere, summed over the axis (under
-    SP each rank keeps its part of the sequence). Backward: under SP an all-gather of dy, else
-    nothing.
+    """Rows of the table by ids. Where tensor-parallel ranks share it: of this rank's part, zeros
+    elsewhere, summed over the axis (under SP each rank keeps its part of the sequence); the
+    backward pass is an all-gather of dy under SP, else nothing.
     """
 
     @staticmethod
     def forward(ctx, ids: Tensor, weight: nn.Parameter, tp: TensorParallel) -> Tensor:
+        ctx.weight, ctx.tp = weight, tp
+        if tp.size == 1:
+            ctx.save_for_backward(ids)
+            return F.embedding(ids, weight)
         # This rank's rows of the table; ids of other ranks' rows read row 0 and are masked.
         local = ids - tp.axis.rank * weight.shape[0]
         elsewhere = (local < 0) | (local >= weight.shape[0])
         local.masked_fill_(elsewhere, 0)
         ctx.save_for_backward(local, elsewhere)
-        ctx.weight, ctx.tp = weight, tp
         y = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0)
         # One rank has the row of an id and the others zeros, so the sum does not round.
         return reduce_scatter(y, tp.axis) if tp.sequence else all_reduce(y, tp.axis)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        local, elsewhere = ctx.saved_tensors
+        ids, *elsewhere = ctx.saved_tensors
         assert not getattr(ctx.weight, "overwrite_main_grad", False), (
             "of a tied matrix the head's GEMM comes first"
         )
         # Under SP each rank has the gradient of its part of the sequence, and its rows need all.
-        dy = all_gather(dy, ctx.tp.axis) if ctx.tp.sequence else dy
-        accumulate_embedding_grad(
-            dy.masked_fill(elsewhere.unsqueeze(-1), 0), local, ctx.weight.main_grad
-        )
+        dy = all_gather(dy, ctx.tp.axis) if ctx.tp.size > 1 and ctx.tp.sequence else dy
+        if elsewhere:
+            dy = dy.masked_fill(elsewhere[0].unsqueeze(-1), 0)
+        accumulate_embedding_grad(dy, ids, ctx.weight.main_grad)
         return None, None, None
 
 
@@ -91,6 +77,4 @@ class Embedding(nn.Module):
         self.weight = weight.parameter(tp)
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self.tp.size == 1:
-            return _Embedding.apply(ids, self.weight)
-        return _VocabularyParallelEmbedding.apply(ids, self.weight, self.tp)
+        return _Embedding.apply(ids, self.weight, self.tp)

@@ -139,7 +139,14 @@ class Fp8Gemms:
         _share(self.axis, zip(found, map(self._shares, factors), strict=True))
         _share(self.cp, zip(found, map(self._shares_positions, factors), strict=True))
         return [
-            _quantised(factor, self.scaling, maxima)
+            (quantise if factor.x.is_cuda else quantise_by_definition)(
+                factor.x,
+                factor.dtype,
+                self.scaling,
+                plain=factor.plain,
+                transposed=factor.transposed,
+                maxima=maxima,
+            )
             for factor, maxima in zip(factors, found, strict=True)
         ]
 
@@ -187,18 +194,6 @@ def _share(axis: Axis, wanted: Iterable[tuple[Maxima | None, tuple[bool, bool]]]
     greatest = all_reduce_max(torch.cat(shared), axis)
     for amax, whole in zip(shared, greatest.split([len(amax) for amax in shared]), strict=True):
         amax.copy_(whole)
-
-
-def _quantised(factor: Factor, scaling: str, maxima: Maxima | None) -> Quantised:
-    make = quantise if factor.x.is_cuda else quantise_by_definition
-    return make(
-        factor.x,
-        factor.dtype,
-        scaling,
-        plain=factor.plain,
-        transposed=factor.transposed,
-        maxima=maxima,
-    )
 
 
 def scaled_gemm(

@@ -41,15 +41,6 @@ def layer_names(config: ModelConfig) -> list[str]:
     return ["embedding", *(f"layers.{i}" for i in range(config.num_layers)), "head"]
 
 
-def scalars_of(
-    layer_class: type[TransformerLayer], config: ModelConfig, sequence: bool
-) -> tuple[ScalarSpec, ...]:
-    """What the layers of a whole model return alongside their output."""
-    # Layers that return a number of the same name share its sum.
-    of_layers = (layer_class.scalars(config, i, sequence) for i in range(config.num_layers))
-    return tuple(dict.fromkeys(spec for layer in of_layers for spec in layer))
-
-
 class GPTModel(nn.Module):
     """Decoder-only transformer. Parameters are born on the meta device; parallel/blocks.py gives
     them storage, model/init.py values.
@@ -110,8 +101,12 @@ class GPTModel(nn.Module):
         self.rotary = RotaryTables(config, dtype) if rotates else None
         self.stages = stages
         self.chunks = [self._chunk(stage) for stage in stages]
-        # of all stages, so that every rank has the same
-        self.scalars = scalars_of(self.layer_class, config, tp.sequence)
+        # Of all layers of the model, so that every rank has the same. Layers that return a number
+        # of the same name share its sum.
+        scalars: dict[ScalarSpec, None] = {}
+        for index in range(config.num_layers):
+            scalars |= dict.fromkeys(self.layer_class.scalars(config, index, tp.sequence))
+        self.scalars = tuple(scalars)
 
     def _chunk(self, stage: Stage) -> list[tuple[str, Layer]]:
         """The named layers of a stage."""
@@ -123,18 +118,15 @@ class GPTModel(nn.Module):
         ]
 
     def choose_recompute(self, training: TrainingConfig) -> None:
-        """Set what the layers' backward passes recompute; nothing before that."""
+        """Set what the layers' backward passes recompute, and what waits on the host for them;
+        nothing before that.
+        """
         for stage, chunk in zip(self.stages, self.chunks, strict=True):
             layers = [layer for _, layer in chunk if layer.recomputes]
-            for layer, choice in zip(layers, stage_recompute(training, stage.layers), strict=True):
+            choices = stage_recompute(training, stage.layers)
+            offloaded = stage_offload(training, self.config, stage.layers)
+            for layer, choice, modules in zip(layers, choices, offloaded, strict=True):
                 layer.choose_recompute(choice)
-
-    def choose_offload(self, training: TrainingConfig) -> None:
-        """Set what waits on the host for the layers' backward passes."""
-        for stage, chunk in zip(self.stages, self.chunks, strict=True):
-            layers = [layer for _, layer in chunk if layer.recomputes]
-            chosen = stage_offload(training, self.config, stage.layers)
-            for layer, modules in zip(layers, chosen, strict=True):
                 layer.offloaded = modules
 
     def grid(self, group: str) -> TensorParallel:

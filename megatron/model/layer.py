@@ -8,6 +8,7 @@ and head hold one matrix each. parallel/pipeline.py runs them, through parallel/
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,35 +22,20 @@ from megatron.config.layers import layer_records, window_index
 from megatron.kernels.attention_masks import AttentionMask
 from megatron.model.attention.attention import SelfAttention
 from megatron.model.attention.context_parallel import NO_CP, ContextParallel, Places
-from megatron.model.attention.latent_attention import LatentAttention, parameters_of_attention
+from megatron.model.attention.latent_attention import LatentAttention
 from megatron.model.attention.rotary import Rotary
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.embedding import Embedding
-from megatron.model.experts.moe import (
-    NO_EP,
-    ExpertParallel,
-    MoE,
-    Routing,
-    aux_outputs,
-    moe_parameters,
-)
+from megatron.model.experts.moe import NO_EP, ExpertParallel, MoE, Routing, aux_outputs
 from megatron.model.experts.router import OBJECTIVE
 from megatron.model.linear import column_linear
 from megatron.model.linear_cross_entropy import linear_cross_entropy
 from megatron.model.loss import cross_entropy, own_columns
-from megatron.model.mlp import MLP, always_rebuilt, mlp_class, mlp_parameters
-from megatron.model.norm import AddNorm, norm_parameters
+from megatron.model.mlp import MLP, TiledMLP, always_rebuilt
+from megatron.model.norm import AddNorm
 from megatron.model.recompute import KEPT, LayerRecompute
 from megatron.model.recompute_context import OffloadableTensor, RecomputeContext
-from megatron.model.spec import (
-    Multipliers,
-    ParameterSpec,
-    Shard,
-    matrix,
-    normal,
-    parts_under,
-    under,
-)
+from megatron.model.spec import Multipliers, ParameterSpec, Shard, matrix, normal, parts_under
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
@@ -84,80 +70,33 @@ class MicroBatch:
     routings: dict[int, Routing] = field(default_factory=dict)
 
 
-ENDS = Multipliers(decoupled_lr=True)  # the word embedding and the head's matrix
-
-
-def embedding_spec(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
-    """The word embedding [v, h], which is the head's matrix too unless they are untied."""
-    # Tied: the first and the last pipeline stage hold copies, whose gradients are summed.
-    ends = None if config.untie_embeddings_and_output_weights else "tied"
-    shape = (vocab_size, config.hidden_size)
-    return matrix(
-        "embedding.word.weight",
-        shape,
-        normal(config),
-        "embedding",
-        shard=Shard(0),
-        copies=ends,
-        grad_sum=() if ends is None else (ends,),
-        stored=padded_vocab,
-        multipliers=ENDS,
-    )
-
-
-def head_spec(config: ModelConfig, vocab_size: int, padded_vocab: int) -> ParameterSpec:
-    """The head's matrix [v, h]; a tied one is the word embedding's."""
-    if not config.untie_embeddings_and_output_weights:
-        return embedding_spec(config, vocab_size, padded_vocab)
-    shape = (vocab_size, config.hidden_size)
-    return matrix(
-        "head.weight",
-        shape,
-        normal(config),
-        "head",
-        shard=Shard(0),
-        stored=padded_vocab,
-        multipliers=ENDS,
-    )
-
-
-def layer_parameters(
-    config: ModelConfig, index: int, sequence: bool = False
-) -> dict[str, ParameterSpec]:
-    """All parameters of a transformer layer by their names in it. The first has the table of
-    learned positions, the last the final norm.
+def vocabulary_matrix(
+    config: ModelConfig, vocab_size: int, padded_vocab: int, *, head: bool = False
+) -> ParameterSpec:
+    """The word embedding [v, h], or the matrix of the `head`, which is the same unless they are
+    untied.
     """
-    name, record = f"layers.{index}", layer_records(config)[index]
+    tied = not config.untie_embeddings_and_output_weights
+    name, kind = ("head", "head") if head and not tied else ("embedding.word", "embedding")
+    return matrix(
+        f"{name}.weight",
+        (vocab_size, config.hidden_size),
+        normal(config),
+        kind,
+        shard=Shard(0),
+        # Tied: the first and the last pipeline stage hold copies, whose gradients are summed.
+        copies="tied" if tied else None,
+        grad_sum=("tied",) if tied else (),
+        stored=padded_vocab,
+        multipliers=Multipliers(decoupled_lr=True),
+    )
 
-    def norm(own: str, logical: str) -> dict[str, ParameterSpec]:
-        made = norm_parameters(
-            config.normalization, config.hidden_size, logical, parts_under(sequence)
-        )
-        return {f"{own}.{kind}": spec for kind, spec in made.items()}
 
-    made = {}
-    if record.first and config.position_embedding_type == "learned_absolute":
-        shape = (config.max_position_embeddings, config.hidden_size)
-        made["position.weight"] = matrix(
-            "embedding.position.weight",
-            shape,
-            normal(config),
-            "embedding",
-            copies="tp",
-            grad_sum=parts_under(sequence),
-        )
-    # in the order of the flat buffer
-    made |= norm("input_norm", f"{name}.input_norm")
-    made |= {
-        f"attention.{own}": spec
-        for own, spec in parameters_of_attention(config, f"{name}.attention", sequence).items()
-    }
-    made |= norm("mlp_norm", f"{name}.mlp_norm")
-    mlp = moe_parameters if record.experts else mlp_parameters
-    made |= {f"mlp.{own}": spec for own, spec in mlp(config, f"{name}.mlp", sequence).items()}
-    if record.last:
-        made |= norm("final_norm", "final_norm")
-    return made
+@functools.lru_cache  # a search for a layout asks thousands of times
+def layer_parameters(config: ModelConfig, index: int) -> dict[str, ParameterSpec]:
+    """All parameters of a transformer layer by their names in it, in the order of its buffer."""
+    layer = TransformerLayer(config, 0, index)
+    return {name: parameter.spec for name, parameter in layer.named_parameters()}
 
 
 def representative_layer(config: ModelConfig, index: int) -> int:
@@ -231,14 +170,10 @@ class EmbeddingLayer(Layer):
         self, config: ModelConfig, vocab_size: int, padded_vocab: int, tp: TensorParallel = NO_TP
     ):
         super().__init__()
-        self.word = Embedding(embedding_spec(config, vocab_size, padded_vocab), tp)
+        self.word = Embedding(vocabulary_matrix(config, vocab_size, padded_vocab), tp)
 
     def forward(self, _: None, micro: MicroBatch) -> Tensor:
         return self.word(micro.tokens)
-
-
-# by whether a record is of latent attention
-ATTENTION: dict[bool, Any] = {False: SelfAttention, True: LatentAttention}
 
 
 class TransformerLayer(Layer):
@@ -261,33 +196,37 @@ class TransformerLayer(Layer):
         self.config = config
         self.record = record = layer_records(config)[index]
         self.rotates, self.seen = record.rotary, window_index(config, record)
-        parameters = layer_parameters(config, index, tp.sequence)
+        h, sums = config.hidden_size, parts_under(tp.sequence)
 
         def norm(name: str) -> AddNorm:
-            return AddNorm(under(parameters, name), config, tp)
+            return AddNorm(config, name, h, sums)
 
         def dropout(*names: object) -> Dropout:
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
 
         drops = config.hidden_dropout > 0
         self.position = None
-        if "position.weight" in parameters:
-            self.position = Embedding(parameters["position.weight"])  # every rank has all of it
+        if record.first and config.position_embedding_type == "learned_absolute":
+            table, shape = "embedding.position.weight", (config.max_position_embeddings, h)
+            # every rank has all of it
+            held: dict[str, Any] = {"copies": "tp", "grad_sum": sums}
+            self.position = Embedding(matrix(table, shape, normal(config), "embedding", **held))
             # A hook, so that --torch-compile can compile `forward`: the table's gradient is added
             # to main_grad, which no compiled graph sees.
             self.register_forward_pre_hook(_add_positions)
         self.embedding_dropout = dropout("embedding.dropout") if record.first and drops else None
-        self.input_norm = norm("input_norm")
-        self.attention = ATTENTION[record.latent](config, seed, index, tp, cp)
+        self.input_norm = norm(f"layers.{index}.input_norm")
+        attention = LatentAttention if record.latent else SelfAttention
+        self.attention = attention(config, seed, index, tp, cp)
         self.attention_output_dropout = dropout("layers", index, "attention.output_dropout")
-        self.mlp_norm = norm("mlp_norm")
+        self.mlp_norm = norm(f"layers.{index}.mlp_norm")
         self.mlp = (
             MoE(config, seed, index, tp, ep)
             if record.experts
-            else mlp_class(config)(config, f"layers.{index}.mlp", tp)
+            else (TiledMLP if config.tiled_mlp > 1 else MLP)(config, f"layers.{index}.mlp", tp)
         )
         self.mlp_output_dropout = dropout("layers", index, "mlp.output_dropout")
-        self.final_norm = norm("final_norm") if "final_norm.weight" in parameters else None
+        self.final_norm = norm("final_norm") if record.last else None
         self.drops = drops
         self.recompute_context = RecomputeContext()
         self.choose_recompute(KEPT)
@@ -387,9 +326,8 @@ class HeadLayer(Layer):
     ):
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
-        self.weight = (
-            head_spec(config, vocab_size, padded_vocab).parameter(tp) if tied is None else tied
-        )
+        matrix = vocabulary_matrix(config, vocab_size, padded_vocab, head=True)
+        self.weight = matrix.parameter(tp) if tied is None else tied
         self.columns = own_columns(
             self.weight.shape[0],
             vocab_size,

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +75,7 @@ def dgrad(dy: Tensor, weight: Tensor, *, weight_grad: bool) -> tuple[Tensor, Ten
 
 class WeightGrad(NamedTuple):
     """A weight gradient left for later, with dy [s, b, o] and x [s, b, i] or what this rank holds
-    of them: the rest is on its axis.
+    of them: the rest is on its axis. `gemm`: in place of `wgrad_gemm`.
 
     x is detached: the graph would live on otherwise.
     """
@@ -85,30 +85,17 @@ class WeightGrad(NamedTuple):
     x: Tensor
     dy_axis: Axis = ALONE
     x_axis: Axis = ALONE
-    overlap: bool = True
+    overlap: bool = True  # what is gathered comes alongside another one's GEMM
+    gemm: Callable[..., None] | None = None
 
     def start(self) -> Callable[[], None]:
         """Set off what is gathered; what it returns waits for that and adds the gradient."""
         dy, x = start_all_gather(self.dy, self.dy_axis), start_all_gather(self.x, self.x_axis)
-        return lambda: accumulate_weight_grad(dy.wait(), x.wait(), self.weight)
-
-
-class DeferredWgrad(Protocol):
-    """A weight gradient that a split backward pass leaves for its second half."""
-
-    @property
-    def weight(self) -> nn.Parameter: ...
-
-    @property
-    def overlap(self) -> bool:
-        """Whether what `start` sets off may run alongside another one's GEMM."""
-
-    def start(self) -> Callable[[], None]:
-        """Set off what is communicated; what it returns adds the gradient."""
+        return lambda: accumulate_weight_grad(dy.wait(), x.wait(), self.weight, self.gemm)
 
 
 @torch.no_grad()
-def add_weight_grads(left: list[DeferredWgrad]) -> None:
+def add_weight_grads(left: list[WeightGrad]) -> None:
     """Add each into its weight's main_grad, and empty the list; the next one's all-gather runs
     alongside a GEMM.
     """
@@ -123,11 +110,11 @@ def add_weight_grads(left: list[DeferredWgrad]) -> None:
 
 
 @contextlib.contextmanager
-def deferring_weight_grads(module: nn.Module) -> Iterator[list[DeferredWgrad]]:
+def deferring_weight_grads(module: nn.Module) -> Iterator[list[WeightGrad]]:
     """While open, backward passes through the module's linear layers put their weight gradients
     onto this list instead of computing them.
     """
-    left: list[DeferredWgrad] = []
+    left: list[WeightGrad] = []
     # Weights of linear layers and of experts declare that their gradient is one GEMM.
     declared = ((weight, getattr(weight, "spec", None)) for weight in module.parameters())
     weights = {weight for weight, spec in declared if spec is not None and spec.is_gemm}
@@ -201,15 +188,17 @@ class _ColumnLinear(torch.autograd.Function):
         whole = x.new_empty((tp.size * x.shape[0], *x.shape[1:]))
         y = x.new_empty((*whole.shape[:-1], weight.shape[0]))
         for rows, part in gather_parts(x, tp.axis, whole):
-            _linear_into(y[rows], part, weight, bias)
+            piece, factor = y[rows].flatten(0, -2), part.flatten(0, -2)
+            if bias is None:
+                torch.mm(factor, weight.t(), out=piece)
+            else:
+                torch.addmm(bias, factor, weight.t(), out=piece)
         return y
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
-        deferred = getattr(weight, DEFERRED, None)
-        frozen = not ctx.needs_input_grad[1]
-        computes_wgrad = deferred is None and not frozen
+        computes_wgrad = _computes_wgrad(ctx)
 
         # Under SP wgrad needs the whole x once more: its all-gather runs while dgrad is computed.
         x_axis = tp.axis if tp.sequence else ALONE
@@ -226,12 +215,8 @@ class _ColumnLinear(torch.autograd.Function):
             summing.wait()
 
         # wgrad and the bias's gradient, of this rank's outputs
-        if gathering is not None:
-            accumulate_weight_grad(kept, gathering.wait(), weight)
-        elif not frozen:
-            deferred.append(WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap))
-        if ctx.bias is not None and not frozen:
-            accumulate_bias_grad(dy, ctx.bias.main_grad)
+        left = WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap)
+        _add_gradients(ctx, kept, x if gathering is None else gathering.wait(), left)
         return summing.wait(), None, None, None
 
 
@@ -263,9 +248,10 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
-        deferred = getattr(weight, DEFERRED, None)
-        frozen = not ctx.needs_input_grad[1]
-        own = dy  # under SP of this rank's part of the sequence
+        # Under SP dy is of this rank's part of the sequence. What is deferred holds that alone, and
+        # the bias, which is added behind the sum, has its gradient of it.
+        dy_axis = tp.axis if tp.sequence else ALONE
+        left = WeightGrad(weight, dy, x.detach(), dy_axis=dy_axis, overlap=tp.overlap)
 
         # dgrad: under SP dy is gathered along the sequence first, or piece by piece with the GEMMs
         kept: Tensor | Quantised
@@ -276,20 +262,31 @@ class _RowLinear(torch.autograd.Function):
                 torch.mm(part.flatten(0, -2), weight, out=dx[rows].flatten(0, -2))
         else:
             dy = all_gather(dy, tp.axis) if tp.sequence else dy
-            dx, kept = dgrad(dy, weight, weight_grad=deferred is None and not frozen)
-        if frozen:  # and so is the bias
-            return dx, None, None, None
+            dx, kept = dgrad(dy, weight, weight_grad=_computes_wgrad(ctx))
 
-        # wgrad, of the whole dy; what is deferred holds this rank's part alone
-        if deferred is None:
-            accumulate_weight_grad(kept, x, weight)
-        else:
-            dy_axis = tp.axis if tp.sequence else ALONE
-            left = WeightGrad(weight, own, x.detach(), dy_axis=dy_axis, overlap=tp.overlap)
-            deferred.append(left)
-        if ctx.bias is not None:  # added behind the sum: under SP to this rank's part alone
-            accumulate_bias_grad(own, ctx.bias.main_grad)
+        # wgrad, of the whole dy
+        _add_gradients(ctx, kept, x, left)
         return dx, None, None, None
+
+
+def _computes_wgrad(ctx: Any) -> bool:
+    """Whether this backward pass computes wgrad: the weight is not frozen, nor wgrad deferred."""
+    return ctx.needs_input_grad[1] and getattr(ctx.weight, DEFERRED, None) is None
+
+
+def _add_gradients(ctx: Any, dy: Tensor | Quantised, x: Tensor, left: WeightGrad) -> None:
+    """Add wgrad, of the whole dy and x, and the bias's gradient to main_grad; or leave wgrad for
+    the second half of a split backward pass, which has it of `left`.
+    """
+    if not ctx.needs_input_grad[1]:  # frozen, and so is the bias
+        return
+    deferred = getattr(ctx.weight, DEFERRED, None)
+    if deferred is None:
+        accumulate_weight_grad(dy, x, ctx.weight)
+    else:
+        deferred.append(left)
+    if ctx.bias is not None:
+        accumulate_bias_grad(left.dy, ctx.bias.main_grad)
 
 
 def _cuts(tp: TensorParallel, x: Tensor, weight: Tensor, outputs: int) -> bool:
@@ -306,14 +303,6 @@ def worth_cutting(x: Tensor, outputs: int) -> bool:
     # A wave of tiles fills the GPU; a piece with fewer would leave multiprocessors idle.
     tiles = -(-x.shape[:-1].numel() // TILE[0]) * -(-outputs // TILE[1])
     return not x.is_cuda or tiles >= multiprocessors(x.device)
-
-
-def _linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    out, x = out.flatten(0, -2), x.flatten(0, -2)
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def column_linear(

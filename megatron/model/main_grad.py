@@ -88,9 +88,10 @@ def wgrad_gemm(
 
 def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> None:
     """main_grad [o, i] += dy^T x by bf16 GEMMs that accumulate in fp32 and round their result once
-    (relative error 2^-9), some outputs at a time.
+    (relative error 2^-9), some outputs at a time: as many as fit into SCRATCH_BYTES with their copy
+    in fp32.
     """
-    rows = _rows_at_once(x.shape[1], dy.element_size(), main_grad.element_size())
+    rows = max(1, SCRATCH_BYTES // (x.shape[1] * (dy.element_size() + main_grad.element_size())))
     for grad, part in zip(main_grad.split(rows), dy.split(rows, dim=1), strict=True):
         # rounded to bf16 once, behind the sum over tokens in fp32
         wgrad = part.t() @ x
@@ -98,11 +99,6 @@ def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> N
             grad.copy_(wgrad)
         else:
             grad.add_(wgrad)
-
-
-def _rows_at_once(inputs: int, compute: int, grad: int) -> int:
-    """Rows of a weight gradient whose bf16 GEMM, and its copy in fp32, fit into SCRATCH_BYTES."""
-    return max(1, SCRATCH_BYTES // (inputs * (compute + grad)))
 
 
 def accumulate_bias_grad(dy: Tensor, main_grad: Tensor) -> None:

@@ -26,15 +26,7 @@ from megatron.kernels.activation import FUNCTIONS, activation_backward
 from megatron.kernels.activation import activation as activation_forward
 from megatron.model.linear import ColumnLinear, RowLinear
 from megatron.model.main_grad import accumulate_gradients
-from megatron.model.spec import (
-    ParameterSpec,
-    Shard,
-    TensorSpec,
-    matrix,
-    normal,
-    parts_under,
-    vector,
-)
+from megatron.model.spec import Shard, fuse, matrix, normal, parts_under, vector
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 _ATEN = torch.ops.aten  # whose forms with `out` write into a half of the fused tensor
@@ -61,14 +53,29 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         (fused,) = ctx.saved_tensors
-        gate, up = fused.chunk(2, dim=-1)
-        value, gradient = _GATES[ctx.activation]
-        # Both halves are written into the gradient of the fused tensor, without a concatenation.
-        dfused = torch.empty_like(fused)
-        dgate, dup = dfused.chunk(2, dim=-1)
-        gradient(torch.mul(dy, up, out=dgate), gate, grad_input=dgate)
-        value(gate, out=dup).mul_(dy)
-        return dfused, None
+        return gated_gradients(dy, fused, ctx.activation)[0], None
+
+
+def gated_gradients(
+    dy: Tensor, fused: Tensor, activation: str, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(dfused, dweights [N]) of act(gate) * up or, with weights [N], of that times the weight of
+    each row: dy [N, f], fused [N, 2f].
+    """
+    gate, up = fused.chunk(2, dim=-1)
+    value, gradient = _GATES[activation]
+    # Both halves are written into the gradient of the fused tensor, without a concatenation.
+    dfused = torch.empty_like(fused)
+    dgate, dup = dfused.chunk(2, dim=-1)
+    # act(gate) lies in dup's memory until dup is formed of it.
+    value(gate, out=dup)
+    dweights = None
+    if weights is not None:
+        dweights = torch.mul(dup, up).mul_(dy).sum(1, dtype=weights.dtype)
+        dy = (dy * weights.unsqueeze(1)).to(fused.dtype)
+    gradient(torch.mul(dy, up, out=dgate), gate, grad_input=dgate)
+    dup.mul_(dy)
+    return dfused, dweights
 
 
 class _SquaredReLU(torch.autograd.Function):
@@ -83,24 +90,6 @@ class _SquaredReLU(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         (x,) = ctx.saved_tensors
         return F.relu(x).mul_(dy).mul_(2)
-
-
-def weighted_gated_gradients(
-    dy: Tensor, fused: Tensor, weights: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    """(dfused [N, 2f], dweights [N]) of act(gate) * up * weight for each row, with dy [N, f]: what
-    autograd makes of `_Gated` and the multiplication, with the activation computed once.
-    """
-    gate, up = fused.chunk(2, dim=-1)
-    value, gradient = _GATES[activation]
-    dfused = torch.empty_like(fused)
-    dgate, dup = dfused.chunk(2, dim=-1)
-    # act(gate) lies in dup's memory until dup is formed of it.
-    dweights = torch.mul(value(gate, out=dup), up).mul_(dy).sum(1, dtype=weights.dtype)
-    weighted = (dy * weights.unsqueeze(1)).to(fused.dtype)
-    gradient(torch.mul(weighted, up, out=dgate), gate, grad_input=dgate)
-    dup.mul_(weighted)
-    return dfused, dweights
 
 
 class _TritonActivation(torch.autograd.Function):
@@ -165,33 +154,6 @@ def activation_function(kind: str, backend: str = "torch") -> Callable[[Tensor],
     return _SquaredReLU.apply if kind == "squared-relu" else FUNCTIONS[kind]
 
 
-def mlp_parameters(
-    config: ModelConfig, name: str, sequence: bool = False, width: int | None = None
-) -> dict[str, ParameterSpec]:
-    """fc1 [f or 2f, h], of a gated activation [gate; up], and fc2 [h, f], with their biases where
-    there are any. `width`: f, by default that of the MLP.
-    """
-    h, f = config.hidden_size, width or config.ffn_hidden_size
-    # fc1 fuses gate and up, so that a gated MLP is one GEMM; checkpoints name them apart.
-    parts = ("gate", "up") if config.activation in GATED else ("up",)
-    matrices = tuple(
-        TensorSpec(f"{name}.{part}.weight", (f, h), normal(config), "matrix", shard=Shard(0))
-        for part in parts
-    )
-    residual = normal(config, residual_output=True)
-    made = {
-        "fc1.weight": ParameterSpec(matrices, is_gemm=True),
-        "fc2.weight": matrix(f"{name}.down.weight", (h, f), residual, shard=Shard(1)),
-    }
-    if config.add_bias_linear:
-        biases = tuple(vector(f"{name}.{part}.bias", f, shard=Shard(0)) for part in parts)
-        made["fc1.bias"] = ParameterSpec(biases)
-        made["fc2.bias"] = ParameterSpec(
-            (vector(f"{name}.down.bias", h, copies="tp", grad_sum=parts_under(sequence)),)
-        )
-    return made
-
-
 def always_rebuilt(model: ModelConfig) -> frozenset[str]:
     """Modules of `RecomputeContext` that a layer makes again whatever else it recomputes: the MLP
     in pieces and, as large as all the rest alongside attention, the outputs of norms.
@@ -200,8 +162,8 @@ def always_rebuilt(model: ModelConfig) -> frozenset[str]:
 
 
 class MLP(nn.Module):
-    """x [s, b, h] -> [s, b, h]; each rank computes f / size channels. `width`: f, by default that
-    of the flags.
+    """x [s, b, h] -> [s, b, h]: fc1 [f or 2f, h] (of a gated activation [gate; up]), the activation
+    and fc2 [h, f]. Each rank computes f / size channels. `width`: f, by default that of the flags.
     """
 
     # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
@@ -215,14 +177,23 @@ class MLP(nn.Module):
         width: int | None = None,
     ):
         super().__init__()
-        self.activation = config.activation
+        self.activation, self.pieces = config.activation, config.tiled_mlp
         # Our activation kernel adds fc1's bias, and sums its gradient in the pass over dx.
         self.fuses_bias = config.activation_backend == "triton"
-        parameters = mlp_parameters(config, name, tp.sequence, width)
-        self.fc1 = ColumnLinear(
-            parameters["fc1.weight"], parameters.get("fc1.bias"), tp, skip_bias_add=self.fuses_bias
-        )
-        self.fc2 = RowLinear(parameters["fc2.weight"], parameters.get("fc2.bias"), tp)
+        h, f = config.hidden_size, width or config.ffn_hidden_size
+        # fc1 fuses gate and up, so that a gated MLP is one GEMM; checkpoints name them apart.
+        parts = ("gate", "up") if config.activation in GATED else ("up",)
+        shape, inner = (f, h), normal(config)
+        fc1 = fuse(matrix(f"{name}.{part}.weight", shape, inner, shard=Shard(0)) for part in parts)
+        residual = normal(config, residual_output=True)
+        fc2 = matrix(f"{name}.down.weight", (h, f), residual, shard=Shard(1))
+        fc1_bias = fc2_bias = None
+        if config.add_bias_linear:
+            fc1_bias = fuse(vector(f"{name}.{part}.bias", f, shard=Shard(0)) for part in parts)
+            sums = parts_under(tp.sequence)
+            fc2_bias = vector(f"{name}.down.bias", h, copies="tp", grad_sum=sums)
+        self.fc1 = ColumnLinear(fc1, fc1_bias, tp, skip_bias_add=self.fuses_bias)
+        self.fc2 = RowLinear(fc2, fc2_bias, tp)
         self.activate = (
             # chosen once: a forward pass calls it without looking at the kind
             self._activate_with_bias if self.fuses_bias else activation_function(self.activation)
@@ -242,23 +213,13 @@ class MLP(nn.Module):
         """Under what the modules' inputs are filed where activations are offloaded, see
         RecomputeContext.parking.
         """
-        yield self, "mlp_fc1", None
+        yield self, "mlp_fc1", ""
         yield self.fc1, "mlp_fc1", "mlp_act"
         yield self.fc2, "mlp_fc2", None
 
 
 class TiledMLP(MLP):
     """The MLP of --tiled-mlp: over pieces of the sequence, one after another."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        name: str = "mlp",
-        tp: TensorParallel = NO_TP,
-        width: int | None = None,
-    ):
-        super().__init__(config, name, tp, width)
-        self.pieces = config.tiled_mlp
 
     def forward(self, x: Tensor) -> Tensor:
         # Pieces of tokens: fc1's output and the activation exist for one piece at a time.
@@ -270,8 +231,3 @@ class TiledMLP(MLP):
             piece, x = _TakePiece.apply(x, rows)
             y = _PutPiece.apply(y, super().forward(piece), rows)
         return y
-
-
-def mlp_class(config: ModelConfig) -> type[MLP]:
-    """The class of the MLPs of this model."""
-    return TiledMLP if config.tiled_mlp > 1 else MLP

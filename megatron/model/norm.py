@@ -16,8 +16,7 @@ from megatron.config.groups import ModelConfig
 from megatron.kernels import apex
 from megatron.kernels.norm import add_norm, norm, norm_backward
 from megatron.model.main_grad import accumulate_gradients
-from megatron.model.spec import ONES, ParameterSpec, vector
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.spec import ONES, vector
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -151,32 +150,19 @@ NORMS = {
 }
 
 
-def norm_parameters(
-    kind: str, size: int, name: str, grad_sum: tuple[str, ...] = ()
-) -> dict[str, ParameterSpec]:
-    """The scale [size] and, where the kind has one, the bias [size] of a norm. Every
-    tensor-parallel rank holds them whole.
-    """
-    # Under SP each rank sees a part of the sequence: gradients are parts of a sum (`grad_sum`).
-    scale = vector(f"{name}.weight", size, ONES, copies="tp", grad_sum=grad_sum)
-    bias = vector(f"{name}.bias", size, copies="tp", grad_sum=grad_sum)
-    return {"weight": ParameterSpec((scale,))} | (
-        {"bias": ParameterSpec((bias,))} if NORMS[kind].bias else {}
-    )
-
-
 class Norm(nn.Module):
-    """The norm over the last dimension that `config` names, of NORMS."""
+    """The norm over the last dimension [size] that `config` names, of NORMS: a scale and, where the
+    kind has one, a bias. `grad_sum`: of tensor-parallel ranks, which all hold them whole.
+    """
 
-    def __init__(
-        self, parameters: dict[str, ParameterSpec], config: ModelConfig, tp: TensorParallel = NO_TP
-    ):
+    def __init__(self, config: ModelConfig, name: str, size: int, grad_sum: tuple[str, ...] = ()):
         super().__init__()
         kind, self.eps = NORMS[config.normalization], config.norm_epsilon
         self.backend = config.norm_backend if kind.kernels else "torch"
         self.function = _ApexNorm if self.backend == "apex" else kind.function
-        self.weight = parameters["weight"].parameter(tp)
-        self.bias = parameters["bias"].parameter(tp) if "bias" in parameters else None
+        held = {"copies": "tp", "grad_sum": grad_sum}
+        self.weight = vector(f"{name}.weight", size, ONES, **held).parameter()
+        self.bias = vector(f"{name}.bias", size, **held).parameter() if kind.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.backend == "triton":

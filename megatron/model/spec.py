@@ -25,6 +25,7 @@ A parameter carries these attributes:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -211,30 +212,23 @@ class ParameterSpec:
             if not tensor.is_held(tp.experts.rank, tp.experts.size):
                 continue
             extent = tensor.local_shape(tp.size)
-            boxes += _box(tensor, extent, groups, start, tp)
+            offset = [0] * len(extent)
+            if tensor.shard is not None:
+                dimension = tensor.shard.dimension
+                # Neighbouring ranks hold the same part where there are fewer parts than ranks.
+                sharing = tp.size // tensor.shard.count(tp.size)  # ranks that hold the same part
+                offset[dimension] = tp.axis.rank // sharing * extent[dimension]
+            # rows that are no padding; a part may have none
+            real = min(tensor.shape[0] - offset[0], extent[0])
+            if real > 0 or extent[0] == 0:
+                # Copies count as such only where there is more than one rank to hold them.
+                shared = {"tp": tp.size > 1, "kv": tp.kv.size > 1, "tied": True}
+                copies = tensor.copies if shared.get(tensor.copies) else None
+                at, part = tuple(offset), (real, *extent[1:])
+                box = Box(tensor.name, tensor.shape, at, part, groups, start, copies, tensor)
+                boxes.append(box)
             start += extent[0] // groups
         return tuple(boxes)
-
-
-def _box(
-    tensor: TensorSpec, extent: tuple[int, ...], groups: int, start: int, tp: TensorParallel
-) -> list[Box]:
-    """The box of one tensor; none when this rank's part is padding alone."""
-    offset = [0] * len(extent)
-    if tensor.shard is not None:
-        dimension = tensor.shard.dimension
-        # Neighbouring ranks hold the same part where there are fewer parts than ranks.
-        sharing = tp.size // tensor.shard.count(tp.size)  # ranks that hold the same part
-        offset[dimension] = tp.axis.rank // sharing * extent[dimension]
-    # rows that are no padding
-    real = min(tensor.shape[0] - offset[0], extent[0])
-    if real <= 0 < extent[0]:
-        return []
-    # Copies count as such only where there is more than one rank to hold them.
-    shared = {None: False, "tp": tp.size > 1, "kv": tp.kv.size > 1, "tied": True}[tensor.copies]
-    copies = tensor.copies if shared else None
-    part = (real, *extent[1:])
-    return [Box(tensor.name, tensor.shape, tuple(offset), part, groups, start, copies, tensor)]
 
 
 def vector(
@@ -245,9 +239,11 @@ def vector(
     shard: Shard | None = None,
     copies: str | None = None,
     grad_sum: tuple[str, ...] = (),
-) -> TensorSpec:
+) -> ParameterSpec:
     """A bias or the scale of a norm: [size], without weight decay."""
-    return TensorSpec(name, (size,), init, "vector", False, shard, copies, grad_sum)
+    return ParameterSpec(
+        (TensorSpec(name, (size,), init, "vector", False, shard, copies, grad_sum),)
+    )
 
 
 def matrix(
@@ -264,6 +260,13 @@ def matrix(
     """
     is_gemm = kind == "matrix" if is_gemm is None else is_gemm
     return ParameterSpec((TensorSpec(name, shape, init, kind, **declared),), is_gemm=is_gemm)
+
+
+def fuse(parameters: Iterable[ParameterSpec], interleave: int = 1) -> ParameterSpec:
+    """One parameter of the rows of several, see ParameterSpec."""
+    parts = list(parameters)
+    tensors = tuple(tensor for part in parts for tensor in part.tensors)
+    return ParameterSpec(tensors, interleave, parts[0].is_gemm)
 
 
 def normal(config: ModelConfig, *, residual_output: bool = False) -> Init:
@@ -310,14 +313,6 @@ def spec_of(name: str, parameter: nn.Parameter, config: ModelConfig) -> Paramete
         grad_sum=getattr(parameter, "grad_sum", None),
     )
     return ParameterSpec((tensor,))
-
-
-def under(parameters: dict[str, ParameterSpec], name: str) -> dict[str, ParameterSpec]:
-    """The declarations of the submodule called `name`, by their names in it."""
-    inside = f"{name}."
-    return {
-        own.removeprefix(inside): spec for own, spec in parameters.items() if own.startswith(inside)
-    }
 
 
 class Holder(NamedTuple):

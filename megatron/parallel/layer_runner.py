@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.distributed.collectives import all_gather
 from megatron.distributed.groups import ALONE, Axis
 from megatron.model.layer import Layer, MicroBatch, WithScalars
-from megatron.model.linear import DeferredWgrad, add_weight_grads, deferring_weight_grads
+from megatron.model.linear import WeightGrad, add_weight_grads, deferring_weight_grads
 from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.schedule import Kind
 
@@ -58,7 +58,7 @@ class Graph(NamedTuple):
 # What a layer saves for its next pass: its graph; its input, where it is recomputed; the weight
 # gradients that the first half of a split backward pass leaves; None where nothing is
 # differentiated. With CUDA graphs also a CapturedLayer.
-Saved = Graph | Inputs | list[DeferredWgrad] | None
+Saved = Graph | Inputs | list[WeightGrad] | None
 
 
 class LostGradientError(RuntimeError):
@@ -172,7 +172,7 @@ class LayerRunner:
 
     def backward(
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Saved, aux_scale: float = 0.0
-    ) -> tuple[Tensor | None, list[DeferredWgrad] | None]:
+    ) -> tuple[Tensor | None, list[WeightGrad] | None]:
         """A backward pass, whole or one half of a split one: (the gradient of the input [s, b, h],
         what the second half needs). Both are None where there is no such thing.
 
@@ -203,7 +203,7 @@ class LayerRunner:
         graph: Graph,
         dy: Tensor,
         aux_scale: float,
-        left: Sequence[DeferredWgrad] = (),
+        left: Sequence[WeightGrad] = (),
     ) -> Tensor | None:
         """The gradient of x; those of parameters are in their main_grad, in `left`, or (where that
         is to come first) still in `.grad`.
@@ -253,7 +253,7 @@ def accumulate_into_main_grad(parameters: Sequence[nn.Parameter]) -> None:
 
 @contextlib.contextmanager
 def check_all_params_got_grads(
-    edges: Sequence[GradientEdge], left: Sequence[DeferredWgrad]
+    edges: Sequence[GradientEdge], left: Sequence[WeightGrad]
 ) -> Iterator[None]:
     """Around a backward pass from `edges`: LostGradientError when a parameter that the graph uses
     was given no gradient.

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -109,13 +108,11 @@ def experts_of_the_next_rank() -> Patch:
 
 def weights_in_the_order_of_tokens() -> Patch:
     """Weights that are not sorted as the rows are."""
-    taken = dispatch._TakeWeights
 
-    def forward(ctx, weights, assignments):
-        ctx.assignments = assignments
+    def taken(weights, assignments):
         return weights.flatten()[: len(assignments.order)].clone()
 
-    return mock.patch.object(taken, "forward", staticmethod(forward))
+    return mock.patch.object(dispatch, "_take_weights", taken)
 
 
 def one_part_of_an_expert() -> Patch:
@@ -132,15 +129,7 @@ def one_part_of_an_expert() -> Patch:
 
 def whole_router_gradients() -> Patch:
     """Under sequence parallelism the router's gradient is that of a rank's own tokens."""
-    real = router.router_parameters
-
-    def parameters(*args):
-        made = real(*args)
-        (tensor,) = made["weight"].tensors
-        whole = replace(made["weight"], tensors=(replace(tensor, grad_sum=()),))
-        return {**made, "weight": whole}
-
-    return mock.patch.object(router, "router_parameters", parameters)
+    return mock.patch.object(router, "parts_under", lambda sequence: ())
 
 
 def capacity_of_local_tokens() -> Patch:

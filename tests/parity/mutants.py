@@ -51,30 +51,29 @@ MUTANTS = (
     unsummed(
         "layer norms",
         f"{MODEL}/layer.py",
-        "logical, parts_under(sequence))",
-        """logical, () if logical.endswith("input_norm") else parts_under(sequence))""",
+        "return AddNorm(config, name, h, sums)",
+        """return AddNorm(config, name, h, () if name.endswith("input_norm") else sums)""",
         "fp64-llama-tp2-sp-serial",
     ),
     unsummed(
         "the final norm",
         f"{MODEL}/layer.py",
-        "logical, parts_under(sequence))",
-        """logical, () if logical == "final_norm" else parts_under(sequence))""",
+        "return AddNorm(config, name, h, sums)",
+        """return AddNorm(config, name, h, () if name == "final_norm" else sums)""",
         "fp64-llama-tp2-sp-serial",
     ),
     unsummed(
         "row-parallel biases",
         f"{MODEL}/mlp.py",
-        """h, copies="tp", grad_sum=parts_under(sequence)""",
+        """h, copies="tp", grad_sum=sums""",
         """h, copies="tp", grad_sum=()""",
         "fp64-documents-tp2-sp",
     ),
     unsummed(
         "positions",
         f"{MODEL}/layer.py",
-        """"embedding", copies="tp",
-                                                            grad_sum=parts_under(sequence)""",
-        """"embedding", copies="tp", grad_sum=()""",
+        """"copies": "tp", "grad_sum": sums""",
+        """"copies": "tp", "grad_sum": ()""",
         "fp64-documents-tp2-sp",
     ),
     unsummed(
@@ -87,8 +86,8 @@ MUTANTS = (
     unsummed(
         "shared key/value heads",
         f"{ATTENTION}/attention.py",
-        """"kv", ("kv",))""",
-        """"kv", ())""",
+        """"grad_sum": ("kv",)""",
+        """"grad_sum": ()""",
         "fp64-mqa-bias-tp2",
     ),
     Mutant(
@@ -115,14 +114,8 @@ MUTANTS = (
     Mutant(
         "a column-parallel bias learnt on one rank alone",
         f"{MODEL}/linear.py",
-        (
-            "if ctx.bias is not None and not frozen:\n            accumulate_bias_grad(dy, "
-            "ctx.bias.main_grad)\n        return summing"
-        ),
-        (
-            "if ctx.bias is not None and tp.axis.rank == 0:\n            accumulate_bias_grad(dy, "
-            "ctx.bias.main_grad)\n        return summing"
-        ),
+        "if ctx.bias is not None:\n        accumulate_bias_grad(left",
+        "if ctx.bias is not None and ctx.tp.axis.rank == 0:\n        accumulate_bias_grad(left",
         ("fp64-gpt-tp2",),
     ),
     Mutant(
@@ -322,8 +315,8 @@ MUTANTS = (
     Mutant(
         "the final norm in the layer before",
         f"{MODEL}/layer.py",
-        "if record.last:",
-        "if index == config.num_layers - 2:",
+        "if record.last else None",
+        "if index == config.num_layers - 2 else None",
         ("fp64-m5-pp2-1f1b",),
     ),
     Mutant(

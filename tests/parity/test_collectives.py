@@ -83,12 +83,16 @@ def test_context_parallelism(gloo_world, size, groups):
     grouped = "--group-query-attention", "--num-query-groups", str(groups)
     tokens, channels = SEQ // size, HIDDEN // 8
     gathered = 2 * groups * channels * tokens * (size - 1) * FP64
-    for backend, caller in (("auto", "GatheredAttention"), ("plain", "_GatherSequence")):
+    callers = {
+        "auto": ("GatheredAttention.forward", "GatheredAttention.backward"),
+        "plain": ("_gather", "_scatter"),
+    }
+    for backend, (forward, backward) in callers.items():
         chosen = "--attention-backend", backend
         found = in_layers(gloo_world, size, *grouped, *chosen, shared="--context-parallel-size")
         assert found == {
-            ("all-gather", "forward", f"{caller}.forward"): (1, gathered),
-            ("reduce-scatter", "backward", f"{caller}.backward"): (1, gathered),
+            ("all-gather", "forward", forward): (1, gathered),
+            ("reduce-scatter", "backward", backward): (1, gathered),
         }
     a2a = "--cp-comm-type", "a2a"
     found = in_layers(gloo_world, size, *grouped, *a2a, shared="--context-parallel-size")
@@ -189,7 +193,7 @@ def test_embedding_head_and_loss(gloo_world):
     logits.
     """
     assert outside_layers(gloo_world) == {
-        ("all-reduce", "_VocabularyParallelEmbedding.forward"): (MICRO_BATCHES, ACTIVATION),
+        ("all-reduce", "_Embedding.forward"): (MICRO_BATCHES, ACTIVATION),
         ("all-reduce", "_ColumnLinear.backward"): (MICRO_BATCHES, ACTIVATION),
         ("all-gather", "VocabularyShard.combine"): (MICRO_BATCHES, 3 * SEQ * FP64),
     }
@@ -205,8 +209,8 @@ def test_embedding_head_and_loss_under_sequence_parallelism(gloo_world):
     found = outside_layers(gloo_world, "--sequence-parallel")
     assert found.pop(("all-gather", "_ColumnLinear.backward")) == (MICRO_BATCHES, half)
     assert found == {
-        ("reduce-scatter", "_VocabularyParallelEmbedding.forward"): (MICRO_BATCHES, half),
-        ("all-gather", "_VocabularyParallelEmbedding.backward"): (MICRO_BATCHES, half),
+        ("reduce-scatter", "_Embedding.forward"): (MICRO_BATCHES, half),
+        ("all-gather", "_Embedding.backward"): (MICRO_BATCHES, half),
         ("all-gather", "_ColumnLinear.forward"): (MICRO_BATCHES, half),
         ("reduce-scatter", "_ColumnLinear.backward"): (MICRO_BATCHES, half),
         ("all-gather", "VocabularyShard.combine"): (MICRO_BATCHES, 3 * SEQ * FP64),
@@ -379,8 +383,8 @@ def test_gathered_tokens(gloo_world, size):
     mean = round(whole * (HIDDEN + 2) / 2, 6)  # of rows and their weights
     assert found == {
         ("all-gather", "forward", "AllGather.plan"): (each, whole * 2),
-        ("all-gather", "forward", "_Gather.forward"): (2 * each, mean),
-        ("reduce-scatter", "forward", "_Gather.forward"): (each, whole * HIDDEN),
-        ("all-gather", "backward", "_Gather.backward"): (each, whole * HIDDEN),
-        ("reduce-scatter", "backward", "_Gather.backward"): (2 * each, mean),
+        ("all-gather", "forward", "_LinearMap.forward"): (2 * each, mean),
+        ("reduce-scatter", "forward", "_LinearMap.forward"): (each, whole * HIDDEN),
+        ("all-gather", "backward", "_LinearMap.backward"): (each, whole * HIDDEN),
+        ("reduce-scatter", "backward", "_LinearMap.backward"): (2 * each, mean),
     }

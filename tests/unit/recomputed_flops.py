@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.model.arithmetic import elements, unit_flops
-from megatron.model.attention.latent_attention import parameters_of_attention
+from megatron.model.layer import layer_parameters
 from megatron.model.mlp import always_rebuilt
 from megatron.model.recompute import LayerRecompute
 
@@ -33,9 +33,9 @@ def flops_again(model: ModelConfig, seq: int, choice: LayerRecompute, index: int
 
 def _attention_again(model: ModelConfig) -> dict[str, int]:
     """All projections in front of the attention core, and the up-projections among them."""
-    parameters = parameters_of_attention(model, "attention")
-    products = {name: spec for name, spec in parameters.items() if spec.is_gemm}
-    del products["proj.weight"]
+    parameters = layer_parameters(model, 0).items()
+    products = {n: spec for n, spec in parameters if n.startswith("attention.") and spec.is_gemm}
+    del products["attention.proj.weight"]
     up = [spec for name, spec in products.items() if "down" not in name]
     found = {"qkv": 2 * elements(products.values())}
     return found | ({"mla_up_proj": 2 * elements(up)} if model.multi_latent_attention else {})

@@ -39,18 +39,8 @@ from megatron.model.attention.ring_attention import (
 from megatron.model.attention.rotary import Rotary, apply_rotary, rotate_fused, rotate_projection
 from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.linear import ColumnLinear, RowLinear
-from megatron.model.norm import Norm, norm_parameters
-from megatron.model.spec import (
-    ZEROS,
-    ParameterSpec,
-    Shard,
-    TensorSpec,
-    matrix,
-    normal,
-    parts_under,
-    under,
-    vector,
-)
+from megatron.model.norm import Norm
+from megatron.model.spec import ParameterSpec, Shard, fuse, matrix, normal, parts_under, vector
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 CAUSAL = AttentionMask()
@@ -89,7 +79,13 @@ def steps_of(
     if cp.ring.size > 1:
         # a2a+p2p: the ranks that exchange heads are one rank of the ring
         places, rank = places.reshape(cp.ring.size, -1), cp.ring.rank
-    elif cp.gathers and computes_blocks(config, places.device.type):
+    elif (
+        # Over gathered keys, rank by rank: torch's fused kernel computes all pairs of a mask, and a
+        # block of another rank needs none. On a CPU alone, where it gives its log-sum-exp.
+        cp.gathers
+        and places.device.type == "cpu"
+        and choose_attention(config, training=True) == "sdpa"
+    ):
         rank = cp.axis.rank
     else:
         return ()
@@ -102,24 +98,14 @@ def steps_of(
     )
 
 
-def computes_blocks(config: ModelConfig, device: str) -> bool:
-    """Whether attention over gathered keys is computed rank by rank: torch's fused kernel computes
-    all pairs of a mask, and a block of another rank needs none. On a CPU alone, where that kernel
-    gives its log-sum-exp.
-    """
-    return device == "cpu" and choose_attention(config, training=True) == "sdpa"
-
-
 def beyond_sdpa(config: ModelConfig, *, training: bool) -> list[str]:
     """The settings, as flags with their remedy, that torch's fused attention cannot compute."""
-    return [
-        name
-        for name, needed in (
-            ("--attention-dropout above 0 (use 0)", training and config.attention_dropout > 0),
-            ("--attn-logit-softcapping", config.attn_logit_softcapping is not None),
-        )
-        if needed
-    ]
+    needs = []
+    if training and config.attention_dropout > 0:
+        needs.append("--attention-dropout above 0 (use 0)")
+    if config.attn_logit_softcapping is not None:
+        needs.append("--attn-logit-softcapping")
+    return needs
 
 
 def choose_attention(config: ModelConfig, *, training: bool) -> str:
@@ -149,11 +135,9 @@ def attention_core(
     dropout: Dropout | None = None,
     state: DropoutState | None = None,
     first_head: int = 0,
-    return_lse: bool = False,
     deterministic: bool = True,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d], with log-sum-exp [b, n,
-    s] when asked (which sdpa cannot give).
+) -> Tensor:
+    """Attention of q [s, b, n, d] over k, v [t, b, g, d] -> [s, b, n, d].
 
     Backend triton also takes the fused projection [s, b, g, n / g + 2, d] instead of the three, and
     copies nothing in either pass. `mask` specifies which keys a query sees. Dropout acts where
@@ -161,41 +145,37 @@ def attention_core(
     is our kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
     """
     if backend not in SDPA:
-        # Our kernels, or the definition by plain operations; all three return the log-sum-exp.
+        # Our kernels, or the definition by plain operations; they return the log-sum-exp, too.
         compute = (
             partial(flash_attention, backend=backend, deterministic=deterministic)
             if backend in OURS
             else attention_reference
         )
         drop = _dropped(dropout, state, backend)
-        out, lse = compute(
+        out, _ = compute(
             *qkv, scale=scale, mask=mask, softcap=softcap, first_head=first_head, **drop
         )
-        return (out, lse) if return_lse else out
+        return out
 
-    assert not return_lse and softcap is None and (dropout is None or not dropout.acts(state))
-    q, k, v = qkv
-    return _sdpa(q, k, v, mask, scale)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
-    """torch's fused attention on [s, b, n, d]."""
+    # torch's fused attention, on [b, n, s, d]
+    assert softcap is None and (dropout is None or not dropout.acts(state))
+    q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
     dtype = q.dtype
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
     seen = None if simple else mask.dense(q.shape[2], k.shape[2], q.device)  # [b or 1, 1, s, t]
-    if not q.is_cuda:  # the backward pass of torch's CPU kernel takes three times as long in bf16
-        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    elif (seen is not None or q.element_size() > 2) and k.shape[1] < q.shape[1]:
+    if not q.is_cuda and q.element_size() == 2:
+        # the backward pass of torch's CPU kernel takes three times as long in bf16
+        q, k, v = q.float(), k.float(), v.float()
+    elif q.is_cuda and (seen is not None or q.element_size() > 2) and k.shape[1] < q.shape[1]:
         # torch's flash kernel takes neither a mask nor fp32, and its memory-efficient kernel needs
         # as many key heads as query heads. Without one of them torch would keep all scores,
         # [b, n, s, s].
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    causal = simple and mask.causal
+    causal, grouped = simple and mask.causal, q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, seen, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, seen, is_causal=causal, scale=scale, enable_gqa=grouped
     )
-    return out.to(dtype).permute(2, 0, 1, 3)
+    return (out if out.dtype == dtype else out.to(dtype)).permute(2, 0, 1, 3)
 
 
 def _dropped(dropout: Dropout | None, state: DropoutState | None, backend: str) -> dict[str, Any]:
@@ -209,55 +189,6 @@ def _dropped(dropout: Dropout | None, state: DropoutState | None, backend: str) 
         "key": dropout.key if backend in OURS else dropout.words,
         "sample_ids": state.sample_ids,
     }
-
-
-def attention_parameters(
-    config: ModelConfig, name: str, sequence: bool = False
-) -> dict[str, ParameterSpec]:
-    """qkv [(n + 2g) d, h], whose rows are per key/value head [its query heads | key | value], and
-    proj [h, n d], with their biases where there are any, and the norms of queries and keys [d].
-    With fewer key/value heads than ranks, several ranks hold (and draw) the same one.
-    """
-    h, d = config.hidden_size, config.kv_channels
-    # GPT-2 scales the initial values of matrices that write to the residual stream.
-    residual, shape = normal(config, residual_output=True), (h, config.num_attention_heads * d)
-    made = {
-        "qkv.weight": _fused_qkv(config, name, "weight", h),
-        "proj.weight": matrix(f"{name}.proj.weight", shape, residual, shard=Shard(1)),
-    }
-    if config.add_bias_linear or config.add_qkv_bias:
-        made["qkv.bias"] = _fused_qkv(config, name, "bias")
-    if config.add_bias_linear:
-        bias = vector(f"{name}.proj.bias", h, copies="tp", grad_sum=parts_under(sequence))
-        made["proj.bias"] = ParameterSpec((bias,))
-    # every rank sees its own heads alone
-    for norm in ("q_norm", "k_norm") if config.qk_layernorm else ():
-        parameters = norm_parameters(config.normalization, d, f"{name}.{norm}", grad_sum=("tp",))
-        made |= {f"{norm}.{kind}": spec for kind, spec in parameters.items()}
-    return made
-
-
-def _fused_qkv(config: ModelConfig, name: str, kind: str, *rest: int) -> ParameterSpec:
-    """The weights or biases of queries, keys and values; `rest`: the dimensions after the rows."""
-    groups, d = config.num_query_groups, config.kv_channels
-    init, of = (normal(config), "matrix") if rest else (ZEROS, "vector")
-    decay = bool(rest)
-    queries = (config.num_attention_heads * d, *rest)
-    query = TensorSpec(f"{name}.q.{kind}", queries, init, of, decay, Shard(0))
-    key, value = (
-        TensorSpec(
-            f"{name}.{part}.{kind}",
-            (groups * d, *rest),
-            init,
-            of,
-            decay,
-            Shard(0, groups),
-            "kv",
-            ("kv",),
-        )
-        for part in "kv"
-    )
-    return ParameterSpec((query, key, value), interleave=groups, is_gemm=bool(rest))
 
 
 class CoreAttention(nn.Module):
@@ -295,7 +226,7 @@ class CoreAttention(nn.Module):
         places: Places | None = None,
     ) -> Tensor:
         """`state`: of training, None in evaluation; `places`: read under context parallelism."""
-        out: Tensor = attention_core(  # type: ignore[assignment]
+        out = attention_core(
             *qkv,
             mask=mask,
             backend=self.backend[state is not None],
@@ -430,8 +361,17 @@ class Attention(nn.Module):
         return self.proj(self.core(*qkv, mask=mask, state=state, places=places))
 
     def make_projections(self, config: ModelConfig, name: str) -> None:
-        """The linear layers and norms, with the parameters that this name declares."""
+        """The linear layers and norms, whose tensors have names that begin with `name`."""
         raise NotImplementedError
+
+    def output_projection(self, config: ModelConfig, name: str) -> RowLinear:
+        """[h, n v], with the bias if there is one."""
+        h, inputs = config.hidden_size, config.num_attention_heads * config.value_channels
+        # GPT-2 scales the initial values of matrices that write to the residual stream.
+        residual, sums = normal(config, residual_output=True), parts_under(self.tp.sequence)
+        weight = matrix(f"{name}.proj.weight", (h, inputs), residual, shard=Shard(1))
+        bias = vector(f"{name}.proj.bias", h, copies="tp", grad_sum=sums)
+        return RowLinear(weight, bias if config.add_bias_linear else None, self.tp)
 
     def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         """What the attention core reads: the fused projection, or queries, keys and values."""
@@ -455,6 +395,22 @@ def is_projection_read(config: ModelConfig, backend: str, cp_size: int, rotates:
     return backend in OURS and is_turned and is_normed and cp_size == 1
 
 
+def fused_qkv(config: ModelConfig, name: str) -> tuple[ParameterSpec, ParameterSpec]:
+    """Weight [(n + 2g) d, h] and bias of the projection to queries, keys and values. Rows are per
+    key/value head [its query heads | key | value]. With fewer key/value heads than ranks, several
+    ranks hold (and draw) the same one.
+    """
+    h, d, groups = config.hidden_size, config.kv_channels, config.num_query_groups
+    shared = {"shard": Shard(0, groups), "copies": "kv", "grad_sum": ("kv",)}
+    weights, biases = [], []
+    for part in "qkv":
+        rows = d * (config.num_attention_heads if part == "q" else groups)
+        held: dict[str, Any] = {"shard": Shard(0)} if part == "q" else shared
+        weights.append(matrix(f"{name}.{part}.weight", (rows, h), normal(config), **held))
+        biases.append(vector(f"{name}.{part}.bias", rows, **held))
+    return fuse(weights, groups), fuse(biases, groups)
+
+
 class SelfAttention(Attention):
     """Attention whose queries, keys and values are one projection of x."""
 
@@ -462,11 +418,15 @@ class SelfAttention(Attention):
         tp = self.tp
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries_per_group = self.heads // self.groups
-        parameters = attention_parameters(config, name, tp.sequence)
-        self.qkv = ColumnLinear(parameters["qkv.weight"], parameters.get("qkv.bias"), tp)
-        self.proj = RowLinear(parameters["proj.weight"], parameters.get("proj.bias"), tp)
+        weight, bias = fused_qkv(config, name)
+        has_bias = config.add_bias_linear or config.add_qkv_bias
+        self.qkv = ColumnLinear(weight, bias if has_bias else None, tp)
+        self.proj = self.output_projection(config, name)
+        # every rank sees its own heads alone
         self.q_norm, self.k_norm = (
-            Norm(under(parameters, each), config, tp) if config.qk_layernorm else None
+            Norm(config, f"{name}.{each}", config.kv_channels, grad_sum=("tp",))
+            if config.qk_layernorm
+            else None
             for each in ("q_norm", "k_norm")
         )
         # by whether positions rotate: whether the core reads the projection as it is

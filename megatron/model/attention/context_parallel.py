@@ -38,6 +38,7 @@ from torch import Tensor
 from megatron.distributed.collectives import all_gather, all_to_all, reduce_scatter
 from megatron.distributed.groups import ALONE, Axis, Groups
 from megatron.model.attention.ring_attention import AttentionStep
+from megatron.model.linear_map import linear_map
 
 BLOCK = 128  # positions that go together where documents are masked, at most
 # work of the busiest rank, as a multiple of the mean, that is good enough; and how many exchanges
@@ -62,11 +63,6 @@ class ContextParallel:
     @cached_property
     def size(self) -> int:
         return self.axis.size
-
-    @property
-    def parts(self) -> int:
-        """Parts of a sample that are to be as much work."""
-        return self.size // self.heads.size
 
 
 NO_CP = ContextParallel()
@@ -99,7 +95,7 @@ def places_of_ranks(
 ) -> np.ndarray:
     """The positions [C, length / C] of each rank of an axis, ascending, see `places_of`."""
     # The ranks that exchange heads share a part: each has some of its positions in a row.
-    parts = places_of(length, cp.parts, document_starts, window)
+    parts = places_of(length, cp.size // cp.heads.size, document_starts, window)
     return parts.reshape(cp.size, -1)  # the ranks that exchange heads are neighbours
 
 
@@ -166,26 +162,21 @@ def _exchange(shares: np.ndarray, work: np.ndarray) -> bool:
     return True
 
 
-class _GatherSequence(torch.autograd.Function):
-    """x [s / C, ...] of each rank -> [s, ...] in the natural order. Backward: the sum of the ranks'
-    gradients of this rank's positions.
-    """
+def _gather(x: Tensor, places: Places, axis: Axis) -> Tensor:
+    """x [s / C, ...] of each rank -> [s, ...] in the natural order."""
+    return all_gather(x, axis).index_select(0, places.inverse)
 
-    @staticmethod
-    def forward(ctx, x: Tensor, places: Places, axis: Axis) -> Tensor:
-        ctx.places, ctx.axis = places, axis
-        return all_gather(x, axis).index_select(0, places.inverse)
 
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        return reduce_scatter(dy.index_select(0, ctx.places.order), ctx.axis), None, None
+def _scatter(dy: Tensor, places: Places, axis: Axis) -> Tensor:
+    """The sum of the ranks' dy [s, ...] of this rank's positions [s / C, ...]."""
+    return reduce_scatter(dy.index_select(0, places.order), axis)
 
 
 def gather_keys(k: Tensor, v: Tensor, places: Places, axis: Axis) -> tuple[Tensor, Tensor]:
     """Keys and values [s / C, b, g, d] of this rank -> [s, b, g, d], in one collective."""
-    both = _GatherSequence.apply(torch.stack((k, v)).transpose(0, 1), places, axis)
     # Keys and values travel as one tensor [s / C, 2, b, g, d].
-    whole_k, whole_v = both.unbind(1)  # type: ignore[attr-defined]
+    both = torch.stack((k, v)).transpose(0, 1)
+    whole_k, whole_v = linear_map(both, _gather, _scatter, places, axis).unbind(1)
     return whole_k, whole_v
 
 
@@ -197,20 +188,6 @@ def _to_sequence(x: Tensor, axis: Axis) -> Tensor:
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
     """[s, b, m, d] -> [s / C, b, C, m, d]: of the positions of this rank all heads."""
     return all_to_all(x.unflatten(0, (axis.size, -1)), axis).movedim(0, 2)
-
-
-class _AllToAll(torch.autograd.Function):
-    """`_to_sequence`, or `_to_heads` where that is so; each is the other's adjoint."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis, to_heads: bool) -> Tensor:
-        ctx.axis, ctx.to_heads = axis, to_heads
-        return (_to_heads if to_heads else _to_sequence)(x, axis)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        back = _to_sequence if ctx.to_heads else _to_heads
-        return back(dy, ctx.axis), None, None
 
 
 def heads_for_sequence(
@@ -226,11 +203,11 @@ def heads_for_sequence(
         k, v = (x.repeat_interleave(size // x.shape[2], 2) for x in (k, v))
     # [s / A, b, A, heads of a rank, d]: one message to each rank carries all three.
     parts = [x.unflatten(2, (size, -1)) for x in (q, k, v)]
-    whole = _AllToAll.apply(torch.cat(parts, 3), axis, False)
-    q, k, v = whole.split([part.shape[3] for part in parts], 2)  # type: ignore[attr-defined]
+    whole = linear_map(torch.cat(parts, 3), _to_sequence, _to_heads, axis)
+    q, k, v = whole.split([part.shape[3] for part in parts], 2)
     return q, k, v
 
 
 def sequence_for_heads(x: Tensor, axis: Axis) -> Tensor:
     """The result [s, b, n / A, d] of attention -> [s / A, b, n, d]."""
-    return _AllToAll.apply(x, axis, True).flatten(2, 3)  # type: ignore[attr-defined]
+    return linear_map(x, _to_heads, _to_sequence, axis).flatten(2, 3)

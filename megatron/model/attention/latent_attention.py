@@ -24,113 +24,27 @@ from torch import Tensor
 
 from megatron.config.groups import ModelConfig
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from megatron.model.attention.attention import Attention, attention_parameters
+from megatron.model.attention.attention import Attention
 from megatron.model.attention.rotary import Rotary, rotate_pairs, rotate_pairs_back
-from megatron.model.linear import ColumnLinear, Linear, RowLinear
-from megatron.model.norm import Norm, norm_parameters
-from megatron.model.spec import (
-    ParameterSpec,
-    Shard,
-    matrix,
-    normal,
-    parts_under,
-    under,
-    vector,
-)
+from megatron.model.linear import ColumnLinear, Linear
+from megatron.model.linear_map import linear_map
+from megatron.model.norm import Norm
+from megatron.model.spec import Shard, matrix, normal, parts_under
 from megatron.model.tensor_parallel import TensorParallel
 
 
-def _down(config: ModelConfig, name: str, rows: int, parts: tuple[str, ...]) -> ParameterSpec:
-    """A down-projection [rows, h], which every tensor-parallel rank holds whole."""
-    shape = (rows, config.hidden_size)
-    return matrix(f"{name}.weight", shape, normal(config), copies="tp", grad_sum=parts)
-
-
-def _by_heads(config: ModelConfig, name: str, rows: int, inputs: int) -> ParameterSpec:
-    """A projection to that many rows of each head."""
-    shape = (config.num_attention_heads * rows, inputs)
-    return matrix(f"{name}.weight", shape, normal(config), shard=Shard(0))
-
-
-def _bias(name: str, size: int, parts: tuple[str, ...]) -> dict[str, ParameterSpec]:
-    """That of the output projection, which every tensor-parallel rank holds."""
-    return {
-        "proj.bias": ParameterSpec((vector(f"{name}.bias", size, copies="tp", grad_sum=parts),))
-    }
-
-
-def _norm(
-    config: ModelConfig, name: str, own: str, size: int, parts: tuple[str, ...]
-) -> dict[str, ParameterSpec]:
-    """The norm of a latent, if there is one."""
-    made = norm_parameters(config.normalization, size, f"{name}.{own}", parts)
-    return {f"{own}.{kind}": spec for kind, spec in made.items() if config.qk_layernorm}
-
-
-def _queries(
-    config: ModelConfig, name: str, width: int, parts: tuple[str, ...]
-) -> dict[str, ParameterSpec]:
-    """The projections that queries are made by."""
-    rank = config.q_lora_rank
-    # without a latent: one projection of x
-    if rank is None:
-        return {"q.weight": _by_heads(config, f"{name}.q", width, config.hidden_size)}
-    return {
-        "q_down.weight": _down(config, f"{name}.q_down", rank, parts),
-        **_norm(config, name, "q_norm", rank, parts),
-        "q_up.weight": _by_heads(config, f"{name}.q_up", width, rank),
-    }
-
-
-def latent_parameters(
-    config: ModelConfig, name: str, sequence: bool = False
-) -> dict[str, ParameterSpec]:
-    """q_down [q-lora-rank, h], q_up [n (c + r), q-lora-rank] or q [n (c + r), h], kv_down
-    [kv-lora-rank + r, h], kv_up [n (c + v), kv-lora-rank], proj [h, n v] with its bias if there is
-    one, and the norms of the latents, with n heads of all ranks.
+def _for_all_heads(x: Tensor, tp: TensorParallel) -> Tensor:
+    """What the heads of all tensor-parallel ranks read of x [s, b, r]: x, or under sequence
+    parallelism that of all ranks.
     """
-    h, heads, width = config.hidden_size, config.num_attention_heads, config.kv_channels
-    parts = parts_under(sequence)
-
-    made = _queries(config, name, width, parts)
-    made["kv_down.weight"] = _down(
-        config, f"{name}.kv_down", config.kv_lora_rank + config.qk_pos_emb_head_dim, parts
-    )
-    made |= _norm(config, name, "kv_norm", config.kv_lora_rank, parts)
-    made["kv_up.weight"] = _by_heads(
-        config, f"{name}.kv_up", config.qk_head_dim + config.v_head_dim, config.kv_lora_rank
-    )
-    out = (h, heads * config.v_head_dim)
-    residual = normal(config, residual_output=True)
-    made["proj.weight"] = matrix(f"{name}.proj.weight", out, residual, shard=Shard(1))
-    return made if not config.add_bias_linear else made | _bias(f"{name}.proj", h, parts)
+    return all_gather(x.contiguous(), tp.axis) if tp.sequence else x.view_as(x)
 
 
-def parameters_of_attention(
-    config: ModelConfig, name: str, sequence: bool = False
-) -> dict[str, ParameterSpec]:
-    """Those of the form of attention that the configuration names."""
-    form = latent_parameters if config.multi_latent_attention else attention_parameters
-    return form(config, name, sequence)
-
-
-class _ForAllHeads(torch.autograd.Function):
-    """What the heads of all tensor-parallel ranks read of x [s, b, r]: the identity, or under
-    sequence parallelism an all-gather. Each rank's gradient is that of its own heads, and they are
-    added up.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return all_gather(x.contiguous(), tp.axis) if tp.sequence else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        if ctx.tp.sequence:
-            # Each rank's dy is the gradient of its own heads: sum it over the ranks.
-            return reduce_scatter(dy.contiguous(), ctx.tp.axis), None
-        return all_reduce(dy.clone(), ctx.tp.axis), None
+def _of_all_heads(dy: Tensor, tp: TensorParallel) -> Tensor:
+    """The sum of the ranks' gradients: each rank's is that of its own heads."""
+    if tp.sequence:
+        return reduce_scatter(dy.contiguous(), tp.axis)
+    return all_reduce(dy.clone(), tp.axis)
 
 
 class _Heads(torch.autograd.Function):
@@ -176,25 +90,36 @@ class LatentAttention(Attention):
     recomputable = {**Attention.recomputable, "mla_up_proj": "up_project"}
 
     def make_projections(self, config: ModelConfig, name: str) -> None:
-        tp = self.tp
-        parameters = latent_parameters(config, name, tp.sequence)
-        epsilon = config.latent_norm_epsilon or config.norm_epsilon
+        tp, parts = self.tp, parts_under(self.tp.sequence)
         # Some families of models give the norms of latents a separate epsilon.
+        epsilon = config.latent_norm_epsilon or config.norm_epsilon
         norms = dataclasses.replace(config, norm_epsilon=epsilon)
 
-        def norm(name: str) -> Norm | None:
-            own = under(parameters, name)
-            return Norm(own, norms, tp) if own else None
+        def down(own: str, rows: int) -> Linear:
+            """[rows, h], which every tensor-parallel rank holds whole."""
+            shape, held = (rows, config.hidden_size), {"copies": "tp", "grad_sum": parts}
+            return Linear(matrix(f"{name}.{own}.weight", shape, normal(config), **held), tp=tp)
 
-        narrow = config.q_lora_rank is not None
-        self.q_down = Linear(parameters["q_down.weight"], tp=tp) if narrow else None
-        self.q_norm = norm("q_norm")
-        self.q_up = ColumnLinear(parameters["q_up.weight"], tp=tp) if narrow else None
-        self.q = None if narrow else ColumnLinear(parameters["q.weight"], tp=tp)
-        self.kv_down = Linear(parameters["kv_down.weight"], tp=tp)
-        self.kv_norm = norm("kv_norm")
-        self.kv_up = ColumnLinear(parameters["kv_up.weight"], tp=tp)
-        self.proj = RowLinear(parameters["proj.weight"], parameters.get("proj.bias"), tp)
+        def by_heads(own: str, rows: int, inputs: int) -> ColumnLinear:
+            """[n rows, inputs], with n heads of all ranks."""
+            shape = config.num_attention_heads * rows, inputs
+            weight = matrix(f"{name}.{own}.weight", shape, normal(config), shard=Shard(0))
+            return ColumnLinear(weight, tp=tp)
+
+        def norm(own: str, size: int) -> Norm | None:
+            return Norm(norms, f"{name}.{own}", size, parts) if config.qk_layernorm else None
+
+        # Queries: through a latent, or by one projection of x.
+        rank, latent, width = config.q_lora_rank, config.kv_lora_rank, config.kv_channels
+        self.q_down = None if rank is None else down("q_down", rank)
+        self.q_norm = None if rank is None else norm("q_norm", rank)
+        self.q_up = None if rank is None else by_heads("q_up", width, rank)
+        self.q = by_heads("q", width, config.hidden_size) if rank is None else None
+        # Keys and values.
+        self.kv_down = down("kv_down", latent + config.qk_pos_emb_head_dim)
+        self.kv_norm = norm("kv_norm", latent)
+        self.kv_up = by_heads("kv_up", config.qk_head_dim + config.v_head_dim, latent)
+        self.proj = self.output_projection(config, name)
 
     def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         config = self.config
@@ -222,7 +147,8 @@ class LatentAttention(Attention):
         assert query is not None
         # The up-projections gather the sequence; the position channels, which all heads share, are
         # gathered by themselves.
-        position = _ForAllHeads.apply(position, self.tp) if self.tp.size > 1 else position
+        if self.tp.size > 1:
+            position = linear_map(position, _for_all_heads, _of_all_heads, self.tp)
         return _Heads.apply(
             query(q).unflatten(-1, (self.heads, -1)),
             self.kv_up(latent).unflatten(-1, (self.heads, -1)),

@@ -163,20 +163,7 @@ class BlockAttention:
         return flash_attention_backward(*given, backend=self.backend)
 
 
-def _seen(mask: AttentionMask, q: Tensor, k: Tensor) -> Tensor | None:
-    """[b or 1, 1, s, t]: what q [b, n, s, d] sees of k [b, g, t, d]; None where that is as simple
-    as the mask specifies.
-    """
-    return None if mask.q_positions is None else mask.dense(q.shape[2], k.shape[2], q.device)
-
-
-def _addend(seen: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What torch's kernel adds to scores."""
-    if seen is None:
-        return None
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-        ~seen, float("-inf")
-    )
+# ---- torch's kernel for CPUs
 
 
 def _by_head(*tensors: Tensor) -> list[Tensor]:
@@ -187,18 +174,26 @@ def _by_head(*tensors: Tensor) -> list[Tensor]:
     return [x.permute(1, 2, 0, 3).to(wide) for x in tensors]
 
 
+def _mask_arguments(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
+    """The kernel's is_causal, and what it adds to the scores [b or 1, 1, s, t] of q [b, n, s, d]
+    and k [b, g, t, d] where a mask knows positions.
+    """
+    if mask.q_positions is None:
+        return mask.causal, None
+    seen = mask.dense(q.shape[2], k.shape[2], q.device)
+    return False, torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
+
+
 def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
 ) -> tuple[Tensor, Tensor]:
-    # torch's kernel for CPUs takes positions of a mask as an additive tensor, and returns its lse.
     q, k, v = _by_head(q, k, v)
-    seen = _seen(mask, q, k)
-    causal = mask.causal and seen is None
+    causal, addend = _mask_arguments(mask, q, k)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=_addend(seen, q.dtype), scale=scale
+        q, k, v, 0.0, causal, attn_mask=addend, scale=scale
     )
-    if seen is not None:  # a row without a key here must not count when blocks are joined
-        lse = lse.masked_fill(~seen.any(-1), float("-inf"))  # torch's is 0
+    if addend is not None:  # a row without a key here must not count when blocks are joined
+        lse = lse.masked_fill(addend.isinf().all(-1), float("-inf"))  # torch's is 0
     return out.permute(2, 0, 1, 3), lse
 
 
@@ -214,13 +209,15 @@ def _cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # out and lse of all blocks: exp(scores - lse) are then the probabilities of the whole row
     dout, q, k, v, out = _by_head(dout, q, k, v, out)
-    seen = _seen(mask, q, k)
-    causal = mask.causal and seen is None
+    causal, addend = _mask_arguments(mask, q, k)
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, causal, attn_mask=_addend(seen, q.dtype), scale=scale
+        dout, q, k, v, out, lse, 0.0, causal, attn_mask=addend, scale=scale
     )
     dq, dk, dv = (x.permute(2, 0, 1, 3) for x in gradients)
     return dq, dk, dv
+
+
+# ---- steps
 
 
 def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -47,10 +47,6 @@ def _kept_by_yarn(config: ModelConfig, rotating: int) -> Tensor:
     return 1 - ((pair - low) / max(high - low, 0.001)).clamp(0, 1)
 
 
-def _interpolated(frequency: Tensor, keep: Tensor, factor: float) -> Tensor:
-    return keep * frequency + (1 - keep) * frequency / factor
-
-
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Radians per position of each pair [r / 2] in float64, and the factor on cos and sin (YaRN's
     temperature, else 1).
@@ -62,14 +58,15 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     if config.rotary_seq_len_interpolation_factor:
         # position interpolation (Chen et al.): the same factor for all pairs
         frequency = frequency / config.rotary_seq_len_interpolation_factor
-    factor = config.rope_factor
+    factor, temperature = config.rope_factor, 1.0
     if config.use_rope_scaling:
-        frequency = _interpolated(frequency, _kept_by_parts(config, frequency), factor)
+        keep = _kept_by_parts(config, frequency)
+        frequency = keep * frequency + (1 - keep) * frequency / factor
     if config.position_embedding_type == "yarn":
-        frequency = _interpolated(frequency, _kept_by_yarn(config, rotating), factor)
-        table = yarn_scale(factor, config.mscale) / yarn_scale(factor, config.mscale_all_dim)
-        return frequency, table
-    return frequency, 1.0
+        keep = _kept_by_yarn(config, rotating)
+        frequency = keep * frequency + (1 - keep) * frequency / factor
+        temperature = yarn_scale(factor, config.mscale) / yarn_scale(factor, config.mscale_all_dim)
+    return frequency, temperature
 
 
 class RotaryTables:
@@ -86,18 +83,14 @@ class RotaryTables:
 
         Angles in float64, rounded once.
         """
-        frequency, scale = self._frequencies_on(positions.device)
+        if positions.device not in self.frequencies:
+            frequency, scale = inverse_frequencies(self.config)
+            self.frequencies[positions.device] = frequency.to(positions.device), scale
+        frequency, scale = self.frequencies[positions.device]
         # [s, b, 1, r / 2] in fp64: an fp32 angle of 100,000 rad is off by up to 0.004.
         angle = positions.unsqueeze(-1).unsqueeze(-1).double() * frequency
         cos, sin = (angle.cos() * scale).to(self.wide), (angle.sin() * scale).to(self.wide)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-    def _frequencies_on(self, device: torch.device) -> tuple[Tensor, float]:
-        """As `inverse_frequencies`, on a device, where they stay."""
-        if device not in self.frequencies:
-            frequency, scale = inverse_frequencies(self.config)
-            self.frequencies[device] = frequency.to(device), scale
-        return self.frequencies[device]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:

@@ -37,6 +37,7 @@ from megatron.distributed.groups import Axis
 from megatron.distributed.interleaver import yield_turn
 from megatron.model.experts.experts import TRITON, RowCounts
 from megatron.model.experts.router import count_of
+from megatron.model.linear_map import linear_map
 from megatron.model.tensor_parallel import TensorParallel
 
 
@@ -110,53 +111,22 @@ def transposed_order(counts: Tensor, total: int) -> Tensor:
     return index + shift.repeat_interleave(ordered, output_size=total)
 
 
-class _TakeRows(torch.autograd.Function):
-    """x [T, ...] -> the rows [n, ...] of assignments. Backward: a token's rows, added up choice by
-    choice.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, assignments: Assignments) -> Tensor:
-        ctx.assignments = assignments
-        return x.index_select(0, assignments.order // assignments.place.shape[1])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _add_up(dy, ctx.assignments), None
+def _take_rows(x: Tensor, assignments: Assignments) -> Tensor:
+    """x [T, ...] -> the rows [n, ...] of assignments."""
+    return x.index_select(0, assignments.order // assignments.place.shape[1])
 
 
-class _CombineRows(torch.autograd.Function):
-    """Rows [n, ...] of assignments -> [T, ...], a token's rows added up choice by choice."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, assignments: Assignments) -> Tensor:
-        ctx.assignments = assignments
-        return _add_up(rows, assignments)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        assignments = ctx.assignments
-        return dy.index_select(0, assignments.order // assignments.place.shape[1]), None
-
-
-class _TakeWeights(torch.autograd.Function):
+def _take_weights(weights: Tensor, assignments: Assignments) -> Tensor:
     """The weights [T, k] of assignments -> [n] of the rows."""
+    return weights.flatten().index_select(0, assignments.order)
 
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, assignments: Assignments) -> Tensor:
-        ctx.assignments = assignments
-        return weights.flatten().index_select(0, assignments.order)
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        assignments = ctx.assignments
-        if len(dy) == 0:
-            return dy.new_zeros(assignments.place.shape), None
-        # [T, k] of the rows' gradients; a choice without a row gives none
-        found = dy[assignments.place]
-        if assignments.taken is not None:
-            found = found.masked_fill(~assignments.taken, 0)
-        return found, None
+def _put_weights(of_rows: Tensor, assignments: Assignments) -> Tensor:
+    """Numbers [n] of the rows -> [T, k] of assignments; 0 of those without a row."""
+    if len(of_rows) == 0:
+        return of_rows.new_zeros(assignments.place.shape)
+    found = of_rows[assignments.place]
+    return found if assignments.taken is None else found.masked_fill(~assignments.taken, 0)
 
 
 def _add_up(rows: Tensor, assignments: Assignments) -> Tensor:
@@ -176,17 +146,11 @@ def _add_up(rows: Tensor, assignments: Assignments) -> Tensor:
     return total.to(rows.dtype)
 
 
-class _Permute(torch.autograd.Function):
+def _permuted(rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
     """Rows in another order; `place` is its inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.place = place
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return dy.index_select(0, ctx.place), None, None
+    return linear_map(
+        rows, lambda x: x.index_select(0, order), lambda dy: dy.index_select(0, place)
+    )
 
 
 class _Exchange(torch.autograd.Function):
@@ -221,21 +185,6 @@ def _exchanged(tensors: Sequence[Tensor], exchange: RowExchange, back: bool) -> 
     return tuple(rows.wait() for rows in coming)
 
 
-class _Spread(torch.autograd.Function):
-    """Rows [n, ...] of each rank of an axis -> the rows of all; or `back`, from a part of the sum
-    of each row to this rank's rows, summed. Each is the other's adjoint.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, spread: RowExchange, back: bool) -> Tensor:
-        ctx.spread, ctx.back = spread, back
-        return (_summed if back else _spread)(rows, spread)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return (_spread if ctx.back else _summed)(dy, ctx.spread), None, None
-
-
 def _spread(rows: Tensor, spread: RowExchange) -> Tensor:
     """The rows of all ranks; numbers differ, so that each sends its own to all."""
     size = spread.axis.size
@@ -250,21 +199,6 @@ def _summed(rows: Tensor, spread: RowExchange) -> Tensor:
     parts = all_to_all_rows(rows, spread.receive, [own] * size, spread.axis)
     wide = torch.promote_types(rows.dtype, torch.float32)
     return parts.view(size, own, *rows.shape[1:]).sum(0, dtype=wide).to(rows.dtype)
-
-
-class _Gather(torch.autograd.Function):
-    """x [T, ...] of every rank of an axis -> [size T, ...]; or `back`, the sum over the axis of
-    this rank's part. Each is the other's adjoint.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, back: bool) -> Tensor:
-        ctx.axis, ctx.back = axis, back
-        return (reduce_scatter if back else all_gather)(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return (all_gather if ctx.back else reduce_scatter)(dy, ctx.axis), None, None
 
 
 class AllToAll:
@@ -326,8 +260,8 @@ class AllToAll:
         and [N].
         """
         # permute, all-to-all over ep, all-gather over etp, permute
-        rows = _TakeRows.apply(x, plan.assignments)
-        of_rows = _TakeWeights.apply(weights, plan.assignments)
+        rows = linear_map(x, _take_rows, _add_up, plan.assignments)
+        of_rows = linear_map(weights, _take_weights, _put_weights, plan.assignments)
         if plan.exchange is not None:
             rows, of_rows = _Exchange.apply(plan.exchange, False, rows, of_rows)
         return self._ordered(rows, plan), self._ordered(of_rows, plan)
@@ -335,19 +269,19 @@ class AllToAll:
     def _ordered(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """What has come from ranks with other experts, in the order of the experts here."""
         if plan.spread is not None:
-            rows = _Spread.apply(rows, plan.spread, False)
-        return rows if plan.order is None else _Permute.apply(rows, plan.order, plan.place)
+            rows = linear_map(rows, _spread, _summed, plan.spread)
+        return rows if plan.order is None else _permuted(rows, plan.order, plan.place)
 
     def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """What the experts made of the rows [N, h] -> the sum for each token [T, h]."""
         # The way back: the same steps in the opposite order, each the adjoint of its counterpart.
         if plan.order is not None:
-            rows = _Permute.apply(rows, plan.place, plan.order)
+            rows = _permuted(rows, plan.place, plan.order)
         if plan.spread is not None:
-            rows = _Spread.apply(rows, plan.spread, True)
+            rows = linear_map(rows, _summed, _spread, plan.spread)
         if plan.exchange is not None:
             (rows,) = _Exchange.apply(plan.exchange, True, rows)
-        return _CombineRows.apply(rows, plan.assignments)
+        return linear_map(rows, _add_up, _take_rows, plan.assignments)
 
 
 class AllGather:
@@ -374,12 +308,13 @@ class AllGather:
 
     def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
         for axis in self.axes:
-            x, weights = (_Gather.apply(each, axis, False) for each in (x, weights))
-        return _TakeRows.apply(x, plan.assignments), _TakeWeights.apply(weights, plan.assignments)
+            x, weights = (linear_map(y, all_gather, reduce_scatter, axis) for y in (x, weights))
+        rows = linear_map(x, _take_rows, _add_up, plan.assignments)
+        return rows, linear_map(weights, _take_weights, _put_weights, plan.assignments)
 
     def combine(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         # Each rank has the outputs of its experts; the reduce-scatter adds them up for each token.
-        y = _CombineRows.apply(rows, plan.assignments)
+        y = linear_map(rows, _add_up, _take_rows, plan.assignments)
         for axis in reversed(self.axes):
-            y = _Gather.apply(y, axis, True)
+            y = linear_map(y, reduce_scatter, all_gather, axis)
         return y

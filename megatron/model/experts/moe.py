@@ -19,17 +19,18 @@ from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import ALONE, Axis
 from megatron.model.dropout import DropoutState
 from megatron.model.experts.dispatch import AllGather, AllToAll, DispatchPlan
-from megatron.model.experts.experts import Experts, expert_parameters
+from megatron.model.experts.experts import Experts
 from megatron.model.experts.router import (
+    LOSS_NAMES,
     OBJECTIVE,
+    Z_LOSS,
     Router,
     RouterChoice,
-    loss_names,
-    router_parameters,
+    coefficients_of,
 )
 from megatron.model.linear import Linear
-from megatron.model.mlp import mlp_class, mlp_parameters
-from megatron.model.spec import ParameterSpec, matrix, normal, parts_under
+from megatron.model.mlp import MLP
+from megatron.model.spec import matrix, normal, parts_under
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 _DISPATCHERS: dict[str, Any] = {"alltoall": AllToAll, "allgather": AllGather}
@@ -53,37 +54,6 @@ class Routing(NamedTuple):
 
     choice: RouterChoice
     plan: DispatchPlan
-
-
-def moe_parameters(
-    config: ModelConfig, name: str, sequence: bool = False
-) -> dict[str, ParameterSpec]:
-    """Router, experts, and the shared expert with its gate [1, h] where there are any."""
-    made = {
-        f"router.{own}": spec
-        for own, spec in router_parameters(config, f"{name}.router", sequence).items()
-    }
-    made |= {
-        f"experts.{own}": spec for own, spec in expert_parameters(config, f"{name}.experts").items()
-    }
-    width = config.moe_shared_expert_intermediate_size
-    if width is not None:
-        # the MLP that every token goes through
-        shared = mlp_parameters(config, f"{name}.shared_expert", sequence, width)
-        made |= {f"shared_expert.{own}": spec for own, spec in shared.items()}
-    if config.moe_shared_expert_gate:
-        made["shared_expert_gate.weight"] = _shared_expert_gate(config, name, sequence)
-    return made
-
-
-def _shared_expert_gate(config: ModelConfig, name: str, sequence: bool) -> ParameterSpec:
-    return matrix(
-        f"{name}.shared_expert_gate.weight",
-        (1, config.hidden_size),
-        normal(config),
-        copies="tp",
-        grad_sum=parts_under(sequence),
-    )
 
 
 def expert_tokens(index: int) -> str:
@@ -119,13 +89,14 @@ class MoE(nn.Module):
         # A dense MLP, shared over the ranks of attention's tensor parallelism.
         width = config.moe_shared_expert_intermediate_size
         self.shared_expert = (
-            None if width is None else mlp_class(config)(config, f"{name}.shared_expert", tp, width)
+            None if width is None else MLP(config, f"{name}.shared_expert", tp, width)
         )
-        self.shared_expert_gate = (
-            Linear(_shared_expert_gate(config, name, tp.sequence))
-            if config.moe_shared_expert_gate
-            else None
-        )
+        self.shared_expert_gate = None
+        if config.moe_shared_expert_gate:
+            shape, sums = (1, config.hidden_size), parts_under(tp.sequence)
+            gate = f"{name}.shared_expert_gate.weight"
+            weight = matrix(gate, shape, normal(config), copies="tp", grad_sum=sums)
+            self.shared_expert_gate = Linear(weight)
 
     def forward(
         self,
@@ -155,10 +126,18 @@ class MoE(nn.Module):
         # token.
         y = self.through_experts(x, weights, plan=plan).view(x.shape)
         if self.shared_expert is not None:
-            y = y + self._shared(x)
+            shared = self.shared_expert(x)
+            if self.shared_expert_gate is not None:  # one gate a token (Qwen)
+                shared = shared * self.shared_expert_gate(x).sigmoid()
+            y = y + shared
         if state is None:
             return y, {}
-        return y, self._sums(logits, scores, choice)
+        sums = self.router.losses(logits, scores, choice)
+        for name, value in sums.items():
+            # Metrics show the mean over layers; the objective is a sum.
+            if name != OBJECTIVE:
+                sums[name] = value / self.layers
+        return y, {**sums, expert_tokens(self.index): choice.counts}
 
     def through_experts(self, x: Tensor, weights: Tensor, *, plan: DispatchPlan) -> Tensor:
         """x [s, b, h] and the weights of its tokens' choices [T, k] -> [T, h]."""
@@ -167,29 +146,18 @@ class MoE(nn.Module):
 
     def readers(self) -> Iterable[tuple[nn.Module, str, str | None]]:
         """As of MLP; of the experts themselves nothing is offloaded."""
-        return () if self.shared_expert is None else self.shared_expert.readers()
-
-    def _shared(self, x: Tensor) -> Tensor:
-        assert self.shared_expert is not None
-        y = self.shared_expert(x)
-        # one gate a token (Qwen)
-        return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
-
-    def _sums(self, logits: Tensor, scores: Tensor, choice: RouterChoice) -> dict[str, Tensor]:
-        """Losses, metrics of which are means over the layers with experts, and the tokens of each
-        expert.
-        """
-        losses = self.router.losses(logits, scores, choice)
-        for name, value in losses.items():
-            # Metrics show the mean over layers; the objective is a sum.
-            if name != OBJECTIVE:
-                losses[name] = value / self.layers
-        return {**losses, expert_tokens(self.index): choice.counts}
+        if self.shared_expert is not None:
+            yield from self.shared_expert.readers()
+        if self.shared_expert_gate is not None:
+            # It reads what fc1 read, and saves a number a token more.
+            yield self.shared_expert_gate, "mlp_fc1", ""
 
 
 def aux_outputs(config: ModelConfig, index: int) -> tuple[tuple[str, int], ...]:
     """(name, how many numbers) of what the layer gives alongside its output in training."""
     assert config.num_experts is not None
-    names = loss_names(config)
-    losses = (*names, OBJECTIVE) if names else ()
+    names = [LOSS_NAMES[kind] for kind in coefficients_of(config)]
+    if config.moe_z_loss_coeff > 0:
+        names.append(Z_LOSS)
+    losses = [*names, OBJECTIVE] if names else []
     return (*((name, 1) for name in losses), (expert_tokens(index), config.num_experts + 1))

@@ -57,38 +57,6 @@ class RouterChoice(NamedTuple):
     loads: dict[Balancing, Tensor]
 
 
-def router_parameters(
-    config: ModelConfig, name: str, sequence: bool = False
-) -> dict[str, ParameterSpec]:
-    """The GEMM's weight [E, h], and what is kept from step to step: the bias and the share of
-    tokens of each expert [E].
-    """
-    count = config.num_experts
-    assert count is not None
-    made = {
-        "weight": matrix(
-            f"{name}.weight",
-            (count, config.hidden_size),
-            normal(config),
-            is_gemm=False,
-            copies="tp",
-            grad_sum=parts_under(sequence),
-        )
-    }
-
-    def state(own: str, init: Init) -> ParameterSpec:
-        spec = TensorSpec(
-            f"{name}.{own}", (count,), init, "state", decay=False, copies="tp", group="state"
-        )
-        return ParameterSpec((spec,))
-
-    if config.moe_router_enable_expert_bias:
-        made["expert_bias"] = state("expert_bias", ZEROS)
-    if "global_aux_loss" in config.moe_router_load_balancing_type:
-        made["expert_share"] = state("expert_share", Init(value=1 / count))
-    return made
-
-
 class _RouterGemm(torch.autograd.Function):
     """x [T, h] times weight [E, h] transposed, in its own precision."""
 
@@ -150,12 +118,23 @@ class Router(nn.Module):
         super().__init__()
         self.config, self.samples = config, samples
         self.key = philox.key(seed, name, "jitter")
-        parameters = router_parameters(config, name, tp.sequence)
-        self.weight = parameters["weight"].parameter(tp)
-        self.expert_bias, self.expert_share = (
-            parameters[own].parameter(tp) if own in parameters else None
-            for own in ("expert_bias", "expert_share")
-        )
+        count = config.num_experts
+        assert count is not None
+        held: dict[str, Any] = {"copies": "tp", "grad_sum": parts_under(tp.sequence)}
+        shape = count, config.hidden_size
+        weight = matrix(f"{name}.weight", shape, normal(config), is_gemm=False, **held)
+        self.weight = weight.parameter(tp)
+
+        def state(own: str, init: Init) -> nn.Parameter:
+            """[E], kept from step to step."""
+            kept = {"decay": False, "copies": "tp", "group": "state"}
+            spec = TensorSpec(f"{name}.{own}", (count,), init, "state", **kept)
+            return ParameterSpec((spec,)).parameter(tp)
+
+        has_bias = config.moe_router_enable_expert_bias
+        has_share = "global_aux_loss" in config.moe_router_load_balancing_type
+        self.expert_bias = state("expert_bias", ZEROS) if has_bias else None
+        self.expert_share = state("expert_share", Init(value=1 / count)) if has_share else None
         self.coefficients = coefficients_of(config)
 
     def scores(self, x: Tensor, state: DropoutState | None) -> tuple[Tensor, Tensor]:
@@ -327,9 +306,3 @@ def coefficients_of(config: ModelConfig) -> dict[Balancing, float]:
     """Those of the auxiliary losses that there are."""
     pairs = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
     return {kind: coeff for kind, coeff in pairs if coeff > 0}
-
-
-def loss_names(config: ModelConfig) -> tuple[str, ...]:
-    """What `losses` returns in training."""
-    names = [LOSS_NAMES[kind] for kind in coefficients_of(config)]
-    return (*names, Z_LOSS) if config.moe_z_loss_coeff > 0 else tuple(names)

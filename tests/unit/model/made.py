@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.config.groups import ModelConfig
 from megatron.model.embedding import Embedding
 from megatron.model.linear import ColumnLinear, Linear, RowLinear
-from megatron.model.norm import Norm, norm_parameters
+from megatron.model.norm import Norm
 from megatron.model.spec import Init, ParameterSpec, Shard, TensorSpec, vector
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
@@ -24,10 +24,8 @@ def linear(
     weight_shard = {ColumnLinear: Shard(0), RowLinear: Shard(1)}.get(kind)
     bias_shard = Shard(0) if kind is ColumnLinear else None
     matrix = TensorSpec(f"{name}.weight", (o, i), DRAWN, "matrix", shard=weight_shard)
-    offsets = vector(f"{name}.bias", o, shard=bias_shard)
-    return kind(
-        ParameterSpec((matrix,), is_gemm=True), ParameterSpec((offsets,)) if bias else None, tp
-    )
+    offsets = vector(f"{name}.bias", o, shard=bias_shard) if bias else None
+    return kind(ParameterSpec((matrix,), is_gemm=True), offsets, tp)
 
 
 def norm(
@@ -40,7 +38,7 @@ def norm(
 ) -> Norm:
     """A norm of this width."""
     config = ModelConfig(normalization=kind, norm_epsilon=eps, norm_backend=backend)
-    return layer(norm_parameters(kind, size, name), config)
+    return layer(config, name, size)
 
 
 def table(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatron.config.batch_schedule import batch_steps
 from megatron.config.groups import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megatron.config.validate import resolve
-from megatron.distributed.groups import Axis
 from megatron.model.arithmetic import (
     flops_per_iteration,
     global_batch_size_at,
@@ -23,8 +22,6 @@ from megatron.model.arithmetic import (
     samples_after,
     unit_parameters,
 )
-from megatron.model.gpt import GPTModel
-from megatron.model.tensor_parallel import TensorParallel
 
 
 def resolved(seq_length: int = 2048, **model) -> ModelConfig:
@@ -58,41 +55,14 @@ LLAMA3 = {
 @pytest.mark.parametrize(
     "model, vocab, total",
     [
-        # GPT-2 small and GPT-3: 12 L h^2 + 13 L h + (V + s) h + 2 h
+        # GPT-2 small: 12 L h^2 + 13 L h + (V + s) h + 2 h
         (
             {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 1024},
             50257,
             124_439_808,
         ),
-        (GPT3, 50257, 12 * 96 * 12288**2 + 13 * 96 * 12288 + (50257 + 2048) * 12288 + 2 * 12288),
         # totals that the published checkpoints hold
         (LLAMA3, 128256, 8_030_261_248),
-        (
-            {
-                **UNTIED,
-                "num_layers": 32,
-                "hidden_size": 4096,
-                "ffn_hidden_size": 14336,
-                "num_attention_heads": 32,
-                "num_query_groups": 8,
-            },
-            32000,
-            7_241_732_096,
-        ),  # Mistral 7B v0.1
-        (
-            {
-                **LLAMA,
-                "num_layers": 24,
-                "hidden_size": 896,
-                "ffn_hidden_size": 4864,
-                "num_attention_heads": 14,
-                "group_query_attention": True,
-                "num_query_groups": 2,
-                "add_qkv_bias": True,
-            },
-            151936,
-            494_032_768,
-        ),  # Qwen2.5 0.5B
         (
             {
                 **LLAMA,
@@ -110,98 +80,13 @@ LLAMA3 = {
             596_049_920,
         ),
     ],
-    ids=["gpt2", "gpt3", "llama3-8b", "mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b"],
+    ids=["gpt2", "llama3-8b", "qwen3-0.6b"],
 )
 def test_parameters_of_published_models(model, vocab, total):
     counts = parameter_count(resolved(**model), vocab)
     assert (
         counts["total"] == total == sum(count for kind, count in counts.items() if kind != "total")
     )
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"add_bias_linear": False},
-        {"add_bias_linear": False, "add_qkv_bias": True},
-        {"normalization": "RMSNorm", "qk_layernorm": True},
-        {"qk_layernorm": True},
-        {"activation": "geglu"},
-        {"position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2},
-        {
-            "kv_channels": 24,
-            "untie_embeddings_and_output_weights": True,
-            "max_position_embeddings": 50,
-        },
-    ],
-)
-def test_parameters_of_the_model_that_is_built(changes):
-    config = resolved(seq_length=32, num_layers=3, hidden_size=64, num_attention_heads=4, **changes)
-    model = GPTModel(config, vocab_size=101, padded_vocab=128, dtype=torch.float32, seed=1)
-    assert parameter_count(config, 128)["total"] == sum(
-        parameter.numel() for parameter in model.parameters()
-    )
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"add_bias_linear": False},
-        {"add_bias_linear": False, "add_qkv_bias": True},
-        {"normalization": "RMSNorm", "qk_layernorm": True},
-        {"activation": "geglu", "untie_embeddings_and_output_weights": True},
-        {"qk_layernorm": True, "kv_channels": 24},
-        # fewer than the ranks: shared, held whole
-        {"position_embedding_type": "rope", "group_query_attention": True, "num_query_groups": 2},
-        {"group_query_attention": True, "num_query_groups": 1},
-    ],
-)
-def test_parameters_of_each_rank(changes, tp):
-    config = resolved(seq_length=32, num_layers=3, hidden_size=64, num_attention_heads=8, **changes)
-    padded = padded_vocab_size(101, config, tp)
-    counts = [
-        sum(
-            parameter.numel()
-            for parameter in GPTModel(
-                config,
-                vocab_size=101,
-                padded_vocab=padded,
-                dtype=torch.float32,
-                seed=1,
-                tp=TensorParallel(Axis("tp", rank, tuple(range(tp)))),
-            ).parameters()
-        )
-        for rank in range(tp)
-    ]
-    local = parameter_count(config, padded, tp)
-    assert counts == [local["total"]] * tp
-    if tp == 1:
-        assert local == parameter_count(config, padded)
-
-
-def test_local_parameters_worked_out_by_hand():
-    # h 64, 8 heads of 8, 2 key/value heads, f 256, vocabulary 512, 4 ranks: each has 2 query heads
-    # and one whole key/value head
-    config = resolved(
-        seq_length=32,
-        num_layers=1,
-        hidden_size=64,
-        num_attention_heads=8,
-        group_query_attention=True,
-        num_query_groups=2,
-    )
-    assert parameter_count(config, 512, 4) == {
-        "embedding": 128 * 64,
-        "position": 32 * 64,
-        "attention": 65 * (16 + 2 * 8) + 16 * 64 + 64,
-        "mlp": 65 * 64 + 64 * 64 + 64,
-        "norms": 3 * 2 * 64,
-        "head": 0,
-        "total": 128 * 64 + 32 * 64 + 65 * 32 + 17 * 64 + 65 * 64 + 65 * 64 + 384,
-    }
 
 
 def test_padded_vocabulary():
@@ -237,21 +122,14 @@ def test_flops_worked_out_by_hand():
 @pytest.mark.parametrize(
     "name, dtype, peak",
     [
-        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
         ("NVIDIA H100 80GB HBM3", torch.float16, 989),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756),
-        ("NVIDIA H100 NVL", torch.bfloat16, 835),
-        ("NVIDIA H200", torch.bfloat16, 989),
-        ("NVIDIA H200 NVL", torch.bfloat16, 835),
-        ("NVIDIA GH200 480GB", torch.bfloat16, 989),
-        ("NVIDIA B200", torch.bfloat16, 2250),
         ("NVIDIA GB200", torch.bfloat16, 2500),
         ("NVIDIA H200", torch.float32, 67),
         ("NVIDIA H20", "bfloat16", 148),
         ("NVIDIA H200", torch.float64, None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
         ("CPU, 2 threads", torch.float32, None),
-        ("Unknown", torch.bfloat16, None),
     ],
 )
 def test_peaks(name, dtype, peak):
@@ -314,13 +192,6 @@ def test_a_schedule_in_tokens_is_the_ramp_up_of_the_same_steps(words):
         assert global_batch_size_at(consumed, theirs) == global_batch_size_at(consumed, ours)
         assert samples_after(consumed, theirs) == samples_after(consumed, ours)
         assert iterations_for(500, theirs, consumed) == iterations_for(500, ours, consumed)
-
-
-def test_a_schedule_rounds_tokens_down_and_may_shrink():
-    config = scheduled("0:16 1000:4 12B:32", 64)
-    assert batch_steps(config.training, 64) == ((0, 16), (15, 4), (187_500_000, 32))
-    assert [global_batch_size_at(n, config) for n in (0, 14, 15, 187_500_000)] == [16, 16, 4, 32]
-    assert [samples_after(n, config) for n in (0, 1, 2, 3)] == [0, 16, 20, 24]
 
 
 def test_the_published_schedule_of_gpt_3():
@@ -394,22 +265,3 @@ def test_deepseek_v3_and_a_dense_model_with_its_attention():
     assert parameter_count(dense, 1000)["attention"] == 2 * (products + 1536 + 512)
     per_token = 2 * (products + 3 * h * 18432) + heads * (192 + 128) * 2048
     assert flops_per_iteration(dense, 1, 2048, 1000) == 3 * 2048 * (2 * per_token + 2 * h * 1000)
-
-
-def test_latent_attention_over_tensor_parallel_ranks():
-    """Each rank holds the down-projections and their norms whole, and its heads."""
-    model = resolved(
-        num_layers=1,
-        hidden_size=64,
-        num_attention_heads=4,
-        multi_latent_attention=True,
-        qk_layernorm=True,
-        q_lora_rank=24,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        add_bias_linear=False,
-    )
-    whole = 24 * 64 + (32 + 64) * 64 + 24 + 32
-    heads = 4 * (192 * 24 + 256 * 32 + 128 * 64)
-    for tp in (1, 2, 4):
-        assert parameter_count(model, 100, tp)["attention"] == whole + heads // tp

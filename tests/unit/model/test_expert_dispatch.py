@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.model.experts.dispatch import AllGather, AllToAll, transposed_order
-from megatron.model.experts.router import count_of, first_choices
+from megatron.model.experts.router import first_choices
 from megatron.model.tensor_parallel import NO_TP
 
 
@@ -78,12 +78,6 @@ def test_rows_of_several_sources_in_the_order_of_experts(counts):
     ]
     order = transposed_order(torch.tensor(counts), len(rows))
     assert [rows[index] for index in order.tolist()] == sorted(rows)
-
-
-@given(st.lists(st.integers(0, 5), max_size=30))
-def test_counts(keys):
-    tensor = torch.tensor(keys, dtype=torch.int64)
-    assert count_of(tensor, 6).tolist() == [keys.count(number) for number in range(6)]
 
 
 @given(

@@ -24,8 +24,6 @@ S, B, I, O = 80, 2, 192, 320
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 FORMATS = ("e4m3", "hybrid")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# half a unit in the last place
-ROUNDOFF = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 
 
 def draw(*shape, seed, dtype=torch.float64):
@@ -116,19 +114,6 @@ def test_narrow_runs_round_the_result_once(recipe, dtype):
     for a, b, unit in zip(found, right, units, strict=True):
         # in addition, fp32 sums of as many products
         assert (a.flatten(0, -2).double() - b).norm() <= (unit + 2e-6) * b.norm()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_error_is_that_of_two_rounded_factors(recipe):
-    """Where all numbers of a tensor are of one size, each factor is off by at most half a unit in
-    its last place; independent errors add up as their squares do.
-    """
-    x, dy, weight = (
-        torch.randn(shape, dtype=torch.float64) for shape in ((S * B, I), (S * B, O), (O, I))
-    )
-    exact = x @ weight.t(), dy @ weight, dy.t() @ x
-    for a, b in zip(expected(x, dy, weight, recipe, E5M2, True), exact, strict=True):
-        assert (a - b).norm() <= (ROUNDOFF[E4M3] ** 2 + ROUNDOFF[E5M2] ** 2) ** 0.5 * b.norm()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -7,34 +7,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.kernels.activation import FUNCTIONS
-from megatron.kernels.attention import attention_reference, keep_mask
+from megatron.kernels.attention import attention_reference
 from megatron.kernels.attention_masks import AttentionMask
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from unit.model.made import linear, norm, table
+from unit.model.made import linear, norm
 
 from megatron.config.groups import ModelConfig
 from megatron.model import main_grad as main_grad_module
 from megatron.model.attention import attention
 from megatron.model.attention.attention import (
-    CAUSAL,
-    SelfAttention,
-    attention_core,
     choose_attention,
 )
 from megatron.model.attention.rotary import (
     RotaryTables,
     apply_rotary,
-    inverse_frequencies,
     rotate_projection,
 )
-from megatron.model.dropout import Dropout, DropoutState
 from megatron.model.embedding import accumulate_embedding_grad
 from megatron.model.linear import add_weight_grads, deferring_weight_grads
 from megatron.model.loss import cross_entropy, own_columns
 from megatron.model.main_grad import wgrad_gemm
-from megatron.model.mlp import MLP, activation_function
 from megatron.model.norm import NORMS, AddNorm
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
@@ -54,33 +47,6 @@ def materialise(module, dtype=torch.float64):
         p.data.copy_(randn(*p.shape, seed=100 + i) * 0.3)
         p.main_grad = torch.zeros(p.shape, dtype=torch.promote_types(dtype, torch.float32))
     return module
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_is_bit_equal_to_torch(dtype, bias):
-    ours = materialise(linear(24, 40, bias), dtype)
-    theirs = nn.Linear(24, 40, bias, dtype=dtype)
-    theirs.load_state_dict(ours.state_dict())
-    x = randn(5, 3, 24, dtype=dtype)
-    assert torch.equal(ours(x), theirs(x))
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_gradients_accumulate(bias):
-    ours = materialise(linear(24, 40, bias))
-    theirs = nn.Linear(24, 40, bias, dtype=torch.float64)
-    theirs.load_state_dict(ours.state_dict())
-    x, dy = randn(5, 3, 24, grad=True), randn(5, 3, 40, seed=1)
-    x2 = x.detach().clone().requires_grad_()
-    for _ in range(2):  # a second micro-batch adds
-        ours(x).backward(dy)
-        theirs(x2).backward(dy)
-    torch.testing.assert_close(x.grad, x2.grad, **TIGHT)
-    assert ours.weight.grad is None
-    torch.testing.assert_close(ours.weight.main_grad, theirs.weight.grad, **TIGHT)
-    if bias:
-        torch.testing.assert_close(ours.bias.main_grad, theirs.bias.grad, **TIGHT)
 
 
 class Largest(TorchDispatchMode):
@@ -130,38 +96,6 @@ def test_weight_gradients_make_no_dense_temporary(dtype, monkeypatch):
     torch.testing.assert_close(grad, expected)
 
 
-def test_embedding():
-    ours = materialise(table(11, 8))
-    ids, dy = torch.tensor([[1, 2, 1], [10, 0, 1]]), randn(2, 3, 8)
-    theirs = ours.weight.detach().clone().requires_grad_()
-    y = ours(ids)
-    assert torch.equal(y, F.embedding(ids, theirs))
-    y.backward(dy)
-    F.embedding(ids, theirs).backward(dy)
-    torch.testing.assert_close(ours.weight.main_grad, theirs.grad, **TIGHT)
-
-
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_norms(kind):
-    ours = materialise(norm(kind, 16))
-    x, dy = randn(5, 3, 16, grad=True), randn(5, 3, 16, seed=1)
-    x2, weight = x.detach().clone().requires_grad_(), ours.weight.detach().clone().requires_grad_()
-    bias = None if ours.bias is None else ours.bias.detach().clone().requires_grad_()
-    y = ours(x)
-    y2 = (
-        F.layer_norm(x2, (16,), weight, bias, 1e-5)
-        if bias is not None
-        else F.rms_norm(x2, (16,), weight, 1e-5)
-    )
-    torch.testing.assert_close(y, y2, **TIGHT)
-    y.backward(dy)
-    y2.backward(dy)
-    torch.testing.assert_close(x.grad, x2.grad, **TIGHT)
-    torch.testing.assert_close(ours.weight.main_grad, weight.grad, **TIGHT)
-    if bias is not None:
-        torch.testing.assert_close(ours.bias.main_grad, bias.grad, **TIGHT)
-
-
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_norms_in_bf16_keep_statistics_wide(kind):
     """|error| of a bf16 result computed with wide statistics: a few roundings of 2^-9 relative to
@@ -193,113 +127,9 @@ def test_a_norm_without_kernels_is_computed_by_torch(backend, monkeypatch):
     torch.testing.assert_close(ours(x)[0], expected, **TIGHT)
 
 
-@pytest.mark.parametrize("activation", FUNCTIONS)
-def test_activations(activation):
-    x = randn(3, 2, 12, grad=True)
-    assert torch.autograd.gradcheck(activation_function(activation), (x,))
-    gate, up = x.chunk(2, -1)
-    expected = {
-        "gelu": lambda: F.gelu(x),
-        "gelu-tanh": lambda: F.gelu(x, approximate="tanh"),
-        "squared-relu": lambda: F.relu(x) ** 2,
-        "swiglu": lambda: F.silu(gate) * up,
-        "geglu": lambda: F.gelu(gate) * up,
-    }[activation]()
-    torch.testing.assert_close(activation_function(activation)(x), expected, **TIGHT)
-
-
-def test_mlp_shapes():
-    config = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=20, activation="swiglu")
-    assert MLP(config).fc1.weight.shape == (40, 8) and MLP(config).fc2.weight.shape == (8, 20)
-
-
 # ---- attention ----
 
 S, B, N, G, D = 12, 2, 4, 2, 8
-
-
-def brute_force(q, k, v, scale, visible, softcap=None):
-    """Attention by loops over samples, heads and queries."""
-    out, lse = torch.zeros(S, B, N, D, dtype=q.dtype), torch.zeros(B, N, S, dtype=q.dtype)
-    for b in range(B):
-        for n in range(N):
-            for i in range(S):
-                keys = [j for j in range(S) if visible(b, i, j)]
-                scores = torch.stack([q[i, b, n] @ k[j, b, n // (N // G)] * scale for j in keys])
-                scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-                lse[b, n, i] = torch.logsumexp(scores, 0)
-                out[i, b, n] = sum(
-                    w * v[j, b, n // (N // G)] for w, j in zip(torch.softmax(scores, 0), keys)
-                )
-    return out, lse
-
-
-STARTS = torch.tensor([[0] * 5 + [5] * 4 + [9] * 3, [0] * S], dtype=torch.int32)
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "plain"])
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("documents", [False, True])
-def test_attention_core(backend, window, documents):
-    q, k, v = randn(S, B, N, D), randn(S, B, G, D, seed=1), randn(S, B, G, D, seed=2)
-
-    def visible(b, i, j):
-        return (
-            j <= i and (window is None or i - j < window) and (not documents or j >= STARTS[b, i])
-        )
-
-    expected, lse = brute_force(q, k, v, 0.3, visible)
-    mask = AttentionMask(window=window, document_starts=STARTS if documents else None)
-    torch.testing.assert_close(
-        attention_core(q, k, v, scale=0.3, backend=backend, mask=mask), expected, **TIGHT
-    )
-    if backend == "plain":
-        _, got = attention_core(q, k, v, scale=0.3, backend=backend, mask=mask, return_lse=True)
-        torch.testing.assert_close(got, lse, **TIGHT)
-
-
-def test_attention_softcap_and_gradients():
-    q, k, v = randn(S, B, N, D), randn(S, B, G, D, seed=1), randn(S, B, G, D, seed=2)
-    expected, lse = brute_force(q, k, v, 1.0, lambda b, i, j: j <= i, softcap=2.0)
-    out, got = attention_core(q, k, v, scale=1.0, backend="plain", softcap=2.0, return_lse=True)
-    torch.testing.assert_close(out, expected, **TIGHT)
-    torch.testing.assert_close(got, lse, **TIGHT)
-    small = [
-        randn(4, 1, 2, 3, grad=True),
-        randn(4, 1, 1, 3, seed=1, grad=True),
-        randn(4, 1, 1, 3, seed=2, grad=True),
-    ]
-    for backend in ("plain", "sdpa"):
-        cap = 2.0 if backend == "plain" else None
-        assert torch.autograd.gradcheck(
-            lambda *x: attention_core(
-                *x, scale=1.0, backend=backend, softcap=cap, mask=AttentionMask(window=3)
-            ),
-            small,
-        )
-
-
-def test_attention_positions_split_the_keys():
-    """Two halves of the keys, combined by their log-sum-exp, are the whole: what ring attention
-    will do.
-    """
-    q, k, v = randn(S, B, N, D), randn(S, B, G, D, seed=1), randn(S, B, G, D, seed=2)
-    plain = {"scale": 0.5, "backend": "plain", "return_lse": True}
-    whole, lse = attention_core(q, k, v, **plain)
-    early, late = torch.arange(S).split(S // 2)  # the late queries see every early key
-    first, second = (
-        attention_core(
-            q[S // 2 :], k[at], v[at], mask=AttentionMask(q_positions=late, k_positions=at), **plain
-        )
-        for at in (early, late)
-    )
-    total = torch.logaddexp(first[1], second[1])
-    torch.testing.assert_close(total, lse[..., S // 2 :], **TIGHT)
-    parts = sum(
-        out * torch.exp(part - total).permute(2, 0, 1).unsqueeze(-1)
-        for out, part in (first, second)
-    )
-    torch.testing.assert_close(parts, whole[S // 2 :], **TIGHT)
 
 
 def test_choose_attention():
@@ -316,61 +146,9 @@ def test_choose_attention():
         choose_attention(dataclasses.replace(config, attention_backend="sdpa"), training=True)
 
 
-def test_qkv_rows_are_grouped():
-    """Per key/value head: its query heads, its key, its value."""
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=4,
-        attention_dropout=0.0,
-    )
-    attention = materialise(SelfAttention(config, 1, 0))
-    x = randn(5, 2, 16)
-    w, b = attention.qkv.weight.view(2, 4, 4, 16), attention.qkv.bias.view(2, 4, 4)
-    q = torch.cat([F.linear(x, w[g, i], b[g, i]) for g in range(2) for i in range(2)], -1).view(
-        5, 2, 4, 4
-    )
-    k, v = (torch.stack([F.linear(x, w[g, i], b[g, i]) for g in range(2)], 2) for i in (2, 3))
-    expected = F.linear(
-        attention_core(q, k, v, scale=0.5).reshape(5, 2, 16),
-        attention.proj.weight,
-        attention.proj.bias,
-    )
-    torch.testing.assert_close(attention(x, None, CAUSAL, None), expected, **TIGHT)
-
-
 # ---- rotary ----
 
 ROPE = ModelConfig(kv_channels=8, position_embedding_type="rope")
-
-
-def test_rotary_is_a_rotation_by_position():
-    x = randn(6, 2, 3, 8)
-    positions = torch.tensor([[0, 5], [1, 6], [2, 7], [3, 8], [4, 9], [5, 10]])
-    y = apply_rotary(x, RotaryTables(ROPE, torch.float64).table(positions))
-    for s in range(6):
-        for b in range(2):
-            for i in range(4):
-                angle = positions[s, b].double() * 10000 ** (-2 * i / 8)
-                z = torch.view_as_complex(
-                    torch.stack([x[s, b, :, i], x[s, b, :, i + 4]], -1)
-                ) * torch.polar(torch.ones_like(angle), angle)
-                torch.testing.assert_close(
-                    torch.stack([y[s, b, :, i], y[s, b, :, i + 4]]),
-                    torch.stack([z.real, z.imag]),
-                    **TIGHT,
-                )
-
-
-def test_rotary_gradient_and_percent():
-    config = dataclasses.replace(ROPE, rotary_percent=0.5)
-    x = randn(3, 1, 2, 8, grad=True)
-    table = RotaryTables(config, torch.float64).table(torch.tensor([[0], [1], [2]]))
-    assert table[0].shape[-1] == 4
-    assert torch.equal(apply_rotary(x, table)[..., 4:], x[..., 4:])
-    assert torch.autograd.gradcheck(lambda z: apply_rotary(z, table), (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -392,67 +170,7 @@ def test_a_rotated_projection_has_the_bits_of_its_rotated_parts(groups, queries,
     assert torch.equal(got, wanted)
 
 
-def test_rotary_scalings():
-    base, _ = inverse_frequencies(dataclasses.replace(ROPE, kv_channels=128, rotary_base=500000.0))
-    linear, _ = inverse_frequencies(
-        dataclasses.replace(
-            ROPE, kv_channels=128, rotary_base=500000.0, rotary_seq_len_interpolation_factor=4.0
-        )
-    )
-    torch.testing.assert_close(linear, base / 4)
-    llama, _ = inverse_frequencies(
-        dataclasses.replace(ROPE, kv_channels=128, rotary_base=500000.0, use_rope_scaling=True)
-    )
-    wavelength = 2 * torch.pi / base
-    assert torch.equal(llama[wavelength < 8192 / 4], base[wavelength < 8192 / 4])
-    torch.testing.assert_close(llama[wavelength > 8192], base[wavelength > 8192] / 8)
-    between = (wavelength > 8192 / 4) & (wavelength < 8192)
-    assert (
-        between.any()
-        and (llama[between] < base[between]).all()
-        and (llama[between] > base[between] / 8).all()
-    )
-    yarn, scale = inverse_frequencies(
-        dataclasses.replace(
-            ROPE,
-            kv_channels=128,
-            position_embedding_type="yarn",
-            rope_scaling_factor=4.0,
-            rope_original_max_position_embeddings=4096,
-        )
-    )
-    plain, _ = inverse_frequencies(dataclasses.replace(ROPE, kv_channels=128))
-    assert (
-        yarn[0] == plain[0]
-        and torch.isclose(yarn[-1], plain[-1] / 4)
-        and scale == pytest.approx(1.1386294361)
-    )
-
-
 # ---- dropout ----
-
-
-def test_dropout_is_a_function_of_sample_and_position():
-    dropout = Dropout(0.25, 1234, "layers", 3, "mlp.output_dropout")
-    x = torch.ones(6, 4, 10)
-    whole = dropout.hidden(x, DropoutState(torch.arange(4), torch.arange(6)))
-    assert whole.unique().tolist() == [0.0, pytest.approx(1 / 0.75)]
-    part = dropout.hidden(x[2:5, 1:3], DropoutState(torch.tensor([1, 2]), torch.arange(2, 5)))
-    assert torch.equal(part, whole[2:5, 1:3])
-    assert torch.equal(dropout.hidden(x, None), x)
-    other = Dropout(0.25, 1234, "layers", 4, "mlp.output_dropout").hidden(
-        x, DropoutState(torch.arange(4), torch.arange(6))
-    )
-    assert not torch.equal(other, whole)
-
-
-def test_attention_dropout_address():
-    dropout = Dropout(0.5, 1, "attention")
-    whole = keep_mask(
-        dropout.key, torch.tensor([7, 8, 9]), torch.arange(2), torch.arange(8), 8, 0.5
-    )
-    part = keep_mask(dropout.key, torch.tensor([8]), torch.arange(2), torch.arange(3, 5), 8, 0.5)
-    assert torch.equal(part, whole[1:2, :, 3:5])
 
 
 # ---- loss ----

@@ -6,15 +6,13 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.distributed.groups import Layout, build_groups
 from megatron.model import linear_cross_entropy as module
 from megatron.model.linear import column_linear
 from megatron.model.linear_cross_entropy import linear_cross_entropy
 from megatron.model.loss import cross_entropy, own_columns
-from megatron.model.tensor_parallel import NO_TP, TensorParallel
+from megatron.model.tensor_parallel import NO_TP
 
 S, B, H, PADDED = 8, 3, 12, 32  # 24 tokens
 
@@ -64,66 +62,6 @@ def test_equals_the_two_apart(tokens, vocabulary, softcap, monkeypatch):
     for ours, theirs in zip(together, apart, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
     assert (together[3][vocabulary:] == 0).all()
-
-
-def check_layout(size, sequence, vocabulary, softcap):
-    tp = TensorParallel(
-        build_groups(Layout(tp=size), dist.get_rank(), dist.new_group).tp, sequence=sequence
-    )
-    before, module.HEAD_CHUNK_BYTES = module.HEAD_CHUNK_BYTES, chunks_of(5, PADDED // size)
-    try:
-        x, weight = draw(S, B, H), draw(PADDED, H, seed=3)
-        settings = {"vocabulary": vocabulary, "softcap": softcap}
-        loss, lse, dx, main_grad = head(x, weight, fused=False, tp=NO_TP, **settings)
-        mine = lambda z: z.chunk(size)[tp.axis.rank]  # noqa: E731
-        got = head(mine(x) if sequence else x, mine(weight), fused=True, tp=tp, **settings)
-    finally:
-        module.HEAD_CHUNK_BYTES = before
-    for ours, theirs in zip(
-        got, (loss, lse, mine(dx) if sequence else dx, mine(main_grad)), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    everyone = [torch.empty_like(got[0]) for _ in range(size)]
-    dist.all_gather(everyone, got[0])
-    assert all(torch.equal(each, got[0]) for each in everyone)  # replicas must not drift apart
-
-
-@pytest.mark.parametrize("size, sequence", [(2, False), (2, True), (4, True)])
-# with 4 ranks one of padding alone
-@pytest.mark.parametrize("vocabulary, softcap", [(32, None), (17, 2.0)])
-def test_over_tensor_parallel_ranks(gloo_world, size, sequence, vocabulary, softcap):
-    gloo_world(size).run(check_layout, size, sequence, vocabulary, softcap)
-
-
-def check_messages(fused):
-    """What a rank sends, in both passes."""
-    tp, sent = (
-        TensorParallel(
-            build_groups(Layout(tp=2), dist.get_rank(), dist.new_group).tp,
-            sequence=True,
-            overlap=False,
-        ),
-        [],
-    )
-    before, module.HEAD_CHUNK_BYTES = module.HEAD_CHUNK_BYTES, chunks_of(5, PADDED // 2)
-    real = dist.isend
-    dist.isend = lambda x, *args, **kwargs: sent.append(x.numel()) or real(x, *args, **kwargs)
-    try:
-        head(
-            draw(S // 2, B, H),
-            draw(PADDED // 2, H),
-            fused=fused,
-            vocabulary=30,
-            softcap=None,
-            tp=tp,
-        )
-    finally:
-        module.HEAD_CHUNK_BYTES, dist.isend = before, real
-    return sorted(sent)
-
-
-def test_sends_no_more_than_the_two_apart(gloo_world):
-    assert gloo_world(2).run(check_messages, True) == gloo_world(2).run(check_messages, False)
 
 
 class LiveLogits(TorchDispatchMode):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from test_split_units import (
     CONFIGS,
-    VOCAB,
     B,
     H,
     S,
@@ -28,7 +27,7 @@ from unit.recomputed_flops import flops_again
 from unit.storages import Storages, no_collector
 
 from megatron.model.recompute import KEPT, WHOLE, LayerRecompute, stage_recompute
-from megatron.model.recompute_context import RecomputeContext, RecomputedTensor
+from megatron.model.recompute_context import RecomputeContext
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind
 
@@ -146,25 +145,6 @@ def test_products_are_those_of_the_formula(name, split_backward, choices):
         assert products(name, training, split_backward) == expected_products(name, training)
 
 
-def test_rebuilding_for_every_reader_would_be_found(monkeypatch):
-    """A computation that is made again for each tensor that is read of it."""
-    read = RecomputedTensor.read
-
-    def forgetful(rebuilt, number):
-        again = rebuilt.function, rebuilt.inputs
-        tensor = read(rebuilt, number)
-        if again[0] is not None and not isinstance(again[1][0], tuple):
-            rebuilt.function, rebuilt.inputs = again
-        return tensor
-
-    training = recomputing("core_attn")
-    expected = expected_products("gpt", training)
-    assert products("gpt", training) == expected
-    monkeypatch.setattr(RecomputedTensor, "read", forgetful)
-    assert products("gpt", training) != expected
-    assert equal(trained("gpt", training), trained("gpt", NO_RECOMPUTE))  # no bit shows it
-
-
 def test_no_reader_comes_twice():
     recompute_context = RecomputeContext()
     exp = recompute_context._recomputed(torch.exp)
@@ -179,74 +159,7 @@ def test_no_reader_comes_twice():
 # ---- what it is rebuilt from
 
 
-def test_another_micro_batchs_inputs_would_be_found(monkeypatch):
-    """Of two micro-batches in flight the second's norm is rebuilt from the first's stream."""
-    training = recomputing("layernorm")
-    expected = trained("gpt", NO_RECOMPUTE, split)
-    assert equal(trained("gpt", training, split), expected)
-    make, streams = RecomputeContext._computation, {}
-
-    def of_the_first(recompute_context, function, inputs):
-        made = make(recompute_context, function, inputs)
-        made.inputs = streams.setdefault((id(recompute_context), id(function)), made.inputs)
-        return made
-
-    monkeypatch.setattr(RecomputeContext, "_computation", of_the_first)
-    assert not equal(trained("gpt", training, split), expected)
-
-
-def test_a_dropout_mask_of_its_own_would_be_found(monkeypatch):
-    """The second run of attention without its dropout."""
-    training = recomputing("core_attn")
-    expected = trained("gpt", NO_RECOMPUTE)
-    run = RecomputedTensor._run
-
-    def without_dropout(rebuilt):
-        function = rebuilt.function
-        attention = function.func.__self__
-        before, attention.dropout.probability = attention.dropout.probability, 0.0
-        try:
-            run(rebuilt)
-        finally:
-            attention.dropout.probability = before
-
-    assert equal(trained("gpt", training), expected)
-    monkeypatch.setattr(RecomputedTensor, "_run", without_dropout)
-    with pytest.raises(AssertionError, match="saved other tensors"):
-        trained("gpt", training)
-
-
 # ---- what lives
-
-
-@no_collector()
-def kept(name, training):
-    """Bytes that a layer keeps from its forward to its backward pass."""
-    model = build(CONFIGS[name])
-    model.choose_recompute(training)
-    micro = micro_batch(model)
-    with Storages() as storages:
-        x = torch.randn(S, B, H, dtype=torch.float64)
-        y, saved = LayerRunner().forward(model.layers["0"], x, micro)
-        del x, y
-        bytes_alive = sum(storages.alive().values())
-    del saved
-    return bytes_alive
-
-
-def test_a_hook_that_keeps_the_output_would_be_found(monkeypatch):
-    hidden = S * B * H * 8
-    plain = kept("gqa-swiglu", NO_RECOMPUTE)
-    norms = recomputing("layernorm")
-    assert kept("gqa-swiglu", norms) == plain - 2 * hidden
-    mark = RecomputeContext._mark
-
-    def keeping(recompute_context, rebuilt, y):
-        mark(recompute_context, rebuilt, y)
-        rebuilt.output = y.detach()
-
-    monkeypatch.setattr(RecomputeContext, "_mark", keeping)
-    assert kept("gqa-swiglu", norms) == plain
 
 
 @no_collector()
@@ -278,15 +191,6 @@ def test_what_is_rebuilt_goes_with_its_last_reader():
     plain = most(NO_RECOMPUTE)
     assert most(recomputing(*ALL)) < plain
     assert most(recomputing("layernorm", "mlp_act")) < plain
-
-
-def test_evaluation_keeps_nothing():
-    model = build(CONFIGS["gpt"])
-    model.choose_recompute(recomputing(*ALL))
-    ids = torch.zeros(B, S, dtype=torch.int64)
-    logits = model.logits(ids)
-    model.choose_recompute(NO_RECOMPUTE)
-    assert torch.equal(model.logits(ids), logits) and logits.shape[-1] == VOCAB
 
 
 # ---- which layers

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.kernels.attention import attention_reference
 from megatron.kernels.attention_launch import Options
-from megatron.kernels.attention_masks import AttentionMask, attention_mask
+from megatron.kernels.attention_masks import attention_mask
 
 from megatron.distributed.groups import Layout, build_groups
 from megatron.model.attention import ring_attention as ring
@@ -82,40 +82,12 @@ def whole(case: str) -> list[torch.Tensor]:
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_attention_of_one_process(gloo_world, case, size):
+def test_equals_attention_of_one_process(gloo_world, case):
     expected = whole(case)
-    for own, found in gloo_world(size).run(run, case):
+    for own, found in gloo_world(3).run(run, case):
         for got, want in zip(found, expected, strict=True):
             assert (got - want[own]).abs().max() < 1e-13 * want.abs().max() * LENGTH
-
-
-@pytest.mark.parametrize("case", ["causal", "window", "documents"])
-def test_gathered_blocks_equal_attention_of_one_process(gloo_world, case):
-    expected = whole(case)
-    for own, found in gloo_world(3).run(run, case, torch.float64, "GatheredAttention"):
-        for got, want in zip(found, expected, strict=True):
-            assert (got - want[own]).abs().max() < 1e-13 * want.abs().max() * LENGTH
-
-
-@pytest.mark.parametrize(
-    "case, attend",
-    [
-        ("causal", "RingAttention"),
-        ("documents", "RingAttention"),
-        ("causal, plain", "RingAttention"),
-        ("causal", "GatheredAttention"),
-        ("documents", "GatheredAttention"),
-    ],
-)
-def test_narrow_numbers(gloo_world, case, attend):
-    """In bf16 the result is off by no more than roundings of what goes in and comes out."""
-    expected = whole(case)
-    for own, found in gloo_world(4).run(run, case, torch.bfloat16, attend):
-        for got, want in zip(found, expected, strict=True):
-            error = (got.double() - want[own]).norm() / want[own].norm()
-            assert got.dtype == torch.bfloat16 and error < 4 * torch.finfo(torch.bfloat16).eps
 
 
 def test_every_step_is_as_much_work_on_every_rank():
@@ -214,17 +186,3 @@ def test_every_hop_is_posted_before_the_computation_that_hides_it(gloo_world):
     for events in gloo_world(size).run(recorded):
         assert [name for name, _ in events] == forward + backward
         assert max(alive for _, alive in events) == 3
-
-
-def test_a_mask_says_what_steps_are_closed():
-    """A window, documents or dropout need positions."""
-    places = torch.from_numpy(places_of(32, 2))
-    simple = ring_steps(places, 1, None, None, by_positions=False)
-    assert simple[0].mask == AttentionMask() and not simple[1].mask.causal
-    for window, starts, by in (
-        (5, None, False),
-        (None, torch.zeros(1, 32, dtype=torch.int32), False),
-        (None, None, True),
-    ):
-        steps = ring_steps(places, 1, window, starts, by_positions=by)
-        assert all(step.mask.q_positions is not None for step in steps)

@@ -22,7 +22,6 @@ from megatron.model.linear import (
     add_weight_grads,
     deferring_weight_grads,
 )
-from megatron.model.main_grad import wgrad_gemm
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 S, B, H, F = 8, 2, 12, 24
@@ -194,26 +193,3 @@ def test_a_failed_backward_leaves_no_list_behind(monkeypatch):
     before = gradients(layers)
     backward(layers, NO_TP)
     assert not any(torch.equal(a, b) for a, b in zip(gradients(layers), before))
-
-
-def test_linear_layers_outside_are_not_touched():
-    """The head's matrix, which no linear layer of the unit holds, has its gradient at once."""
-    inside, outside = pair(NO_TP), pair(NO_TP)
-    before = gradients(outside)
-    with deferring_weight_grads(inside) as left:
-        backward(outside, NO_TP)
-    assert left == [] and not any(torch.equal(a, b) for a, b in zip(gradients(outside), before))
-
-
-def test_the_gradient_buffer_is_looked_up_when_it_is_written():
-    """It may not exist before."""
-    layer = linear(H, F, False).to_empty(device="cpu").double()
-    layer.weight.data.fill_(1)
-    x, dy = torch.randn(S, B, H, dtype=torch.float64), torch.randn(S, B, F, dtype=torch.float64)
-    with deferring_weight_grads(layer) as left:
-        layer(x.requires_grad_()).backward(dy)
-    layer.weight.main_grad = torch.zeros(F, H, dtype=torch.float64)
-    add_weight_grads(left)
-    expected = torch.zeros(F, H, dtype=torch.float64)
-    wgrad_gemm(dy, x.detach(), expected)
-    assert torch.equal(layer.weight.main_grad, expected)

@@ -153,21 +153,6 @@ def test_two_parts_are_the_whole(name, how):
     check_equal(name, how, micro_batches=2)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "serial"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])
-@pytest.mark.parametrize(
-    "name, how",
-    [
-        ("gpt", "recompute"),
-        ("gqa-swiglu", "plain"),
-        ("gqa-swiglu", "selective"),
-        ("mqa-qknorm", "plain"),
-    ],
-)
-def test_two_parts_are_the_whole_on_two_ranks(gloo_world, name, how, sequence, overlap):
-    gloo_world(2).run(check_equal, name, how, 2, sequence, overlap)
-
-
 def test_the_backward_may_run_in_another_thread(monkeypatch):
     """As autograd's does on a GPU."""
     backward = torch.autograd.backward
@@ -207,22 +192,6 @@ def test_what_belongs_to_which_part():
     )
     assert changed(lambda: backward_weight(left, passes)) == late
     assert not any(hasattr(p, "deferred_grads") for p in model.parameters())
-
-
-def test_recomputing_is_done_once(monkeypatch):
-    model, passes, calls = build(CONFIGS["gpt"], how="recompute"), LayerRunner(), []
-    run = TransformerLayer.forward
-    monkeypatch.setattr(
-        TransformerLayer, "forward", lambda unit, *args: calls.append(unit) or run(unit, *args)
-    )
-    (_, unit), *_ = (each for each in model.units() if isinstance(each[1], TransformerLayer))
-    x = torch.randn(S, B, H, dtype=torch.float64)
-    y, saved = passes.forward(unit, x, micro_batch(model))
-    assert len(calls) == 1
-    _, kept = passes.backward(Kind.BACKWARD_INPUT, unit, torch.ones_like(y), saved)
-    assert len(calls) == 2
-    passes.backward(Kind.BACKWARD_WEIGHT, unit, None, kept)
-    assert len(calls) == 2
 
 
 @no_collector()
@@ -278,19 +247,6 @@ def least_bytes(config, tp):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_inputs_and_output_gradients_alone_stay(name, how):
     check_what_stays(name, NO_TP, how)
-
-
-def check_what_stays_on_a_rank(name, sequence):
-    groups = build_groups(
-        Layout(tp=2), dist.get_rank(), dist.new_group, CONFIGS[name].num_query_groups
-    )
-    check_what_stays(name, TensorParallel(groups.tp, groups.kv, sequence=sequence))
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp2", "tp2sp"])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_what_stays_on_each_of_two_ranks(gloo_world, name, sequence):
-    gloo_world(2).run(check_what_stays_on_a_rank, name, sequence)
 
 
 @no_collector()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import accumulate, combinations
 
 import pytest
@@ -19,10 +18,7 @@ from megatron.config.groups import (
 )
 from megatron.config.validate import resolve
 from megatron.model.arithmetic import (
-    flops_per_iteration,
-    parameter_count,
     unit_flops,
-    unit_parameters,
 )
 from megatron.model.stages import Stage, balance, pipeline_stages, whole
 
@@ -87,14 +83,6 @@ def test_stages_tile_the_units(layers, ranks, flags):
     )
 
 
-def test_the_stages_of_a_drawn_layout():
-    assert pipeline_stages(resolved(5, 3, pipeline_model_parallel_layout="E|t*5|L"), 1024) == (
-        Stage(True, range(0, 0), False),
-        Stage(False, range(0, 5), False),
-        Stage(False, range(5, 5), True),
-    )
-
-
 @given(
     st.integers(1, 30),
     st.integers(2, 6),
@@ -141,55 +129,3 @@ def test_balance_is_the_best_of_all_splits(units, data):
         for cuts in combinations(range(1, len(units)), count - 1)
     ]
     assert rating(found) == min(map(rating, every))
-
-
-def test_auto_worked_out_by_hand():
-    # 32 layers of 10 and a head of 17 over 8 stages: 337 / 8 = 42.1, so 50 is the least that whole
-    # layers allow; three go with the head
-    assert balance([0] + [10] * 32 + [17], [5] + [10] * 32 + [7], 8) == (5, 4, 4, 4, 4, 4, 5, 4)
-    # the same with a vocabulary that outweighs layers: within 50 FLOPs, 10 parameters are the
-    # fewest for the largest stage
-    assert balance([0] + [10] * 32 + [17], [9] + [1] * 32 + [9], 8) == (2, 5, 5, 5, 5, 5, 5, 2)
-    # a head as large as all layers is alone
-    assert balance([0, 1, 1, 1, 3], [9, 1, 1, 1, 9], 2) == (4, 1)
-    # an embedding costs no time, only parameters
-    assert balance([0, 2, 2, 2, 2, 2], [9, 1, 1, 1, 1, 1], 3) == (2, 2, 2)
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {
-            "untie_embeddings_and_output_weights": True,
-            "position_embedding_type": "rope",
-            "normalization": "RMSNorm",
-            "activation": "swiglu",
-        },
-        {
-            "add_bias_linear": False,
-            "qk_layernorm": True,
-            "group_query_attention": True,
-            "num_query_groups": 1,
-        },
-    ],
-)
-def test_costs_of_units_add_up_to_those_of_the_model(changes, tp):
-    config = resolved(3, 1, changes)
-    assert sum(unit_parameters(config.model, 1024)) == parameter_count(config.model, 1024)["total"]
-    assert (
-        sum(unit_parameters(config.model, 1024, tp))
-        == parameter_count(config.model, 1024, tp)["total"]
-    )
-    copy = 0 if config.model.untie_embeddings_and_output_weights else 1024 // tp * 64
-    assert (
-        sum(unit_parameters(config.model, 1024, tp, copied=True))
-        - sum(unit_parameters(config.model, 1024, tp))
-        == copy
-    )
-    assert 3.0 * 2 * 32 * sum(unit_flops(config.model, 32, 1024)) == flops_per_iteration(
-        config.model, 2, 32, 1024
-    )
-    deeper = dataclasses.replace(config.model, num_layers=4)
-    assert unit_flops(deeper, 32, 1024)[:4] == unit_flops(config.model, 32, 1024)[:4]

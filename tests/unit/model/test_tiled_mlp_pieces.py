@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -27,14 +26,10 @@ from unit.recomputed_flops import flops_again
 from unit.storages import Storages, no_collector
 
 from megatron.config.derive import GATED
-from megatron.config.groups import PrecisionConfig
-from megatron.distributed.groups import ALONE
-from megatron.model.fp8 import mark_fp8
 from megatron.model.recompute import WHOLE, stage_recompute
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.schedule import Kind
 
-EQUAL = 1e-10  # of the greatest gradient, in float64
 CHOICES = {
     "kept": NO_RECOMPUTE,
     "full": FULL_RECOMPUTE,
@@ -57,25 +52,6 @@ def trained(config, training=NO_RECOMPUTE, run_passes=whole, dtype=torch.float64
     return gradients(model)
 
 
-@functools.cache
-def expected(name):
-    return trained(CONFIGS[name])
-
-
-def apart(one, other):
-    """The greatest difference of a tensor, in parts of its greatest number."""
-    return max(
-        float((one[name] - other[name]).abs().max() / other[name].abs().max()) for name in other
-    )
-
-
-@pytest.mark.parametrize("run_passes", [whole, split])
-@pytest.mark.parametrize("count", [2, 4, S])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_are_those_of_the_whole_mlp(name, count, run_passes):
-    assert apart(trained(in_pieces(name, count), run_passes=run_passes), expected(name)) < EQUAL
-
-
 @pytest.mark.parametrize("run_passes, dtype", [(whole, torch.bfloat16), (split, torch.float32)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_recomputation_changes_no_bit(name, run_passes, dtype):
@@ -84,27 +60,6 @@ def test_recomputation_changes_no_bit(name, run_passes, dtype):
     for what, training in CHOICES.items():
         found = trained(config, training, run_passes, dtype)
         assert all(torch.equal(found[name], plain[name]) for name in plain), what
-
-
-def test_scales_of_rows_do_not_see_the_pieces():
-    """8-bit floats whose scales are those of a token, and of a row of the weight."""
-    precision = PrecisionConfig(fp8_format="hybrid", fp8_recipe="rowwise")
-
-    def prepare(model):
-        for layer in model.layers.values():
-            mark_fp8(layer.mlp.fc1.weight, precision, 0, ALONE)
-            mark_fp8(layer.mlp.fc2.weight, precision, 1, ALONE)
-
-    found, same = (
-        trained(config, prepare=prepare) for config in (in_pieces("gpt", 4), CONFIGS["gpt"])
-    )
-    assert apart(found, same) < EQUAL < apart(same, expected("gpt"))
-
-
-def test_a_layer_that_was_told_nothing_keeps_the_input_alone():
-    """As in a test that builds a layer by itself."""
-    config = in_pieces("gpt", 4)
-    assert build(config).layers["0"].recompute_context.modules == {"layernorm", "mlp"}
 
 
 @pytest.mark.parametrize("what", CHOICES)

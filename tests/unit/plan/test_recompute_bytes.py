@@ -116,7 +116,6 @@ def model_and_micro_batch(config: Config) -> tuple[GPTModel, MicroBatch]:
         seed=1,
     )
     model.choose_recompute(config.training)
-    model.choose_offload(config.training)
     for block in build_blocks(model, torch.device("cpu")):
         block.open()
     tokens, ids = torch.zeros(BATCH, SEQ, dtype=torch.int64), torch.arange(BATCH)
