@@ -105,7 +105,7 @@ def ours(kind: str, shape: tuple[int, int, int], tensors: list[Tensor]) -> Syste
         hidden_dropout=0.0,
     )
     places = torch.from_numpy(places_of_ranks(length, cp))
-    held = Places.of(places, cp, steps_of(config, cp, places, None))
+    held = Places.of(places, cp)._replace(steps=steps_of(config, cp, places, None))
     layer = SelfAttention(config, 0, 0, cp=cp)
     mask = held.steps[0].mask if held.steps else mask_of(config, length, None)
     *qkv, dout = (x[held.own].float() for x in tensors)

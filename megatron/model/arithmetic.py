@@ -63,12 +63,12 @@ def parameter_count(model: ModelConfig, vocab_size: int, tp: int = 1) -> dict[st
     there are any, are all of them.
     """
     matrix = elements([vocabulary_matrix(model, vocab_size, vocab_size)], tp)
-    counts = {"embedding": matrix, **dict.fromkeys(("position", "attention", "mlp", "norms"), 0)}
-    if any(model.expert_layers()):
-        counts |= {"experts": 0, "router": 0}
+    experts = ("experts", "router") if any(model.expert_layers()) else ()
+    kinds = "position", "attention", "mlp", *experts, "norms"
+    counts = {"embedding": matrix, **dict.fromkeys(kinds, 0)}
     # Layers of one kind have the same number of parameters.
-    kinds = Counter(representative_layer(model, index) for index in range(model.num_layers))
-    for index, layers in kinds.items():
+    alike = Counter(representative_layer(model, index) for index in range(model.num_layers))
+    for index, layers in alike.items():
         for name, spec in layer_parameters(model, index).items():
             # A shared expert and its gate go through every token, so they count as MLP.
             module, part = name.split(".")[:2]

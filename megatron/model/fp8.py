@@ -18,7 +18,6 @@ definitions, on fp32 or fp64 numbers. **Never run on a GPU.** s sequence, b batc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -136,8 +135,19 @@ class Fp8Gemms:
         """
         # The maxima of all factors first, so that one all-reduce an axis serves them.
         found = [self._maxima(factor) for factor in factors]
-        _share(self.axis, zip(found, map(self._shares, factors), strict=True))
-        _share(self.cp, zip(found, map(self._shares_positions, factors), strict=True))
+        for axis, shares in ((self.axis, self._shares), (self.cp, self._shares_positions)):
+            shared = [
+                amax
+                for factor, maxima in zip(factors, found, strict=True)
+                if maxima is not None
+                for amax, is_shared in zip(maxima, shares(factor), strict=True)
+                if is_shared
+            ]
+            if shared:
+                greatest = all_reduce_max(torch.cat(shared), axis)
+                sizes = [len(amax) for amax in shared]
+                for amax, whole in zip(shared, greatest.split(sizes), strict=True):
+                    amax.copy_(whole)
         return [
             (quantise if factor.x.is_cuda else quantise_by_definition)(
                 factor.x,
@@ -176,24 +186,6 @@ class Fp8Gemms:
             return None
         find = find_maxima if factor.x.is_cuda else maxima_reference
         return find(factor.x, self.scaling)
-
-
-def _share(axis: Axis, wanted: Iterable[tuple[Maxima | None, tuple[bool, bool]]]) -> None:
-    """Let maxima be the greatest over an axis, in place, where they are to be shared: one
-    all-reduce for all of them.
-    """
-    shared = [
-        amax
-        for maxima, which in wanted
-        if maxima is not None
-        for amax, is_shared in zip(maxima, which, strict=True)
-        if is_shared
-    ]
-    if not shared:
-        return
-    greatest = all_reduce_max(torch.cat(shared), axis)
-    for amax, whole in zip(shared, greatest.split([len(amax) for amax in shared]), strict=True):
-        amax.copy_(whole)
 
 
 def scaled_gemm(

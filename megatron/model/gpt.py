@@ -29,8 +29,7 @@ from megatron.model.layer import (
     Seen,
     TransformerLayer,
 )
-from megatron.model.offload import stage_offload
-from megatron.model.recompute import stage_recompute
+from megatron.model.recompute import stage_offload, stage_recompute
 from megatron.model.spec import ParameterSpec, spec_of
 from megatron.model.stages import Stage, whole
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
@@ -101,12 +100,7 @@ class GPTModel(nn.Module):
         self.rotary = RotaryTables(config, dtype) if rotates else None
         self.stages = stages
         self.chunks = [self._chunk(stage) for stage in stages]
-        # Of all layers of the model, so that every rank has the same. Layers that return a number
-        # of the same name share its sum.
-        scalars: dict[ScalarSpec, None] = {}
-        for index in range(config.num_layers):
-            scalars |= dict.fromkeys(self.layer_class.scalars(config, index, tp.sequence))
-        self.scalars = tuple(scalars)
+        self.scalars = self._scalars()
 
     def _chunk(self, stage: Stage) -> list[tuple[str, Layer]]:
         """The named layers of a stage."""
@@ -116,6 +110,16 @@ class GPTModel(nn.Module):
             *((f"layers.{i}", layers[str(i)]) for i in stage.layers),
             *([("head", self.head)] if stage.head else []),
         ]
+
+    def _scalars(self) -> tuple[ScalarSpec, ...]:
+        """What the layers of the whole model return alongside their output, the same on every
+        rank. Layers that return a number of the same name share its sum.
+        """
+        found: dict[ScalarSpec, None] = {}
+        for index in range(self.config.num_layers):
+            own = self.layer_class.scalars(self.config, index, self.tp.sequence)
+            found |= dict.fromkeys(own)
+        return tuple(found)
 
     def choose_recompute(self, training: TrainingConfig) -> None:
         """Set what the layers' backward passes recompute, and what waits on the host for them;
@@ -164,7 +168,7 @@ class GPTModel(nn.Module):
         tokens, labels, loss_mask, position_ids = (
             x.t().contiguous() for x in (tokens, labels, loss_mask, position_ids)
         )
-        held = None if places is None else Places.of(places, self.cp, ())
+        held = None if places is None else Places.of(places, self.cp)
         # Dropout counts positions in the whole sample, whatever part of it this rank holds.
         length = tokens.shape[0] * self.cp.size
         token_index = torch.arange(length, device=tokens.device) if held is None else held.own

@@ -31,9 +31,9 @@ from megatron.model.experts.router import OBJECTIVE
 from megatron.model.linear import column_linear
 from megatron.model.linear_cross_entropy import linear_cross_entropy
 from megatron.model.loss import cross_entropy, own_columns
-from megatron.model.mlp import MLP, TiledMLP, always_rebuilt
+from megatron.model.mlp import MLP, TiledMLP
 from megatron.model.norm import AddNorm
-from megatron.model.recompute import KEPT, LayerRecompute
+from megatron.model.recompute import KEPT, LayerRecompute, always_rebuilt
 from megatron.model.recompute_context import OffloadableTensor, RecomputeContext
 from megatron.model.spec import Multipliers, ParameterSpec, Shard, matrix, normal, parts_under
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
@@ -204,17 +204,10 @@ class TransformerLayer(Layer):
         def dropout(*names: object) -> Dropout:
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
 
-        drops = config.hidden_dropout > 0
-        self.position = None
-        if record.first and config.position_embedding_type == "learned_absolute":
-            table, shape = "embedding.position.weight", (config.max_position_embeddings, h)
-            # every rank has all of it
-            held: dict[str, Any] = {"copies": "tp", "grad_sum": sums}
-            self.position = Embedding(matrix(table, shape, normal(config), "embedding", **held))
-            # A hook, so that --torch-compile can compile `forward`: the table's gradient is added
-            # to main_grad, which no compiled graph sees.
-            self.register_forward_pre_hook(_add_positions)
-        self.embedding_dropout = dropout("embedding.dropout") if record.first and drops else None
+        self.drops = config.hidden_dropout > 0
+        self.position = self._learned_positions(sums)
+        at_embedding = record.first and self.drops
+        self.embedding_dropout = dropout("embedding.dropout") if at_embedding else None
         self.input_norm = norm(f"layers.{index}.input_norm")
         attention = LatentAttention if record.latent else SelfAttention
         self.attention = attention(config, seed, index, tp, cp)
@@ -227,9 +220,28 @@ class TransformerLayer(Layer):
         )
         self.mlp_output_dropout = dropout("layers", index, "mlp.output_dropout")
         self.final_norm = norm("final_norm") if record.last else None
-        self.drops = drops
         self.recompute_context = RecomputeContext()
         self.choose_recompute(KEPT)
+
+    def _learned_positions(self, grad_sum: tuple[str, ...]) -> Embedding | None:
+        """The table of learned positions, of which every rank has all; in the first layer, where
+        the model has one.
+        """
+        config = self.config
+        if not self.record.first or config.position_embedding_type != "learned_absolute":
+            return None
+        # A hook, so that --torch-compile can compile `forward`: the table's gradient is added
+        # to main_grad, which no compiled graph sees.
+        self.register_forward_pre_hook(_add_positions)
+        table = matrix(
+            "embedding.position.weight",
+            (config.max_position_embeddings, config.hidden_size),
+            normal(config),
+            "embedding",
+            copies="tp",
+            grad_sum=grad_sum,
+        )
+        return Embedding(table)
 
     @classmethod
     def scalars(cls, config: ModelConfig, index: int, sequence: bool) -> tuple[ScalarSpec, ...]:

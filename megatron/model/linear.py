@@ -47,7 +47,7 @@ from megatron.distributed.groups import ALONE, Axis
 from megatron.kernels.fp8 import Quantised
 from megatron.kernels.lang import multiprocessors
 from megatron.model.fp8 import FP8
-from megatron.model.main_grad import accumulate_bias_grad, accumulate_weight_grad
+from megatron.model.main_grad import accumulate_weight_grad
 from megatron.model.spec import ParameterSpec
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
@@ -130,7 +130,7 @@ def deferring_weight_grads(module: nn.Module) -> Iterator[list[WeightGrad]]:
 
 class _Linear(torch.autograd.Function):
     """A linear layer whose weight is whole on this rank; `tp` is not read. It runs for every matrix
-    of an ordinary run, so `gemm`, `dgrad` and `accumulate_bias_grad` are written out.
+    of an ordinary run, so `gemm`, `dgrad` and `_add_gradients` are written out.
     """
 
     @staticmethod
@@ -285,8 +285,9 @@ def _add_gradients(ctx: Any, dy: Tensor | Quantised, x: Tensor, left: WeightGrad
         accumulate_weight_grad(dy, x, ctx.weight)
     else:
         deferred.append(left)
-    if ctx.bias is not None:
-        accumulate_bias_grad(left.dy, ctx.bias.main_grad)
+    if ctx.bias is not None:  # summed over tokens in main_grad's precision
+        bias_grad = ctx.bias.main_grad
+        bias_grad.add_(left.dy.flatten(0, -2).sum(0, dtype=bias_grad.dtype))
 
 
 def _cuts(tp: TensorParallel, x: Tensor, weight: Tensor, outputs: int) -> bool:

@@ -34,13 +34,9 @@ from megatron.model.main_grad import accumulate_weight_grad
 from megatron.model.tensor_parallel import TensorParallel
 
 
-def chunk_tokens(width: int, element_size: int, device: str) -> int:
-    """Tokens whose logits, `width` columns on a rank, are made at once."""
-    return max(1, HEAD_CHUNK_BYTES[device] // (width * element_size))
-
-
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
-    step = chunk_tokens(weight.shape[0], weight.element_size(), x.device.type)
+    """The tokens whose logits are made at once."""
+    step = max(1, HEAD_CHUNK_BYTES[x.device.type] // (weight.shape[0] * weight.element_size()))
     return (slice(start, start + step) for start in range(0, x.shape[0], step))
 
 

@@ -101,13 +101,6 @@ def _add_rounded(dy: Tensor, x: Tensor, main_grad: Tensor, overwrite: bool) -> N
             grad.add_(wgrad)
 
 
-def accumulate_bias_grad(dy: Tensor, main_grad: Tensor) -> None:
-    """main_grad [o] += the sum of dy [s, b, o] over tokens, accumulated in main_grad's
-    precision.
-    """
-    main_grad.add_(dy.flatten(0, -2).sum(0, dtype=main_grad.dtype))
-
-
 def accumulate_gradients(
     parameters: Iterable[nn.Parameter], gradients: Iterable[Tensor], dx: Tensor
 ) -> None:

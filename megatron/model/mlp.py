@@ -154,13 +154,6 @@ def activation_function(kind: str, backend: str = "torch") -> Callable[[Tensor],
     return _SquaredReLU.apply if kind == "squared-relu" else FUNCTIONS[kind]
 
 
-def always_rebuilt(model: ModelConfig) -> frozenset[str]:
-    """Modules of `RecomputeContext` that a layer makes again whatever else it recomputes: the MLP
-    in pieces and, as large as all the rest alongside attention, the outputs of norms.
-    """
-    return frozenset({"layernorm", "mlp"} if model.tiled_mlp > 1 else ())
-
-
 class MLP(nn.Module):
     """x [s, b, h] -> [s, b, h]: fc1 [f or 2f, h] (of a gated activation [gate; up]), the activation
     and fc2 [h, f]. Each rank computes f / size channels. `width`: f, by default that of the flags.
@@ -180,14 +173,22 @@ class MLP(nn.Module):
         self.activation, self.pieces = config.activation, config.tiled_mlp
         # Our activation kernel adds fc1's bias, and sums its gradient in the pass over dx.
         self.fuses_bias = config.activation_backend == "triton"
-        h, f = config.hidden_size, width or config.ffn_hidden_size
+        h = config.hidden_size
+        f = width or config.ffn_hidden_size
         # fc1 fuses gate and up, so that a gated MLP is one GEMM; checkpoints name them apart.
         parts = ("gate", "up") if config.activation in GATED else ("up",)
-        shape, inner = (f, h), normal(config)
-        fc1 = fuse(matrix(f"{name}.{part}.weight", shape, inner, shard=Shard(0)) for part in parts)
-        residual = normal(config, residual_output=True)
-        fc2 = matrix(f"{name}.down.weight", (h, f), residual, shard=Shard(1))
-        fc1_bias = fc2_bias = None
+        fc1 = fuse(
+            matrix(f"{name}.{part}.weight", (f, h), normal(config), shard=Shard(0))
+            for part in parts
+        )
+        fc2 = matrix(
+            f"{name}.down.weight",
+            (h, f),
+            normal(config, residual_output=True),
+            shard=Shard(1),
+        )
+        fc1_bias = None
+        fc2_bias = None
         if config.add_bias_linear:
             fc1_bias = fuse(vector(f"{name}.{part}.bias", f, shard=Shard(0)) for part in parts)
             sums = parts_under(tp.sequence)

@@ -51,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: nn.Parameter, bias: None, eps: float) -> Tensor:
         # y = x / sqrt(mean(x^2) + eps) * weight, in fp32 or wider
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.float() if x.element_size() == 2 else x
         rstd = (
             torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
             .square_()
@@ -61,6 +61,8 @@ class _RMSNorm(torch.autograd.Function):
         )
         ctx.save_for_backward(x, rstd)
         ctx.weight = weight
+        if wide is x:
+            return wide * rstd * weight
         return (wide * rstd).to(x.dtype) * weight
 
     @staticmethod
@@ -71,9 +73,11 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:  # else it is frozen
             dweight = (dy * normed).flatten(0, -2).sum(0)
         # dx = rstd (dn - n mean(dn n)), with n the normed x and dn = dy weight
-        dnormed = dy * ctx.weight.to(rstd.dtype)
+        weight, narrow = ctx.weight, x.dtype != rstd.dtype
+        dnormed = dy * (weight.to(rstd.dtype) if narrow else weight)
         projection = torch.linalg.vecdot(dnormed, normed).div_(x.shape[-1]).unsqueeze(-1)
-        dx = dnormed.addcmul_(normed, projection, value=-1).mul_(rstd).to(x.dtype)
+        dx = dnormed.addcmul_(normed, projection, value=-1).mul_(rstd)
+        dx = dx.to(x.dtype) if narrow else dx
         if dweight is not None:
             accumulate_gradients((ctx.weight,), (dweight,), dx)
         return dx, None, None, None

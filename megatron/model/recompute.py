@@ -1,11 +1,21 @@
-"""What the backward pass of each layer of a stage computes again."""
+"""What the backward pass of each layer of a stage computes again, and which tensors wait for it on
+the host.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.groups import TrainingConfig
+from megatron.config.groups import ModelConfig, TrainingConfig
+from megatron.config.offload import INSIDE, LAYER_INPUT
 from megatron.config.recompute import FULL, NONE, layer_words
+
+
+def always_rebuilt(model: ModelConfig) -> frozenset[str]:
+    """Modules of `RecomputeContext` that a layer makes again whatever else it recomputes: the MLP
+    in pieces and, as large as all the rest alongside attention, the outputs of norms.
+    """
+    return frozenset({"layernorm", "mlp"} if model.tiled_mlp > 1 else ())
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,39 @@ def stage_recompute(training: TrainingConfig, stage: range) -> list[LayerRecompu
     # uniform
     starts = range(0, layers, size)
     return [choice for start in starts for choice in group_of(min(size, layers - start))]
+
+
+def stage_offload(
+    training: TrainingConfig, model: ModelConfig, stage: range
+) -> list[frozenset[str]]:
+    """For each layer of a stage, in order, the modules whose inputs go to the host. Of the layers
+    that keep any of the chosen ones the first go, which wait the longest: the share
+    --activation-offload-fraction of them, rounded to the nearest.
+    """
+    choices = stage_recompute(training, stage)
+    if not training.activation_offload:
+        return [frozenset()] * len(choices)
+    chosen = frozenset(training.offload_modules or (LAYER_INPUT, *INSIDE))
+    kept = [chosen & kept_inputs(choice, model) for choice in choices]
+    # The first layers' tensors wait the longest between forward and backward: theirs go.
+    eligible = [index for index, modules in enumerate(kept) if modules]
+    going = eligible[: round(training.activation_offload_fraction * len(eligible))]
+    return [modules if index in going else frozenset() for index, modules in enumerate(kept)]
+
+
+def kept_inputs(choice: LayerRecompute, model: ModelConfig) -> frozenset[str]:
+    """The modules whose inputs a layer keeps with this recomputation."""
+    if choice.whole:
+        return frozenset([LAYER_INPUT] if choice.first else [])
+    # A module whose input is recomputed keeps nothing that could go.
+    again = choice.modules | always_rebuilt(model)
+    return frozenset(INSIDE) - {
+        *(["qkv_linear", "mlp_fc1"] if "layernorm" in again else []),
+        *(["core_attn"] if {"qkv", "core_attn"} <= again else []),
+        *(["attn_proj"] if "core_attn" in again else []),
+        *(["mlp_act"] if "mlp" in again else []),
+        *(["mlp_fc2"] if again & {"mlp", "mlp_act"} else []),
+    }
 
 
 def recompute_text(training: TrainingConfig) -> str:

@@ -34,7 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.config.errors import UserError
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import Layer, MicroBatch, TransformerLayer, WithScalars
-from megatron.model.linear import DeferredWgrad
+from megatron.model.linear import WeightGrad
 from megatron.parallel.layer_runner import (
     LayerRunner,
     LostGradientError,
@@ -186,7 +186,7 @@ class GraphedRunner(LayerRunner):
 
     def backward(
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Any, aux_scale: float = 0.0
-    ) -> tuple[Tensor | None, list[DeferredWgrad] | None]:
+    ) -> tuple[Tensor | None, list[WeightGrad] | None]:
         if not isinstance(saved, CapturedLayer):
             return super().backward(kind, layer, dy, saved, aux_scale)
         assert kind is Kind.BACKWARD, "a split backward pass is not captured"

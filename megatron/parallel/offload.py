@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron.config.offload import LAYER_INPUT
 from megatron.distributed.groups import ALONE, Axis
 from megatron.model.layer import Layer, MicroBatch
-from megatron.model.linear import DeferredWgrad
+from megatron.model.linear import WeightGrad
 from megatron.model.recompute_context import OffloadableTensor
 from megatron.parallel.graphs import tensors_of
 from megatron.parallel.layer_runner import Inputs, LayerRunner, Pass, Saved
@@ -313,7 +313,7 @@ class OffloadingRunner(LayerRunner):
 
     def backward(
         self, kind: Kind, layer: Layer, dy: Tensor | None, saved: Saved, aux_scale: float = 0.0
-    ) -> tuple[Tensor | None, list[DeferredWgrad] | None]:
+    ) -> tuple[Tensor | None, list[WeightGrad] | None]:
         self._begin()
         found = super().backward(kind, layer, dy, saved, aux_scale)
         self._end()

@@ -573,13 +573,14 @@ def with_rate(spec: ParameterSpec, decoupled: bool) -> ParameterSpec:
     "learned positions at the rate of the word embedding",
     "decoupled-tied",
     model_layer,
-    "layer_parameters",
+    "matrix",
 )
 def _(original):
-    return lambda *args: {
-        name: with_rate(spec, True) if name == "position.weight" else spec
-        for name, spec in original(*args).items()
-    }
+    return lambda name, *args, **declared: (
+        with_rate(original(name, *args, **declared), True)
+        if name == "embedding.position.weight"
+        else original(name, *args, **declared)
+    )
 
 
 @mutant(
@@ -587,10 +588,12 @@ def _(original):
     "an untied head at the rate of all else",
     "decoupled-untied-resume",
     model_layer,
-    "head_spec",
+    "vocabulary_matrix",
 )
 def _(original):
-    return lambda *args: with_rate(original(*args), False)
+    return lambda *args, head=False: (
+        with_rate(original(*args, head=True), False) if head else original(*args)
+    )
 
 
 @mutant(

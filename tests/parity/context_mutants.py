@@ -15,7 +15,7 @@ from megatron.kernels import attention as kernels_attention
 
 from megatron.model import gpt
 from megatron.model.attention import attention, context_parallel, ring_attention
-from megatron.model.attention.attention import ContextParallelCore
+from megatron.model.attention.attention import CoreAttention
 from megatron.model.attention.context_parallel import Places
 from megatron.model.attention.ring_attention import BlockAttention
 from megatron.parallel.pipeline import Pipeline
@@ -71,8 +71,8 @@ def order_of_ranks() -> Patch:
     """Sequences that stay in the order in which ranks hold them."""
     real = Places.of
 
-    def of(places, cp, steps):
-        made = real(places, cp, steps)
+    def of(places, cp):
+        made = real(places, cp)
         return made._replace(inverse=torch.arange(len(made.order), device=made.order.device))
 
     return mock.patch.object(Places, "of", of)
@@ -107,13 +107,13 @@ def first_queries() -> Patch:
 
 def heads_of_the_first_rank() -> Patch:
     """Dropout of attention that counts heads from the first on every rank."""
-    real = ContextParallelCore._over_ranks
+    real = CoreAttention._over_ranks
 
     def over_ranks(self, core, qkv, places):
         first = self.first_head
         return real(self, lambda *own, first_head: core(*own, first_head=first), qkv, places)
 
-    return mock.patch.object(ContextParallelCore, "_over_ranks", over_ranks)
+    return mock.patch.object(CoreAttention, "_over_ranks", over_ranks)
 
 
 def key_heads_of_the_first_ranks() -> Patch:

@@ -29,8 +29,8 @@ def scale_without_yarn() -> Patch:
     """Scores on several ranks are scaled by the width of a key alone."""
     real = CoreAttention.__init__
 
-    def init(self, config, seed, layer, tp):
-        real(self, config, seed, layer, tp)
+    def init(self, config, seed, layer, tp, cp):
+        real(self, config, seed, layer, tp, cp)
         if tp.size > 1:
             self.settings["scale"] = config.kv_channels**-0.5
 

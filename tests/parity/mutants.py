@@ -72,8 +72,10 @@ MUTANTS = (
     unsummed(
         "positions",
         f"{MODEL}/layer.py",
-        """"copies": "tp", "grad_sum": sums""",
-        """"copies": "tp", "grad_sum": ()""",
+        """copies="tp",
+            grad_sum=grad_sum""",
+        """copies="tp",
+            grad_sum=()""",
         "fp64-documents-tp2-sp",
     ),
     unsummed(
@@ -114,8 +116,8 @@ MUTANTS = (
     Mutant(
         "a column-parallel bias learnt on one rank alone",
         f"{MODEL}/linear.py",
-        "if ctx.bias is not None:\n        accumulate_bias_grad(left",
-        "if ctx.bias is not None and ctx.tp.axis.rank == 0:\n        accumulate_bias_grad(left",
+        "bias_grad.add_(left.dy.flatten(",
+        "bias_grad.add_((ctx.tp.axis.rank == 0) * left.dy.flatten(",
         ("fp64-gpt-tp2",),
     ),
     Mutant(

@@ -321,14 +321,15 @@ def copy_at_the_base_rate() -> contextlib.AbstractContextManager:
     """The head's copy of a tied matrix, on another stage than the embedding, does not declare that
     it takes the rate of --decoupled-lr.
     """
-    original = model_layer.head_spec
+    original = model_layer.vocabulary_matrix
 
-    def undeclared(*args) -> ParameterSpec:
-        spec = original(*args)
+    def undeclared(*args, head: bool = False) -> ParameterSpec:
+        spec = original(*args, head=head)
         (tensor,) = spec.tensors
-        return replace(spec, tensors=(replace(tensor, multipliers=Multipliers()),))
+        undeclared = replace(spec, tensors=(replace(tensor, multipliers=Multipliers()),))
+        return undeclared if head else spec
 
-    return mock.patch.object(model_layer, "head_spec", undeclared)
+    return mock.patch.object(model_layer, "vocabulary_matrix", undeclared)
 
 
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {

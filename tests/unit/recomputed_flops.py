@@ -6,8 +6,7 @@ from megatron.config.derive import GATED
 from megatron.config.groups import ModelConfig
 from megatron.model.arithmetic import elements, unit_flops
 from megatron.model.layer import layer_parameters
-from megatron.model.mlp import always_rebuilt
-from megatron.model.recompute import LayerRecompute
+from megatron.model.recompute import LayerRecompute, always_rebuilt
 
 
 def flops_again(model: ModelConfig, seq: int, choice: LayerRecompute, index: int = 0) -> int:

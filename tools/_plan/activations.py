@@ -23,8 +23,7 @@ from megatron.config.groups import (
 )
 from megatron.config.layers import layer_records
 from megatron.model.arithmetic import local_shape
-from megatron.model.offload import stage_offload
-from megatron.model.recompute import KEPT, LayerRecompute, stage_recompute
+from megatron.model.recompute import KEPT, LayerRecompute, stage_offload, stage_recompute
 from megatron.model.stages import Stage
 from megatron.parallel.schedule import Kind
 

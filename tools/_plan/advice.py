@@ -15,8 +15,7 @@ from megatron.tools._plan.state import precisions, shard_size
 from megatron.config.derive import data_parallel_size, expert_ranks, replica_count
 from megatron.config.groups import Config, TrainingConfig
 from megatron.model.arithmetic import unit_flops, unit_parameters
-from megatron.model.offload import stage_offload
-from megatron.model.recompute import stage_recompute
+from megatron.model.recompute import stage_offload, stage_recompute
 from megatron.model.stages import pipeline_stages
 
 # H100, a share of its peak that training reaches, GB/s of its 400 Gb/s network adapter

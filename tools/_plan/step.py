@@ -28,8 +28,7 @@ from megatron.model.arithmetic import (
     padded_vocab_size,
 )
 from megatron.model.layer import layer_parameters
-from megatron.model.offload import stage_offload
-from megatron.model.recompute import LayerRecompute, stage_recompute
+from megatron.model.recompute import LayerRecompute, stage_offload, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.schedule import Schedule, build_schedule
 

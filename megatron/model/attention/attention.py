@@ -157,25 +157,41 @@ def attention_core(
         )
         return out
 
-    # torch's fused attention, on [b, n, s, d]
     assert softcap is None and (dropout is None or not dropout.acts(state))
-    q, k, v = (x.permute(1, 2, 0, 3) for x in qkv)
+    q, k, v = qkv
+    return _sdpa(q, k, v, mask, scale)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+    """torch's fused attention on [s, b, n, d]."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     dtype = q.dtype
     simple = mask.window is None and mask.q_positions is None and mask.document_starts is None
     seen = None if simple else mask.dense(q.shape[2], k.shape[2], q.device)  # [b or 1, 1, s, t]
     if not q.is_cuda and q.element_size() == 2:
         # the backward pass of torch's CPU kernel takes three times as long in bf16
         q, k, v = q.float(), k.float(), v.float()
-    elif q.is_cuda and (seen is not None or q.element_size() > 2) and k.shape[1] < q.shape[1]:
+    elif (
+        q.is_cuda
+        and (seen is not None or q.element_size() > 2)
         # torch's flash kernel takes neither a mask nor fp32, and its memory-efficient kernel needs
         # as many key heads as query heads. Without one of them torch would keep all scores,
         # [b, n, s, s].
+        and k.shape[1] < q.shape[1]
+    ):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    causal, grouped = simple and mask.causal, q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, seen, is_causal=causal, scale=scale, enable_gqa=grouped
+        q,
+        k,
+        v,
+        seen,
+        is_causal=simple and mask.causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
-    return (out if out.dtype == dtype else out.to(dtype)).permute(2, 0, 1, 3)
+    if out.dtype != dtype:
+        out = out.to(dtype)
+    return out.permute(2, 0, 1, 3)
 
 
 def _dropped(dropout: Dropout | None, state: DropoutState | None, backend: str) -> dict[str, Any]:
@@ -193,15 +209,19 @@ def _dropped(dropout: Dropout | None, state: DropoutState | None, backend: str) 
 
 class CoreAttention(nn.Module):
     """softmax(q k^T scale) v: queries [s, b, n, d], keys and values [s, b, g, d], or the fused
-    projection where the backend reads that, -> [s, b, n d]. Each rank computes its heads.
+    projection where the backend reads that, -> [s, b, n d]. Each tensor-parallel rank computes its
+    heads; each context-parallel rank has the queries, keys and values of its positions, and gives
+    the attention of its queries over all keys.
     """
 
     # methods that RecomputeContext.wrap may replace, by the name of the module to recompute
     recomputable = {"core_attn": "forward"}
 
-    def __init__(self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel):
+    def __init__(
+        self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel, cp: ContextParallel
+    ):
         super().__init__()
-        self.heads = config.num_attention_heads // tp.size
+        self.cp, self.heads = cp, config.num_attention_heads // tp.size
         self.first_head = tp.axis.rank * self.heads
         self.value_width = config.value_channels
         # by whether the model is trained: evaluation needs no dropout, which not all can compute
@@ -225,55 +245,19 @@ class CoreAttention(nn.Module):
         state: DropoutState | None,
         places: Places | None = None,
     ) -> Tensor:
-        """`state`: of training, None in evaluation; `places`: read under context parallelism."""
-        out = attention_core(
-            *qkv,
-            mask=mask,
-            backend=self.backend[state is not None],
-            dropout=self.dropout,
-            state=state,
-            first_head=self.first_head,
-            **self.settings,
-        )
-        # [s, b, n, d] -> [s, b, n d]; latent attention fills values with zeros to the keys' width
-        if out.shape[-1] != self.value_width:
-            out = out[..., : self.value_width]
-        return out.flatten(2)
-
-
-class ContextParallelCore(CoreAttention):
-    """The same over context-parallel ranks: each has the queries, keys and values of its positions
-    [s / C, b, ...], and gives the attention of its queries over all keys.
-    """
-
-    def __init__(
-        self, config: ModelConfig, seed: int, layer: int, tp: TensorParallel, cp: ContextParallel
-    ):
-        super().__init__(config, seed, layer, tp)
-        self.cp = cp
-
-    def forward(
-        self,
-        *qkv: Tensor,
-        mask: AttentionMask,
-        state: DropoutState | None,
-        places: Places | None = None,
-    ) -> Tensor:
-        assert places is not None
+        """`state`: of training, None in evaluation; `places`: under context parallelism."""
         backend = self.backend[state is not None]
-        core: Callable[..., Any] = (
-            partial(self._by_blocks, steps=places.steps, state=state, backend=backend)
-            if places.steps
-            else partial(
-                attention_core,
-                mask=mask,
-                backend=backend,
-                dropout=self.dropout,
-                state=state,
-                **self.settings,
-            )
-        )
-        out = self._over_ranks(core, qkv, places)
+        if places is not None and places.steps:
+            core = partial(self._by_blocks, steps=places.steps, state=state, backend=backend)
+            out = self._over_ranks(core, qkv, places)
+        else:
+            given = {"mask": mask, "backend": backend, "dropout": self.dropout, "state": state}
+            given |= self.settings
+            if places is None:
+                out = attention_core(*qkv, first_head=self.first_head, **given)
+            else:
+                out = self._over_ranks(partial(attention_core, **given), qkv, places)
+        # [s, b, n, d] -> [s, b, n d]; latent attention fills values with zeros to the keys' width
         if out.shape[-1] != self.value_width:
             out = out[..., : self.value_width]
         return out.flatten(2)
@@ -340,11 +324,7 @@ class Attention(nn.Module):
         self.config, self.tp, self.cp_size = config, tp, cp.size
         self.head_dim, self.heads = config.kv_channels, config.num_attention_heads // tp.size
         self.make_projections(config, f"layers.{layer}.attention")
-        self.core = (
-            CoreAttention(config, seed, layer, tp)
-            if cp.size == 1
-            else ContextParallelCore(config, seed, layer, tp, cp)
-        )
+        self.core = CoreAttention(config, seed, layer, tp, cp)
 
     def forward(
         self,
@@ -366,12 +346,19 @@ class Attention(nn.Module):
 
     def output_projection(self, config: ModelConfig, name: str) -> RowLinear:
         """[h, n v], with the bias if there is one."""
-        h, inputs = config.hidden_size, config.num_attention_heads * config.value_channels
-        # GPT-2 scales the initial values of matrices that write to the residual stream.
-        residual, sums = normal(config, residual_output=True), parts_under(self.tp.sequence)
-        weight = matrix(f"{name}.proj.weight", (h, inputs), residual, shard=Shard(1))
-        bias = vector(f"{name}.proj.bias", h, copies="tp", grad_sum=sums)
-        return RowLinear(weight, bias if config.add_bias_linear else None, self.tp)
+        h = config.hidden_size
+        weight = matrix(
+            f"{name}.proj.weight",
+            (h, config.num_attention_heads * config.value_channels),
+            # GPT-2 scales the initial values of matrices that write to the residual stream.
+            normal(config, residual_output=True),
+            shard=Shard(1),
+        )
+        bias = None
+        if config.add_bias_linear:
+            sums = parts_under(self.tp.sequence)
+            bias = vector(f"{name}.proj.bias", h, copies="tp", grad_sum=sums)
+        return RowLinear(weight, bias, self.tp)
 
     def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         """What the attention core reads: the fused projection, or queries, keys and values."""
@@ -401,13 +388,20 @@ def fused_qkv(config: ModelConfig, name: str) -> tuple[ParameterSpec, ParameterS
     ranks hold (and draw) the same one.
     """
     h, d, groups = config.hidden_size, config.kv_channels, config.num_query_groups
-    shared = {"shard": Shard(0, groups), "copies": "kv", "grad_sum": ("kv",)}
     weights, biases = [], []
     for part in "qkv":
-        rows = d * (config.num_attention_heads if part == "q" else groups)
-        held: dict[str, Any] = {"shard": Shard(0)} if part == "q" else shared
-        weights.append(matrix(f"{name}.{part}.weight", (rows, h), normal(config), **held))
-        biases.append(vector(f"{name}.{part}.bias", rows, **held))
+        heads = config.num_attention_heads
+        held: dict[str, Any] = {"shard": Shard(0)}
+        if part != "q":
+            heads = groups
+            held = {
+                "shard": Shard(0, groups),
+                "copies": "kv",
+                "grad_sum": ("kv",),
+            }
+        shape = heads * d, h
+        weights.append(matrix(f"{name}.{part}.weight", shape, normal(config), **held))
+        biases.append(vector(f"{name}.{part}.bias", heads * d, **held))
     return fuse(weights, groups), fuse(biases, groups)
 
 

@@ -74,17 +74,17 @@ class Places(NamedTuple):
     own: Tensor  # [s / C] of this rank, ascending
     order: Tensor  # [s] of all ranks, one rank behind the other
     inverse: Tensor  # [s] where each position is in `order`
-    steps: tuple[AttentionStep, ...]  # of attention, where it is computed in several
+    steps: tuple[AttentionStep, ...] = ()  # of attention, where it is computed in several
 
     @classmethod
-    def of(cls, places: Tensor, cp: ContextParallel, steps: tuple[AttentionStep, ...]) -> Places:
+    def of(cls, places: Tensor, cp: ContextParallel) -> Places:
         """Of `places_of_ranks`'s answer [C, s / C], on its device."""
         # `order` lists the positions as a gather brings them; its inverse puts them in natural
         # order.
         order = places.flatten()
         index = torch.arange(len(order), device=order.device)
         inverse = torch.empty_like(order).scatter_(0, order, index)
-        return cls(places[cp.axis.rank], order, inverse, steps)
+        return cls(places[cp.axis.rank], order, inverse)
 
 
 def places_of_ranks(

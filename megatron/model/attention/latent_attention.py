@@ -90,36 +90,53 @@ class LatentAttention(Attention):
     recomputable = {**Attention.recomputable, "mla_up_proj": "up_project"}
 
     def make_projections(self, config: ModelConfig, name: str) -> None:
-        tp, parts = self.tp, parts_under(self.tp.sequence)
+        # Queries: through a latent, or by one projection of x.
+        self.q_down = self.q_norm = self.q_up = self.q = None
+        rank, width = config.q_lora_rank, config.kv_channels
+        if rank is None:
+            self.q = self._by_heads(f"{name}.q", width, config.hidden_size)
+        else:
+            self.q_down = self._down(f"{name}.q_down", rank)
+            self.q_norm = self._norm(f"{name}.q_norm", rank)
+            self.q_up = self._by_heads(f"{name}.q_up", width, rank)
+        # Keys and values.
+        latent = config.kv_lora_rank
+        self.kv_down = self._down(f"{name}.kv_down", latent + config.qk_pos_emb_head_dim)
+        self.kv_norm = self._norm(f"{name}.kv_norm", latent)
+        made = config.qk_head_dim + config.v_head_dim
+        self.kv_up = self._by_heads(f"{name}.kv_up", made, latent)
+        self.proj = self.output_projection(config, name)
+
+    def _down(self, name: str, rows: int) -> Linear:
+        """A down-projection [rows, h], which every tensor-parallel rank holds whole."""
+        weight = matrix(
+            f"{name}.weight",
+            (rows, self.config.hidden_size),
+            normal(self.config),
+            copies="tp",
+            grad_sum=parts_under(self.tp.sequence),
+        )
+        return Linear(weight, tp=self.tp)
+
+    def _by_heads(self, name: str, rows: int, inputs: int) -> ColumnLinear:
+        """A projection to that many rows of each head [n rows, inputs], with n of all ranks."""
+        weight = matrix(
+            f"{name}.weight",
+            (self.config.num_attention_heads * rows, inputs),
+            normal(self.config),
+            shard=Shard(0),
+        )
+        return ColumnLinear(weight, tp=self.tp)
+
+    def _norm(self, name: str, size: int) -> Norm | None:
+        """The norm of a latent, if there is one."""
+        config = self.config
+        if not config.qk_layernorm:
+            return None
         # Some families of models give the norms of latents a separate epsilon.
         epsilon = config.latent_norm_epsilon or config.norm_epsilon
-        norms = dataclasses.replace(config, norm_epsilon=epsilon)
-
-        def down(own: str, rows: int) -> Linear:
-            """[rows, h], which every tensor-parallel rank holds whole."""
-            shape, held = (rows, config.hidden_size), {"copies": "tp", "grad_sum": parts}
-            return Linear(matrix(f"{name}.{own}.weight", shape, normal(config), **held), tp=tp)
-
-        def by_heads(own: str, rows: int, inputs: int) -> ColumnLinear:
-            """[n rows, inputs], with n heads of all ranks."""
-            shape = config.num_attention_heads * rows, inputs
-            weight = matrix(f"{name}.{own}.weight", shape, normal(config), shard=Shard(0))
-            return ColumnLinear(weight, tp=tp)
-
-        def norm(own: str, size: int) -> Norm | None:
-            return Norm(norms, f"{name}.{own}", size, parts) if config.qk_layernorm else None
-
-        # Queries: through a latent, or by one projection of x.
-        rank, latent, width = config.q_lora_rank, config.kv_lora_rank, config.kv_channels
-        self.q_down = None if rank is None else down("q_down", rank)
-        self.q_norm = None if rank is None else norm("q_norm", rank)
-        self.q_up = None if rank is None else by_heads("q_up", width, rank)
-        self.q = by_heads("q", width, config.hidden_size) if rank is None else None
-        # Keys and values.
-        self.kv_down = down("kv_down", latent + config.qk_pos_emb_head_dim)
-        self.kv_norm = norm("kv_norm", latent)
-        self.kv_up = by_heads("kv_up", config.qk_head_dim + config.v_head_dim, latent)
-        self.proj = self.output_projection(config, name)
+        config = dataclasses.replace(config, norm_epsilon=epsilon)
+        return Norm(config, name, size, parts_under(self.tp.sequence))
 
     def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         config = self.config

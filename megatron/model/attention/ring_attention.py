@@ -125,23 +125,14 @@ class BlockAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) over this block alone; of rows that see none of its keys 0 and -inf."""
-        options = self.options
+        options = {**vars(self.options), "mask": mask, "sample_ids": self.sample_ids}
         if self.backend == "sdpa":  # on CPUs alone: on a GPU torch's kernels return no lse
-            return _cpu_forward(q, k, v, mask, options.scale)
-        given: dict[str, Any] = {
-            "scale": options.scale,
-            "mask": mask,
-            "softcap": options.softcap,
-            "drop": options.drop,
-            "key": options.key,
-            "sample_ids": self.sample_ids,
-            "first_head": options.first_head,
-        }
+            return _cpu_forward(q, k, v, mask, self.options.scale)
         if self.backend == "plain":
-            return attention_reference(q, k, v, **given)
-        return flash_attention(
-            q, k, v, **given, deterministic=options.deterministic, backend=self.backend
-        )
+            for of_kernels in ("deterministic", "tile"):
+                del options[of_kernels]
+            return attention_reference(q, k, v, **options)
+        return flash_attention(q, k, v, **options, backend=self.backend)
 
     def backward(
         self,

@@ -57,6 +57,11 @@ class RowExchange:
     send: list[int]
     receive: list[int]
 
+    @classmethod
+    def of(cls, axis: Axis, send: list[int], receive: list[int]) -> RowExchange | None:
+        """None where there are no other ranks."""
+        return cls(axis, send, receive) if axis.size > 1 else None
+
 
 class DispatchPlan(NamedTuple):
     """Which assignment goes where."""
@@ -236,8 +241,8 @@ class AllToAll:
         order = transposed_order(coming, sum(theirs)) if len(sources) > 1 else None
         return DispatchPlan(
             assignments,
-            RowExchange(ep, _sums(mine, here), own) if ep.size > 1 else None,
-            self._spread(sum(own), _sums(sources, ep.size)),
+            RowExchange.of(ep, _sums(mine, here), own),
+            RowExchange.of(etp, [sum(own)] * etp.size, _sums(sources, ep.size)),
             order,
             None if order is None else inverse_of(order),
             self._counts(coming, theirs),
@@ -249,11 +254,6 @@ class AllToAll:
         return RowCounts.of(
             self.backend, coming, (sum(numbers[expert::here]) for expert in range(here))
         )
-
-    def _spread(self, own: int, of_ranks: list[int]) -> RowExchange | None:
-        """The exchange of rows with the ranks that share each expert's matrices."""
-        etp = self.grid.axis
-        return RowExchange(etp, [own] * etp.size, of_ranks) if etp.size > 1 else None
 
     def rows(self, x: Tensor, weights: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
         """x [T, h] and the weights of its assignments [T, k] -> those of the experts here, [N, h]

@@ -93,9 +93,13 @@ class MoE(nn.Module):
         )
         self.shared_expert_gate = None
         if config.moe_shared_expert_gate:
-            shape, sums = (1, config.hidden_size), parts_under(tp.sequence)
-            gate = f"{name}.shared_expert_gate.weight"
-            weight = matrix(gate, shape, normal(config), copies="tp", grad_sum=sums)
+            weight = matrix(
+                f"{name}.shared_expert_gate.weight",
+                (1, config.hidden_size),
+                normal(config),
+                copies="tp",
+                grad_sum=parts_under(tp.sequence),
+            )
             self.shared_expert_gate = Linear(weight)
 
     def forward(

@@ -120,15 +120,27 @@ class Router(nn.Module):
         self.key = philox.key(seed, name, "jitter")
         count = config.num_experts
         assert count is not None
-        held: dict[str, Any] = {"copies": "tp", "grad_sum": parts_under(tp.sequence)}
-        shape = count, config.hidden_size
-        weight = matrix(f"{name}.weight", shape, normal(config), is_gemm=False, **held)
+        weight = matrix(
+            f"{name}.weight",
+            (count, config.hidden_size),
+            normal(config),
+            is_gemm=False,
+            copies="tp",
+            grad_sum=parts_under(tp.sequence),
+        )
         self.weight = weight.parameter(tp)
 
         def state(own: str, init: Init) -> nn.Parameter:
             """[E], kept from step to step."""
-            kept = {"decay": False, "copies": "tp", "group": "state"}
-            spec = TensorSpec(f"{name}.{own}", (count,), init, "state", **kept)
+            spec = TensorSpec(
+                f"{name}.{own}",
+                (count,),
+                init,
+                "state",
+                decay=False,
+                copies="tp",
+                group="state",
+            )
             return ParameterSpec((spec,)).parameter(tp)
 
         has_bias = config.moe_router_enable_expert_bias

@@ -5,9 +5,13 @@ import itertools
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.by_hand import filled
 
+from megatron.config.groups import ModelConfig
+from megatron.config.offload import INSIDE
 from megatron.model.experts.dispatch import AllGather, AllToAll, transposed_order
 from megatron.model.experts.router import first_choices
+from megatron.model.gpt import GPTModel
 from megatron.model.tensor_parallel import NO_TP
 
 
@@ -98,3 +102,33 @@ def test_an_expert_takes_the_best_choices_or_the_first(choices, capacity, by_wei
         own = [i for i, (other, _) in enumerate(choices) if other == expert]
         own.sort(key=lambda i: (-choices[i][1] if by_weight else 0, order[i]))
         assert {i for i in own if keep[i]} == set(own[:capacity])
+
+
+def test_what_a_gate_saves_is_not_filed_under_fc2():
+    """Of a gated shared expert fc2's input alone goes by that name to the host."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=16,
+        ffn_hidden_size=24,
+        num_attention_heads=4,
+        num_query_groups=4,
+        kv_channels=4,
+        max_position_embeddings=8,
+        add_bias_linear=False,
+        num_experts=4,
+        moe_ffn_hidden_size=8,
+        moe_shared_expert_intermediate_size=12,
+        moe_shared_expert_gate=True,
+    )
+    model = GPTModel(config, vocab_size=30, padded_vocab=32, dtype=torch.float64, seed=5)
+    filled(model)
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    places = torch.arange(8).expand(2, 8)
+    micro = model.micro_batch(ids, ids, torch.ones(2, 8), places, torch.arange(2), training=True)
+    layer, x = model.layers["0"], torch.randn(8, 2, 16, dtype=torch.float64, requires_grad=True)
+    with layer.parking() as parked:
+        out = layer(x, micro)
+    kept = [place for ref in parked if (place := ref()) is not None]
+    shapes = {name: {tuple(p.tensor.shape) for p in kept if p.module == name} for name in INSIDE}
+    assert out.output.requires_grad and shapes["mlp_fc2"] == {(8, 2, 12)}
+    assert shapes["mlp_fc1"] == {(8, 2, 16)} and shapes["mlp_act"] == {(8, 2, 12)}
