@@ -196,18 +196,19 @@ class TransformerLayer(Layer):
         self.config = config
         self.record = record = layer_records(config)[index]
         self.rotates, self.seen = record.rotary, window_index(config, record)
-        h, sums = config.hidden_size, parts_under(tp.sequence)
+        sums = parts_under(tp.sequence)
 
         def norm(name: str) -> AddNorm:
-            return AddNorm(config, name, h, sums)
+            return AddNorm(config, name, config.hidden_size, sums)
 
         def dropout(*names: object) -> Dropout:
             return Dropout(config.hidden_dropout, seed, *names, backend=config.dropout_backend)
 
         self.drops = config.hidden_dropout > 0
         self.position = self._learned_positions(sums)
-        at_embedding = record.first and self.drops
-        self.embedding_dropout = dropout("embedding.dropout") if at_embedding else None
+        self.embedding_dropout = None
+        if record.first and self.drops:
+            self.embedding_dropout = dropout("embedding.dropout")
         self.input_norm = norm(f"layers.{index}.input_norm")
         attention = LatentAttention if record.latent else SelfAttention
         self.attention = attention(config, seed, index, tp, cp)
