@@ -8,6 +8,7 @@ plain operations.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,28 +85,22 @@ def _prepare(layer: TransformerLayer, device: torch.device) -> None:
 FUNCTIONS: dict[str, Any] = {"whole": _Linear, "column": _ColumnLinear, "row": _RowLinear}
 
 
-class Context:
-    """Replaces autograd's context where an operator calls an autograd function's passes."""
-
-    def __init__(self, needs_input_grad: tuple[bool, ...], **attributes: Any):
-        self.needs_input_grad = needs_input_grad
-        self.saved_tensors: tuple[Tensor, ...] = ()
-        self.__dict__.update(attributes)
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors = tensors
-
-
-def _context(weight: Tensor, bias: Tensor | None) -> Context:
-    """What the autograd function of a linear layer finds in its context."""
-    needed = (True, weight.requires_grad)
-    return Context(needed, weight=weight, bias=bias, tp=weight.tensor_parallel)
+def _context(weight: Tensor, bias: Tensor | None, *saved: Tensor) -> SimpleNamespace:
+    """What the autograd function of a linear layer finds in its context, in whose place it is."""
+    return SimpleNamespace(
+        needs_input_grad=(True, weight.requires_grad),
+        weight=weight,
+        bias=bias,
+        tp=weight.tensor_parallel,
+        saved_tensors=saved,
+        save_for_backward=lambda *tensors: None,
+    )
 
 
 @operator("linear")
 def _opaque_linear(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> Tensor:
-    context = _context(weight, bias)
-    return FUNCTIONS[kind].forward(context, x, weight, bias, context.tp)
+    tp = weight.tensor_parallel
+    return FUNCTIONS[kind].forward(_context(weight, bias), x, weight, bias, tp)
 
 
 @_opaque_linear.register_fake
@@ -117,12 +112,10 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, rows: int) -> T
 def _opaque_linear_backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, kind: str
 ) -> Tensor:
-    context = _context(weight, bias)
     if getattr(weight, DEFERRED, None) is not None:
         # a compiled graph writes something else into them as soon as it has read them
         dy, x = dy.clone(), x.clone()
-    context.save_for_backward(x)
-    return FUNCTIONS[kind].backward(context, dy)[0]
+    return FUNCTIONS[kind].backward(_context(weight, bias, x), dy)[0]
 
 
 @_opaque_linear_backward.register_fake

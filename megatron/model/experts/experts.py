@@ -90,13 +90,6 @@ def _expert_specs(config: ModelConfig, name: str) -> tuple[ParameterSpec, Parame
     return ParameterSpec(tuple(fc1), is_gemm=True), ParameterSpec(tuple(fc2), is_gemm=True)
 
 
-def _generated_by_shape(rows: Tensor) -> bool:
-    """Whether the library for CPUs generates code for each shape of a GEMM: for numbers of rows
-    that differ from step to step, this takes longer than the GEMMs.
-    """
-    return rows.device.type == "cpu" and rows.element_size() == 2
-
-
 def _of_experts(counts: RowCounts) -> Iterator[tuple[int, slice]]:
     """Each expert that has rows, and these."""
     assert counts.numbers is not None
@@ -125,7 +118,9 @@ def expert_gemms(
     out = rows.new_empty((rows.shape[0], matrices.shape[2]))
     # One GEMM an expert, each into its rows of one output.
     each = matrices.unbind()
-    rounded = _generated_by_shape(rows)
+    # The library for CPUs generates code for each shape of a GEMM: for numbers of rows that differ
+    # from step to step, this takes longer than the GEMMs.
+    rounded = rows.device.type == "cpu" and rows.element_size() == 2
     for expert, part in _of_experts(counts):
         if rounded:  # the rows after an expert's own are those of later ones, which write them anew
             more = -(part.stop - part.start) % ROWS
