@@ -7,7 +7,6 @@ k total width of the query and of the key heads, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from bisect import bisect_right
@@ -89,21 +88,6 @@ def active_parameters(model: ModelConfig, vocab_size: int) -> int:
 def _of_chosen(model: ModelConfig, experts: int) -> int:
     """What of a number for all experts of a layer is that of the experts of a token."""
     return experts * model.moe_router_topk // (model.num_experts or 1) if experts else 0
-
-
-def local_shape(model: ModelConfig, tp: int, etp: int = 1) -> ModelConfig:
-    """The model as one of `tp` tensor-parallel ranks computes it: its heads (of keys and values at
-    least one) and its part of the ffn width, and of an expert's over `etp` ranks.
-    """
-    shared = model.moe_shared_expert_intermediate_size
-    return dataclasses.replace(
-        model,
-        num_attention_heads=model.num_attention_heads // tp,
-        num_query_groups=max(1, model.num_query_groups // tp),
-        ffn_hidden_size=model.ffn_hidden_size // tp,
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size and model.moe_ffn_hidden_size // etp,
-        moe_shared_expert_intermediate_size=shared and shared // tp,
-    )
 
 
 @lru_cache  # a search for a layout asks thousands of times, and experts may be hundreds

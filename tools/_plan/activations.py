@@ -18,11 +18,11 @@ from megatron.config.groups import (
     Config,
     DataConfig,
     DistributedConfig,
+    ModelConfig,
     OptimizerConfig,
     TrainingConfig,
 )
 from megatron.config.layers import layer_records
-from megatron.model.arithmetic import local_shape
 from megatron.model.recompute import KEPT, LayerRecompute, stage_offload, stage_recompute
 from megatron.model.stages import Stage
 from megatron.parallel.schedule import Kind
@@ -69,6 +69,20 @@ class UnitBytes:
     work: UnitWork | None = None  # of these passes
 
 
+def _local_shape(model: ModelConfig, tp: int) -> ModelConfig:
+    """The model as one of `tp` tensor-parallel ranks computes it: its heads (of keys and values at
+    least one) and its part of the ffn width.
+    """
+    shared = model.moe_shared_expert_intermediate_size
+    return replace(
+        model,
+        num_attention_heads=model.num_attention_heads // tp,
+        num_query_groups=max(1, model.num_query_groups // tp),
+        ffn_hidden_size=model.ffn_hidden_size // tp,
+        moe_shared_expert_intermediate_size=shared and shared // tp,
+    )
+
+
 class Shape:
     """One rank's sizes of a micro-batch. `vocab_size`: the tokenizer's, or the padded one."""
 
@@ -83,7 +97,7 @@ class Shape:
             cp_comm_type="allgather",
             hierarchical_context_parallel_sizes=None,
         )
-        self.model = local_shape(config.model, tp)
+        self.model = _local_shape(config.model, tp)
         self.compute, self.wide = element_sizes(config.precision)
         samples, cp = config.training.micro_batch_size, distributed.context_parallel_size
         self.tokens = samples * config.data.seq_length // cp
