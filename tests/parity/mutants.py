@@ -51,15 +51,15 @@ MUTANTS = (
     unsummed(
         "layer norms",
         f"{MODEL}/layer.py",
-        "return AddNorm(config, name, config.hidden_size, sums)",
-        """return AddNorm(config, name, config.hidden_size, () if name.endswith("input_norm") else sums)""",
+        "config.hidden_size, sums)",
+        """config.hidden_size, () if name.endswith("input_norm") else sums)""",
         "fp64-llama-tp2-sp-serial",
     ),
     unsummed(
         "the final norm",
         f"{MODEL}/layer.py",
-        "return AddNorm(config, name, config.hidden_size, sums)",
-        """return AddNorm(config, name, config.hidden_size, () if name == "final_norm" else sums)""",
+        "config.hidden_size, sums)",
+        """config.hidden_size, () if name == "final_norm" else sums)""",
         "fp64-llama-tp2-sp-serial",
     ),
     unsummed(
