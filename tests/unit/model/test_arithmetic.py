@@ -194,13 +194,6 @@ def test_a_schedule_in_tokens_is_the_ramp_up_of_the_same_steps(words):
         assert iterations_for(500, theirs, consumed) == iterations_for(500, ours, consumed)
 
 
-def test_the_published_schedule_of_gpt_3():
-    """Equal steps of 304 samples over 12e9 tokens of 2048 are a ramp-up over 5859375 samples."""
-    words = "0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536"
-    theirs = scheduled(words, 2048).training
-    assert batch_steps(theirs, 2048) == batch_steps(ramp(16, 304, 5859375, 1536).training, 2048)
-
-
 @given(
     st.integers(1, 20),
     st.integers(1, 20),

@@ -10,7 +10,6 @@ from torch._dynamo.utils import counters
 from megatron.config.errors import UserError
 from megatron.config.groups import ModelConfig
 from megatron.model import compile
-from megatron.model.dropout import Dropout
 from megatron.model.gpt import GPTModel
 from megatron.model.layer import MicroBatch, TransformerLayer
 from pretrain_gpt import main
@@ -58,12 +57,6 @@ def test_layers_of_a_kind_share_graphs_and_later_steps_compile_nothing(monkeypat
     dropout = ("--hidden-dropout", "0.1")
     # three layers in two modes, all of them in the first two steps
     assert graphs(monkeypatch, 4, *dropout) == 6
-
-
-@pytest.mark.full
-def test_a_key_that_is_a_number_would_make_a_graph_a_layer(monkeypatch, capsys):
-    monkeypatch.setattr(Dropout, "keep_words_on", lambda self, device: None)
-    assert graphs(monkeypatch, 2, "--hidden-dropout", "0.1") == 7  # two middle layers in training
 
 
 @pytest.mark.full

@@ -105,20 +105,6 @@ def test_every_step_is_as_much_work_on_every_rank():
     assert table.sum() == 64 * 65 // 2
 
 
-def test_steps_by_positions_see_the_same():
-    places = torch.from_numpy(places_of(64, 4))
-    for rank in range(4):
-        plain, masked = (
-            ring_steps(places, rank, None, None, by_positions=by) for by in (False, True)
-        )
-        for simple, exact in zip(plain, masked, strict=True):
-            seen = torch.zeros(16, 16, dtype=torch.bool)
-            part = simple.mask.dense(16, 16, places.device)[0, 0]
-            inside = seen[simple.queries, simple.keys]
-            inside |= part[: inside.shape[0], : inside.shape[1]]
-            assert torch.equal(seen, exact.mask.dense(16, 16, places.device)[0, 0])
-
-
 def recorded() -> list[tuple[str, int]]:
     """What a rank does in both passes, in order, each with the blocks of keys and values (or of
     their gradients, by "computes") that live then.

@@ -247,16 +247,3 @@ def least_bytes(config, tp):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_inputs_and_output_gradients_alone_stay(name, how):
     check_what_stays(name, NO_TP, how)
-
-
-@no_collector()
-def test_no_unit_keeps_its_output():
-    """From its forward on, also embedding and head."""
-    model, passes, x = build(CONFIGS["gpt"]), LayerRunner(), None
-    for name, unit in model.units():
-        with Storages() as storages:
-            y, saved = passes.forward(unit, x, micro_batch(model))
-            output, x = of(y), y.clone()
-            del y
-            assert not output & storages.alive().keys(), name
-        assert saved is not None

@@ -20,7 +20,7 @@ from megatron.config.validate import resolve
 from megatron.model.arithmetic import (
     unit_flops,
 )
-from megatron.model.stages import Stage, balance, pipeline_stages, whole
+from megatron.model.stages import Stage, balance, pipeline_stages
 
 
 def resolved(layers: int, ranks: int, model: dict | None = None, **distributed) -> Config:
@@ -47,12 +47,6 @@ def tiles(stages: tuple[Stage, ...], layers: int) -> bool:
         len(stage.units) > 0 and (stage.embedding, stage.head) == (k == 0, k == last)
         for k, stage in enumerate(stages)
     )
-
-
-def test_the_whole_model():
-    config = resolved(3, 1)
-    assert whole(config.model) == pipeline_stages(config, 1024) == (Stage(True, range(0, 3), True),)
-    assert whole(config.model)[0].units == range(0, 5)
 
 
 @pytest.mark.parametrize(
