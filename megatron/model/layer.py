@@ -339,8 +339,8 @@ class HeadLayer(Layer):
     ):
         super().__init__()
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
-        matrix = vocabulary_matrix(config, vocab_size, padded_vocab, head=True)
-        self.weight = matrix.parameter(tp) if tied is None else tied
+        spec = vocabulary_matrix(config, vocab_size, padded_vocab, head=True)
+        self.weight = spec.parameter(tp) if tied is None else tied
         self.columns = own_columns(
             self.weight.shape[0],
             vocab_size,

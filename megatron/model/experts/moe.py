@@ -130,10 +130,7 @@ class MoE(nn.Module):
         # token.
         y = self.through_experts(x, weights, plan=plan).view(x.shape)
         if self.shared_expert is not None:
-            shared = self.shared_expert(x)
-            if self.shared_expert_gate is not None:  # one gate a token (Qwen)
-                shared = shared * self.shared_expert_gate(x).sigmoid()
-            y = y + shared
+            y = y + self._shared(x)
         if state is None:
             return y, {}
         sums = self.router.losses(logits, scores, choice)
@@ -142,6 +139,11 @@ class MoE(nn.Module):
             if name != OBJECTIVE:
                 sums[name] = value / self.layers
         return y, {**sums, expert_tokens(self.index): choice.counts}
+
+    def _shared(self, x: Tensor) -> Tensor:
+        y = self.shared_expert(x)
+        # one gate a token (Qwen)
+        return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
 
     def through_experts(self, x: Tensor, weights: Tensor, *, plan: DispatchPlan) -> Tensor:
         """x [s, b, h] and the weights of its tokens' choices [T, k] -> [T, h]."""
