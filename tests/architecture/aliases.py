@@ -18,7 +18,6 @@ CONVERSIONS = frozenset(
 )
 # Functions that torch.compile never traces
 NEVER_TRACED = {
-    "_LinearMap": "--torch-compile is refused with experts, latent and context-parallel attention",
     "_WeightedActivation": "--torch-compile is refused with --num-experts",
     "GatheredAttention": "--torch-compile is refused with context parallelism",
     "RingAttention": "--torch-compile is refused with context parallelism",
