@@ -134,26 +134,6 @@ def test_bits_do_not_depend_on_cuts_at_the_alignment(
 
 
 @pytest.mark.parametrize("grad, exp_avg, exp_avg_sq", DTYPES)
-def test_narrow_moments_are_the_rounded_ones_of_fp32(grad, exp_avg, exp_avg_sq):
-    """Each step gives the bits of an all-fp32 step from the same stored values, its moments rounded
-    to what stores them.
-    """
-    rule, size = rule_of("torch-fused", exp_avg, exp_avg_sq), 640
-    master, states = start(size, exp_avg, exp_avg_sq)
-    for step in range(5):
-        wide, moments = (
-            master.clone(),
-            {name: state.to(FP32, copy=True) for name, state in states.items()},
-        )
-        apply(rule_of(), wide, gradient(size, step, grad).float(), moments, step)
-        apply(rule, master, gradient(size, step, grad), states, step)
-        assert torch.equal(master, wide)
-        assert all(
-            torch.equal(states[name], moments[name].to(states[name].dtype)) for name in moments
-        )
-
-
-@pytest.mark.parametrize("grad, exp_avg, exp_avg_sq", DTYPES)
 @pytest.mark.parametrize("implementation", ["torch-fused", "torch"])
 def test_a_step_equals_the_formula_in_float64(implementation, grad, exp_avg, exp_avg_sq):
     """Loshchilov and Hutter 2019, algorithm 2, from the values as stored. u = 2^-24 is the error of

@@ -8,16 +8,16 @@ import random
 import torch
 import torch.distributed as dist
 from random_schedules import random_schedule
-from unit.by_hand import NO_RECOMPUTE, KeptWeights, backward, filled, forward
+from unit.by_hand import KeptWeights, backward, filled, forward
 
-from megatron.config.groups import ModelConfig, TrainingConfig
+from megatron.config.groups import ModelConfig
 from megatron.distributed.groups import Groups, Layout, one_process
 from megatron.distributed.setup import make_groups
 from megatron.model.gpt import GPTModel
 from megatron.model.stages import Stage
 from megatron.parallel.layer_runner import LayerRunner
 from megatron.parallel.pipeline import Pipeline, loss_gradient
-from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule, build_schedule
+from megatron.parallel.schedule import COMPUTATIONS, Kind, Schedule
 
 VOCAB, S, B, LAYERS = 30, 8, 2, 8
 CONFIG = ModelConfig(
@@ -34,9 +34,7 @@ CONFIG = ModelConfig(
 )
 
 
-def pipeline_of(
-    placement: tuple[int, ...], groups: Groups, recompute: TrainingConfig = NO_RECOMPUTE
-) -> tuple[Pipeline, list]:
+def pipeline_of(placement: tuple[int, ...], groups: Groups) -> tuple[Pipeline, list]:
     """This rank's stages with their initial weights, and their blocks."""
     count = len(placement)
     ends = [LAYERS * stage // count for stage in range(count + 1)]
@@ -50,7 +48,6 @@ def pipeline_of(
         stages=tuple(stage for stage, rank in zip(stages, placement) if rank == groups.pp.rank),
     )
     blocks = filled(model)
-    model.choose_recompute(recompute)
     shape = S, B, CONFIG.hidden_size
     return Pipeline(
         model, KeptWeights(), LayerRunner(), placement, shape, groups, torch.device("cpu")
@@ -70,11 +67,9 @@ def batch(model: GPTModel, index: int, training: bool = True):
     )
 
 
-def outcome(
-    schedule: Schedule, groups: Groups, recompute: TrainingConfig = NO_RECOMPUTE
-) -> tuple[dict, dict]:
+def outcome(schedule: Schedule, groups: Groups) -> tuple[dict, dict]:
     """(losses by micro-batch, gradients by name) of one run on this rank."""
-    pipeline, blocks = pipeline_of(schedule.placement, groups, recompute)
+    pipeline, blocks = pipeline_of(schedule.placement, groups)
     training = any(
         action.kind in COMPUTATIONS - {Kind.FORWARD}
         for actions in schedule.actions
@@ -136,11 +131,3 @@ def drawn(seed: int, ranks: int) -> tuple[Schedule, bool]:
 def run_random(seeds: range) -> list[tuple[dict, dict]]:
     groups = make_groups(Layout(pp=dist.get_world_size()), None)
     return [outcome(drawn(seed, groups.pp.size)[0], groups) for seed in seeds]
-
-
-def run_named(cases: list[tuple[str, int, int, TrainingConfig]]) -> list[tuple[dict, dict]]:
-    groups = make_groups(Layout(pp=dist.get_world_size()), None)
-    return [
-        outcome(build_schedule(name, groups.pp.size, virtual, count), groups, recompute)
-        for name, virtual, count, recompute in cases
-    ]

@@ -1,6 +1,4 @@
-"""The checker: accepts every schedule of ours and any valid one, refuses what a machine that runs
-the lists literally cannot run, with the reason.
-"""
+"""The checker: accepts any valid schedule, and refuses others with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import random
 
 import pytest
 from megatron.tools._plan.schedule_check import ScheduleError, check
-from random_schedules import random_placement, random_schedule, runs
+from random_schedules import random_placement, random_schedule
 
 from megatron.parallel.schedule import (
     Action,
@@ -39,19 +37,6 @@ def changed(schedule: Schedule, rank: int, edit) -> Schedule:
     )
 
 
-def drawn(seed: int) -> tuple[random.Random, Schedule]:
-    draw = random.Random(seed)
-    ranks = draw.randint(1, 4)
-    placement = random_placement(draw, ranks, draw.randint(ranks, 6))
-    return draw, random_schedule(
-        draw,
-        placement,
-        draw.randint(1, 4),
-        ascending=draw.random() < 0.5,
-        training=draw.random() < 0.9,
-    )
-
-
 def accepted(schedule: Schedule) -> bool:
     try:
         check(schedule)
@@ -60,38 +45,12 @@ def accepted(schedule: Schedule) -> bool:
     return True
 
 
-def test_random_schedules_are_accepted_and_run():
+def test_random_schedules_are_accepted():
     for seed in range(200):
-        draw, schedule = drawn(seed)
-        assert runs(schedule, draw), seed
-        check(schedule)
-
-
-def test_random_lists_are_judged_as_the_machine_judges_them():
-    """Swap actions, post receives earlier, interchange micro-batches: some are still valid, and
-    exactly those are accepted.
-    """
-    verdicts = {True: 0, False: 0}
-    for seed in range(600):
-        draw, schedule = drawn(seed)
-        for _ in range(draw.randint(1, 2)):
-            rank = draw.randrange(schedule.ranks)
-            length = len(schedule.actions[rank])
-            i, j = draw.randrange(length), draw.randrange(length)
-            if draw.random() < 0.5:
-                j = min(i + 1, length - 1)
-
-            def swap(actions):
-                actions[i], actions[j] = actions[j], actions[i]  # noqa: B023
-
-            def move(actions):
-                actions.insert(min(i, j), actions.pop(max(i, j)))  # noqa: B023
-
-            schedule = changed(schedule, rank, draw.choice([swap, move]))
-        expected = runs(schedule, draw)
-        assert accepted(schedule) == expected, (seed, expected)
-        verdicts[expected] += 1
-    assert min(verdicts.values()) > 120, verdicts
+        draw = random.Random(seed)
+        ranks, ascending, training = draw.randint(1, 4), draw.random() < 0.5, draw.random() < 0.9
+        placement = random_placement(draw, ranks, draw.randint(ranks, 6))
+        check(random_schedule(draw, placement, draw.randint(1, 4), ascending, training))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +77,6 @@ def test_without_or_with_a_second_or_another_action_it_is_refused(schedule: Sche
             for edit in edits:
                 broken = changed(schedule, rank, edit)
                 assert not accepted(broken), (rank, index)
-                assert not runs(broken, random.Random(0))
 
 
 def index_of(schedule: Schedule, rank: int, action: Action) -> int:
@@ -213,7 +171,6 @@ def test_what_is_wrong_is_named(schedule: Schedule, words: str):
     assert words in str(caught.value) and str(caught.value).startswith(
         f"schedule {schedule.name}: "
     )
-    assert not runs(schedule, random.Random(0)) or schedule.micro_batches == 4
 
 
 def test_a_circle_of_ranks_is_named():

@@ -8,7 +8,6 @@ import pipeline_cases as cases
 import pytest
 import torch
 from megatron.tools._plan.schedule_check import check
-from unit.by_hand import FULL_RECOMPUTE, NO_RECOMPUTE, recomputing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,38 +51,3 @@ def test_random_schedules_train_as_one_process(gloo_world, ranks):
             [rank[index] for rank in ranked], schedule.micro_batches, bounds.ascending, training
         )
     assert kinds == {"F", "B", "I", "W", "SF", "RF", "SB", "RB", True, False}
-
-
-GROUPS = recomputing(recompute_method="uniform", recompute_num_layers=2)
-BLOCK = recomputing(recompute_method="block", recompute_num_layers=1)
-SELECTIVE = recomputing("layernorm", "qkv", "core_attn", "mlp")
-RECOMPUTED = [  # micro-batches, and what is computed again
-    (1, BLOCK),
-    (2, NO_RECOMPUTE),
-    (3, GROUPS),
-    (4, SELECTIVE),
-    (5, FULL_RECOMPUTE),
-]
-NAMED = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("zero-bubble", 1), ("zero-bubble-v", 2)]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_schedule_has_the_bits_of_one_process(gloo_world, ranks):
-    """Also with fewer micro-batches than ranks, with numbers that they do not divide, and with
-    recomputation.
-    """
-    virtual = 3 if ranks == 2 else 2
-    # Over both numbers of ranks every schedule meets four of the five.
-    first = 2 * (ranks == 4)
-    runs = [
-        (
-            name,
-            virtual if name == "interleaved" else chunks,
-            *RECOMPUTED[(first + index + turn) % 5],
-        )
-        for index, (name, chunks) in enumerate(NAMED)
-        for turn in range(2)
-    ]
-    ranked = gloo_world(ranks).run(cases.run_named, runs)
-    for index, (_, _, count, _) in enumerate(runs):
-        compare([rank[index] for rank in ranked], count, bitwise=True)

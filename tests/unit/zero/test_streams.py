@@ -4,14 +4,9 @@ them, and the losses are a CPU's.
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
-import torch
 from unit.zero.rows import SMALL, Row
 from unit.zero.streams import losses_of, races
-
-from megatron.parallel import offload
 
 FOUR = tuple({**SMALL, "layers": 4}.items())
 V, SPLIT = "--pipeline-schedule zero-bubble-v", "--pipeline-schedule zero-bubble"
@@ -97,7 +92,7 @@ def test_nothing_races_with_a_save_in_the_background(gloo_world, tmp_path):
     ],
     ids=str,
 )
-@pytest.mark.default("_on_stream-stage2-dp2-pp1-m2-fp32-gpt")
+@pytest.mark.default("_on_stream-stage2-dp2-pp1-m2-fp32-gpt", f"let_go-{row(0, 1, 2, AWAY)}")
 def test_a_wait_that_is_left_out_is_found(gloo_world, function, row):
     assert all(faults for faults, _ in gloo_world(row.world).run(races, row.command, function))
 
@@ -107,64 +102,3 @@ def test_a_wait_that_is_left_out_is_found(gloo_world, function, row):
 def test_a_wait_that_a_save_leaves_out_is_found(gloo_world, tmp_path, function):
     flags = row(1, flags=f"--async-save --save-interval 1 --save {tmp_path}").command
     assert all(faults for faults, _ in gloo_world(2).run(races, flags, function))
-
-
-# ---- copies of activations to the host and back
-
-
-def sent_too_early(copies, storages):
-    """A buffer is written again while its last copy back may run."""
-    for storage in storages:
-        storage.buffer = copies.pool.take(storage.size)
-    copies.leaving.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(copies.leaving):
-        for storage in storages:
-            copies._copy_out(storage)
-        return offload.Departed(storages, copies.leaving.record_event())
-
-
-def freed_too_early(copies, departed):
-    """The device's storage goes while it may still be copied."""
-    for storage in departed.storages:
-        storage.tensor = None
-
-
-def read_too_early(copies, event):
-    """What comes back is read while it may still be copied."""
-
-
-def fetched_too_early(copies, departed):
-    """A buffer is read while it may still be written, into memory that may still be read."""
-    for storage in departed.storages:
-        size = storage.size // storage.dtype.itemsize
-        storage.tensor = torch.empty(size, dtype=storage.dtype, device=copies.device)
-    with torch.cuda.stream(copies.returning):
-        for storage in departed.storages:
-            buffer = storage.buffer
-            copies._copy_back(storage)
-            buffer.read = copies.returning.record_event()
-        return copies.returning.record_event()
-
-
-def races_with(name: str, function: str, flags: tuple[str, ...]) -> list[str]:
-    with mock.patch.object(offload.HostCopies, function, globals()[name]):
-        return races(flags)[0]
-
-
-@pytest.mark.parametrize(
-    "name, function, found",
-    [
-        ("sent_too_early", "send", "parallel/offload.py"),
-        ("freed_too_early", "let_go", "is used again while"),
-        ("read_too_early", "arrive", "may still write"),
-        ("fetched_too_early", "fetch", "may still"),
-    ],
-)
-@pytest.mark.parametrize("flags", [AWAY, INPUTS_AWAY])
-def test_a_copy_that_is_not_waited_for_is_found(gloo_world, name, function, found, flags):
-    """By one of two pipeline ranks at least: not every one fills what it has just emptied."""
-    flags = row(0, 1, 2, flags).command
-    faults = [
-        fault for own in gloo_world(2).run(races_with, name, function, flags) for fault in own
-    ]
-    assert any(found in fault for fault in faults), faults
