@@ -544,31 +544,37 @@ def build_blocks(
     (megatron/model/additions.py).
     """
     check_additions(model)
-    # 1. Where everything lies. 2. Which blocks are trained, and which are stepped on the host. 3.
-    # The buffers.
-    grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
+    # 1. Where everything lies.
     plans = plan_blocks(
         model, lambda group: 1 if group == STATE else groups.buffers[group].replicas.size
     )
+
+    # 2. Which blocks are trained, and which of these are stepped on the host.
     trained = [training and plan.unit not in frozen and plan.group != STATE for plan, _ in plans]
-    on_host = on_host_of(
-        [plan.size * train for (plan, _), train in zip(plans, trained)], host_fraction
-    )
-    return [
-        make(
-            plan,
-            parameters,
-            model.dtype if plan.group != STATE else accumulation_dtype(model.dtype),
-            device,
-            groups.buffers[plan.group],
-            zero_stage if plan.group != STATE else 0,
-            grad_dtype if train else None,
-            host,
-            host and in_files,
-            offloaded and zero_stage == 3 and (host or not train) and plan.group != STATE,
+    sizes = [plan.size * train for (plan, _), train in zip(plans, trained)]
+    on_host = on_host_of(sizes, host_fraction)
+
+    # 3. The buffers. What is kept with the weights and not trained is whole on every rank.
+    grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
+    blocks = []
+    for (plan, parameters), train, host in zip(plans, trained, on_host):
+        is_state = plan.group == STATE
+        dtype = accumulation_dtype(model.dtype) if is_state else model.dtype
+        blocks.append(
+            make(
+                plan,
+                parameters,
+                dtype,
+                device,
+                groups.buffers[plan.group],
+                0 if is_state else zero_stage,
+                grad_dtype if train else None,
+                host,
+                host and in_files,
+                offloaded and zero_stage == 3 and not is_state and (host or not train),
+            )
         )
-        for (plan, parameters), train, host in zip(plans, trained, on_host)
-    ]
+    return blocks
 
 
 def build_run_blocks(
