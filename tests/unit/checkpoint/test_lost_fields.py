@@ -11,6 +11,7 @@ from megatron.tools._convert.huggingface import TRAINING_ONLY, to_huggingface
 from parity.latent_fields import LATENT, ROUTED, YARN
 from test_huggingface import CASES, LLAMA, VOCAB
 
+import pretrain_gpt
 from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
@@ -108,3 +109,29 @@ def test_every_field_changes_the_export_or_is_refused(name):
         dropped += [(field, getattr(changed, field))] if same else []
     assert not dropped
     assert count > 20
+
+
+# ---- a run without an export has a note in its banner ---------------------------------------------
+
+
+LLAMA = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+    --train-iters 1 --lr 1e-3 --mock-data --vocab-size 99 --normalization RMSNorm --swiglu
+    --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
+"""
+
+
+@pytest.mark.parametrize(
+    "flags, reason",
+    [
+        ("--save run", ""),
+        ("--attn-logit-softcapping 30", ""),  # nothing is saved
+        ("--save run --attn-logit-softcapping 30", "cannot express: --attn-logit-softcapping 30"),
+    ],
+)
+def test_the_banner_says_that_there_will_be_no_export(tmp_path, monkeypatch, capsys, flags, reason):
+    monkeypatch.chdir(tmp_path)
+    assert pretrain_gpt.main([*LLAMA.split(), *flags.split(), "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("no export of this run's checkpoints: no Hugging Face family" in shown) == bool(reason)
+    assert reason in shown

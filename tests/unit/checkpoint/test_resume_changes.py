@@ -5,18 +5,31 @@ accepts it; or taken from the checkpoint.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
+import math
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from reshard_cases import differing, flags, saved, saving, start
+from test_checkpoint_damage import RUN_STATE
 
-from megatron.checkpoint.reader import Checkpoint
+from megatron.checkpoint.manifest import CheckpointError
+from megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from megatron.checkpoint.run_state import check_run_state, config_of, from_saved
 from megatron.config.derive import METADATA
-from megatron.config.groups import Config
-from megatron.training.resume import changed_data, changed_fields, said_changes
+from megatron.config.groups import Config, ModelConfig
+from megatron.config.input_files import InputError
+from megatron.observe.tracking import read_metrics
+from megatron.optimizer import lr_schedule
+from megatron.optimizer.lr_schedule import ParamSchedule
+from megatron.training import resume as resume_module
+from megatron.training.resume import changed_data, changed_fields, check_complete, said_changes
+from megatron.training.run import Progress
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -364,3 +377,131 @@ def test_other_changes_are_listed_one_a_line_before_the_first_step(root):
         assert line in lines, before
     accepted = "accepted by --accept-changed data: --eod-mask-loss: checkpoint False, command line"
     assert f"{accepted} True" in shown and shown.endswith("exit code 0")
+
+
+# ---- fields that an earlier or a later version saved ----------------------------------------------
+
+
+WRITTEN = {
+    "max_lr": 1e-3,
+    "min_lr": 1e-4,
+    "init_lr": 0.0,
+    "warmup": 8,
+    "decay": 80,
+    "style": "cosine",
+    "wsd_style": "exponential",
+    "wsd_decay": 0,
+    "start_weight_decay": 0.1,
+    "end_weight_decay": 0.1,
+    "weight_decay_style": "constant",
+    "weight_decay_length": 80,
+}
+SAVED = {
+    ParamSchedule: WRITTEN,
+    Progress: dataclasses.asdict(Progress(iteration=3, consumed_samples=12)),
+    **{type(group): dataclasses.asdict(group) for group in vars(Config()).values()},
+}
+ADDED = [("new_rate", float, 0.5), ("new_style", "str", "plain"), ("new_switch", "bool", True)]
+
+
+def enlarged(kind: type) -> type:
+    """The dataclass of a later version, with one more field of each type."""
+    frozen = kind.__dataclass_params__.frozen
+    return dataclasses.make_dataclass(f"Later{kind.__name__}", ADDED, bases=(kind,), frozen=frozen)
+
+
+def test_older_states_take_the_defaults_of_new_fields():
+    for kind, old in SAVED.items():
+        later = from_saved(enlarged(kind), old, "state")
+        assert [getattr(later, name) for name, _, _ in ADDED] == [0.5, "plain", True]
+        assert {name: getattr(later, name) for name in old} == old
+
+
+def test_unknown_and_missing_fields_are_refused_by_name():
+    for kind, old in SAVED.items():
+        with pytest.raises(InputError, match="state.x .* does not know new_rate, new_style"):
+            from_saved(kind, {**old, "new_rate": 0.5, "new_style": "plain"}, "state.x")
+    saved = {name: value for name, value in WRITTEN.items() if name not in ("decay", "style")}
+    with pytest.raises(InputError, match="it lacks decay, style"):
+        from_saved(ParamSchedule, saved, "state.schedule")
+
+
+def test_a_later_schedule_resumes_an_older_checkpoint_and_saves_its_own(monkeypatch):
+    later = enlarged(ParamSchedule)
+    for module in (resume_module, lr_schedule):  # run_state imports it when it is called
+        monkeypatch.setattr(module, "ParamSchedule", later)
+    schedule = resume_module.saved_schedule(WRITTEN)
+    assert schedule.new_rate == 0.5
+    assert resume_module.schedule_changes(schedule, WRITTEN) == []
+    other = dataclasses.replace(schedule, new_rate=0.25)
+    (line,) = resume_module.schedule_changes(other, WRITTEN)
+    assert line == "new_rate: checkpoint 0.5, command line 0.25"
+    state = {"config": Config().to_dict(), "schedule": other.state()}
+    check_run_state(json.loads(json.dumps(state)))
+    assert resume_module.saved_schedule(other.state()) == other
+
+
+def test_a_setting_of_the_model_that_is_not_known_is_refused():
+    state = {"config": Config().to_dict()}
+    state["config"]["model"] |= {"embedding_scale": 8.0, "parallel_residual": False}
+    state["config"]["logging"] |= {"log_of_a_later_version": True}
+    with pytest.raises(InputError, match="state.config.model has embedding_scale 8.0, which"):
+        config_of(state)
+    del state["config"]["model"]["embedding_scale"]
+    assert config_of(state).model == ModelConfig()
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        (lambda state: state.pop("scaler"), "its state lacks scaler"),
+        (lambda state: state.update(iteration=3), "its state is of iteration 3"),
+        (
+            lambda state: state["schedule"].pop("decay"),
+            "state.schedule is not what a run writes there",
+        ),
+    ],
+)
+def test_a_state_that_lacks_what_a_run_goes_on_with(tmp_path, change, fault):
+    state = {
+        **copy.deepcopy(RUN_STATE),
+        "schedule": dict(WRITTEN),
+        "scheduled_samples": 4,
+        "skipped_samples": 0,
+    }
+    checkpoint = SimpleNamespace(state=state, iteration=2, path=tmp_path)
+    check_complete(checkpoint, weights_alone=False)
+    change(state)
+    with pytest.raises(CheckpointError, match=f"cannot be loaded: {fault}"):
+        check_complete(checkpoint, weights_alone=False)
+
+
+# ---- checkpoints of earlier versions --------------------------------------------------------------
+
+
+FORMATS = Path(__file__).parent / "formats"
+RUN = """--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8
+--micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer
+--vocab-size 15 --lr 1e-3 --train-iters 3 --lr-decay-iters 10 --eval-iters 0 --log-interval 1
+--log-throughput""".split()
+# What the commit before did not write: tensors, kernels and the open part of a log line; the
+# rates of --decoupled-lr (written by runs that give it).
+FLAGS = {"8dfc5ed": (), "c7b2e9f": (), "2497f94": ("--decoupled-lr", "5e-4")}
+
+
+@pytest.mark.parametrize("commit", FLAGS)
+def test_a_checkpoint_of_an_earlier_version_loads(tmp_path, commit):
+    folder = FORMATS / commit
+    with open_checkpoint(folder) as checkpoint:
+        checkpoint.verify()
+        assert ("tensors" in checkpoint.state) == (commit != "8dfc5ed")
+        assert ("decoupled_max_lr" in checkpoint.state["schedule"]) == (commit == "2497f94")
+    shown = start((*RUN, *FLAGS[commit], "--load", str(folder), "--save", str(tmp_path)))
+    assert "at iteration 2; resumes " in shown and shown.endswith("exit code 0"), shown
+
+    # its third step is the one that the earlier version took
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    wanted = json.loads((folder / "third_step.json").read_text())
+    assert row["iteration"] == 3
+    for name in ("lm loss", "grad-norm"):
+        assert math.isclose(row[name], wanted[name], rel_tol=1e-5), name
