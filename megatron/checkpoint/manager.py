@@ -207,7 +207,7 @@ class PendingSave:
             self.outcome = {"result": None}
             return
         try:
-            if self.staging is not None and self.staging.end:
+            if self.phase == 0 and self.staging is not None and self.staging.end:
                 if not (wait or self.staging.is_here):
                     return
                 self.staging.hand_over()
