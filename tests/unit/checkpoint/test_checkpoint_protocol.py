@@ -256,7 +256,7 @@ def test_short_writes_are_completed(root, monkeypatch):
     loads(save_checkpoint(root, 3, pairs(example(2)), STATE), example(2))
 
 
-# ---- what comes back from the disk (--verify-integrity) -------------------------------------------
+# ---- what comes back from the disk (--verify-integrity) ------------------------------------------
 
 
 @pytest.fixture

@@ -270,7 +270,7 @@ def test_tensors_on_a_device(tmp_path, monkeypatch):
             assert torch.equal(into, tensor)
 
 
-# ---- several shards of a rank that has several cores ----------------------------------------------
+# ---- several shards of a rank that has several cores ---------------------------------------------
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_every_field_changes_the_export_or_is_refused(name):
     assert count > 20
 
 
-# ---- a run without an export has a note in its banner ---------------------------------------------
+# ---- a run without an export has a note in its banner --------------------------------------------
 
 
 LLAMA = """

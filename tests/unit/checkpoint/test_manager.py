@@ -180,7 +180,7 @@ def test_lines_of_a_long_save(log_lines):
     ]
 
 
-# ---- from the local tier to --save: at the rate that is asked for, and nothing that is damaged ----
+# ---- from the local tier to --save: at the rate that is asked for, and nothing that is damaged ---
 
 
 @pytest.fixture

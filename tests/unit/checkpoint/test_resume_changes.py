@@ -379,7 +379,7 @@ def test_other_changes_are_listed_one_a_line_before_the_first_step(root):
     assert f"{accepted} True" in shown and shown.endswith("exit code 0")
 
 
-# ---- fields that an earlier or a later version saved ----------------------------------------------
+# ---- fields that an earlier or a later version saved ---------------------------------------------
 
 
 WRITTEN = {
@@ -476,7 +476,7 @@ def test_a_state_that_lacks_what_a_run_goes_on_with(tmp_path, change, fault):
         check_complete(checkpoint, weights_alone=False)
 
 
-# ---- checkpoints of earlier versions --------------------------------------------------------------
+# ---- checkpoints of earlier versions -------------------------------------------------------------
 
 
 FORMATS = Path(__file__).parent / "formats"

@@ -168,7 +168,7 @@ def test_a_policy_that_counts_the_damaged_is_caught(root, monkeypatch):
     assert list_iterations(root) == [10, 9]
 
 
-# ---- going back to an older checkpoint ------------------------------------------------------------
+# ---- going back to an older checkpoint -----------------------------------------------------------
 
 
 def contents(iteration: int, run: int) -> tuple[list, dict]:
