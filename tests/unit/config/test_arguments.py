@@ -108,19 +108,6 @@ def test_help_is_printed(capsys, words, there, absent):
     assert stopped.value.code == 0 and there in text and absent not in text
 
 
-@pytest.mark.parametrize(
-    "words, fault",
-    [
-        ("--help optimiser", "did you mean optimizer?"),
-        ("--help-search zzz", "give another word"),
-        ("--completion fish", "give --completion bash"),
-    ],
-)
-def test_help_about_nothing_is_refused(words, fault):
-    with pytest.raises(UserError, match=re.escape(fault)):
-        parse_arguments(words.split())
-
-
 def test_completion_offers_the_flags_that_begin_so():
     script = help_text(["--completion", "bash"])
     typed = "COMP_WORDS=({} --zero-s) COMP_CWORD={}; _mgpt_pretrain; echo ${{COMPREPLY[@]}}"
@@ -261,11 +248,15 @@ def test_rules_say_nothing_about_a_flag_whose_value_is_unknown():
         (["--swiglu", "x"], "--swiglu x: it takes no value"),
         (["--swiglu", "--squared-relu"], "--squared-relu: contradicts --swiglu; drop one of them"),
         (["--window-size", "511,1"], "--window-size 511,1: Megatron's pair must be W-1,0"),
+        (["--help", "optimiser"], "did you mean optimizer?"),
+        (["--help-search", "zzz"], "give another word"),
+        (["--completion", "fish"], "give --completion bash"),
         (["--recompute-modules", "mpl"], "--recompute-modules mpl: choose from core_attn, qkv"),
     ],
 )
 def test_one_fault(argv, fault):
-    assert any(fault in line for line in faults_of(argv)), faults_of(argv)
+    with pytest.raises(UserError, match=re.escape(fault)):
+        parse_arguments(argv)
 
 
 @pytest.mark.parametrize(

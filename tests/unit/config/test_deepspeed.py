@@ -5,7 +5,6 @@ no flag gives is taken.
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 from rule_rows import answers, check_fields
@@ -247,31 +246,3 @@ def test_advice_that_is_followed_ends_the_fault(tmp_path, settings, flags):
         if part.startswith("give ")
     ]
     assert advice and read(tmp_path, nested(settings), " ".join([flags, *advice]))[1] == []
-
-
-@pytest.mark.parametrize(
-    "make, fault",
-    [
-        (lambda path: os.mkfifo(path), "is a named pipe (FIFO), not a regular file"),
-        (lambda path: path.mkdir(), "is a folder, not a regular file"),
-        (lambda path: path.write_bytes(b"\xff"), "not UTF-8 text: byte 0"),
-        (lambda path: path.write_bytes(b" " * (2 << 20)), "has more than 1,048,576 bytes"),
-        (lambda path: None, "No such file"),
-    ],
-)
-def test_what_is_no_file_of_settings(tmp_path, make, fault):
-    make(tmp_path / "ds.json")
-    with pytest.raises(ArgumentErrors) as caught:
-        parse_arguments([*FLAGS.split(), "--deepspeed_config", str(tmp_path / "ds.json")])
-    faults = [each for each in caught.value.faults if each.startswith("--deepspeed_config")]
-    assert len(faults) == 1 and fault in faults[0] and "ds.json" in faults[0]
-
-
-def test_its_faults_come_with_the_others(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": 8}')
-    with pytest.raises(ArgumentErrors) as caught:
-        flags = [*FLAGS.split(), "--retro-workdir", "x"]
-        parse_arguments([*flags, "--deepspeed_config", str(path)])
-    found = {fault.split()[0] for fault in caught.value.faults}
-    assert {"--retro-workdir", "--deepspeed_config"} <= found

@@ -4,6 +4,10 @@ with the flag that was meant.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from megatron.config import compatibility
@@ -13,6 +17,7 @@ from megatron.config.errors import ArgumentErrors
 from megatron.config.help import COMMANDS
 from megatron.config.options import key, options_by_flag
 
+ROOT = Path(__file__).resolve().parents[3]
 OURS = {*options_by_flag(), *map(key, COMMANDS)}
 
 
@@ -72,3 +77,9 @@ def test_a_habit_is_nobodys_flag_and_stands_for_a_known_one():
     short = " ".join([*habits.values(), *data()["follows"]]).split()
     assert len(set(short)) == len(short) and not {*short} & {*OURS, *compatibility.rows()}
     assert all(ours in OURS or compatibility.find(ours) for ours in habits)
+
+
+def test_the_page_of_flags_is_current():
+    command = [sys.executable, "tools/document_flags.py", "--check"]
+    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert checked.returncode == 0, checked.stderr

@@ -47,11 +47,7 @@ def test_a_list_for_each_split(tmp_path):
     "flag, text, fault",
     [
         ("--data-args-path", "", "no value follows it"),
-        (
-            "--data-file-list",
-            "0.5 a web more\n",
-            "line 1: expected a weight, a prefix and a corpus",
-        ),
+        ("--data-file-list", "0.5 a web more\n", "line 1: expected a weight, a prefix and"),
         ("--per-split-data-args-path", "0.5 a", "not JSON"),
         ("--per-split-data-args-path", '{"dev": ["a"]}', "under train, valid, test, found 'dev'"),
     ],

@@ -16,7 +16,6 @@ from rule_rows import answers, rows
 
 from megatron.config.arguments import parse_arguments
 from megatron.config.derive import GROUP_OF, METADATA, RunView
-from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
 from megatron.config.options import options
 from megatron.config.rules import EXCLUSIONS, counts, ranges, shown, two_fields
@@ -52,10 +51,6 @@ def without(*flags: str) -> str:
         dropping = word in flags if word.startswith("--") else dropping
         kept += [] if dropping else [word]
     return " ".join(kept)
-
-
-def test_a_complete_configuration_has_no_faults():
-    assert faults() == []
 
 
 @pytest.mark.parametrize(
@@ -174,17 +169,22 @@ def test_a_complete_configuration_has_no_faults():
     --step-batch-size-schedule 0:5 1000:8: 5 must be a multiple of --micro-batch-size 2
 --step-batch-size-schedule 1K:8
     1K:8: the first step must be at 0 tokens
---step-batch-size-schedule 0:8 1Q:16
-    1Q:16: expected TOKENS:SAMPLES
 --step-batch-size-schedule 0:8 1:16
     two steps begin at 0 samples
 --tiled-mlp 3 --seq-length 16
     --tiled-mlp 3: must divide the 16 positions of the sequence that a rank holds; the nearest that
     fits is 2
---profile --save ckpt --profile-step-end 10
-    --profile-step-end 10: must be greater than --profile-step-start 10
 --profile --save ckpt --profile-ranks 0 1
     --profile-ranks 0 1: there is no rank 1; ranks count from 0
+# folders that cannot be made, and sizes that would take minutes to plan
+--save /dev/null/x
+    --save /dev/null/x: cannot be made: /dev/null is not a folder
+--metrics-file a.bin/metrics.jsonl
+    --metrics-file a.bin/metrics.jsonl: its folder is a file, not a folder
+--num-layers 1000000000
+    --num-layers 1000000000: 1,000,000,000 layers, at most 10,000 are planned for
+--global-batch-size 1000000000
+    --global-batch-size 1000000000: 500,000,000 micro-batches in each step of a rank
 --tensor-model-parallel-size 2
     --tensor-model-parallel-size 2: does not divide the 1 rank(s) of this job; start 2 (in a dry
     run, with --world-size)
@@ -235,69 +235,22 @@ def test_every_bound_is_a_fault_beyond_it():
 
 
 def test_sizes_that_would_take_minutes_to_plan_are_refused_at_once():
-    found = faults("--num-layers 1000000000")
-    assert len(found) == 1 and found[0].startswith(
-        "--num-layers 1000000000: 1,000,000,000 layers, at most 10,000 are planned for"
-    )
-    found = faults("--global-batch-size 1000000000")
-    assert len(found) == 1 and found[0].startswith(
-        "--global-batch-size 1000000000: 500,000,000 micro-batches in each step of a rank"
-    )
     pipeline = (
         "--dry-run --world-size 2 --pipeline-model-parallel-size 2 --num-layers 8 "
         "--global-batch-size 200000"
     )
-    for schedule in ("gpipe", "interleaved --num-virtual-stages-per-pipeline-rank 2"):
-        found = faults(f"{pipeline} --pipeline-schedule {schedule}", 2)
-        assert (
-            len(found) == 1
-            and "800,000 passes of layers and micro-batches in a step, at most 500,000" in found[0]
-        )
+    (found,) = faults(f"{pipeline} --pipeline-schedule gpipe", 2)
+    assert "800,000 passes of layers and micro-batches in a step, at most 500,000" in found
     assert faults(pipeline, 2) == []  # 1f1b repeats itself after a few
-    found = faults(
-        (
-            "--global-batch-size 2000002 --micro-batch-size 2 --rampup-batch-size 2 2 100000000 "
-            "--dry-run --world-size 50000"
-        ),
-        1000001,
-    )
-    assert any("1,000,000 increments, at most 100,000 are planned for" in fault for fault in found)
-
-
-@pytest.mark.parametrize(
-    "flags, fault",
-    rows(
-        """
---save /dev/null/x
-    --save /dev/null/x: cannot be made: /dev/null is not a folder
---metrics-file a.bin/metrics.jsonl
-    --metrics-file a.bin/metrics.jsonl: its folder is a file, not a folder
-"""
-    ),
-)
-def test_a_folder_that_cannot_be_made_is_refused(flags, fault):
-    found = faults(flags)
-    assert len(found) == 1 and fault in found[0], found
 
 
 def test_a_name_on_the_hub_is_answered_with_how_to_download_it():
-    (found,) = faults(
-        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Llama-3.1-8B",
-        vocabulary=None,
-    )
-    assert found.endswith(
-        "run `hf download meta-llama/Llama-3.1-8B tokenizer.json tokenizer_config.json "
-        "--local-dir DIR`, and give "
-        "--tokenizer-model DIR with --tokenizer-type HuggingFaceTokenizer"
-    )
+    flags = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
+    (found,) = faults(f"{flags} meta-llama/Llama-3.1-8B", vocabulary=None)
+    assert "run `hf download meta-llama/Llama-3.1-8B tokenizer.json" in found
     for path in ("data/tokenizer.model", "ckpt/llama", "a/b/c"):
-        (found,) = faults(
-            f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}", vocabulary=None
-        )
-        assert (
-            found
-            == f"--tokenizer-model {path}: no such file; tokenizers are read from local files only"
-        )
+        text = f"--tokenizer-model {path}: no such file; tokenizers are read from local files only"
+        assert faults(f"{flags} {path}", vocabulary=None) == [text]
 
 
 @pytest.mark.parametrize(
@@ -401,7 +354,6 @@ LAYOUTS = """
     fault --tensor-model-parallel-size 4: must divide --num-query-groups 6 or be a multiple of it
 4 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 30
     fault --seq-length 30: must be a multiple of --tensor-model-parallel-size 4; the nearest is 32
-4 --tensor-model-parallel-size 4 --seq-length 30
 4 --tensor-model-parallel-size 4 --sequence-parallel --checkpoint-activations \
 --distribute-saved-activations
     fault --distribute-saved-activations: --sequence-parallel shards them already
@@ -410,7 +362,6 @@ LAYOUTS = """
 4 --tensor-model-parallel-size 4 --checkpoint-activations --hidden-size 34 --micro-batch-size 1 \
 --seq-length 31 --kv-channels 8 --ffn-hidden-size 64 --distribute-saved-activations
     fault --distribute-saved-activations: the 1054 elements of a layer's input are not
-4 --tensor-model-parallel-size 2 --global-batch-size 16 --rampup-batch-size 4 4 100
 4 --tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 --seq-length 64 \
 --global-batch-size 2 --tiled-mlp 32
     fault --tiled-mlp 32: must divide the 16 positions of the sequence that a rank holds
@@ -487,26 +438,11 @@ def test_lengths_are_derived():
     assert (config.training.train_iters, config.optimizer.lr) == (0, 0.0)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        "",
-        "--swiglu --checkpoint-activations --position-embedding-type rope",
-        "--skip-train --load ckpt",
-    ],
-)
-def test_resolving_twice_changes_nothing(extra):
-    once = resolve(configure(extra), 1, 101)
+def test_resolving_twice_changes_nothing():
+    flags = "--swiglu --checkpoint-activations --position-embedding-type rope --load ckpt"
+    once = resolve(configure(flags), 1, 101)
     again = resolve(Config.from_dict(json.loads(json.dumps(once.config.to_dict()))), 1, 101)
     assert again.config == once.config and not any(" = " in note for note in again.notes)
-
-
-def test_all_faults_in_one_error():
-    with pytest.raises(ArgumentErrors) as caught:
-        resolve(configure("--bf16 --fp16 --zero3-keep-gathered --num-attention-heads 5"), 1, 101)
-    assert len(caught.value.faults) == 3 and str(caught.value).startswith(
-        "3 faults in the settings:\n  --"
-    )
 
 
 def test_rules_survive_any_single_odd_value():
