@@ -23,9 +23,9 @@ from megatron.config.compatibility import (  # noqa: E402
 from megatron.config.groups import Config  # noqa: E402
 from megatron.config.help import COMMANDS, HELP  # noqa: E402
 from megatron.config.options import (  # noqa: E402
+    FIELDS,
     Option,
     key,  # noqa: E402
-    options,
     options_by_flag,
 )
 from megatron.config.streams import escape_unencodable  # noqa: E402
@@ -130,7 +130,7 @@ def document() -> str:
             "| flag | default | meaning | difference from Megatron-LM |",
             "|---|---|---|---|",
         ]
-        lines += [_option_row(option) for option in options() if option.group == field.name]
+        lines += [_option_row(option) for option in FIELDS.values() if option.group == field.name]
     lines += [
         "",
         COMPATIBILITY,

@@ -14,7 +14,7 @@ import pretrain_gpt
 from campaigns.odd_input.cases import Verdicts, Wrong
 from megatron.config import compatibility
 from megatron.config.errors import UserError
-from megatron.config.options import Option, options
+from megatron.config.options import FIELDS, Option
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -42,7 +42,7 @@ def value(option: Option, draw: random.Random) -> str:
 
 def part(draw: random.Random) -> list[str]:
     """A flag with words, a typo or a stray word."""
-    chance, option = draw.random(), draw.choice(options())
+    chance, option = draw.random(), draw.choice(list(FIELDS.values()))
     if chance < 0.72:
         count = draw.choice((1, 2, 3)) if option.many else int(option.kind is not bool)
         if draw.random() < 0.05:

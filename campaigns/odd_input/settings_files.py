@@ -17,7 +17,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.deepspeed import compare_with_deepspeed
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
-from megatron.config.options import NO_PATHS, Option, options
+from megatron.config.options import FIELDS, NO_PATHS, Option
 from megatron.config.reading import Reading
 from megatron.config.validate import cross_field_faults
 
@@ -148,7 +148,7 @@ def configurations(count: int, seed: int, folder: Path) -> Verdicts:
     rng, verdicts, by_place = (
         random.Random(seed),
         Verdicts(),
-        {(each.group, each.field): each for each in options()},
+        {(each.group, each.field): each for each in FIELDS.values()},
     )
     base = parse_arguments(FLAGS).config.to_dict()
     path = folder / "config.yaml"
@@ -222,7 +222,7 @@ def deepspeed(count: int, seed: int, folder: Path) -> Verdicts:
     rng, verdicts, path = random.Random(seed), Verdicts(), folder / "ds.json"
     config: Config = parse_arguments(FLAGS).config
     # every field counts as given by a flag, so that a file may contradict none
-    chosen = {option.field for option in options()}
+    chosen = {option.field for option in FIELDS.values()}
 
     def read() -> str:
         reading = Reading(config, chosen)

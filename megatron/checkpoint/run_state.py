@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from megatron.checkpoint.boxes import shapes_of
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError, JsonObject, expect
-from megatron.config.options import Option, options_by_field
+from megatron.config.options import FIELDS, Option
 
 Check = Callable[[Any], bool]
 HUGE = 1e300  # numbers that are no float, or nearly none, are no number of a run
@@ -170,7 +170,7 @@ def _schedule(value: Any) -> bool:
     }
     kinds = {field.name: str(field.type) for field in dataclasses.fields(ParamSchedule)}
     return all(
-        each in options_by_field()["optimizer", styles[name]].choices
+        each in FIELDS[styles[name]].choices
         if name in styles
         else number(each) or kinds.get(name, type(each).__name__) == type(each).__name__
         for name, each in value.items()
@@ -206,8 +206,8 @@ def _config(value: Any) -> bool:
     for group, fields in value.items():
         expect(fields, dict)
         for name, each in fields.items():
-            option = options_by_field().get((group, name))
-            if option is not None and not _fits(option, each):
+            option = FIELDS.get(name)
+            if option is not None and option.group == group and not _fits(option, each):
                 raise InputError(f"{group}.{name} is of another type")
     return True
 

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.derive import GROUP_OF
 from megatron.config.errors import UserError, nearest_word
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, HELP
 from megatron.config.named_files import data_flags
-from megatron.config.options import Option, Words, key, options_by_flag, shown
+from megatron.config.options import FIELDS, Option, Words, key, options_by_flag, shown
 
 if TYPE_CHECKING:
     from megatron.config.reading import Occurrence, Reading
@@ -79,7 +78,7 @@ class CompatibilityRow:
 
 def _is_met(condition: Condition, config: Config) -> bool:
     def value(field: str) -> Any:
-        found = getattr(getattr(config, GROUP_OF[field]), field)
+        found = getattr(getattr(config, FIELDS[field].group), field)
         return "None" if found is None else found
 
     return any(

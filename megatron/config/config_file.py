@@ -8,11 +8,10 @@ import dataclasses
 from typing import Any
 
 from megatron.config import compatibility
-from megatron.config.derive import DEFAULTS
 from megatron.config.errors import UserError, did_you_mean, first_faults, shortened
 from megatron.config.groups import Config
 from megatron.config.input_files import SETTINGS_LIMIT, NotJson, decode, parse_json, read_bytes
-from megatron.config.options import as_word, key, options_by_field, options_by_flag
+from megatron.config.options import FIELDS, as_word, key, options_by_flag
 from megatron.config.reading import Reading
 from megatron.config.yaml_text import parse_yaml
 
@@ -42,7 +41,9 @@ def read_config(path: str) -> Reading:
             _read_flat(reading, flag, value)
     reading.faults = first_faults([f"{where}: {fault}" for fault in reading.faults], where)
     reading.set_by.clear()
-    reading.chosen = {name for name in reading.chosen if reading.value(name) != DEFAULTS[name]}
+    reading.chosen = {
+        name for name in reading.chosen if reading.value(name) != FIELDS[name].default
+    }
     return reading
 
 
@@ -65,8 +66,8 @@ def _read_groups(reading: Reading, content: dict[str, Any]) -> None:
             )
             continue
         for field, value in fields.items():
-            option = options_by_field().get((group, field))
-            if option is None:
+            option = FIELDS.get(field)
+            if option is None or option.group != group:
                 meant = did_you_mean(str(field), names[group])
                 reading.faults.append(f"{group} has no setting {_short(field)}{meant}")
                 continue

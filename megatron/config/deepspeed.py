@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import compatibility, needs
-from megatron.config.derive import GROUP_OF, METADATA, data_parallel_size, spelled
+from megatron.config.derive import data_parallel_size, spelled
 from megatron.config.errors import UserError, first_faults, shortened
 from megatron.config.groups import LR_DECAYS
 from megatron.config.input_files import SETTINGS_LIMIT, read_json
 from megatron.config.metadata import flag_name
-from megatron.config.options import options_by_field
+from megatron.config.options import FIELDS
 from megatron.config.reading import Reading
 
 PRECISIONS = {"bf16", "fp16", "fp64"}  # fields of which a run has one
@@ -80,7 +80,7 @@ class Comparison:
         """The note on a value of our field, which equals ours or is taken. Raises UserError for one
         that contradicts a flag.
         """
-        flag, ours, bound = flag_name(name), self.reading.value(name), METADATA[name]["bound"]
+        flag, ours, bound = flag_name(name), self.reading.value(name), FIELDS[name].bound
         value, chosen = self._value(name, theirs), self.reading.chosen
         is_off = value is None or value is False
         if value == ours:
@@ -93,13 +93,12 @@ class Comparison:
             raise UserError(f"contradicts {spelled(name, ours)}; {fix} or change the file")
         if rivals:
             raise UserError(f"contradicts {' '.join(map(flag_name, rivals))}")
-        self.reading.config = self.reading.config.with_fields(GROUP_OF[name], **{name: value})
+        self.reading.config = self.reading.config.with_fields(FIELDS[name].group, **{name: value})
         return f"taken, as no flag sets it: {spelled(name, value)}"
 
     def _value(self, name: str, theirs: Any) -> Any:
         try:
-            option = options_by_field()[GROUP_OF[name], name]
-            return None if theirs is None else option.load(theirs)
+            return None if theirs is None else FIELDS[name].load(theirs)
         except UserError as problem:
             raise UserError(f"{flag_name(name)}: {problem}") from None
 
@@ -153,7 +152,7 @@ class Comparison:
     def _without_effect(self, name: str) -> str:
         """Why a key changes nothing in this run; an empty string if it does."""
         value = self.reading.value
-        if needs.DYNAMIC_SCALE in METADATA[name]["needs"]:
+        if needs.DYNAMIC_SCALE in FIELDS[name].needs:
             theirs = self.content["fp16"].get("loss_scale")
             is_ours = "loss_scale" in self.reading.chosen or theirs in (None, "auto")
             is_static = value("loss_scale") is not None if is_ours else theirs != 0

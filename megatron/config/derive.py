@@ -4,9 +4,7 @@ run that rules look at.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,28 +12,10 @@ from megatron.config.batch_schedule import schedule_words
 from megatron.config.errors import UserError, shortened
 from megatron.config.groups import LR_DECAYS, Config, DecayKind, DistributedConfig
 from megatron.config.latent import yarn_scale
-from megatron.config.metadata import POSITIVE, flag, flag_name
+from megatron.config.metadata import flag_name
+from megatron.config.options import FIELDS
 from megatron.config.stages import AUTO, virtual_stages
 
-GROUP_OF = {field: group for group, fields in Config().to_dict().items() for field in fields}
-DEFAULTS = {
-    field: value for fields in Config().to_dict().values() for field, value in fields.items()
-}
-
-
-def _declared(field: dataclasses.Field) -> dict[str, Any]:
-    """What a field declares of itself; a number without a bound must be above 0."""
-    declared = dict(field.metadata or flag(None).metadata)
-    if declared["bound"] is None and re.fullmatch(r"(int|float)( \| None)?", str(field.type)):
-        declared["bound"] = POSITIVE
-    return declared
-
-
-METADATA = {
-    field.name: _declared(field)
-    for group in dataclasses.fields(Config)
-    for field in dataclasses.fields(type(group.default))  # type: ignore[arg-type]
-}
 GATED = ("swiglu", "geglu")
 GATED_WIDTH = "8/3 x hidden-size rounded down to a multiple of 64"
 
@@ -43,7 +23,7 @@ GATED_WIDTH = "8/3 x hidden-size rounded down to a multiple of 64"
 def spelled(field: str, value: Any) -> str:
     """A field with a value as it is typed: `--lr 0.1`, `--no-save-optim`."""
     if value is False:
-        return METADATA[field]["off"] or flag_name("no_" + field)
+        return FIELDS[field].off[0]
     if value is True or value is None:
         return flag_name(field)
     items = value if isinstance(value, tuple) else (value,)
@@ -120,7 +100,7 @@ class RunView:
         self.etp, self.ep = expert_ranks(config)
 
     def __getattr__(self, field: str) -> Any:
-        value = getattr(getattr(self.config, GROUP_OF[field]), field)
+        value = getattr(getattr(self.config, FIELDS[field].group), field)
         setattr(self, field, value)  # hundreds of rules ask again, thousands of times in a search
         return value
 
@@ -202,7 +182,7 @@ def _derive_position_type(run: RunView) -> Derivation:
     if not run.multi_latent_attention or kind == "learned_absolute":
         return
     given = {field: getattr(run, field) for field in _YARN}
-    changed = {field for field, value in given.items() if value != DEFAULTS[field]}
+    changed = {field for field, value in given.items() if value != FIELDS[field].default}
     if tuple(given.values())[:2] == _FORMER_DEFAULTS:
         changed -= set(_YARN[:2])
     if run.rope_type == "rope" and (kind == "yarn" or rescales_scores(run)):
@@ -210,7 +190,7 @@ def _derive_position_type(run: RunView) -> Derivation:
     wanted = "rope"
     if run.rope_type == "rope":
         for field in () if run.use_rope_scaling else sorted(changed):
-            yield field, DEFAULTS[field], "--rope-type rope rescales no frequencies"
+            yield field, FIELDS[field].default, "--rope-type rope rescales no frequencies"
     elif kind == "yarn" or run.rope_type == "yarn" or (changed and not run.use_rope_scaling):
         wanted = "yarn"
     yield "rope_type", None, ""
@@ -393,6 +373,6 @@ def derive(
     notes = []
     for derivation in derivations:
         for field, value, reason in derivation(RunView(config, world, vocabulary)):
-            config = config.with_fields(GROUP_OF[field], **{field: value})
+            config = config.with_fields(FIELDS[field].group, **{field: value})
             notes += [f"{field.replace('_', '-')} = {value}: {reason}"] if reason else []
     return config, notes

@@ -7,10 +7,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
+from collections.abc import Iterable
 
 from megatron.config.errors import ArgumentErrors, UserError, did_you_mean
 from megatron.config.groups import Config
-from megatron.config.options import Option, key, options, options_by_flag
+from megatron.config.options import FIELDS, Option, key, options_by_flag
 
 COMMANDS = {
     "--config": (
@@ -71,10 +72,12 @@ def help_text(argv: list[str]) -> str:
     if flag == "--completion" and word != "bash":
         raise UserError(f"--completion {word}: only bash is supported; give --completion bash")
     if flag == "--completion":
-        return COMPLETION.format(flags=" ".join(["--help", *COMMANDS, *_spellings(options())]))
+        return COMPLETION.format(
+            flags=" ".join(["--help", *COMMANDS, *_spellings(FIELDS.values())])
+        )
     if flag != "--help-search":
         return _groups(word)
-    found = [option for option in options() if _mentions(option, word.lower())]
+    found = [option for option in FIELDS.values() if _mentions(option, word.lower())]
     if not word or not found:
         raise UserError(f"--help-search {word}: no flag is about this; give another word")
     return _listing({"flags": found})
@@ -83,7 +86,9 @@ def help_text(argv: list[str]) -> str:
 def _groups(name: str) -> str:
     """The flags of a group, of `all`, or without a name the groups."""
     groups = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-    flags = {each: [option for option in options() if option.group == each] for each in groups}
+    flags = {
+        each: [option for option in FIELDS.values() if option.group == each] for each in groups
+    }
     if name == "all":
         return _listing(flags, commands=True)
     if name in groups:
@@ -113,7 +118,7 @@ def explained(error: UserError) -> str:
     return f"{error}\nexplained in {', '.join(names)}" if names else str(error)
 
 
-def _spellings(chosen: tuple[Option, ...]) -> list[str]:
+def _spellings(chosen: Iterable[Option]) -> list[str]:
     return [name for option in chosen for name in (*option.names, *option.off)]
 
 

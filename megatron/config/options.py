@@ -1,5 +1,5 @@
-"""Every field of `Config` as a flag: its spellings, the type of its value and its help, from the
-dataclasses of `groups.py`.
+"""Every field of `Config` by its name: what it declares, and as a flag its spellings, the type of its
+value and its help, from the dataclasses of `groups.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import math
 import re
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config import groups
+from megatron.config import experts, groups, latent
 from megatron.config.errors import UserError, did_you_mean, shortened
 from megatron.config.groups import Config
 from megatron.config.input_files import KINDS, is_text, path_fault
-from megatron.config.metadata import flag_name
+from megatron.config.metadata import POSITIVE, Bound, ChangeRule, flag, flag_name
+from megatron.config.needs import Need
 
 NO_PATHS = {
     "split",
@@ -35,7 +37,6 @@ NO_PATHS = {
     "wandb_entity",
 }
 
-Place = tuple[str, str]  # group and field
 Words = list[str]  # that follow a flag
 
 
@@ -66,7 +67,15 @@ class Option:
     many: bool
     optional: bool
     default: Any
-    help: str
+    bound: Bound | None
+    needs: tuple[Need, ...]
+    idle_without: tuple[Need, ...]
+    change: ChangeRule
+
+    @property
+    def help(self) -> str:
+        """The text under the field."""
+        return _helps()[self.field]
 
     def convert(self, text: str) -> Any:
         """The value of one word; raises UserError with what was expected."""
@@ -138,27 +147,20 @@ def as_word(value: Any) -> str:
 
 
 @functools.cache
-def _classes(path: str) -> dict[str, Any]:
-    """The syntax trees of a file's classes. A file is parsed once: every start pays for it."""
-    tree = ast.parse(Path(path).read_text())
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _field_help(group: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass and of its bases, from their source."""
-    if not dataclasses.is_dataclass(group):
-        return {}
+def _helps() -> dict[str, str]:
+    """The string literal under each field of groups.py and of the bases there, from their source."""
     found: dict[str, str] = {}
-    for base in group.__bases__:
-        found |= _field_help(base)
-    body: list[Any] = _classes(inspect.getfile(group))[group.__name__].body
-    for field, text in zip(body, body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[field.target.id] = " ".join(text.value.value.split())  # type: ignore
+    for module in (groups, experts, latent):
+        tree = ast.parse(Path(inspect.getfile(module)).read_text())
+        for node in tree.body:
+            body: list[Any] = node.body if isinstance(node, ast.ClassDef) else []
+            for field, text in zip(body, body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    found[field.target.id] = " ".join(text.value.value.split())  # type: ignore
     return found
 
 
-def _option(group: str, field: dataclasses.Field, annotation: Any, text: str) -> Option:
+def _option(group: str, field: dataclasses.Field, annotation: Any) -> Option:
     """One option from a field's type: bool, int, float, str, Literal, tuple[X, ...], and each of
     them or None.
     """
@@ -172,32 +174,35 @@ def _option(group: str, field: dataclasses.Field, annotation: Any, text: str) ->
     choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
     kind = type(choices[0]) if choices else inner
     assert kind in (bool, int, float, str), f"{group}.{field.name}: no flag for {annotation}"
-    names = (flag_name(field.name), *field.metadata.get("names", ()))
-    off = (field.metadata.get("off") or flag_name("no_" + field.name),) if kind is bool else ()
-    default = field.default
-    return Option(group, field.name, names, off, kind, choices, many, optional, default, text)
+    declared = dict(field.metadata or flag(None).metadata)
+    names = (flag_name(field.name), *declared.pop("names"))
+    off = declared.pop("off") or flag_name("no_" + field.name)
+    if declared["bound"] is None and kind in (int, float) and not (choices or many):
+        declared["bound"] = POSITIVE
+    return Option(
+        group=group,
+        field=field.name,
+        names=names,
+        off=(off,) if kind is bool else (),
+        kind=kind,
+        choices=choices,
+        many=many,
+        optional=optional,
+        default=field.default,
+        **declared,
+    )
 
 
-@functools.cache
-def options() -> tuple[Option, ...]:
-    """Every field of `Config` as an option, in the order of groups.py."""
-    result = []
+def _options() -> Iterator[Option]:
     for group in dataclasses.fields(Config):
         cls = getattr(groups, str(group.type))
-        hints = typing.get_type_hints(cls)
-        texts = _field_help(cls)
-        own = inspect.get_annotations(cls)
-        result += [
-            _option(group.name, field, hints[field.name], texts[field.name])
-            for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own)
-        ]
-    return tuple(result)
+        hints, own = typing.get_type_hints(cls), inspect.get_annotations(cls)
+        # fields of bases come last
+        for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own):
+            yield _option(group.name, field, hints[field.name])
 
 
-@functools.cache
-def options_by_field() -> dict[Place, Option]:
-    """Every option by its group and field."""
-    return {(option.group, option.field): option for option in options()}
+FIELDS = {option.field: option for option in _options()}  # in the order of groups.py
 
 
 @functools.cache
@@ -206,8 +211,8 @@ def options_by_flag() -> dict[str, tuple[Option, bool]]:
     hyphens.
     """
     table: dict[str, tuple[Option, bool]] = {}
-    for option in options():
-        for flag in (*option.names, *option.off):
-            assert key(flag) not in table, f"{flag} belongs to two fields"
-            table[key(flag)] = (option, flag not in option.off)
+    for option in FIELDS.values():
+        for name in (*option.names, *option.off):
+            assert key(name) not in table, f"{name} belongs to two fields"
+            table[key(name)] = (option, name not in option.off)
     return table

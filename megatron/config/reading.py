@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import compatibility
-from megatron.config.derive import GROUP_OF
 from megatron.config.errors import UserError
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, TAKES_FILE
 from megatron.config.input_files import path_fault
-from megatron.config.options import Words, key, options_by_flag, shown
+from megatron.config.options import FIELDS, Words, key, options_by_flag, shown
 
 if TYPE_CHECKING:
     from megatron.config.compatibility import Answered
@@ -68,11 +67,11 @@ class Reading:
 
     def value(self, name: str) -> Any:
         """The value of a field so far."""
-        return getattr(getattr(self.config, GROUP_OF[name]), name)
+        return getattr(getattr(self.config, FIELDS[name].group), name)
 
     def take(self, name: str, value: Any) -> None:
         """Give a field a value."""
-        self.config = self.config.with_fields(GROUP_OF[name], **{name: value})
+        self.config = self.config.with_fields(FIELDS[name].group, **{name: value})
         self.chosen.add(name)
 
     def read(self, flag: str, words: Words, written: str = "") -> None:

@@ -10,9 +10,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from megatron.config.derive import DEFAULTS, METADATA, RunView
+from megatron.config.derive import RunView
 from megatron.config.metadata import flag_name
 from megatron.config.needs import is_yarn
+from megatron.config.options import FIELDS
 
 Faults = Iterator[str]
 
@@ -25,7 +26,7 @@ def counts(run: RunView, rule: str) -> bool:
     value = getattr(run, field)
     if values:
         return str(value) in values.split(",")
-    return value is not None and value != OFF.get(field, DEFAULTS[field])
+    return value is not None and value != OFF.get(field, FIELDS[field].default)
 
 
 def shown(run: RunView, rule: str) -> str:
@@ -216,27 +217,26 @@ def divisor(run: RunView, field: str, number: int, what: str, least: int = 1) ->
 
 def _is_valid(run: RunView, field: str) -> bool:
     """Whether a field has a value within its bound."""
-    value, bound = getattr(run, field), METADATA[field]["bound"]
+    value, bound = getattr(run, field), FIELDS[field].bound
     return value is not None and (bound is None or bound.holds(value))
 
 
 def ranges(run: RunView) -> Faults:
     """Numbers outside the bounds that their fields declare."""
-    for field, rules in METADATA.items():
+    for field, option in FIELDS.items():
         if getattr(run, field) is not None and not _is_valid(run, field):
-            yield f"{run.show(field)}: must be {rules['bound'].text}"
+            yield f"{run.show(field)}: must be {option.bound.text}"
 
 
 def without_effect(run: RunView, kind: str) -> Iterator[tuple[str, str]]:
     """(flag as given, what it has no effect without) for each field that is not at its default;
     `kind` is `needs` or `idle_without`, see `metadata.flag`.
     """
-    for field, rules in METADATA.items():
+    for field, option in FIELDS.items():
         value = getattr(run, field)
-        for need in rules[kind] if value != DEFAULTS[field] else ():
+        for need in getattr(option, kind) if value != option.default else ():
             if not need.is_met(run):
-                flag = run.show(field) if value is not False else flag_name("no_" + field)
-                yield flag, need.text
+                yield run.show(field) if value is not False else option.off[0], need.text
 
 
 def two_fields(run: RunView) -> Faults:

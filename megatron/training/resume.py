@@ -16,12 +16,12 @@ from megatron.checkpoint.index import newest_first, read_manifest
 from megatron.checkpoint.manifest import CheckpointError, iteration_folder, list_iterations
 from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, from_saved, require
-from megatron.config.derive import GROUP_OF, METADATA, POSITIONS, derive
+from megatron.config.derive import POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import CheckpointConfig, Config, GivenConfig, ModelConfig
 from megatron.config.input_files import InputError
 from megatron.config.needs import is_rotary
-from megatron.config.options import options_by_field
+from megatron.config.options import FIELDS
 from megatron.distributed.groups import describe_layout
 from megatron.model.build import model_shapes, trained_names
 from megatron.model.kernels import choose_kernels
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron.training.run import Run
 
 # what a change of a field means: declared by it
-_CHANGES = {field: said["change"] for field, said in METADATA.items()}
+_CHANGES = {field: option.change for field, option in FIELDS.items()}
 
 
 def run_state(run: Run) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _decides_rounding(state: dict[str, Any], *, kernels: bool = False) -> dict[s
         for field, change in _CHANGES.items()
         if change.bits and not (kernels and change.kernel)
     )
-    flags = {_flag(field): config[GROUP_OF[field]][field] for field in deciding}
+    flags = {_flag(field): config[FIELDS[field].group][field] for field in deciding}
     taken = (
         {f"{operator} by": implementation for operator, implementation in state["kernels"].items()}
         if kernels
@@ -218,7 +218,7 @@ def changed_fields(
     if tokenizer_fingerprint != state["tokenizer"]:
         found.append(Change("tokenizer: its files are not those of the checkpoint", "tokenizer"))
     for name, change in _CHANGES.items():
-        old, new = (getattr(getattr(each, GROUP_OF[name]), name) for each in (theirs, config))
+        old, new = (getattr(getattr(each, FIELDS[name].group), name) for each in (theirs, config))
         if (
             change.accept
             and old != new
@@ -270,7 +270,7 @@ def said_changes(state: dict[str, Any], config: Config) -> list[str]:
     # Each field declares what a change of it means; --finetune starts a new run, so most changes
     # are its purpose.
     said = [
-        (name, GROUP_OF[name])
+        (name, FIELDS[name].group)
         for name, change in _CHANGES.items()
         if (change.weightless if finetune else change.logged)
     ]
@@ -377,7 +377,7 @@ def take_checkpoint_args(flags: GivenConfig) -> GivenConfig:
     # A field at its default is taken from the checkpoint; one that was given must agree with it.
     faults, default = [], Config()
     for name in (field for field, change in _CHANGES.items() if change.taken):
-        group = GROUP_OF[name]
+        group = FIELDS[name].group
         here, there, plain = (
             getattr(getattr(each, group), name) for each in (config, theirs, default)
         )
@@ -409,9 +409,7 @@ def _loaded(group: str, name: str, value: Any) -> Any:
     one that the field does not take.
     """
     try:
-        return options_by_field()[group, name].load(
-            list(value) if isinstance(value, tuple) else value
-        )
+        return FIELDS[name].load(list(value) if isinstance(value, tuple) else value)
     except UserError as error:
         raise ArgumentErrors(
             [f"--use-checkpoint-args: the checkpoint has {group}.{name} = {value!r}: {error}"]

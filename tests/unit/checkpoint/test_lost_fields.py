@@ -16,7 +16,7 @@ from megatron.config.derive import RunView
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.metadata import KERNEL, ROUNDING, can_act, model_flag
-from megatron.config.options import options_by_field
+from megatron.config.options import FIELDS
 
 MODELS = {name: dataclasses.replace(base, **changes) for name, (base, changes, _) in CASES.items()}
 MODELS["deepseek dense"] = dataclasses.replace(LLAMA, **LATENT)
@@ -70,7 +70,7 @@ KINDS |= {"deepseek dense": "deepseek_v3", "deepseek": "deepseek_v3"}
 
 def other_values(name: str, value) -> list:
     """Values that a field could have instead."""
-    option = options_by_field()["model", name]
+    option = FIELDS[name]
     if option.choices:
         return [choice for choice in option.choices if choice != value]
     if isinstance(value, bool):

@@ -21,9 +21,9 @@ from test_checkpoint_damage import RUN_STATE
 from megatron.checkpoint.manifest import CheckpointError
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.run_state import check_run_state, config_of, from_saved
-from megatron.config.derive import METADATA
 from megatron.config.groups import Config, ModelConfig
 from megatron.config.input_files import InputError
+from megatron.config.options import FIELDS
 from megatron.observe.tracking import read_metrics
 from megatron.optimizer import lr_schedule
 from megatron.optimizer.lr_schedule import ParamSchedule
@@ -202,7 +202,7 @@ def test_the_checkpoint_s_arguments(root, tmp_path):
 # ---- which changes are refused, said, or neither: every field of the configuration
 
 
-KERNELS = {name for name, said in METADATA.items() if said["change"].kernel} - {
+KERNELS = {name for name, option in FIELDS.items() if option.change.kernel} - {
     "adam_implementation",
     "grad_norm_backend",
 }
@@ -217,14 +217,14 @@ OTHERWISE = {
     # compared by content
     "data": {
         *"""data_path split train_data_path valid_data_path test_data_path mock_data check_data
-        tokenizer_type tokenizer_model vocab_file merge_file vocab_size""".split(),
+        tokenizer_type tokenizer_model vocab_file merge_file vocab_size""".split()
     },
     "training": {
         *"""micro_batch_size train_iters train_samples manual_gc manual_gc_interval manual_gc_eval
         exit_interval exit_duration_in_mins cuda_graphs recompute_granularity recompute_method
         recompute memory_budget recompute_layers recompute_modules recompute_num_layers
         distribute_saved_activations activation_offload offload_modules
-        activation_offload_fraction min_offloaded_tensor_size""".split(),
+        activation_offload_fraction min_offloaded_tensor_size""".split()
     },
     "evaluation": {"eval_interval", "skip_train"},
 }

@@ -18,7 +18,7 @@ from megatron.config.arguments import dump_config, parse_arguments
 from megatron.config.errors import ArgumentErrors, UserError
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, PAGES, explained, help_text
-from megatron.config.options import options, options_by_flag
+from megatron.config.options import FIELDS, options_by_flag
 
 VALID = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -35,7 +35,7 @@ def faults_of(argv: list[str]) -> list[str]:
 def every_field_set() -> list[str]:
     """A line that gives each field a value that is not its default, in its last spelling."""
     argv = ["--dry-run"]
-    for option in options():
+    for option in FIELDS.values():
         if option.kind is bool:
             argv.append(option.off[0] if option.default else option.names[-1])
             continue
@@ -79,15 +79,15 @@ def test_any_words_parse_or_give_argument_errors(argv: list[str]):
 
 
 def test_every_field_has_a_flag_a_help_and_its_default():
-    seen = {(option.group, option.field) for option in options()}
+    seen = {(option.group, option.field) for option in FIELDS.values()}
     for group in dataclasses.fields(Config):
         for field in dataclasses.fields(getattr(groups, group.type)):
             assert (group.name, field.name) in seen
-    assert all(option.help for option in options())
+    assert all(option.help for option in FIELDS.values())
     assert parse_arguments([]).config == Config()
     text = help_text(["--help", "all"])
     assert all(
-        flag in text for option in options() for flag in (*option.names, *option.off)
+        flag in text for option in FIELDS.values() for flag in (*option.names, *option.off)
     ) and all(name in text for name in COMMANDS)
 
 

@@ -12,7 +12,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.compatibility import asks, by_value, data, table
 from megatron.config.errors import ArgumentErrors
 from megatron.config.groups import Config
-from megatron.config.options import options, options_by_flag
+from megatron.config.options import FIELDS, options_by_flag
 
 VALUE_OF = {
     "--megatron-fsdp-main-grads-dtype": "bf16",
@@ -27,7 +27,7 @@ def test_the_table_is_consistent():
     assert len({flag for row in table() for flag in row.flags}) == sum(
         len(row.flags) for row in table()
     )
-    fields = {option.field: option for option in options()}
+    fields = FIELDS
     for row in table():
         assert row.flags and row.text
         assert (row.values != ()) == (row.verdict == "only") or row.verdict == "not_done"
@@ -48,7 +48,7 @@ def test_the_table_is_consistent():
         parse_arguments(
             [row.flags[0], *([VALUE_OF.get(row.flags[0], "1")] if "$" in row.text else [])]
         )
-    fields = {option.names[0]: option for option in options()}
+    fields = {option.names[0]: option for option in FIELDS.values()}
     for (flag, theirs), ours in by_value("values").items():
         assert fields[flag].parse([ours]) != theirs and theirs not in fields[flag].choices
     assert all(pair in by_value("values") for pair in (*by_value("value_notes"), *asks()))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rule_rows import answers, rows
 
 from megatron.config.arguments import parse_arguments
-from megatron.config.derive import GROUP_OF, METADATA, RunView
+from megatron.config.derive import RunView
 from megatron.config.groups import Config
-from megatron.config.options import options
+from megatron.config.options import FIELDS
 from megatron.config.rules import EXCLUSIONS, counts, ranges, shown, two_fields
 from megatron.config.validate import cross_field_faults, resolve
 
@@ -221,16 +221,15 @@ def test_what_does_no_harm_is_a_note(extra, note):
 
 
 def test_every_bound_is_a_fault_beyond_it():
-    fields = {option.field: option for option in options()}
-    bounded = {name: rules["bound"] for name, rules in METADATA.items() if rules["bound"]}
+    bounded = {name: option.bound for name, option in FIELDS.items() if option.bound}
     assert len(bounded) > 80
     for name, bound in bounded.items():
-        candidates = map(fields[name].kind, (-1, 0, 1, 1.5, 2**70))
+        candidates = map(FIELDS[name].kind, (-1, 0, 1, 1.5, 2**70))
         beyond = [value for value in candidates if not bound.holds(value)]
         assert beyond, name
         for value in beyond:
-            config = configure().with_fields(GROUP_OF[name], **{name: value})
-            fault = f"{fields[name].names[0]} {value}: must be {bound.text}"
+            config = configure().with_fields(FIELDS[name].group, **{name: value})
+            fault = f"{FIELDS[name].names[0]} {value}: must be {bound.text}"
             assert fault in ranges(RunView(config, 1, 101))
 
 
@@ -276,11 +275,10 @@ def test_required_flags(dropped, extra, fault):
 
 
 def test_each_exclusion_of_the_table_is_a_fault():
-    fields = {option.field: option for option in options()}
 
     def counting(config: Config, rule: str) -> Config:
         """The configuration with a value of the rule's field with which the rule counts."""
-        option = fields[rule.partition("=")[0]]
+        option = FIELDS[rule.partition("=")[0]]
         values = rule.partition("=")[2].split(",") if "=" in rule else ("2", "3", "0.5")
         for word in ("true", "false") if option.kind is bool else (*option.choices, *values):
             if option.choices and word not in option.choices:
@@ -448,7 +446,7 @@ def test_resolving_twice_changes_nothing():
 def test_rules_survive_any_single_odd_value():
     """No combination of one field's extreme value with a valid run makes a rule itself fail."""
     config = configure()
-    for option in options():
+    for option in FIELDS.values():
         odd = (None, -1, 0, 10**9) if option.kind is int and not option.many else (None,)
         for value in odd:
             if value is not None or option.default is None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config import groups
 from megatron.config.groups import LR_DECAYS, OPTIMIZERS, DecayKind, OptimizerKind
-from megatron.config.options import options
+from megatron.config.options import FIELDS
 from megatron.optimizer import lr_schedule, update
 from megatron.optimizer.update import RULES, Implementation
 
@@ -24,7 +24,7 @@ from megatron.optimizer.update import RULES, Implementation
     ],
 )
 def test_the_choices_of_a_flag_are_the_entries_of_its_table(field, table):
-    (option,) = (option for option in options() if option.field == field)
+    (option,) = (option for option in FIELDS.values() if option.field == field)
     assert set(option.choices) == set(table)
 
 
