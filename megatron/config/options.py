@@ -25,18 +25,11 @@ from megatron.config.input_files import KINDS, is_text, path_fault
 from megatron.config.metadata import POSITIVE, Bound, ChangeRule, flag, flag_name
 from megatron.config.needs import Need
 
-NO_PATHS = {
-    "split",
-    "freeze",
-    "recompute_layers",
-    "pipeline_model_parallel_layout",
-    "step_batch_size_schedule",
-    "wandb_project",
-    "wandb_exp_name",
-    "wandb_group",
-    "wandb_entity",
-}
-
+# Text that names no file.
+NO_PATHS = set(
+    "split freeze recompute_layers pipeline_model_parallel_layout step_batch_size_schedule "
+    "wandb_project wandb_exp_name wandb_group wandb_entity".split()
+)
 Words = list[str]  # that follow a flag
 
 

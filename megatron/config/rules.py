@@ -14,6 +14,7 @@ from megatron.config.derive import RunView
 from megatron.config.metadata import flag_name
 from megatron.config.needs import is_yarn
 from megatron.config.options import FIELDS
+from megatron.config.schedules import IN_PAIRS, SCHEDULES
 
 Faults = Iterator[str]
 
@@ -83,10 +84,39 @@ EXCLUSIONS = (
         fix="set --disable-bias-linear (--add-qkv-bias keeps the bias of attention)",
     ),
     Exclusion("num_experts", "torch_compile cuda_graphs fp8_format tiled_mlp"),
+    Exclusion("distribute_saved_activations", "sequence_parallel", ", which shards them already"),
+    Exclusion(
+        "overlap_moe_expert_parallel_comm",
+        f"pipeline_schedule={','.join(SCHEDULES.keys() - IN_PAIRS)}",
+        ", which has no pairs of passes",
+        TO_1F1B,
+    ),
+    Exclusion(
+        "overlap_moe_expert_parallel_comm",
+        "moe_token_dispatcher_type=allgather",
+        fix="set --moe-token-dispatcher-type alltoall",
+    ),
+    Exclusion(
+        "overlap_moe_expert_parallel_comm",
+        "activation_offload",
+        ", which copies during one pass at a time",
+        "recompute instead, or remove one of them",
+    ),
+    Exclusion(
+        "moe_router_enable_expert_bias",
+        "moe_router_score_function=softmax",
+        ", whose scores have no fixed range",
+        "set --moe-router-score-function sigmoid",
+    ),
     Exclusion(
         "moe_router_force_load_balancing",
         "moe_expert_capacity_factor",
         ", which drops nothing where all experts have the same number of tokens",
+    ),
+    Exclusion(
+        "multi_latent_attention",
+        "position_embedding_type=learned_absolute",
+        fix="set --position-embedding-type rope",
     ),
     Exclusion(
         "multi_latent_attention",

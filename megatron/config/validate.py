@@ -291,8 +291,6 @@ def _recompute(run: RunView) -> Faults:
             yield f"--recompute-layers: {problem}"
     if not run.distribute_saved_activations or run.tp <= 1:
         return
-    if run.sequence_parallel:
-        yield "--distribute-saved-activations: --sequence-parallel shards them already; drop one"
     if run.has("micro_batch_size", "seq_length", "hidden_size"):
         elements = run.micro_batch_size * run.seq_length * run.hidden_size // run.cp
         if elements % run.tp:

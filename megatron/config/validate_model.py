@@ -12,7 +12,6 @@ from megatron.config.experts import expert_pattern, read_pattern
 from megatron.config.metadata import flag_name
 from megatron.config.needs import is_rotary
 from megatron.config.rules import Faults
-from megatron.config.schedules import IN_PAIRS, SCHEDULES
 
 
 def heads_and_positions(run: RunView) -> Faults:
@@ -36,10 +35,12 @@ def heads_and_positions(run: RunView) -> Faults:
 
 def layer_patterns(run: RunView) -> Faults:
     """Rules of the flags that choose which layers are of a kind."""
-    for field in ("window_attn_skip_freq", "no_rope_freq"):
+    experts = ("moe_layer_freq",) if run.has("num_experts") else ()
+    for field in ("window_attn_skip_freq", "no_rope_freq", *experts):
         if run.has("num_layers", field):
             try:
-                read_pattern(getattr(run, field), run.num_layers)
+                read = expert_pattern if field == "moe_layer_freq" else read_pattern
+                read(getattr(run, field), run.num_layers)
             except UserError as problem:
                 yield f"{flag_name(field)} {problem}"
 
@@ -48,11 +49,6 @@ def experts(run: RunView) -> Faults:
     """Rules of a mixture of experts."""
     if not run.has("num_experts"):
         return
-    if run.has("num_layers"):
-        try:
-            expert_pattern(run.moe_layer_freq, run.num_layers)
-        except UserError as problem:
-            yield f"--moe-layer-freq {problem}"
     yield from _router(run)
     yield from _losses(run)
     yield from _ranks(run)
@@ -63,25 +59,9 @@ def experts(run: RunView) -> Faults:
             f"--offload-modules {' '.join(words)}: experts' activations are not offloaded; drop "
             "the words, or recompute them with --recompute-modules moe_act"
         )
-    if run.overlap_moe_expert_parallel_comm:
-        for text in _pairs(run):
-            yield f"--overlap-moe-expert-parallel-comm: {text}, or drop the flag"
-
-
-def _pairs(run: RunView) -> Faults:
-    """What passes in pairs ask for."""
-    if run.moe_token_dispatcher_type != "alltoall":
-        yield "hides only what alltoall sends; give --moe-token-dispatcher-type alltoall"
-    if run.pipeline_schedule in SCHEDULES and run.pipeline_schedule not in IN_PAIRS:
-        others = " or ".join(IN_PAIRS)
-        yield f"{run.show('pipeline_schedule')} has no pairs of passes; give {others}"
-    if run.activation_offload:
-        yield "--activation-offload copies during one pass at a time; recompute instead"
-    if run.micro_batches == 1:
-        yield (
-            f"{run.show('global_batch_size')} is one micro-batch a step, which has no other to "
-            "overlap with; give more"
-        )
+    if run.overlap_moe_expert_parallel_comm and run.micro_batches == 1:
+        text = "has no effect with one micro-batch a step, which has no other to overlap with"
+        yield f"--overlap-moe-expert-parallel-comm: {text}; give a larger --global-batch-size"
 
 
 def _router(run: RunView) -> Faults:
@@ -91,11 +71,6 @@ def _router(run: RunView) -> Faults:
         yield (
             "--moe-router-topk 1: the softmax of one chosen logit is always 1, so the router "
             "would not learn from the loss; give --moe-router-pre-softmax"
-        )
-    if run.moe_router_enable_expert_bias and is_softmax:
-        yield (
-            "--moe-router-enable-expert-bias: a bias is meaningful only with scores of a fixed "
-            "range; give --moe-router-score-function sigmoid"
         )
     if not run.has("moe_router_num_groups", "moe_router_group_topk") or run.num_experts % groups:
         return
@@ -149,11 +124,6 @@ def latent_attention(run: RunView) -> Faults:
                 "--position-embedding-type yarn"
             )
         return
-    if not is_rotary(run):
-        yield (
-            f"--multi-latent-attention with {run.show('position_embedding_type')}: a learned "
-            "position table is not supported; give --position-embedding-type rope"
-        )
     if run.rope_type == "rope" and is_yarn:
         yield "--rope-type rope: contradicts --position-embedding-type yarn; remove one"
     elif run.rope_type == "rope" and rescales_scores(run):

@@ -35,7 +35,7 @@ FAULTS = """
 1 --moe-layer-freq foo()
     fault neither a number nor a list of 0 and 1
 1 --moe-router-enable-expert-bias
-    fault give --moe-router-score-function sigmoid
+    fault set --moe-router-score-function sigmoid
 1 --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 3
     fault --moe-router-group-topk 2: must divide --moe-router-topk 3
 1 --moe-router-num-groups 8 --moe-router-group-topk 2 --moe-router-topk 4
@@ -54,15 +54,15 @@ FAULTS = """
     fault set --disable-bias-linear
 2 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --moe-token-dispatcher-type \\
 allgather
-    fault hides only what alltoall sends
+    fault set --moe-token-dispatcher-type alltoall
 4 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 \\
 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble
-    fault zero-bubble has no pairs of passes; give 1f1b or interleaved
+    fault which has no pairs of passes; set --pipeline-schedule 1f1b or interleaved
 2 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --activation-offload
-    fault recompute instead, or drop the flag
+    fault recompute instead, or remove one of them
 2 --overlap-moe-expert-parallel-comm --expert-model-parallel-size 2 --micro-batch-size 1 \\
 --global-batch-size 2
-    fault --global-batch-size 2 is one micro-batch a step
+    fault has no effect with one micro-batch a step
 """.replace("\\\n", "")
 
 

@@ -32,7 +32,7 @@ def faults(words: str) -> list[str]:
     rows(
         """
 --multi-latent-attention --position-embedding-type learned_absolute
-    a learned position table is not supported
+    is not supported with --position-embedding-type learned_absolute
 --multi-latent-attention --rope-type rope --position-embedding-type yarn
     contradicts --position-embedding-type yarn
 --multi-latent-attention --rope-type rope --rotary-scaling-factor 40 --mscale-all-dim 1

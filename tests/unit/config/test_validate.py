@@ -354,7 +354,7 @@ LAYOUTS = """
     fault --seq-length 30: must be a multiple of --tensor-model-parallel-size 4; the nearest is 32
 4 --tensor-model-parallel-size 4 --sequence-parallel --checkpoint-activations \
 --distribute-saved-activations
-    fault --distribute-saved-activations: --sequence-parallel shards them already
+    fault --distribute-saved-activations: is not supported with --sequence-parallel, which shards
 4 --tensor-model-parallel-size 4 --checkpoint-activations --hidden-size 36 --micro-batch-size 1 \
 --seq-length 31 --kv-channels 8 --distribute-saved-activations
 4 --tensor-model-parallel-size 4 --checkpoint-activations --hidden-size 34 --micro-batch-size 1 \
