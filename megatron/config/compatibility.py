@@ -11,20 +11,21 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.derive import RunView
 from megatron.config.errors import UserError, nearest_word
 from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, HELP
 from megatron.config.named_files import data_flags
-from megatron.config.options import FIELDS, Option, Words, key, options_by_flag, shown
+from megatron.config.options import Option, Words, key, options_by_flag, shown
+from megatron.config.rules import counts
 
 if TYPE_CHECKING:
     from megatron.config.reading import Occurrence, Reading
-
-Condition = list[dict[str, list[Any]]]  # alternatives: the values that fields may have
 
 PAIRS = ("equals", "at_least")  # tables of flags = what they mean
 TABLES = (*PAIRS, "choice", "file", "together", "note", "not_done", "only", "refused")
@@ -40,19 +41,15 @@ class CompatibilityRow:
     text: str  # of `equals` and `at_least`: the flags of ours that they mean
     values: tuple[str, ...] = ()
     choices: dict[str, str] | None = None  # value -> flags of ours; "" is no value
-    when: Condition | None = None
-    unless: Condition | None = None
+    when: Sequence[str] = ()  # alternatives: rules that all count, see rules.py
     otherwise: str = ""
-
-    @property
-    def is_conditional(self) -> bool:
-        return self.when is not None or self.unless is not None
 
     def holds(self, config: Config) -> bool:
         """Whether the settings fulfil the row's condition."""
-        if self.when is not None:
-            return _is_met(self.when, config)
-        return self.unless is None or not _is_met(self.unless, config)
+        run = RunView(config, 1, None)
+        return not self.when or any(
+            all(counts(run, rule) for rule in alternative.split()) for alternative in self.when
+        )
 
     def rewrite(self, words: Words) -> list[Occurrence]:
         """The occurrences of our own flags that the row means. Raises UserError for a value that
@@ -74,17 +71,6 @@ class CompatibilityRow:
             else:
                 result[-1][1].extend(words if word == "$" else [word])
         return result
-
-
-def _is_met(condition: Condition, config: Config) -> bool:
-    def value(field: str) -> Any:
-        found = getattr(getattr(config, FIELDS[field].group), field)
-        return "None" if found is None else found
-
-    return any(
-        all(value(field) in values for field, values in alternative.items())
-        for alternative in condition
-    )
 
 
 # ---------------------------------------------------------------- the data file
@@ -291,7 +277,7 @@ def answer(reading: Reading) -> list[str]:
             reading.faults.append(fault)
         elif row.verdict == "note":
             notes[row, row.text].append(flag)
-        elif row.verdict == "not_done" and row.is_conditional and row.holds(reading.config):
+        elif row.verdict == "not_done" and row.when and row.holds(reading.config):
             notes[row, row.otherwise].append(flag)
         elif row.verdict == "not_done" and not asks_nothing:
             missing[row, row.text].append(flag)
