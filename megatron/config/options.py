@@ -1,5 +1,5 @@
-"""Every field of `Config` by its name: what it declares, and as a flag its spellings, the type of its
-value and its help, from the dataclasses of `groups.py`.
+"""Every field of `Config` by its name: what it declares, and as a flag its spellings, the type of
+its value and its help, from the dataclasses of `groups.py`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def as_word(value: Any) -> str:
 
 @functools.cache
 def _helps() -> dict[str, str]:
-    """The string literal under each field of groups.py and of the bases there, from their source."""
+    """The string literal under each field of groups.py and of the bases there."""
     found: dict[str, str] = {}
     for module in (groups, experts, latent):
         tree = ast.parse(Path(inspect.getfile(module)).read_text())
