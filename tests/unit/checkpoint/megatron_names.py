@@ -153,3 +153,14 @@ def megatron_names(case: str) -> tuple[argparse.Namespace, dict, dict, object]:
     # of classes that a checkpoint may name
     arguments.exit_signal, arguments.params_dtype = signal.SIGTERM, torch.bfloat16
     return arguments, their_tensors(config, held, rows=PADDED, fused_norm=True), held, model
+
+
+def tp_part(name: str, value: torch.Tensor, rank: int, tp: int, gated: bool) -> torch.Tensor:
+    """What a tensor-parallel rank holds of a tensor of one layer, or of one outside of layers."""
+    if "linear_fc1.weight" in name or "linear_fc1.bias" in name:
+        return torch.cat([half.chunk(tp)[rank] for half in value.chunk(2 if gated else 1)])
+    by_rows = ("linear_qkv.weight", "linear_qkv.bias", "word_embeddings", "output_layer")
+    columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+    if columns or any(part in name for part in by_rows):
+        return value.chunk(tp, int(columns))[rank]
+    return value

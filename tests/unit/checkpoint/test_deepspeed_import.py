@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import same_bits
-from megatron_names import LAYERS, PADDED, VOCAB, megatron_names
+from megatron_names import LAYERS, PADDED, VOCAB, megatron_names, tp_part
 from test_convert_ranks import convert
 from test_huggingface import CASES, build, exported
 from zero_cases import in_groups, write_rank
@@ -101,17 +101,11 @@ def write_megatron(
     }
 
     def local(name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
-        if "linear_qkv.weight" in name or "linear_qkv.bias" in name:
-            own = value.chunk(tp)[rank]
-            parts = own.view(-1, 3, d, *own.shape[1:]).unbind(1) if stacked else (own,)
-            return torch.cat([part.flatten(0, 1) for part in parts]) if stacked else own
-        if "linear_fc1" in name:
-            return torch.cat([half.chunk(tp)[rank] for half in value.chunk(2 if gated else 1)])
-        rows, columns = (
-            "word_embeddings" in name or "output_layer" in name,
-            name.endswith(("linear_proj.weight", "linear_fc2.weight")),
-        )
-        return value.chunk(tp, int(columns))[rank] if rows or columns else value
+        own = tp_part(name, value, rank, tp, gated)
+        if not stacked or not ("linear_qkv.weight" in name or "linear_qkv.bias" in name):
+            return own
+        parts = own.view(-1, 3, d, *own.shape[1:]).unbind(1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
 
     def renamed(name: str, layer: int) -> str:
         stem, _, end = (

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_cases import same_bits
 from megatron.tools._convert.models import MappedFile
 from megatron.tools._convert.pickles import map_tensor, read_metadata, read_torch_file
-from megatron_names import LAYERS, PADDED, VOCAB, megatron_names
+from megatron_names import LAYERS, PADDED, VOCAB, megatron_names, tp_part
 from test_convert_ranks import convert
 from test_huggingface import CASES, tokens
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -148,18 +148,6 @@ def write_mp_ranks(folder: Path, case: str, tp: int, pp: int) -> dict[str, torch
     arguments, theirs, held, _ = megatron_names(case)
     gated, tied = arguments.swiglu, not arguments.untie_embeddings_and_output_weights
 
-    def local(name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
-        if "linear_fc1.weight" in name or "linear_fc1.bias" in name:
-            return torch.cat([half.chunk(tp)[rank] for half in value.chunk(2 if gated else 1)])
-        rows = (
-            "linear_qkv.weight" in name
-            or "linear_qkv.bias" in name
-            or "word_embeddings" in name
-            or "output_layer" in name
-        )
-        columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-        return value.chunk(tp, int(columns))[rank] if rows or columns else value
-
     stages = [range(LAYERS)] if pp == 1 else [range(2), range(2, LAYERS)]
     for stage, layers in enumerate(stages):
         for rank in range(tp):
@@ -167,15 +155,14 @@ def write_mp_ranks(folder: Path, case: str, tp: int, pp: int) -> dict[str, torch
             for name, value in theirs.items():
                 if name.startswith("decoder.layers."):
                     for i, layer in enumerate(layers):
-                        state[name.replace("layers.", f"layers.{i}.")] = local(
-                            name, value[layer], rank
-                        ).clone()
+                        part = tp_part(name, value[layer], rank, tp, gated)
+                        state[name.replace("layers.", f"layers.{i}.")] = part.clone()
                 elif stage == (0 if name.startswith("embedding") else pp - 1):
-                    state[name] = local(name, value, rank).clone()
+                    state[name] = tp_part(name, value, rank, tp, gated).clone()
             if tied and pp > 1 and stage == pp - 1:
-                state["output_layer.weight"] = local(
-                    "output_layer", theirs["embedding.word_embeddings.weight"], rank
-                ).clone()
+                word = theirs["embedding.word_embeddings.weight"]
+                part = tp_part("output_layer", word, rank, tp, gated)
+                state["output_layer.weight"] = part.clone()
             state["decoder.layers.0.self_attention.linear_qkv._extra_state"] = io.BytesIO(b"x")
             name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
             random_states = {
