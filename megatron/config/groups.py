@@ -159,9 +159,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
     padded_vocab_size: int | None = model_flag(None)
     """Rows of embedding and head. Default: see --make-vocab-size-divisible-by."""
-    attention_backend: Literal["auto", "gluon", "triton", "fa4", "sdpa", "plain"] = flag(
-        "auto", change=KERNEL
-    )
+    attention_backend: Literal["auto", "gluon", "triton", "fa4", "sdpa", "plain"] = kernel_flag()
     """Attention kernel: ours in Triton or, for Hopper, Gluon; FlashAttention-4 (fa4) or another of
     torch's scaled_dot_product_attention; or plain matmuls."""
     norm_backend: ApexBackend = kernel_flag()
@@ -174,7 +172,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Implementation of dropout on hidden states."""
     cross_entropy_backend: Backend = kernel_flag()
     """Implementation of the loss."""
-    weight_grad_backend: Literal["auto", "apex", "torch"] = flag("auto", change=KERNEL)
+    weight_grad_backend: Literal["auto", "apex", "torch"] = kernel_flag()
     """Implementation of the weight gradients' sum in fp32 on a GPU."""
     init_backend: Backend = kernel_flag()
     """Implementation of the generator of initial weights; weights on the host are torch's."""
@@ -223,7 +221,7 @@ class PrecisionConfig:
     )
     """What shares a scale: a tensor, a row, or 128 consecutive elements of a row (blockwise). With
     rowwise, weight gradients are not computed in FP8."""
-    fp8_wgrad: bool = flag(True, off="--no-fp8-wgrad", idle_without=needs.FP8, change=STEPS)
+    fp8_wgrad: bool = flag(True, idle_without=needs.FP8, change=STEPS)
     """Compute weight gradients in FP8 too."""
     fp8_min_width: int = flag(4096, needs=needs.FP8, change=STEPS)
     """Fewest inputs and outputs of a linear layer in FP8; narrower ones gain little."""
@@ -314,7 +312,7 @@ class TrainingConfig:
     ranks do not wait for each other's collections."""
     manual_gc_interval: int = flag(100, bound=NOT_NEGATIVE, idle_without="--manual-gc")
     """Iterations between collections; 0: none but those of --manual-gc-eval."""
-    manual_gc_eval: bool = flag(True, off="--no-manual-gc-eval", idle_without="--manual-gc")
+    manual_gc_eval: bool = flag(True, idle_without="--manual-gc")
     """Collect before and after each evaluation."""
     seed: int = flag(1234, bound=NOT_NEGATIVE, change=SEED)
     """Seed of the initial weights, of dropout and of the order of the data."""
@@ -405,8 +403,8 @@ class OptimizerConfig:
 
     optimizer: Literal[*OPTIMIZERS] = flag("adam", change=STEPS)  # type: ignore[valid-type]
     """adam is AdamW (decoupled weight decay)."""
-    adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = flag(
-        "auto", idle_without="--optimizer adam", change=KERNEL
+    adam_implementation: Literal["auto", "triton", "apex", "torch-fused", "torch"] = kernel_flag(
+        idle_without="--optimizer adam"
     )
     """AdamW kernel: ours in Triton, apex's FusedAdam, torch's fused kernel or plain loop."""
     grad_norm_backend: ApexBackend = kernel_flag()
@@ -516,9 +514,9 @@ class CheckpointConfig:
     """Load this iteration instead of the latest."""
     finetune: bool = flag(False, needs="--load DIR")
     """Load weights only; start at iteration 0."""
-    load_optim: bool = flag(True, off="--no-load-optim", idle_without="--load DIR")
+    load_optim: bool = flag(True, idle_without="--load DIR")
     """Load the optimizer's state."""
-    save_optim: bool = flag(True, off="--no-save-optim", idle_without="--save DIR")
+    save_optim: bool = flag(True, idle_without="--save DIR")
     """Write the optimizer's state."""
     exit_on_missing_checkpoint: bool = flag(False, needs="--load DIR")
     """Require --load to hold a checkpoint, instead of starting at iteration 0."""
@@ -668,13 +666,9 @@ class DistributedConfig:
     costs."""
     sequence_parallel: bool = flag(False, change=ROUNDING)
     """Shard activations of norms, dropout and residuals over the TP ranks. Sends no more bytes."""
-    tp_comm_overlap: bool = flag(
-        True, off="--no-tp-comm-overlap", idle_without=needs.TENSOR_PARALLEL, change=ROUNDING
-    )
+    tp_comm_overlap: bool = flag(True, idle_without=needs.TENSOR_PARALLEL, change=ROUNDING)
     """Overlap the collectives of tensor parallelism with independent GEMMs."""
-    overlap_grad_reduce: bool = flag(
-        True, off="--no-overlap-grad-reduce", idle_without=needs.DATA_PARALLEL, change=ROUNDING
-    )
+    overlap_grad_reduce: bool = flag(True, idle_without=needs.DATA_PARALLEL, change=ROUNDING)
     """Reduce gradients during the backward pass. Costs time on CPUs whose cores all compute."""
     zero_stage: Literal[0, 1, 2, 3] = flag(0, change=ROUNDING)
     """ZeRO stage. Data-parallel ranks shard: 1 optimizer state, 2 also gradients, 3 also
@@ -684,9 +678,7 @@ class DistributedConfig:
     copy. Default: all."""
     zero3_keep_gathered: bool = flag(False, needs="--zero-stage 3")
     """ZeRO-3: gather a layer once a step, not for every pass."""
-    overlap_param_gather: bool = flag(
-        True, off="--no-overlap-param-gather", idle_without=needs.GATHERED
-    )
+    overlap_param_gather: bool = flag(True, idle_without=needs.GATHERED)
     """ZeRO: gather the weights of the next layers during computation."""
     grad_reduce_in_bf16: bool = flag(False, idle_without=needs.DATA_PARALLEL, change=STEPS)
     """Send gradients in bf16; they are still accumulated and summed in fp32."""

@@ -125,26 +125,20 @@ def expect(value: Any, kind: type) -> None:
         raise InputError(f"not usable: expected {KINDS[kind]}, found {found}")
 
 
-def check_tree(value: Any) -> None:
+def check_tree(value: Any, depth: int = 0) -> None:
     """Raises InputError for lists and dictionaries nested too deep, and strings that UTF-8 cannot
     hold.
     """
-    level = [value]
-    for _ in range(DEEPEST):
-        below: list[Any] = []
-        for each in level:
-            if isinstance(each, dict):
-                below += [*each.keys(), *each.values()]
-            elif isinstance(each, list):
-                below += each
-            elif isinstance(each, str) and not is_text(each):
-                raise InputError(
-                    f"not usable: {each[:40]!r} holds half of a surrogate pair, which is no text"
-                )
-        if not below:
-            return
-        level = below
-    raise InputError(f"not usable: nested deeper than {DEEPEST} levels")
+    if depth == DEEPEST:
+        raise InputError(f"not usable: nested deeper than {DEEPEST} levels")
+    if isinstance(value, str) and not is_text(value):
+        raise InputError(
+            f"not usable: {value[:40]!r} holds half of a surrogate pair, which is no text"
+        )
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    for each in value if isinstance(value, list) else ():
+        check_tree(each, depth + 1)
 
 
 def is_text(value: str) -> bool:

@@ -99,9 +99,9 @@ def flag(
     idle_without: Needs = (),
     change: ChangeRule = NOTHING,
 ) -> Any:
-    """A field with further option strings `names`, an option `off` that sets a boolean False, and
-    its rules. A number must be greater than 0 unless it has another bound. Its names in other
-    programs are in compatibility.toml.
+    """A field with further option strings `names`, an option `off` (by default --no- and the name)
+    that sets a boolean False, and its rules. A number must be greater than 0 unless it has another
+    bound. Its names in other programs are in compatibility.toml.
 
     A value other than the default is a fault without what the field `needs`: the run would have
     another model, other numbers, less safety or more memory than the flag asks for. Without what
