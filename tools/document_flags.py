@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 if not __package__:  # run as a file of a checkout
@@ -22,12 +23,7 @@ from megatron.config.compatibility import (  # noqa: E402
 )
 from megatron.config.groups import Config  # noqa: E402
 from megatron.config.help import COMMANDS, HELP  # noqa: E402
-from megatron.config.options import (  # noqa: E402
-    FIELDS,
-    Option,
-    key,  # noqa: E402
-    options_by_flag,
-)
+from megatron.config.options import FIELDS, Option, key, options_by_flag  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,57 +108,50 @@ def _rows(*verdicts: str) -> list[str]:
     return [_row(row) for row in table() if row.verdict in verdicts]
 
 
-def _section(title: str, columns: str, *verdicts: str) -> list[str]:
-    """A heading and a table with the rows of these verdicts."""
+def _section(title: str, columns: str, rows: Iterable[str]) -> list[str]:
+    """A heading and a table."""
     line = "|---" * (columns.count("|") + 1) + "|"
-    return ["", f"### {title}", "", f"| {columns} |", line, *_rows(*verdicts)]
+    return ["", title, "", f"| {columns} |", line, *rows]
 
 
 def document() -> str:
     """The text of docs/flags.md."""
-    lines = [INTRODUCTION, "## command", "", "| flag | meaning |", "|---|---|"]
-    lines += [f"| `{name}` | {_cell(text)} |" for name, text in {**HELP, **COMMANDS}.items()]
+    commands = [f"| `{name}` | {_cell(text)} |" for name, text in {**HELP, **COMMANDS}.items()]
+    lines = [INTRODUCTION.rstrip(), *_section("## command", "flag | meaning", commands)]
     for field in dataclasses.fields(Config):
-        lines += [
-            "",
-            f"## {field.name}",
-            "",
-            "| flag | default | meaning | difference from Megatron-LM |",
-            "|---|---|---|---|",
-        ]
-        lines += [_option_row(option) for option in FIELDS.values() if option.group == field.name]
-    lines += [
-        "",
-        COMPATIBILITY,
-        "### Other names of our flags (`$`: the value)",
-        "",
-        "| flag | equals |",
-        "|---|---|",
-        *_rows("equals", "at_least"),
-    ]
-    lines += _section(
-        "Flags whose meaning depends on their value", "flag | values | others", "choice"
-    )
-    lines += _section(
-        "Flags that are read together with others", "flag | meaning", "file", "together"
-    )
-    lines += _section("Other names of values", "value | equals")
-    lines += [
+        columns = "flag | default | meaning | difference from Megatron-LM"
+        options = [option for option in FIELDS.values() if option.group == field.name]
+        lines += _section(f"## {field.name}", columns, map(_option_row, options))
+    same = [
         f"| `{flag} {theirs}` | `{flag} {ours}` |"
         for (flag, theirs), ours in by_value("values").items()
     ]
-    lines += _section("Values that are refused", "value | what to do")
-    lines += [
+    refused = [
         f"| `{flag} {theirs}` | {_cell(text)} |"
         for (flag, theirs), text in by_value("refused_values").items()
     ]
-    title = "Asked for, not done: accepted, and named at the top of the banner"
-    lines += _section(title, "flag | what is missing", "not_done")
-    lines += [f"| `{flag} {word}` | {_cell(row.text)} |" for (flag, word), row in asks().items()]
-    title = "Accepted with a note: leaving them out changes nothing about the result"
-    lines += _section(title, "flag | why", "note")
-    lines += _section("Accepted with these values only", "flag | values | others", "only")
-    lines += _section("Refused", "flag | what to do", "refused")
+    asked = [f"| `{flag} {word}` | {_cell(row.text)} |" for (flag, word), row in asks().items()]
+    lines += ["", COMPATIBILITY.rstrip()]
+    for title, columns, found in (
+        ("Other names of our flags (`$`: the value)", "flag | equals", _rows("equals", "at_least")),
+        ("Flags whose meaning depends on their value", "flag | values | others", _rows("choice")),
+        ("Flags that are read together with others", "flag | meaning", _rows("file", "together")),
+        ("Other names of values", "value | equals", same),
+        ("Values that are refused", "value | what to do", refused),
+        (
+            "Asked for, not done: accepted, and named at the top of the banner",
+            "flag | what is missing",
+            [*_rows("not_done"), *asked],
+        ),
+        (
+            "Accepted with a note: leaving them out changes nothing about the result",
+            "flag | why",
+            _rows("note"),
+        ),
+        ("Accepted with these values only", "flag | values | others", _rows("only")),
+        ("Refused", "flag | what to do", _rows("refused")),
+    ):
+        lines += _section(f"### {title}", columns, found)
     return "\n".join(lines) + "\n"
 
 
