@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -397,62 +397,68 @@ def preprocess(arguments: argparse.Namespace) -> list[dict]:
             chunks, arguments.workers, config, special, keys, arguments.append_eod, policy
         ):
             for writer, fact, result in zip(writers, facts, results):
-                writer.add(result.tokens, result.lengths, result.sequences)
-                fact["text_bytes"] += result.text_bytes
-                fact["max_id"] = max(fact["max_id"], result.max_id)
-                fact["eod_count"] += result.eod_count
-                fact["invalid_texts"] += result.invalid
+                write_chunk(writer, fact, result)
             progress.add(chunk, len(results[0].sequences))
         for key, writer in zip(keys, writers):
             if not writer.num_tokens:
                 raise DataError(
                     f"{', '.join(files)}: not one token under the key {key!r}: the input is empty"
                 )
-        made = {
-            "name": tokenizer.name,
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
-        }
-        # Offsets are computed back to back and every id was compared with the vocabulary: this is
-        # the full scan.
-        scan = {"offsets_packed": True, "ids_below": tokenizer.vocab_size}
-        sidecars = [
-            writer.complete(
-                {
-                    "tokenizer": made,
-                    "append_eod": arguments.append_eod,
-                    "include_special_tokens": special,
-                    "invalid_text": policy,
-                    "scan": scan,
-                    **fact,
-                }
-            )
-            for writer, fact in zip(writers, facts)
-        ]
+        of_all = facts_of_run(arguments, tokenizer)
+        sidecars = [writer.complete(of_all | fact) for writer, fact in zip(writers, facts)]
         for writer in writers:  # when all are whole
             writer.publish()
     finally:
         for writer in writers:
             writer.discard()
+    print_summary(writers, sidecars, policy)
+    print(f"{progress.rate()}, {time.monotonic() - begun:.1f} s")
+    return sidecars
+
+
+def write_chunk(writer: IndexedDatasetWriter, fact: dict[str, int], result: Encoded) -> None:
+    """The documents of a chunk to the files of a key, and into what its sidecar counts."""
+    writer.add(result.tokens, result.lengths, result.sequences)
+    fact["text_bytes"] += result.text_bytes
+    fact["max_id"] = max(fact["max_id"], result.max_id)
+    fact["eod_count"] += result.eod_count
+    fact["invalid_texts"] += result.invalid
+
+
+def facts_of_run(arguments: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the sidecars of all keys have in common."""
+    return {
+        "tokenizer": {
+            "name": tokenizer.name,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+        },
+        "append_eod": arguments.append_eod,
+        "include_special_tokens": arguments.tokenizer_hf_include_special_tokens,
+        "invalid_text": arguments.invalid_text,
+        # Offsets are computed back to back and every id was compared with the vocabulary: this is
+        # the full scan.
+        "scan": {"offsets_packed": True, "ids_below": tokenizer.vocab_size},
+    }
+
+
+def print_summary(writers: list[IndexedDatasetWriter], sidecars: list[dict], policy: str) -> None:
+    """A line for each key, and what became of texts that UTF-8 cannot hold."""
     for writer, sidecar in zip(writers, sidecars):
-        empty = (
-            f" ({sidecar['empty_documents']:,} of them empty)" if sidecar["empty_documents"] else ""
-        )
+        empty = sidecar["empty_documents"]
         print(
-            f"{writer.prefix}.bin: {sidecar['documents']:,} documents{empty}, "
-            f"{sidecar['tokens']:,} tokens, "
+            f"{writer.prefix}.bin: {sidecar['documents']:,} documents"
+            f"{f' ({empty:,} of them empty)' if empty else ''}, {sidecar['tokens']:,} tokens, "
             f"{sidecar['text_bytes'] / sidecar['tokens']:.2f} bytes of text a token, largest "
             f"id {sidecar['max_id']}"
         )
-    if sidecars[0]["invalid_texts"]:
+    if invalid := sidecars[0]["invalid_texts"]:
         what = "replaced by U+FFFD" if policy == "replace" else "left out"
         print(
-            f"{sidecars[0]['invalid_texts']:,} lines with characters that UTF-8 cannot hold: "
+            f"{invalid:,} lines with characters that UTF-8 cannot hold: "
             f"{what} (--invalid-text {policy})"
         )
-    print(f"{progress.rate()}, {time.monotonic() - begun:.1f} s")
-    return sidecars
 
 
 def _tokenizer_type(kind: str) -> str:
@@ -540,6 +546,15 @@ def _as_ours(
     return []
 
 
+KINDS = [
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+]
+
+
 def parser() -> argparse.ArgumentParser:
     """Megatron's flags for this tool."""
     flags = _Parser(
@@ -547,6 +562,24 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    _add_file_flags(flags)
+    _add_tokenizer_flags(flags)
+    flags.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="worker processes (default: one a core)",
+    )
+    flags.add_argument(
+        "--log-interval",
+        type=int,
+        default=1000,
+        help="documents between progress lines (at most one a second)",
+    )
+    return flags
+
+
+def _add_file_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--input",
         nargs="+",
@@ -565,17 +598,13 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         help="files are named <this>_<key>_document.{bin,idx,json}",
     )
-    kinds = [
-        "SentencePieceTokenizer",
-        "HuggingFaceTokenizer",
-        "GPT2BPETokenizer",
-        "TikTokenizer",
-        "NullTokenizer",
-    ]
-    flags.add_argument("--tokenizer-type", required=True, choices=kinds, type=_tokenizer_type)
     flags.add_argument(
         "--dataset-impl", "--data-impl", choices=["mmap"], help="the one format there is"
     )
+
+
+def _add_tokenizer_flags(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("--tokenizer-type", required=True, choices=KINDS, type=_tokenizer_type)
     flags.add_argument(
         "--tokenizer-model", help="SentencePiece model, tokenizer.json or .tiktoken file"
     )
@@ -612,19 +641,6 @@ def parser() -> argparse.ArgumentParser:
             "put U+FFFD there, or leave the line out"
         ),
     )
-    flags.add_argument(
-        "--workers",
-        type=int,
-        default=os.cpu_count() or 1,
-        help="worker processes (default: one a core)",
-    )
-    flags.add_argument(
-        "--log-interval",
-        type=int,
-        default=1000,
-        help="documents between progress lines (at most one a second)",
-    )
-    return flags
 
 
 def main() -> None:

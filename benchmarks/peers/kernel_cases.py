@@ -406,25 +406,44 @@ def memory(bench: Any) -> None:
         )
 
 
-def _memory_cases(
-    bench: Any,
-) -> Iterator[tuple[str, str, float, dict[str, Callable[[], Any]], Callable[[], Tensor] | None]]:
-    """(operator of the dispatch table, case, bytes that must be moved, implementations, the first
-    result in fp32).
-    """
-    device, dtype, item = bench.device, bench.dtype, bench.dtype.itemsize
+# operator of the dispatch table, case, bytes that must be moved, implementations, the first result
+# in fp32
+MemoryCase = tuple[str, str, float, dict[str, Callable[[], Any]], Callable[[], Tensor] | None]
+Random = Callable[..., Tensor]
 
-    def random(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, device=device, dtype=kind)
 
-    rows, width = (8, 64) if bench.tiny else (8192, 4096)
-    x, residual, dy, weight, bias = (
-        random(rows, width),
-        random(rows, width),
-        random(rows, width),
-        random(width),
-        random(width),
-    )
+def _memory_cases(bench: Any) -> Iterator[MemoryCase]:
+    def random(*shape: int, kind: torch.dtype = bench.dtype) -> Tensor:
+        return torch.randn(*shape, device=bench.device, dtype=kind)
+
+    for cases in (
+        _norm_cases,
+        _rotary_cases,
+        _swiglu_cases,
+        _gelu_cases,
+        _quantise_cases,
+        _dropout_cases,
+        _loss_cases,
+        _optimizer_cases,
+    ):
+        yield from cases(bench, random)
+
+
+def _matrix(bench: Any) -> tuple[int, int]:
+    """Rows and columns of hidden states."""
+    return (8, 64) if bench.tiny else (8192, 4096)
+
+
+def _mlp(bench: Any) -> tuple[int, int]:
+    """Tokens, and channels inside of an MLP."""
+    return (8, 64) if bench.tiny else (8192, 14336)
+
+
+def _norm_cases(bench: Any, random: Random) -> Iterator[MemoryCase]:
+    rows, width = _matrix(bench)
+    item = bench.dtype.itemsize
+    x, residual, dy = (random(rows, width) for _ in range(3))
+    weight, bias = random(width), random(width)
     for title, shift, of_liger in (("RMSNorm", None, "norm"), ("LayerNorm", bias, "layer_norm")):
         _, statistics = norm(x, weight, shift, 1e-5)
         inputs = (x, weight) if shift is None else (x, weight, shift)
@@ -470,6 +489,10 @@ def _memory_cases(
             },
             None,
         )
+
+
+def _rotary_cases(bench: Any, random: Random) -> Iterator[MemoryCase]:
+    item, dtype = bench.dtype.itemsize, bench.dtype
     s, b, n, d = (8, 1, 2, 16) if bench.tiny else (4096, 4, 32, 128)
     heads, cos, sin = (
         random(s, b, n, d),
@@ -499,7 +522,11 @@ def _memory_cases(
         },
         None,
     )
-    tokens, ffn = (8, 64) if bench.tiny else (8192, 14336)
+
+
+def _swiglu_cases(bench: Any, random: Random) -> Iterator[MemoryCase]:
+    tokens, ffn = _mlp(bench)
+    item = bench.dtype.itemsize
     fused, dout = random(tokens, 2 * ffn), random(tokens, ffn)
 
     def swiglu(fused: Tensor) -> Tensor:
@@ -532,7 +559,12 @@ def _memory_cases(
         },
         None,
     )
-    one, shift = random(tokens, ffn), random(ffn)
+
+
+def _gelu_cases(bench: Any, random: Random) -> Iterator[MemoryCase]:
+    tokens, ffn = _mlp(bench)
+    item = bench.dtype.itemsize
+    one, shift, dout = random(tokens, ffn), random(ffn), random(tokens, ffn)
 
     def gelu(one: Tensor, shift: Tensor) -> Tensor:
         return F.gelu(one + shift)
@@ -555,31 +587,44 @@ def _memory_cases(
         },
         None,
     )
-    if bench.device.type == "cpu" or lang.capability(bench.device) >= lang.HOPPER:
-        for scaling, transposed, passes in (
-            ("row", False, 3),
-            ("block", True, 4),
-            ("tensor", True, 6),
-        ):
-            definition = _calls(
-                _compiled(
-                    bench,
-                    lambda x, scaling=scaling: quantise_reference(x, torch.float8_e4m3fn, scaling),
-                ),
-                (x,),
-            )
-            yield (
-                "",
-                f"to e4m3, scales of a {scaling}{', and transposed' * transposed} {rows} x {width}",
-                passes / 2 * item * x.numel(),
-                {
-                    "ours": lambda scaling=scaling, transposed=transposed: quantise(
-                        x, scaling=scaling, transposed=transposed
-                    )[0],
-                    **({} if transposed else definition),
-                },
-                None,
-            )
+
+
+def _quantise_cases(bench: Any, random: Random) -> Iterator[MemoryCase]:
+    """To 8 bits, where there are kernels for them."""
+    if bench.device.type != "cpu" and lang.capability(bench.device) < lang.HOPPER:
+        return
+    rows, width = _matrix(bench)
+    item, x = bench.dtype.itemsize, random(rows, width)
+    for scaling, transposed, passes in (
+        ("row", False, 3),
+        ("block", True, 4),
+        ("tensor", True, 6),
+    ):
+        definition = _calls(
+            _compiled(
+                bench,
+                lambda x, scaling=scaling: quantise_reference(x, torch.float8_e4m3fn, scaling),
+            ),
+            (x,),
+        )
+        yield (
+            "",
+            f"to e4m3, scales of a {scaling}{', and transposed' * transposed} {rows} x {width}",
+            passes / 2 * item * x.numel(),
+            {
+                "ours": lambda scaling=scaling, transposed=transposed: quantise(
+                    x, scaling=scaling, transposed=transposed
+                )[0],
+                **({} if transposed else definition),
+            },
+            None,
+        )
+
+
+def _dropout_cases(bench: Any, random: Random) -> Iterator[MemoryCase]:
+    rows, width = _matrix(bench)
+    item, device = bench.dtype.itemsize, bench.device
+    x, residual = random(rows, width), random(rows, width)
     hidden = x.view(-1, 1, width)
     state = DropoutState(
         torch.zeros(1, dtype=torch.int64, device=device), torch.arange(rows, device=device)
@@ -598,9 +643,6 @@ def _memory_cases(
         },
         None,
     )
-    del fused, halves, dout, one, x, residual, dy, hidden, q, k, heads
-    yield from _loss_cases(bench, random)
-    yield from _optimizer_cases(bench, random)
 
 
 def _loss_cases(bench: Any, random: Callable[..., Tensor]) -> Iterator[tuple]:

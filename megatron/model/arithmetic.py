@@ -91,6 +91,7 @@ def _of_chosen(model: ModelConfig, experts: int) -> int:
 
 
 @lru_cache  # a search for a layout asks thousands of times, and experts may be hundreds
+@lru_cache  # a search asks thousands of times
 def unit_parameters(
     model: ModelConfig,
     padded_vocab: int,

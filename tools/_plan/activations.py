@@ -9,7 +9,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
-from megatron.tools._plan.layer_run import SPLIT, LayerRun, micro_batch_of
+from megatron.tools._plan.layer_run import (
+    SPLIT,
+    LayerRun,
+    PassBytes,
+    micro_batch_of,
+    without_experts,
+)
 from megatron.tools._plan.state import element_sizes
 from megatron.tools._plan.work import UnitWork
 
@@ -91,7 +97,7 @@ class Shape:
         tp = distributed.tensor_model_parallel_size
         self.config, self.vocab_size, self.device = config, vocab_size, device
         self.of_units = unit_config(config)
-        self.of_dense = _without_experts(self.of_units)
+        self.of_dense = without_experts(self.of_units)
         self.of_ends = self.of_dense.with_fields(
             "distributed",
             cp_comm_type="allgather",
@@ -125,16 +131,6 @@ class Shape:
             return self.of_ends
         experts = self.config.model.expert_layers()
         return self.of_units if experts[stage.layers.start] else self.of_dense
-
-
-def _without_experts(config: Config) -> Config:
-    """That of units without experts, which those of other layers do not concern."""
-    if config.model.num_experts is None:
-        return config
-    config = config.with_fields("model", num_experts=None, moe_token_dispatcher_type="alltoall")
-    return config.with_fields(
-        "distributed", expert_model_parallel_size=1, expert_tensor_parallel_size=None
-    )
 
 
 def unit_config(config: Config) -> Config:
@@ -211,7 +207,7 @@ def _unit_bytes(
         return _kept_unit(run, choice)
     graph = LayerRecompute(choice.modules)
     own = _unit_bytes(config, vocab_size, device, stage, graph)
-    passed = run.forward(choice)
+    passed = _whole_forward(config, vocab_size, device, stage, choice)
     keeps_input = choice.first and not config.training.distribute_saved_activations
     return replace(
         own,
@@ -226,22 +222,36 @@ def unit_work(shape: Shape, stage: Stage, choice: LayerRecompute = KEPT) -> Unit
     """What the passes of the one unit of a stage compute, move and send."""
     of_unit = shape.config_of(stage), shape.vocab_size, shape.device, stage
     if choice.whole:
-        return _whole_work(*of_unit, choice)
+        return _whole_passes(*of_unit, choice)[1]
     work = _unit_bytes(*of_unit, choice).work
     assert work is not None
     return work
 
 
 @cache
-def _whole_work(
+def _whole_passes(
     config: Config, vocab_size: int, device: str, stage: Stage, choice: LayerRecompute
-) -> UnitWork:
+) -> tuple[PassBytes, UnitWork]:
+    """The forward pass of a layer that is recomputed whole and alone in its group, and the work of
+    all its passes.
+    """
     run = run_of(config, vocab_size, device, stage)
-    forward = run.forward(choice).work
+    forward = run.forward(choice)
     if not run.splits_backward:
-        return UnitWork(forward, run.backward(Kind.BACKWARD).work)
+        return forward, UnitWork(forward.work, run.backward(Kind.BACKWARD).work)
     inputs = run.backward(Kind.BACKWARD_INPUT).work
-    return UnitWork(forward, inputs, run.backward(Kind.BACKWARD_WEIGHT).work)
+    weights = run.backward(Kind.BACKWARD_WEIGHT).work
+    return forward, UnitWork(forward.work, inputs, weights)
+
+
+@cache
+def _whole_forward(
+    config: Config, vocab_size: int, device: str, stage: Stage, choice: LayerRecompute
+) -> PassBytes:
+    """The forward pass of a layer that is recomputed whole, alone or in a group of layers."""
+    if choice.first and choice.last:  # whose backward pass search and plan ask for as well
+        return _whole_passes(config, vocab_size, device, stage, choice)[0]
+    return run_of(config, vocab_size, device, stage).forward(choice)
 
 
 def _kept_unit(run: LayerRun, choice: LayerRecompute) -> UnitBytes:
@@ -279,7 +289,7 @@ def _saved_bytes(
 ) -> int:
     if not choice.whole:  # which its time is known by, too
         return _unit_bytes(config, vocab_size, device, stage, choice).saved
-    return run_of(config, vocab_size, device, stage).forward(choice).left
+    return _whole_forward(config, vocab_size, device, stage, choice).left
 
 
 @cache
@@ -365,4 +375,4 @@ def input_bytes(shape: Shape) -> int:
     """What layers read of a micro-batch: token ids, labels, loss mask, positions, rotary tables,
     and the tables of attention masks.
     """
-    return micro_batch_of(shape.of_units, shape.device)[1]
+    return micro_batch_of(shape.of_dense, shape.device)[1]

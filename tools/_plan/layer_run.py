@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from megatron.kernels.lang import MEASURED
+from megatron.tools._plan import meta_results
 from megatron.tools._plan.operation_log import OperationLog, PendingExchange
 from megatron.tools._plan.silent import SilentGroup
 from megatron.tools._plan.work import Work
@@ -30,6 +33,7 @@ from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.groups import Config
 from megatron.distributed.groups import ALONE, Axis, Layout, build_groups
 from megatron.model.build import build_stages, hidden_shape
+from megatron.model.experts import experts
 from megatron.model.experts.router import OBJECTIVE
 from megatron.model.gpt import GPTModel
 from megatron.model.kernels import compute_dtype
@@ -42,6 +46,7 @@ from megatron.parallel.schedule import Kind
 
 META = torch.device("meta")
 SPLIT = "zero-bubble"  # represents all schedules whose backward passes come in two halves
+ROW_SLICES = experts.row_slices
 _ATEN = torch.ops.aten
 _PROPERTIES: Any = Tensor
 
@@ -147,12 +152,17 @@ class LiveBytes(TorchDispatchMode):
         # shape of the tensor that it was made for.
         self.known: dict[int, tuple[Any, int, torch.Size]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: torch need not import its compiler, which takes 2 s."""
+        return False
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         fake = MEASURED.get(function.name()) if function.namespace == "megatron" else None
         if (written := _written(function)) is not None:
             out = args[0] if written == "self" else (kwargs or {})[written]
         elif fake is None:
-            out = function(*args, **(kwargs or {}))
+            out = meta_results.call(function, args, kwargs or {})
         else:
             super().__enter__()
             log, self.log = self.log, None
@@ -250,7 +260,7 @@ class LayerRun:
         self.model = _on_meta(config, vocab_size, device, stage, group)
         ((_, self.layer),) = self.model.chunks[0]
         weights: list[Any] = [*self.model.parameters()]
-        self.micro, self.inputs = micro_batch_of(config, device)
+        self.micro, _ = micro_batch_of(without_experts(config), device)
         given = [*weights, *(each.main_grad for each in weights), *tensors_of(self.micro)]
         self.live = group.live = LiveBytes(given, self.log)
         self.group = group
@@ -274,9 +284,23 @@ class LayerRun:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While layers' code runs."""
-        with self.mode, self.live:
+        """While layers' code runs. Of a rank's experts, those with the same number of rows are run
+        once.
+        """
+        with patch.object(experts, "row_slices", self._unequal_experts), self.mode, self.live:
             yield
+
+    def _unequal_experts(self, counts: experts.RowCounts) -> Iterator[tuple[int, slice]]:
+        """In place of `experts.row_slices`: of experts with the same number of rows the first one,
+        which is logged for all of them. Nothing stays alive from one expert to the next.
+        """
+        slices = [*ROW_SLICES(counts)]
+        end = slices[-1][1].stop if slices else 0
+        # those near the end have fewer rows behind their own, by which a GEMM may be made larger
+        kinds = [(rows.stop - rows.start, min(end - rows.stop, experts.ROWS)) for _, rows in slices]
+        for kind, times in Counter(kinds).items():
+            with self.log.repeated(times):
+                yield slices[kinds.index(kind)]
 
     def _input(self) -> Tensor | None:
         """[s, b, h]; the embedding has none."""
@@ -380,6 +404,7 @@ def _on_meta(
         cp_heads=heads,
         cp_ring=ring,
         experts=config.model.num_experts is not None,
+        own_only=True,
     )
     model = build_stages(config, vocab_size, groups, torch.device(device), (stage,))
     narrow = config.optimizer.main_grads_dtype == "bf16"
@@ -399,9 +424,21 @@ def _on_meta(
     return model
 
 
+def without_experts(config: Config) -> Config:
+    """That of units without experts, which those of other layers do not concern."""
+    if config.model.num_experts is None:
+        return config
+    config = config.with_fields("model", num_experts=None, moe_token_dispatcher_type="alltoall")
+    return config.with_fields(
+        "distributed", expert_model_parallel_size=1, expert_tensor_parallel_size=None
+    )
+
+
 @lru_cache(maxsize=64)
 def micro_batch_of(config: Config, device: str) -> tuple[MicroBatch, int]:
-    """What layers read of a micro-batch, and its bytes."""
+    """What layers read of a micro-batch, and its bytes; `config` is that of units without experts,
+    which the others share.
+    """
     group = MeasuredGroup(device != "cuda")
     model = _on_meta(config, 1, device, Stage(False, range(0), False), group)
     live = group.live = LiveBytes()

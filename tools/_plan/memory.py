@@ -7,6 +7,7 @@ GPU), buffers of the communication library.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from functools import cached_property, partial
 
 import torch
@@ -17,6 +18,7 @@ from megatron.tools._plan.activations import (
     unit_bytes,
 )
 from megatron.tools._plan.engine import META, CountedBlock, CountedGroup, Ledger, Peak, run_step
+from megatron.tools._plan.layer_run import SPLIT
 from megatron.tools._plan.state import shard_size, static_bytes
 
 from megatron.config.derive import data_parallel_size, expert_ranks
@@ -35,6 +37,7 @@ from megatron.model.arithmetic import (
     unit_parameters,
 )
 from megatron.model.build import build_model, hidden_shape
+from megatron.model.recompute import stage_offload, stage_recompute
 from megatron.model.stages import Stage, pipeline_stages
 from megatron.parallel.blocks import Block, build_run_blocks
 from megatron.parallel.schedule import Schedule, build_schedule
@@ -148,6 +151,26 @@ class PlannedSteps:
         placed = zip(self.stages, self.schedule.placement)
         return [stage for stage, where in placed if where == rank]
 
+    def largest_ranks(self) -> list[int]:
+        """Ranks among which the one is that needs the most. Of ranks with the same units the first
+        one has the most micro-batches in flight, unless the backward pass comes in halves.
+        """
+        ranks = range(self.schedule.ranks)
+        if SPLIT in (self.config.distributed.pipeline_schedule or ""):
+            return [*ranks]
+        found: dict[Hashable, int] = {}
+        for rank in ranks:
+            found.setdefault(tuple(map(self._kinds, self.stages_of(rank))), rank)
+        return [*found.values()]
+
+    def _kinds(self, stage: Stage) -> Hashable:
+        """Stages with the same kinds of units keep and take the same."""
+        training, layers = self.config.training, stage.layers
+        likes = map(self.shape.like, layers)
+        choices = stage_recompute(training, layers)
+        going = stage_offload(training, self.config.model, layers)
+        return stage.embedding, stage.head, tuple(zip(likes, choices, going))
+
     def units_of(self, rank: int) -> list[list[UnitBytes]]:
         """The units of each of its stages."""
         return [unit_bytes(self.shape, stage) for stage in self.stages_of(rank)]
@@ -236,8 +259,8 @@ def stage_parameters(
 def stage_expert_parameters(config: Config, stages: tuple[Stage, ...]) -> list[int]:
     """Those of them that belong to experts."""
     model = config.model
-    with_experts = [index for index, has in enumerate(model.expert_layers()) if has]
-    if not with_experts:
+    has_experts = model.expert_layers()
+    if not any(has_experts):
         return [0] * len(stages)
-    each = expert_elements(model, with_experts[0], expert_ranks(config))
-    return [each * sum(index in stage.layers for index in with_experts) for stage in stages]
+    each = expert_elements(model, has_experts.index(True), expert_ranks(config))
+    return [each * sum(has_experts[index] for index in stage.layers) for stage in stages]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -80,9 +81,12 @@ class OperationLog:
 
     def clear(self) -> None:
         """Begin a pass."""
-        self.products: Counter[Product] = Counter()
         self.cores: list[Core] = []
         self.exchanges: list[Exchange] = []
+        self._clear_totals()
+
+    def _clear_totals(self) -> None:
+        self.products: Counter[Product] = Counter()
         self.gemms = 0
         self.streams = self.hidden = 0.0
         self.launches = 0
@@ -97,6 +101,20 @@ class OperationLog:
             self.launches + COLLECTIVE_LAUNCHES * len(self.exchanges),
             self.hidden,
         )
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """What runs inside, which exchanges nothing, counts that many times."""
+        before = self.products, self.gemms, self.streams, self.hidden, self.launches
+        self._clear_totals()
+        yield
+        products, self.products = self.products, before[0]
+        for product, number in products.items():
+            self.products[product] += times * number
+        self.gemms = before[1] + times * self.gemms
+        self.streams = before[2] + times * self.streams
+        self.hidden = before[3] + times * self.hidden
+        self.launches = before[4] + times * self.launches
 
     def exchange(self, operation: str, axis: str, size: int) -> PendingExchange:
         """A collective or message that starts; `size`: bytes of the whole tensor."""

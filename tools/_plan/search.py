@@ -18,8 +18,8 @@ import torch
 from megatron.tools._plan.activations import kept_bytes
 from megatron.tools._plan.engine import Ledger
 from megatron.tools._plan.hardware import Hardware
-from megatron.tools._plan.memory import MemoryPlan, PlannedSteps
-from megatron.tools._plan.step import FastestStep, StepModel, StepTime
+from megatron.tools._plan.memory import PlannedSteps, schedule_of
+from megatron.tools._plan.step import StepModel, StepTime
 from megatron.tools._plan.verdict import RESERVE, judge
 
 from megatron.config.derive import derive
@@ -123,12 +123,17 @@ class Candidate:
     seconds: float
     number: int
     change: Change = field(compare=False)
-    config: Config = field(compare=False)
+    model: StepModel = field(compare=False)
     time: StepTime = field(compare=False)
     level: int = field(default=0, compare=False)  # of the search's rungs
     is_exact: bool = field(default=False, compare=False)
     peak_gib: float = field(default=0.0, compare=False)
     fits: str = field(default="", compare=False)
+
+    @property
+    def config(self) -> Config:
+        """Resolved."""
+        return self.model.config
 
     @property
     def flags(self) -> str:
@@ -312,66 +317,80 @@ class Search:
         self.planned = 0
 
     def candidate(self, change: Change, level: int = 0) -> Candidate | None:
-        """A layout with its time; None where the program refuses it, or no kernel computes it."""
+        """A layout with its time; None where the program refuses it, no kernel computes it, or
+        another change makes the same.
+        """
         try:
-            return self.timed(change | self.rungs[level], level)
+            model = self.model(change | self.rungs[level])
         except UserError:
             return None
+        return None if model is None else self.timed(change | self.rungs[level], level, model)
 
-    def timed(self, change: Change, level: int) -> Candidate | None:
-        """A layout with its time; None where it is that of another change. Raises UserError where
+    def model(self, change: Change) -> StepModel | None:
+        """The steps of a layout; None where another change makes the same. Raises UserError where
         the program refuses it, or no kernel computes it.
         """
         asked = changed(self.config, change)
         config = resolve(asked, self.world_size, self.vocab_size).config
         choose_kernels(config, torch.device("cuda"))
-        model = FastestStep(config, self.vocab_size, self.world_size)
+        model = StepModel(config, self.vocab_size, self.world_size)
         if config.distributed.pipeline_model_parallel_layout == AUTO and is_even(model.stages):
             return None  # tried already
-        time = model.time(self.hardware)
+        return model
+
+    def timed(self, change: Change, level: int, model: StepModel) -> Candidate:
+        """A layout with the least time that its step may take."""
+        time = model.time(self.hardware, is_bound=True)
         self.count += 1
-        return Candidate(time.seconds, self.count, change, config, time, level)
+        return Candidate(time.seconds, self.count, change, model, time, level)
+
+    def within_reach(self, change: Change, level: int) -> Candidate | None:
+        """A layout at the first rung from this one at which its weights and optimizer alone are
+        small enough for it to fit, or to be shown as one that does not. None as of `candidate`, and
+        where there is none.
+        """
+        for rung in range(level, len(self.rungs)):
+            try:
+                model = self.model(change | self.rungs[rung])
+            except UserError:
+                return None
+            if model is None:
+                return None
+            if held_gib(model) <= NEAR * self.hardware.memory_gib:
+                return self.timed(change | self.rungs[rung], rung, model)
+        return None
 
     def simulate(self, found: Candidate) -> None:
         """Its whole time, of which it has a bound so far."""
         if not found.is_exact:
-            model = StepModel(found.config, self.vocab_size, self.world_size)
-            found.time = model.time(self.hardware)
+            found.time = found.model.time(self.hardware)
             found.seconds, found.is_exact = found.time.seconds, True
 
     def plan(self, found: Candidate) -> None:
         """Memory of the fullest rank; of the first alone where that is too much already."""
         self.planned += 1
-        first = PlannedSteps(found.config, self.vocab_size, self.world_size, "cuda").of_rank(
-            0, Ledger()
-        )
-        total = first.total
+        steps = PlannedSteps(found.config, self.vocab_size, self.world_size, "cuda")
+        total = steps.of_rank(0, Ledger()).total
         if total <= (self.hardware.memory_gib - RESERVE) * 2**30:
-            total = MemoryPlan(found.config, self.vocab_size, self.world_size).fullest.total
+            others = (rank for rank in steps.largest_ranks() if rank > 0)
+            total = max([total, *(steps.of_rank(rank, Ledger()).total for rank in others)])
         found.peak_gib = total / 2**30
         found.fits = judge(found.peak_gib, self.hardware.memory_gib)
 
-    def least_gib(self, found: Candidate) -> float:
-        """What the first pipeline rank takes at least: weights, optimizer, gradients of earlier
-        micro-batches, and what its micro-batches in flight keep.
+    def least_gib(self, found: Candidate, rank: int = 0) -> float:
+        """What a pipeline rank takes at least: what it holds, and what its micro-batches in flight
+        keep.
         """
-        model = StepModel(found.config, self.vocab_size, self.world_size)
-        size, stage = model.size, found.config.distributed.zero_stage
-        ranks = found.config.distributed.pipeline_model_parallel_size
-        held = 0.0
-        for _, count, shard in model.buffers(model.rank_parameters[0]):
-            each = size.compute / (shard if stage == 3 else 1)
-            if model.micro_batches > ranks:
-                each += size.gradient / (shard if stage >= 2 else 1)
-            if not found.config.optimizer.optimizer_cpu_offload:
-                each += (size.wide * (size.wide != size.compute) + size.moments) / shard
-            held += count * each
+        return held_gib(found.model, rank) + most_kept(found.model, rank) / 2**30
+
+    def is_too_large(self, found: Candidate) -> bool:
+        """Whether one whose first pipeline rank may fit has another one that cannot."""
+        most = self.hardware.memory_gib - RESERVE
         steps = PlannedSteps(found.config, self.vocab_size, self.world_size, "cuda")
-        kept = most_kept(steps)
-        return (held + kept) / 2**30
+        return any(self.least_gib(found, rank) > most for rank in steps.largest_ranks())
 
     def candidates(self) -> list[Candidate]:
-        """Every layout that the program accepts. Raises ArgumentErrors where there is none."""
+        """Every layout within reach. Raises ArgumentErrors where the program accepts none."""
         asked = self.config, self.world_size, self.vocab_size
         # the layout that the flags have by default need not divide the batch
         config, _ = derive(*asked)
@@ -387,9 +406,9 @@ class Search:
                     f"{config.model.num_attention_heads}; choose numbers that powers of two divide"
                 ]
             )
-        found = [each for change in changes if (each := self.candidate(change)) is not None]
+        found = [each for change in changes if (each := self.within_reach(change, 0)) is not None]
         if not found:  # what is wrong with one of them is wrong with all
-            self.timed(changes[0] | self.rungs[0], 0)
+            self.model(changes[0] | self.rungs[0])
         return found
 
     def run(self) -> SearchResult:
@@ -402,6 +421,11 @@ class Search:
             each.peak_gib = self.least_gib(each)
             each.fits = judge(each.peak_gib, self.hardware.memory_gib)
             if each.fits == "fits" and not each.is_exact:
+                # what one that is shown needs is planned to the byte
+                is_shown = not found.best and len(found.larger) < FOUND
+                if not is_shown and self.is_too_large(each):
+                    self.rejected(each, queue, found)
+                    continue
                 self.simulate(each)
                 heapq.heappush(queue, each)
                 continue
@@ -424,7 +448,7 @@ class Search:
             found.larger.append(each)
         if each.level + 1 < len(self.rungs):
             base = {key: each.change[key] for key in each.change if key not in _levels()}
-            again = self.candidate(base, each.level + 1)
+            again = self.within_reach(base, each.level + 1)
             if again is not None:
                 heapq.heappush(queue, again)
 
@@ -434,12 +458,30 @@ def is_even(stages: Sequence[Stage]) -> bool:
     return len({len(stage.layers) for stage in stages}) == 1
 
 
-def most_kept(steps: PlannedSteps) -> int:
-    """The most bytes that the first pipeline rank's micro-batches in flight keep on the device."""
-    places = {number for number, rank in enumerate(steps.schedule.placement) if rank == 0}
-    each = {number: kept_bytes(steps.shape, steps.stages[number]) for number in places}
+def held_gib(model: StepModel, rank: int = 0) -> float:
+    """Weights, optimizer, and gradients of earlier micro-batches of a pipeline rank."""
+    size, distributed = model.size, model.config.distributed
+    stage, held = distributed.zero_stage, 0.0
+    for _, count, shard in model.buffers(model.rank_parameters[rank]):
+        each = size.compute / (shard if stage == 3 else 1)
+        if model.micro_batches > distributed.pipeline_model_parallel_size:
+            each += size.gradient / (shard if stage >= 2 else 1)
+        if not model.config.optimizer.optimizer_cpu_offload:
+            each += (size.wide * (size.wide != size.compute) + size.moments) / shard
+        held += count * each
+    return held / 2**30
+
+
+def most_kept(model: StepModel, rank: int) -> int:
+    """The most bytes that the micro-batches in flight of a pipeline rank keep on the device."""
+    schedule = schedule_of(model.config, model.world_size, steady=True)
+    each = {
+        number: kept_bytes(model.operations.shape, stage)
+        for number, (stage, where) in enumerate(zip(model.stages, schedule.placement))
+        if where == rank
+    }
     now = most = 0
-    for kind, stage, _ in steps.schedule.in_memory(0):
+    for kind, stage, _ in schedule.in_memory(rank):
         if kind is Kind.FORWARD:
             now += each[stage]
             most = max(most, now)

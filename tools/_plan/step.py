@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
@@ -37,6 +37,7 @@ GENERATIONS = {"fa4": 3, "gluon": 3}
 # More micro-batches than this for each pipeline rank repeat what the simulation has shown.
 SIMULATED = 8
 StageSeconds = tuple[Seconds, ...]  # of the three passes of a stage
+Units = tuple[tuple[UnitWork, int], ...]  # of a stage: (passes, how many such units)
 
 
 class LayerKind(NamedTuple):
@@ -58,10 +59,16 @@ def group_shapes(config: Config, world_size: int, node_size: int) -> dict[str, t
     """(ranks, nodes that they are on) of the groups of rank 0 by axis; `node`: the ranks of a
     node.
     """
-    layout = layout_of(config, world_size)
-    line = partial(_line, layout)
+    shards = shard_size(config, world_size), expert_shard_size(config, world_size)
     heads, _ = attention_ranks(config.distributed)
-    shard = shard_size(config, world_size)
+    return _group_shapes(layout_of(config, world_size), heads, *shards, node_size)
+
+
+@lru_cache(maxsize=4096)
+def _group_shapes(
+    layout: Layout, heads: int, shard: int, expert_shard: int, node_size: int
+) -> dict[str, tuple[int, int]]:
+    line = partial(_line, layout)
     whole, context = {"tp": layout.tp, "cp": layout.cp}, line(cp=layout.cp)
     replicas = sorted(line(cp=layout.cp, dp=layout.dp))
     lines = {
@@ -75,13 +82,13 @@ def group_shapes(config: Config, world_size: int, node_size: int) -> dict[str, t
         "replicate": replicas[::shard],
         "pp": line(pp=min(2, layout.pp)),
         "tied": [0, line(pp=layout.pp)[-1]],
-        **_expert_lines(line(**whole, dp=layout.dp), config, world_size),
+        **_expert_lines(sorted(line(**whole, dp=layout.dp)), layout, expert_shard),
     }
     shapes = {
         axis: (len(ranks), len({rank // node_size for rank in ranks}))
         for axis, ranks in lines.items()
     }
-    return {**shapes, "node": (min(world_size, node_size), 1)}
+    return {**shapes, "node": (min(layout.world, node_size), 1)}
 
 
 def _line(layout: Layout, **sizes: int) -> list[int]:
@@ -93,10 +100,9 @@ def _line(layout: Layout, **sizes: int) -> list[int]:
     return ranks
 
 
-def _expert_lines(stage: list[int], config: Config, world_size: int) -> dict[str, list[int]]:
+def _expert_lines(ranks: list[int], layout: Layout, shard: int) -> dict[str, list[int]]:
     """The groups of rank 0 on the experts' grid over the ranks of a pipeline stage."""
-    etp, ep = expert_ranks(config)
-    ranks, shard = sorted(stage), expert_shard_size(config, world_size)
+    etp, ep = layout.etp, layout.ep
     replicas = ranks[:: etp * ep]
     return {
         "etp": ranks[:etp],
@@ -192,32 +198,44 @@ class StepModel:
         return "sharded weights" if distributed.zero_stage == 3 else "data"
 
     @cached_property
-    def units(self) -> list[list[tuple[UnitWork, int]]]:
-        """(passes, how many such units) of each stage, with what ZeRO sends alongside them."""
-        return [self._stage_units(stage) for stage in self.stages]
+    def units(self) -> list[Units]:
+        """The units of each stage; stages that do the same have one tuple."""
+        found: dict[Hashable, Units] = {}
+        stages = []
+        for stage in self.stages:
+            kinds = tuple(self._kinds(stage).items())
+            does = kinds, stage.embedding, stage.head
+            if does not in found:
+                found[does] = tuple(self._stage_units(kinds, stage))
+            stages.append(found[does])
+        return stages
 
-    def _stage_units(self, stage: Stage) -> list[tuple[UnitWork, int]]:
-        found = []
-        for kind, count in Counter(self._kinds(stage)).items():
+    def _stage_units(
+        self, kinds: Sequence[tuple[LayerKind, int]], stage: Stage
+    ) -> Iterator[tuple[UnitWork, int]]:
+        """With what ZeRO sends alongside the passes."""
+        for kind, count in kinds:
             if kind not in self._layers:
                 layer = self.operations.layer(kind.like, kind.choice)
                 layer = self._with_zero(layer, self._layer_parameters(kind.like))
                 self._layers[kind] = self._with_host_copies(layer, kind)
-            found.append((self._layers[kind], count))
+            yield self._layers[kind], count
         if stage.embedding:
-            found.append((self.operations.embedding(), 1))
+            yield self.operations.embedding(), 1
         if stage.head:
             matrix = RankParameters(self.operations.vocab * self.operations.hidden)
-            found.append((self._with_zero(self.operations.head(), matrix), 1))
-        return found
+            yield self._with_zero(self.operations.head(), matrix), 1
 
-    def _kinds(self, stage: Stage) -> Iterator[LayerKind]:
-        """That of each layer of a stage."""
+    def _kinds(self, stage: Stage) -> Counter[LayerKind]:
+        """Those of the layers of a stage."""
         training = self.config.training
+        likes = map(self.operations.like, stage.layers)
         choices = stage_recompute(training, stage.layers)
         going = stage_offload(training, self.config.model, stage.layers)
-        for index, choice, modules in zip(stage.layers, choices, going, strict=True):
-            yield LayerKind(self.operations.like(index), _within_its_group(choice), modules)
+        found: Counter[LayerKind] = Counter()
+        for (like, choice, modules), count in Counter(zip(likes, choices, going)).items():
+            found[LayerKind(like, _within_its_group(choice), modules)] += count
+        return found
 
     def _with_host_copies(self, layer: UnitWork, kind: LayerKind) -> UnitWork:
         """With what goes to the host in a forward pass and comes back in a backward pass, alongside
@@ -281,11 +299,13 @@ class StepModel:
         shapes = group_shapes(self.config, self.world_size, hardware.node_size)
         return Pricing(hardware, shapes, self.generation, self.launches)
 
-    def time(self, hardware: Hardware) -> StepTime:
-        """What a step takes on this device."""
+    def time(self, hardware: Hardware, is_bound: bool = False) -> StepTime:
+        """What a step takes on this device; with `is_bound` at least: the pipeline is not
+        simulated.
+        """
         pricing = self.pricing(hardware)
-        stages = [_stage_seconds(pricing, units) for units in self.units]
-        spent = self._spent_in_passes(stages, pricing)
+        stages = self._stages_seconds(pricing)
+        spent = self._spent_in_passes(stages, pricing, is_bound)
         data = max(self._reduction(pricing, *each) for each in self.by_rank(stages))
         spent["data parallel"] = spent.get("data parallel", 0.0) + data
         spent["optimizer"] = self._optimizer(hardware, pricing.factor)
@@ -303,11 +323,17 @@ class StepModel:
             flops_per_iteration(config.model, batch, seq, self.vocab_size),
         )
 
+    def _stages_seconds(self, pricing: Pricing) -> list[StageSeconds]:
+        """Of the three passes of each stage."""
+        each = {id(units): units for units in self.units}  # comparing them takes longer
+        found = {key: _stage_seconds(pricing, units) for key, units in each.items()}
+        return [found[id(units)] for units in self.units]
+
     def _spent_in_passes(
-        self, stages: Sequence[StageSeconds], pricing: Pricing
+        self, stages: Sequence[StageSeconds], pricing: Pricing, is_bound: bool
     ) -> dict[str, float]:
         """What all passes of a step take, by the names that a user reads."""
-        pipeline = self._pipeline_seconds(stages, pricing)
+        pipeline = self._pipeline_seconds(stages, pricing, is_bound)
         distributed = self.config.distributed
         each = self.micro_batches / distributed.pipeline_model_parallel_size
         spent: dict[str, float] = {}
@@ -316,17 +342,19 @@ class StepModel:
                 for name, value in _named(seconds):
                     spent[name] = spent.get(name, 0.0) + value * each
         if distributed.overlap_moe_expert_parallel_comm:
-            exposed = self._pipeline_seconds(stages, pricing.unpaired())
+            exposed = self._pipeline_seconds(stages, pricing.unpaired(), is_bound)
             spent["expert parallel"] -= exposed - pipeline
         spent["pipeline bubble"] = max(0.0, pipeline - sum(spent.values()))
         return spent
 
-    def _pipeline_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+    def _pipeline_seconds(
+        self, stages: Sequence[StageSeconds], pricing: Pricing, is_bound: bool
+    ) -> float:
         """Of all passes. A rank that waits for another leaves it its core, where they share one."""
         if pricing.factor > 1:
             pricing = pricing.alone()
-            stages = [_stage_seconds(pricing, units) for units in self.units]
-        return self.passes_seconds(stages, pricing)
+            stages = self._stages_seconds(pricing)
+        return (self.least_seconds if is_bound else self.passes_seconds)(stages, pricing)
 
     @cached_property
     def rank_parameters(self) -> list[RankParameters]:
@@ -368,6 +396,25 @@ class StepModel:
         return self._simulated(
             Costs(*passes, 0.0, message, *exchanged, pricing.hardware.slowdown), ranks
         )
+
+    def least_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
+        """Seconds that all passes of a step take at least, without a simulation: the slowest rank
+        works between the first pass that reaches it and the last one that leaves it.
+        """
+        placement = self.schedule(1).placement
+        around, found = 0.0, 0.0
+        ranks = self.by_rank(stages)
+        hidden = [0.0] * len(ranks)  # at most
+        for rank, *exchanged in zip(placement, *self._exchanged(stages)) if pricing.pairs else ():
+            hidden[rank] += sum(exchanged)
+        seen = set()
+        for stage, rank in zip(stages, placement, strict=True):
+            if rank not in seen:
+                seen.add(rank)
+                each = sum(ranks[rank][:2]) - hidden[rank]
+                found = max(found, around + self.micro_batches * each)
+            around += stage[0].total + stage[1].total
+        return found
 
     def _simulated(self, costs: Costs, ranks: int) -> float:
         """Seconds of the time line of all passes, whose steady part repeats itself."""
@@ -456,28 +503,6 @@ class StepModel:
             seconds += elements * host * copied / (hardware.host_gbps * 1e9)
             seconds += elements * host * touched / (share * 1e9)
         return seconds
-
-
-class FastestStep(StepModel):
-    """A step that takes at least so long: its pipeline is not simulated. The slowest rank works
-    between the first pass that reaches it and the last one that leaves it.
-    """
-
-    def passes_seconds(self, stages: Sequence[StageSeconds], pricing: Pricing) -> float:
-        placement = self.schedule(1).placement
-        around, found = 0.0, 0.0
-        ranks = self.by_rank(stages)
-        hidden = [0.0] * len(ranks)  # at most
-        for rank, *exchanged in zip(placement, *self._exchanged(stages)) if pricing.pairs else ():
-            hidden[rank] += sum(exchanged)
-        seen = set()
-        for stage, rank in zip(stages, placement, strict=True):
-            if rank not in seen:
-                seen.add(rank)
-                each = sum(ranks[rank][:2]) - hidden[rank]
-                found = max(found, around + self.micro_batches * each)
-            around += stage[0].total + stage[1].total
-        return found
 
 
 @lru_cache

@@ -90,7 +90,7 @@ def _expert_specs(config: ModelConfig, name: str) -> tuple[ParameterSpec, Parame
     return ParameterSpec(tuple(fc1), is_gemm=True), ParameterSpec(tuple(fc2), is_gemm=True)
 
 
-def _of_experts(counts: RowCounts) -> Iterator[tuple[int, slice]]:
+def row_slices(counts: RowCounts) -> Iterator[tuple[int, slice]]:
     """Each expert that has rows, and these."""
     assert counts.numbers is not None
     start = 0
@@ -121,7 +121,7 @@ def expert_gemms(
     # The library for CPUs generates code for each shape of a GEMM: for numbers of rows that differ
     # from step to step, this takes longer than the GEMMs.
     rounded = rows.device.type == "cpu" and rows.element_size() == 2
-    for expert, part in _of_experts(counts):
+    for expert, part in row_slices(counts):
         if rounded:  # the rows after an expert's own are those of later ones, which write them anew
             more = -(part.stop - part.start) % ROWS
             part = slice(part.start, part.stop + more) if part.stop + more <= len(rows) else part
@@ -160,7 +160,7 @@ def _wgrad_gemms(
         for expert, count in enumerate(counts.numbers):
             if not count:
                 of_experts[expert].zero_()
-    for expert, part in _of_experts(counts):
+    for expert, part in row_slices(counts):
         wgrad_gemm(dy[part], x[part], of_experts[expert], overwrite, by_apex, rows_vary=True)
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from megatron.benchmarks import convergence as tool
 from megatron.benchmarks.peers import common
-from megatron.benchmarks.peers.common import StepClock, validation_loss
+from megatron.benchmarks.peers.common import validation_loss
 from megatron.tools.generate import load_model
 
 from megatron.checkpoint.reader import open_checkpoint
@@ -27,7 +27,6 @@ from megatron.config.validate import resolve
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import build_data
 from megatron.data.tokenizer import build_tokenizer
-from megatron.model.arithmetic import parameter_count
 from megatron.optimizer.lr_schedule import ParamSchedule
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,54 +70,12 @@ def test_the_llama_shape_is_the_quickstarts(corpus):
     assert ours.evaluation.eval_iters == its.evaluation.eval_iters == tool.EVALUATED
 
 
-def test_both_shapes_have_what_the_peers_count(corpus):
-    """litgpt's and nanoGPT's own counts of the benchmark's models."""
-    found = {}
-    for shape in tool.training.SHAPES:
-        flags = tool.our_flags(tool.WORK, shape, *corpus)
-        model = resolve(parse_arguments(flags).config, 1, 2048).config.model
-        found[shape] = parameter_count(model, 2048)["total"]
-    assert found == {"Llama": 1_016_960, "GPT-2": 1_088_256}
-
-
 def test_the_learning_rate_is_that_of_our_schedule(corpus):
     config = parse_arguments(tool.our_flags(tool.WORK, "Llama", *corpus)).config
     schedule = ParamSchedule.of(resolve(config, 1, 2048).config)
     for step in range(tool.WORK.steps):
         wanted = schedule.learning_rate((step + 1) * tool.WORK.step_samples)
         assert tool.WORK.learning_rate(step) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_nanogpts_settings_give_the_same_learning_rates(nanogpt):
-    """train.py warms up over (step + 1) / (warmup + 1) and falls over (step - warmup) / (decay -
-    warmup), step counted from 0.
-    """
-    words = nanogpt.settings(tool.WORK, Path("data"), Path("out"))
-    given = dict(word.removeprefix("--").split("=") for word in words)
-    warmup, decay = int(given["warmup_iters"]), int(given["lr_decay_iters"])
-    lr, least = float(given["learning_rate"]), float(given["min_lr"])
-    for step in (0, 1, 58, 59, 60, 300, 599):
-        share = 0.5 * (1 + np.cos(np.pi * (step - warmup) / (decay - warmup)))
-        rate = lr * (step + 1) / (warmup + 1) if step < warmup else least + share * (lr - least)
-        assert rate == pytest.approx(tool.WORK.learning_rate(step), rel=1e-12)
-    assert int(given["max_iters"]) + 1 == tool.WORK.steps  # train.py ends after this step's number
-    tokens = int(given["batch_size"]) * int(given["gradient_accumulation_steps"])
-    assert tokens * int(given["block_size"]) == tool.WORK.step_tokens
-
-
-def test_a_wrong_learning_rate_is_noticed():
-    clock = StepClock()
-    for step in range(TINY.steps):
-        optimizer = types.SimpleNamespace(param_groups=[{"lr": TINY.learning_rate(step)}])
-        clock.tick(optimizer)
-    assert clock.rate_error(TINY) == 0
-    clock.rates[3] = TINY.learning_rate(4)  # as a schedule that counts from 0 instead of 1 would
-    assert clock.rate_error(TINY) > 1e-3
-    line = " [x] iteration {:8d}/ 20 | a: 1 | learning rate: {:.6E} | b"
-    lines = [line.format(step, TINY.learning_rate(step - 1)) for step in (5, 10, 15, 20)]
-    assert tool.our_rate_error(lines, TINY) < 1e-6
-    lines[1] = line.format(10, TINY.learning_rate(10))
-    assert tool.our_rate_error(lines, TINY) > 1e-3
 
 
 def test_windows_drawn_once_do_not_overlap_and_leave_other_draws_alone(nanogpt):
@@ -133,15 +90,6 @@ def test_windows_drawn_once_do_not_overlap_and_leave_other_draws_alone(nanogpt):
     other = draw(50, (6,))
     torch.manual_seed(3)
     assert torch.equal(other, torch.randint(50, (6,)))
-
-
-def test_given_windows_are_read_in_their_order(nanogpt):
-    """train.py draws for its first step, then for its evaluation, then for all other steps."""
-    places = torch.tensor([70, 3, 9, 41, 22, 60])
-    draw = nanogpt.WindowsOnce(TINY, 100, places)
-    drawn = [draw(92, (2,)) for _ in range(4)]
-    assert torch.cat([drawn[0], *drawn[2:]]).tolist() == places.tolist()
-    assert set(drawn[1].tolist()) != {9, 41}
 
 
 @pytest.fixture(scope="module")
@@ -228,49 +176,6 @@ def test_a_peer_that_does_other_work_is_refused(apart, fine, corpus, monkeypatch
     else:
         with pytest.raises(RuntimeError, match="litgpt does other work than ours: 0.003 apart"):
             tool.same_start(*corpus, {})
-
-
-def test_quantiles_of_t():
-    """Tables of Student's t, two-sided 95%."""
-    for freedom, wanted in ((1, 12.7062), (2, 4.30265), (4, 2.77645), (8, 2.30600), (30, 2.04227)):
-        assert tool.t_quantile(freedom) == pytest.approx(wanted, abs=2e-4)
-    assert 2.30600 < tool.t_quantile(7.3) < 2.36463
-
-
-def test_welchs_interval():
-    """Of a worked example: variances 2.5 and 10 of five values each, 5.882 degrees of freedom."""
-    ours, theirs = [1.0, 2.0, 3.0, 4.0, 5.0], [2.0, 4.0, 6.0, 8.0, 10.0]
-    difference, half = tool.welch(ours, theirs)
-    assert difference == 3 and half == pytest.approx(tool.t_quantile(5.88235) * 2.5**0.5, rel=1e-5)
-    assert tool.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 0.0)
-
-
-def runs_with(shift: float, spread: float = 0.004) -> list[dict]:
-    """Five seeds of ours and of litgpt, whose mean lies `shift` above."""
-    offsets = [spread * step for step in (-1, -0.5, 0, 0.5, 1)]
-    return [
-        {
-            "who": who,
-            "seed": seed,
-            "validation_loss": 4.06 + offset + more,
-            "tokens_per_cpu_second": 8000.0,
-            "tokens_per_second": 7000.0,
-        }
-        for who, more in (("ours, Llama shape", 0.0), ("litgpt", shift))
-        for seed, offset in enumerate(offsets, 1)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("shift", "spread", "equal"),
-    [(0.001, 0.004, True), (0.012, 0.004, False), (0.0, 0.05, False)],
-    ids=["equal", "apart", "too noisy"],
-)
-def test_the_criterion(shift, spread, equal):
-    ours, litgpt = tool.summary(runs_with(shift, spread))
-    assert litgpt["equal"] is equal and litgpt["difference"] == pytest.approx(shift)
-    assert "equal" not in ours and ours["seeds"] == 5
-    assert ours["spread"] == pytest.approx(litgpt["spread"])
 
 
 def test_every_side_and_seed_runs_once_the_held_ones_first():

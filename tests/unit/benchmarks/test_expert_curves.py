@@ -5,10 +5,8 @@ FLOPs, the arithmetic of its table, and the picture.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from megatron.benchmarks import convergence
 from megatron.benchmarks import expert_curves as tool
@@ -62,13 +60,6 @@ def test_the_active_flops_are_those_of_the_dense_model_and_the_router(sizes):
     assert more == mlp * (tool.EXPERTS // tool.TOPK - 1)
 
 
-def test_the_loss_of_frequencies():
-    tokens, labels = np.array([0, 0, 1]), np.array([[0, 2]])
-    # of 6 counts with one more for each of three tokens: 3, 2 and 1
-    expected = -(math.log(3 / 6) + math.log(1 / 6)) / 2
-    assert tool.cross_entropy(tokens, labels, 3) == pytest.approx(expected)
-
-
 def test_losses_and_loads_are_taken_from_the_metrics():
     rows = [
         {
@@ -105,17 +96,6 @@ def test_seeds_are_compared_with_the_dense_run_of_the_same_seed():
     assert tool.final_losses(runs, tool.DENSE) == {1: 4.0}
     assert tool.less(runs, "bias", {1: 4.0, 2: 4.5}) == [-0.25]
     assert tool.less(runs, "nothing", {1: 4.0}) == []
-
-
-def test_loads_of_the_end_are_those_of_its_last_steps():
-    assert tool.end_loads(run("bias", 1, 4.0, most=2)) == (3, 0.5)
-    assert tool.end_loads(run(tool.DENSE, 1, 4.0)) is None
-
-
-def test_what_is_missing_is_run_seed_by_seed():
-    wanted = tool.missing([run("bias", 1, 4.0)], 2)
-    first = [(kind, 1) for kind in tool.KINDS if kind != "bias"]
-    assert wanted == first + [(kind, 2) for kind in tool.KINDS]
 
 
 def test_the_recorded_picture_is_drawn_again():

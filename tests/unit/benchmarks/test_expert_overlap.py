@@ -53,8 +53,3 @@ def test_rows():
     assert (fast["median"], fast["pairs"], fast["passed"]) == (1.1, 1, False)
     text = tool.table(rows).splitlines()
     assert text[2] == "| 1mbit | 100 | 50 | 0.50 (0.50-0.50) | 7 |"
-
-
-def test_a_rate_that_tc_refuses():
-    with pytest.raises((RuntimeError, FileNotFoundError)):
-        tool.limit("fast")

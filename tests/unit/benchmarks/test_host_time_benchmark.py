@@ -39,11 +39,6 @@ def runs_of(who: str, factors: list[float], of: tool.StepTime = STEP) -> list[di
     ]
 
 
-def test_four_sizes_give_the_four_numbers_of_a_step():
-    found = tool.fit({size: seconds(STEP, *size) for size in tool.SIZES})
-    assert found == pytest.approx(STEP)
-
-
 def test_ratios_are_the_peers_time_by_ours_in_the_same_round():
     factors = [1.0, 1.5, 2.0, 1.0, 1.25, 3.0, 1.0]
     slower = STEP._replace(layer_and_micro_batch=2 * STEP.layer_and_micro_batch)

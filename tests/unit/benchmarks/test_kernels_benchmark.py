@@ -73,14 +73,6 @@ def test_faults_are_rows():
     )
 
 
-def test_what_is_out_of_time_says_so():
-    bench = tool.Bench(torch.device("cpu"), True, deadline=0.0)
-    bench.measure("part", "case", {"ours": lambda: None}, 1.0, "byte")
-    assert bench.rows[0].fault == "not run: out of time" and "out of time" in bench.line(
-        bench.rows[0]
-    )
-
-
 def test_attention_of_the_fused_projection_is_a_case():
     (shape,) = [each for each in attention_shapes(tiny=True) if each.fused]
     (full_size,) = [each for each in attention_shapes(tiny=False) if each.fused]

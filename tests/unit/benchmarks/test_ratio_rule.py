@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 
 import pytest
 from megatron.benchmarks.ratio_rule import bootstrap, verdict
@@ -19,25 +18,6 @@ def test_the_median_must_reach_the_goal_itself():
     ratios = [0.99] * 7
     assert not verdict(ratios, goal=1.0).passed  # within the slack, but only the bound has slack
     assert verdict(ratios, goal=0.99).passed
-
-
-def test_scatter_below_95_percent_of_the_goal_fails_a_good_median():
-    scattered = [0.5, 0.6, 0.7, 1.2, 1.2, 1.2, 1.2]
-    assert statistics.median(scattered) > 1
-    result = verdict(scattered, goal=1.0)
-    assert result.low < 0.95 and not result.passed
-
-
-def test_six_pairs_are_not_enough():
-    assert not verdict([2.0] * 6, goal=1.0).passed
-    assert verdict([2.0] * 7, goal=1.0).passed
-
-
-def test_an_upper_limit_turns_every_comparison_round():
-    assert verdict([0.9, 0.95, 0.97, 0.98, 0.99, 1.0, 1.01], goal=1.0, upper_limit=True).passed
-    assert not verdict([1.01] * 7, goal=1.0, upper_limit=True).passed
-    # upper bound above 1.05
-    assert not verdict([0.9, 0.9, 0.9, 0.9, 1.4, 1.5, 1.6], goal=1.0, upper_limit=True).passed
 
 
 def test_the_interval_does_not_depend_on_the_order_and_narrows_with_pairs():
@@ -57,9 +37,3 @@ def test_the_interval_covers_the_true_median_as_often_as_it_says():
         covered += low <= 1.0 <= high
     # 95% in the limit; the percentile bootstrap of 15 values falls a little short of it
     assert covered >= 51
-
-
-@pytest.mark.parametrize("ratios", [[], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")]])
-def test_ratios_that_cannot_be_are_refused(ratios):
-    with pytest.raises(ValueError, match="ratios must be positive"):
-        verdict(ratios, goal=1.0)

@@ -52,17 +52,6 @@ def test_every_prefix_holds_each_source_within_one_of_its_share(shares):
         assert np.abs(held * total - due).max() < total  # strictly within 1 of the share
 
 
-@pytest.mark.parametrize(
-    "weights", [[0.5] + [0.01] * 50, [0.3, 0.7], [1, 2, 3, 4], [0.999, 0.0005, 0.0005]]
-)
-def test_prefix_property_of_real_blends(weights):
-    shares = quotas(weights, [str(d) for d in range(len(weights))])
-    chosen = pattern(shares)
-    for d, share in enumerate(shares):
-        rounded = np.round(np.arange(1, PATTERN + 1) * share / PATTERN)
-        assert np.abs(np.cumsum(chosen == d) - rounded).max() <= 1
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     shares=st.lists(st.integers(1, 60), min_size=1, max_size=5),

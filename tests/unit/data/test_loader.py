@@ -17,7 +17,7 @@ from megatron.config.data_paths import parse_blend, parse_split
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, DataConfig, EvaluationConfig, TrainingConfig
 from megatron.data.indexed_dataset import DataError, IndexedDataset
-from megatron.data.loader import Batch, MockReader, build_data, split_range
+from megatron.data.loader import Batch, build_data, split_range
 from megatron.data.tokenizer import build_tokenizer
 
 VOCAB = 500  # of the NullTokenizer: 501 ids, the last ends a document
@@ -346,22 +346,6 @@ def test_an_end_of_document_beyond_the_vocabulary_is_found_before_training(tmp_p
     data.train.batch(0, 100)
 
 
-def test_another_end_of_document_than_the_sidecars_is_named(tmp_path):
-    """Both ids: in a note, and in the error of a flag that needs them."""
-    prefix = make(tmp_path / "x", 100)
-    settings = {"train_data_path": (prefix,), "eval_iters": 0, "vocab_size": 600}
-    notes = build(config(**settings)).notes
-    assert any(
-        "made with the end-of-document id 500; this run's tokenizer has 600" in note
-        for note in notes
-    )
-    with pytest.raises(
-        DataError,
-        match=r"no end-of-document id \(600\) but was made with 500 as the end of document",
-    ):
-        build(config(**settings, eod_mask_loss=True))
-
-
 @pytest.mark.parametrize("documents", [20, 60])  # no document, and less than a sample
 def test_a_source_too_small_for_a_split_is_left_out_and_named(tmp_path, documents):
     """Of several sources; alone it is an error, and so it is in the training split."""
@@ -412,20 +396,6 @@ def test_a_split_without_documents_is_an_error_and_without_share_is_not(tmp_path
         build(config())
 
 
-def test_the_same_content_twice_is_refused(tmp_path):
-    prefix, copy = make(tmp_path / "x", 42), make(tmp_path / "copy", 42)
-    for paths in (("1", prefix, "2", prefix), (prefix, copy)):
-        with pytest.raises(DataError, match="given twice"):
-            train_on(*paths)
-
-
-def test_another_tokenizer_is_noted_and_bytes_per_token_known(tmp_path):
-    prefix = make(tmp_path / "x", 100)
-    data = train_on(prefix, vocab_size=800)
-    assert any("made with another tokenizer" in note for note in data.notes)
-    assert data.train.bytes_per_token == 3.0 and data.eod == 800
-
-
 def test_mock_data_is_learnable_pure_and_uses_the_real_vocabulary():
     data = build(config(mock_data=True, seq_length=128, reset_attention_mask=True))
     batch = data.train.batch(0, 400)
@@ -447,11 +417,3 @@ def test_mock_data_is_learnable_pure_and_uses_the_real_vocabulary():
         build(config(mock_data=True, seq_length=128, seed=2)).train.batch(0, 1).tokens,
         batch.tokens[:1],
     )
-
-
-@pytest.mark.parametrize("vocab_size, eod", [(2, 0), (2, 1), (50, 0), (50, 2), (50, 49)])
-def test_mock_data_for_any_end_of_document_id(vocab_size, eod):
-    tokens = MockReader(200, vocab_size, eod, seed=1, split="train").windows(np.arange(200))
-    assert set(np.unique(tokens)) == set(range(vocab_size))
-    # only at the end of each 100 tokens
-    assert (np.flatnonzero(tokens[:, :-1].ravel() == eod) % 100 == 99).all()

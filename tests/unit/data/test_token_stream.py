@@ -60,15 +60,6 @@ def test_permute_of_large_ranges_stays_inside_and_never_repeats(n, start, key):
     assert image.min() >= 0 and image.max() < n and len(np.unique(image)) == 1000
 
 
-def test_permute_mixes_keys_and_epochs():
-    keys = np.repeat(np.array([1, 2], np.uint64), 5000)
-    both = permute(np.tile(np.arange(5000), 2), 5000, keys)
-    first, second = both[:5000], both[5000:]
-    assert np.array_equal(np.sort(second), np.arange(5000)) and (first == second).mean() < 0.01
-    assert abs(np.corrcoef(np.arange(5000), first)[0, 1]) < 0.05  # no trace of the order
-    assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.05  # nor among neighbours
-
-
 def test_values_are_fixed():
     """A change of these silently reorders every run that is resumed."""
     # SplitMix64 of seeds 0 and 1
@@ -115,39 +106,6 @@ def test_samples_do_not_depend_on_how_they_are_asked_for(tmp_path):
     assert np.array_equal(
         np.concatenate([read(fresh, order[k : k + 13]) for k in range(0, 390, 13)]), whole[order]
     )
-
-
-def test_epochs_seeds_and_sources_differ_and_paths_do_not(tmp_path):
-    one, other = corpus(tmp_path / "x", [1000]), corpus(tmp_path / "y", [1000], first_id=5)
-    stream = TokenStream(one, 0, 1, 10, 1, 2000)
-    starts = stream.places(np.arange(300)).reshape(3, 100)
-    # the offset moves, too
-    assert len({tuple(row) for row in starts}) == 3 and len(set((starts % 10)[:, 0])) > 1
-    for different in (TokenStream(one, 0, 1, 10, 2, 2000), TokenStream(other, 0, 1, 10, 1, 2000)):
-        assert (
-            different.identity != stream.identity
-            and (different.places(np.arange(100)) == starts[0]).mean() < 0.2
-        )
-    moved = TokenStream(corpus(tmp_path / "z", [1000]), 0, 1, 10, 1, 2000)
-    assert moved.identity == stream.identity and np.array_equal(
-        moved.places(np.arange(300)).reshape(3, 100), starts
-    )
-
-
-def test_a_range_of_sequences_reads_nothing_else(tmp_path):
-    data = corpus(tmp_path / "x", [30, 7, 51, 20])
-    stream = TokenStream(data, 1, 3, 9, 1, 108)
-    samples = read(stream, np.arange(600))
-    assert stream.num_tokens == 58 and set(samples.ravel()) == set(range(30, 88))
-    step = np.diff(samples, axis=1)
-    assert set(np.unique(step)) == {1, -57}  # wraps from token 87 to token 30
-
-
-def test_offsets_are_uniform(tmp_path):
-    stream = TokenStream(corpus(tmp_path / "x", [64]), 0, 1, 16, 1, 64)
-    first_of_epoch = stream.places(np.arange(0, 4 * 4000, 4)) % 16
-    counts = np.bincount(first_of_epoch, minlength=16)
-    assert counts.min() > 170 and counts.max() < 340  # 250 expected, five standard deviations
 
 
 def test_too_few_tokens(tmp_path):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megatron.distributed.groups import (
-    ORDER,
     TP_PP_DP_ORDER,
     Groups,
     Layout,
     build_groups,
-    describe_layout,
 )
 
 LAYOUTS = [
@@ -64,13 +62,6 @@ def test_the_grid_covers_the_ranks_of_a_stage(layout, shard):
         assert own.tp_cp.size == layout.tp * layout.cp
 
 
-def test_etp_is_fastest():
-    (first, *_) = all_groups(Layout(tp=2, cp=2, dp=2, pp=2, ep=2, etp=2), None)
-    assert first.etp.ranks == (0, 1)
-    assert first.ep.ranks == (0, 2)
-    assert first.buffers["expert"].replicas.ranks == (0, 4)
-
-
 def test_hybrid_shards_lie_within_the_same_neighbours():
     groups = all_groups(Layout(tp=2, dp=4, ep=2, etp=1), 2)
     # ZeRO cuts over 2 dp ranks, which are 4 ranks with tp: they hold 2 copies of each expert
@@ -82,9 +73,3 @@ def test_the_state_is_cut_by_nobody():
     (first, *_) = all_groups(Layout(tp=2, dp=2, ep=2), None)
     assert first.buffers["state"].shard.size == 1
     assert first.buffers["state"].replicas.ranks == first.dense.replicas.ranks
-
-
-def test_what_the_banner_says():
-    assert describe_layout(Layout(tp=2, dp=2)) == "tp2 cp1 pp1 dp2"
-    assert describe_layout(Layout(tp=2, dp=2, ep=2, etp=2)) == "tp2 cp1 pp1 dp2 ep2 etp2"
-    assert ORDER == Layout().order

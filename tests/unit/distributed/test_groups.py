@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import time
 
 import pytest
 
 from megatron.distributed.groups import (
     ALONE,
-    ORDER,
     TP_PP_DP_ORDER,
     Axis,
     Groups,
     Layout,
     build_groups,
     channel_count,
-    one_process,
 )
 
 AXES = ("world", "tp", "cp", "dp", "pp", "replicas", "shard", "shard_gather", "replicate", "kv")
@@ -164,36 +161,6 @@ def test_a_group_says_all_that_it_is_for(layout, shard):
     assert [set(text.split()) for _, text in calls] == [uses[i + 1] for i in range(len(calls))]
 
 
-def test_a_shard_is_neighbours_and_copies_are_the_same_place_in_each():
-    layout = Layout(tp=2, cp=2, dp=4, pp=2)
-    for rank in range(layout.world):
-        groups, calls = groups_of(layout, rank, shard=4)
-        whole, place = groups.dense.replicas.ranks, groups.dense.replicas.rank
-        assert (
-            groups.dense.shard.ranks
-            == groups.dense.shard_gather.ranks
-            == whole[place // 4 * 4 :][:4]
-            and groups.dense.shard.rank == place % 4
-        )
-        assert (
-            groups.dense.replicate.ranks == whole[place % 4 :: 4]
-            and groups.dense.replicate.rank == place // 4
-        )
-        assert calls == groups_of(layout, 0, shard=4)[1]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_groups_are_what_the_coordinates_say(layout):
-    places = [layout.coordinates(rank) for rank in range(layout.world)]
-    assert [layout.rank(place) for place in places] == list(range(layout.world))
-    for axes in (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp"), ORDER):
-        others = [axis for axis in ORDER if axis not in axes]
-        expected: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(places):
-            expected.setdefault(tuple(place[axis] for axis in others), []).append(rank)
-        assert sorted(layout.partition(*axes)) == sorted(map(tuple, expected.values()))
-
-
 @pytest.mark.parametrize(
     "tp, heads, share", [(8, 2, 4), (8, 1, 8), (8, 8, 1), (4, 6, 1), (4, None, 1), (1, 1, 1)]
 )
@@ -235,29 +202,6 @@ def test_the_ends_of_a_pipeline_share_a_tied_matrix():
     assert groups_of(Layout(pp=2), 1)[0].tied == ALONE
 
 
-def test_four_thousand_ranks_take_seconds():
-    layout = Layout(tp=8, cp=4, dp=16, pp=8)
-    assert layout.world == 4096
-    begun = time.process_time()
-    calls = groups_of(layout, 0, 2)[1]
-    for rank in random.Random(0).sample(range(4096), 40):
-        groups, other = groups_of(layout, rank, 2)
-        assert other == calls and [axis_of(groups, name).size for name in AXES] == [
-            4096,
-            8,
-            4,
-            16,
-            8,
-            64,
-            64,
-            64,
-            1,
-            4,
-        ]
-        assert all(rank == (axis := axis_of(groups, name)).ranks[axis.rank] for name in AXES)
-    assert time.process_time() - begun < 10
-
-
 def test_a_dry_run_of_a_million_ranks_describes_one_rank_alone():
     layout, rank, calls = Layout(tp=8, dp=15625, pp=8), 77, []
 
@@ -286,8 +230,3 @@ def test_own_groups_are_those_of_all_groups_that_contain_the_rank(layout):
             )
         every, own = found
         assert own == [(ranks, uses) for ranks, uses in every if rank in ranks]
-
-
-def test_one_process_needs_no_group():
-    groups = one_process()
-    assert [axis_of(groups, name) for name in AXES] == [Axis(name) for name in AXES]

@@ -21,7 +21,6 @@ from megatron.distributed.launchers import (
 from megatron.distributed.setup import (
     choose_device,
     connect,
-    disconnect,
     read_launch,
     set_determinism,
     share_cores,
@@ -170,13 +169,6 @@ def test_rank_without_local_world_size(environment, local_size):
     assert found == Launch(5, 7, 1, local_size, "environment", "n0", 4000, "environment")
 
 
-def test_ranks_of_a_host_that_no_variable_gives_are_its_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for gpus, local_size in ((4, 4), (1, 2), (16, 7)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=gpus: count)
-        assert read_launch(WRAPPED).local_size == local_size
-
-
 def test_a_world_size_that_the_batch_script_exports(monkeypatch):
     """srun's ranks with it; another number of tasks is a mistake that would train alone."""
     assert read_launch({**SRUN, "WORLD_SIZE": "7"}) == read_launch(SRUN)
@@ -193,16 +185,6 @@ def test_a_task_of_srun_whose_variables_were_dropped_does_not_train_alone():
     for environment in ({"SLURM_PROCID": "3"}, {"SLURM_STEP_NUM_TASKS": "2"}):
         with pytest.raises(LaunchError, match="srun's variables are incomplete"):
             read_launch(environment)
-
-
-def test_steps_and_attempts_of_a_job_have_ports_of_their_own():
-    places = [
-        read_launch({**SRUN, "SLURM_STEP_ID": str(step), "SLURM_RESTART_COUNT": str(restart)})
-        for step in range(3)
-        for restart in range(3)
-    ]
-    assert len({launch.port for launch in places}) == len({launch.job for launch in places}) == 9
-    assert all(20000 <= launch.port < 30000 for launch in places)
 
 
 @pytest.mark.parametrize(
@@ -443,12 +425,6 @@ class TestThreads:
         ):
             setup.choose_device(launch, DistributedConfig())
         assert self.chosen == [3]
-
-
-def test_one_process_meets_nobody():
-    connect(Launch(), "gloo", 0.01, {})
-    assert not torch.distributed.is_initialized()
-    disconnect()
 
 
 def test_a_backend_that_cannot_connect_is_one_message(monkeypatch):

@@ -81,18 +81,6 @@ def test_one_process(capsys):
     assert out[-1] == "ValueError: a fault"
 
 
-def test_a_library_that_sets_up_logging_repeats_nothing(capsys):
-    other = logging.StreamHandler()
-    logging.getLogger().addHandler(other)
-    try:
-        with logs.job_log():
-            logger.warning("once")
-    finally:
-        logging.getLogger().removeHandler(other)
-    shown = capsys.readouterr()
-    assert shown.out == "warning: once\n" and shown.err == ""
-
-
 class Full(io.StringIO):
     def write(self, text: str) -> int:
         raise OSError(28, "No space left on device")

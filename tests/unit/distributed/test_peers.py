@@ -9,7 +9,7 @@ import torch
 from torch.distributed import HashStore
 
 from megatron.distributed import peers
-from megatron.distributed.peers import PEERS, PeerError, Peers, waiting
+from megatron.distributed.peers import PeerError, Peers, waiting
 
 
 @pytest.fixture
@@ -67,17 +67,6 @@ def test_ranks_that_wait_are_not_blamed(three, monkeypatch):
     assert found.startswith("rank 2 (process") and found.endswith(
         "lives and does not wait for others: in iteration 3, computing"
     )
-
-
-def test_the_outermost_wait_is_told():
-    with (
-        pytest.raises(PeerError, match=r"^outer 0\.\d s ended or hangs\. Look .*\(lost\)$"),
-        waiting(lambda seconds: f"outer {seconds:.1f} s"),
-    ):
-        assert PEERS.doing().endswith("outer 0.0 s")
-        with waiting(lambda seconds: "inner"):
-            raise RuntimeError("lost. Advice\nmore")
-    assert not PEERS.waits and PEERS.doing().endswith(", computing")
 
 
 def test_memory_that_runs_out_is_blamed_on_nobody():

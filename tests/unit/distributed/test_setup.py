@@ -10,15 +10,12 @@ import subprocess
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from megatron.distributed.groups import Layout
 from megatron.distributed.setup import (
     MESSAGE_CTAS,
-    keep_freed_memory,
     make_groups,
     nccl_options,
 )
@@ -49,11 +46,6 @@ def faults(mode: str) -> int:
 def test_freed_memory_is_used_again_without_page_faults():
     pages = (36 << 20) // resource.getpagesize()
     assert faults("keep") < pages / 100 < faults("as it is")
-
-
-def test_a_c_library_without_mallopt_is_left_alone(monkeypatch):
-    monkeypatch.setattr("ctypes.CDLL", lambda _: object())
-    assert keep_freed_memory() is False
 
 
 class Options:
@@ -97,32 +89,3 @@ def test_a_group_of_torch_is_described_by_its_uses(gloo_world):
     # torch's own group of all ranks serves
     uses = ["default_pg", "tp", "pp tied", "pp tied", "channel0", "channel1"]
     assert gloo_world(4).run(descriptions) == [uses] * 4
-
-
-def asked_for():
-    """What torch is asked for where the backend is NCCL, by a stand-in for it."""
-    asked = []
-
-    def new_group(ranks, timeout, pg_options, group_desc):
-        asked.append((group_desc, pg_options))
-        return group_desc
-
-    world = SimpleNamespace(_get_backend=lambda kind: world, options=Options())
-    with (
-        mock.patch.object(dist, "get_backend", lambda: "nccl"),
-        mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), create=True),
-        mock.patch.object(dist, "new_group", new_group),
-        mock.patch.object(dist, "group", SimpleNamespace(WORLD=world)),
-    ):
-        make_groups(Layout(tp=2, pp=2), None, tied=True)
-    assert len({id(options) for _, options in asked}) == len(asked), "torch writes into them"
-    return [
-        (uses, options.is_high_priority_stream, options.config.max_ctas) for uses, options in asked
-    ]
-
-
-def test_each_group_of_nccl_has_options_of_its_own(gloo_world):
-    urgent = [("tp", True, None)] * 2
-    messages = [(f"channel{i}", False, MESSAGE_CTAS) for i in (0, 0, 1, 1)]
-    due = [*urgent, *[("pp tied", False, None)] * 2, *messages]
-    assert gloo_world(4).run(asked_for) == [due] * 4

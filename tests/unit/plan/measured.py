@@ -1,5 +1,5 @@
 """The plan against bytes that really live while a run trains: `python tests/unit/plan/measured.py`
-writes docs/results/plan_memory.json.
+writes docs/results/plan_memory.json, or with names of cases their rows in it.
 """
 
 from __future__ import annotations
@@ -666,8 +666,10 @@ def write(name: str, rows: list[dict]) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Measure the named cases, or all and write them down."""
-    worlds, rows = Worlds(), []
+    """Measure the named cases, or all, and write them down."""
+    path = TESTS.parent / "docs/results/plan_memory.json"
+    kept = json.loads(path.read_text()) if names else {"rows": []}
+    worlds, rows = Worlds(), [row for row in kept["rows"] if row["case"] not in names]
     for name in names or CASES:
         for row in compare(name, worlds):
             rows.append(row)
@@ -679,7 +681,11 @@ def main(names: list[str]) -> None:
                     flush=True,
                 )
     worlds.close()
-    if not names:
+    order = list(CASES)
+    rows.sort(key=lambda row: order.index(row["case"]))
+    if names:  # dated as the others
+        path.write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n")
+    else:
         write("plan_memory", rows)
 
 

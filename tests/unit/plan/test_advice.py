@@ -8,7 +8,7 @@ import re
 
 import pytest
 from megatron.tools._plan.advice import Machine, order_of_peaks, transfers
-from megatron.tools._plan.memory import MemoryPlan, rank_memories
+from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.table import banner_lines, memory_report
 
 from megatron.config.arguments import parse_arguments
@@ -44,10 +44,8 @@ def configure(flags: str, world: int, *more: object) -> Config:
     [
         # g F MFU / (4 BW): 989e12 x 0.4 / 50e9 = 7912 FLOPs a byte
         ("--zero-stage 0", [2 * 7912]),
-        ("--zero-stage 1", [7912, 7912]),
         ("--zero-stage 2", [7912, 7912]),
         ("--zero-stage 2 --grad-reduce-in-bf16", [3956, 7912]),
-        ("--zero-stage 2 --main-grads-dtype bf16", [3956, 7912]),
         ("--zero-stage 3", [7912, 11868]),
         ("--zero-stage 3 --grad-reduce-in-bf16", [7912, 7912]),
         ("--zero-stage 3 --zero3-keep-gathered", [7912, 7912]),
@@ -61,7 +59,7 @@ def test_tokens_that_hide_a_transfer(flags, needed):
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("samples", [1, 4, 6, 12])
+@pytest.mark.parametrize("samples", [1, 12])
 def test_the_flags_that_are_named_help(stage, samples):
     flags = f"--zero-stage {stage} --micro-batch-size {samples} --global-batch-size {samples * 32}"
     for index, transfer in enumerate(transfers(configure(SEVEN, 8, *flags.split()), 8)):
@@ -109,19 +107,12 @@ def test_tokens_that_hide_weights_from_host_memory(flags, world, needed):
     assert any(line.startswith("in the host's memory") for line in report)
 
 
-def test_nothing_is_sent_where_one_rank_holds_the_model():
-    assert (
-        transfers(configure(SEVEN, 1), 1) == []
-        and transfers(configure(SEVEN, 4, "--tensor-model-parallel-size", 4), 4) == []
-    )
-
-
 def micro_batches(ranks: int) -> tuple[object, ...]:
     """Four of them, recomputed: the peak is not at the start of the one backward pass."""
     return "--global-batch-size", 4 * ranks, "--recompute-granularity", "full"
 
 
-@pytest.mark.parametrize("flags, ranks", [(GPT2, 2), (GPT2, 4), (LLAMA_1B, 2), (SEVEN, 8)])
+@pytest.mark.parametrize("flags, ranks", [(GPT2, 4), (LLAMA_1B, 2)])
 def test_memory_falls_with_each_stage(flags, ranks):
     order = order_of_peaks(
         MemoryPlan(configure(flags, ranks, *micro_batches(ranks)), VOCAB, ranks, "cpu")
@@ -150,17 +141,6 @@ def test_the_block_that_prevents_it_is_named():
     assert [line.split(": ")[1] for line in kept.broken] == [
         "--zero3-keep-gathered holds all weights whole"
     ]
-
-
-def test_bytes_of_a_parameter_at_four_ranks():
-    """9 | 6 | 4 at stages 1 | 2 | 3, and 6 for stage 2 under a pipeline."""
-    for stage, expected in ((0, 18), (1, 9), (2, 6), (3, 4)):
-        for pp in (1, 2):
-            config = configure(
-                GPT2, 4 * pp, "--zero-stage", stage, "--pipeline-model-parallel-size", pp
-            )
-            for rank in rank_memories(config, VOCAB, 4 * pp):
-                assert rank.resident / rank.parameters == pytest.approx(expected, rel=1e-4)
 
 
 def test_what_a_banner_says():

@@ -4,16 +4,8 @@ separate arithmetic, and what the tool makes of a model like DeepSeek-V3.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from megatron.tools._plan.hardware import Hardware, load_hardware
-from megatron.tools._plan.memory import MemoryPlan
-from megatron.tools._plan.rows import read_rows
-from megatron.tools._plan.search import Search, layouts
 from megatron.tools._plan.step import StepModel
-from megatron.tools._plan.validate import predict_row
 from unit.recomputed_flops import flops_again
 
 from megatron.config.arguments import parse_arguments
@@ -41,7 +33,6 @@ EXPERTS = (
 TP2 = "--tensor-model-parallel-size 2 "
 SP = TP2 + "--sequence-parallel "
 VOCABULARY = 32000
-RESULTS = Path(__file__).resolve().parents[3] / "docs/results"
 # a token's products in front of the attention core, with queries of a vector of their own
 UP = QUERIES * HEADS * KEY + LATENT * HEADS * (CONTENT + VALUE)
 DOWN = HIDDEN * (QUERIES + LATENT + POSITION)
@@ -51,11 +42,6 @@ def step(flags: str = NARROW, world: int = 8) -> StepModel:
     """The steps of a run."""
     config = parse_arguments((MODEL + flags).split()).config
     return StepModel(resolve(config, world, VOCABULARY).config, VOCABULARY, world)
-
-
-@pytest.fixture(scope="module")
-def h100() -> Hardware:
-    return load_hardware("h100")
 
 
 @pytest.mark.parametrize("flags", [NARROW, "", NARROW + EXPERTS])
@@ -73,22 +59,6 @@ def test_products_are_those_of_the_model(flags):
         assert back == pytest.approx(2 * counted[index] * TOKENS + core / 2)
         whole = model.operations.layer(index, WHOLE).backward_input
         assert whole.flops == pytest.approx(layer.backward_input.flops + layer.forward.flops)
-
-
-def test_products_of_a_layer_by_hand():
-    layer = step().operations.layer(0, KEPT).forward
-    own = sum(each.flops for each in layer.products) / 2 / TOKENS
-    assert own == DOWN + UP + HEADS * VALUE * HIDDEN + 3 * HIDDEN * FFN
-
-
-def test_scores_in_memory_have_both_widths():
-    """Where the whole square of scores is computed, values are as wide as they are."""
-    fused = step().operations.layer(0, KEPT).forward
-    plain = step(NARROW + "--attention-backend plain ").operations.layer(0, KEPT)
-    core = 2 * HEADS * (KEY + VALUE) * TOKENS * TOKENS
-    linear = sum(each.flops for each in fused.products)
-    assert plain.forward.flops == pytest.approx(linear + core)
-    assert plain.backward.flops == pytest.approx(2 * (linear + core))
 
 
 @pytest.mark.parametrize("what, products", [("mla_up_proj", UP), ("qkv", UP + DOWN)])
@@ -122,74 +92,9 @@ def test_bytes_between_tensor_parallel_ranks():
     assert sizes(TP2, "backward_input") == sorted(sums)
 
 
-def test_down_projections_are_computed_by_each_rank():
-    """Of all tokens without sequence parallelism."""
-    one, whole, shared = (step(NARROW + flags).operations.layer(0, KEPT) for flags in ("", TP2, SP))
-    down = 2 * DOWN * TOKENS
-    assert whole.forward.flops == pytest.approx((one.forward.flops - down) / 2 + down)
-    assert shared.forward.flops == pytest.approx(one.forward.flops / 2)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        NARROW,
-        NARROW + SP + "--pipeline-model-parallel-size 2 ",
-        NARROW + EXPERTS + "--expert-model-parallel-size 4 --zero-stage 2 ",
-        NARROW + "--context-parallel-size 2 --cp-comm-type a2a --zero-stage 3 ",
-    ],
-)
-def test_parts_of_a_step_with_latent_attention_are_all_of_it(flags, h100):
-    time = step(flags).time(h100)
-    assert sum(time.spent.values()) == pytest.approx(time.seconds)
-    assert all(value >= 0 for value in time.spent.values())
-
-
-def test_parameters_of_a_step_with_latents_are_those_of_the_plan_of_memory():
-    flags = EXPERTS + "--pipeline-model-parallel-size 2 --expert-model-parallel-size 4 "
-    model = step(NARROW + flags + "--zero-stage 1 ", 16)
-    ranks = MemoryPlan(model.config, VOCABULARY, 16).ranks
-    for held, rank in zip(model.rank_parameters, ranks, strict=True):
-        for kind, planned in (("dense", held.dense), ("expert", held.experts)):
-            own = [block.size for block in rank.blocks if block.plan.group == kind]
-            assert planned == pytest.approx(sum(own), rel=1e-3) and planned > 0
-
-
-def test_flags_of_a_search_with_latents_are_the_run(h100):
-    """What is to be pasted gives the layout that was timed, and its bound is below its plan."""
-    config = parse_arguments((MODEL + NARROW).split()).config
-    search = Search(config, VOCABULARY, 4, h100)
-    changes = list(layouts(resolve(config, 4, VOCABULARY).config, VOCABULARY, 4, 8))
-    tried = 0
-    for change in changes[:: len(changes) // 8]:
-        each = search.candidate(change)
-        if each is None:
-            continue
-        bound, least = each.seconds, search.least_gib(each)
-        search.simulate(each)
-        search.plan(each)
-        assert bound <= each.seconds * (1 + 1e-9) and least <= each.peak_gib, each.flags
-        pasted = step(NARROW + " ".join(each.flags.split()) + " ", 4)
-        assert pasted.time(h100).seconds == pytest.approx(each.seconds), each.flags
-        tried += 1
-    assert tried > 3
-
-
 @pytest.mark.parametrize("what", ["memory", "step", "explain"])
 def test_the_tool_plans_latent_attention(what):
     hardware = [] if what == "memory" else ["--hardware", "h100"]
     flags = [*(MODEL + NARROW + EXPERTS).split(), "--expert-model-parallel-size", "8"]
     text = "\n".join(run(what, [*flags, "--world-size", "8", *hardware]))
     assert "fits" in text and (what == "memory" or "tokens/s/GPU" in text)
-
-
-def test_no_interval_of_other_models_is_claimed(h100):
-    """None was measured of latent attention, with experts or without."""
-    assert {step().kind, step(NARROW + EXPERTS).kind}.isdisjoint(h100.errors)
-
-
-def test_the_published_run_is_predicted_as_the_documents_say():
-    (row,) = (row for row in read_rows(RESULTS / "expert_rows.csv") if row["kv_lora"])
-    recorded = json.loads((RESULTS / "plan_experts.json").read_text())["rows"][-1]
-    assert row["model"] == "DeepSeek-V3-671B"
-    assert predict_row(row).step_s == pytest.approx(recorded["step_s"])

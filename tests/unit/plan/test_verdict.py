@@ -12,7 +12,6 @@ import pretrain_gpt
 from megatron.config.arguments import parse_arguments
 from megatron.config.errors import UserError
 from megatron.config.validate import resolve
-from megatron.training.pretrain import end_of_dry_run
 from tools.plan import run
 
 LLAMA_405B = """--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248
@@ -88,16 +87,6 @@ def test_device_memory_is_what_counts(capsys):
     )
     assert pretrain_gpt.main(words(SMALL, "--world-size 8 --device-memory 4")) == 2
     assert "each device of 4 GiB, of which 0 are usable" in capsys.readouterr().out
-
-
-def test_a_tight_run_is_said_to_be_tight():
-    config = resolve(parse_arguments(words(SMALL, "--world-size 8")).config, 8, 50257).config
-    verdict = memory_verdict(
-        MemoryPlan(config, 50257, 8),
-        MemoryPlan(config, 50257, 8).fullest.total / 2**30 + 1,
-    )
-    text, code = end_of_dry_run(verdict)
-    assert code == 0 and "memory is tight" in text and "everything is in order" not in text
 
 
 AWAY = "--world-size 8 --activation-offload --recompute-granularity full --host-memory"

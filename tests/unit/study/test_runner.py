@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 from megatron.tools._study import raw, runner
 from megatron.tools._study.description import read_study
-from megatron.tools._study.launch import Ending, LocalLauncher, _processes, error_line, status_of
-from megatron.tools._study.runner import run_of, turns
+from megatron.tools._study.launch import Ending, LocalLauncher, _processes, status_of
+from megatron.tools._study.runner import run_of
 from megatron.tools.study import main
-
-from megatron.config.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 STUDY = """
@@ -75,19 +73,6 @@ def test_a_killed_study_goes_on_and_repeats_nothing(tmp_path):
     assert main(command[2:]) == 0 and (folder / "raw.jsonl").read_text().splitlines() == after
 
 
-def test_rounds_go_forwards_and_backwards(tmp_path):
-    file = tmp_path / "study.yaml"
-    file.write_text(
-        STUDY.replace("repeats: 1", "repeats: 3") + "  - {name: five, num-attention-heads: 5}\n"
-    )
-    plan = read_study(file)
-    order = [(row.name, repeat) for row, repeat in turns(plan)]
-    names = ["w1", "w2", "wild"]
-    forwards, backwards = names, names[::-1]
-    assert [name for name, _ in order] == [*forwards, *backwards, *forwards]
-    assert [repeat for _, repeat in order] == [0] * 3 + [1] * 3 + [2] * 3
-
-
 def test_a_run_that_needs_more_memory_than_it_may_have(tmp_path):
     """The command of a row with a limit, on a program that takes more."""
     file = tmp_path / "study.yaml"
@@ -141,13 +126,6 @@ def test_how_a_run_has_ended(code, state, log, done, status, reason):
     assert found == status and reason in shown
 
 
-def test_the_words_of_slurm_are_not_the_reason():
-    log = BANNER + "iteration 2: NaN\n[2026-11-25 04:29:36] the ranks ended with exit code 1\n"
-    assert error_line(log + "srun: error: n0: task 0: Exited with exit code 1\n") == (
-        "iteration 2: NaN"
-    )
-
-
 def test_a_run_that_does_not_end_is_ended(tmp_path):
     """With what it has started in separate sessions, as torchrun does."""
     file = tmp_path / "study.yaml"
@@ -195,19 +173,3 @@ def test_hardware_is_measured_once(tmp_path, monkeypatch):
         "tools/plan.py",
         "step",
     ]
-
-
-def test_a_machine_that_cannot_be_measured_is_told(tmp_path, monkeypatch):
-    code = "import sys; sys.exit('no processors are left')"
-    monkeypatch.setattr(runner, "_plan_tool", lambda: [sys.executable, "-c", code])
-    file = tmp_path / "study.yaml"
-    file.write_text(STUDY + "hardware: measure\n")
-    with pytest.raises(UserError, match="hardware: measure: no processors are left"):
-        runner._predictions(read_study(file), tmp_path, raw.read(tmp_path), print)
-
-
-def test_only_this_machine_is_measured(tmp_path):
-    file = tmp_path / "study.yaml"
-    file.write_text(STUDY + "hardware: measure\nlauncher: sbatch\n")
-    with pytest.raises(UserError, match="run tools/plan.py measure --out FILE on a node"):
-        read_study(file)

@@ -6,7 +6,6 @@ import copy
 import csv
 import io
 import json
-import math
 import shutil
 import statistics
 import xml.etree.ElementTree as ElementTree
@@ -16,7 +15,6 @@ import pytest
 from megatron.tools._study import raw
 from megatron.tools._study.chart import draw
 from megatron.tools._study.equal_work import agreement, loss_bound
-from megatron.tools._study.intervals import coverage, ratio_interval
 from megatron.tools._study.table import csv_text, markdown, summary
 from megatron.tools.study import main
 
@@ -77,13 +75,6 @@ def test_every_figure_of_a_row_by_hand(recorded):
     assert len(read) == 12 and float(read[row.name]["tokens_per_s"]) == row.speed[0]
 
 
-def test_warm_up_does_not_count(recorded):
-    before = markdown(summary(recorded))
-    for line in recorded.runs.values():
-        line["iteration_s"][:3] = [1e3] * len(line["iteration_s"][:3])
-    assert markdown(summary(recorded)) == before
-
-
 def test_failures_are_kept_with_their_reasons(recorded):
     failed = {row.status: row for row in summary(recorded).rows if row.speed is None}
     assert failed.keys() == {"out of memory", "crashed"}
@@ -138,15 +129,6 @@ def test_a_row_that_did_other_work_is_found(recorded, tmp_path):
     assert main([str(tmp_path)]) == 1
 
 
-def test_runs_of_another_length_or_without_a_number_did_other_work(recorded):
-    lines = [line for line in recorded.runs.values() if line["status"] == "ok"]
-    lines[0]["losses"] = lines[0]["losses"][:-1]
-    lines[1]["losses"][2] = "nan"
-    assert agreement(lines).faults.keys() == {lines[0]["name"], lines[1]["name"]}
-    lines[0]["precision"] = "fp8"
-    assert agreement(lines) is None, "no bound is known for 8-bit products"
-
-
 def test_rows_of_a_narrow_format_are_held_to_each_other():
     """bf16 rounds so much that its bound alone would pass other data; rows show the rounding."""
     noise = [0.0, 1e-4, -2e-4, 3e-4, 2e-4, 1e-4]
@@ -163,26 +145,6 @@ def test_rows_of_a_narrow_format_are_held_to_each_other():
     assert agreement(runs(5e-3)).faults.keys() == {"5"}
     assert agreement(runs(5e-3)[::-1]).faults.keys() == {"5"}, "whichever row is first"
     assert not agreement(runs(5e-3, count=4)).faults, "too few rows to show it"
-
-
-def test_predictions_stand_beside_measurements(recorded):
-    recorded.predictions.clear()
-    first = summary(recorded).rows[0]
-    assert ">predicted<" not in draw(summary(recorded))
-    key = next(row["key"] for row in recorded.header["rows"] if row["name"] == first.name)
-    recorded.predictions[key] = {"prediction": {"step_s": 2 * first.seconds}}
-    text, picture = markdown(summary(recorded)), draw(summary(recorded))
-    assert "prediction's error" in text and "| +100% |" in text and ">predicted<" in picture
-
-
-def test_intervals_of_ratios():
-    """Student's t with two degrees of freedom, by hand; the share of medians inside a range."""
-    logs = [0.1, 0.2, 0.3]
-    low, high = ratio_interval([math.exp(value) for value in logs])
-    half = 4.303 * 0.1 / math.sqrt(3)
-    assert (low, high) == pytest.approx((math.exp(0.2 - half), math.exp(0.2 + half)))
-    assert ratio_interval([2.0]) == (0.0, math.inf)
-    assert (coverage(3), coverage(6)) == (0.75, 0.96875)
 
 
 def test_a_torn_line_is_skipped_and_ended(tmp_path):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,11 +24,9 @@ sys.path.append(str(GPU))
 
 import record  # noqa: E402
 import stages  # noqa: E402
-from kernel_table import table  # noqa: E402
 
 WINDOW = 480  # seconds; a command on a lent GPU may run for 600
 MOST_FILES = 5
-TREE = 64 << 20  # bytes that travel to the GPU's machine
 # what a CPU cannot do: a trace of it has no kernels, adopt.py refuses its times
 FAILS_ON_A_CPU = {"ours-kernels", "before-kernels", "adopt", "smoke"}
 
@@ -136,19 +133,6 @@ def test_a_measurement_is_held_against_the_prediction(tmp_path, monkeypatch):
     assert found["files"]["plan.json"]["rows"]
 
 
-def test_operators_that_failed_are_read_from_the_record(tmp_path):
-    rows = [
-        {"operator": "norm forward", "ok": True},
-        {"operator": "attention dq", "dtype": "bf16", "ok": False},
-        {"operator": "attention forward", "dtype": "bf16", "ok": False},
-        {"operator": "fp8:bf16", "ok": False, "error": "killed"},
-    ]
-    path = tmp_path / "first.json"
-    path.write_text(json.dumps({"runs": {"checks": {"rows": rows}}}))
-    assert record.failed_operators(path) == ["attention:bf16", "fp8:bf16"]
-    assert record.failed_operators(tmp_path / "nothing.json") == []
-
-
 def test_predictions_are_those_of_the_plan():
     found = json.loads(stages.PREDICTIONS.read_text())["rows"]
     runs = {
@@ -162,18 +146,6 @@ def test_predictions_are_those_of_the_plan():
         assert stages.predict(runs[name].flags()) == found[name]
 
 
-def test_kernels_of_a_trace_by_time_and_gaps():
-    def kernel(name: str, begins: float, length: float) -> dict:
-        return {"cat": "kernel", "name": name, "ts": begins, "dur": length}
-
-    found = table([kernel("b", 40, 10), kernel("a", 0, 30), kernel("c", 45, 15)], 2)
-    assert [row["kernel"] for row in found["by_time"]] == ["a", "c", "b"]
-    assert found["ms_per_step"] == 0.03 and found["busy_share"] == pytest.approx(50 / 60, abs=1e-4)
-    assert found["largest_gaps_us"] == [[10, "before b"]] and found["kernels_per_step"] == 1.5
-    with pytest.raises(ValueError, match="no kernels"):
-        table([{"cat": "cpu_op", "name": "x", "ts": 0, "dur": 1}], 2)
-
-
 def test_the_front_lists_the_scripts_and_refuses_what_it_cannot_run(tmp_path):
     def front(*words: str) -> subprocess.CompletedProcess:
         environ = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
@@ -185,20 +157,6 @@ def test_the_front_lists_the_scripts_and_refuses_what_it_cannot_run(tmp_path):
     assert front("common").returncode == 2 and "is not one of the scripts" in front("x").stderr
     without_gpu = front("first")
     assert without_gpu.returncode == 2 and "sees no GPU" in without_gpu.stderr
-
-
-def test_the_tree_that_travels_is_small():
-    listing = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True
-    ).stdout
-    files = [ROOT / name for name in listing.split("\0") if name]
-    assert sum(path.stat().st_size for path in files if path.exists()) < TREE
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing():
-    scripts = [ROOT / "scripts" / "gpu.sh", *sorted(GPU.glob("*.sh"))]
-    subprocess.run(["shellcheck", "-x", *map(str, scripts)], cwd=GPU, check=True)
 
 
 @pytest.mark.campaign

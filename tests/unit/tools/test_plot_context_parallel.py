@@ -24,8 +24,3 @@ def test_the_picture_of_the_docs(tmp_path):
     assert out.read_text() == (ROOT / "docs/images/context_parallel.svg").read_text()
     ElementTree.parse(out)
     assert "(images/context_parallel.svg)" in (ROOT / "docs/parallelism.md").read_text()
-
-
-def test_ranks_that_do_not_divide_are_refused(tmp_path, capsys):
-    assert tool.main(["--ranks", "3", "--out", str(tmp_path / "a.svg")]) == 2
-    assert "--ranks 3: give 2, 4, 8" in capsys.readouterr().err

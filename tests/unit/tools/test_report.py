@@ -4,18 +4,15 @@ against got. What a browser makes of them is test_report_in_browser.py's.
 
 import json
 import math
-import random
 import re
 from pathlib import Path
 
 import pytest
-from megatron.tools._report import curves, picture
+from megatron.tools._report import curves
 from megatron.tools._report.runs import (
     axes,
-    differences,
     load_runs,
     read_events,
-    short_names,
 )
 
 from tools import report
@@ -113,11 +110,6 @@ def test_expected_against_got(tmp_path, capsys, flags, code, words):
     )
 
 
-def test_a_run_that_was_never_evaluated_is_not_as_expected(tmp_path, capsys):
-    assert report.main([folder(tmp_path, ROWS[:3]), "--expected-validation-loss", "4"]) == 1
-    assert "has not been evaluated" in capsys.readouterr().out
-
-
 def test_missing_metrics_leave_a_sentence(tmp_path):
     assert report.main([folder(tmp_path, [{"iteration": 1, "lm loss": 3.0}])]) == 0
     page = (tmp_path / "report.html").read_text()
@@ -148,12 +140,6 @@ def test_nothing_to_report(tmp_path, capsys):
     assert "is of one run" in capsys.readouterr().err
 
 
-def test_names_tell_runs_apart():
-    paths = ["/a/x/run/metrics.jsonl", "/a/y/run/metrics.jsonl", "/a/y/other.jsonl"]
-    assert short_names([Path(path) for path in paths]) == ["x/run", "y/run", "y/other"]
-    assert short_names([Path(path) for path in paths[1:]]) == ["run", "other"]
-
-
 def test_several_runs_are_beside_each_other(tmp_path):
     """The table, the legend with the flags that differ and no others, losses where both have been,
     and of each metric a curve a run.
@@ -175,18 +161,6 @@ def test_several_runs_are_beside_each_other(tmp_path):
     for title in ("Training loss", "Validation loss", "Throughput", "Memory of rank 0"):
         colours = re.findall(r'class="curve(?: smooth)?" stroke="(#\w+)"', figure_of(page, title))
         assert colours == list(curves.COLOURS[:2]), title
-
-
-def test_a_run_without_a_configuration_says_so(tmp_path):
-    runs = load_runs(
-        [folder(tmp_path / "a", config={"config": {"x": {"lr": 1}}}), folder(tmp_path / "b")]
-    )
-    assert differences(runs) == [("--lr", ["1", "-"])]
-    assert (
-        report.main([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "p")])
-        == 0
-    )
-    assert "The configuration of b is not known" in (tmp_path / "p").read_text()
 
 
 def test_time_in_training_leaves_out_what_was_no_training(tmp_path):
@@ -333,13 +307,6 @@ def test_studies_are_sections_or_a_page(tmp_path, capsys):
     assert report.main([str(study)]) == 2
 
 
-def test_further_metrics_have_charts_of_their_own(tmp_path):
-    rows = [{"iteration": 1, "lm loss": 3.0, "a new & unknown metric": 0.5, "mfu": 0.4}]
-    assert report.main([folder(tmp_path, rows)]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "Further metrics (2)" in page and "<b>a new &amp; unknown metric</b>" in page
-
-
 def test_long_curves_keep_their_spikes():
     points = [(i, 1.0) for i in range(100_000)]
     points[77_777] = (77_777, 50.0)
@@ -348,50 +315,3 @@ def test_long_curves_keep_their_spikes():
     means = curves.stretch_means(points)
     assert sum(count for _, _, count in means) == len(points) and means[-1][0] == 99_999
     assert math.isclose(sum(mean * count for _, mean, count in means), 100_049)
-
-
-def test_a_page_of_a_hundred_thousand_rows_is_small(tmp_path):
-    draw = random.Random(1).random
-    rows = [
-        {"iteration": i, "timestamp": 2.0 * i, "consumed-tokens": 4096 * i}
-        | {"iteration-time": draw(), "lm loss": draw(), "grad-norm": draw(), "mfu": draw()}
-        for i in range(1, 100_001)
-    ]
-    rows[4321]["lm loss"] = 1234.5678
-    assert report.main([folder(tmp_path, rows)]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert len(page) < 1_000_000 and "1234.568" in page
-
-
-def test_smoothing_weighs_by_distance():
-    """Against the sum that it is, for uneven steps; with a life of nothing much, the values."""
-    points = [(1, 4.0), (2, 1.0), (10, 3.0), (11, 2.0)]
-    curve = curves.Curve(0, "", "", "", True, points, [], [])
-    for x, y in curves.smoothed(curve, 3.0):
-        weights = [(math.exp((at - x) / 3.0), value) for at, value in points if at <= x]
-        assert math.isclose(y, sum(w * v for w, v in weights) / sum(w for w, _ in weights))
-    assert curves.smoothed(curve, 1e-3) == points
-
-
-@pytest.mark.parametrize(
-    "value, text",
-    [
-        (0, "0"),
-        (0.002, "0.002"),
-        (4e-5, "4e-5"),
-        (2.5e-4, "2.5e-4"),
-        (-500, "-500"),
-        (12_500, "12.5k"),
-        (3e6, "3M"),
-        (2.5e12, "2.5T"),
-    ],
-)
-def test_numbers_of_ticks(value, text):
-    assert picture.short(value) == text
-
-
-def test_ticks_are_round_and_inside():
-    assert picture.ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
-    assert picture.ticks(0.98, 4.02, 4) == [1, 2, 3, 4]
-    assert picture.ticks(1, 3, 9, whole=True) == [1, 2, 3]
-    assert picture.ticks(-1.0, 1.0, 2) == [-1, 0, 1]

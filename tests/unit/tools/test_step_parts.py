@@ -5,13 +5,10 @@ them, and intervals against a count of every moment.
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 from megatron.tools._report.step_parts import (
-    _cut,
-    _merged,
     parts_of_events,
     step_table,
     where_the_step_went,
@@ -134,25 +131,6 @@ def test_the_streams_of_a_gpu():
         "host": 5,
         "data": 15,
     }
-
-
-def test_a_collective_beside_a_kernel_is_not_exposed():
-    """The control: without the kernels next to them both all-reduces count in whole."""
-    alone = [each for each in ON_A_GPU if each["name"] != "gemm"]
-    first, _ = parts_of_events(0, alone)
-    assert microseconds(first.parts)["exposed tp"] == 35
-
-
-def test_intervals_against_every_moment():
-    rng = random.Random(5)
-    for _ in range(200):
-        busy = [(a, a + rng.randrange(1, 9)) for a in rng.choices(range(60), k=rng.randrange(12))]
-        free = _merged((a, a + 5) for a in rng.choices(range(60), k=3))
-        inside = {t for a, b in free for t in range(a, b)}
-        taken = inside & {t for a, b in busy for t in range(a, b)}
-        seconds, left = _cut(free, _merged(busy))
-        assert seconds == len(taken)
-        assert sorted(t for a, b in left for t in range(a, b)) == sorted(inside - taken)
 
 
 def test_a_folder_of_traces_and_its_table(tmp_path: Path):

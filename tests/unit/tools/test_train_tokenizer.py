@@ -57,22 +57,6 @@ def tokenizer(folder: Path) -> Tokenizer:
     )
 
 
-def test_the_same_text_gives_the_same_model(folder: Path):
-    assert (folder / "out/texts.jsonl.model").read_bytes() == (
-        folder / "out/texts.jsonl.gz.model"
-    ).read_bytes()
-    assert sorted(path.name for path in (folder / "out").iterdir()) == [
-        "texts.jsonl.gz.model",
-        "texts.jsonl.model",
-    ]
-
-
-def test_vocabulary(tokenizer: Tokenizer):
-    assert tokenizer.vocab_size == 320 and tokenizer.eod == 2
-    ids = tokenizer.encode("the cat and the dog\n")
-    assert len(ids) < 10 and tokenizer.eod not in ids
-
-
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\0\u2581"), max_size=40))
 def test_nothing_is_lost(tokenizer: Tokenizer, text: str):
     """Any text but NUL and SentencePiece's own mark for a space, U+2581."""

@@ -72,9 +72,12 @@ def test_in_place_operators_make_nothing_and_temporaries_make_a_peak():
         assert (span.now["total"], span.peak["total"]) == (base, base + 8 * KIB)
 
 
-def hidden_bytes(name: str, size: int) -> tuple[int, int]:
-    """(bytes that the tracker saw appear during a collective of `size` bytes a rank, bytes by which
-    resident memory rose in it).
+TRIES = 3  # a busy system takes pages away, or brings them back, in one of them
+
+
+def hidden_bytes(name: str, size: int) -> list[tuple[int, int]]:
+    """Of each try: (bytes that the tracker saw appear during a collective of `size` bytes a rank,
+    bytes by which resident memory rose in it).
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     small, large = torch.zeros(size // 4), torch.zeros(world * size // 4)
@@ -101,13 +104,16 @@ def hidden_bytes(name: str, size: int) -> tuple[int, int]:
         ALL_GATHER: lambda: getattr(dist, ALL_GATHER)(large, small),
         REDUCE_SCATTER: lambda: getattr(dist, REDUCE_SCATTER)(small, large),
     }
+    found = []
     with LiveBytes() as live:
-        dist.barrier()
-        before, base = live.mark().now["total"], memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-        calls[name]()
-        top = memory("VmHWM")
-        return live.mark().peak["total"] - before, top - base
+        for _ in range(TRIES):
+            dist.barrier()
+            before, base = live.mark().now["total"], memory("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+            calls[name]()
+            top = memory("VmHWM")
+            found.append((live.mark().peak["total"] - before, top - base))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +132,9 @@ def test_buffers_that_collectives_hide_are_counted(fresh_world, name):
     the resident memory of both ranks.
     """
     size = 32 << 20
-    for ours, real in fresh_world.run(hidden_bytes, name, size):
-        assert abs(ours - real) <= size / 4, (ours / size, real / size)
+    for tries in fresh_world.run(hidden_bytes, name, size):
+        off = [abs(ours - real) / size for ours, real in tries]
+        assert min(off) <= 1 / 4, tries  # a wrong count is off in all of them
 
 
 def test_all_functions_of_torch_distributed_that_the_project_calls_are_sampled():
