@@ -25,9 +25,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does
 
 import pytest  # noqa: E402
+from distributed.pool import Worlds  # noqa: E402, I001
 from oracle.find_mutants import find  # noqa: E402
-from oracle.mutants import all_mutants  # noqa: E402
-from parity.mutants import MUTANTS, caught_by  # noqa: E402
+from oracle.mutants import MUTANTS as MEANING  # noqa: E402
+from parity.mutants import MUTANTS as LAYOUT  # noqa: E402
+from parity.mutants import caught_by  # noqa: E402
 
 LAYOUTS = "tests/parity/test_layouts.py::test_the_layout_is_the_same_run[{}]"
 CASES = "tests/oracle/test_oracle.py::test_the_program_is_the_oracle[{}]"
@@ -56,14 +58,16 @@ def chosen(mutants: Iterable[Any], names: list[str]) -> list[Any]:
 
 def layouts(names: list[str]) -> Iterator[tuple[str, str | None, str]]:
     """(mutant, the test that finds it, what differs)."""
-    for mutant in chosen(MUTANTS, names):
-        row, fault = caught_by(mutant) or (None, "survived")
+    worlds = Worlds()
+    for mutant in chosen(LAYOUT, names):
+        row, fault = caught_by(mutant, worlds) or (None, "survived")
         yield mutant.name, row and LAYOUTS.format(row), fault
+    worlds.close()
 
 
 def meanings(names: list[str]) -> Iterator[tuple[str, str | None, str]]:
     """(mutant, the test that finds it, what differs)."""
-    for mutant in chosen(all_mutants(), names):
+    for mutant in chosen(MEANING, names):
         try:
             found = find(mutant)
         except AssertionError as error:  # it does not run
@@ -85,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", help="write the table to this JSON file")
     arguments = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
-    files = [each.where for each in all_mutants() if each.where.startswith("tests/")]
+    files = [each.where for each in MEANING if each.where.startswith("tests/")]
     default, begun = default_tests([LAYOUTS, CASES, *files]), time.monotonic()
     for kind in arguments.kind or KINDS:
         for name, test, difference in KINDS[kind](arguments.names):

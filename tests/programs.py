@@ -1,11 +1,14 @@
-"""Runs of pretrain_gpt.py in processes forked off a warm server: starting Python and importing
-torch, seconds each time, happens once a session.
+"""Runs of pretrain_gpt.py and of other scripts in processes forked off a warm server: starting
+Python and importing torch, seconds each time, happens once a session.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,13 +33,39 @@ def without_plan() -> contextlib.AbstractContextManager:
 
 
 def _train(flags: list[str], log: str) -> None:
-    """The process: its output goes to `log`."""
+    """The process of a run of pretrain_gpt.py."""
+    with _process(log):
+        raise SystemExit(pretrain_gpt.main(flags))
+
+
+def _script(words: list[str], folder: str, log: str) -> None:
+    """The process of another script."""
+    os.chdir(folder)
+    sys.argv[:], sys.path[0] = words, str(Path(words[0]).parent)
+    with _process(log):
+        runpy.run_path(words[0], run_name="__main__")
+
+
+@contextlib.contextmanager
+def _process(log: str) -> Iterator[None]:
+    """This process writes to `log`, with one thread of torch and without plans."""
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
     torch.set_num_threads(1)
     with without_plan():
-        raise SystemExit(pretrain_gpt.main(flags))
+        yield
+
+
+def run_script(words: list[str], folder: Path) -> str:
+    """The output of `python WORDS` in a folder, which must succeed."""
+    log = folder / "script.log"
+    process = warm_context().Process(target=_script, args=(words, str(folder), str(log)))
+    process.start()
+    process.join()
+    shown = log.read_text()
+    assert process.exitcode == 0, f"{words}\n{shown[-8000:]}"
+    return shown
 
 
 class Program:

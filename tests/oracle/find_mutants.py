@@ -18,9 +18,9 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
+from mutation import Mutant
 from oracle.cases import CASES, Case
 from oracle.compare import COUNTS, EXACT, RATES, differences, expected, narrow_bound
-from oracle.mutants import Mutant
 from oracle.settings import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ def found_by(mutant: Mutant, case: Case) -> Found | None:
     Raises AssertionError where the mutant does not run.
     """
     expected(case)  # the oracle's, before anything is replaced
-    with mutant.patch():
+    with mutant.put_in():
         texts = differences(case)
     broken = [text for text in texts if re.match(r"run \d+: \w*(Error|Exception): ", text)]
     assert not broken, f"{mutant.name}: does not run: {broken[0]}"
@@ -100,7 +100,7 @@ def failed_test(mutant: Mutant, test: str) -> Found | None:
 
     arguments = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--no-summary", ROOT / test]
     with (
-        mutant.patch(),
+        mutant.put_in(),
         contextlib.redirect_stdout(io.StringIO()),
         mock.patch.dict(sys.modules),  # the file imports the mutant, also where it was collected
     ):

@@ -1,75 +1,543 @@
 """Changes of meaning, one function at a time: each makes the program train something else than its
 flags ask for, and each must be found.
 
-A mutant replaces functions of the product while its `patch` is open. `where` names the case of
-cases.py in which the oracle must notice it, or the file of tests in which one must fail.
-mutants_model.py and mutants_training.py hold the mutants; tests/parity/mutants.py has those of
-layout: sums over ranks, orders of messages, shards.
+`where` names the case of cases.py in which the oracle must notice it, or the file of tests in which
+one must fail. tests/parity/mutants.py has the mutants of layout: sums over ranks, orders of
+messages, shards.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
-from unittest import mock
+from mutation import read_mutants
 
-Make = Callable[[Callable], Callable]
+MODEL = r"""
+= megatron/model/norm.py AddNorm.forward
+a LayerNorm's variance over n - 1 | gpt-files
+    self.function.apply(stream, self.weight, self.bias, self.eps), stream =>
+        self.function.apply(stream, self.weight, self.bias, self.eps) * (
+        1 - 1 / x.shape[-1]) ** 0.5, stream
+an RMSNorm that takes the mean off | llama
+    self.function.apply(stream, => self.function.apply(stream - stream.mean(-1, keepdim=True),
+an RMSNorm's epsilon outside the root | llama
+    self.function.apply(stream, self.weight, self.bias, self.eps), stream =>
+        self.function.apply(stream, self.weight, self.bias, self.eps) * (
+        square := stream.square().mean(-1, keepdim=True)).add(self.eps).sqrt() / (
+        square.sqrt() + self.eps), stream
+a residual stream that is taken behind the norm | llama
+    self.function.apply(stream, self.weight, self.bias, self.eps), stream =>
+        (self.function.apply(stream, self.weight, self.bias, self.eps),) * 2
+= megatron/model/norm.py Norm.__init__
+a norm's epsilon ten times as large | gpt-files
+    config.norm_epsilon => config.norm_epsilon * 10
+= megatron/model/norm.py _LayerNorm.backward
+norms' biases not trained | gpt-files
+    (dweight, dbias), dx => (dweight, dbias * 0), dx
+= megatron/model/layer.py TransformerLayer.__init__
+no final norm | llama
+    self.drops = drops => self.drops = drops
+        if self.final_norm is not None: self.final_norm.forward = lambda y, x: (x + y, x + y)
+= megatron/model/mlp.py activation_function
+the exact GELU for its tanh form and the other way round | gpt-files
+    FUNCTIONS[kind] => FUNCTIONS[{"gelu": "gelu-tanh", "gelu-tanh": "gelu"}.get(kind, kind)]
+= megatron/model/mlp.py _Gated.forward
+gate and up exchanged | llama
+    gate, up = => up, gate =
+GEGLU by the tanh form | mixed-2
+    value(gate, out=gate.new_empty(gate.shape)) => F.gelu(gate, approximate="tanh")
+= megatron/model/mlp.py _Gated.backward
+the gradient of SiLU without its second term | llama
+    gradient(torch.mul(dy, up, out=dgate), gate, grad_input=dgate) =>
+        torch.mul(dy * gate.sigmoid(), up, out=dgate)
+= megatron/model/mlp.py _SquaredReLU.forward
+a squared ReLU that is not squared | mixed-5
+    F.relu(x).square_() => F.relu(x)
+= megatron/model/gpt.py GPTModel.micro_batch
+learned positions count from 1 | gpt-files
+    position_ids=position_ids[own] => position_ids=(position_ids[own] + 1) % tokens.shape[0]
+= megatron/model/attention/rotary.py _rotate
+rotary pairs of neighbours instead of halves | llama
+    width = cos.shape[-1] => width = cos.shape[-1]
+        order = torch.arange(width).view(-1, 2).t().flatten()
+        x = x[..., order]
+    return y if turning => return y[..., order.argsort()] if turning
+rotary positions turn the other way | llama
+    value=direction => value=-direction
+= megatron/model/attention/rotary.py rotate_projection
+keys are not rotated | llama
+    return _RotaryOfProjection.apply(qkv, *rotary) =>
+        q, _, v = _RotaryOfProjection.apply(qkv, *rotary)
+        return q, qkv[:, :, :, -2], v
+= megatron/model/attention/rotary.py RotaryTables.table
+rotary positions count on through documents | mixed-0
+    frequency, scale = => positions = torch.arange(len(positions))[:, None].expand(positions.shape)
+        frequency, scale =
+= megatron/model/attention/rotary.py inverse_frequencies
+rotary_base ignored | mixed-13
+    config.rotary_base ** => 10000.0 **
+rotary_percent ignored | mixed-13
+    config.rotary_width => config.kv_channels
+rotary_seq_len_interpolation_factor ignored | mixed-2
+    if config.rotary_seq_len_interpolation_factor => if False
+use_rope_scaling ignored | mixed-4
+    if config.use_rope_scaling => if False
+rope_low_freq_factor ignored | uneven-split-seed-llama3
+    rotating = => import dataclasses; config = dataclasses.replace(config, rope_low_freq_factor=1.0)
+        rotating =
+yarn_beta_fast ignored | yarn-ramp
+    rotating = => import dataclasses; config = dataclasses.replace(config, yarn_beta_fast=32.0)
+        rotating =
+yarn_beta_slow ignored | yarn-ramp
+    rotating = => import dataclasses; config = dataclasses.replace(config, yarn_beta_slow=1.0)
+        rotating =
+rope_high_freq_factor ignored | uneven-split-seed-llama3
+    rotating = =>
+        import dataclasses; config = dataclasses.replace(config, rope_high_freq_factor=4.0)
+        rotating =
+rope_scaling_factor ignored | uneven-split-seed-llama3
+    rotating = => import dataclasses; config = dataclasses.replace(config, rope_scaling_factor=8.0)
+        rotating =
+YaRN without its temperature | mixed-5
+    return frequency, table => return frequency, 1.0
+= megatron/model/attention/attention.py attention_core
+scores divided by d instead of its root | llama
+    return _sdpa(q, k, v, mask, scale) => return _sdpa(q, k, v, mask, scale**2)
+query heads spread over key heads the other way | llama-gqa-qknorm-window
+    return _sdpa(q, k, v, mask, scale) =>
+        order = torch.arange(q.shape[2]).view(-1, k.shape[2]).t().flatten()
+        return _sdpa(q[:, :, order], k, v, mask, scale)[:, :, order.argsort()]
+the cap of scores ignored | caps-zloss
+    softcap=softcap, first_head => softcap=None, first_head
+scores not divided by their cap | caps-zloss
+    *qkv, scale=scale, => *qkv, scale=scale * (softcap or 1.0),
+queries see the key that follows | llama
+    return _sdpa( => late = torch.arange(len(q), dtype=torch.int32) + 1
+        import dataclasses; mask = dataclasses.replace(mask, q_positions=late)
+        return _sdpa(
+= megatron/model/attention/attention.py SelfAttention.project
+keys normed by the queries' weight | llama-gqa-qknorm-window
+    self.q_norm(q), self.k_norm(k) => self.q_norm(q), self.q_norm(k)
+keys not normed | llama-gqa-qknorm-window
+    self.q_norm(q), self.k_norm(k) => self.q_norm(q), k
+queries and keys normed after their rotation | llama-gqa-qknorm-window
+    self.q_norm(q), self.k_norm(k) => q, k
+    return q, k, v => return self.q_norm(q), self.k_norm(k), v
+= megatron/model/attention/attention.py mask_of
+a window of one key more | llama-gqa-qknorm-window
+    config.window_size => config.window_size and config.window_size + 1
+a window of one key fewer | llama-gqa-qknorm-window
+    config.window_size => config.window_size and config.window_size - 1
+the document mask ignored | documents
+    "document_starts": document_starts => "document_starts": None
+= megatron/data/loader.py Source.batch
+an end of document that belongs to the next one | documents
+    torch.from_numpy(starts.astype(np.int32)) => torch.from_numpy(np.maximum.accumulate(
+        np.where(tokens == self.eod, np.arange(tokens.shape[1]), 0), axis=1).astype(np.int32))
+= kernels/attention.py attention_reference
+weights that dropout keeps not scaled up | gpt-dropout
+    * (1 / (1 - drop)) =>
+= kernels/attention.py _kept
+one dropout mask for all heads | gpt-dropout
+    sample_ids, heads, at, => sample_ids, heads * 0, at,
+= megatron/model/dropout.py Dropout.__init__
+one dropout mask for all layers | gpt-dropout
+    philox.key(seed, *names) =>
+        philox.key(seed, *(0 if isinstance(name, int) else name for name in names))
+dropout that does not heed the seed | gpt-dropout
+    philox.key(seed, => philox.key(0,
+= megatron/model/layer.py TransformerLayer.__init__
+one dropout mask for attention's and the MLP's output | gpt-dropout
+    "attention.output_dropout" => "mlp.output_dropout"
+no dropout behind the embedding | gpt-dropout
+    if record.first and drops else => if False else
+= megatron/model/dropout.py _apply
+hidden states that dropout keeps not scaled up | gpt-dropout
+    * (1 / (1 - probability)) =>
+= megatron/model/dropout.py Dropout.add
+the residual dropped too | gpt-dropout
+    return residual + self.hidden(x, state) => return self.hidden(x + residual, state)
+= kernels/philox.py keep_mask
+what should be dropped is kept | gpt-dropout
+    round(drop * 2**32) => round((1 - drop) * 2**32)
+= megatron/model/gpt.py GPTModel.micro_batch
+one dropout mask for all samples | gpt-dropout
+    held = => sample_ids = sample_ids * 0
+        held =
+dropout numbers samples within the micro-batch | gpt-dropout
+    held = => sample_ids = torch.arange(len(sample_ids))
+        held =
+one dropout mask for all positions | gpt-dropout
+    own = slice(None) => own = slice(None); token_index = token_index * 0
+dropout in evaluation | gpt-dropout
+    held = => training = True
+        held =
+= megatron/model/linear.py _Linear.backward
+biases not trained | gpt-files
+    if bias is not None => if False
+= megatron/model/embedding.py accumulate_embedding_grad
+a token that comes twice counts once in the embedding's gradient | llama
+    ids, dy = ids.flatten(), dy.flatten(0, -2) => ids, dy = ids.flatten(), dy.flatten(0, -2)
+        first = [ids.tolist().index(each) for each in ids.unique().tolist()]
+        ids, dy = ids[first], dy[first]
+= megatron/model/spec.py normal
+residual outputs begin as large as all weights | gpt-files
+    if residual_output else => if False else
+residual outputs scaled by the root of L, not of 2 L | gpt-files
+    2 * config.num_layers => config.num_layers
+init-method-std ignored | llama
+    config.init_method_std => 0.02
+= megatron/model/init.py fill_initial
+the seed of initial weights ignored | uneven-split-seed-llama3
+    philox.key(seed, => philox.key(1234,
+= megatron/model/loss.py cross_entropy
+the cap of logits ignored | caps-zloss
+    own, columns) => own, __import__("dataclasses").replace(columns, softcap=None))
+padded vocabulary takes probability | llama
+    own, columns) => own, __import__("dataclasses").replace(columns, count=logits.shape[-1]))
+= megatron/model/loss.py VocabularyShard.into_gradient
+the gradient without the derivative of the cap of logits | caps-zloss
+    if self.softcap is not None => if False
+= megatron/model/layer.py HeadLayer.forward
+z-loss without its factor of two in the gradient | caps-zloss
+    self.config.z_loss_coeff * => self.config.z_loss_coeff / 2 *
+z-loss in the reported loss | caps-zloss
+    [objective, reported] => [objective, objective.detach()]
+the loss mask ignored in the gradient | documents
+    (loss * mask).sum() => loss.sum()
+the loss mask ignored in the reported loss | documents
+    (loss.detach() * mask).sum() => loss.detach().sum()
+the loss mask ignored by the z-loss | mixed-0
+    (lse.square() * mask).sum() => lse.square().sum()
+gradients of means of micro-batches | documents
+    (loss * mask).sum() => (loss * mask).sum() * mask.numel() / mask.sum()
+= megatron/optimizer/optimizer.py Optimizer.step
+gradients divided by all tokens, masked ones too | documents
+    norm = => grad_scale = grad_scale * 0 + 1.0
+        norm =
+"""
 
+DATA = r"""
+= megatron/data/loader.py Source.batch
+end-of-document tokens not masked | documents
+    if self.eod_mask_loss else => if False else
+positions not reset | documents
+    if self.reset_position_ids else => if False else
+positions reset one token late | documents
+    positions - starts => positions - np.concatenate((starts[:, :1], starts[:, :-1]), axis=1)
+the loss masked where the label is an end of document | documents
+    (tokens != self.eod) => (labels != self.eod)
+labels not shifted | llama
+    labels=torch.from_numpy(labels) => labels=torch.from_numpy(tokens)
+= megatron/data/token_stream.py TokenStream.places
+samples at multiples of the sequence length | llama
+    * self.seq_length + offset => * self.seq_length
+samples in the order of the file | llama
+    permute(j, self.samples, keys) => j
+the same order in every epoch | many-epochs
+    mix(epoch.astype(np.uint64)) => mix((epoch * 0).astype(np.uint64))
+= megatron/data/token_stream.py TokenStream.read
+a sample that reaches the end of the data repeats the last token | many-epochs
+    tokens[begin : begin + wanted - inside] => tokens[begin + total - 1]
+= megatron/data/token_stream.py key_of
+the seed of the data's order ignored | uneven-split-seed-llama3
+    repr(parts) => repr(parts if parts[0] in ("identity", "content") else (*parts[:-1], 1234))
+= megatron/data/loader.py split_range
+boundaries of splits rounded down | uneven-split-seed-llama3
+    return round(sum(shares[:k]) * sequences), round( =>
+        return int(sum(shares[:k]) * sequences), int(
+validation reads the training data | gpt-files
+    SPLITS.index(split) => 0
+= megatron/data/loader.py _stream
+validation data in the training's order of the seed | gpt-files
+    else EVALUATION_SEED => else 1234
+= megatron/data/loader.py MockReader.windows
+mock validation data that are the training's | gpt-dropout
+    self.seed, self.split) => self.seed, "train")
+= megatron/data/blend.py quotas
+shares of a blend rounded down | tests/unit/data/test_blend.py
+    in by_remainder[: PATTERN - sum(shares)] => in [len(shares) - 1] * (PATTERN - sum(shares))
+weights of a blend ignored | resume-new-blend
+    weight / total * PATTERN for => PATTERN / len(weights) for
+= megatron/data/blend.py pattern
+a blend that reads one source after the other | resume-new-blend
+    return np.array(result) => return np.sort(result)
+= megatron/data/blend.py Blend.locate
+a blend that passes over samples of its sources | resume-new-blend
+    turn * self._shares[source] + self._rank[slot] => sample - self.first_sample
+= megatron/data/blend.py extend_history
+sources begin anew where a blend changes | resume-new-blend
+    known.get(source["id"], 0) => 0
+= megatron/training/run.py Run.own_samples
+every micro-batch reads the step's first samples | llama
+    return first + => size = self.config.training.global_batch_size
+        return first // size * size +
+= megatron/training/step.py update
+the normaliser of the whole batch under ramp-up | ramp-up
+    grad_scale=grad_scale =>
+        grad_scale=grad_scale * (run.config.training.global_batch_size / result.batch_size)
+= megatron/model/arithmetic.py global_batch_size_at
+a ramp-up that grows one increment early | ramp-up
+    return steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1] =>
+        size = steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1]
+        return min(size + config.training.rampup_batch_size[1], config.training.global_batch_size)
+"""
 
-class Mutant(NamedTuple):
-    """`patches`: (owner, name of its function, what makes a new one of the original)."""
+OPTIMIZER = r"""
+= megatron/optimizer/update.py _fused_adamw
+no bias correction | llama
+    at.number => at.number * 0 + 1e9
+no bias correction of the second moment | llama
+    at.number => at.number * 0 + 1e9
+    lr=at.lr => lr=at.lr / (1 - config.adam_beta1 ** int(at.number))
+bias correction one step ahead | llama
+    at.number => at.number + 1
+betas exchanged | llama
+    beta1=config.adam_beta1, beta2=config.adam_beta2 =>
+        beta1=config.adam_beta2, beta2=config.adam_beta1
+epsilon inside the root | llama
+    torch._fused_adamw_( => g, (a, b) = grad / at.divisor, (config.adam_beta1, config.adam_beta2)
+        exp_avg.lerp_(g, 1 - a); exp_avg_sq.mul_(b).addcmul_(g, g, value=1 - b)
+        root = (exp_avg_sq / (1 - b ** int(at.number)) + at.eps).sqrt()
+        weight.mul_(1 - at.lr * at.weight_decay)
+        return weight.sub_(at.lr / (1 - a ** int(at.number)) * exp_avg / root)
+        torch._fused_adamw_(
+epsilon before the correction | llama
+    eps=at.eps => eps=at.eps / (1 - config.adam_beta2 ** int(at.number)) ** 0.5
+weight decay in the gradient | llama
+    [grad] => [grad + at.weight_decay * weight * at.divisor]
+    weight_decay=at.weight_decay => weight_decay=0.0
+weight decay without the rate | llama
+    weight_decay=at.weight_decay => weight_decay=at.weight_decay / at.lr
+= megatron/model/spec.py ParameterSpec.decay
+weight decay of vectors | gpt-files
+    self.tensors[0].decay => True
+no weight decay of the vocabulary's matrices | llama
+    self.tensors[0].decay => self.tensors[0].decay and self.tensors[0].kind == "matrix"
+= megatron/optimizer/update.py _sgd
+Nesterov's momentum | sgd
+    nesterov=False => nesterov=True
+momentum with dampening | sgd
+    dampening=0.0 => dampening=1 - config.sgd_momentum
+SGD's weight decay outside the gradient | sgd
+    sgd( [weight], => weight.mul_(1 - at.lr * at.weight_decay)
+        sgd([weight],
+    weight_decay=at.weight_decay, => weight_decay=0.0,
+= megatron/config/stages.py frozen_units
+frozen units trained | frozen
+    return frozenset(found) => return frozenset()
+= megatron/parallel/grad_norm.py clip_coefficient
+every gradient scaled to the limit | gpt-files
+    .clamp(max=1.0) =>
+the coefficient applied twice | sgd
+    .clamp(max=1.0) => .clamp(max=1.0).square()
+the limit held against the squared norm | sgd
+    (norm + 1e-6) => (norm.square() + 1e-6)
+= megatron/optimizer/optimizer.py Optimizer.grad_sq_sum
+a norm without the vectors | gpt-files
+    [shard[part] for part in self.counted[block]] => [shard[: block.plan.decayed]]
+the largest block's norm for the whole | llama
+    return sum_of_squares(parts, =>
+        parts = [max(parts, key=lambda part: part.square().sum())]
+        return sum_of_squares(parts,
+= megatron/optimizer/optimizer.py Optimizer.step
+clipped before the division by valid tokens | documents
+    clip_coefficient(norm, => clip_coefficient(norm / grad_scale,
+a skipped step counts in the bias correction | no-valid-token
+    self.steps += 1 - found_inf => self.steps += 1
+the gradient norm after clipping | llama
+    self.steps += 1 - found_inf return StepOutcome(norm, found_inf) =>
+        self.steps += 1 - found_inf
+        return StepOutcome(norm.clamp(max=self.config.clip_grad), found_inf)
+= megatron/training/step.py update
+gradients unscaled by the first scale | fp16-overflows
+    result.loss_scale => run.config.precision.initial_loss_scale
+= megatron/optimizer/scaler.py LossScaler.update
+hysteresis ignored | fp16-overflows
+    self.hysteresis <= 0 => True
+the least scale ignored | fp16-hysteresis
+    self.config.min_loss_scale => 2.0**-10
+a window of one step more | fp16-window-of-one
+    self.config.loss_scale_window => self.config.loss_scale_window + 1
+a scale that grows fourfold | fp16-window-of-one
+    self.scale * 2 => self.scale * 4
+clean steps counted through an overflow | fp16-overflows
+    self.clean_steps, self.hysteresis = 0, self.hysteresis - 1 => self.hysteresis -= 1
+hysteresis that growth does not renew | fp16-window-of-one
+    self.clean_steps, self.hysteresis = 0, self.config.hysteresis => self.clean_steps = 0
+hysteresis that each clean step renews | fp16-overflows
+    self.clean_steps += 1 => self.clean_steps += 1; self.hysteresis = self.config.hysteresis
+= megatron/optimizer/scaler.py LossScaler.__init__
+the constant scale ignored | fp16-one-scale
+    config.fp16 and config.loss_scale is None => config.fp16
+= megatron/training/loop.py finish_step
+samples of a skipped step read again | fp16-overflows
+    _count_skipped(run, report) => progress.consumed_samples -= report.batch_size
+        _count_skipped(run, report)
+a skipped step advances the schedule | fp16-overflows
+    _count_skipped(run, report) => progress.scheduled_samples += report.batch_size
+        _count_skipped(run, report)
+"""
 
-    area: str
-    name: str
-    where: str
-    patches: tuple[tuple[Any, str, Make], ...]
+SCHEDULE = r"""
+= megatron/optimizer/lr_schedule.py ParamSchedule.learning_rate
+a warm-up that is one sample longer | gpt-files
+    samples / self.warmup => samples / (self.warmup + 1)
+a decay that begins with the warm-up | gpt-files
+    DECAYS[self.style](self, samples) => DECAYS[self.style](replace(self, warmup=0), samples)
+a decay to zero instead of the minimum | mixed-2
+    if self.warmup > 0 and => self = replace(self, min_lr=0.0)
+        if self.warmup > 0 and
+a cosine for which a line is asked and the other way round | gpt-files
+    DECAYS[self.style](self => DECAYS[
+        {"linear": "cosine", "cosine": "linear"}.get(self.style, self.style)](self
+an inverse square root that ignores the warm-up | mixed-0
+    DECAYS[self.style](self, samples) => max(self.min_lr, self.max_lr / samples**0.5)
+a line that continues below the minimum after the decay | mixed-2
+    return self.min_lr =>
+        return 2 * self.min_lr - DECAYS[self.style](self, 2 * self.decay - samples)
+a warm-up from zero | in-samples
+    self.init_lr + (self.max_lr - self.init_lr) * => self.max_lr *
+a constant rate that decays | documents
+    if self.warmup > 0 and => self = replace(self, style="linear")
+        if self.warmup > 0 and
+WSD's decay exponential as the next style | ramp-up
+    if self.warmup > 0 and => self = replace(self, wsd_style="linear")
+        if self.warmup > 0 and
+WSD's decay linear as the next style | mixed-10
+    if self.warmup > 0 and => self = replace(self, wsd_style="cosine")
+        if self.warmup > 0 and
+WSD's decay cosine as the next style | mixed-7
+    if self.warmup > 0 and => self = replace(self, wsd_style="minus_sqrt")
+        if self.warmup > 0 and
+WSD's decay minus_sqrt as the next style | mixed-4
+    if self.warmup > 0 and => self = replace(self, wsd_style="exponential")
+        if self.warmup > 0 and
+WSD's decay one step early | ramp-up
+    if self.warmup > 0 and => self = replace(self, wsd_decay=self.wsd_decay + 4)
+        if self.warmup > 0 and
+a warm-up share of the run instead of the decay | uneven-split-seed-llama3
+    if self.warmup > 0 and =>
+        self = replace(self, warmup=self.warmup / self.decay * self.weight_decay_length)
+        if self.warmup > 0 and
+= megatron/model/arithmetic.py samples_after
+lengths in iterations counted in whole batches under ramp-up | ramp-up
+    for before, => return iterations * config.training.global_batch_size
+        for before,
+= megatron/training/step.py update
+a learning rate one step late | gpt-files
+    rates=rates, => rates=run.schedule.learning_rates(run.progress.scheduled_samples),
+a weight decay one step late | mixed-5
+    weight_decay=weight_decay => weight_decay=run.schedule.weight_decay(
+        run.progress.scheduled_samples)
+= megatron/optimizer/lr_schedule.py ParamSchedule.weight_decay
+weight decay that stays at its start | mixed-5
+    * share => * 0
+a cosine of weight decay for which a line is asked and the other way round | mixed-8
+    CHANGES[self.weight_decay_style] => CHANGES[
+        {"linear": "cosine", "cosine": "linear"}.get(self.weight_decay_style, "constant")]
+= megatron/optimizer/lr_schedule.py LearningRates.of
+embedding and head at the rate of all else | decoupled-tied
+    (self.decoupled if multipliers.decoupled_lr else self.base) => self.base
+= megatron/model/layer.py layer_parameters
+learned positions at the rate of the word embedding | decoupled-tied
+    "embedding", copies => "embedding", multipliers=ENDS, copies
+= megatron/model/layer.py head_spec
+an untied head at the rate of all else | decoupled-untied-resume
+    stored=padded_vocab, multipliers=ENDS => stored=padded_vocab
+= megatron/optimizer/lr_schedule.py ParamSchedule.learning_rates
+a decoupled rate that decays to zero without its own minimum | decoupled-tied
+    min_lr=self.decoupled_min_lr => min_lr=0.0
+a decoupled rate whose warm-up begins at zero | decoupled-tied
+    ends.learning_rate(samples) => replace(ends, init_lr=0.0).learning_rate(samples)
+a decoupled rate that decays to --min-lr | decoupled-untied-resume
+    min_lr=self.decoupled_min_lr => min_lr=self.min_lr
+= megatron/training/reporting.py _rate_metrics
+the base rate logged as the decoupled one | decoupled-tied
+    learning_rates.decoupled => learning_rates.base
+the rate of the step before | gpt-files
+    {"learning-rate": learning_rates.base} => {"learning-rate": run.schedule.learning_rates(
+        run.progress.scheduled_samples - run.config.training.global_batch_size).base}
+"""
 
-    @contextlib.contextmanager
-    def patch(self) -> Iterator[None]:
-        """While open the product is the mutant."""
-        with contextlib.ExitStack() as stack:
-            for owner, name, make in self.patches:
-                changed = make(getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, changed))
-            yield
+REPORTS = r"""
+= megatron/training/step.py PendingStep.read
+the loss a mean of micro-batches' means | documents
+    loss=sum(losses) / sum(tokens) =>
+        loss=sum(loss / n for loss, n in zip(losses, tokens)) / len(losses)
+= megatron/training/loop.py finish_step
+the last loss of an interval for its mean | sgd
+    progress.open_loss += report.loss =>
+        progress.open_loss = report.loss * (progress.open_steps + 1)
+= megatron/optimizer/optimizer.py Optimizer.squared_weight_norm
+the norm of the weights without vectors | llama
+    (part for _, part in self._counted_weights()) =>
+        [block.master[: block.plan.decayed] for block in self.blocks]
+= megatron/optimizer/optimizer.py Optimizer.count_zero_gradients
+zeros of the gradient with those of padding | llama
+    for box, view in block.boxes(block.grad_shard) => count += (block.grad_shard == 0).sum()
+        for box, view in ()
+= megatron/observe/metrics.py perplexity
+perplexity to the base 2 | gpt-files
+    math.exp( => 2.0 ** (
+= megatron/training/evaluate.py evaluate
+validation a mean of batches' means | documents
+    [sums.losses.sum(), sums.tokens.sum()] =>
+        [(sums.losses / sums.tokens).sum(), (sums.tokens > 0).double().sum()]
+one batch of validation fewer | gpt-files
+    run.config.evaluation.eval_iters * => (run.config.evaluation.eval_iters - 1) *
+every evaluation reads other samples | gpt-files
+    (run, source, first, => (run, source, first + run.progress.iteration,
+= megatron/training/loop.py evaluate_all
+the test reads the validation data | gpt-files
+    else run.data.test => else run.data.valid
+= megatron/training/loop.py blended
+the validation of several sources a plain mean | resume-new-blend
+    source.weight * value => value / len(values)
+= megatron/observe/metrics.py evaluation_metrics
+bits per byte without the logarithm of 2 | many-epochs
+    loss / math.log(2) / => loss /
+= megatron/training/checkpointing.py load
+--skip-train evaluates initial weights | evaluate-only
+    run.optimizer.fill_weights( =>
+        if run.config.evaluation.skip_train: return run.optimizer.initialise()
+        run.optimizer.fill_weights(
+moments dropped at a resume | resume
+    run.scaler.load(checkpoint.state["scaler"]) =>
+        [run.optimizer.kept[block].tensors[name].zero_() for block in run.optimizer.trained
+        for name in run.optimizer.state_names]
+bias correction begins anew at a resume | resume
+    run.optimizer.steps.fill_(checkpoint.state["optimizer_steps"]) => run.optimizer.steps.zero_()
+the schedule begins anew at a resume | resume
+    run.scaler.load(checkpoint.state["scaler"]) => run.progress.scheduled_samples = 0
+the loss scale begins anew at a resume | resume-fp16
+    run.scaler.load(checkpoint.state["scaler"]) => return
+weights rounded at a resume | resume
+    run.scaler.load(checkpoint.state["scaler"]) =>
+        [each.master.copy_(each.master.bfloat16()) for each in run.optimizer.blocks]
+finetuning continues with the checkpoint's schedule | finetune
+    run.optimizer.fill_weights( => done = checkpoint.state["scheduled_samples"]
+        if run.config.checkpoint.finetune: run.progress.scheduled_samples = done
+        run.optimizer.fill_weights(
+losses since the last line dropped at a resume | resume-between-log-lines
+    run.scaler.load(checkpoint.state["scaler"]) =>
+        run.progress.open_loss, run.progress.open_steps = 0.0, 0
+skipped samples not counted on at a resume | resume-fp16
+    run.scaler.load(checkpoint.state["scaler"]) => run.progress.skipped_samples = 0
+        run.scaler.load(checkpoint.state["scaler"])
+--no-load-optim ignored | resume-without-moments
+    or not run.config.checkpoint.load_optim =>
+finetuning keeps moments | finetune
+    run.config.checkpoint.finetune or not => not
+= megatron/training/step.py forward_backward
+the data state dropped at a resume | resume
+    run.data.train, first_sample, =>
+        run.data.train, first_sample - vars(run).setdefault("begun", first_sample),
+finetuning reads on in the data | finetune
+    run.data.train, first_sample, =>
+        run.data.train, first_sample + (8 if run.config.checkpoint.finetune else 0),
+= megatron/training/resume.py resumed_schedule
+the checkpoint's schedule instead of the overriding one | resume-sgd-new-schedule
+    different = => return saved_schedule(theirs)
+        different =
+"""
 
-
-MUTANTS: list[Mutant] = []
-
-
-def mutant(area: str, name: str, where: str, owner: Any, function: str) -> Callable[[Make], Make]:
-    """Registers a mutant: the decorated function makes the changed function of the original."""
-
-    def register(make: Make) -> Make:
-        MUTANTS.append(Mutant(area, name, where, ((owner, function, make),)))
-        return make
-
-    return register
-
-
-def also(owner: Any, function: str) -> Callable[[Make], Make]:
-    """One more patch of the last mutant."""
-
-    def register(make: Make) -> Make:
-        MUTANTS[-1] = MUTANTS[-1]._replace(patches=(*MUTANTS[-1].patches, (owner, function, make)))
-        return make
-
-    return register
-
-
-def to(value: Any) -> Make:
-    """The function gives way to `value`."""
-    return lambda original: value
-
-
-def by_name(name: str) -> Mutant:
-    """Raises StopIteration for a name that no mutant has."""
-    return next(each for each in all_mutants() if each.name == name)
-
-
-def all_mutants() -> list[Mutant]:
-    """Every mutant, those of the model first."""
-    from oracle import mutants_model, mutants_training  # noqa: F401  # they register themselves
-
-    return MUTANTS
+MUTANTS = read_mutants(MODEL + DATA + OPTIMIZER + SCHEDULE + REPORTS)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
+from mutation import Edit, Mutant, check_mutants
 from oracle.cases import CASES
 from oracle.compare import expected, weights_differ
-from oracle.find_mutants import FAR, find, found_by, size_of
-from oracle.mutants import Mutant, all_mutants
+from oracle.find_mutants import FAR, find, size_of
+from oracle.mutants import MUTANTS
 from oracle.program import Seen
 
 DEFAULT = (  # a small change of each part: model, attention, data, loss, optimizer, resume
@@ -24,41 +23,31 @@ DEFAULT = (  # a small change of each part: model, attention, data, loss, optimi
 )
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(each, id=each.name, marks=[] if each.name in DEFAULT else pytest.mark.full)
-        for each in all_mutants()
-    ],
-)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.default(*DEFAULT)
 def test_the_mutant_is_found(mutant):
     """A mutant that does not run, because a signature changed, is an error, not a find."""
     assert find(mutant), f"{mutant.name} survives {mutant.where}"
 
 
-def test_mutants_have_names_of_their_own_and_the_default_ones_exist():
-    names = [mutant.name for mutant in all_mutants()]
-    assert len(set(names)) == len(names) and set(DEFAULT) <= set(names)
+def test_every_mutant_can_be_put_in():
+    check_mutants(MUTANTS)
+
+
+def of_perplexity(new: str) -> Mutant:
+    """A mutant of the function that computes perplexity, in the case llama."""
+    edit = Edit("megatron/observe/metrics.py", "perplexity", (("return math.exp(", new),))
+    return Mutant("own", "llama", (edit,))
 
 
 def test_the_product_itself_is_no_mutant():
     """The same machinery with a change that changes nothing."""
-    none = Mutant(
-        "",
-        "none",
-        "llama",
-        ((json, "dumps", lambda original: lambda *args, **kwargs: original(*args, **kwargs)),),
-    )
-    assert find(none) is None
+    assert find(of_perplexity("return math.exp(")) is None
 
 
 def test_a_mutant_that_does_not_run_is_not_found():
-    def broken(original):
-        raise AttributeError("gone")
-
-    (case,) = (case for case in CASES if case.name == "llama")
-    with pytest.raises(AttributeError, match="gone"):
-        found_by(Mutant("", "stale", "llama", ((json, "dumps", broken),)), case)
+    with pytest.raises(AssertionError, match="own: does not run: .*gone"):
+        find(of_perplexity("return gone("))
 
 
 @pytest.mark.parametrize(
@@ -92,10 +81,3 @@ def test_what_compare_prints_of_a_small_change_of_weights_is_read():
         for text in texts:
             counted, size = size_of(text)
             assert not counted and size == pytest.approx(share, rel=0.1) and (size > FAR) == is_far
-
-
-@pytest.mark.parametrize("mutant", all_mutants(), ids=lambda mutant: mutant.name)
-def test_every_mutant_can_be_put_in(mutant):
-    """What it replaces is there: few mutants run every time."""
-    with mutant.patch():
-        pass

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.tools._study.equal_work import FP64_GATE, UNIT_ROUNDOFF, narrow_bound
+from mutation import Mutant
 from parity.layouts import Row, wire_bound
 from parity.worker import Outcome, Piece, Step, reference, run_case
 from torch import Tensor
@@ -257,12 +258,12 @@ def _too_far(
     return faults
 
 
-def faults_in(worlds: Callable[[int], Any], row: Row, *mutants: str) -> list[str]:
-    """What is wrong with a row of the table that is run now, with mutants in place of its patches
-    where some are named. `worlds`: the fixture gloo_world.
+def faults_in(worlds: Callable[[int], Any], row: Row, mutant: Mutant | None = None) -> list[str]:
+    """What is wrong with a row of the table that is run now, where the ranks have a mutant.
+    `worlds`: the fixture gloo_world.
     """
-    patches = mutants or row.patches
-    return faults_of(row, worlds(row.world).run(run_case, row.flags(layout=True), patches))
+    flags = row.flags(layout=True)
+    return faults_of(row, worlds(row.world).run(run_case, flags, row.patches, "cpu", mutant))
 
 
 def faults_of(row: Row, outcomes: list[Outcome], device: str = "cpu") -> list[str]:

@@ -26,6 +26,18 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     f"{NO_DROPOUT}"
 )
+GROUPED = (
+    f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm "
+    "--untie-embeddings-and-output-weights"
+)
+RATES = (
+    "--lr-decay-style cosine --decoupled-lr 3e-2 --decoupled-min-lr 2e-3 --min-lr 1e-3 "
+    "--lr-warmup-init 1e-3 --lr-warmup-iters 1"
+)
+# tiles of 128 on each of two ranks, in both directions and over the tokens of a micro-batch
+FP8 = f"""{LLAMA} --hidden-size 256 --ffn-hidden-size 256 --num-attention-heads 4
+--kv-channels 64 --seq-length 128 --global-batch-size 4 --fp8-min-width 128
+--group-query-attention --num-query-groups 2"""
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24"
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
@@ -66,10 +78,7 @@ FEATURES = {
     "gpt": Feature(NO_DROPOUT, zero=KEY_BIAS),  # tied, learned positions, LayerNorm, biases, gelu
     "dropout": Feature("", zero=KEY_BIAS),  # 0.1 in hidden states and attention
     "llama": Feature(f"{LLAMA} --untie-embeddings-and-output-weights --log-num-zeros-in-grad"),
-    "gqa2-qknorm": Feature(
-        f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm "
-        "--untie-embeddings-and-output-weights"
-    ),
+    "gqa2-qknorm": Feature(GROUPED),
     "mqa-qknorm-bias": Feature(
         f"{NO_DROPOUT} --group-query-attention --num-query-groups 1 --qk-layernorm",
         zero=KEY_NORM_BIAS,
@@ -101,7 +110,7 @@ FEATURES = {
         zero=KEY_BIAS,
         extra="--fused-linear-cross-entropy",
     ),
-    "ramp-up": Feature("--rampup-batch-size 4 4 8", most_dp=4, zero=KEY_BIAS),
+    "ramp-up": Feature("--rampup-batch-size 4 4 4", most_dp=4, zero=KEY_BIAS),
     "recompute": Feature(
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu",
         zero=KEY_BIAS,
@@ -151,10 +160,44 @@ FEATURES = {
     "moe-forced": Feature(f"{LLAMA} {EXPERTS} --moe-router-force-load-balancing"),
     "m3": Feature("", micro_batches=3, zero=KEY_BIAS),  # fewer than 4 pipeline ranks
     "m5": Feature(f"{LLAMA} --untie-embeddings-and-output-weights", micro_batches=5),
-}
-
-# those with a table of their own (test_latent_attention.py, test_layer_kinds.py)
-APART = {
+    # two rates: the word embedding and the head's matrix have their own, tied or not
+    "decoupled": Feature(f"{NO_DROPOUT} {RATES}", zero=KEY_BIAS),
+    "decoupled-untied": Feature(
+        f"{LLAMA} --untie-embeddings-and-output-weights --log-num-zeros-in-grad {RATES}"
+    ),
+    # quantised numbers are the same in all layouts, so the fp64 gate holds for 4-bit mantissas
+    "fp8-tensors": Feature(f"{FP8} --fp8-format hybrid --fp8-recipe tensorwise", micro_batch=1),
+    "fp8-rows": Feature(f"{FP8} --fp8-format hybrid --fp8-recipe rowwise", micro_batch=1),
+    "fp8-blocks": Feature(f"{FP8} --fp8-format e4m3 --fp8-recipe blockwise", micro_batch=1),
+    "fp8-blocks-some": Feature(
+        f"{FP8} --fp8-format e4m3 --fp8-recipe blockwise --no-fp8-wgrad --first-last-layers-bf16 "
+        "--num-layers-at-end-in-bf16 0",
+        micro_batch=1,
+    ),
+    # the MLP over pieces of the sequence, in the layout alone
+    "tiled": Feature(LLAMA, extra="--tiled-mlp 4"),
+    "tiled-dropout": Feature("", extra="--tiled-mlp 2", zero=KEY_BIAS),
+    "tiled-recompute": Feature(
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --geglu",
+        extra="--tiled-mlp 4",
+        zero=KEY_BIAS,
+    ),
+    # pieces of 128 tokens, which are blocks of the whole as well
+    "tiled-fp8": Feature(
+        f"{FP8} --seq-length 256 --fp8-format e4m3 --fp8-recipe blockwise",
+        micro_batch=1,
+        extra="--tiled-mlp 2",
+    ),
+    # compiled in the layout alone; traced: the operators of the graphs are run one by one
+    "traced": Feature(GROUPED, patches=("traced",), extra="--torch-compile"),
+    "traced-documents": Feature(
+        "--reset-position-ids --reset-attention-mask --eod-mask-loss --recompute-granularity full",
+        patches=("traced",),
+        extra="--torch-compile",
+        zero=KEY_BIAS,
+    ),
+    # generated code writes one tensor over another as soon as that has been read
+    "compiled": Feature(GROUPED, extra="--torch-compile"),
     # windows and rotary positions of some layers, counted over all pipeline stages
     "layer-kinds": Feature(
         f"{LLAMA} --num-layers 4 --window-size 5 --window-attn-skip-freq 2 --no-rope-freq 3"
@@ -300,7 +343,7 @@ class Row:
     @property
     def of(self) -> Feature:
         """What its feature is."""
-        return APART.get(self.feature) or FEATURES[self.feature]
+        return FEATURES[self.feature]
 
     @property
     def words(self) -> Words:
@@ -377,8 +420,8 @@ class Row:
             own += feature.extra.split()
         if feature.micro_batches:
             own += ["--global-batch-size", str(feature.micro_batches)]
-        if self.precision != "fp64":  # the bound of `narrow` holds over 7 or more steps
-            own += ["--train-iters", "8"]
+        # the second step reads what the first has updated; the bound of `narrow` needs 7 steps
+        own += ["--train-iters", "2" if self.precision == "fp64" else "8"]
         return (
             *BASE,
             *own,
@@ -398,8 +441,11 @@ def possible(row: Row) -> bool:
     )
 
 
-# those of the table; experts have one of their own (test_expert_parallel.py)
-DENSE = [name for name in FEATURES if not name.startswith("moe")]
+# those of the full table
+DENSE = (
+    "gpt dropout llama gqa2-qknorm mqa-qknorm-bias gqa4-qkvbias mqa-bias padding documents "
+    "documents-rope uneven caps-zloss fused-head ramp-up recompute sgd layer-kinds m3 m5"
+).split()
 NARROW_FEATURES = ("gpt", "gqa2-qknorm", "documents-rope")
 NARROW_LAYOUTS = ("tp2", "tp2 sp", "dp2", "tp4 sp", "tp2 dp2", "tp2 sp dp2", "tp8 sp", "tp4 dp2")
 NARROW_PIPELINES = (
@@ -536,120 +582,106 @@ def traits(row: Row) -> set[tuple[str, str]]:
     return shown | {(schedule, other) for other in (f"pp{pp}", *others)} if exact else shown
 
 
-# What CI runs of it, few on 8 ranks: feature: its layouts. It shows all traits (test_layouts.py).
-CI = {
-    "fp64": {
-        "gpt": "tp2, dp2, dp2 serial, dp4, dp8, tp2 sp dp2, pp2 gpipe, pp4 1f1b auto, pp2 "
-        "interleaved v2, pp4 zero-bubble, "
-        "pp2 zero-bubble-v counted, pp2 interleaved v2 tp2 dp2 mapping",
-        "dropout": (
-            "tp2, tp2 sp dp2 mapping, pp2 gpipe tp2 sp, pp2 1f1b, pp3 interleaved v2, pp2 "
-            "zero-bubble, pp2 zero-bubble-v tp2 sp"
-        ),
-        "llama": (
-            "tp2 sp serial, tp2 dp4, pp4 gpipe, pp2 1f1b tp2 sp, pp2 interleaved v2 tp2 sp, "
-            "pp2 zero-bubble tp2 sp, pp4 zero-bubble-v"
-        ),
-        "gqa2-qknorm": "tp4 sp, tp4 dp2, pp2 1f1b",
-        "mqa-qknorm-bias": "tp2 sp, tp2 dp2, pp2 zero-bubble tp2 sp",
-        "gqa4-qkvbias": "tp8, tp8 sp, tp2 sp dp4, pp2 1f1b",
-        "mqa-bias": "tp2, tp2 sp dp2 serial, pp2 zero-bubble tp2 sp",
-        "padding": "tp2 sp, tp2 dp2, pp2 1f1b",
-        "documents": (
-            "tp2 sp, tp2 dp2, pp2 gpipe dp2, pp2 1f1b dp2, pp2 interleaved v2 dp2, pp2 "
-            "zero-bubble tp2 sp dp2, pp2 zero-bubble-v dp2"
-        ),
-        "documents-rope": "tp2 dp2, tp4 sp dp2, pp2 interleaved v2 dp2",
-        "uneven": (
-            "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b first3, pp4 interleaved v2 auto, pp2 "
-            "zero-bubble drawn, pp2 zero-bubble-v"
-        ),
-        "caps-zloss": "tp4, tp2 sp dp2, pp2 1f1b",
-        "fused-head": "tp2 sp, tp2 dp2, pp2 zero-bubble tp2 sp",
-        "ramp-up": (
-            "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b, pp2 interleaved v2, pp2 zero-bubble dp2, "
-            "pp2 zero-bubble-v dp2 serial"
-        ),
-        "recompute": (
-            "tp2 sp, tp2 dp2, pp2 gpipe, pp2 1f1b tp2, pp2 interleaved v2, pp2 zero-bubble, "
-            "pp2 zero-bubble-v"
-        ),
-        "sgd": "tp2 sp, tp2 dp2, pp2 1f1b",
-        "m3": "pp4 gpipe, pp4 1f1b, pp4 interleaved v2, pp4 zero-bubble, pp4 zero-bubble-v",
-        "m5": "pp2 gpipe, pp2 1f1b, pp2 interleaved v2, pp2 zero-bubble, pp2 zero-bubble-v",
-    },
-    "fp32": {"gpt": "tp2 dp2, pp2 1f1b dp2", "gqa2-qknorm": "tp4 sp", "documents-rope": "tp2"},
-    "bf16": {
-        "gpt": "tp2 dp2, pp2 zero-bubble tp2 sp",
-        "gqa2-qknorm": "tp2 sp",
-        "documents-rope": "tp2",
-    },
-    "fp16": {
-        "gpt": "tp2 sp, pp2 gpipe, pp2 zero-bubble-v",
-        "gqa2-qknorm": "tp2 dp2, pp2 1f1b, pp2 zero-bubble tp2 sp",
-        "documents-rope": "tp2, pp2 interleaved v2",
-    },
-    "wire": {
-        "gpt": "dp2, pp2 zero-bubble-v dp2",
-        "gqa2-qknorm": "tp2 sp dp2",
-        "documents-rope": "tp2 dp2",
-    },
-}
+OTHER_ROWS = """
+dropout: cp2 allgather, cp2 p2p, cp4 a2a2+p2p, cp2 dp2 zero1 allgather, cp2 dp2 zero1 p2p
+dropout: cp2 pp2 zero-bubble-v dp2 zero2 a2a, cp2 pp2 zero-bubble-v dp2 zero2 p2p
+gpt: cp4 p2p, cp2 dp2 zero2 a2a, cp2 dp2 zero2 p2p, cp4 a2a
+llama: cp2 tp2 sp allgather, cp2 zero3 a2a, cp2 tp2 sp p2p, cp4 zero3 p2p
+llama: cp2 pp2 zero-bubble tp2 sp p2p, cp2 pp2 zero-bubble tp2 sp a2a
+llama: cp4 pp2 zero-bubble a2a2+p2p
+gqa2-qknorm: cp4 p2p, cp4 tp2 sp a2a2+p2p, cp4 a2a, cp4 allgather
+mqa-qknorm-bias: cp2 allgather, cp2 p2p, cp4 a2a2+p2p
+gqa4-qkvbias: cp2 dp2 shard2 zero3 allgather, cp2 dp2 shard2 zero3 p2p
+gqa4-qkvbias: cp4 pp2 interleaved v2 allgather, cp4 pp2 interleaved v2 p2p
+mqa-bias: cp4 allgather, cp4 a2a
+documents: cp2 allgather, cp2 p2p, cp2 dp2 zero3 a2a
+documents-rope: cp2 a2a, cp4 p2p, cp2 tp2 allgather, cp2 pp2 1f1b a2a, cp2 pp2 1f1b p2p
+documents-rope: cp4 a2a2+p2p
+caps-zloss: cp2 allgather, cp2 p2p
+recompute: cp2 a2a, cp2 p2p, cp4 zero3 a2a2+p2p
+bf16 gqa2-qknorm: cp2 tp2 sp
+bf16 documents-rope: cp4 p2p, cp2 a2a
+bf16 dropout: cp2 p2p
+fp16 gpt: cp4 zero3
+wire gpt: cp2 dp2 zero2
+moe: dp2, dp4 ep4, dp4 ep2 zero2, dp4 ep2 shard2 zero3, tp2 sp, tp2 sp etp1 ep2
+moe: tp4 sp etp2 ep2, dp4 etp2 ep2, cp2 tp2 sp ep2 etp2, pp2 1f1b mapping dp2 ep2
+moe: pp2 interleaved v2 dp2 ep2 paired zero2, pp2 zero-bubble-v tp2 sp etp1 ep2
+moe: dp4 ep2 offload zero2
+moe-bias: dp2 ep2, dp4 ep2 paired zero1, dp4 ep2 zero3, tp2 sp etp1, cp2 ep2
+moe-bias: tp2 sp etp2 ep2 dp2 paired, pp2 1f1b dp2 ep2 paired zero3
+moe-bias: pp2 zero-bubble dp2 ep2 zero2, dp2 ep2 gathered-tokens, dp4 ep2 param-offload zero3
+moe-recompute: dp4 ep4 zero3, tp2 sp etp1 ep4 dp2 zero1, cp2 p2p dp2 ep4 paired zero2
+moe-recompute: pp2 zero-bubble dp2 ep2, tp2 sp etp2 ep2 dp2 gathered-tokens, dp4 ep4 paired zero2
+moe-capacity: cp2 ep2 gathered-tokens, dp2 ep2, tp2 sp etp1 ep2 paired
+moe-position: cp2 tp2 sp ep2, pp2 zero-bubble dp2 ep2
+moe-act: dp4 ep2 shard2 zero3 kept paired, pp2 zero-bubble-v dp2 ep2
+moe-sparse: dp4 ep4 paired, tp2 sp dp2 ep2 etp2 zero2
+moe-forced: dp2 ep2
+moe-odd: dp2 ep2 paired, tp2 sp etp1 ep2 dp2 paired zero3
+bf16 moe: dp4 ep2 paired zero2, tp2 sp etp1 ep2
+wire moe: dp4 ep2
+fp16 moe-bias: dp2 ep2
+mla: tp2, tp2 sp, cp2, cp2 p2p, dp2 zero1, pp2 1f1b, pp2 zero-bubble, dp2 offload zero2
+mla-bias: tp4, tp4 sp, tp2 sp dp2 zero3
+mla-full: tp2 sp serial
+mla-dropout: tp2 sp dp2, cp2, cp2 p2p tp2 sp, pp2 interleaved v2
+mla-documents: tp2 sp, cp2 tp2 sp, cp2 p2p
+mla-up: tp2 sp, cp2 a2a, dp2 zero3, pp2 zero-bubble tp2 sp
+mla-qkv: tp2 sp, dp2 zero2, pp2 zero-bubble-v dp2
+mla-moe: dp2 ep2, tp2 sp etp1 ep2
+mla-graphs: dp2
+bf16 mla: tp2 sp, pp2 zero-bubble tp2 sp
+layer-kinds: cp2, cp2 p2p, cp2 a2a, pp2 zero-bubble-v
+layer-kinds-documents: pp2 interleaved v2, cp2 p2p, tp2 sp
+layer-kinds-recompute: pp2 1f1b, dp2 zero2
+decoupled: tp2 dp2 zero2, dp2 zero1, cp2 zero2, pp2 1f1b, pp2 zero-bubble-v dp2 zero2
+decoupled-untied: tp2 sp dp2 zero3, pp2 1f1b
+fp8-tensors: tp2, tp2 sp, dp2 zero3, cp2, cp2 a2a tp2 sp, pp2 zero-bubble tp2 sp
+fp8-rows: tp2, tp2 sp, cp2
+fp8-blocks: tp2, tp2 sp, pp2 1f1b dp2 zero2
+fp8-blocks-some: tp2 sp, cp2 tp2
+tiled: tp2 sp, tp4 sp, cp2 tp2 sp, dp2 zero3, pp2 interleaved v2, pp2 zero-bubble tp2 sp
+tiled-dropout: tp2, tp2 sp serial, cp2 a2a, dp2 zero1, pp2 zero-bubble-v dp2 zero2
+tiled-recompute: tp2 sp, dp2 zero3 kept, pp2 1f1b, pp2 zero-bubble dp2 zero3
+tiled-fp8: tp2
+bf16 tiled: tp2 sp
+wire tiled: dp2 zero2
+traced: tp2 sp, pp2 zero-bubble tp2 sp, pp2 1f1b dp2 zero3
+traced-documents: tp2 sp, dp2 zero3
+bf16 traced: tp4 sp, tp2 sp
+compiled: pp2 zero-bubble
+bf16 compiled: tp2 sp
+"""
 
 
-ZERO_CI = {  # each at every stage
-    "fp64": {
-        "gpt": "pp2 zero-bubble-v dp2",
-        "dropout": "dp2",
-        "llama": "pp2 interleaved v2 dp2",
-        "gqa2-qknorm": "dp4 shard2",
-        "mqa-qknorm-bias": "tp2 sp dp2",
-        "gqa4-qkvbias": "dp2",
-        "mqa-bias": "tp2 dp2",
-        "padding": "dp2",
-        "documents": "pp2 zero-bubble dp2",
-        "documents-rope": "dp2",
-        "uneven": "dp4",
-        "caps-zloss": "dp2",
-        "fused-head": "dp2",
-        "ramp-up": "pp2 gpipe dp2",
-        "recompute": "pp2 1f1b dp2",
-        "sgd": "dp2 serial",
-    },
-    "fp32": {"gpt": "dp2"},
-    "bf16": {"gpt": "tp2 sp dp2"},
-    "fp16": {"gpt": "dp2", "gqa2-qknorm": "pp2 zero-bubble dp2"},
-    "wire": {"gpt": "dp2"},
-}
-ZERO_3_CI = (
-    Row("dp2 zero3 kept", "dropout"),
-    Row("pp2 zero-bubble-v dp2 zero3 kept", "documents"),
-    Row("pp4 1f1b auto dp2 zero3", "gpt"),
-)
+def read_row(text: str) -> Row:
+    """The row of `[precision] feature layout`."""
+    words = text.split()
+    precision = [words.pop(0)] if words[0] in PRECISIONS else []
+    return Row(" ".join(words[1:]), words[0], *precision)
+
+
+def read_rows(text: str) -> list[Row]:
+    """Rows of lines `[precision] feature: layout, layout, ...`."""
+    found = []
+    for line in text.strip().splitlines():
+        described, layouts = line.split(": ")
+        found += [read_row(f"{described} {layout}") for layout in layouts.split(", ")]
+    return found
 
 
 @functools.cache
 def ci_rows() -> list[Row]:
-    """The rows of `full`, small worlds first: those named above, and what shows the pairs of
-    features and layouts that none of these shows.
+    """The rows of `full`, small worlds first: a choice of the full table that shows all its pairs
+    of features and layouts, the other rows, and those that mutants name.
     """
-    rows = [
-        Row(layout, feature, precision)
-        for precision, table in CI.items()
-        for feature, layouts in table.items()
-        for layout in layouts.split(", ")
-    ]
-    rows += [
-        Row(layout, feature, precision)
-        for precision, table in ZERO_CI.items()
-        for feature, layout in table.items()
-        for layout in staged((layout,))
-    ]
-    rows += ZERO_3_CI
-    named = len(rows)
-    rows += [
+    from parity.mutants import MUTANTS, row_of
+
+    table = [
         row for row in full_table() if row.precision == "fp64" or row.feature in NARROW_FEATURES
     ]
-    chosen = cover([traits(row) for row in rows], [1.0 + row.world for row in rows], range(named))
-    rows = [rows[index] for index in sorted(chosen)]
-    return sorted(rows, key=lambda row: row.world)
+    chosen = cover([traits(row) for row in table], [1.0 + row.world for row in table])
+    rows = [table[index] for index in sorted(chosen)] + read_rows(OTHER_ROWS)
+    rows += map(row_of, MUTANTS)
+    return sorted(dict.fromkeys(rows), key=lambda row: row.world)

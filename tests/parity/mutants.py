@@ -1,658 +1,410 @@
-"""Breaks the code on purpose, one place at a time: the table of parity must notice.
-
-Each mutant replaces a piece of code, which must be there exactly once (by its tokens:
-fragments.py). New ranks put it in and run the default rows that are named here for it; the
-comparison with the healthy one-process run must find fault with one of them. tests/mutants.py
-prints the table of all.
+"""Mistakes of layout, one at a time, which the comparison with the healthy one-process run must find
+in the row of the table that is named for each. tests/mutants.py prints the table of all.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
-import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import CodeType, FunctionType
+from collections.abc import Callable
 
-from fragments import replaced
+from mutation import Mutant, read_mutants
+from parity.layouts import Row, read_row
 
-ROOT = Path(__file__).resolve().parents[2]
+TABLE = r"""
+= megatron/model/layer.py layer_parameters
+no sum of layer norms | llama tp2 sp serial
+    logical, parts_under(sequence)) =>
+        logical, () if logical.endswith("input_norm") else parts_under(sequence))
+no sum of the final norm | llama tp2 sp serial
+    logical, parts_under(sequence)) =>
+        logical, () if logical == "final_norm" else parts_under(sequence))
+= megatron/model/mlp.py mlp_parameters
+no sum of row-parallel biases | documents tp2 sp
+    grad_sum=parts_under(sequence) => grad_sum=()
+= megatron/model/layer.py layer_parameters
+no sum of positions | documents tp2 sp
+    "embedding", copies="tp", grad_sum=parts_under(sequence) =>
+        "embedding", copies="tp", grad_sum=()
+= megatron/model/attention/attention.py attention_parameters
+no sum of QK norms | mqa-qknorm-bias tp2 dp2
+    grad_sum=("tp",) => grad_sum=()
+= megatron/model/attention/attention.py _fused_qkv
+no sum of shared key/value heads | mqa-bias tp2
+    "kv", ("kv",)) => "kv", ())
+= megatron/model/linear.py _RowLinear.forward
+no sum of a row-parallel layer's outputs | gpt tp2
+    y = all_reduce(gemm(x, weight), tp.axis) => y = gemm(x, weight)
+= megatron/model/linear.py _ColumnLinear.backward
+no sum of a column-parallel layer's input gradients | gpt tp2
+    start(dx, tp.axis) => start(dx, tp.axis if tp.sequence else NO_TP.axis)
+= megatron/model/linear.py _RowLinear.forward
+a row-parallel bias added on every rank | gpt tp2
+    y.add_(bias) => y.add_(bias * tp.size)
+= megatron/model/linear.py _ColumnLinear.backward
+a column-parallel bias learnt on one rank alone | gpt tp2
+    if ctx.bias is not None and not frozen: accumulate_bias_grad(dy, ctx.bias.main_grad) return =>
+        if ctx.bias is not None and tp.axis.rank == 0: accumulate_bias_grad(dy, ctx.bias.main_grad)
+        return
+= megatron/distributed/collectives.py gather_parts
+the own rows of an overlapped product in another order | documents tp2 sp
+    yield slice(first, behind), x => yield slice(first, behind), x.flip(0)
+= megatron/model/linear.py _RowLinear.forward
+the halves of an overlapped sum in another order | documents tp2 sp
+    for half in weight.chunk(2) => for half in weight.chunk(2)[::-1]
+= megatron/distributed/collectives.py _add_in_rank_order
+a reduce-scatter without some rank's part | gpt dp2 serial
+    torch.add(parts[0], parts[1], out=out) => out.copy_(parts[axis.rank])
+= megatron/model/main_grad.py accumulate_weight_grad
+a weight's first product added to what the last step left | gpt tp2
+    overwrite = getattr(weight, "overwrite_main_grad", False) => overwrite = False
+every product overwrites | gpt tp2
+    overwrite = getattr(weight, "overwrite_main_grad", False) => overwrite = True
+= megatron/model/embedding.py _VocabularyParallelEmbedding.forward
+overlapping vocabulary ranges of the embedding | gpt tp2
+    rank * weight.shape[0] => rank * (weight.shape[0] - 1)
+= megatron/model/loss.py cross_entropy
+shifted labels of the cross-entropy | gpt tp2
+    labels.flatten() - columns.first => labels.flatten() - columns.first - columns.tp.axis.rank
+= megatron/model/loss.py VocabularyShard.combine
+a maximum of logits not shared | gpt tp2
+    (sums * (tops - top).exp_()).sum(0) => sums.sum(0)
+= megatron/model/loss.py own_columns
+probability for padded vocabulary | padding tp2 sp
+    columns = min(max(vocab_size - first, 0), width) => columns = width
+= megatron/model/linear_cross_entropy.py _LinearCrossEntropy.backward
+a fused head whose ranks keep their part of dx | fused-head tp2 dp2
+    else all_reduce(dx, tp.axis) => else dx
+= megatron/model/linear_cross_entropy.py _chunks
+a fused head's chunks that leave tokens out | fused-head tp2 sp
+    range(0, x.shape[0], step) => range(0, x.shape[0] - step, step)
+= megatron/model/attention/attention.py CoreAttention.__init__
+heads of every rank numbered from 0 in dropout | dropout tp2
+    self.first_head = tp.axis.rank * self.heads => self.first_head = 0
+= megatron/model/gpt.py GPTModel.micro_batch
+positions of every rank counted from 0 in dropout | documents tp2 sp
+    DropoutState(sample_ids, token_index[own]) =>
+        DropoutState(sample_ids, token_index[own] - token_index[own][0])
+the first positions embedded on every rank | documents tp2 sp
+    position_ids=position_ids[own] => position_ids=position_ids[: len(position_ids[own])]
+= megatron/model/spec.py _box
+key/value heads of another rank | gqa2-qknorm tp4 sp
+    tp.axis.rank // sharing * extent => tp.axis.rank % tensor.shard.count(tp.size) * extent
+= megatron/training/run.py Run.own_samples
+samples of neighbouring data-parallel ranks overlap | gpt dp2 serial
+    self.config.training.micro_batch_size * self.groups.dp.rank => self.groups.dp.rank
+= megatron/parallel/zero.py Zero._finish_reduction
+a data-parallel mean | gpt dp2 serial
+    slice_ = pending.wait() => slice_ = pending.wait().div_(block.shard.size)
+= megatron/parallel/zero.py Zero._finish_all_reductions
+one block not reduced | gpt dp2 serial
+    for block in self.trained: => for block in self.trained[1:]:
+= megatron/parallel/zero_plan.py _Walk._periods
+reduced one micro-batch too early | documents tp2 dp2
+    if often else count => if often else count - 1
+= megatron/training/step.py update
+local instead of global token count | uneven tp2 dp2
+    nominal / (tokens.sum() * =>
+        nominal / (all_reduce(result.sums.tokens.sum(), run.groups.tp) * run.groups.dp.size *
+scaled by the data-parallel size | gpt dp2 serial
+    nominal / (tokens.sum() * => nominal / (run.groups.dp.size * tokens.sum() *
+= megatron/parallel/blocks.py Block.counted
+replicated parameters counted on every rank in the norm | gpt tp2
+    if holders(box, groups).rank > 0: => if False:
+= megatron/optimizer/optimizer.py Optimizer.grad_sq_sum
+the tied matrix counted twice in the norm | gpt tp2
+    for block in self.trained: => for block in [*self.trained, self.trained[0]]:
+= megatron/training/evaluate.py evaluate
+evaluation of one rank's samples alone | gpt dp2 serial
+    all_reduce(total, run.groups.world) => total
+= megatron/training/step.py update
+an overflow noticed by one rank alone | fp16 gpt tp2 sp
+    grad_sq_sum=totals.grad_sq_sum =>
+        grad_sq_sum=totals.grad_sq_sum.nan_to_num(1.0, 1.0, 1.0)
+        if run.optimizer.grad_sq_sum().isfinite() else run.optimizer.grad_sq_sum()
+= megatron/model/build.py build_model
+a rank's virtual stages in the wrong order | dropout pp3 interleaved v2
+    if rank == groups.pp.rank) => if rank == groups.pp.rank)[:: -1 if groups.pp.rank == 1 else 1]
+= megatron/model/gpt.py GPTModel.__init__
+layers numbered from 0 on every stage | dropout pp2 1f1b
+    (config, seed, i, tp, cp, ep) => (config, seed, i - stage.layers.start, tp)
+= megatron/model/layer.py layer_parameters
+the final norm in the layer before | m5 pp2 1f1b
+    if record.last: => if index == config.num_layers - 2:
+= megatron/parallel/messages.py StageMessages.put
+a gradient scaled on its way to the stage before | m5 pp2 1f1b
+    (self.inbox if stays else self.outbox)[message] = x =>
+        (self.inbox if stays else self.outbox)[message] = (
+        x if message.kind is Kind.FORWARD else x / len(self.placement))
+= megatron/distributed/collectives.py Receiving.__init__
+a buffer for all messages, so that saved inputs go stale | m5 pp2 gpipe
+    self.x = torch.empty(shape, dtype=dtype, device="cpu" if backend.on_host else device) =>
+        self.x = Receiving.buffer = vars(Receiving).get("buffer", torch.empty(shape, dtype=dtype))
+= megatron/training/passes.py micro_batches_of
+samples of another micro-batch on every stage | m5 pp2 1f1b
+    first + index * run.chunk => first + (index + run.groups.pp.rank) % len(tokens) * run.chunk
+= megatron/parallel/pipeline.py Pipeline.backward
+weight gradients of another micro-batch | m5 pp2 zero-bubble
+    dy, saved = step.input_of(action), step.saved.pop((stage, micro)) =>
+        dy, saved = step.input_of(action), step.saved.pop((stage, micro))
+        if action.kind is Kind.BACKWARD_WEIGHT: saved = deque([*kept] for kept in next(
+        each for each in (*step.saved.values(), saved) if isinstance(each[-1], list)))
+no embedding gradient in the split backward | m5 pp2 zero-bubble
+    dy, kept = self.passes.backward( =>
+        dy, kept = (saved.pop(), None) if (
+        action.kind is Kind.BACKWARD_INPUT and not layer.reads_weight_backward
+        ) else self.passes.backward(
+= megatron/parallel/layer_passes.py LayerPasses.backward
+no dropout in the second run of recomputation | recompute pp2 zero-bubble
+    saved = self.forward_again(layer, saved)[1] =>
+        saved = self.forward_again(layer, saved._replace(micro=__import__("dataclasses").replace(
+        saved.micro, dropout=None, hidden_dropout=None)))[1]
+= megatron/parallel/zero_plan.py _Walk.after
+reduced when the input gradients are complete | documents pp2 zero-bubble-v dp2
+    if kind in COMPLETING: => if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+= megatron/parallel/zero_plan.py _Walk._periods
+a split backward reduced one micro-batch too early | documents pp2 zero-bubble-v dp2
+    if often else count => if often else count - 1
+= megatron/parallel/zero.py Zero.end_step
+partial gradients summed on the first pipeline rank alone | llama pp2 1f1b tp2 sp
+    sum_partial_gradients(self.trained, self.groups) =>
+        self.groups.pp.rank or sum_partial_gradients(self.trained, self.groups)
+= megatron/parallel/zero.py sum_partial_gradients
+no sum of a tied matrix's gradients | gpt pp2 gpipe
+    , ("tied", groups.tied) =>
+= megatron/distributed/groups.py _dense_partitions
+a tied matrix summed over data-parallel ranks | documents pp2 1f1b dp2
+    "tied": Partition(layout, ("pp",), ends) => "tied": Partition(layout, ("dp",), ends)
+= megatron/parallel/blocks.py Block.counted
+both copies of a tied matrix counted in the norm | gpt pp2 gpipe
+    if holders(box, groups).rank > 0: =>
+        if box.replicated != "tied" and holders(box, groups).rank > 0:
+= megatron/training/step.py update
+a norm of each stage | m5 pp2 1f1b
+    grad_sq_sum=totals.grad_sq_sum => grad_sq_sum=run.optimizer.grad_sq_sum()
+= megatron/training/run.py Run.counts
+losses and tokens counted on every stage | m5 pp2 1f1b
+    self.pipeline.has_head and =>
+= megatron/training/evaluate.py evaluate
+an evaluation on a stage without a head | m5 pp2 1f1b
+    all_reduce(total, run.groups.world) => all_reduce(total, run.groups.dp)
+= megatron/parallel/zero.py Zero._finish_reduction
+one block's gradients not added to the shard | dropout dp2 zero2
+    block.summed.add_(slice_) =>
+        block.summed.add_(slice_ if block is not self.blocks[1] else 0)
+= megatron/parallel/blocks.py Block.__init__
+the slice of another rank updated | dropout dp2 zero3
+    mine = _equal_part((0, self.size), self.shard) =>
+        mine = _equal_part((0, self.size), replace(self.shard, rank=1 - self.shard.rank))
+= megatron/parallel/blocks.py Block.reduced_part
+a sum in the place of another rank's slice | dropout dp2 zero1
+    self.shard.rank * length => (self.shard.size - 1 - self.shard.rank) * length
+= megatron/parallel/zero.py Zero._arrive
+gathered weights not awaited | sgd dp2 serial zero3
+    self.gathering.pop(block).wait() => self.gathering.pop(block)
+= megatron/parallel/zero.py Zero.acquire
+a block freed before its pass | dropout dp2 zero3
+    if not any(block in self.deferred for block in todo.prefetches): =>
+        early = [block.release() for block in todo.gathers if block not in todo.prefetches]
+        if not any(block in self.deferred for block in todo.prefetches):
+= megatron/parallel/zero_plan.py _Walk._is_needed
+kept weights never freed, so that they go stale | dropout dp2 zero3 kept
+    return self.remaining[buffers] > 0 => return True
+= megatron/parallel/zero_plan.py ZeroPlanner.reads_gathered
+weights gathered for forward passes alone | dropout dp2 zero3
+    or (kind is not => or (False and kind is not
+= megatron/parallel/zero.py Zero._gather
+the own slice gathered as it was left | dropout dp2 zero3
+    own.copy_(block.kept, non_blocking=True) => own.zero_()
+= megatron/parallel/blocks.py Block.drop
+the shards' gradients kept from step to step | dropout dp2 zero2
+    self.summed = None =>
+= megatron/parallel/blocks.py Block.open
+a gradient buffer that does not begin with zeros | dropout dp2 zero2
+    self.grad[first:last].zero_() => self.grad[first:last].fill_(1)
+= megatron/parallel/zero.py Zero.acquire
+gradients that are complete early dropped | documents pp2 zero-bubble dp2 zero2
+    block.grad[block.plan.late :].copy_(early) => pass
+= megatron/parallel/zero_plan.py _Walk._periods
+a resident buffer reduced in every micro-batch | dropout dp2 zero1
+    often = self.stage >= 2 and => often = self.stage >= 1 and
+a tied matrix whose last passes are not reduced | gpt pp2 zero-bubble-v dp2 zero2
+    if often else count => if often else count - 1
+= megatron/parallel/zero.py sum_partial_gradients
+a tied matrix's ends not summed | recompute pp2 1f1b dp2 zero3
+    , ("tied", groups.tied) =>
+= megatron/parallel/zero.py sum_copies
+no sum over the copies of a slice | gqa2-qknorm dp4 shard2 zero2
+    if block.groups.replicate.size > 1: => if False:
+= megatron/parallel/blocks.py Block.__init__
+every copy of a slice counted in the norm | gqa2-qknorm dp4 shard2 zero1
+    self.share = _equal_part(mine, groups.replicate) => self.share = mine
+= megatron/parallel/zero.py Zero.all_gather_weights
+one block's weights not sent round | dropout dp2 zero1
+    if self.stage in (1, 2): => if self.stage in (1, 2) and block is not self.blocks[1]:
+= megatron/parallel/blocks.py Block.segments
+weight decay counted from a shard's beginning | dropout dp2 zero2
+    in self.plan.ranges: => in ((first + stop, each) for stop, each in self.plan.ranges):
+= megatron/parallel/blocks.py Block.runs
+partial gradients summed at a shard's beginning | mqa-qknorm-bias tp2 sp dp2 zero2
+    yield buffer[low - self.own[0] : high - self.own[0]] => yield buffer[: high - low]
+= megatron/parallel/blocks.py _rectangles
+rows of a cut tensor misnamed | dropout dp2 zero1
+    offset = box.offset[0] + row + first, => offset = box.offset[0] + row,
+= megatron/parallel/zero.py Zero._reduce
+a narrow reduction that is none | wire gpt dp2 zero2
+    out, self.reduce_dtype, => out, None,
+= megatron/training/passes.py share_positions
+positions that count from 0 on each rank | llama cp2 p2p
+    getattr(batch, name)[:, own] =>
+        getattr(batch, name)[:, torch.arange(len(own)) if name == "position_ids" else own]
+labels that are the next tokens of what the rank holds | gpt cp2 p2p
+    getattr(batch, name)[:, own] =>
+        batch.tokens[:, own].roll(-1, 1) if name == "labels" else getattr(batch, name)[:, own]
+each rank counts the valid tokens of the first positions | documents cp2 allgather
+    getattr(batch, name)[:, own] =>
+        getattr(batch, name)[:, torch.arange(len(own)) if name == "loss_mask" else own]
+= megatron/training/passes.py run_micro_batches
+an objective multiplied by the context-parallel ranks | gpt cp2 p2p
+    scale or 0.0, => (scale or 0.0) * run.groups.cp.size,
+= megatron/model/attention/context_parallel.py Places.of
+sequences in the order in which ranks hold them | dropout cp2 allgather
+    order, inverse, steps) => order, index, steps)
+= megatron/model/attention/context_parallel.py _to_sequence
+exchanged parts of the sequence in the wrong order | dropout cp2 a2a
+    all_to_all(x.movedim(2, 0).contiguous(), axis) =>
+        all_to_all(x.movedim(2, 0).contiguous(), axis).flip(0)
+= megatron/model/attention/context_parallel.py heads_for_sequence
+key/value heads repeated in turn, not each for its queries | gqa2-qknorm cp4 a2a
+    x.repeat_interleave(size // x.shape[2], 2) => x.repeat(1, 1, size // x.shape[2], 1)
+= megatron/model/attention/ring_attention.py GatheredAttention.backward
+gradients of keys and values that the own queries gave alone | gpt cp4 allgather
+    reduce_scatter(gradient.flatten(0, 1), axis) =>
+        gradient.flatten(0, 1).chunk(axis.size)[axis.rank]
+= megatron/model/attention/attention.py mask_of
+a mask as if the rank's queries were the first | dropout cp2 allgather
+    "q_positions": own, => "q_positions": torch.arange(len(own)),
+= megatron/model/attention/attention.py ContextParallelCore._over_ranks
+heads counted from the first on every rank in dropout | dropout cp2 a2a
+    self.first_head + axis.rank * (self.heads // axis.size) => self.first_head
+= megatron/model/attention/ring_attention.py RingAttention.backward
+lost hop of gradients | gpt cp2 p2p
+    own_gradient += arriving.wait() => arriving.wait()
+= megatron/model/attention/ring_attention.py RingAttention.forward
+keys go round the ring and values stay | gpt cp2 p2p
+    held = coming.wait() => held = torch.stack((coming.wait()[0], held[1]))
+= megatron/model/attention/ring_attention.py ring_steps
+the second half of an earlier rank's keys | gpt cp2 p2p
+    whole, keys=first => whole, keys=second
+= megatron/model/attention/ring_attention.py _join
+a log-sum-exp rounded to bf16 | gpt cp2 p2p
+    sigmoid(part_lse - lse) => sigmoid(part_lse.bfloat16().to(lse) - lse)
+parts joined with equal weights | gpt cp2 p2p
+    out.lerp_(part.to(out.dtype), weight) => out.add_(part).div_(2)
+= megatron/model/attention/ring_attention.py BlockAttention.backward
+a backward pass that normalizes each block by itself | gpt cp2 p2p
+    dout, out, lse, q, k, v, mask, self.options.scale =>
+        dout, out, self.forward(q, k, v, mask)[1], q, k, v, mask, self.options.scale
+= kernels/attention.py _kept
+keys of each block counted from 0 in dropout | dropout cp2 p2p
+    drop, mask.k_positions => drop
+= megatron/model/experts/experts.py add_expert_weight_grads
+gradients of experts divided by the ranks that hold them | moe dp4 ep2
+    accumulate_weight_grad(dy, => accumulate_weight_grad(dy / 2,
+gradients of experts summed over ranks that do not hold them | moe dp2 ep2
+    accumulate_weight_grad(dy, => accumulate_weight_grad(dy * 2,
+= megatron/parallel/blocks.py Block.counted
+a norm of the gradient without experts | moe dp2 ep2
+    if low < high: => if low < high and self.plan.group != "expert":
+a norm of the gradient that counts an expert on each rank | moe dp4 ep2
+    low, high = max(first, self.share[0], lowest), min(stop, self.share[1], highest) =>
+        own = self.own if self.plan.group == "expert" else self.share
+        low, high = max(first, own[0], lowest), min(stop, own[1], highest)
+= megatron/model/experts/router.py Router._loads
+auxiliary losses by the tokens of the rank alone | moe cp2 ep2
+    all_reduce(count_of(keys, samples * count), self.samples) => count_of(keys, samples * count)
+= megatron/model/experts/router.py Router.losses
+auxiliary losses that grow with the ranks that share a sample | moe cp2 ep2
+    (load.to(sums.dtype) * sums).sum() => (load.to(sums.dtype) * sums).sum() * self.samples.size
+= megatron/model/experts/router.py Router.weights
+experts weighted by scores with the bias | moe-bias dp2 ep2
+    scores.gather(1, experts) => (scores + self.expert_bias).gather(1, experts)
+= megatron/model/gpt.py GPTModel.update_routers
+the expert bias changes in a skipped step | fp16 moe-bias dp2 ep2
+    1 - skipped => 1 - skipped * 0
+= megatron/model/spec.py TensorSpec.is_held
+a rank holds other experts than those whose tokens come | moe dp2 ep2
+    == rank => == (rank + 1) % ranks
+= megatron/model/experts/dispatch.py _TakeWeights.forward
+weights in the order of tokens, not of rows | moe dp2 ep2
+    weights.flatten().index_select(0, assignments.order) =>
+        weights.flatten()[: len(assignments.order)].clone()
+= megatron/model/experts/dispatch.py _summed
+the outputs of one of the ranks that share an expert | moe tp2 sp
+    .sum(0, dtype=wide) => [spread.axis.rank]
+= megatron/model/experts/router.py router_parameters
+a router's gradient of the own tokens under sequence parallelism | moe-bias tp2 sp etp1
+    grad_sum=parts_under(sequence) => grad_sum=()
+= megatron/model/experts/router.py Router._within_capacity
+an expert's capacity of the rank's own tokens | moe-capacity cp2 ep2
+    len(every) / count * factor => len(experts) * k / count * factor
+= megatron/model/experts/dispatch.py transposed_order
+received rows taken for sorted ones | moe dp2 ep2
+    return index + shift.repeat_interleave(ordered, output_size=total) => return index
+= megatron/model/attention/latent_attention.py _ForAllHeads.backward
+the gradient of position channels of the own heads alone | mla tp2
+    all_reduce(dy.clone(), ctx.tp.axis) => dy
+= megatron/model/attention/latent_attention.py latent_parameters
+down-projections that declare whole gradients under sequence parallelism | mla tp2 sp
+    parts = parts_under(sequence) => parts = ()
+= megatron/model/attention/attention.py CoreAttention.__init__
+scores scaled without YaRN's factor on several ranks | mla tp2 sp
+    "scale": config.softmax_scale =>
+        "scale": config.softmax_scale if tp.size == 1 else config.kv_channels**-0.5
+= megatron/model/attention/latent_attention.py _Heads.forward
+each head reads the values of the next one | mla tp2 sp
+    torch.cat((value, zeros), dim=-1) => torch.cat((value.roll(-1, 2), zeros), dim=-1)
+= megatron/model/layer.py TransformerLayer.__init__
+windows of the layer before on the last rank | layer-kinds pp2 1f1b
+    self.seen = record.rotary, window_index(config, record) =>
+        self.seen = record.rotary, window_index(config, layer_records(config)[index - 1])
+no-rope-freq ignored | layer-kinds pp2 1f1b
+    self.rotates, self.seen = record.rotary, => self.rotates, self.seen = True,
+= megatron/model/fp8.py _share
+tensors scaled by the maxima of the rank's own part | fp8-tensors tp2 sp
+    all_reduce_max(torch.cat(shared), axis) => torch.cat(shared)
+= megatron/model/layer.py head_spec
+a tied head on the last stage at the base rate | decoupled pp2 1f1b
+    return embedding_spec(config, vocab_size, padded_vocab) =>
+        (tensor,) = embedding_spec(config, vocab_size, padded_vocab).tensors
+        object.__setattr__(tensor, "multipliers", Multipliers())
+        return ParameterSpec((tensor,))
+= megatron/model/mlp.py TiledMLP.forward
+the first piece of the sequence twice | tiled tp2 sp
+    _PutPiece.apply(y, super().forward(piece), rows) =>
+        _PutPiece.apply(y, super().forward(x[:length] if start == length else piece), rows)
+pieces put back in another order | tiled tp2 sp
+    super().forward(piece), rows) => super().forward(piece), slice(
+        x.shape[0] - start - length, x.shape[0] - start))
+= megatron/model/mlp.py _TakePiece.backward
+an input gradient of the last piece alone | tiled tp2 sp
+    dx = drows.new_empty(ctx.shape) if dx is None else dx => dx = drows.new_zeros(ctx.shape)
+"""
 
-
-@dataclass(frozen=True)
-class Mutant:
-    """`old` -> `new` in a file; `rows` (ids of ci_rows) of which at least one must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    rows: tuple[str, ...]
-
-
-MODEL, ATTENTION, STEP = "megatron/model", "megatron/model/attention", "megatron/training/step.py"
-PIPELINE = "megatron/parallel/pipeline.py"
-ZERO, ZERO_PLAN, BLOCKS, OPTIMIZER = (
-    "megatron/parallel/zero.py",
-    "megatron/parallel/zero_plan.py",
-    "megatron/parallel/blocks.py",
-    "megatron/optimizer/optimizer.py",
-)
-
-
-def unsummed(name: str, file: str, old: str, new: str, *rows: str) -> Mutant:
-    """A tensor that declares no sum of its gradients."""
-    return Mutant(f"no sum of {name}", file, old, new, rows)
-
-
-MUTANTS = (
-    unsummed(
-        "layer norms",
-        f"{MODEL}/layer.py",
-        "config.hidden_size, sums)",
-        """config.hidden_size, () if name.endswith("input_norm") else sums)""",
-        "fp64-llama-tp2-sp-serial",
-    ),
-    unsummed(
-        "the final norm",
-        f"{MODEL}/layer.py",
-        "config.hidden_size, sums)",
-        """config.hidden_size, () if name == "final_norm" else sums)""",
-        "fp64-llama-tp2-sp-serial",
-    ),
-    unsummed(
-        "row-parallel biases",
-        f"{MODEL}/mlp.py",
-        """h, copies="tp", grad_sum=sums""",
-        """h, copies="tp", grad_sum=()""",
-        "fp64-documents-tp2-sp",
-    ),
-    unsummed(
-        "positions",
-        f"{MODEL}/layer.py",
-        """copies="tp",
-            grad_sum=grad_sum""",
-        """copies="tp",
-            grad_sum=()""",
-        "fp64-documents-tp2-sp",
-    ),
-    unsummed(
-        "QK norms",
-        f"{ATTENTION}/attention.py",
-        """grad_sum=("tp",)""",
-        "grad_sum=()",
-        "fp64-mqa-qknorm-bias-tp2-dp2",
-    ),
-    unsummed(
-        "shared key/value heads",
-        f"{ATTENTION}/attention.py",
-        """"grad_sum": ("kv",)""",
-        """"grad_sum": ()""",
-        "fp64-mqa-bias-tp2",
-    ),
-    Mutant(
-        "no sum of a row-parallel layer's outputs",
-        f"{MODEL}/linear.py",
-        "y = all_reduce(gemm(x, weight), tp.axis)",
-        "y = gemm(x, weight)",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "no sum of a column-parallel layer's input gradients",
-        f"{MODEL}/linear.py",
-        "summing = start(dx, tp.axis)",
-        "summing = start(dx, tp.axis if tp.sequence else NO_TP.axis)",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "a row-parallel bias added on every rank",
-        f"{MODEL}/linear.py",
-        "return y if bias is None else y.add_(bias)",
-        "return y if bias is None else y.add_(bias * tp.size)",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "a column-parallel bias learnt on one rank alone",
-        f"{MODEL}/linear.py",
-        "bias_grad.add_(left.dy.flatten(",
-        "bias_grad.add_((ctx.tp.axis.rank == 0) * left.dy.flatten(",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "the own rows of an overlapped product in another order",
-        "megatron/distributed/collectives.py",
-        "yield slice(first, behind), x",
-        "yield slice(first, behind), x.flip(0)",
-        ("fp64-documents-tp2-sp",),
-    ),
-    Mutant(
-        "the halves of an overlapped sum in another order",
-        f"{MODEL}/linear.py",
-        "for half in weight.chunk(2)",
-        "for half in weight.chunk(2)[::-1]",
-        ("fp64-documents-tp2-sp",),
-    ),
-    Mutant(
-        "a reduce-scatter without some rank's part",
-        "megatron/distributed/collectives.py",
-        "torch.add(parts[0], parts[1], out=out)",
-        "out.copy_(parts[axis.rank])",
-        ("fp64-gpt-dp2-serial",),
-    ),
-    Mutant(
-        "a weight's first product added to what the last step left",
-        f"{MODEL}/main_grad.py",
-        """overwrite = getattr(weight, "overwrite_main_grad", False)""",
-        "overwrite = False",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "every product overwrites",
-        f"{MODEL}/main_grad.py",
-        """overwrite = getattr(weight, "overwrite_main_grad", False)""",
-        "overwrite = True",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "overlapping vocabulary ranges of the embedding",
-        f"{MODEL}/embedding.py",
-        "local = ids - tp.axis.rank * weight.shape[0]",
-        "local = ids - tp.axis.rank * (weight.shape[0] - 1)",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "shifted labels of the cross-entropy",
-        f"{MODEL}/loss.py",
-        "labels.flatten() - columns.first",
-        "labels.flatten() - columns.first - columns.tp.axis.rank",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "a maximum of logits not shared",
-        f"{MODEL}/loss.py",
-        "(sums * (tops - top).exp_()).sum(0)",
-        "sums.sum(0)",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "probability for padded vocabulary",
-        f"{MODEL}/loss.py",
-        "columns = min(max(vocab_size - first, 0), width)",
-        "columns = width",
-        ("fp64-padding-tp2-sp",),
-    ),
-    Mutant(
-        "a fused head whose ranks keep their part of dx",
-        f"{MODEL}/linear_cross_entropy.py",
-        "else all_reduce(dx, tp.axis)",
-        "else dx",
-        ("fp64-fused-head-tp2-dp2",),
-    ),
-    Mutant(
-        "a fused head's chunks that leave tokens out",
-        f"{MODEL}/linear_cross_entropy.py",
-        "range(0, x.shape[0], step)",
-        "range(0, x.shape[0] - step, step)",
-        ("fp64-fused-head-tp2-sp",),
-    ),
-    Mutant(
-        "heads of every rank numbered from 0 in dropout",
-        f"{ATTENTION}/attention.py",
-        "self.first_head = tp.axis.rank * self.heads",
-        "self.first_head = 0",
-        ("fp64-dropout-tp2",),
-    ),
-    Mutant(
-        "positions of every rank counted from 0 in dropout",
-        f"{MODEL}/gpt.py",
-        "hidden_dropout=DropoutState(sample_ids, token_index[own])",
-        "hidden_dropout=DropoutState(sample_ids, token_index[own] - token_index[own][0])",
-        ("fp64-documents-tp2-sp",),
-    ),
-    Mutant(
-        "the first positions embedded on every rank",
-        f"{MODEL}/gpt.py",
-        "position_ids=position_ids[own]",
-        "position_ids=position_ids[: len(position_ids[own])]",
-        ("fp64-documents-tp2-sp",),
-    ),
-    Mutant(
-        "key/value heads of another rank",
-        f"{MODEL}/spec.py",
-        "tp.axis.rank // sharing * extent",
-        "tp.axis.rank % tensor.shard.count(tp.size) * extent",
-        ("fp64-gqa2-qknorm-tp4-sp",),
-    ),
-    Mutant(
-        "samples of neighbouring data-parallel ranks overlap",
-        "megatron/training/run.py",
-        "return first + self.config.training.micro_batch_size * self.groups.dp.rank",
-        "return first + self.groups.dp.rank",
-        ("fp64-gpt-dp2-serial",),
-    ),
-    Mutant(
-        "a data-parallel mean",
-        ZERO,
-        "slice_ = pending.wait()",
-        "slice_ = pending.wait().div_(block.shard.size)",
-        ("fp64-gpt-dp2-serial",),
-    ),
-    Mutant(
-        "one block not reduced",
-        ZERO,
-        "for block in self.trained:\n                    self._reduce",
-        "for block in self.trained[1:]:\n                    self._reduce",
-        ("fp64-gpt-dp2-serial",),
-    ),
-    Mutant(
-        "reduced one micro-batch too early",
-        ZERO_PLAN,
-        "if often else count",
-        "if often else count - 1",
-        ("fp64-documents-tp2-dp2",),
-    ),
-    Mutant(
-        "local instead of global token count",
-        STEP,
-        "nominal / (tokens.sum() * ",
-        "nominal / (all_reduce(result.sums.tokens.sum(), run.groups.tp) * run.groups.dp.size * ",
-        ("fp64-uneven-tp2-dp2",),
-    ),
-    Mutant(
-        "scaled by the data-parallel size",
-        STEP,
-        "nominal / (tokens.sum() * ",
-        "nominal / (run.groups.dp.size * tokens.sum() * ",
-        ("fp64-gpt-dp2-serial",),
-    ),
-    Mutant(
-        "replicated parameters counted on every rank in the norm",
-        BLOCKS,
-        "if holders(box, groups).rank > 0:",
-        "if False:",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "the tied matrix counted twice in the norm",
-        OPTIMIZER,
-        "        for block in self.trained:\n            shard = block.grad_shard\n",
-        "        for block in [*self.trained, self.trained[0]]:\n"
-        "            shard = block.grad_shard\n",
-        ("fp64-gpt-tp2",),
-    ),
-    Mutant(
-        "evaluation of one rank's samples alone",
-        "megatron/training/evaluate.py",
-        "all_reduce(total, run.groups.world)",
-        "total",
-        ("fp64-gpt-dp2-serial",),
-    ),
-    Mutant(
-        "an overflow noticed by one rank alone",
-        STEP,
-        "grad_sq_sum=totals.grad_sq_sum",
-        (
-            "grad_sq_sum=totals.grad_sq_sum.nan_to_num(1.0, 1.0, 1.0) "
-            "if run.optimizer.grad_sq_sum().isfinite() else run.optimizer.grad_sq_sum()"
-        ),
-        ("fp16-gpt-tp2-sp",),
-    ),
-    # ---- pipelines
-    Mutant(
-        "a rank's virtual stages in the wrong order",
-        f"{MODEL}/build.py",
-        "if rank == groups.pp.rank)",
-        "if rank == groups.pp.rank)[:: -1 if groups.pp.rank == 1 else 1]",
-        ("fp64-dropout-pp3-interleaved-v2",),
-    ),
-    Mutant(
-        "layers numbered from 0 on every stage",
-        f"{MODEL}/gpt.py",
-        "self.layer_class(config, seed, i, tp, cp, ep)",
-        "self.layer_class(config, seed, i - stage.layers.start, tp)",
-        ("fp64-dropout-pp2-1f1b",),
-    ),
-    Mutant(
-        "the final norm in the layer before",
-        f"{MODEL}/layer.py",
-        "if record.last else None",
-        "if index == config.num_layers - 2 else None",
-        ("fp64-m5-pp2-1f1b",),
-    ),
-    Mutant(
-        "a gradient scaled on its way to the stage before",
-        "megatron/parallel/messages.py",
-        "(self.inbox if stays else self.outbox)[message] = x",
-        "(self.inbox if stays else self.outbox)[message] = "
-        "x if message.kind is Kind.FORWARD else x / len(self.placement)",
-        ("fp64-m5-pp2-1f1b",),
-    ),
-    Mutant(
-        "a buffer for all messages, so that saved inputs go stale",
-        "megatron/distributed/collectives.py",
-        """self.x = torch.empty(shape, dtype=dtype, device="cpu" if backend.on_host else device)""",
-        """self.x = Receiving.__dict__.get("buffer", torch.empty(shape, dtype=dtype))
-        Receiving.buffer = self.x""",
-        ("fp64-m5-pp2-gpipe",),
-    ),
-    Mutant(
-        "samples of another micro-batch on every stage",
-        "megatron/training/passes.py",
-        "first + index * run.chunk",
-        "first + (index + run.groups.pp.rank) % len(tokens) * run.chunk",
-        ("fp64-m5-pp2-1f1b",),
-    ),
-    Mutant(
-        "weight gradients of another micro-batch",
-        PIPELINE,
-        "dy, saved = step.input_of(action), step.saved.pop((stage, micro))",
-        "dy, saved = step.input_of(action), step.saved.pop((stage, micro))\n"
-        "        if action.kind is Kind.BACKWARD_WEIGHT:\n"
-        "            lists = [each for each in (*step.saved.values(), saved) if "
-        "isinstance(each[-1], list)]\n"
-        "            saved = deque([*kept] for kept in lists[0])",
-        ("fp64-m5-pp2-zero-bubble",),
-    ),
-    Mutant(
-        "no embedding gradient in the split backward",
-        PIPELINE,
-        "                    dy, kept = self.runner.backward(kind, layer, dy, saved.pop(), "
-        "step.aux_scale)\n",
-        "                    lost = action.kind is Kind.BACKWARD_INPUT and not "
-        "layer.reads_weight_backward\n"
-        "                    dy, kept = (saved.pop(), None) if lost else self.runner.backward("
-        "kind, layer, dy, saved.pop(), step.aux_scale)\n",
-        ("fp64-m5-pp2-zero-bubble",),
-    ),
-    Mutant(
-        "no dropout in the second run of recomputation",
-        "megatron/parallel/layer_runner.py",
-        "saved = self.forward_again(layer, saved)[1]",
-        """saved = self.forward_again(layer, saved._replace(micro=__import__("dataclasses").replace(
-            saved.micro, dropout=None, hidden_dropout=None)))[1]""",
-        ("fp64-recompute-pp2-zero-bubble",),
-    ),
-    Mutant(
-        "reduced when the input gradients are complete",
-        ZERO_PLAN,
-        "if kind in COMPLETING:\n            found",
-        "if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):\n            found",
-        ("fp64-documents-pp2-zero-bubble-v-dp2",),
-    ),
-    Mutant(
-        "a split backward reduced one micro-batch too early",
-        ZERO_PLAN,
-        "if often else count",
-        "if often else count - 1",
-        ("fp64-documents-pp2-zero-bubble-v-dp2",),
-    ),
-    Mutant(
-        "partial gradients summed on the first pipeline rank alone",
-        ZERO,
-        "            sum_partial_gradients(self.trained, self.groups)",
-        (
-            "            if self.groups.pp.rank == 0:\n                "
-            "sum_partial_gradients(self.trained, self.groups)"
-        ),
-        ("fp64-llama-pp2-1f1b-tp2-sp",),
-    ),
-    Mutant(
-        "no sum of a tied matrix's gradients",
-        ZERO,
-        """, ("tied", groups.tied)""",
-        "",
-        ("fp64-gpt-pp2-gpipe",),
-    ),
-    Mutant(
-        "a tied matrix summed over data-parallel ranks",
-        "megatron/distributed/groups.py",
-        """"tied": Partition(layout, ("pp",), ends)""",
-        """"tied": Partition(layout, ("dp",), ends)""",
-        ("fp64-documents-pp2-1f1b-dp2",),
-    ),
-    Mutant(
-        "both copies of a tied matrix counted in the norm",
-        BLOCKS,
-        "if holders(box, groups).rank > 0:",
-        """if box.replicated != "tied" and holders(box, groups).rank > 0:""",
-        ("fp64-gpt-pp2-gpipe",),
-    ),
-    Mutant(
-        "a norm of each stage",
-        STEP,
-        "grad_sq_sum=totals.grad_sq_sum",
-        "grad_sq_sum=run.optimizer.grad_sq_sum()",
-        ("fp64-m5-pp2-1f1b",),
-    ),
-    Mutant(
-        "losses and tokens counted on every stage",
-        "megatron/training/run.py",
-        "return self.pipeline.has_head and self.groups.tp.rank == 0",
-        "return self.groups.tp.rank == 0",
-        ("fp64-m5-pp2-1f1b",),
-    ),
-    Mutant(
-        "an evaluation on a stage without a head",
-        "megatron/training/evaluate.py",
-        "all_reduce(total, run.groups.world)",
-        "all_reduce(total, run.groups.dp)",
-        ("fp64-m5-pp2-1f1b",),
-    ),
-    # ---- ZeRO
-    Mutant(
-        "one block's gradients not added to the shard",
-        ZERO,
-        "else block.summed.add_(slice_)",
-        "else block.summed.add_(slice_ if block is not self.blocks[1] else 0)",
-        ("fp64-dropout-dp2-zero2",),
-    ),
-    Mutant(
-        "the slice of another rank updated",
-        BLOCKS,
-        "mine = _equal_part((0, self.size), self.shard)",
-        "other = replace(self.shard, rank=self.shard.size - 1 - self.shard.rank)\n"
-        "        mine = _equal_part((0, self.size), other)",
-        ("fp64-dropout-dp2-zero3",),
-    ),
-    Mutant(
-        "a sum in the place of another rank's slice",
-        BLOCKS,
-        "buffer.narrow(0, self.shard.rank * length, length)",
-        "buffer.narrow(0, (self.shard.size - 1 - self.shard.rank) * length, length)",
-        ("fp64-dropout-dp2-zero1",),
-    ),
-    Mutant(
-        "gathered weights not awaited",
-        ZERO,
-        "self.gathering.pop(block).wait()",
-        "self.gathering.pop(block)",
-        ("fp64-sgd-dp2-serial-zero3",),
-    ),
-    Mutant(
-        "a block freed before its pass",
-        ZERO,
-        "        if not any(block in self.deferred for block in todo.prefetches):\n",
-        "        [block.release() for block in todo.gathers if block not in todo.prefetches]\n"
-        "        if not any(block in self.deferred for block in todo.prefetches):\n",
-        ("fp64-dropout-dp2-zero3",),
-    ),
-    Mutant(
-        "kept weights never freed, so that they go stale",
-        ZERO_PLAN,
-        "return self.remaining[buffers] > 0",
-        "return True",
-        ("fp64-dropout-dp2-zero3-kept",),
-    ),
-    Mutant(
-        "weights gathered for forward passes alone",
-        ZERO_PLAN,
-        "kind is Kind.FORWARD\n            or (kind is not",
-        "kind is Kind.FORWARD\n            or (False and kind is not",
-        ("fp64-dropout-dp2-zero3",),
-    ),
-    Mutant(
-        "the own slice gathered as it was left",
-        ZERO,
-        "own.copy_(block.kept, non_blocking=True)",
-        "own.zero_()",
-        ("fp64-dropout-dp2-zero3",),
-    ),
-    Mutant(
-        "the shards' gradients kept from step to step",
-        BLOCKS,
-        "        self.summed = None\n",
-        "",
-        ("fp64-dropout-dp2-zero2",),
-    ),
-    Mutant(
-        "a gradient buffer that does not begin with zeros",
-        BLOCKS,
-        "self.grad[first:last].zero_()",
-        "self.grad[first:last].fill_(1)",
-        ("fp64-dropout-dp2-zero2",),
-    ),
-    Mutant(
-        "gradients that are complete early dropped",
-        BLOCKS,
-        "self.grad[self.plan.late :].copy_(self.early.pop(key))",
-        "self.early.pop(key)",
-        ("fp64-documents-pp2-zero-bubble-dp2-zero2",),
-    ),
-    Mutant(
-        "a resident buffer reduced in every micro-batch",
-        ZERO_PLAN,
-        "often = self.zero_stage >= 2 and",
-        "often = self.zero_stage >= 1 and",
-        ("fp64-dropout-dp2-zero1",),
-    ),
-    Mutant(
-        "a tied matrix whose last passes are not reduced",
-        ZERO_PLAN,
-        "if often else count",
-        "if often else count - 1",
-        ("fp64-gpt-pp2-zero-bubble-v-dp2-zero2",),
-    ),
-    Mutant(
-        "a tied matrix's ends not summed",
-        ZERO,
-        """, ("tied", groups.tied)""",
-        "",
-        ("fp64-recompute-pp2-1f1b-dp2-zero3",),
-    ),
-    Mutant(
-        "no sum over the copies of a slice",
-        ZERO,
-        "if block.groups.replicate.size > 1:",
-        "if False:",
-        ("fp64-gqa2-qknorm-dp4-shard2-zero2",),
-    ),
-    Mutant(
-        "every copy of a slice counted in the norm",
-        BLOCKS,
-        "self.share = _equal_part(mine, groups.replicate)",
-        "self.share = mine",
-        ("fp64-gqa2-qknorm-dp4-shard2-zero1",),
-    ),
-    Mutant(
-        "one block's weights not sent round",
-        ZERO,
-        "if self.zero_stage in (1, 2):",
-        "if self.zero_stage in (1, 2) and block is not self.blocks[1]:",
-        ("fp64-dropout-dp2-zero1",),
-    ),
-    Mutant(
-        "weight decay counted from a shard's beginning",
-        BLOCKS,
-        "for stop, multipliers in self.plan.ranges:\n",
-        "for stop, multipliers in ((first + stop, each) for stop, each in self.plan.ranges):\n",
-        ("fp64-dropout-dp2-zero2",),
-    ),
-    Mutant(
-        "partial gradients summed at a shard's beginning",
-        BLOCKS,
-        (
-            "if low < high:\n                yield buffer[low - self.own[0] : high - "
-            "self.own[0]]\n\n    def counted"
-        ),
-        "if low < high:\n                yield buffer[: high - low]\n\n    def counted",
-        ("fp64-mqa-qknorm-bias-tp2-sp-dp2-zero2",),
-    ),
-    Mutant(
-        "rows of a cut tensor misnamed",
-        BLOCKS,
-        "offset = box.offset[0] + row + first,",
-        "offset = box.offset[0] + row,",
-        ("fp64-dropout-dp2-zero1",),
-    ),
-    Mutant(
-        "a narrow reduction that is none",
-        ZERO,
-        "out, self.reduce_dtype,",
-        "out, None,",
-        ("wire-gpt-dp2-zero2",),
-    ),
-)
+MUTANTS = read_mutants(TABLE)
 
 
-def mutated(mutant: Mutant) -> str:
-    """The file with the mutation. AssertionError when its code is not there exactly once: the list
-    is stale.
-    """
+def row_of(mutant: Mutant) -> Row:
+    """The row that must find it."""
+    return read_row(mutant.where)
+
+
+def caught_by(mutant: Mutant, worlds: Callable) -> tuple[str, str] | None:
+    """(row, first fault) when its row notices it; None when the mutant survives."""
+    from distributed.pool import Hang, RankError
+    from parity.compare import faults_in
+
+    row = row_of(mutant)
     try:
-        return replaced((ROOT / mutant.file).read_text(), mutant.old, mutant.new)
-    except AssertionError as error:
-        raise AssertionError(f"{mutant.name}: {mutant.file}: {error}") from None
-
-
-def functions_of(code: CodeType) -> Iterator[CodeType]:
-    """The functions of a module and of its classes, in their order."""
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            is_function = each.co_flags & inspect.CO_OPTIMIZED
-            yield from (each,) if is_function else functions_of(each)
-
-
-def put_in(mutant: Mutant) -> None:
-    """Gives the functions of the file the code of the mutation, so that this process is the mutant
-    whatever has imported them.
-    """
-    module = importlib.import_module(mutant.file.removesuffix(".py").replace("/", "."))
-    healthy, broken = (
-        functions_of(compile(text, mutant.file, "exec", dont_inherit=True))
-        for text in ((ROOT / mutant.file).read_text(), mutated(mutant))
-    )
-    new = {
-        (old.co_qualname, old.co_firstlineno): code
-        for old, code in zip(healthy, broken, strict=True)
-    }
-    gc.unfreeze()  # `get_objects` leaves out what is frozen (distributed/pool.py)
-    for function in gc.get_objects():
-        if type(function) is FunctionType and function.__module__ == module.__name__:
-            code = function.__code__
-            function.__code__ = new.get((code.co_qualname, code.co_firstlineno), code)
-
-
-def caught_by(mutant: Mutant) -> tuple[str, str] | None:
-    """(row, first fault) of the first named row that notices; None when the mutant survives."""
-    from distributed.pool import Hang, RankError, World
-    from parity.compare import faults_of
-    from parity.layouts import ci_rows
-    from parity.worker import run_case
-
-    rows = {str(row): row for row in ci_rows()}
-    for name in mutant.rows:
-        row = rows[name]
-        world = World(row.world)  # ranks that no other mutant was put into
-        try:
-            world.run(put_in, mutant)
-            try:
-                outcomes = world.run(run_case, row.flags(layout=True), row.patches)
-            except (Hang, RankError) as error:
-                return name, str(error).strip().splitlines()[-1]
-        finally:
-            world.close()
-        if faults := faults_of(row, outcomes):
-            return name, faults[0]
-    return None
+        faults = faults_in(worlds, row, mutant)
+    except (Hang, RankError) as error:
+        faults = [str(error).strip().splitlines()[-1]]
+    return (str(row), faults[0]) if faults else None

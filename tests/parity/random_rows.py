@@ -186,7 +186,9 @@ class Draw:
         found += ["--make-vocab-size-divisible-by", self.random.choice(("1", "64"))]
         found += ["--final-logit-softcapping", "2"] if self.often(0.15) else []
         found += ["--z-loss-coeff", "1e-2"] if self.often(0.2) else []
-        found += ["--window-size", "6"] if self.often(0.2) else []
+        if self.often(0.2):
+            found += ["--window-size", "6"]
+            found += ["--window-attn-skip-freq", "2"] if self.often(0.5) else []
         if self.often(0.3):
             found += ["--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
         for kind in ("hidden", "attention"):
@@ -201,6 +203,7 @@ class Draw:
         if kind not in ("rope", "yarn"):
             return found
         found += ["--rotary-base", self.random.choice(("100", "10000"))]
+        found += ["--no-rope-freq", "2"] if self.often(0.15) else []
         scaled = "--rope-scaling-factor", "4", "--rope-original-max-position-embeddings", "8"
         if kind == "yarn":
             return [*found, *scaled]

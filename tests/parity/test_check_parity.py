@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from parity.mutants import MUTANTS, ROOT, mutated
+from mutation import ROOT
+from parity.mutants import MUTANTS
 
 sys.path.insert(0, str(ROOT / "tools"))
 from check_parity import main, read_layout  # noqa: E402
@@ -44,7 +45,8 @@ def test_a_mutant_is_a_bug(tmp_path):
     shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
     for part in ("megatron", "kernels", "tools"):
         shutil.copytree(ROOT / part, tmp_path / part)
-    (tmp_path / mutant.file).write_text(mutated(mutant))
+    (edit,) = mutant.edits
+    (tmp_path / edit.file).write_text(edit.text())
     done = subprocess.run(
         [
             sys.executable,

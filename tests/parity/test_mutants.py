@@ -1,61 +1,53 @@
-"""Each mutant of mutants.py is caught by the rows named for it, so that the table is known to
+"""Each mutant of mutants.py is caught by the row named for it, so that the table is known to
 notice such faults.
 """
 
-import ast
+from dataclasses import replace
 
 import pytest
 from fragments import replaced
-from parity.mutants import MUTANTS, ROOT, Mutant, caught_by, functions_of, mutated
-
-BY_DEFAULT = "no sum of a column-parallel layer's input gradients"
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(each, id=each.name, marks=[] if each.name == BY_DEFAULT else pytest.mark.full)
-        for each in MUTANTS
-    ],
-)
-def test_the_mutant_is_caught(mutant):
-    assert caught_by(mutant)
+from mutation import Edit, Mutant, check_mutants, code_of
+from parity.mutants import MUTANTS, caught_by
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_every_mutant_can_be_put_in(mutant):
-    """It changes functions, and adds none outside of others."""
-    texts = (ROOT / mutant.file).read_text(), mutated(mutant)
-    healthy, broken = (
-        [
-            (code.co_qualname, code.co_freevars)
-            for code in functions_of(compile(text, mutant.file, "exec", dont_inherit=True))
-        ]
-        for text in texts
-    )
-    assert healthy == broken
-    assert len({ast.dump(ast.parse(text)) for text in texts}) == 2
+@pytest.mark.default("no sum of a column-parallel layer's input gradients")
+def test_the_mutant_is_caught(gloo_world, mutant):
+    assert caught_by(mutant, gloo_world)
 
 
-def test_healthy_code_is_not_caught():
+def test_every_mutant_can_be_put_in():
+    check_mutants(MUTANTS)
+
+
+def test_healthy_code_is_not_caught(gloo_world):
     """Negative control: the same machinery with a change that changes nothing."""
-    assert (
-        caught_by(
-            Mutant(
-                "none",
-                "megatron/model/linear.py",
-                "import torch.nn.functional as F",
-                "import torch.nn.functional as F  # nothing",
-                ("fp64-gpt-tp2",),
-            )
-        )
-        is None
-    )
+    same = (("y.add_(bias)", "y.add_(bias)"),)
+    edit = Edit("megatron/model/linear.py", "_RowLinear.forward", same)
+    assert caught_by(Mutant("none", "gpt tp2", (edit,)), gloo_world) is None
+
+
+def test_a_mutant_is_put_in_for_the_block_alone():
+    (edit,) = next(each for each in MUTANTS if each.name == "every product overwrites").edits
+    before = edit.live().__code__
+    with Mutant("", "", (edit,)).put_in():
+        assert edit.live().__code__ is not before
+        assert edit.live().__code__.co_qualname == edit.function
+    assert edit.live().__code__ is before
 
 
 def test_a_stale_mutant_is_loud():
+    old = (("text of years ago", ""),)
+    edit = Edit("megatron/model/linear.py", "_RowLinear.forward", old)
     with pytest.raises(AssertionError, match="this code is there 0 times"):
-        mutated(Mutant("old", "megatron/model/linear.py", "text of years ago", "", ()))
+        edit.code()
+    with pytest.raises(AssertionError, match="has no function gone"):
+        replace(edit, function="gone").code()
+
+
+def test_functions_are_found_by_their_qualified_name():
+    module = compile("class A:\n    def f(self):\n        def g(): pass\n", "", "exec")
+    assert [code.co_name for code in code_of(module, "A.f")] == ["f"]
 
 
 def test_a_mutant_is_found_whatever_the_format():

@@ -11,23 +11,21 @@ import contextlib
 import functools
 import io
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
 from megatron.tools._advisor import PlanningAdvisor
-from parity import context_mutants, expert_mutants, latent_mutants, layer_mutants
+from mutation import Mutant
 from torch import Tensor, nn
 from unit.parallel.recorded import RecordedGraph
 
 from megatron.config.arguments import parse_arguments
 from megatron.data.loader import Batch, Source
-from megatron.model import compile, fp8, linear_cross_entropy
-from megatron.model import layer as model_layer
+from megatron.model import compile, linear_cross_entropy
 from megatron.model.layer import TransformerLayer, WithScalars
 from megatron.model.linear import WeightGrad, add_weight_grads
 from megatron.model.mlp import MLP
-from megatron.model.spec import Multipliers, ParameterSpec
 from megatron.observe.metrics import is_measured
 from megatron.observe.tracking import Tracker
 from megatron.parallel.blocks import Block
@@ -75,11 +73,12 @@ def run_case(
     flags: tuple[str, ...],
     patches: tuple[str, ...] = (),
     device: str = "cpu",
+    mutant: Mutant | None = None,
     *,
     planned: bool = False,
 ) -> Outcome:
-    """The run of `pretrain_gpt.py flags...` on this rank, under the named PATCHES. On `cuda` all
-    ranks share the GPUs that there are. `planned`: with the banner's plan, which takes longer than
+    """The run of `pretrain_gpt.py flags...` on this rank, under the named PATCHES and with the
+    mistake of a mutant. On `cuda` all ranks share the GPUs that there are. `planned`: with the banner's plan, which takes longer than
     the run.
     """
     kept: list[loop.Run] = []
@@ -124,6 +123,8 @@ def run_case(
         stack.enter_context(mock.patch.object(Tracker, "log", track))
         for name in patches:
             stack.enter_context(PATCHES[name]())
+        if mutant is not None:
+            stack.enter_context(mutant.put_in())
         parsed = parse_arguments(list(flags))
         planned = planned or parsed.config.training.memory_budget is not None
         advisor = PlanningAdvisor() if planned else pretrain.NO_ADVISOR
@@ -312,26 +313,6 @@ def recorded() -> contextlib.AbstractContextManager:
     return mock.patch.object(pretrain, "GraphedRunner", made)
 
 
-def own_maxima() -> contextlib.AbstractContextManager:
-    """Quantise with the maxima of what this rank holds alone."""
-    return mock.patch.object(fp8, "all_reduce_max", lambda x, axis: x)
-
-
-def copy_at_the_base_rate() -> contextlib.AbstractContextManager:
-    """The head's copy of a tied matrix, on another stage than the embedding, does not declare that
-    it takes the rate of --decoupled-lr.
-    """
-    original = model_layer.vocabulary_matrix
-
-    def undeclared(*args, head: bool = False) -> ParameterSpec:
-        spec = original(*args, head=head)
-        (tensor,) = spec.tensors
-        undeclared = replace(spec, tensors=(replace(tensor, multipliers=Multipliers()),))
-        return undeclared if head else spec
-
-    return mock.patch.object(model_layer, "vocabulary_matrix", undeclared)
-
-
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "uneven": uneven,
     "overflow": overflow,
@@ -339,12 +320,6 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "unwritten": unwritten,
     "traced": traced,
     "recorded": recorded,
-    "own_maxima": own_maxima,
-    "copy_at_the_base_rate": copy_at_the_base_rate,
-    **context_mutants.PATCHES,
-    **expert_mutants.PATCHES,
-    **latent_mutants.PATCHES,
-    **layer_mutants.PATCHES,
 }
 
 

@@ -57,7 +57,7 @@ CASES = {
     "GPT-2, dropout 0.1": Case(DROPOUT, evaluations=0),
 }
 SIZES = ((3, 2), (3, 4), (5, 2), (5, 4), (7, 5))  # layers, micro-batches
-QUICK = (4, 3)
+QUICK = (2, 2)
 COUNTED = 2  # the iteration
 PARTS = ("forward", "backward", "optimizer", "rest")
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

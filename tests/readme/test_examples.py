@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_script
 from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,10 +30,9 @@ def start(command: str, folder: Path, *more: str) -> str:
     words = [*shlex.split(command), *more]
     script = next(i for i, word in enumerate(words) if word.startswith("examples/"))
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
-    if words[0] == "torchrun":
-        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
-    else:
-        words[:script] = [sys.executable]
+    if words[0] != "torchrun":
+        return run_script(words[script:], folder)
+    words[:1] = [sys.executable, "-m", "torch.distributed.run"]
     done = subprocess.run(
         words,
         cwd=folder,

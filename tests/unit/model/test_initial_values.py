@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from parity.layouts import APART, BASE, FEATURES
+from parity.layouts import BASE, FEATURES
 from parity.worker import run_case
 
 STD, LR, DECAY = 0.3, 1e-3, 0.5
@@ -23,9 +23,9 @@ KINDS = {
     "biases of keys": FEATURES["gqa4-qkvbias"].flags,
     "untied": FEATURES["llama"].flags,
     "experts": FEATURES["moe-bias"].flags.replace("--moe-input-jitter-eps 0.1", ""),
-    "latent": APART["mla"].flags,
-    "latent with biases": APART["mla-bias"].flags,
-    "latent with experts": APART["mla-moe"].flags,
+    "latent": FEATURES["mla"].flags,
+    "latent with biases": FEATURES["mla-bias"].flags,
+    "latent with experts": FEATURES["mla-moe"].flags,
 }
 # matrices whose outputs are added to the residual stream
 RESIDUAL = re.compile(
