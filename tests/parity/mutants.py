@@ -148,11 +148,11 @@ weight gradients of another micro-batch | m5 pp2 zero-bubble
         if action.kind is Kind.BACKWARD_WEIGHT: saved = deque([*kept] for kept in next(
         each for each in (*step.saved.values(), saved) if isinstance(each[-1], list)))
 no embedding gradient in the split backward | m5 pp2 zero-bubble
-    dy, kept = self.passes.backward( =>
+    dy, kept = self.runner.backward( =>
         dy, kept = (saved.pop(), None) if (
         action.kind is Kind.BACKWARD_INPUT and not layer.reads_weight_backward
-        ) else self.passes.backward(
-= megatron/parallel/layer_passes.py LayerPasses.backward
+        ) else self.runner.backward(
+= megatron/parallel/layer_runner.py LayerRunner.backward
 no dropout in the second run of recomputation | recompute pp2 zero-bubble
     saved = self.forward_again(layer, saved)[1] =>
         saved = self.forward_again(layer, saved._replace(micro=__import__("dataclasses").replace(
@@ -200,7 +200,7 @@ a sum in the place of another rank's slice | dropout dp2 zero1
 = megatron/parallel/zero.py Zero._arrive
 gathered weights not awaited | sgd dp2 serial zero3
     self.gathering.pop(block).wait() => self.gathering.pop(block)
-= megatron/parallel/zero.py Zero.acquire
+= megatron/parallel/zero.py Zero.before_pass
 a block freed before its pass | dropout dp2 zero3
     if not any(block in self.deferred for block in todo.prefetches): =>
         early = [block.release() for block in todo.gathers if block not in todo.prefetches]
@@ -220,12 +220,12 @@ the shards' gradients kept from step to step | dropout dp2 zero2
 = megatron/parallel/blocks.py Block.open
 a gradient buffer that does not begin with zeros | dropout dp2 zero2
     self.grad[first:last].zero_() => self.grad[first:last].fill_(1)
-= megatron/parallel/zero.py Zero.acquire
+= megatron/parallel/zero.py Zero.before_pass
 gradients that are complete early dropped | documents pp2 zero-bubble dp2 zero2
     block.grad[block.plan.late :].copy_(early) => pass
 = megatron/parallel/zero_plan.py _Walk._periods
 a resident buffer reduced in every micro-batch | dropout dp2 zero1
-    often = self.stage >= 2 and => often = self.stage >= 1 and
+    often = self.zero_stage >= 2 and => often = self.zero_stage >= 1 and
 a tied matrix whose last passes are not reduced | gpt pp2 zero-bubble-v dp2 zero2
     if often else count => if often else count - 1
 = megatron/parallel/zero.py sum_partial_gradients
@@ -239,7 +239,7 @@ every copy of a slice counted in the norm | gqa2-qknorm dp4 shard2 zero1
     self.share = _equal_part(mine, groups.replicate) => self.share = mine
 = megatron/parallel/zero.py Zero.all_gather_weights
 one block's weights not sent round | dropout dp2 zero1
-    if self.stage in (1, 2): => if self.stage in (1, 2) and block is not self.blocks[1]:
+    if self.zero_stage in (1, 2): => if self.zero_stage in (1, 2) and block is not self.blocks[1]:
 = megatron/parallel/blocks.py Block.segments
 weight decay counted from a shard's beginning | dropout dp2 zero2
     in self.plan.ranges: => in ((first + stop, each) for stop, each in self.plan.ranges):

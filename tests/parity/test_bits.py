@@ -33,7 +33,7 @@ from megatron.config.validate import resolve
 from megatron.optimizer import nvme
 from megatron.parallel import zero_plan
 from megatron.parallel.blocks import Block
-from megatron.parallel.offload import HostCopies, HostPool, OffloadingPasses
+from megatron.parallel.offload import HostCopies, HostPool, OffloadingRunner
 from megatron.parallel.schedule import Kind
 
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
@@ -238,12 +238,12 @@ def refused_for(flags: tuple[str, ...]) -> None:
 
 MUTANTS = read_mutants(
     """
-= megatron/parallel/layer_passes.py LayerPasses._inputs
+= megatron/parallel/layer_runner.py LayerRunner._inputs
 a layer rebuilt from the negated input | bf16 dropout pp2 1f1b: full
     return Inputs(x, micro) => return Inputs(None if x is None else -x, micro)
 a rank keeps its neighbor's share of the input | bf16 dropout tp2: shares
     [self.sharing.rank].clone() => [self.sharing.rank - 1].clone()
-= megatron/parallel/layer_passes.py LayerPasses.rebuild
+= megatron/parallel/layer_runner.py LayerRunner.rebuild
 the second layer of a group reads the group's input | bf16 dropout pp2 1f1b: groups
     following._replace(x=y) => following._replace(x=self._input_of(saved))
 = megatron/parallel/offload.py HostCopies.send
@@ -272,7 +272,7 @@ def test_the_mutant_is_found(gloo_world, plain, mutant: Mutant):
 def host_bytes(flags: tuple[str, ...]) -> tuple[int, int]:
     """Bytes of the buffers of the host that a run has made, and that its plan has counted."""
     made: dict[bool, list[HostPool]] = {True: [], False: []}
-    prepare, planned = OffloadingPasses.prepare_passes, PlannedPasses.prepare_passes
+    prepare, planned = OffloadingRunner.prepare_passes, PlannedPasses.prepare_passes
 
     def noted(self, passes):
         made[True].append(self.copies.pool)
@@ -283,7 +283,7 @@ def host_bytes(flags: tuple[str, ...]) -> tuple[int, int]:
         planned(self, passes)
 
     with (
-        mock.patch.object(OffloadingPasses, "prepare_passes", noted),
+        mock.patch.object(OffloadingRunner, "prepare_passes", noted),
         mock.patch.object(PlannedPasses, "prepare_passes", noted_in_the_plan),
     ):
         run_case(flags, planned=True)
