@@ -175,7 +175,7 @@ def mark_tables(items: Iterable[pytest.Item]) -> None:
     tables: dict[tuple[str, Callable], list[Any]] = defaultdict(list)
     for item in items:
         given = hasattr(item, "callspec") and not item.get_closest_marker("campaign")
-        given = given and not item.get_closest_marker("gpu")
+        given = given and not (item.get_closest_marker("gpu") or item.get_closest_marker("full"))
         named = item.get_closest_marker("table") or item.get_closest_marker("default")
         if given and (named or "gloo_world" in item.fixturenames or len(item.callspec.params) > 1):
             tables[item.nodeid.split("[")[0], item.function].append(item)
@@ -202,7 +202,6 @@ LONG_FILES = tuple(
         "readme/test_readme",  # the quickstart
         "parity/test_layouts",
         "oracle/test_oracle",
-        "parity/test_expert_parallel",
         "unit/training/test_training",
         "unit/checkpoint/test_reshard",
         "kernels/test_attention",
@@ -210,7 +209,7 @@ LONG_FILES = tuple(
         "faults/test_training_kill",
         "unit/zero/test_live_bytes",
         "kernels/test_self_check",
-        "parity/test_context_parallel",
+        "parity/test_bits",
         "unit/checkpoint/test_checkpoint_balance",
         "unit/checkpoint/test_tiers",
     )

@@ -48,7 +48,9 @@ def test_the_default_rows_of_parity_are_fewer_and_show_each_feature_and_axis(cho
     for rows in (chosen, small):
         shown = {axis for row in rows for axis in axes(row.layout)}
         assert shown == AXES
-    assert {row.feature for row in chosen} == FEATURES.keys()
+    assert {row.feature for row in chosen} >= {
+        name for name in FEATURES if not FEATURES[name].is_slow
+    }
 
 
 def test_nine_of_ten_mutants_name_a_default_row(chosen):

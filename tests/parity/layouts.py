@@ -69,6 +69,7 @@ class Feature:
     micro_batch: int | None = None  # samples of one, where its size is a part of the definition
     # flags of the layout's run that the one process does without: they must not change a number
     extra: str = ""
+    is_slow: bool = False  # compiles for most of a minute: its rows are of `full` alone
     # ending of parameters whose exact gradient is 0, and of those that they are held against
     zero: tuple[str, str] | None = None
 
@@ -194,10 +195,11 @@ FEATURES = {
         "--reset-position-ids --reset-attention-mask --eod-mask-loss --recompute-granularity full",
         patches=("traced",),
         extra="--torch-compile",
+        is_slow=True,
         zero=KEY_BIAS,
     ),
     # generated code writes one tensor over another as soon as that has been read
-    "compiled": Feature(GROUPED, extra="--torch-compile"),
+    "compiled": Feature(GROUPED, extra="--torch-compile", is_slow=True),
     # windows and rotary positions of some layers, counted over all pipeline stages
     "layer-kinds": Feature(
         f"{LLAMA} --num-layers 4 --window-size 5 --window-attn-skip-freq 2 --no-rope-freq 3"

@@ -20,11 +20,7 @@ ALWAYS = [
 @pytest.mark.table(always=ALWAYS)
 @pytest.mark.parametrize(
     "row",
-    [
-        # generating code takes most of a minute
-        pytest.param(row, marks=[pytest.mark.full] if row.feature == "compiled" else [])
-        for row in ci_rows()
-    ],
+    [pytest.param(row, marks=[pytest.mark.full] if row.of.is_slow else []) for row in ci_rows()],
     ids=str,
 )
 def test_the_layout_is_the_same_run(gloo_world, row):
