@@ -81,18 +81,16 @@ def axes(layout: str) -> set[str]:
 
 
 def traits_of_row(row: Any) -> Traits:
-    """Of a row of the table of parity: its feature, precision, axes, schedule and the other words
-    of its layout without a number.
-    """
-    words = row.layout.split()
-    return frozenset(
-        [
-            row.feature,
-            row.precision,
-            *axes(row.layout),
-            *(word for word in words if FINE.fullmatch(word) or not re.search(r"\d", word)),
-        ]
-    )
+    """Of a row of the table of parity: its feature, its precision, and those of its layout."""
+    return frozenset([row.feature, row.precision, *layout_traits(row.layout)])
+
+
+def layout_traits(layout: str) -> set[str]:
+    """Axes, ZeRO stage, schedule, and the other words of a layout without a number."""
+    words = layout.split()
+    return axes(layout) | {
+        word for word in words if FINE.fullmatch(word) or not re.search(r"\d", word)
+    }
 
 
 def each_value(parameters: dict[str, Any]) -> Traits:

@@ -25,28 +25,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 def main() -> int:
     import torch
     from distributed.pool import RankError, Worlds
-    from parity.compare import faults_of
+    from parity.compare import faults_in
     from parity.layouts import full_table
-    from parity.worker import run_case
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", help="write the results to this JSON file")
-    parser.add_argument(
-        "--only",
-        nargs="*",
-        default=[],
-        metavar="PATTERN",
-        help="only rows in whose names all of these are found",
-    )
-    parser.add_argument(
-        "--without",
-        nargs="*",
-        default=[],
-        metavar="PATTERN",
-        help="no rows in whose names one of these is found",
-    )
+    some = {"nargs": "*", "default": [], "metavar": "PATTERN"}
+    parser.add_argument("--only", **some, help="rows in whose names all of these are found")
+    parser.add_argument("--without", **some, help="no rows in whose names one of these is found")
     arguments = parser.parse_args()
     rows = [
         row
@@ -58,33 +46,21 @@ def main() -> int:
     for number, row in enumerate(rows, 1):
         started = time.monotonic()
         try:
-            faults = faults_of(
-                row, worlds(row.world).run(run_case, row.flags(layout=True), row.patches)
-            )
+            faults = faults_in(worlds, row)
         except RankError as error:
             faults = [str(error)]
         results[str(row)] = faults
         if faults or number % 50 == 0:
-            print(
-                (
-                    f"{number}/{len(rows)} {row}: {'; '.join(faults[:3]) if faults else 'equal'} "
-                    f"({time.monotonic() - started:.1f} s)"
-                ),
-                flush=True,
-            )
+            found, seconds = "; ".join(faults[:3]) or "equal", time.monotonic() - started
+            print(f"{number}/{len(rows)} {row}: {found} ({seconds:.1f} s)", flush=True)
     worlds.close()
     off = {name: faults for name, faults in results.items() if faults}
     minutes = round((time.monotonic() - begun) / 60, 1)
     print(f"{len(rows) - len(off)} of {len(rows)} rows equal in {minutes} minutes")
     if arguments.out:
-        report = {
-            "date": f"{date.today()}",
-            "torch": torch.__version__,
-            "minutes": minutes,
-            "rows": len(rows),
-            "off": off,
-            "equal": sorted(results.keys() - off.keys()),
-        }
+        equal = sorted(results.keys() - off.keys())
+        report = {"date": f"{date.today()}", "torch": torch.__version__, "minutes": minutes}
+        report |= {"rows": len(rows), "off": off, "equal": equal}
         Path(arguments.out).write_text(json.dumps(report, indent=1) + "\n")
     return 1 if off else 0
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import sys
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from check_parity import Words, read_layout  # noqa: E402
 from megatron.tools._study.equal_work import UNIT_ROUNDOFF  # noqa: E402
-from selection import cover  # noqa: E402
+from selection import cover, layout_traits  # noqa: E402
 
 GLOBAL_BATCH = 8
 BASE = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 16
@@ -532,58 +533,23 @@ def full_table() -> list[Row]:
 
 
 def traits(row: Row) -> set[tuple[str, str]]:
-    """The pairs that a row shows: its feature (in fp64) or precision with each axis of its layout;
-    in fp64 its layout, or each axis of its pipeline with the schedule. Under ZeRO: its stage with
-    its feature or precision, and in fp64 with all that its layout is made of.
+    """The pairs that a row shows: its feature (in fp64) or precision with each word of its layout;
+    in fp64 each two words, and the whole layout where it has neither stages nor ZeRO.
     """
-    _, flags, tp, _, dp, pp = row.words
-    words = row.of.flags.split()
-    groups = (
-        int(words[words.index("--num-query-groups") + 1]) if "--num-query-groups" in words else tp
-    )
-    sequence = " with sp" if "--sequence-parallel" in flags else ""
-    exact = row.precision == "fp64"
-    if row.stage:
-        split = "--pipeline-schedule zero-bubble" in " ".join(flags)
-        if not exact:
-            return {
-                (
-                    f"zero{row.stage}",
-                    f"{row.precision}{' split' * (split and row.precision == 'fp16')}",
-                )
-            }
-        extra = [
-            word
-            for word in row.layout.split()
-            if word not in ("v2", "auto") and not word.startswith("pp")
-        ]
-        return {
-            (f"zero{row.stage}", other)
-            for other in (
-                row.feature,
-                *extra,
-                *(["kv heads shared" + sequence] if tp > groups else []),
-            )
-        }
-    axes = {
-        "tp" + sequence: tp > 1,
-        "dp": dp > 1,
-        "tp x dp": tp > 1 and dp > 1,
-        "kv heads shared" + sequence: exact and tp > groups,
-        "pp": pp > 1,
-    }
+    words, exact = sorted(layout_traits(row.layout)), row.precision == "fp64"
     what = row.feature if exact else row.precision
-    shown = {(what, axis) for axis, on in axes.items() if on} | {(row.precision, row.feature)}
-    if pp == 1:
-        return shown | {("layout", row.layout)} if exact else shown
-    schedule, *others = (
-        row.layout.replace(" v2", "").replace("tp2 sp", "tp2+sp").removeprefix(f"pp{pp} ").split()
-    )
-    if row.precision == "fp16" or exact and row.feature in PIPELINE_FEATURES:
-        shown.add((what, schedule))
-    return shown | {(schedule, other) for other in (f"pp{pp}", *others)} if exact else shown
+    shown = {(row.precision, row.feature), *((what, word) for word in words)}
+    groups = re.search(r"--num-query-groups (\d)", row.of.flags)
+    if groups and row.words.tp > int(groups[1]):
+        shown.add((what, "shared key/value heads"))
+    if exact:
+        shown |= set(combinations(words, 2))
+        if row.words.pp == 1 and not row.stage:
+            shown.add(("layout", row.layout))
+    return shown
 
 
+# in addition to the full table, see `read_rows`
 OTHER_ROWS = """
 dropout: cp2 allgather, cp2 p2p, cp4 a2a2+p2p, cp2 dp2 zero1 allgather, cp2 dp2 zero1 p2p
 dropout: cp2 pp2 zero-bubble-v dp2 zero2 a2a, cp2 pp2 zero-bubble-v dp2 zero2 p2p

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.tools._convert.huggingface import to_huggingface
+from parity.latent_fields import LATENT, ROUTED, YARN
 from unit.by_hand import backward, forward
 from unit.checkpoint.huggingface_names import made_of
 
@@ -102,12 +103,25 @@ BIASED = {
 }
 LAYER_NORM = dataclasses.replace(LLAMA, normalization="LayerNorm", norm_epsilon=1e-3)
 HALF = {"rotary_percent": 0.5}
+SHORT_YARN = {"position_embedding_type": "yarn", "rope_original_max_position_embeddings": 8}
 PLAIN = {"activation": "gelu-tanh", "add_bias_linear": True}
-YARN = {"position_embedding_type": "yarn", "rope_original_max_position_embeddings": 8}
+# latent attention, as DeepSeek-V3
+LATENT_DENSE = dataclasses.replace(LLAMA, num_query_groups=4, q_lora_rank=20, **LATENT)
+LATENT_YARN = dataclasses.replace(LATENT_DENSE, rotary_base=100.0, **YARN)
+LATENT_MOE = dataclasses.replace(LATENT_YARN, num_layers=3, moe_layer_freq="[0]*1+[1]*2", **ROUTED)
+ONE_GROUP = dataclasses.replace(
+    LATENT_MOE, moe_router_num_groups=None, moe_router_group_topk=None, moe_router_topk=3
+)
+SOFTMAX = dataclasses.replace(
+    ONE_GROUP,
+    moe_router_score_function="softmax",
+    moe_router_pre_softmax=True,
+    moe_router_enable_expert_bias=False,
+)
 FURTHER = {
     ("glm4_moe", "biases"): dataclasses.replace(MIXTRAL, **BIASED, **HALF, add_qkv_bias=True),
     ("glm4_moe", "qk-norm"): dataclasses.replace(MIXTRAL, **BIASED, **HALF, qk_layernorm=True),
-    ("glm4_moe", "dense-scaled"): dataclasses.replace(LLAMA, **HALF, **YARN),
+    ("glm4_moe", "dense-scaled"): dataclasses.replace(LLAMA, **HALF, **SHORT_YARN),
     ("dots1", "plain"): dataclasses.replace(MIXTRAL, **BIASED, qk_layernorm=True),
     ("phi3", "plain"): LLAMA,
     ("phi3", "partial-window"): dataclasses.replace(LLAMA, **HALF, window_size=5),
@@ -122,6 +136,23 @@ FURTHER = {
     ("gpt_neox", "plain"): dataclasses.replace(
         LAYER_NORM, **HALF, **PLAIN, num_query_groups=4, group_query_attention=False
     ),
+    ("deepseek_v3", "dense"): LATENT_DENSE,
+    ("deepseek_v3", "whole-queries"): dataclasses.replace(LATENT_DENSE, q_lora_rank=None),
+    ("deepseek_v3", "yarn"): LATENT_YARN,
+    ("deepseek_v3", "yarn-plain"): dataclasses.replace(LATENT_YARN, mscale=1.0, mscale_all_dim=0.0),
+    ("deepseek_v3", "experts"): LATENT_MOE,
+    ("deepseek_v3", "one-group"): ONE_GROUP,
+    ("deepseek_v3", "epsilons"): dataclasses.replace(
+        LATENT_DENSE, norm_epsilon=1e-2, latent_norm_epsilon=1e-6
+    ),
+    ("deepseek_v2", "greedy"): dataclasses.replace(SOFTMAX, q_lora_rank=None),
+    ("deepseek_v2", "groups"): dataclasses.replace(
+        SOFTMAX, moe_router_num_groups=4, moe_router_group_topk=3
+    ),
+    ("glm4_moe_lite", "experts"): dataclasses.replace(
+        ONE_GROUP, norm_epsilon=1e-2, latent_norm_epsilon=1e-6
+    ),
+    ("glm4_moe_lite", "every-second"): dataclasses.replace(ONE_GROUP, moe_layer_freq="2"),
 }
 
 
@@ -249,3 +280,10 @@ def test_loss_and_gradients_equal_transformers(name, dtype, bound):
 @pytest.mark.parametrize("kind, name", FURTHER)
 def test_further_families_equal_transformers(kind, name):
     compare(FURTHER[kind, name], torch.float64, 1e-10, kind)
+
+
+def test_what_would_hide_a_mistake_of_latent_attention():
+    """The biases that choose experts differ, and positions outrun the length of YaRN."""
+    _, weights, _ = our_run(LATENT_MOE, torch.float64)
+    assert weights["layers.1.mlp.router.expert_bias"].unique().numel() == 8
+    assert S > LATENT_MOE.rope_original_max_position_embeddings

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from parity.compare import faults_in
-from parity.layouts import NARROW_FEATURES, ci_rows, full_table, traits
+from parity.layouts import ci_rows
 from parity.mutants import MUTANTS, row_of
 
 # The default command puts nine of ten mutants within reach: it runs the rows that several of them
@@ -25,11 +25,3 @@ ALWAYS = [
 )
 def test_the_layout_is_the_same_run(gloo_world, row):
     assert not faults_in(gloo_world, row)
-
-
-def test_these_rows_show_every_pair_of_the_full_table():
-    table = [
-        row for row in full_table() if row.precision == "fp64" or row.feature in NARROW_FEATURES
-    ]
-    pairs = set().union(*map(traits, table))
-    assert not pairs - set().union(*(traits(row) for row in ci_rows() if row in table))
