@@ -70,7 +70,7 @@ class Reader(Protocol):
 
 
 class Stream:
-    """Sequences [first, stop) of a corpus as endless samples in an order of their own."""
+    """Sequences [first, stop) of a corpus as endless samples in a separate order."""
 
     def __init__(self, corpus: Corpus, first: int, stop: int, s: int, seed: int):
         begin = int(corpus.lengths[:first].sum())

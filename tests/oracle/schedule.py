@@ -58,7 +58,7 @@ class Schedule:
         return self.between(samples, self.c.lr, self.c.min_lr)
 
     def decoupled_learning_rate(self, samples: int) -> float | None:
-        """Of the word embedding and the head's matrix; None where they have none of their own."""
+        """Of the word embedding and the head's matrix; None where they have no separate one."""
         c = self.c
         if c.decoupled_lr is None:
             return None

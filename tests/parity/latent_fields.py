@@ -1,5 +1,5 @@
 """Fields of small models with DeepSeek-V3's attention and experts, which the oracle and the tests
-of Hugging Face's format put into models of their own.
+of Hugging Face's format put into their models.
 """
 
 LATENT = {

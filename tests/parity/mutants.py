@@ -45,7 +45,7 @@ a column-parallel bias learnt on one rank alone | gpt tp2
         if ctx.bias is not None and tp.axis.rank == 0: accumulate_bias_grad(dy, ctx.bias.main_grad)
         return
 = megatron/distributed/collectives.py gather_parts
-the own rows of an overlapped product in another order | documents tp2 sp
+the own rows of an overlapped GEMM in another order | documents tp2 sp
     yield slice(first, behind), x => yield slice(first, behind), x.flip(0)
 = megatron/model/linear.py _RowLinear.forward
 the halves of an overlapped sum in another order | documents tp2 sp
@@ -54,9 +54,9 @@ the halves of an overlapped sum in another order | documents tp2 sp
 a reduce-scatter without some rank's part | gpt dp2 serial
     torch.add(parts[0], parts[1], out=out) => out.copy_(parts[axis.rank])
 = megatron/model/main_grad.py accumulate_weight_grad
-a weight's first product added to what the last step left | gpt tp2
+a weight's first GEMM added to what the last step left | gpt tp2
     overwrite = getattr(weight, "overwrite_main_grad", False) => overwrite = False
-every product overwrites | gpt tp2
+every GEMM overwrites | gpt tp2
     overwrite = getattr(weight, "overwrite_main_grad", False) => overwrite = True
 = megatron/model/embedding.py _VocabularyParallelEmbedding.forward
 overlapping vocabulary ranges of the embedding | gpt tp2

@@ -17,83 +17,68 @@ FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 
 --tokenizer-type NullTokenizer --lr 1e-2 --lr-warmup-iters 10 --bf16 --save-interval 5""".split()
 
 
+def layouts(*words: str) -> list[str]:
+    """A --layout for each."""
+    return [word for layout in words for word in ("--layout", layout)]
+
+
 @pytest.mark.full
 def test_two_layouts_are_noise(tmp_path, capsys):
-    assert (
-        main(
-            [
-                "--layout",
-                "pp2 zero-bubble-v auto",
-                "--layout",
-                "tp2 sp",
-                "--steps",
-                "4",
-                *FLAGS,
-                "--save",
-                str(tmp_path / "untouched"),
-            ]
-        )
-        == 0
-    )
+    save = tmp_path / "untouched"
+    words = [
+        *layouts("pp2 zero-bubble-v auto", "tp2 sp"),
+        "--steps",
+        "4",
+        *FLAGS,
+        "--save",
+        str(save),
+    ]
+    assert main(words) == 0
     assert "NOISE: pp2 zero-bubble-v auto and tp2 sp are the same run" in capsys.readouterr().out
-    assert not (tmp_path / "untouched").exists()
+    assert not save.exists()
 
 
 @pytest.mark.full
 def test_a_mutant_is_a_bug(tmp_path):
-    mutant = next(mutant for mutant in MUTANTS if "input gradients" in mutant.name)
+    (edit,) = next(mutant for mutant in MUTANTS if "input gradients" in mutant.name).edits
     shutil.copy(ROOT / "pretrain_gpt.py", tmp_path)
     for part in ("megatron", "kernels", "tools"):
         shutil.copytree(ROOT / part, tmp_path / part)
-    (edit,) = mutant.edits
     (tmp_path / edit.file).write_text(edit.text())
+    words = [*layouts("tp2", "tp1"), "--steps", "4", *FLAGS]
     done = subprocess.run(
-        [
-            sys.executable,
-            str(tmp_path / "tools/check_parity.py"),
-            *"--layout tp2 --layout tp1 --steps 4".split(),
-            *FLAGS,
-        ],
+        [sys.executable, str(tmp_path / "tools/check_parity.py"), *words],
         text=True,
         capture_output=True,
     )
     assert done.returncode == 1, done.stderr
-    assert (
-        "BUG: A (tp2) and B (tp1) are different runs" in done.stdout
-        and "first difference: iteration 1: grad-norm is" in done.stdout
-    )
+    assert "BUG: A (tp2) and B (tp1) are different runs" in done.stdout
+    assert "first difference: iteration 1: grad-norm is" in done.stdout
+
+
+WORDS = (
+    "tpN, cpN, dpN, ppN, vN, zeroN, shardN, epN, etpN, a2aN+p2p, sp, serial, mapping, auto, kept, "
+    "a2a, allgather, p2p, offload, param-offload, gathered-tokens, paired, gpipe, 1f1b, "
+    "interleaved, zero-bubble, zero-bubble-v"
+)
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--layout", "tp2"], "--layout: expected two, got 1"),
+        (layouts("tp2"), "--layout: expected two, got 1"),
+        (layouts("tp2", "tp2 xx"), f"'xx' is none of {WORDS}"),
         (
-            ["--layout", "tp2", "--layout", "tp2 xx"],
-            "'xx' is none of tpN, cpN, dpN, ppN, vN, zeroN, shardN, epN, etpN, a2aN+p2p, sp, "
-            "serial, mapping, "
-            "auto, kept, a2a, allgather, p2p, offload, param-offload, gathered-tokens, paired, "
-            "gpipe, 1f1b, interleaved, "
-            "zero-bubble, zero-bubble-v",
+            layouts("tp1", "pp3"),
+            "--layout 'pp3' on 3 rank(s): 1 fault in the settings:\n  --num-layers 2: must be a "
+            "multiple of --pipe",
         ),
         (
-            ["--layout", "tp1", "--layout", "pp3"],
-            (
-                "--layout 'pp3' on 3 rank(s): 1 fault in the settings:\n  --num-layers 2: must be "
-                "a multiple of --pipe"
-            ),
+            layouts("tp2", "tp3"),
+            "--layout 'tp3' on 3 rank(s): 1 fault in the settings:\n"
+            "  --tensor-model-parallel-size 3: must divide",
         ),
-        (
-            ["--layout", "tp2", "--layout", "tp3"],
-            (
-                "--layout 'tp3' on 3 rank(s): 1 fault in the settings:\n  "
-                "--tensor-model-parallel-size 3: must divide"
-            ),
-        ),
-        (
-            ["--layout", "tp2", "--layout", "tp1", "--hiden-size", "3"],
-            "--hiden-size 3: unknown flag",
-        ),
+        ([*layouts("tp2", "tp1"), "--hiden-size", "3"], "--hiden-size 3: unknown flag"),
     ],
 )
 def test_mistakes_are_named_before_anything_runs(arguments, words, capsys):
@@ -101,28 +86,24 @@ def test_mistakes_are_named_before_anything_runs(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_layouts_are_words():
-    tp, cp, pp, virtual = (
-        *"--tensor-model-parallel-size --context-parallel-size".split(),
-        *"--pipeline-model-parallel-size --num-virtual-stages-per-pipeline-rank".split(),
-    )
-    assert read_layout("tp2 sp dp4") == (
-        8,
-        (tp, "2", cp, "1", pp, "1", "--sequence-parallel"),
-        2,
-        1,
-        4,
-        1,
-    )
-    assert read_layout("pp2 interleaved v3 dp2") == (
-        4,
-        (tp, "1", cp, "1", pp, "2", virtual, "3", "--pipeline-schedule", "interleaved"),
-        1,
-        1,
-        2,
-        2,
-    )
-    assert read_layout("") == (1, (tp, "1", cp, "1", pp, "1"), 1, 1, 1, 1)
+@pytest.mark.parametrize(
+    "layout, ranks, flags, sizes",
+    [
+        ("tp2 sp dp4", 8, "2 1 1 --sequence-parallel", (2, 1, 4, 1)),
+        (
+            "pp2 interleaved v3 dp2",
+            4,
+            "1 1 2 --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule interleaved",
+            (1, 1, 2, 2),
+        ),
+        ("", 1, "1 1 1", (1, 1, 1, 1)),
+    ],
+)
+def test_layouts_are_words(layout, ranks, flags, sizes):
+    tp, cp, pp, *rest = flags.split()
+    parallel = "--tensor-model-parallel-size {} --context-parallel-size {} "
+    parallel += "--pipeline-model-parallel-size {}"
+    assert read_layout(layout) == (ranks, (*parallel.format(tp, cp, pp).split(), *rest), *sizes)
 
 
 def test_the_batch_does_not_follow_the_layout():

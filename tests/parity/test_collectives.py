@@ -325,7 +325,7 @@ LARGE = """--hidden-size 128 --num-attention-heads 8 --seq-length 256 --micro-ba
 
 @pytest.mark.full
 def test_the_loopback_interface_saw_these_bytes():
-    """Within 5%, on a fresh pair of processes with an interface of their own where possible; else
+    """Within 5%, on a fresh pair of processes with a separate interface where possible; else
     what else the machine sends can only add.
     """
     cases = [

@@ -9,34 +9,21 @@ Where a change of the program changes a number, count anew and write the table:
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from pretended.count import CASES, PARTS, QUICK, SIZES, fit, total
-from pretended.libraries import missing_compiler
-from pretended.test_launches import compiled_environment
+from pretended.process import MARKS, found_by
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parents[1] / "docs/results/launches.json"
+RESULTS = Path(__file__).resolve().parents[2] / "docs/results/launches.json"
 OFTEN = "Llama"  # in every run of the tests
 
-pytestmark = [
-    pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler())),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on"),
-]
+pytestmark = MARKS
 
 
 def counted(folder: Path, *words: str) -> dict[str, dict[str, int]]:
     """Launches of one size by case and part."""
-    out = folder / "found.json"
-    command = [sys.executable, HERE / "count.py", "--out", out, "--quick", *words]
-    environment = compiled_environment() | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text())["cases"]
+    return found_by("count.py", folder, "--quick", *words)["cases"]
 
 
 def ceilings(name: str) -> dict[str, int]:

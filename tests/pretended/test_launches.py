@@ -11,32 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from pretended.launches import GROUPS
-from pretended.libraries import missing_compiler
+from pretended.process import HERE, MARKS, found_by
 from pretended.refused import LAUNCHES, MAPS
 
-HERE = Path(__file__).resolve().parent
-
-pytestmark = [
-    pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler())),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, whose driver serves"),
-]
-
-
-def compiled_environment() -> dict[str, str]:
-    """This process's, without Triton's interpreter."""
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+pytestmark = MARKS
 
 
 def launch(folder: Path, *words: str) -> tuple[dict, list[str]]:
     """What launches.py found, and the lines of the driver's log."""
-    out, log = folder / "found.json", folder / "driver.log"
+    log = folder / "driver.log"
     log.write_text("")
-    command = [sys.executable, HERE / "launches.py", "--out", out, "--log", log, *words]
-    done = subprocess.run(command, env=compiled_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text()), log.read_text().splitlines()
+    found = found_by("launches.py", folder, "--log", str(log), *words)
+    return found, log.read_text().splitlines()
 
 
 def faults(lines: list[str]) -> list[str]:

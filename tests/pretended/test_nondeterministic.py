@@ -4,35 +4,20 @@ mode, and for no other.
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from pretended.libraries import missing_compiler
 from pretended.nondeterministic import ALLOWED, DOCUMENTED
-from pretended.test_launches import compiled_environment
+from pretended.process import MARKS, found_by
 
-HERE = Path(__file__).resolve().parent
-
-pytestmark = [
-    pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler())),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which raises itself"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict]:
     """Outcomes of all calls, by whether the mode is on."""
-    out = tmp_path_factory.mktemp("operators") / "found.json"
-    command = [sys.executable, HERE / "nondeterministic.py", "--out", out]
-    environment = compiled_environment() | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text())
+    return found_by("nondeterministic.py", tmp_path_factory.mktemp("operators"))
 
 
 def test_what_torch_documents_is_tried():

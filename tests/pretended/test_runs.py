@@ -16,26 +16,16 @@ No operator of a run has an undefined order in deterministic mode, which is the 
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 from pretended.device import Wait
-from pretended.libraries import missing_compiler
-from pretended.test_launches import compiled_environment
+from pretended.process import MARKS, found_by
 from pretended.train import CASES, FAULTS, Case
 
-HERE = Path(__file__).resolve().parent
-
-pytestmark = [
-    pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler())),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on"),
-]
+pytestmark = MARKS
 
 LOG, EVALUATION, SAVE = 2, 4, 4  # intervals of train.MODEL and of cases that save
 OFTEN = (
@@ -54,7 +44,7 @@ OFTEN = (
     "short",
 )  # the others are a campaign
 DEFAULT = ("zero 3",)
-ALONE = {  # faults with a test of their own
+ALONE = {  # faults with a separate test
     "devices": "test_a_mix_of_devices_is_found",
     "order": "test_an_operator_without_a_deterministic_form_is_found",
 }
@@ -64,12 +54,7 @@ SHARE = 0.7  # of an iteration's operations: the forward and backward passes hav
 
 def train(folder: Path, names: list[str]) -> dict[str, dict]:
     """What train.py found of each case."""
-    out = folder / "found.json"
-    command = [sys.executable, HERE / "train.py", "--out", out, *names]
-    environment = compiled_environment() | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
+    found = found_by("train.py", folder, *names)
     for result in found.values():
         result["waits"] = [Wait(*wait) for wait in result["waits"]]
     return found
