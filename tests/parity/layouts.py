@@ -436,9 +436,11 @@ class Row:
 
 def possible(row: Row) -> bool:
     """Whether a feature's batch feeds the layout's data-parallel ranks; a number of micro-batches
-    matters to a pipeline alone.
+    matters to a pipeline alone, a narrow reduction to several data-parallel ranks.
     """
     feature, words = row.of, row.words
+    if row.precision == "wire" and words.dp == 1:
+        return False
     return words.dp <= feature.most_dp and (
         feature.micro_batches is None or words.tp == words.dp == 1 < words.pp
     )
@@ -482,54 +484,28 @@ SOME_PIPELINES = (
 )
 
 
+EXACT, NARROW = ("fp64",), ("fp32", "bf16", "fp16")
+PRODUCTS = (  # layouts, features, precisions
+    (LAYOUTS, DENSE, EXACT),
+    (PIPELINES, PIPELINE_FEATURES, EXACT),
+    (SOME_PIPELINES, DENSE, EXACT),
+    (staged(SHARDED, kept=("dp2", "tp2 sp dp2")), DENSE, EXACT),
+    (
+        staged(SHARDED_PIPELINES, kept=("pp2 1f1b dp2", "pp2 zero-bubble-v dp2")),
+        PIPELINE_FEATURES,
+        EXACT,
+    ),
+    (("tp2 sp dp2", "tp4"), DENSE, ("fp32",)),
+    ((*NARROW_LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES, NARROW),
+    ((*LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES, ("wire",)),
+    (NARROW_SHARDED, NARROW_FEATURES, (*NARROW, "wire")),
+)
+
+
 def full_table() -> list[Row]:
     """Every layout with every feature in fp64; a choice of both in the other precisions."""
-    rows = [Row(layout, feature) for layout, feature in product(LAYOUTS, DENSE)]
-    rows += [
-        Row(layout, feature)
-        for layout, feature in product(PIPELINES, DENSE)
-        if feature in PIPELINE_FEATURES or layout in SOME_PIPELINES
-    ]
-    rows += [
-        Row(layout, feature)
-        for layout, feature in product(staged(SHARDED, kept=("dp2", "tp2 sp dp2")), DENSE)
-    ]
-    rows += [
-        Row(layout, feature)
-        for layout, feature in product(
-            staged(SHARDED_PIPELINES, kept=("pp2 1f1b dp2", "pp2 zero-bubble-v dp2")),
-            PIPELINE_FEATURES,
-        )
-    ]
-    rows += [
-        Row(layout, feature, "fp32")
-        for layout, feature in product(LAYOUTS, DENSE)
-        if layout in NARROW_LAYOUTS
-        and feature in NARROW_FEATURES
-        or layout in ("tp2 sp dp2", "tp4")
-    ]
-    rows += [
-        Row(layout, feature, precision)
-        for layout, feature, precision in product(NARROW_LAYOUTS, NARROW_FEATURES, ("bf16", "fp16"))
-    ]
-    rows += [
-        Row(layout, feature, precision)
-        for layout, feature, precision in product(
-            NARROW_PIPELINES, NARROW_FEATURES, ("fp32", "bf16", "fp16")
-        )
-    ]
-    rows += [
-        Row(layout, feature, "wire")
-        for layout, feature in product((*LAYOUTS, *NARROW_PIPELINES), NARROW_FEATURES)
-        if read_layout(layout).dp > 1
-    ]
-    rows += [
-        Row(layout, feature, precision)
-        for layout, feature, precision in product(
-            NARROW_SHARDED, NARROW_FEATURES, ("fp32", "bf16", "fp16", "wire")
-        )
-    ]
-    return [row for row in rows if possible(row)]
+    rows = (Row(*words) for factors in PRODUCTS for words in product(*factors))
+    return list(dict.fromkeys(row for row in rows if possible(row)))
 
 
 def traits(row: Row) -> set[tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""Mistakes of layout, one at a time, which the comparison with the healthy one-process run must find
-in the row of the table that is named for each. tests/mutants.py prints the table of all.
+"""Mistakes of layout, one at a time, which the comparison with the healthy one-process run must
+find in the row of the table that is named for each. tests/mutants.py prints the table of all.
 """
 
 from __future__ import annotations

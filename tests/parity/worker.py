@@ -78,8 +78,8 @@ def run_case(
     planned: bool = False,
 ) -> Outcome:
     """The run of `pretrain_gpt.py flags...` on this rank, under the named PATCHES and with the
-    mistake of a mutant. On `cuda` all ranks share the GPUs that there are. `planned`: with the banner's plan, which takes longer than
-    the run.
+    mistake of a mutant. On `cuda` all ranks share the GPUs that there are. `planned`: with the
+    banner's plan, which takes longer than the run.
     """
     kept: list[loop.Run] = []
     pendings, evaluations, gradients, metrics = [], [], [], []
