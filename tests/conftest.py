@@ -106,7 +106,8 @@ class Clock:
         """Also of tests that ran in another process of pytest-xdist."""
         self.used[folder_of(TESTS.parent / report.nodeid.split("::")[0])] += report.duration
         self.slow[report.nodeid] += report.duration
-        self.cpu[report.nodeid] += report.cpu_seconds
+        # the report of a process that crashed has none
+        self.cpu[report.nodeid] += getattr(report, "cpu_seconds", 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         load, cpu = os.getloadavg()[2], defaultdict(float)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -146,51 +147,28 @@ def pipeline_model() -> nn.Module:
     )
 
 
-class Ranks:
+def ranks_of(tp: int) -> SimpleNamespace:
     """What DeepSpeed asks its user about tensor parallelism: ranks are tp fastest."""
-
-    def __init__(self, tp: int) -> None:
-        world, self.tp = dist.get_world_size(), tp
-        groups = [
-            [dist.new_group(ranks) for ranks in every]
-            for every in (
-                [list(range(first, first + tp)) for first in range(0, world, tp)],
-                [list(range(t, world, tp)) for t in range(tp)],
-            )
-        ]
-        self.model, self.data = groups[0][dist.get_rank() // tp], groups[1][dist.get_rank() % tp]
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank() % self.tp
-
-    get_tensor_model_parallel_rank = get_slice_parallel_rank = get_model_parallel_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.tp
-
-    get_tensor_model_parallel_world_size = get_slice_parallel_world_size = (
-        get_model_parallel_world_size
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model, data = (
+        [dist.new_group(ranks) for ranks in every]
+        for every in (
+            [list(range(first, first + tp)) for first in range(0, world, tp)],
+            [list(range(t, world, tp)) for t in range(tp)],
+        )
     )
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return 1
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return 0
-
-    def get_model_parallel_group(self):
-        return self.model
-
-    get_tensor_model_parallel_group = get_slice_parallel_group = get_model_parallel_group
-
-    def get_data_parallel_group(self):
-        return self.data
-
-    def get_data_parallel_rank(self) -> int:
-        return dist.get_rank() // self.tp
-
-    def get_data_parallel_world_size(self) -> int:
-        return dist.get_world_size() // self.tp
+    answers = {
+        "pipeline_model_parallel_rank": 0,
+        "pipeline_model_parallel_world_size": 1,
+        "data_parallel_rank": rank // tp,
+        "data_parallel_world_size": world // tp,
+        "data_parallel_group": data[rank % tp],
+    }
+    for name in ("model", "tensor_model", "slice"):
+        answers |= {f"{name}_parallel_rank": rank % tp, f"{name}_parallel_world_size": tp}
+        answers[f"{name}_parallel_group"] = model[rank // tp]
+    given = {f"get_{name}": lambda value=value: value for name, value in answers.items()}
+    return SimpleNamespace(**given)
 
 
 def write(out: Path, flags: argparse.Namespace) -> None:
@@ -232,7 +210,7 @@ def write(out: Path, flags: argparse.Namespace) -> None:
         [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-3
     )
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=settings, mpu=Ranks(tp) if tp > 1 else None
+        model=model, optimizer=optimizer, config=settings, mpu=ranks_of(tp) if tp > 1 else None
     )
     tokens = torch.randint(
         VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank())
