@@ -172,7 +172,7 @@ dropout in evaluation | gpt-dropout
         held =
 = megatron/model/linear.py _Linear.backward
 biases not trained | gpt-files
-    if bias is not None => if False
+    sum(0, dtype=bias.main_grad.dtype) => sum(0, dtype=bias.main_grad.dtype) * 0
 = megatron/model/embedding.py accumulate_embedding_grad
 a token that comes twice counts once in the embedding's gradient | llama
     ids, dy = ids.flatten(), dy.flatten(0, -2) => ids, dy = ids.flatten(), dy.flatten(0, -2)
@@ -294,7 +294,8 @@ betas exchanged | llama
     beta1=config.adam_beta1, beta2=config.adam_beta2 =>
         beta1=config.adam_beta2, beta2=config.adam_beta1
 epsilon inside the root | llama
-    torch._fused_adamw_( => g, (a, b) = grad / at.divisor, (config.adam_beta1, config.adam_beta2)
+    torch._fused_adamw_( => a, b = config.adam_beta1, config.adam_beta2
+        g = grad if at.divisor is None else grad / at.divisor
         exp_avg.lerp_(g, 1 - a); exp_avg_sq.mul_(b).addcmul_(g, g, value=1 - b)
         root = (exp_avg_sq / (1 - b ** int(at.number)) + at.eps).sqrt()
         weight.mul_(1 - at.lr * at.weight_decay)
@@ -303,10 +304,10 @@ epsilon inside the root | llama
 epsilon before the correction | llama
     eps=at.eps => eps=at.eps / (1 - config.adam_beta2 ** int(at.number)) ** 0.5
 weight decay in the gradient | llama
-    [grad] => [grad + at.weight_decay * weight * at.divisor]
+    [grad] => [grad + at.weight_decay * weight * (1.0 if at.divisor is None else at.divisor)]
     weight_decay=at.weight_decay => weight_decay=0.0
 weight decay without the rate | llama
-    weight_decay=at.weight_decay => weight_decay=at.weight_decay / at.lr
+    weight_decay=at.weight_decay => weight_decay=at.weight_decay / (at.lr or 1.0)
 = megatron/model/spec.py ParameterSpec.decay
 weight decay of vectors | gpt-files
     self.tensors[0].decay => True
@@ -343,6 +344,8 @@ clipped before the division by valid tokens | documents
     clip_coefficient(norm, => clip_coefficient(norm / grad_scale,
 a skipped step counts in the bias correction | no-valid-token
     self.steps += 1 - found_inf => self.steps += 1
+    found_inf.item(): return StepOutcome(norm, found_inf) =>
+        found_inf.item(): self.steps += 1; return StepOutcome(norm, found_inf)
 the gradient norm after clipping | llama
     self.steps += 1 - found_inf return StepOutcome(norm, found_inf) =>
         self.steps += 1 - found_inf

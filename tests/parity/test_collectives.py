@@ -96,11 +96,13 @@ def test_context_parallelism(gloo_world, size, groups):
         }
     a2a = "--cp-comm-type", "a2a"
     found = in_layers(gloo_world, size, *grouped, *a2a, shared="--context-parallel-size")
-    qkv, out = (
-        width * channels * tokens * (size - 1) // size * FP64
-        for width in (8 + 2 * max(groups, size), 8)
-    )
-    assert found == {
+    sent = tokens * channels * (size - 1) // size * FP64
+    assert found == exchanges((8 + 2 * max(groups, size)) * sent, 8 * sent)
+
+
+def exchanges(qkv, out):
+    """Of `in_layers`: heads exchanged for positions, and back, in messages of these bytes."""
+    return {
         ("all-to-all", "forward", "_to_sequence"): (1, qkv),
         ("all-to-all", "forward", "_to_heads"): (1, out),
         ("all-to-all", "backward", "_to_sequence"): (1, out),
@@ -124,14 +126,9 @@ def test_ring(gloo_world, size, groups):
         return
     levels = "--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"
     found = in_layers(gloo_world, size, *grouped, *levels, shared=shared)
-    qkv, out = (width * channels * tokens // 2 * FP64 for width in (8 + 2 * max(groups, 2), 8))
+    sent = tokens * channels // 2 * FP64
     block = 2 * max(groups, 2) // 2 * channels * 2 * tokens * FP64
-    assert found == hops(2, block) | {
-        ("all-to-all", "forward", "_to_sequence"): (1, qkv),
-        ("all-to-all", "forward", "_to_heads"): (1, out),
-        ("all-to-all", "backward", "_to_sequence"): (1, out),
-        ("all-to-all", "backward", "_to_heads"): (1, qkv),
-    }
+    assert found == hops(2, block) | exchanges((8 + 2 * max(groups, 2)) * sent, 8 * sent)
 
 
 def hops(size, block):
