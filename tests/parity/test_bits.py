@@ -14,7 +14,9 @@ Every choice of recomputation in every layout:
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import Counter
+from operator import attrgetter
 from unittest import mock
 
 import pytest
@@ -23,6 +25,7 @@ from distributed.pool import RankError
 from megatron.tools._plan.engine import PlannedPasses
 from megatron.tools._plan.recompute import choose_layers
 from mutation import Mutant, read_mutants
+from parity.compare import gather
 from parity.layouts import BASE, FEATURES, LLAMA, NO_DROPOUT, RATES, SCHEDULES, Row
 from parity.worker import Outcome, reference, run_case
 
@@ -144,25 +147,17 @@ def read(described: str) -> tuple[int, tuple[str, ...]]:
 # ---- comparison
 
 
-def bits(outcomes: list[Outcome]) -> tuple:
-    """Losses, evaluations, and each rank's gradients of step 1 and final weights."""
-    tensors = {
-        (part, piece.name, piece.offset): piece.values
-        for outcome in outcomes
-        for part in ("gradients", "weights")
-        for piece in getattr(outcome, part)
-    }
-    return [step.loss for step in outcomes[0].steps], outcomes[0].evaluations, tensors
-
-
 def same(ones: list[Outcome], others: list[Outcome]) -> bool:
-    """Whether the runs have the same bits."""
-    (*one, tensors), (*other, theirs) = bits(ones), bits(others)
-    return (
-        one == other
-        and tensors.keys() == theirs.keys()
-        and all(torch.equal(tensors[key], theirs[key]) for key in tensors)
-    )
+    """Whether two runs have the same bits: losses, evaluations, gradients of step 1 and final
+    weights, on all ranks that hold them.
+    """
+    faults: list[str] = []
+    for part in ("gradients", "weights"):
+        one, other = (gather(ranks, attrgetter(part), faults) for ranks in (ones, others))
+        if one.keys() != other.keys() or not all(torch.equal(one[x], other[x]) for x in one):
+            return False
+    losses = ([step.loss for step in ranks[0].steps] for ranks in (ones, others))
+    return not faults and operator.eq(*losses) and ones[0].evaluations == others[0].evaluations
 
 
 @pytest.fixture(scope="module")

@@ -37,25 +37,9 @@ for command in entry_points(group="console_scripts"):
         pages[command.name] = [code or 0, page.getvalue()]
 print(json.dumps([before == sys.path, pages]))
 """
-MODEL = [
-    "--num-layers",
-    "1",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "8",
-]
-TRAINING = ["--micro-batch-size", "1", "--train-iters", "2", "--lr", "1e-3", "--eval-iters", "0"]
-DATA = [
-    "--data-path",
-    "mine_text_document",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "99",
-]
+MODEL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8".split()
+TRAINING = "--micro-batch-size 1 --train-iters 2 --lr 1e-3 --eval-iters 0".split()
+DATA = "--data-path mine_text_document --tokenizer-type NullTokenizer --vocab-size 99".split()
 
 
 @pytest.fixture
