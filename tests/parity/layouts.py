@@ -236,8 +236,11 @@ FEATURES = {
     "mla-bias": Feature(
         f"{NO_DROPOUT} {LATENT} --q-lora-rank 24 --no-qk-layernorm --position-embedding-type rope"
     ),
+    # replayed from the second step on
     "mla-graphs": Feature(
-        f"{LLAMA} {LATENT} --q-lora-rank 24", patches=("recorded",), extra="--cuda-graphs"
+        f"{LLAMA} {LATENT} --q-lora-rank 24 --train-iters 3",
+        patches=("recorded",),
+        extra="--cuda-graphs",
     ),
     "mla-moe": Feature(
         f"{LLAMA} {LATENT} --q-lora-rank 24 {LATENT_YARN} {EXPERTS} {BY_SAMPLE} "
@@ -339,6 +342,7 @@ class Row:
     layout: str
     feature: str
     precision: str = "fp64"
+    steps: int = 2  # in fp64: the second reads what the first has updated
 
     def __str__(self) -> str:
         return f"{self.precision}-{self.feature}-{self.layout.replace(' ', '-')}"
@@ -407,9 +411,11 @@ class Row:
         the same run in fp64.
         """
         feature, words = self.of, self.words
-        own = f"{feature.flags} {PRECISIONS[self.precision]}".split()
+        # the bound of `narrow` holds over 7 or more steps
+        steps = self.steps if self.precision == "fp64" else 8
+        own = f"--train-iters {steps} {feature.flags} {PRECISIONS[self.precision]}".split()
         if exact:  # the row's optimizer, nothing narrow
-            own = f"{feature.flags} {SGD} --fp64 --nan-policy skip".split()
+            own = f"--train-iters {steps} {feature.flags} {SGD} --fp64 --nan-policy skip".split()
         # two micro-batches a step where the ranks leave as many samples
         micro_batch = max(1, GLOBAL_BATCH // (2 * (words.dp if layout else 1)))
         # eight micro-batches, or four; the same in one process, or the rounding of other sums grows
@@ -423,8 +429,6 @@ class Row:
             own += feature.extra.split()
         if feature.micro_batches:
             own += ["--global-batch-size", str(feature.micro_batches)]
-        # the second step reads what the first has updated; the bound of `narrow` needs 7 steps
-        own += ["--train-iters", "2" if self.precision == "fp64" else "8"]
         return (
             *BASE,
             *own,
