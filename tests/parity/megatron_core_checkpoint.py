@@ -3,10 +3,11 @@ rank), and the logits of both.
 
 In an environment with megatron-core and psutil, then in ours:
 
-    PEER/python -m torch.distributed.run --nproc-per-node 4 tests/parity/megatron_core_checkpoint.py
-    write OUT --kind llama --tp 2 --pp 2 PEER/python -m torch.distributed.run --nproc-per-node 1
-    tests/parity/megatron_core_checkpoint.py logits OUT --kind llama python
-    tests/parity/megatron_core_checkpoint.py compare OUT
+    SCRIPT=tests/parity/megatron_core_checkpoint.py
+    RUN="PEER/python -m torch.distributed.run --nproc-per-node"
+    $RUN 4 $SCRIPT write OUT --kind llama --tp 2 --pp 2
+    $RUN 1 $SCRIPT logits OUT --kind llama
+    python $SCRIPT compare OUT
 
 `compare` prints the relative difference of the logits and ends with 1 above 1e-5 (fp32).
 """
