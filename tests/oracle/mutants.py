@@ -334,7 +334,8 @@ the limit held against the squared norm | sgd
     (norm + 1e-6) => (norm.square() + 1e-6)
 = megatron/optimizer/optimizer.py Optimizer.grad_sq_sum
 a norm without the vectors | gpt-files
-    [shard[part] for part in self.counted[block]] => [shard[: block.plan.decayed]]
+    [shard[part] for part in self.counted[block]] => [shard[: max(
+        (end for end, each in block.plan.ranges if each.weight_decay > 0), default=0)]]
 the largest block's norm for the whole | llama
     return sum_of_squares(parts, =>
         parts = [max(parts, key=lambda part: part.square().sum())]
@@ -473,7 +474,8 @@ the last loss of an interval for its mean | sgd
 = megatron/optimizer/optimizer.py Optimizer.squared_weight_norm
 the norm of the weights without vectors | llama
     (part for _, part in self._counted_weights()) =>
-        [block.master[: block.plan.decayed] for block in self.blocks]
+        [block.master[: max((end for end, each in block.plan.ranges
+        if each.weight_decay > 0), default=0)] for block in self.blocks]
 = megatron/optimizer/optimizer.py Optimizer.count_zero_gradients
 zeros of the gradient with those of padding | llama
     for box, view in block.boxes(block.grad_shard) => count += (block.grad_shard == 0).sum()

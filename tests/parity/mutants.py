@@ -220,9 +220,9 @@ the shards' gradients kept from step to step | dropout dp2 zero2
 = megatron/parallel/blocks.py Block.open
 a gradient buffer that does not begin with zeros | dropout dp2 zero2
     self.grad[first:last].zero_() => self.grad[first:last].fill_(1)
-= megatron/parallel/zero.py Zero.before_pass
+= megatron/parallel/blocks.py Block.add_early
 gradients that are complete early dropped | documents pp2 zero-bubble dp2 zero2
-    block.grad[block.plan.late :].copy_(early) => pass
+    self.grad[self.plan.late :].copy_(self.early.pop(key)) => self.early.pop(key)
 = megatron/parallel/zero_plan.py _Walk._periods
 a resident buffer reduced in every micro-batch | dropout dp2 zero1
     often = self.zero_stage >= 2 and => often = self.zero_stage >= 1 and
