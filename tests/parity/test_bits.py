@@ -24,7 +24,7 @@ import torch
 from distributed.pool import RankError
 from megatron.tools._plan.engine import PlannedPasses
 from megatron.tools._plan.recompute import choose_layers
-from mutation import Mutant, read_mutants
+from mutation import Mutant, check_mutants, read_mutants
 from parity.compare import gather
 from parity.layouts import BASE, FEATURES, LLAMA, NO_DROPOUT, RATES, SCHEDULES, Row
 from parity.worker import Outcome, reference, run_case
@@ -205,6 +205,10 @@ def test_the_same_bits(gloo_world, plain, described, choice):
     assert same(list(outcomes), plain(ranks, flags))
 
 
+def test_every_mutant_can_be_put_in():
+    check_mutants(MUTANTS)
+
+
 def test_every_choice_is_in_ci():
     assert {word for line in CI.splitlines() for word in line.partition(": ")[2].split()} == set(
         CHOICES
@@ -243,8 +247,8 @@ the second layer of a group reads the group's input | bf16 dropout pp2 1f1b: gro
     following._replace(x=y) => following._replace(x=self._input_of(saved))
 = megatron/parallel/offload.py HostCopies.send
 a host buffer free as soon as it has been filled | bf16 llama pp2 1f1b: away
-    self._copy_out(storage) return Departed(storages, None) =>
-        self._copy_out(storage); self.pool.give(storage.size, storage.buffer)
+    return Departed(storages, None) =>
+        [self.pool.give(storage.size, storage.buffer) for storage in storages]
         return Departed(storages, None)
 = megatron/parallel/offload.py HostCopies._copy_back
 memory that is read before it has been copied back | bf16 llama pp2 1f1b: away
