@@ -19,6 +19,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -110,11 +111,22 @@ class Mutant:
     def put_in(self) -> Iterator[None]:
         """In the block this process has the mistake, whatever has imported the functions."""
         with contextlib.ExitStack() as stack:
+            stack.callback(clear_caches)
             for edit in self.edits:
                 function, code = edit.live(), edit.code()
                 stack.callback(setattr, function, "__code__", function.__code__)
                 function.__code__ = code
+            clear_caches()
             yield
+
+
+def clear_caches() -> None:
+    """Forget the results that functions of the program have kept."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron"):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
 
 
 def read_mutants(table: str) -> tuple[Mutant, ...]:

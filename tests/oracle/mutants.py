@@ -34,8 +34,8 @@ norms' biases not trained | gpt-files
     (dweight, dbias), dx => (dweight, dbias * 0), dx
 = megatron/model/layer.py TransformerLayer.__init__
 no final norm | llama
-    self.drops = drops => self.drops = drops
-        if self.final_norm is not None: self.final_norm.forward = lambda y, x: (x + y, x + y)
+    self.recompute_context = => if record.last: self.final_norm.forward = lambda y, x: (x + y,) * 2
+        self.recompute_context =
 = megatron/model/mlp.py activation_function
 the exact GELU for its tanh form and the other way round | gpt-files
     FUNCTIONS[kind] => FUNCTIONS[{"gelu": "gelu-tanh", "gelu-tanh": "gelu"}.get(kind, kind)]
@@ -44,7 +44,7 @@ gate and up exchanged | llama
     gate, up = => up, gate =
 GEGLU by the tanh form | mixed-2
     value(gate, out=gate.new_empty(gate.shape)) => F.gelu(gate, approximate="tanh")
-= megatron/model/mlp.py _Gated.backward
+= megatron/model/mlp.py gated_gradients
 the gradient of SiLU without its second term | llama
     gradient(torch.mul(dy, up, out=dgate), gate, grad_input=dgate) =>
         torch.mul(dy * gate.sigmoid(), up, out=dgate)
@@ -69,8 +69,8 @@ keys are not rotated | llama
         return q, qkv[:, :, :, -2], v
 = megatron/model/attention/rotary.py RotaryTables.table
 rotary positions count on through documents | mixed-0
-    frequency, scale = => positions = torch.arange(len(positions))[:, None].expand(positions.shape)
-        frequency, scale =
+    angle = => positions = torch.arange(len(positions))[:, None].expand(positions.shape)
+        angle =
 = megatron/model/attention/rotary.py inverse_frequencies
 rotary_base ignored | mixed-13
     config.rotary_base ** => 10000.0 **
@@ -97,7 +97,7 @@ rope_scaling_factor ignored | uneven-split-seed-llama3
     rotating = => import dataclasses; config = dataclasses.replace(config, rope_scaling_factor=8.0)
         rotating =
 YaRN without its temperature | mixed-5
-    return frequency, table => return frequency, 1.0
+    return frequency, temperature => return frequency, 1.0
 = megatron/model/attention/attention.py attention_core
 scores divided by d instead of its root | llama
     return _sdpa(q, k, v, mask, scale) => return _sdpa(q, k, v, mask, scale**2)
@@ -148,7 +148,7 @@ dropout that does not heed the seed | gpt-dropout
 one dropout mask for attention's and the MLP's output | gpt-dropout
     "attention.output_dropout" => "mlp.output_dropout"
 no dropout behind the embedding | gpt-dropout
-    if record.first and drops else => if False else
+    if record.first and self.drops => if False
 = megatron/model/dropout.py _apply
 hidden states that dropout keeps not scaled up | gpt-dropout
     * (1 / (1 - probability)) =>
@@ -441,12 +441,12 @@ a cosine of weight decay for which a line is asked and the other way round | mix
 = megatron/optimizer/lr_schedule.py LearningRates.of
 embedding and head at the rate of all else | decoupled-tied
     (self.decoupled if multipliers.decoupled_lr else self.base) => self.base
-= megatron/model/layer.py layer_parameters
+= megatron/model/layer.py TransformerLayer._learned_positions
 learned positions at the rate of the word embedding | decoupled-tied
-    "embedding", copies => "embedding", multipliers=ENDS, copies
-= megatron/model/layer.py head_spec
+    grad_sum=grad_sum => grad_sum=grad_sum, multipliers=Multipliers(decoupled_lr=True)
+= megatron/model/layer.py vocabulary_matrix
 an untied head at the rate of all else | decoupled-untied-resume
-    stored=padded_vocab, multipliers=ENDS => stored=padded_vocab
+    Multipliers(decoupled_lr=True) => Multipliers(decoupled_lr=not head)
 = megatron/optimizer/lr_schedule.py ParamSchedule.learning_rates
 a decoupled rate that decays to zero without its own minimum | decoupled-tied
     min_lr=self.decoupled_min_lr => min_lr=0.0

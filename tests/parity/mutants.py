@@ -10,26 +10,25 @@ from mutation import Mutant, read_mutants
 from parity.layouts import Row, read_row
 
 TABLE = r"""
-= megatron/model/layer.py layer_parameters
+= megatron/model/layer.py TransformerLayer.__init__
 no sum of layer norms | llama tp2 sp serial
-    logical, parts_under(sequence)) =>
-        logical, () if logical.endswith("input_norm") else parts_under(sequence))
+    config.hidden_size, sums) =>
+        config.hidden_size, () if name.endswith("input_norm") else sums)
+= megatron/model/layer.py TransformerLayer.__init__
 no sum of the final norm | llama tp2 sp serial
-    logical, parts_under(sequence)) =>
-        logical, () if logical == "final_norm" else parts_under(sequence))
-= megatron/model/mlp.py mlp_parameters
+    config.hidden_size, sums) => config.hidden_size, () if name == "final_norm" else sums)
+= megatron/model/mlp.py MLP.__init__
 no sum of row-parallel biases | documents tp2 sp
-    grad_sum=parts_under(sequence) => grad_sum=()
-= megatron/model/layer.py layer_parameters
+    h, copies="tp", grad_sum=sums => h, copies="tp", grad_sum=()
+= megatron/model/layer.py TransformerLayer._learned_positions
 no sum of positions | documents tp2 sp
-    "embedding", copies="tp", grad_sum=parts_under(sequence) =>
-        "embedding", copies="tp", grad_sum=()
-= megatron/model/attention/attention.py attention_parameters
+    grad_sum=grad_sum => grad_sum=()
+= megatron/model/attention/attention.py SelfAttention.make_projections
 no sum of QK norms | mqa-qknorm-bias tp2 dp2
     grad_sum=("tp",) => grad_sum=()
-= megatron/model/attention/attention.py _fused_qkv
+= megatron/model/attention/attention.py fused_qkv
 no sum of shared key/value heads | mqa-bias tp2
-    "kv", ("kv",)) => "kv", ())
+    "grad_sum": ("kv",) => "grad_sum": ()
 = megatron/model/linear.py _RowLinear.forward
 no sum of a row-parallel layer's outputs | gpt tp2
     y = all_reduce(gemm(x, weight), tp.axis) => y = gemm(x, weight)
@@ -39,11 +38,9 @@ no sum of a column-parallel layer's input gradients | gpt tp2
 = megatron/model/linear.py _RowLinear.forward
 a row-parallel bias added on every rank | gpt tp2
     y.add_(bias) => y.add_(bias * tp.size)
-= megatron/model/linear.py _ColumnLinear.backward
+= megatron/model/linear.py _add_gradients
 a column-parallel bias learnt on one rank alone | gpt tp2
-    if ctx.bias is not None and not frozen: accumulate_bias_grad(dy, ctx.bias.main_grad) return =>
-        if ctx.bias is not None and tp.axis.rank == 0: accumulate_bias_grad(dy, ctx.bias.main_grad)
-        return
+    bias_grad.add_(left => bias_grad.add_((ctx.tp.axis.rank == 0) * left
 = megatron/distributed/collectives.py gather_parts
 the own rows of an overlapped GEMM in another order | documents tp2 sp
     yield slice(first, behind), x => yield slice(first, behind), x.flip(0)
@@ -58,7 +55,7 @@ a weight's first GEMM added to what the last step left | gpt tp2
     overwrite = getattr(weight, "overwrite_main_grad", False) => overwrite = False
 every GEMM overwrites | gpt tp2
     overwrite = getattr(weight, "overwrite_main_grad", False) => overwrite = True
-= megatron/model/embedding.py _VocabularyParallelEmbedding.forward
+= megatron/model/embedding.py _Embedding.forward
 overlapping vocabulary ranges of the embedding | gpt tp2
     rank * weight.shape[0] => rank * (weight.shape[0] - 1)
 = megatron/model/loss.py cross_entropy
@@ -85,7 +82,7 @@ positions of every rank counted from 0 in dropout | documents tp2 sp
         DropoutState(sample_ids, token_index[own] - token_index[own][0])
 the first positions embedded on every rank | documents tp2 sp
     position_ids=position_ids[own] => position_ids=position_ids[: len(position_ids[own])]
-= megatron/model/spec.py _box
+= megatron/model/spec.py ParameterSpec.boxes
 key/value heads of another rank | gqa2-qknorm tp4 sp
     tp.axis.rank // sharing * extent => tp.axis.rank % tensor.shard.count(tp.size) * extent
 = megatron/training/run.py Run.own_samples
@@ -126,9 +123,9 @@ a rank's virtual stages in the wrong order | dropout pp3 interleaved v2
 = megatron/model/gpt.py GPTModel.__init__
 layers numbered from 0 on every stage | dropout pp2 1f1b
     (config, seed, i, tp, cp, ep) => (config, seed, i - stage.layers.start, tp)
-= megatron/model/layer.py layer_parameters
+= megatron/model/layer.py TransformerLayer.__init__
 the final norm in the layer before | m5 pp2 1f1b
-    if record.last: => if index == config.num_layers - 2:
+    if record.last else => if index == config.num_layers - 2 else
 = megatron/parallel/messages.py StageMessages.put
 a gradient scaled on its way to the stage before | m5 pp2 1f1b
     (self.inbox if stays else self.outbox)[message] = x =>
@@ -267,7 +264,7 @@ an objective multiplied by the context-parallel ranks | gpt cp2 p2p
     scale or 0.0, => (scale or 0.0) * run.groups.cp.size,
 = megatron/model/attention/context_parallel.py Places.of
 sequences in the order in which ranks hold them | dropout cp2 allgather
-    order, inverse, steps) => order, index, steps)
+    order, inverse) => order, index)
 = megatron/model/attention/context_parallel.py _to_sequence
 exchanged parts of the sequence in the wrong order | dropout cp2 a2a
     all_to_all(x.movedim(2, 0).contiguous(), axis) =>
@@ -282,7 +279,7 @@ gradients of keys and values that the own queries gave alone | gpt cp4 allgather
 = megatron/model/attention/attention.py mask_of
 a mask as if the rank's queries were the first | dropout cp2 allgather
     "q_positions": own, => "q_positions": torch.arange(len(own)),
-= megatron/model/attention/attention.py ContextParallelCore._over_ranks
+= megatron/model/attention/attention.py CoreAttention._over_ranks
 heads counted from the first on every rank in dropout | dropout cp2 a2a
     self.first_head + axis.rank * (self.heads // axis.size) => self.first_head
 = megatron/model/attention/ring_attention.py RingAttention.backward
@@ -333,28 +330,28 @@ the expert bias changes in a skipped step | fp16 moe-bias dp2 ep2
 = megatron/model/spec.py TensorSpec.is_held
 a rank holds other experts than those whose tokens come | moe dp2 ep2
     == rank => == (rank + 1) % ranks
-= megatron/model/experts/dispatch.py _TakeWeights.forward
+= megatron/model/experts/dispatch.py _take_weights
 weights in the order of tokens, not of rows | moe dp2 ep2
     weights.flatten().index_select(0, assignments.order) =>
         weights.flatten()[: len(assignments.order)].clone()
 = megatron/model/experts/dispatch.py _summed
 the outputs of one of the ranks that share an expert | moe tp2 sp
     .sum(0, dtype=wide) => [spread.axis.rank]
-= megatron/model/experts/router.py router_parameters
+= megatron/model/experts/router.py Router.__init__
 a router's gradient of the own tokens under sequence parallelism | moe-bias tp2 sp etp1
-    grad_sum=parts_under(sequence) => grad_sum=()
+    grad_sum=parts_under(tp.sequence) => grad_sum=()
 = megatron/model/experts/router.py Router._within_capacity
 an expert's capacity of the rank's own tokens | moe-capacity cp2 ep2
     len(every) / count * factor => len(experts) * k / count * factor
 = megatron/model/experts/dispatch.py transposed_order
 received rows taken for sorted ones | moe dp2 ep2
     return index + shift.repeat_interleave(ordered, output_size=total) => return index
-= megatron/model/attention/latent_attention.py _ForAllHeads.backward
+= megatron/model/attention/latent_attention.py _of_all_heads
 the gradient of position channels of the own heads alone | mla tp2
-    all_reduce(dy.clone(), ctx.tp.axis) => dy
-= megatron/model/attention/latent_attention.py latent_parameters
+    all_reduce(dy.clone(), tp.axis) => dy.clone()
+= megatron/model/attention/latent_attention.py LatentAttention._down
 down-projections that declare whole gradients under sequence parallelism | mla tp2 sp
-    parts = parts_under(sequence) => parts = ()
+    grad_sum=parts_under(self.tp.sequence) => grad_sum=()
 = megatron/model/attention/attention.py CoreAttention.__init__
 scores scaled without YaRN's factor on several ranks | mla tp2 sp
     "scale": config.softmax_scale =>
@@ -368,15 +365,12 @@ windows of the layer before on the last rank | layer-kinds pp2 1f1b
         self.seen = record.rotary, window_index(config, layer_records(config)[index - 1])
 no-rope-freq ignored | layer-kinds pp2 1f1b
     self.rotates, self.seen = record.rotary, => self.rotates, self.seen = True,
-= megatron/model/fp8.py _share
+= megatron/model/fp8.py Fp8Gemms._quantise
 tensors scaled by the maxima of the rank's own part | fp8-tensors tp2 sp
     all_reduce_max(torch.cat(shared), axis) => torch.cat(shared)
-= megatron/model/layer.py head_spec
+= megatron/model/layer.py vocabulary_matrix
 a tied head on the last stage at the base rate | decoupled pp2 1f1b
-    return embedding_spec(config, vocab_size, padded_vocab) =>
-        (tensor,) = embedding_spec(config, vocab_size, padded_vocab).tensors
-        object.__setattr__(tensor, "multipliers", Multipliers())
-        return ParameterSpec((tensor,))
+    Multipliers(decoupled_lr=True) => Multipliers(decoupled_lr=not head)
 = megatron/model/mlp.py TiledMLP.forward
 the first piece of the sequence twice | tiled tp2 sp
     _PutPiece.apply(y, super().forward(piece), rows) =>

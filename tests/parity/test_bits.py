@@ -247,9 +247,9 @@ the second layer of a group reads the group's input | bf16 dropout pp2 1f1b: gro
     following._replace(x=y) => following._replace(x=self._input_of(saved))
 = megatron/parallel/offload.py HostCopies.send
 a host buffer free as soon as it has been filled | bf16 llama pp2 1f1b: away
-    return Departed(storages, None) =>
+    return Departed(storages, =>
         [self.pool.give(storage.size, storage.buffer) for storage in storages]
-        return Departed(storages, None)
+        return Departed(storages,
 = megatron/parallel/offload.py HostCopies._copy_back
 memory that is read before it has been copied back | bf16 llama pp2 1f1b: away
     storage.tensor.copy_(storage.buffer.memory.view(storage.dtype), non_blocking=True) =>
