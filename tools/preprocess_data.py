@@ -38,12 +38,12 @@ from megatron.tools._preprocess.text_files import TextChunk, chunks_of, refuse_r
 from megatron.tools._preprocess.writer import IndexedDatasetWriter, best_dtype  # noqa: E402
 
 from megatron.config import compatibility  # noqa: E402
-from megatron.config.arguments import split_words  # noqa: E402
 from megatron.config.compatibility import translate_value  # noqa: E402
 from megatron.config.errors import ArgumentErrors, UserError, did_you_mean  # noqa: E402
 from megatron.config.groups import DataConfig  # noqa: E402
 from megatron.config.input_files import is_text, path_fault  # noqa: E402
 from megatron.config.options import options_by_flag  # noqa: E402
+from megatron.config.reading import Occurrence, split_words  # noqa: E402
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.data.indexed_dataset import DataError  # noqa: E402
 from megatron.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
@@ -516,9 +516,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
     return read
 
 
-def _as_ours(
-    flag: str, words: list[str], flags: argparse.ArgumentParser
-) -> list[compatibility.Occurrence]:
+def _as_ours(flag: str, words: list[str], flags: argparse.ArgumentParser) -> list[Occurrence]:
     """A flag and its words as flags of this tool: none where it changes nothing. Raises
     UserError.
     """
