@@ -167,12 +167,7 @@ def _compare_tracker(root: Path, newest: Path) -> None:
             tracker = file.read(64).decode(errors="replace").strip()
     except (OSError, InputError):
         tracker = None
-    if (
-        tracker is None
-        or not tracker.isascii()
-        or not tracker.isdecimal()
-        or iteration_folder(int(tracker)) != newest.name
-    ):
+    if tracker != str(int(newest.name.removeprefix("iter_"))):
         state = "is missing" if tracker is None else f"names {tracker!r}"
         logger.warning(
             f"{root / TRACKER} {state}; ignored: the newest whole checkpoint is {newest.name}"
