@@ -283,8 +283,9 @@ class _Cut:
         self.dtype = dtype
         self.low = low
         self.high = high
-        self.offset = offset
-        self.view = view
+        self.first_row = offset[0]  # of the box
+        columns = [slice(l - o, h - o) for l, h, o in zip(low[1:], high[1:], offset[1:])]
+        self.view = view[..., *columns]
         own = piece.offset or (0,)
         extent = piece.extent or (1,)
         self.strides = [math.prod(extent[d + 1 :]) for d in range(len(extent))]
@@ -312,13 +313,10 @@ class _Cut:
     def copy(self, batch: _Batch, data: Tensor) -> None:
         """Put the batch's bytes into their place."""
         inner = [h - l for l, h in zip(self.low[1:], self.high[1:])]
-        columns = tuple(
-            slice(l - o, h - o) for l, h, o in zip(self.low[1:], self.high[1:], self.offset[1:])
-        )
         block = data.view(self.dtype).as_strided([batch.rows, *inner], self.strides)
-        start = batch.row - self.offset[0]
+        start = batch.row - self.first_row
         for at, to, part in _row_blocks(self.view, len(self.strides), start, start + batch.rows):
-            part[(slice(None), *columns)].copy_(block[at - start : to - start])
+            part.copy_(block[at - start : to - start])
 
 
 def _row_blocks(
