@@ -70,12 +70,8 @@ def verdict(root: Path, acknowledged: int) -> tuple[int, str | None]:
     try:
         found = open_checkpoint(root)
         if found is None:
-            return (
-                0,
-                f"nothing is loadable; iteration {acknowledged} was saved"
-                if acknowledged
-                else None,
-            )
+            lost = f"nothing is loadable; iteration {acknowledged} was saved"
+            return 0, lost if acknowledged else None
         for iteration in manifest.list_iterations(root):
             with Checkpoint(root / manifest.iteration_folder(iteration)) as checkpoint:
                 checkpoint.verify()

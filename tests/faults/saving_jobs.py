@@ -80,14 +80,7 @@ def in_place(
     records = ranks.gather_or_raise(
         lambda: writer.write_shard(target, ranks.world.rank, ranks.world.size, iteration, pairs)
     )
-    content = {
-        "format": manifest.FORMAT,
-        "version": manifest.VERSION,
-        "iteration": iteration,
-        "attempt": "",
-        "created": "",
-    }
-    content |= {"shards": records, "state": state}
+    content = manifest.manifest_of(iteration, "", records, state, "")
     if ranks.first:
         (target / manifest.MANIFEST).write_bytes(manifest.encode_manifest(content))
     ranks.gather_or_raise(lambda: None)
