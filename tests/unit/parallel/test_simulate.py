@@ -55,7 +55,7 @@ def test_the_v_schedule_has_no_bubble_of_its_own():
     """From 2 P - 1 micro-batches on a rank waits for the pipeline to fill or to drain, (P - 1) / 2
     in all, and never in between.
     """
-    for ranks in (1, 2, 3, 4, 8, 16):
+    for ranks in (1, 2, 3, 4, 8):
         for m in (2 * ranks - 1, 2 * ranks, 2 * ranks + 1, 3 * ranks, 5 * ranks + 1):
             schedule, line = run("zero-bubble-v", ranks, m, 2)
             assert [line.idle_inside(rank) for rank in range(ranks)] == [0] * ranks, (ranks, m)
