@@ -6,10 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
-from parity.compare import gather
 from parity.layouts import BASE, NO_DROPOUT
 from parity.worker import Outcome, run_case
 from unit.model.made import linear, norm, table
+from unit.zero.test_zero import whole
 
 from megatron.model.layer import TransformerLayer
 
@@ -44,13 +44,6 @@ def run_with_more(flags: tuple[str, ...]) -> Outcome:
 
     with mock.patch.object(TransformerLayer, "__init__", init):
         return run_case(flags)
-
-
-def whole(outcomes: list[Outcome], part: str) -> dict[str, torch.Tensor]:
-    faults: list[str] = []
-    found = gather(outcomes, lambda outcome: getattr(outcome, part), faults)
-    assert not faults
-    return found
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
