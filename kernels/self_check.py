@@ -160,7 +160,8 @@ def _place(variant: Variant, device: torch.device) -> Path:
 def _versions(device: torch.device) -> tuple[str, ...]:
     """All that a result depends on besides the variant."""
     text = hashlib.sha256()
-    for file in sorted((*HERE.rglob("*.py"), HERE / "configurations.json")):
+    sources = (*HERE.glob("*.py"), *HERE.glob("candidates/*.py"), HERE / "configurations.json")
+    for file in sorted(sources):
         text.update(file.read_bytes())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     capability = str(lang.capability(device))
