@@ -557,13 +557,10 @@ def flash_attention(
     heads, the key, the value. They are read where they are, and the gradient of the fused one is
     written whole, so that nothing is copied on either way.
 
-    The model calls it so, the mask made once a micro-batch by attention_masks.attention_mask and
-    shared by all layers:
+    The model makes the mask once a micro-batch by attention_masks.attention_mask, for all layers:
 
-        mask = attention_mask(s, t, window=..., q_positions=..., k_positions=...,
-        document_starts=...) out, lse = flash_attention(qkv, scale=d**-0.5, mask=mask, softcap=...,
-        drop=..., key=dropout.key, sample_ids=state.sample_ids,
-                                   first_head=...)
+        mask = attention_mask(s, t, window=..., document_starts=...)
+        out, lse = flash_attention(qkv, scale=d**-0.5, mask=mask)
 
     deterministic=False adds up dq atomically: faster, but equal runs give unequal last bits. Raises
     UserError where that does not exist. Candidates are deterministic all the same.

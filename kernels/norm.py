@@ -1,11 +1,11 @@
 """RMSNorm and LayerNorm over rows of width n, forward and backward, alone or behind a residual
 addition. Statistics and sums in fp32.
 
-    t = x + r (rounded; t = x without a residual)          RMSNorm: z = t rstd, rstd = (mean(t^2) +
-    eps)^-1/2, y = round(z) weight LayerNorm: z = (t - mean(t)) rstd, rstd = (var(t) + eps)^-1/2, y
-    = z weight + bias
-    dx = dr = rstd (g - z mean(z g) - [LayerNorm] mean(g)) + dt with g = dy weight;    dweight = sum
-    over rows of dy z;    dbias = sum of dy
+    t = x + r (rounded; t = x without a residual)
+    RMSNorm: z = t rstd, rstd = (mean(t^2) + eps)^-1/2, y = round(z) weight
+    LayerNorm: z = (t - mean(t)) rstd, rstd = (var(t) + eps)^-1/2, y = z weight + bias
+    dx = dr = rstd (g - z mean(z g) - [LayerNorm] mean(g)) + dt with g = dy weight
+    dweight = sum over rows of dy z,    dbias = sum of dy
 
 x, r, y, t, dy, dx [..., n], all of one dtype with weight and bias [n]; x may be a strided view (a
 norm of q or k reads the fused QKV output). Statistics [1, rows] (rstd) or [2, rows] (rstd, mean)
