@@ -1,9 +1,11 @@
 """Activations of the MLP, forward and backward by recomputation: from fc1's output x, and its bias
 where the matrix product left that out.
 
-    a = x + bias;  gelu a Phi(a), gelu-tanh a (1 + tanh(sqrt(2/pi) (a + 0.044715 a^3))) / 2,
-    squared-relu max(a, 0)^2
-    [a | u] = x + bias;  swiglu a sigmoid(a) u, geglu a Phi(a) u
+    a = x + bias            gelu           a Phi(a)
+                            gelu-tanh      a (1 + tanh(sqrt(2/pi) (a + 0.044715 a^3))) / 2
+                            squared-relu   max(a, 0)^2
+    [a | u] = x + bias      swiglu         a sigmoid(a) u
+                            geglu          a Phi(a) u
 
 x [..., f], or gated and fused [..., 2f]; bias of x's width or None; y, dy [..., f]. fp32 inside,
 rounded once. The backward keeps x alone and yields dx and dbias, the sum over rows of dx before its

@@ -5,8 +5,11 @@ in fp32 or bf16; out, where there is one, in the precision of the model. On the 
 scalars: `coefficient` (unscaling, normalisation and clipping in one factor), `found_inf` (1 leaves
 everything as it is) and `step`, t - 1: the steps taken before.
 
-    g = coefficient g        m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
-    p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps))        out = p
+    g = coefficient g
+    m = beta1 m + (1 - beta1) g
+    v = beta2 v + (1 - beta2) g^2
+    p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps))
+    out = p
 
 Moments narrower than fp32 are widened, used, and rounded to nearest when they are stored. The two
 powers are taken in float64: 1 - beta2^t would lose four digits of fp32 at the first steps.

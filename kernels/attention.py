@@ -6,10 +6,11 @@ g)); strided views will do, and so does the fused projection [s, b, g, n / g + 2
 Out [s, b, n, d], and lse [b, n, s] fp32, the natural logarithm of each row's sum of exponentials,
 which joins parts of a row that were computed apart:
 
-    x = softcap tanh(scale q k^T / softcap)      (scale q k^T without softcap), -inf where the query
-    does not see the key
-    lse = log sum exp x,   p = exp(x - lse),   out = (p keep / (1 - drop)) v        a row that sees
-    nothing: out 0, lse -inf, gradients 0
+    x = softcap tanh(scale q k^T / softcap)     (scale q k^T without softcap)
+    x = -inf where the query does not see the key
+    lse = log sum exp x,   p = exp(x - lse)
+    out = (p keep / (1 - drop)) v
+    a row that sees nothing: out 0, lse -inf, gradients 0
 
 Source: Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning",
 ICLR 2024. Exponentials are of base 2 with the scale folded in; whole blocks come first and without

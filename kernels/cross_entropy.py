@@ -6,11 +6,11 @@ first `columns` are real and the others padding; labels [n] (int64) counted from
 column, anything outside [0, columns) being another rank's. z is the logit, or cap x tanh(logit /
 cap) with a soft cap.
 
-    parts    maximum m of z, sum of exp(z - m), z at the label or 0 where that is not here; (lowest
-    fp32, 0, 0) where columns = 0
-    over all ranks      lse = log sum exp(z),  loss = lse - z[label]
-    backward            dlogits = ((dloss + dlse) exp(z - lse) - dloss [column is label]) x (1 - (z
-    / cap)^2), 0 in padding
+    parts       maximum m of z, sum of exp(z - m), z at the label or 0 where that is not here;
+                (lowest fp32, 0, 0) where columns = 0
+    all ranks   lse = log sum exp(z),  loss = lse - z[label]
+    backward    dz = (dloss + dlse) exp(z - lse) - dloss [column is label]
+                dlogits = dz (1 - (z / cap)^2), 0 in padding
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; three numbers a
 token over ranks: model/loss.py.

@@ -1,8 +1,8 @@
 """Dropout of hidden states with the residual addition behind it; the backward draws the mask again,
 so nothing is kept.
 
-    y = residual + x keep / (1 - p);    dx = dy keep / (1 - p), and the residual's gradient is dy
-    itself
+    y = residual + x keep / (1 - p)
+    dx = dy keep / (1 - p), and the residual's gradient is dy itself
 
 x, residual, y, dy, dx [s, b, h]; sample_ids [b] and token_index [s] (int64): keep of (sample,
 position, channel) is word channel % 4 of Philox4x32-10 at the counter (sample, position, channel //

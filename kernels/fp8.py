@@ -2,27 +2,26 @@
 Hopper's fp8 products take both factors with the summed dimension contiguous, so x [m, n] is wanted
 as q [m, n] and as q_t [n, m], each scaled along its own rows.
 
-    scale = max(amax, 2^-100) (1 / largest)    amax: the greatest |x| of what shares a scale;
-    largest: 448 for e4m3, 57344 for e5m2
-    q = round(x (1 / scale)), saturating, to nearest, ties to even;   x is about q scale;   inverses
-    and products rounded to fp32
+    scale = max(amax, 2^-100) (1 / largest)    amax: the greatest |x| of what shares a scale
+                                               largest: 448 for e4m3, 57344 for e5m2
+    q = round(x (1 / scale))                   saturating, to nearest, ties to even
+    x is about q scale; inverses and products are rounded to fp32
 
 x bf16, fp16 or fp32. What shares a scale, in q (in q_t the same of x^T):
     tensor   all of x                      scale [1, 1]
     row      a row                         scale [m, 1]
-    block    128 consecutive of a row      scale [m, ceil(n / 128)], of which a column is
-    contiguous: what torch's scaled products of 1 x 128 blocks take
+    block    128 consecutive of a row      scale [m, ceil(n / 128)]
+A column of the scales of blocks is contiguous: what torch's scaled products of 1 x 128 blocks take.
 
 Where amax is not finite neither is what q scale gives, for all that shares the scale: a fault
-upstream stays loud. Maxima do not depend on an order:
-the same bits every time. Sources: Micikevicius et al., "FP8 formats for deep learning", 2022; the
-blocks: DeepSeek-AI, "DeepSeek-V3 technical report", 2024.
+upstream stays loud. Maxima do not depend on an order: the same bits every time.
+Sources: Micikevicius et al., "FP8 formats for deep learning", 2022; the blocks: DeepSeek-AI,
+"DeepSeek-V3 technical report", 2024.
 
 Roofline, bytes an element of bf16: row 3, block 3, block with q_t 4; with tensor scales or both of
 rows 2 more for the maxima, which come first. 8192 x 4096 at 4.3 TB/s: 23, 23, 31 us. Blocks with
 q_t take 1,130 instructions a thread of 32 elements, which 132 processors at 1.75 GHz issue in 37
-us:
-maxima both ways, divisions and a turn through shared memory. Called from model/fp8.py.
+us: maxima both ways, divisions and a turn through shared memory. Called from model/fp8.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Shapes: out [R, C] in fp32 is the rectangle at (first_row, first_column) of a ma
 two 32-bit words. Element (row, column) is lane column % 4 of the counter (row, column // 4, 0, 0),
 whose words w0..w3 make two pairs of normals:
 
-    out = std x sqrt(-2 ln((w0 + 1/2) / 2^32)) x (cos, sin)(2 pi w1 / 2^32), and the same of w2 and
-    w3
+    out = std x sqrt(-2 ln((w0 + 1/2) / 2^32)) x (cos, sin)(2 pi w1 / 2^32)
+    and the same of w2 and w3
 
 in float64, rounded once to fp32. The definition is `philox.normal`. A GPU's logarithm, sine and
 cosine differ from a CPU's in the last bits of float64, so that few numbers are rounded the other

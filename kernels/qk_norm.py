@@ -2,8 +2,9 @@
 projection, forward and backward.
 
     z = norm(x; weight, bias) of each query and key head (norm.py), in fp32
-    y[i] = z[i] cos[i] + z[p(i)] sin[i] for the first r channels, p(i) = i + r/2 or i - r/2, the
-    other channel of a pair (rotary.py); y = z beyond them, y = x for value heads
+    y[i] = z[i] cos[i] + z[p(i)] sin[i] for the first r channels; p(i) = i + r/2 or i - r/2 is the
+           other channel of a pair (rotary.py)
+    y = z beyond them, y = x for value heads
     backward: dz[i] = dy[i] cos[i] + dy[p(i)] sin[p(i)], and from dz as in norm.py
 
 qkv, y, dy, dx [s, b, g, q + 2, d], contiguous: g groups of q query heads, a key and a value head.

@@ -1,8 +1,9 @@
 """Rotary position embedding in place: channels i and i + r/2 of the first r of each head's d
 channels turn by an angle of their token.
 
-    y[i] = x[i] cos - x[i + r/2] sin,  y[i + r/2] = x[i + r/2] cos + x[i] sin;    direction -1 turns
-    back, which is the backward pass
+    y[i]       = x[i] cos - x[i + r/2] sin
+    y[i + r/2] = x[i + r/2] cos + x[i] sin
+    direction -1 turns back, which is the backward pass
 
 x [s, b, n, d] or, heads in groups, [s, b, g, n/g, d], any strides but 1 between channels. Query and
 key heads of the fused QKV output [s, b, g, q + 2, d] lie side by side: one launch on [..., :q + 1,
