@@ -66,15 +66,19 @@ def parse_arguments(argv: list[str]) -> Parsed:
     if text := help_text(argv):
         print(text)
         raise SystemExit(0)
+    # 1. The line by itself, or on top of the file that it names.
     occurrences, faults = split_words(argv)
     reading = Reading()
     for flag, words in occurrences:
         reading.read(flag, words)
-    if "--config" in reading.commands:  # the line is read again, on top of the file
+    if "--config" in reading.commands:
         reading = read_config(reading.commands["--config"])
         for flag, words in occurrences:
             reading.read(flag, words)
     reading.faults[:0] = faults
+
+    # 2. What needs all other settings: flags that act together, a DeepSpeed file, and the answers
+    # to flags of other programs.
     read_together(reading)
     if "--deepspeed-config" in reading.commands:
         compare_with_deepspeed(reading.commands["--deepspeed-config"], reading)
@@ -87,5 +91,4 @@ def parse_arguments(argv: list[str]) -> Parsed:
     if reading.faults:
         raise ArgumentErrors([*reading.faults, *_rule_faults(reading.config, reading.unsure)])
     print_config = "--print-config" in reading.commands
-    flags = GivenConfig(reading.config)
-    return Parsed(flags, reading.notes, not_done, dry_run, print_config)
+    return Parsed(GivenConfig(reading.config), reading.notes, not_done, dry_run, print_config)

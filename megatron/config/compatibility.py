@@ -233,16 +233,12 @@ def _unknown(reading: Reading, flag: str) -> str:
             return f"unknown flag; {advice}"
     # short names of our flags that people are used to
     habits = [ours for ours, names in data()["habits"].items() if word in names.split()]
-    near = next(iter(habits), nearest_word(word, _known_flags()))
+    known = [*options_by_flag(), *map(key, COMMANDS), *HELP, *rows()]
+    near = next(iter(habits), nearest_word(word, known))
     reading.unsure |= {near} if near else set()
     is_flag = flag.startswith("--")
     wrong = "unknown flag" if is_flag else "unexpected argument; flags begin with --"
     return wrong + (f"; did you mean {near}?" if near else "")
-
-
-@functools.cache
-def _known_flags() -> list[str]:
-    return [*options_by_flag(), *map(key, COMMANDS), *HELP, *rows()]
 
 
 # ---------------------------------------------------------------- answers

@@ -104,6 +104,7 @@ class Comparison:
 
     def answer(self, key: str, value: Any) -> str:
         """The note that answers one key. Raises UserError with the fault."""
+        # 1. Keys and sections that ask for nothing, and those that nothing here does.
         if value == "auto":
             return "follows the flags"
         if not key.endswith(".enabled") and self._is_off(key):
@@ -114,6 +115,7 @@ class Comparison:
             raise UserError(f"{answers('unsupported')[unsupported]}; take the section out")
         if value is None:
             return "not set"
+        # 2. Keys with a function, since several of our flags answer them.
         if key in WIRE_KEYS and value is not False:
             return self._wire(key, value)
         _check_refused(key, value)
@@ -125,6 +127,7 @@ class Comparison:
             return self._accumulation(value)
         if key.startswith("scheduler."):
             return self._schedule(key, value)
+        # 3. Keys that equal a flag, or that change nothing.
         if name := field_of(key):
             value = self._value(name, _in_our_terms(key, value))
             return self._without_effect(name) or self.settle(name, value)

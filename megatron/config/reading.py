@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config import compatibility
 from megatron.config.errors import UserError
@@ -12,9 +12,6 @@ from megatron.config.groups import Config
 from megatron.config.help import COMMANDS, TAKES_FILE
 from megatron.config.input_files import path_fault
 from megatron.config.options import FIELDS, Words, key, options_by_flag, shown
-
-if TYPE_CHECKING:
-    from megatron.config.compatibility import Answered
 
 Occurrence = tuple[str, Words]
 
@@ -60,7 +57,7 @@ class Reading:
     chosen: set[str] = field(default_factory=set)
     set_by: dict[str, str] = field(default_factory=dict)
     commands: dict[str, str] = field(default_factory=dict)
-    foreign: list[Answered] = field(default_factory=list)
+    foreign: list[compatibility.Answered] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     unsure: set[str] = field(default_factory=set)
@@ -98,7 +95,7 @@ class Reading:
         try:
             try:
                 value = option.parse(words)
-            except UserError:
+            except UserError:  # perhaps a value of another program
                 value = compatibility.parse_value(self, option, words, written)
         except UserError as problem:
             self.faults.append(f"{written}: {problem}")
@@ -108,6 +105,7 @@ class Reading:
             value = value == on
         before = self.set_by.get(option.field)
         if before is not None and self.value(option.field) != value:
+            # a flag that is given twice is overridden on purpose; two that mean the same are not
             own = [key(text.split()[0]) in options_by_flag() for text in (before, written)]
             if all(own) or before.split()[0] == written.split()[0]:
                 self.notes.append(f"{before} is overridden by the later {written}")
