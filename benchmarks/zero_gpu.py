@@ -59,6 +59,7 @@ from megatron.config.arguments import parse_arguments
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
 from megatron.data.loader import Batch, Data
+from megatron.data.tokenizer import build_tokenizer
 from megatron.distributed.collectives import ALL_GATHER, REDUCE_SCATTER
 from megatron.distributed.groups import build_groups, group_options, layout_of
 from megatron.distributed.setup import set_determinism
@@ -66,6 +67,7 @@ from megatron.model.arithmetic import padded_vocab_size
 from megatron.model.build import build_model, hidden_shape
 from megatron.observe.events import EventLog
 from megatron.observe.metrics import Timers
+from megatron.observe.tracking import Tracker
 from megatron.optimizer.lr_schedule import LearningRates, ParamSchedule
 from megatron.optimizer.optimizer import Optimizer
 from megatron.optimizer.scaler import LossScaler
@@ -75,7 +77,13 @@ from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.zero import Zero
 from megatron.training.exit import ExitConditions
 from megatron.training.run import Progress, Run
-from megatron.training.step import PendingStep, all_reduce_totals, forward_backward, update
+from megatron.training.step import (
+    PendingStep,
+    all_reduce_totals,
+    forward_backward,
+    next_batch,
+    update,
+)
 from megatron.training.timing import Timing
 
 COMMON = (
@@ -273,10 +281,8 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
         groups=groups,
         device=device,
         device_names=device.type,
-        vocab_size=vocab,
+        tokenizer=build_tokenizer(config.data),
         padded_vocab=padded,
-        tokenizer_fingerprint="",
-        decode=str,
         model=model,
         zero=zero,
         pipeline=Pipeline(
@@ -286,7 +292,7 @@ def build(flags: list[str], ranks: int, device: torch.device) -> Run:
         schedule=ParamSchedule.of(config),
         scaler=LossScaler(config.precision),
         data=Data(RandomTokens(samples, seq, vocab), {}, {}, {}, [], 0),
-        tracker=None,
+        tracker=Tracker(config, None, 0),
         exits=ExitConditions(config.training),
         progress=Progress(),
         checkpoints=None,
@@ -340,12 +346,10 @@ def take_steps(run: Run, count: int) -> tuple[list[float], list[PendingStep]]:
 
     mark()
     for _ in range(count):
-        gradients = forward_backward(
-            run, first_sample=0, batch_size=run.config.training.global_batch_size, loss_scale=1.0
-        )
-        totals = all_reduce_totals(run, gradients)
+        batch = next_batch(run)  # the same each time: progress is not counted
+        totals = all_reduce_totals(run, batch, forward_backward(run, batch))
         rates = LearningRates(1e-4, 1e-4)
-        pendings.append(update(run, gradients, totals, rates=rates, weight_decay=0.1))
+        pendings.append(update(run, batch, totals, rates=rates, weight_decay=0.1))
         mark()
     if cuda:
         torch.cuda.synchronize()
@@ -386,7 +390,7 @@ def measure(case: Case, tiny: bool) -> dict[str, Any]:
         times, more = take_steps(run, STEPS)
     run.exits.close()
     dist.destroy_process_group()
-    plan = rank_memories(run.config, run.vocab_size, case.ranks, device.type)[0]
+    plan = rank_memories(run.config, run.tokenizer.vocab_size, case.ranks, device.type)[0]
     on_host = 0 if cuda else plan.static["host"]  # a CPU's own memory
     planned = plan.total + on_host
     tokens = case.micro_batch * case.accumulation * run.config.data.seq_length

@@ -204,7 +204,7 @@ LONG_FILES = tuple(
         "unit/checkpoint/test_reshard",
         "kernels/test_attention",
         "unit/zero/test_zero",
-        "faults/test_training_kill",
+        "faults/test_goodput",
         "unit/zero/test_live_bytes",
         "kernels/test_self_check",
         "parity/test_bits",

@@ -12,6 +12,7 @@ from megatron.tools._plan.advice import Machine
 from megatron.tools._plan.drawing import draw
 from megatron.tools._plan.hardware import Hardware, known_hardware, load_hardware
 from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.out_of_memory import explain
 from megatron.tools._plan.recompute import choose_layers
 from megatron.tools._plan.stages import stage_lines
 from megatron.tools._plan.step_table import estimate, step_lines
@@ -20,7 +21,6 @@ from megatron.tools._plan.tuning import tuning_lines
 from megatron.tools._plan.verdict import (
     DEVICE_MEMORY,
     NODE_RANKS,
-    RESERVE,
     check_host_memory,
     memory_verdict,
 )
@@ -28,6 +28,7 @@ from megatron.tools._report.step_parts import parts_of_trace, where_the_step_wen
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
+from megatron.distributed.groups import Groups
 from megatron.parallel.timeline import Timeline
 from megatron.training.advisor import Advisor, Forecast, Verdict
 from megatron.training.banner import peak_tflops_of
@@ -65,28 +66,15 @@ class PlanningAdvisor(Advisor):
         }
         return Forecast(sections, verdict, None if predicted is None else predicted.written())
 
-    def memory_advice(
+    def explain_out_of_memory(
         self,
+        error: Exception,
         config: Config,
         vocab_size: int,
-        world_size: int,
-        device: str,
-        pp_rank: int,
-        gib: float,
-    ) -> list[str]:
-        plan = MemoryPlan(config, vocab_size, world_size, device)
-        sizes = plan.ranks[pp_rank].sizes()
-        total = sizes.pop("total")
-        parts = ", ".join(f"{kind} {_gib(size)}" for kind, size in sizes.items())
-        lines = [f"plan: {_gib(total)} at the worst moment of a step ({parts})"]
-        # the reserve is a GPU's, for its kernels and NCCL
-        verdict = memory_verdict(plan, gib if device == "cuda" else gib + RESERVE)
-        if verdict.word != "fits":
-            return [*lines, f"advice: {verdict.line.partition('; ')[2]}"]
-        pieces = "memory that the allocator keeps in pieces: "
-        pieces += "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        advice = f"or for {pieces}" if device == "cuda" else "or raise the limit (ulimit -v)"
-        return [*lines, f"advice: by the plan the run fits; look for other processes, {advice}"]
+        groups: Groups,
+        device: torch.device,
+    ) -> None:
+        explain(error, config, vocab_size, groups, device)
 
     def export_fault(self, model: ModelConfig) -> str | None:
         try:
@@ -100,10 +88,6 @@ class PlanningAdvisor(Advisor):
 
     def step_table(self, trace: Path) -> list[str]:
         return where_the_step_went(parts_of_trace(trace))
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.3g} GiB"
 
 
 def _machine(config: Config, device: torch.device, world_size: int) -> Machine | None:

@@ -26,15 +26,14 @@ def main() -> int:
     forward = turns.timed("forward", Pipeline.forward)
     backward = turns.timed("backward", Pipeline.backward)
 
-    def on_step(run, **settings):
+    def on_step(run, batch):
         if next(turns, None) is None:
             raise Ended
-        return forward_backward(run, **settings)
+        return forward_backward(run, batch)
 
     def on_finish_step(run, pending, interval):
         finish_step(run, pending, interval)
-        if pending is not None:
-            turns.note(interval.last.loss)
+        turns.note(interval.last.loss)
 
     update = turns.timed("optimizer", step.update)
     with (

@@ -42,11 +42,11 @@ class Watched:
     def finish(self) -> None:
         self.run.zero.wait_for_weights()
 
-    def on_step(self, run, **settings):
+    def on_step(self, run, batch):
         self.run, self.index = run, 0
         if next(self.turns, None) is None:
             raise Ended
-        return self.forward_backward(run, **settings)
+        return self.forward_backward(run, batch)
 
     def on_micro_batch(self, model, *batch, **settings):
         self.turns.begin_micro_batch(self.index)
@@ -64,8 +64,7 @@ class Watched:
 
     def on_finish_step(self, run, pending, interval):
         self.finish_step(run, pending, interval)
-        if pending is not None:
-            self.turns.note(interval.last.loss)
+        self.turns.note(interval.last.loss)
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """Pretrain on the bytes of a text file, without a tokenizer and without preprocessing."""
 
+import hashlib
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,9 +16,7 @@ from megatron.config.groups import (
     TrainingConfig,
 )
 from megatron.data.token_stream import key_of, mix
-from megatron.training.loop import train
-from megatron.training.pretrain import start
-from megatron.training.run import Run
+from megatron.training.pretrain import pretrain
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,17 @@ class TextBytes:
     seq_length: int
     seed: int
 
+    @property
+    def identity(self) -> str:
+        """A name for these samples in this order: a resume refuses to go on with others."""
+        return f"{hashlib.sha256(self.content).hexdigest()[:16]}, seed {self.seed}"
+
     def windows(self, sample: np.ndarray) -> np.ndarray:
         """[m] sample numbers -> [m, s + 1] token ids."""
         places = len(self.content) - self.seq_length
         first = mix(key_of(self.seed) + sample.astype(np.uint64)) % np.uint64(places)
         offsets = first.astype(np.int64)[:, None] + np.arange(self.seq_length + 1)
         return self.content[offsets].astype(np.int64)
-
-
-def read_from(run: Run, reader: TextBytes) -> Run:
-    """The run with this reader for training in place of the computed tokens."""
-    source = replace(run.data.train, reader=reader)
-    return replace(run, data=replace(run.data, train=source))
 
 
 def main(path: str) -> int:
@@ -57,8 +55,7 @@ def main(path: str) -> int:
     )
     content = np.fromfile(path, np.uint8)
     reader = TextBytes(content, config.data.seq_length, config.training.seed)
-    with start(config) as run:
-        return train(read_from(run, reader)).code
+    return pretrain(config, reader=reader)
 
 
 if __name__ == "__main__":

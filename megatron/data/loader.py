@@ -65,6 +65,12 @@ class Reader(Protocol):
         """[m] sample numbers -> [m, s + 1] int64 token ids."""
 
 
+class PythonReader(Reader, Protocol):
+    """Training samples of a program that calls the trainer."""
+
+    identity: str  # changes with any sample: a resume refuses another one
+
+
 @dataclass(frozen=True)
 class Source:
     """Endless samples: `batch` is a pure function. epoch_samples is None for computed data;
@@ -368,16 +374,23 @@ def _streams(opener: _Opener, split: str) -> tuple[list[TokenStream], Weights]:
 
 
 def build_data(
-    config: Config, tokenizer: Any, history: JsonObject | None = None, consumed: int = 0
+    config: Config,
+    tokenizer: Any,
+    history: JsonObject | None = None,
+    consumed: int = 0,
+    reader: PythonReader | None = None,
 ) -> Data:
     """Open, check and mix the data of a run that has `consumed` samples under the data `history`
-    (None: a new run).
+    (None: a new run). `reader`: of training samples, in place of the computed ones of --mock-data.
 
     Validation and test are opened unless --eval-iters is 0. Raises one DataError with all faults.
     """
     evaluate = config.evaluation.eval_iters > 0
     if config.data.mock_data:
-        return _mock_data(config, tokenizer, evaluate)
+        data = _mock_data(config, tokenizer, evaluate)
+        return data if reader is None else _read_by(data, reader, history, consumed)
+    if reader is not None:
+        raise DataError("a reader takes the place of computed data; set mock_data=True")
     opener = _Opener(config, tokenizer)
     train, weights = _streams(opener, "train")
     if not train and not opener.faults and not config.evaluation.skip_train:
@@ -515,3 +528,13 @@ def _mock_data(config: Config, tokenizer: Any, evaluate: bool) -> Data:
     notes = [f"mock data: computed tokens over the vocabulary of {tokenizer.vocab_size}"]
     train = source("train", config.training.seed)
     return Data(train, validation, test, {"segments": []}, notes, tokenizer.eod)
+
+
+def _read_by(data: Data, reader: PythonReader, history: JsonObject | None, consumed: int) -> Data:
+    """The data with the samples of a program for training; evaluation stays on computed tokens."""
+    name = type(reader).__name__
+    entry = {"id": reader.identity, "content": reader.identity, "name": name, "share": PATTERN}
+    history, _, changes = extend_history(history, consumed, [entry])
+    evaluated = [f"evaluation on {note}" for note in data.notes if data.valid]
+    notes = [f"train: {name}, a reader in Python ({reader.identity})", *evaluated, *changes]
+    return replace(data, train=replace(data.train, reader=reader), history=history, notes=notes)

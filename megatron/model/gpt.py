@@ -7,6 +7,7 @@ hidden, v vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -179,6 +180,7 @@ class GPTModel(nn.Module):
             part = tokens.shape[0] // self.tp.size
             own = slice(self.tp.axis.rank * part, (self.tp.axis.rank + 1) * part)
         return MicroBatch(
+            training=training,
             tokens=tokens,
             labels=labels,
             loss_mask=loss_mask,
@@ -213,14 +215,11 @@ class GPTModel(nn.Module):
         return Seen(mask_of(view, length, document_starts, queries), held)
 
     @torch.no_grad()
-    def update_routers(self, scalars: Tensor, skipped: Tensor) -> None:
+    def update_routers(self, counts: Mapping[str, Tensor], skipped: Tensor) -> None:
         """After a step: give the routers of this rank's layers how many tokens of the whole batch
-        each expert had, by `scalars`, those of all layers one behind the other, summed over all
-        ranks. `skipped`: 1 where the step was skipped, else 0.
+        each expert had, by the names of `scalars`, summed over all ranks. `skipped`: 1 where the
+        step was skipped, else 0.
         """
-        # The sums come one behind the other in the order of self.scalars.
-        parts = scalars.split([spec.size for spec in self.scalars])
-        counts = {spec.name: part for spec, part in zip(self.scalars, parts, strict=True)}
         for layer in self.layers.values():
             if isinstance(mlp := layer.mlp, MoE):
                 # The last count is of choices beyond an expert's capacity.

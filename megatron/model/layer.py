@@ -52,6 +52,7 @@ class Seen:
 class MicroBatch:
     """What every layer may read of one micro-batch; sequence first."""
 
+    training: bool  # else an evaluation: nothing is dropped
     tokens: Tensor  # [s, b]
     labels: Tensor  # [s, b]
     loss_mask: Tensor  # [s, b]
@@ -60,7 +61,7 @@ class MicroBatch:
     # what attention sees, for each of the different windows of the layers (`windows_of`)
     seen: tuple[Seen, ...]
     rotary: Rotary | None
-    dropout: DropoutState | None  # of the whole sequence; None: evaluation
+    dropout: DropoutState | None  # in training, of the whole sequence
     hidden_dropout: DropoutState | None  # under sequence parallelism of this rank's part
     # under context parallelism; all else is of the positions that this rank holds
     places: Places | None = None
@@ -372,7 +373,7 @@ class HeadLayer(Layer):
         mask = micro.loss_mask.to(loss.dtype)
         reported = (loss.detach() * mask).sum()
         objective = (loss * mask).sum()
-        if self.config.z_loss_coeff > 0 and micro.dropout is not None:
+        if self.config.z_loss_coeff > 0 and micro.training:
             # z-loss (PaLM): keeps log Z near 0; in training alone
             objective = objective + self.config.z_loss_coeff * (lse.square() * mask).sum()
         return torch.stack([objective, reported])

@@ -95,11 +95,6 @@ def rates(
     return result
 
 
-def eta_seconds(iteration: int, train_iters: int, seconds: float) -> float:
-    """Seconds until iteration `train_iters`, without evaluations and checkpoints."""
-    return max(0, train_iters - iteration) * seconds
-
-
 def perplexity(loss: float) -> float:
     """exp(min(20, loss)), capped as in Megatron-LM; NaN stays NaN."""
     return math.exp(loss if math.isnan(loss) else min(20.0, loss))

@@ -44,18 +44,18 @@ _SECRET = {"key", "apikey", "token", "secret", "password", "passwd", "credential
 
 
 class Tracker:
-    """Writes the metrics of a run; on one rank.
+    """Writes the metrics of a run.
 
-    `config` is resolved. `run_config` (a nested dictionary of JSON values) is stored without
-    secrets. `resumed_iteration` and `resumed_samples` are those of the loaded checkpoint, 0 without
-    one. `notes`: lines for the banner with the places of the files. An exception of a backend is
-    logged as one warning and switches that backend off.
+    `config` is resolved. `run_config` (nested, of JSON values) is stored without secrets; None on
+    the ranks that write nothing. `resumed_iteration` and `resumed_samples`: of the loaded
+    checkpoint, else 0. `notes`: lines for the banner with the places of the files. An exception of
+    a backend is logged as one warning and switches that backend off.
     """
 
     def __init__(
         self,
         config: Config,
-        run_config: dict[str, Any],
+        run_config: dict[str, Any] | None,
         resumed_iteration: int,
         resumed_samples: int = 0,
     ) -> None:
@@ -68,6 +68,8 @@ class Tracker:
         self._shown: set[str] = set()
         self._backends: dict[str, _Backend] = {}
         self.notes: list[str] = []
+        if run_config is None:
+            return
         run_config = redact(run_config, _secret_values())
         if (path := metrics_file(config)) is not None:
             self._open("metrics.jsonl", partial(_Jsonl, path, run_config, resumed_iteration))

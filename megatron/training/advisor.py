@@ -14,6 +14,7 @@ import torch
 
 from megatron.config.errors import UserError
 from megatron.config.groups import Config, ModelConfig
+from megatron.distributed.groups import Groups
 from megatron.parallel.timeline import Timeline
 
 
@@ -80,17 +81,15 @@ class Advisor:
         # No sections, no verdict: the banner leaves them out.
         return Forecast()
 
-    def memory_advice(
+    def explain_out_of_memory(
         self,
+        error: Exception,
         config: Config,
         vocab_size: int,
-        world_size: int,
-        device: str,
-        pp_rank: int,
-        gib: float,
-    ) -> list[str]:
-        """The plan of a pipeline rank, and what to change so that it fits into `gib`."""
-        return []
+        groups: Groups,
+        device: torch.device,
+    ) -> None:
+        """Add to an error what takes the memory of this rank, and what to change."""
 
     def export_fault(self, model: ModelConfig) -> str | None:
         """Why a model cannot be exported; None where it can."""

@@ -46,7 +46,6 @@ def describe(
     prepared: Prepared,
     world_size: int,
     device: torch.device,
-    advisor: Advisor,
     planned_for: str | None = None,
     node: tuple[float, int] | None = None,
 ) -> tuple[dict[str, list[str]], Forecast]:
@@ -57,7 +56,7 @@ def describe(
     config = prepared.config
     # A dry run on a laptop describes the run on its GPU.
     target = torch.device(planned_for or device)
-    forecast = advisor.forecast(
+    forecast = prepared.advisor.forecast(
         config, prepared.tokenizer.vocab_size, world_size, device, planned_for, node
     )
     # Without a planner its sections are empty, and an empty section is not printed.
@@ -78,7 +77,7 @@ def describe(
         "data": [*prepared.data.notes, *epoch_lines(config, prepared.data)],
         "paths": [_paths_line(prepared)],
         "changed": prepared.changed,
-        "notes": [*prepared.notes, *_export_lines(config, advisor)],
+        "notes": [*prepared.notes, *_export_lines(config, prepared.advisor)],
     }
     return sections, forecast
 

@@ -8,6 +8,7 @@ each save.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from megatron.checkpoint.ranks import SINGLE_RANK, Ranks
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.writer import own_part, shard_bytes, try_folder
 from megatron.config.groups import Config
+from megatron.distributed.launchers import slurm_job
 from megatron.distributed.rank_errors import raise_on_all_ranks
 from megatron.model.init import fill_initial
 from megatron.model.spec import Box
@@ -31,22 +33,10 @@ from megatron.observe.metrics import save_metrics
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import STATE
-from megatron.training.resume import run_state
+from megatron.training.resume import run_state, takes_weights_alone
 from megatron.training.run import Run
 
 logger = logging.getLogger(__name__)
-
-
-def join_local_checkpoints(config: Config, ranks: Ranks) -> LocalCheckpoints | None:
-    """The local tier; None without --local-checkpoint-dir. Raises UserError on every rank when it
-    cannot be used.
-    """
-    options = config.checkpoint
-    return (
-        None
-        if options.local_checkpoint_dir is None
-        else LocalCheckpoints(options.local_checkpoint_dir, ranks, options.local_redundancy)
-    )
 
 
 def locate_checkpoint(
@@ -91,11 +81,8 @@ def fetch(checkpoint: Checkpoint, run: Run) -> None:
     """Bring what this rank reads of a local checkpoint to its node; all ranks call it."""
     if isinstance(checkpoint, LocalCheckpoint):
         # Only what is read is fetched: an evaluation needs no moments.
-        with_states = run.config.checkpoint.load_optim and not run.config.evaluation.skip_train
-        pairs = [
-            *run.optimizer.weight_boxes(),
-            *(run.optimizer.state_boxes() if with_states else ()),
-        ]
+        states = () if takes_weights_alone(run.config) else run.optimizer.state_boxes()
+        pairs = [*run.optimizer.weight_boxes(), *states]
         size = checkpoint.fetch(box for box, _ in pairs)
         if size:
             logger.info(f" {size / 1e9:.3g} GB of local shards were fetched from other nodes")
@@ -128,11 +115,7 @@ def load(checkpoint: Checkpoint, run: Run) -> None:
     run.optimizer.fill_weights(
         lambda pairs: checkpoint.read_all(_kept_there(checkpoint, run, pairs))
     )
-    if (
-        run.config.checkpoint.finetune
-        or not run.config.checkpoint.load_optim
-        or run.config.evaluation.skip_train
-    ):
+    if takes_weights_alone(run.config):
         return
     # Refused before anything is read: a run that resumes with half of its state would train on
     # without an error.
@@ -157,7 +140,7 @@ def make_manager(
     config: Config,
     optimizer: Optimizer,
     ranks: Ranks,
-    tracker: Tracker | None,
+    tracker: Tracker,
     local_checkpoints: LocalCheckpoints | None,
 ) -> CheckpointManager | None:
     """What writes the run's checkpoints and reports them to the tracker; None without --save.
@@ -173,10 +156,8 @@ def make_manager(
         local_checkpoints.require_space(shard_bytes(pairs), options.async_save)
 
     def report(iteration: int, saved: Saved) -> None:
-        if tracker is not None:
-            tracker.log(
-                iteration, save_metrics(size=saved.bytes, seconds=saved.seconds, stall=saved.stall)
-            )
+        metrics = save_metrics(size=saved.bytes, seconds=saved.seconds, stall=saved.stall)
+        tracker.log(iteration, metrics)
 
     return CheckpointManager(
         options.save,
@@ -198,36 +179,21 @@ def _own_pairs(config: Config, optimizer: Optimizer) -> list[tuple[Box, Tensor]]
     return own_part(pairs, optimizer.holder, balanced=options.ckpt_parallel_write == "balanced")
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint of the run's current state, or begin to, when --save is given. A failed
-    save is logged, and training continues.
+def save(run: Run, *, local_alone: bool = False) -> None:
+    """Write a checkpoint of the run's current state, or begin to, when --save is given;
+    `local_alone`: to the local tier. A failed save is logged, and training continues.
     """
-    if run.checkpoints is None:
+    manager, iteration = run.checkpoints, run.progress.iteration
+    if manager is None:
         return
-    with (
-        run.timing.events.during("checkpoint", run.progress.iteration),
-        run.timers("save-checkpoint"),
-    ):
+    with run.timing.events.during("checkpoint", iteration), run.timers("save-checkpoint"):
         run.zero.wait_for_weights()  # a checkpoint is of weights after the step
-        run.checkpoints.save(
-            run.progress.iteration,
-            _own_pairs(run.config, run.optimizer),
-            run_state(run),
-            DesyncCheck(run.optimizer),
-        )
-
-
-def save_local(run: Run) -> None:
-    """Write a checkpoint to the local tier alone."""
-    with (
-        run.timing.events.during("checkpoint", run.progress.iteration),
-        run.timers("save-checkpoint"),
-    ):
-        run.zero.wait_for_weights()
-        check = partial(DesyncCheck(run.optimizer).check, run.checkpoints.ranks)
-        run.checkpoints.local_checkpoints.save(
-            run.progress.iteration, _own_pairs(run.config, run.optimizer), run_state(run), check
-        )
+        pairs, check = _own_pairs(run.config, run.optimizer), DesyncCheck(run.optimizer)
+        if local_alone:
+            agree = partial(check.check, manager.ranks)
+            manager.local_checkpoints.save(iteration, pairs, run_state(run), agree)
+        else:
+            manager.save(iteration, pairs, run_state(run), check)
 
 
 def finalize(run: Run) -> bool:
@@ -241,49 +207,45 @@ def finalize(run: Run) -> bool:
         return run.checkpoints.finalize()
 
 
-def lease_save_folder(config: Config, ranks: Ranks, job: str) -> Lease | None:
-    """On rank 0 the lease of --save, if that is given. Raises UserError on every rank while another
-    run writes there. `job`: as `take_lease`'s.
-    """
-    # Two runs that write to one folder would destroy each other's checkpoints.
-    root, lease = config.checkpoint.save, None
+def claim_save_folder(
+    config: Config,
+    ranks: Ranks,
+    local_checkpoints: LocalCheckpoints | None,
+    closing: ExitStack,
+    *,
+    resumed: bool,
+) -> Lease | None:
+    """Make --save, and write into it from every rank: what is wrong with it is found before
+    training, not at the first checkpoint. No other run may write there until `closing` releases the
+    lease, which rank 0 gets. Unless the run has `resumed` what it has loaded from there, it is a
+    new one from now on for the local tier.
 
+    Raises UserError on every rank when one cannot, or while another run writes there.
+    """
+    options, lease = config.checkpoint, None
+    if options.save is None:
+        return None
+
+    # 1. Two runs that write to one folder would destroy each other's checkpoints.
     def take() -> None:
         nonlocal lease
         try:
-            lease = take_lease(root, job)
+            lease = take_lease(options.save, slurm_job())
         except OSError as error:
-            raise CheckpointError(not_writable(Path(root), error)) from error
+            raise CheckpointError(not_writable(Path(options.save), error)) from error
+        closing.callback(lease.release)
 
-    if root is not None:
-        ranks.from_first(take)
-    return lease
+    ranks.from_first(take)
 
-
-def prepare_save_folder(
-    config: Config,
-    ranks: Ranks = SINGLE_RANK,
-    local_checkpoints: LocalCheckpoints | None = None,
-    *,
-    goes_on: bool = False,
-) -> None:
-    """Make --save, and write into it from every rank: what is wrong with it is found before
-    training, not at the first checkpoint. Unless the run `goes_on` with what it has loaded from
-    there, it is a new one from now on for the local tier.
-
-    Raises UserError on every rank when one cannot.
-    """
-    options = config.checkpoint
-    if options.save is None:
-        return
-    # Every rank writes: a file system that one node has not mounted is found here.
+    # 2. Every rank writes: a file system that one node has not mounted is found here.
     try_folder(options.save, ranks)
     if not config.evaluation.skip_train:
         run = adopt_run_id(
-            options.load if goes_on and not options.finetune else None,
+            options.load if resumed and not options.finetune else None,
             options.save,
             ranks,
             local=local_checkpoints is not None,
         )
         if local_checkpoints is not None:
             local_checkpoints.run = run
+    return lease

@@ -38,13 +38,13 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss sum, tokens
     earlier = None
     for first in range(0, samples, step):
-        asked = run.exits.ask(run.groups.world, run.device)
+        requests = run.exits.start_exchange(run.groups.world, run.device)
         # on a GPU signals are read one turn late, so that this turn is queued right after the last
-        seen = asked if asked.is_here else earlier
-        if seen is not None and run.exits.take(seen):
+        readable = requests if requests.is_here else earlier
+        if readable is not None and run.exits.finish_exchange(readable):
             return None
-        earlier = asked
-        sums = run_micro_batches(run, source, first, step)
+        earlier = requests
+        sums = run_micro_batches(run, source, first, step, training=False)
         total += torch.stack([sums.losses.sum(), sums.tokens.sum()])
         progress(first + step, samples)
     loss, tokens = all_reduce(total, run.groups.world).tolist()
@@ -132,7 +132,8 @@ def _next_token(run: Run, source: Source, window: np.ndarray, position: int, uni
     # All ranks run the pass; the head's input is seen on the last stage alone.
     hook = run.model.head.register_forward_pre_hook(look) if run.pipeline.has_head else None
     try:
-        run_micro_batches(run, replace(source, reader=_OneWindow(window)), 0, run.chunk)
+        prompt = replace(source, reader=_OneWindow(window))
+        run_micro_batches(run, prompt, 0, run.chunk, training=False)
     finally:
         if hook is not None:
             hook.remove()

@@ -112,23 +112,23 @@ class ExitConditions:
         over = limit is not None and (time.monotonic() - self.start) / 60 > limit
         return [*(float(self.received is number) for number in SIGNAL_CODES), float(over)]
 
-    def ask(self, axis: Axis, device: torch.device) -> AsyncHostCopy:
-        """Start to exchange requests between all ranks."""
+    def start_exchange(self, axis: Axis, device: torch.device) -> AsyncHostCopy:
+        """Start to sum the requests of all ranks."""
         from megatron.distributed.collectives import all_reduce
         from megatron.training.host_copy import AsyncHostCopy, to_device
 
         return AsyncHostCopy(all_reduce(to_device(self.requests(), device), axis))
 
-    def take(self, asked: AsyncHostCopy) -> bool:
+    def finish_exchange(self, sums: AsyncHostCopy) -> bool:
         """Read the requests of all ranks; whether a signal is among them. What ranks do next must
         depend on `agreed` alone.
         """
-        self.agreed = asked.read()
+        self.agreed = sums.read()
         return any(self.agreed[: len(SIGNAL_CODES)])
 
-    def agree(self, axis: Axis, device: torch.device) -> bool:
+    def exchange(self, axis: Axis, device: torch.device) -> bool:
         """Exchange requests and wait; whether a signal is among them."""
-        return self.take(self.ask(axis, device))
+        return self.finish_exchange(self.start_exchange(axis, device))
 
     def check(self, iteration: int) -> Exit | None:
         """The reason to stop after this iteration, if any, by the last exchange."""

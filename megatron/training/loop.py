@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -19,12 +19,13 @@ from megatron.data.loader import Source
 from megatron.distributed.peers import PEERS
 from megatron.observe.console import evaluation_lines
 from megatron.observe.metrics import evaluation_metrics
-from megatron.training.checkpointing import finalize, save, save_local
+from megatron.training.checkpointing import finalize, save
 from megatron.training.evaluate import evaluate, write_sample
 from megatron.training.exit import Exit
 from megatron.training.reporting import Interval, consumed, log
 from megatron.training.run import Run, finished
 from megatron.training.step import (
+    GlobalBatch,
     PendingStep,
     StepMetrics,
     non_finite_micro_batches,
@@ -52,23 +53,24 @@ def train(run: Run) -> Exit:
         next one is queued.
         """
         nonlocal pending
-        step, pending = pending, None
-        finish_step(run, step, interval)
+        if pending is not None:
+            step, pending = pending, None
+            finish_step(run, step, interval)
 
     with manual_collection(config.training):
         if timer is not None:
             timer.begin()
-        while not finished(config, progress):
+        while not finished(config, progress.iteration, progress.consumed_samples):
             # 1. One step, queued on the device before the outcome of the last one is read.
             PEERS.iteration = progress.iteration + 1
             if run.profiler is not None:
                 interval.outside += run.profiler.next_step(progress.iteration)
             pending = step = train_step(run, finish_pending)
-            iteration, due = progress.iteration, due_after(run)
+            iteration, due = progress.iteration, due_after(run, step.batch)
 
             # 2. The outcome is read now, if it is here or something below needs it. All ranks do
             # the same: what is due follows from the iteration, and exits are agreed upon.
-            if any(due) or step.scalars.is_here or run.exits.check(iteration):
+            if any(due) or step.copy.is_here or run.exits.check(iteration):
                 finish_pending()
             # Requests are those of the last step that was read: on a GPU the one before, so that a
             # signal is seen one iteration late, by all ranks in the same one.
@@ -78,7 +80,7 @@ def train(run: Run) -> Exit:
                 run.lease.check()
 
             # 3. Console line, evaluation and checkpoint: no part of a rank's compute time.
-            with nullcontext() if timer is None else timer.outside():
+            with run.timing.outside():
                 if any(due) or exit_now:
                     interval, exit_now = _between_steps(run, interval, step, due, exit_now)
                 collect_after(iteration, config.training)
@@ -98,19 +100,24 @@ class Due(NamedTuple):
     end: bool
 
 
-def due_after(run: Run) -> Due:
-    """What is due after the iteration that run.progress has counted last."""
-    config, iteration, end = run.config, run.progress.iteration, finished(run.config, run.progress)
-    log, evaluate, save, save_local = (
-        bool(interval) and iteration % interval == 0
+def due_after(run: Run, batch: GlobalBatch) -> Due:
+    """What is due after the step of this batch."""
+    config = run.config
+    evaluate, save, save_local = (
+        bool(interval) and batch.iteration % interval == 0
         for interval in (
-            config.logging.log_interval,
             config.evaluation.eval_interval,
             config.checkpoint.save_interval,
             config.checkpoint.local_save_interval,
         )
     )
-    return Due(log or end, (evaluate or end) and bool(run.data.valid), save, save_local, end)
+    return Due(
+        log=batch.is_logged,
+        evaluate=(evaluate or batch.is_last) and bool(run.data.valid),
+        save=save,
+        save_local=save_local,
+        end=batch.is_last,
+    )
 
 
 def _between_steps(
@@ -120,14 +127,14 @@ def _between_steps(
     there is one now.
     """
     if due.log:
-        interval = log(run, interval, step.learning_rates, step.result.recording)
+        interval = log(run, interval, step.learning_rates)
 
     # what follows is no part of an iteration's time
     paused = time.perf_counter()
     if due.evaluate:
         with collected_evaluation(run.config.training):
             run.progress.evaluation_due = (
-                run.exits.agree(run.groups.world, run.device)
+                run.exits.exchange(run.groups.world, run.device)
                 or evaluate_all(run, "validation") is None
             )
         exit_now = exit_now or run.exits.check(run.progress.iteration)
@@ -135,7 +142,7 @@ def _between_steps(
     if due.save or due.end or exit_now:
         save(run)
     elif due.save_local:
-        save_local(run)
+        save(run, local_alone=True)
     interval.outside += time.perf_counter() - paused
     return interval, exit_now
 
@@ -145,74 +152,63 @@ def _end(run: Run, reason: Exit) -> Exit:
     return reason if finalize(run) else Exit(f"{reason.reason}, but the last save failed", 1)
 
 
-def finish_step(run: Run, pending: PendingStep | None, interval: Interval) -> None:
+def finish_step(run: Run, pending: PendingStep, interval: Interval) -> None:
     """Read the last step's verdict, which the next step's learning rate and loss scale depend on,
     and act on it.
 
     Raises NonFiniteError under --nan-policy stop.
     """
-    if pending is None:
-        return
-    report, progress = pending.read(), run.progress
-    run.exits.agreed = report.exit_requests
+    metrics, progress = pending.read(), run.progress
+    batch = metrics.batch
+    run.exits.agreed = metrics.exit_requests
     if run.checkpoints is not None:
-        run.checkpoints.advance(report.save_requests)
-    interval.last = report
+        run.checkpoints.advance(metrics.save_requests)
+    interval.last = metrics
     interval.iterations += 1
     # A batch without a valid token is skipped too, and is no overflow.
-    overflow = report.skipped and sum(report.tokens) > 0
+    overflow = metrics.skipped and sum(metrics.tokens) > 0
     real = overflow and run.scaler.at_minimum()
     run.scaler.update(overflow)
-    if not report.skipped:
+    if not metrics.skipped:
         # The clock of the learning rate runs only with steps that changed the weights.
-        progress.scheduled_samples += report.batch_size
-        progress.open_loss += report.loss
+        progress.scheduled_samples += batch.size
+        progress.open_loss += metrics.loss
         progress.open_steps += 1
         return
     # Skipped: an overflow halves the scale; a real NaN or Inf is a matter of --nan-policy.
-    _count_skipped(run, report)
-    iteration = progress.iteration
-    if sum(report.tokens) == 0:
+    progress.skipped_samples += batch.size
+    progress.open_skipped += 1
+    run.timing.events.skipped += 1
+    iteration = batch.iteration
+    samples = f"{batch.first_sample}..{batch.first_sample + batch.size - 1}"
+    if sum(metrics.tokens) == 0:
         logger.warning(
-            f"iteration {iteration}: no valid token in samples {_samples(report)}; "
-            "the step is skipped"
+            f"iteration {iteration}: no valid token in samples {samples}; the step is skipped"
         )
     elif real and run.config.training.nan_policy == "stop":
-        raise NonFiniteError(_blame(run, report))
+        raise NonFiniteError(_blame(run, metrics))
     elif real:
         progress.open_nan += 1
-        where = [i for i, loss in enumerate(report.losses) if not math.isfinite(loss)]
+        where = [i for i, loss in enumerate(metrics.losses) if not math.isfinite(loss)]
         what = f"loss in micro-batches {where}" if where else "gradient"
         logger.warning(
-            f"iteration {iteration}: NaN or Inf {what}, samples {_samples(report)}; "
+            f"iteration {iteration}: NaN or Inf {what}, samples {samples}; "
             "the step is skipped (--nan-policy skip)"
         )
 
 
-def _count_skipped(run: Run, report: StepMetrics) -> None:
-    run.progress.skipped_samples += report.batch_size
-    run.progress.open_skipped += 1
-    run.timing.events.skipped += 1
-
-
-def _samples(report: StepMetrics) -> str:
-    return f"{report.first_sample}..{report.first_sample + report.batch_size - 1}"
-
-
-def _blame(run: Run, report: StepMetrics) -> str:
+def _blame(run: Run, metrics: StepMetrics) -> str:
     # The step is computed again, micro-batch by micro-batch: all ranks do it together.
-    failed, size = non_finite_micro_batches(run, report), run.config.training.micro_batch_size
+    failed, size = non_finite_micro_batches(run, metrics), run.config.training.micro_batch_size
     lines = [
-        (
-            f"iteration {run.progress.iteration}: NaN or Inf; the weights are those of the "
-            "iteration before, nothing was saved"
-        )
+        f"iteration {metrics.batch.iteration}: NaN or Inf; the weights are those of the iteration "
+        "before, nothing was saved"
     ]
-    for each in failed:
-        first = report.first_sample + each.index * run.chunk + each.dp_rank * size
-        where = f" of data-parallel rank {each.dp_rank}" if run.groups.dp.size > 1 else ""
+    for index, rank, in_loss in failed:
+        first = metrics.batch.first_sample + index * run.chunk + rank * size
+        where = f" of data-parallel rank {rank}" if run.groups.dp.size > 1 else ""
         lines.append(
-            f"  micro-batch {each.index}{where}: {'loss' if each.in_loss else 'gradient'}, "
+            f"  micro-batch {index}{where}: {'loss' if in_loss else 'gradient'}, "
             f"samples {first}..{first + size - 1}"
         )
     lines.append(
@@ -230,11 +226,10 @@ def evaluate_all(run: Run, split: str) -> dict[str, float] | None:
 
     def log_sample(loss: float, bytes_per_token: float | None, label: str | None) -> None:
         logger.info(evaluation_lines(run.progress.iteration, loss, split=split, source=label))
-        if run.tracker is not None:
-            measured = evaluation_metrics(
-                loss, split=split, source=label, bytes_per_token=bytes_per_token
-            )
-            run.tracker.log(run.progress.iteration, {**consumed(run), **measured})
+        measured = evaluation_metrics(
+            loss, split=split, source=label, bytes_per_token=bytes_per_token
+        )
+        run.tracker.log(run.progress.iteration, {**consumed(run), **measured})
 
     for name, source in sources.items():
         with (
@@ -266,12 +261,10 @@ def _show_sample(run: Run) -> None:
         run.timers("evaluation"),
     ):
         text = write_sample(run, next(iter(run.data.valid.values())))
-    logger.info(
-        f" sample text at iteration {run.progress.iteration}: {text.line(run.decode, run.data.eod)}"
-    )
-    if run.tracker is not None:
-        page = partial(text.to_html, run.decode, run.data.eod)
-        run.tracker.show("sample-text", page, last=True)
+    how = run.tokenizer.decode, run.data.eod
+    logger.info(f" sample text at iteration {run.progress.iteration}: {text.line(*how)}")
+    page = partial(text.to_html, *how)
+    run.tracker.show("sample-text", page, last=True)
 
 
 def blended(sources: dict[str, Source], values: list[float]) -> float:

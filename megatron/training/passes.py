@@ -7,7 +7,6 @@ Called from training/step.py and training/evaluate.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,8 +32,8 @@ class MicroBatchSums(NamedTuple):
     # (`Run.counts`)
     losses: Tensor
     tokens: Tensor  # [micro-batches] its valid tokens; as the losses
-    # auxiliary outputs of layers over all micro-batches: those of GPTModel.scalars, concatenated
-    scalars: Tensor
+    # auxiliary outputs of layers over all micro-batches, by the names of GPTModel.scalars
+    scalars: dict[str, Tensor]
 
 
 def schedule_of(run: Run, micro_batches: int, *, training: bool) -> Schedule:
@@ -57,57 +56,63 @@ def run_micro_batches(
     first: int,
     samples: int,
     *,
-    scale: float | None = None,
+    training: bool,
+    scale: float = 0.0,
     recording: Recording | None = None,
 ) -> MicroBatchSums:
     """Run this rank's micro-batches of samples [first, first + samples).
 
-    With a `scale` gradients of scale x objective are added to every main_grad; without one it is an
-    evaluation: no dropout, no gradients.
+    In training gradients of scale x objective are added to every main_grad; an evaluation has no
+    dropout and no gradients.
     """
-    # Tokens are counted as micro-batches are read, by the iterator below; losses come from the
-    # head.
-    training, count = scale is not None, samples // run.chunk
+    # Tokens are counted as micro-batches are read; losses come from the head.
+    count = samples // run.chunk
     sums = torch.zeros(2, count, dtype=torch.float64, device=run.device)
     aux_scale = scale
-    if scale is not None and run.pipeline.runner.objectives and source.eod_mask_loss:
+    if training and run.pipeline.runner.objectives and source.eod_mask_loss:
         aux_scale = _aux_scale(run, source, first, samples, scale)
-    with torch.set_grad_enabled(training):
-        found = run.pipeline.run(
-            schedule_of(run, count, training=training),
-            micro_batches_of(run, source, first, sums[1], training=training),
-            scale or 0.0,
-            recording,
-            aux_scale=aux_scale,
-        )
+    # Read one by one, as their first computation on this rank begins.
+    micro_batches = (
+        read_micro_batch(run, source, first + index * run.chunk, tokens, training=training)
+        for index, tokens in enumerate(sums[1])
+    )
+    found = run.pipeline.run(
+        schedule_of(run, count, training=training),
+        micro_batches,
+        scale,
+        recording,
+        aux_scale=aux_scale,
+    )
     if run.counts:
         for index, each in found.losses.items():
             sums[0, index] = each[1]
-    scalars = _scalars(run, found.scalars) if run.model.scalars else sums.new_zeros(0)
+    # Tensor-parallel ranks compute the same scalar, unless it declares that each has a part of it:
+    # the sum over all ranks counts each part once.
+    scalars = {
+        spec.name: found.scalars[spec.name].reshape(spec.size)
+        if spec.name in found.scalars and (run.groups.tp.rank == 0 or "tp" in spec.parts)
+        else sums.new_zeros(spec.size)
+        for spec in run.model.scalars
+    }
     return MicroBatchSums(sums[0], sums[1], scalars)
 
 
-def micro_batches_of(
+def read_micro_batch(
     run: Run, source: Source, first: int, tokens: Tensor, *, training: bool
-) -> Iterator[MicroBatch]:
-    """This rank's micro-batches from sample `first` on, one for each element of `tokens`, which
-    gets its number of valid tokens. No batch outlives its micro-batch. Every tensor- and
-    pipeline-parallel rank reads the batch itself: nothing is broadcast.
+) -> MicroBatch:
+    """This rank's micro-batch of the chunk of samples that begins with `first`; `tokens` gets its
+    number of valid tokens. Every tensor- and pipeline-parallel rank reads the batch itself: nothing
+    is broadcast.
     """
-
-    def micro_batch(index: int) -> MicroBatch:
-        with run.timers("data") if training else contextlib.nullcontext():
-            batch = source.batch(
-                run.own_samples(first + index * run.chunk), run.config.training.micro_batch_size
-            )
-            if run.model.cp.size > 1:
-                batch = share_positions(batch, run.model.cp, widest_window(run.config.model))
-            batch = batch.to(run.device)
-        if run.counts:
-            tokens[index] = batch.loss_mask.sum()
-        return run.model.micro_batch(**vars(batch), training=training)
-
-    return map(micro_batch, range(len(tokens)))
+    size = run.config.training.micro_batch_size
+    with run.timers("data") if training else contextlib.nullcontext():
+        batch = source.batch(first + size * run.groups.dp.rank, size)
+        if run.model.cp.size > 1:
+            batch = share_positions(batch, run.model.cp, widest_window(run.config.model))
+        batch = batch.to(run.device)
+    if run.counts:
+        tokens.copy_(batch.loss_mask.sum())
+    return run.model.micro_batch(**vars(batch), training=training)
 
 
 def _aux_scale(run: Run, source: Source, first: int, samples: int, scale: float) -> float:
@@ -135,16 +140,3 @@ def share_positions(batch: Batch, cp: ContextParallel, window: int | None) -> Ba
         **{name: getattr(batch, name)[:, own] for name in OF_POSITIONS},
         places=torch.from_numpy(places),
     )
-
-
-def _scalars(run: Run, found: dict[str, Tensor]) -> Tensor:
-    """Scalars in the order of GPTModel.scalars, such that the sum over all ranks counts each part
-    once.
-    """
-    # Tensor-parallel ranks compute the same scalar, unless it declares that each has a part of it.
-    specs = run.model.scalars
-    scalars = torch.zeros(sum(spec.size for spec in specs), dtype=torch.float64, device=run.device)
-    for spec, place in zip(specs, scalars.split([spec.size for spec in specs]), strict=True):
-        if spec.name in found and (run.groups.tp.rank == 0 or "tp" in spec.parts):
-            place.copy_(found[spec.name])
-    return scalars

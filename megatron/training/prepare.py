@@ -15,7 +15,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.run_state import from_saved
 from megatron.config.groups import Config, GivenConfig
 from megatron.config.validate import resolve
-from megatron.data.loader import Data, build_data
+from megatron.data.loader import Data, PythonReader, build_data
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.distributed.groups import Axis
 from megatron.distributed.rank_errors import raise_on_all_ranks
@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """The inputs of a run, checked."""
+    """The inputs of a run, checked; Run has them once it is built."""
 
-    config: Config
+    config: Config  # resolved: with every derived and chosen value
+    advisor: Advisor
     tokenizer: Tokenizer
-    padded_vocab: int
     checkpoint: Checkpoint | None
     progress: Progress
     schedule: ParamSchedule
@@ -57,27 +57,38 @@ class Prepared:
     notes: list[str]
     changed: list[str]  # since the checkpoint was written
 
+    @property
+    def padded_vocab(self) -> int:
+        """The rows of the embedding, which tensor-parallel ranks hold equal parts of."""
+        ranks = self.config.distributed.tensor_model_parallel_size
+        return padded_vocab_size(self.tokenizer.vocab_size, self.config.model, ranks)
+
 
 def prepare(
     flags: GivenConfig,
     notes: list[str],
-    world_size: int,
-    device: torch.device,
     world: Axis,
+    device: torch.device,
     advisor: Advisor,
     local_checkpoints: LocalCheckpoints | None = None,
+    *,
+    world_size: int | None = None,
     planned_for: str | None = None,
+    reader: PythonReader | None = None,
 ) -> Prepared:
     """Read everything that a run depends on, and refuse what does not fit, on every rank of `world`
-    or on none. Memory is that of `planned_for` (cuda, cpu) or of the device. Raises UserError.
+    or on none. A dry run gives the `world_size` and the device (cuda, cpu) that it is
+    `planned_for`. `reader`: of the training samples, see `build_data`. Raises UserError.
     """
+    world_size = world_size or world.size
     with raise_on_all_ranks(world, device):
         # 1. Flags: the size of the vocabulary comes from the tokenizer, and other values follow
         # from it.
         tokenizer = build_tokenizer(resolve(flags, world_size, None).config.data)
-        config, notes = _resolved(
-            flags, notes, tokenizer.vocab_size, world_size, planned_for or device.type, advisor
+        config, reasons = _resolved(
+            flags, tokenizer.vocab_size, world_size, planned_for or device.type, advisor
         )
+        notes = [*notes, *reasons]
         schedule = ParamSchedule.of(config)
     # 2. The checkpoint: all ranks open the one that rank 0 finds.
     checkpoint = locate_checkpoint(config, Ranks(world, device), local_checkpoints)
@@ -88,38 +99,36 @@ def prepare(
             changes = _changes(checkpoint, config, tokenizer)
             progress = _resumed_progress(checkpoint, config)
         # 4. The data, at the sample where the run continues.
-        data = _data(config, tokenizer, checkpoint, progress, scan=world.rank == 0)
+        # The ledger has the blends that the run has read so far: the order of samples depends on
+        # it.
+        ledger = checkpoint.state["ledger"] if progress.iteration > 0 else None
+        read = _scanned_by_rank_0(config, world), tokenizer, ledger, progress.consumed_samples
+        data = build_data(*read, reader)
         # 5. Changes that need permission are refused or noted; the schedule is the checkpoint's or
         # ours.
         changed: list[str] = []
         if checkpoint is not None:
-            changed = said_changes(checkpoint.state, config)
             changes += changed_data(checkpoint.state, config, data.history)
             notes += accept_changes(checkpoint, changes, config)
-            if not config.checkpoint.finetune:
-                changed += _schedule_lines(checkpoint, schedule, config)
-                schedule = resumed_schedule(schedule, checkpoint.state["schedule"], config)
-        padded_vocab = padded_vocab_size(
-            tokenizer.vocab_size, config.model, config.distributed.tensor_model_parallel_size
-        )
+            changed, schedule = _said(checkpoint, schedule, config)
     return Prepared(
-        config, tokenizer, padded_vocab, checkpoint, progress, schedule, data, notes, changed
+        config, advisor, tokenizer, checkpoint, progress, schedule, data, notes, changed
     )
 
 
 def _resolved(
-    flags: GivenConfig,
-    notes: list[str],
-    vocab_size: int,
-    world_size: int,
-    device: str,
-    advisor: Advisor,
+    flags: GivenConfig, vocab_size: int, world_size: int, device: str, advisor: Advisor
 ) -> tuple[Config, list[str]]:
     """The configuration with derived and chosen values, and notes about them."""
     # The planner chooses last: it needs all other values.
     resolved = resolve(flags, world_size, vocab_size)
     config, reasons = advisor.choose_recompute(resolved.config, vocab_size, world_size, device)
-    return config, [*notes, *resolved.notes, *reasons]
+    return config, [*resolved.notes, *reasons]
+
+
+def _scanned_by_rank_0(config: Config, world: Axis) -> Config:
+    """One rank is enough to scan the files of --check-data."""
+    return config if world.rank == 0 else config.with_fields("data", check_data=False)
 
 
 def check_kernels(prepared: Prepared, device: torch.device, ranks: Ranks) -> None:
@@ -187,31 +196,17 @@ def _resumed_progress(checkpoint: Checkpoint, config: Config) -> Progress:
     return from_saved(Progress, {name: state[name] for name in names}, "state")
 
 
-def _data(
-    config: Config,
-    tokenizer: Tokenizer,
-    checkpoint: Checkpoint | None,
-    progress: Progress,
-    *,
-    scan: bool,
-) -> Data:
-    """The data, whose files one rank scans."""
-    if not scan:
-        unscanned = dataclasses.replace(config.data, check_data=False)
-        config = dataclasses.replace(config, data=unscanned)
-    # The ledger has the blends that the run has read so far: the order of samples depends on it.
-    ledger = checkpoint.state["ledger"] if progress.iteration > 0 else None
-    return build_data(config, tokenizer, ledger, progress.consumed_samples)
-
-
-def _schedule_lines(checkpoint: Checkpoint, schedule: ParamSchedule, config: Config) -> list[str]:
-    """Differences of the learning-rate schedule, and which one is used, if any is."""
-    if config.evaluation.skip_train:
-        return []
-    whose = (
-        "command line" if not config.optimizer.use_checkpoint_opt_param_scheduler else "checkpoint"
-    )
-    return [
-        f"schedule: {line}; the {whose}'s is taken"
-        for line in schedule_changes(schedule, checkpoint.state["schedule"])
-    ]
+def _said(
+    checkpoint: Checkpoint, schedule: ParamSchedule, config: Config
+) -> tuple[list[str], ParamSchedule]:
+    """What changes without permission, a line each, and the schedule that is used."""
+    changed = said_changes(checkpoint.state, config)
+    if config.checkpoint.finetune:
+        return changed, schedule
+    theirs, whose = checkpoint.state["schedule"], "command line"
+    if config.optimizer.use_checkpoint_opt_param_scheduler:
+        whose = "checkpoint"
+    if not config.evaluation.skip_train:
+        lines = schedule_changes(schedule, theirs)
+        changed += [f"schedule: {line}; the {whose}'s is taken" for line in lines]
+    return changed, resumed_schedule(schedule, theirs, config)

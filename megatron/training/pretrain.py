@@ -1,4 +1,7 @@
-"""Builds a run and trains it: the order of everything that happens outside of the loop."""
+"""Builds a run and trains it: the order of everything that happens outside of the loop.
+
+`flags` is a configuration as it was given, `config` the resolved one, with every derived value.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron import __version__
-from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron.checkpoint.ranks import Ranks
 from megatron.checkpoint.reader import Checkpoint
@@ -19,11 +21,12 @@ from megatron.config.errors import UserError
 from megatron.config.groups import Config, GivenConfig
 from megatron.config.stages import placement_of
 from megatron.config.validate import resolve
+from megatron.data.loader import PythonReader
 from megatron.distributed.groups import ALONE, Groups, group_options, layout_of
 from megatron.distributed.interleaver import Interleaver
-from megatron.distributed.launchers import Launch, slurm_job
+from megatron.distributed.launchers import Launch
 from megatron.distributed.logs import job_log
-from megatron.distributed.peers import PEERS
+from megatron.distributed.peers import PEERS, is_out_of_memory
 from megatron.distributed.rank_errors import raise_on_all_ranks
 from megatron.distributed.setup import (
     choose_device,
@@ -54,17 +57,14 @@ from megatron.parallel.zero import Zero
 from megatron.training.advisor import Advisor, Forecast, Verdict
 from megatron.training.banner import describe, peak_tflops_of, run_record
 from megatron.training.checkpointing import (
+    claim_save_folder,
     fetch,
     finalize,
-    join_local_checkpoints,
-    lease_save_folder,
     load,
     make_manager,
-    prepare_save_folder,
 )
 from megatron.training.exit import ExitConditions
 from megatron.training.loop import COMPLETE, NonFiniteError, evaluate_all, train
-from megatron.training.out_of_memory import explained_out_of_memory
 from megatron.training.prepare import Prepared, check_kernels, prepare
 from megatron.training.profile import record_memory_history, step_profiler
 from megatron.training.resume import continuity, device_name, take_checkpoint_args
@@ -83,13 +83,15 @@ def pretrain(
     not_done: Sequence[str] = (),
     dry_run: bool = False,
     advisor: Advisor = NO_ADVISOR,
+    reader: PythonReader | None = None,
 ) -> int:
     """Carry out one run; the exit code of the process. `not_done`: requested features that do not
-    exist. Raises UserError (with the fix) for everything that a user can fix.
+    exist; `reader`: of the training samples, with `mock_data` in the configuration. Raises
+    UserError (with the fix) for everything that a user can fix.
     """
     if dry_run:
         return _dry_run(flags, notes, not_done, advisor)
-    with start(flags, notes, not_done=not_done, advisor=advisor) as run:
+    with start(flags, notes, not_done=not_done, advisor=advisor, reader=reader) as run:
         return _train_and_evaluate(run)
 
 
@@ -100,11 +102,12 @@ def start(
     *,
     not_done: Sequence[str] = (),
     advisor: Advisor = NO_ADVISOR,
+    reader: PythonReader | None = None,
 ) -> Iterator[Run]:
     """A run on this rank, ready for `train`: connected with the other ranks, its weights and state
-    initialized or loaded. It ends with the block.
+    initialized or loaded. It ends with the block. Arguments are those of `pretrain`.
     """
-    launch, flags, world_size, config = _requested(flags)
+    launch, flags, config, world_size = _requested(flags)
 
     # 1. The device and the other ranks.
     device = _start_device(launch, flags, config)
@@ -112,17 +115,20 @@ def start(
         # 2. Everything that the run consists of.
         stack.enter_context(job_log())
         warn_of_idle_gpus(launch, device)
-        run, checkpoint = build(flags, list(notes), world_size, device, stack, not_done, advisor)
+        groups, ranks, local_checkpoints = _join(config, world_size, device)
+        prepared = prepare(
+            flags, list(notes), groups.world, device, advisor, local_checkpoints, reader=reader
+        )
+        run = build(prepared, groups, ranks, local_checkpoints, stack, not_done)
         stack.callback(run.exits.close)
         if run.checkpoints is not None:
             stack.callback(run.checkpoints.close)
-        if run.tracker is not None:
-            stack.callback(run.tracker.close)
+        stack.callback(run.tracker.close)
 
         # 3. Weights and state, and what the caller does with the run.
         try:
-            with explained_out_of_memory(run.config, run.vocab_size, run.groups, device, advisor):
-                _initialize_or_load(run, checkpoint)
+            with _explained_out_of_memory(prepared, groups, device):
+                _initialize_or_load(run, prepared.checkpoint)
                 yield run
             if run.profiler is not None:
                 run.profiler.close()
@@ -134,14 +140,15 @@ def start(
     disconnect()
 
 
-def _requested(flags: GivenConfig) -> tuple[Launch, GivenConfig, int, Config]:
-    """How this process was launched, the flags with those of the checkpoint, the number of ranks,
-    and the resolved flags. Faults of flags are reported before those of files and of other ranks.
+def _requested(flags: GivenConfig) -> tuple[Launch, GivenConfig, Config, int]:
+    """How this process was launched, the flags with those of the checkpoint, what follows from
+    them, and the number of ranks. Faults of flags are reported before those of files and of other
+    ranks.
     """
     launch = read_launch()
     flags = take_checkpoint_args(flags)
     world_size = flags.distributed.world_size or launch.world_size
-    return launch, flags, world_size, resolve(flags, world_size, None).config
+    return launch, flags, resolve(flags, world_size, None).config, world_size
 
 
 def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.device:
@@ -149,13 +156,13 @@ def _start_device(launch: Launch, flags: GivenConfig, config: Config) -> torch.d
     and versions.
     """
     # The order matters: determinism and cores are set before any kernel runs or thread starts.
-    device, backend = choose_device(launch, flags.distributed)
+    device, backend = choose_device(launch, config.distributed)
     set_determinism(device, config.model.deterministic_mode)
     if device.type == "cuda" and config.optimizer.optimizer_cpu_offload:
         share_cores(launch)
     versions = {"megatron": __version__, "torch": torch.__version__}
     same = {**flags.to_dict(), "versions": versions}
-    connect(launch, backend, flags.distributed.distributed_timeout_minutes, same)
+    connect(launch, backend, config.distributed.distributed_timeout_minutes, same)
     return device
 
 
@@ -172,11 +179,13 @@ def _report_failure(run: Run, error: Exception) -> None:
 def _dry_run(
     flags: GivenConfig, notes: Sequence[str], not_done: Sequence[str], advisor: Advisor
 ) -> int:
-    _, flags, world_size, _ = _requested(flags)
+    _, flags, _, world_size = _requested(flags)
     here = torch.device("cpu")
     with job_log():
-        prepared = prepare(flags, list(notes), world_size, here, ALONE, advisor, planned_for="cuda")
-        sections, forecast = describe(prepared, world_size, here, advisor, planned_for="cuda")
+        prepared = prepare(
+            flags, list(notes), ALONE, here, advisor, world_size=world_size, planned_for="cuda"
+        )
+        sections, forecast = describe(prepared, world_size, here, planned_for="cuda")
     text, code = end_of_dry_run(forecast.verdict)
     print(banner({NOT_DONE: list(not_done), **sections}) + "\n" + text, flush=True)
     return code
@@ -193,43 +202,43 @@ def end_of_dry_run(verdict: Verdict | None) -> tuple[str, int]:
 
 
 def build(
-    flags: GivenConfig,
-    notes: list[str],
-    world_size: int,
-    device: torch.device,
+    prepared: Prepared,
+    groups: Groups,
+    ranks: Ranks,
+    local_checkpoints: LocalCheckpoints | None,
     closing: contextlib.ExitStack,
     not_done: Sequence[str],
-    advisor: Advisor,
-) -> tuple[Run, Checkpoint | None]:
+) -> Run:
     """Build the run on this rank; weights and optimizer state are not initialized yet. Rank 0 logs
     the banner. Raises UserError.
 
     `closing` releases the lease of --save, also when building fails.
     """
-    # 1. This rank among the others, and the checkpoints that their nodes hold.
-    groups, ranks, local_checkpoints = _join(flags, world_size, device)
+    config, tokenizer, device = prepared.config, prepared.tokenizer, ranks.device
 
-    # 2. Files, flags and kernels, checked before memory is taken.
-    prepared = prepare(flags, notes, world_size, device, groups.world, advisor, local_checkpoints)
-    config, tokenizer = prepared.config, prepared.tokenizer
+    # 1. Kernels and --save are checked before memory is taken.
     check_kernels(prepared, device, ranks)
-    sections, forecast = _describe_on_rank_0(prepared, groups, device, advisor)
-    lease = _lease_save_folder(prepared, ranks, local_checkpoints, closing)
+    sections, forecast = _describe_on_rank_0(prepared, groups, device)
+    resumed = prepared.checkpoint is not None
+    lease = claim_save_folder(config, ranks, local_checkpoints, closing, resumed=resumed)
 
-    # 3. The model, sharded, with its executor and optimizer.
+    # 2. The model, sharded, with its executor and optimizer.
     timing = make_timing(config, groups, ranks, prepared.progress.iteration, closing)
-    zero, pipeline, optimizer = _build_engine(config, tokenizer.vocab_size, groups, device, advisor)
+    record_memory_history(config, device)
+    with _explained_out_of_memory(prepared, groups, device):
+        zero, pipeline = _build_pipeline(config, tokenizer.vocab_size, groups, device)
+        with raise_on_all_ranks(groups.world, device):
+            optimizer = Optimizer(zero.blocks, config, groups, zero)
 
-    # 4. Trackers and the banner, which names their places.
+    # 3. Trackers and the banner, which names their places.
     tracker = _open_tracker(prepared, sections, forecast, groups, not_done)
     return Run(
         config=config,
         groups=groups,
         device=device,
         device_names=_device_names(device, ranks),
-        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer,
         padded_vocab=prepared.padded_vocab,
-        tokenizer_fingerprint=tokenizer.fingerprint,
         model=pipeline.model,
         zero=zero,
         pipeline=pipeline,
@@ -244,20 +253,24 @@ def build(
         checkpoints=make_manager(config, optimizer, ranks, tracker, local_checkpoints),
         lease=lease,
         peak_tflops=peak_tflops_of(config, device),
-        decode=tokenizer.decode,
-        advisor=advisor,
+        advisor=prepared.advisor,
         forecast=forecast,
-        profiler=step_profiler(config, groups.rank, device, advisor),
-    ), prepared.checkpoint
+        profiler=step_profiler(config, groups.rank, device, prepared.advisor),
+    )
 
 
 def _join(
-    flags: GivenConfig, world_size: int, device: torch.device
+    config: Config, world_size: int, device: torch.device
 ) -> tuple[Groups, Ranks, LocalCheckpoints | None]:
-    options = group_options(resolve(flags, world_size, None).config)
-    groups = make_groups(layout_of(flags, world_size), **options)
+    """This rank among the others, and the checkpoints that their nodes hold."""
+    groups = make_groups(layout_of(config, world_size), **group_options(config))
     ranks = Ranks(groups.world, device, groups.pp.rank)
-    return groups, ranks, join_local_checkpoints(flags, ranks)
+    options, local_checkpoints = config.checkpoint, None
+    if options.local_checkpoint_dir is not None:
+        local_checkpoints = LocalCheckpoints(
+            options.local_checkpoint_dir, ranks, options.local_redundancy
+        )
+    return groups, ranks, local_checkpoints
 
 
 def _device_names(device: torch.device, ranks: Ranks) -> str:
@@ -266,7 +279,7 @@ def _device_names(device: torch.device, ranks: Ranks) -> str:
 
 
 def _describe_on_rank_0(
-    prepared: Prepared, groups: Groups, device: torch.device, advisor: Advisor
+    prepared: Prepared, groups: Groups, device: torch.device
 ) -> tuple[dict[str, list[str]], Forecast | None]:
     """The banner's sections and the forecast, on rank 0; its UserError is raised on all ranks."""
     # The plan takes seconds for thousands of ranks: rank 0 makes it, the others wait for its
@@ -276,35 +289,25 @@ def _describe_on_rank_0(
     with raise_on_all_ranks(groups.world, device):
         if groups.rank != 0:
             return {}, None
-        return describe(prepared, groups.world.size, device, advisor, node=node)
+        return describe(prepared, groups.world.size, device, node=node)
 
 
-def _lease_save_folder(
-    prepared: Prepared,
-    ranks: Ranks,
-    local_checkpoints: LocalCheckpoints | None,
-    closing: contextlib.ExitStack,
-) -> Lease | None:
-    """Make this run the only one that writes to --save, until `closing` releases the lease."""
-    lease = lease_save_folder(prepared.config, ranks, slurm_job())
-    if lease is not None:
-        closing.callback(lease.release)
-    resumed = prepared.checkpoint is not None
-    prepare_save_folder(prepared.config, ranks, local_checkpoints, goes_on=resumed)
-    return lease
-
-
-def _build_engine(
-    config: Config, vocab_size: int, groups: Groups, device: torch.device, advisor: Advisor
-) -> tuple[Zero, Pipeline, Optimizer]:
-    """This rank's stages, sharded, with their executor and their optimizer."""
-    # From here on memory is taken: an error gets the out-of-memory report.
-    record_memory_history(config, device)
-    with explained_out_of_memory(config, vocab_size, groups, device, advisor):
-        zero, pipeline = _build_pipeline(config, vocab_size, groups, device)
-        with raise_on_all_ranks(groups.world, device):
-            optimizer = Optimizer(zero.blocks, config, groups, zero)
-    return zero, pipeline, optimizer
+@contextlib.contextmanager
+def _explained_out_of_memory(
+    prepared: Prepared, groups: Groups, device: torch.device
+) -> Iterator[None]:
+    """Adds the advisor's report to an out-of-memory error in the block."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            try:
+                prepared.advisor.explain_out_of_memory(
+                    error, prepared.config, prepared.tokenizer.vocab_size, groups, device
+                )
+            except Exception as fault:  # the error matters more than the report
+                error.add_note(f"memory ran out; {type(fault).__name__} in explaining it: {fault}")
+        raise
 
 
 def _exit_conditions(config: Config) -> ExitConditions:
@@ -359,25 +362,26 @@ def _open_tracker(
     forecast: Forecast | None,
     groups: Groups,
     not_done: Sequence[str],
-) -> Tracker | None:
+) -> Tracker:
     """Open wandb, TensorBoard and metrics.jsonl on rank 0, which has a forecast, and log the
     banner with their places.
     """
-    if forecast is None:
-        return None
-    # Trackers are opened before the banner is printed: it names their places.
-    sections = {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
-    record = run_record(
-        prepared.config, groups.layout, sections, forecast.verdict, forecast.prediction
-    )
+    record, progress = None, prepared.progress
+    if forecast is not None:
+        sections = {NOT_DONE: list(not_done), **sections, "layout": [groups.describe()]}
+        record = {
+            **run_record(
+                prepared.config, groups.layout, sections, forecast.verdict, forecast.prediction
+            ),
+            "vocab_size": prepared.tokenizer.vocab_size,
+        }
     tracker = Tracker(
-        prepared.config,
-        {**record, "vocab_size": prepared.tokenizer.vocab_size},
-        prepared.progress.iteration,
-        resumed_samples=prepared.progress.consumed_samples,
+        prepared.config, record, progress.iteration, resumed_samples=progress.consumed_samples
     )
-    sections["paths"] += tracker.notes
-    logger.info(banner(sections))
+    # Trackers are opened before the banner is printed: it names their places.
+    if forecast is not None:
+        sections["paths"] += tracker.notes
+        logger.info(banner(sections))
     return tracker
 
 
@@ -455,5 +459,5 @@ def _end(run: Run, code: int, reason: str) -> None:
         except UserError:  # no events: their disk failed
             return {}
 
-    if run.tracker is not None and folder is not None:
+    if folder is not None:
         run.tracker.summarise(summary)

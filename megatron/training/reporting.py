@@ -22,9 +22,8 @@ from megatron.model.arithmetic import flops_per_iteration, iterations_for
 from megatron.model.gpt import layer_names
 from megatron.observe.console import training_line
 from megatron.observe.expert_load import load_metrics
-from megatron.observe.metrics import eta_seconds, memory_metrics, rates, timer_metrics
+from megatron.observe.metrics import memory_metrics, rates, timer_metrics
 from megatron.optimizer.lr_schedule import LearningRates
-from megatron.parallel.recording import Recording
 from megatron.parallel.timeline import Timeline
 from megatron.training.passes import schedule_of
 from megatron.training.run import Progress, Run, finished
@@ -57,9 +56,7 @@ def last_iteration(config: Config, progress: Progress) -> int:
     )
 
 
-def log(
-    run: Run, interval: Interval, learning_rates: LearningRates, recording: Recording | None
-) -> Interval:
+def log(run: Run, interval: Interval, learning_rates: LearningRates) -> Interval:
     """Log and track one line; the next interval."""
     progress = run.progress
     # 1. The time of an iteration, without evaluations and checkpoints.
@@ -68,8 +65,8 @@ def log(
     metrics = _metrics(run, interval, seconds) | _rate_metrics(run, learning_rates)
     # 2. What all ranks of a pipeline, or of the world, give together.
     timeline = None
-    if recording is not None and run.groups.pp.size > 1:
-        timeline = pipeline_timeline(run, recording, interval.last.batch_size)
+    if run.groups.pp.size > 1:
+        timeline = pipeline_timeline(run, interval.last.batch.size)
         metrics["pipeline-bubble-fraction"] = timeline.bubble
     metrics |= _weight_metrics(run) | _layer_norms(run, interval.last)
     metrics |= _timing_metrics(run, interval.last)
@@ -82,15 +79,14 @@ def log(
         metrics,
         skipped=progress.open_skipped,
         nan=progress.open_nan,
-        eta_seconds=eta_seconds(progress.iteration, end, seconds),
+        eta_seconds=max(0, end - progress.iteration) * seconds,  # without evaluations and saves
         more=[] if watch is None else watch.fields(metrics),
     )
     logger.info(line)
-    run.starving.look(interval.last.counts, progress.iteration)
-    if run.tracker is not None:
-        run.tracker.log(progress.iteration, metrics)
-        if timeline is not None:
-            _show(run, timeline)
+    run.starving.look(interval.last.scalars, progress.iteration)
+    run.tracker.log(progress.iteration, metrics)
+    if timeline is not None:
+        _show(run, timeline)
     # 4. The next interval begins; what is open is saved with a checkpoint that comes between lines.
     progress.open_loss, progress.open_steps, progress.open_skipped, progress.open_nan = 0.0, 0, 0, 0
     return Interval(time.perf_counter())
@@ -98,30 +94,31 @@ def log(
 
 def _metrics(run: Run, interval: Interval, seconds: float) -> dict[str, float]:
     """The row of an interval with this time per iteration (names and units: metrics.py)."""
-    config, progress, report = run.config, run.progress, interval.last
-    seq, batch = config.data.seq_length, report.batch_size
-    loss = progress.open_loss / progress.open_steps if progress.open_steps else report.loss
+    config, progress, step = run.config, run.progress, interval.last
+    seq = config.data.seq_length
+    batch = step.batch
+    loss = progress.open_loss / progress.open_steps if progress.open_steps else step.loss
     # layers add up over all tokens, whatever the loss leaves out
-    scalars = {name: value / (batch * seq) for name, value in report.scalars.items()}
+    scalars = {n: sums[0] / batch.tokens for n, sums in step.scalars.items() if len(sums) == 1}
     return {
         **consumed(run),
         "lm loss": loss,
         **scalars,
-        **load_metrics(report.counts, config.logging.moe_per_layer_logging),
-        "batch-size": batch,
-        "loss-scale": report.loss_scale,
-        "grad-norm": report.grad_norm,
+        **load_metrics(step.scalars, config.logging.moe_per_layer_logging),
+        "batch-size": batch.size,
+        "loss-scale": batch.loss_scale,
+        "grad-norm": step.grad_norm,
         "skipped-train-samples": progress.skipped_samples,
         "world-size": run.groups.world.size,
         **rates(
             seconds=seconds,
-            tokens=batch * seq,
-            flops=flops_per_iteration(config.model, batch, seq, run.vocab_size),
-            padded_flops=flops_per_iteration(config.model, batch, seq, run.padded_vocab),
+            tokens=batch.tokens,
+            flops=flops_per_iteration(config.model, batch.size, seq, run.tokenizer.vocab_size),
+            padded_flops=flops_per_iteration(config.model, batch.size, seq, run.padded_vocab),
             world_size=run.groups.world.size,
             peak_tflops=run.peak_tflops,
         ),
-        **_prediction(run, batch),
+        **_prediction(run, batch.size),
         **memory_metrics(run.device),
         **timer_metrics(
             run.timers.take(),
@@ -163,15 +160,15 @@ def _weight_metrics(run: Run) -> dict[str, float]:
     return metrics
 
 
-def _layer_norms(run: Run, report: StepMetrics) -> dict[str, float]:
+def _layer_norms(run: Run, step: StepMetrics) -> dict[str, float]:
     """What --log-layer-norms asks for, of the last step's gradient and the weights after it; all
     ranks take part in one sum. A frozen layer has no gradient, and a tied head no weights.
     """
-    if report.layer_grad_sq_sums is None:
+    if step.layer_grad_sq_sums is None:
         return {}
     run.zero.wait_for_weights()
     # One all-reduce for both, of as many numbers as there are layers.
-    squares = torch.stack([report.layer_grad_sq_sums, run.optimizer.layer_weight_sq_sums()])
+    squares = torch.stack([step.layer_grad_sq_sums, run.optimizer.layer_weight_sq_sums()])
     gradients, weights = all_reduce(squares, run.groups.world).sqrt().tolist()
     model, frozen = run.config.model, frozen_units(run.config)
     names = layer_names(model)
@@ -181,14 +178,14 @@ def _layer_norms(run: Run, report: StepMetrics) -> dict[str, float]:
     return trained | {f"params-norm/{name}": value for name, value in zip(names, weights)}
 
 
-def _timing_metrics(run: Run, report: StepMetrics) -> dict[str, float]:
+def _timing_metrics(run: Run, step: StepMetrics) -> dict[str, float]:
     """Goodput, and which rank keeps the others waiting."""
     metrics: dict[str, float] = {}
     if run.config.checkpoint.save is not None:
         metrics |= run.timing.events.goodput(run.progress.iteration)
     watch = run.timing.stragglers
     if watch is not None:
-        metrics |= watch.add(rows_of_ranks(report.rank_times, run.groups.world.size))
+        metrics |= watch.add(rows_of_ranks(step.rank_times, run.groups.world.size))
     return metrics
 
 
@@ -201,11 +198,11 @@ def consumed(run: Run) -> dict[str, float]:
     }
 
 
-def pipeline_timeline(run: Run, recording: Recording, batch_size: int) -> Timeline:
+def pipeline_timeline(run: Run, batch_size: int) -> Timeline:
     """The step just recorded, of this rank's pipeline; rank 0 writes --pipeline-timeline."""
     # A collective of the pipeline; rows of other data-parallel ranks are not shown.
     schedule = schedule_of(run, batch_size // run.chunk, training=True)
-    timeline = recording.timeline(schedule, run.groups.pp)
+    timeline = run.timing.recording.timeline(schedule, run.groups.pp)
     if run.config.logging.pipeline_timeline is not None and run.groups.rank == 0:
         Path(run.config.logging.pipeline_timeline).write_text(timeline.to_json() + "\n")
     return timeline
@@ -214,6 +211,6 @@ def pipeline_timeline(run: Run, recording: Recording, batch_size: int) -> Timeli
 def _show(run: Run, timeline: Timeline) -> None:
     """The picture of a time line, where the tracker wants it."""
     title = f"{timeline.schedule}, the step of iteration {run.progress.iteration}"
-    last = finished(run.config, run.progress)
+    last = finished(run.config, run.progress.iteration, run.progress.consumed_samples)
     page = partial(run.advisor.draw_timeline, title, timeline)
     run.tracker.show("pipeline-timeline", page, last=last)

@@ -18,7 +18,7 @@ from megatron.checkpoint.reader import Checkpoint
 from megatron.checkpoint.run_state import RUN, WEIGHTS, config_of, from_saved, require
 from megatron.config.derive import POSITIONS, derive
 from megatron.config.errors import ArgumentErrors, UserError
-from megatron.config.groups import CheckpointConfig, Config, GivenConfig, ModelConfig
+from megatron.config.groups import CheckpointConfig, Config, GivenConfig
 from megatron.config.input_files import InputError
 from megatron.config.needs import is_rotary
 from megatron.config.options import FIELDS
@@ -43,8 +43,8 @@ def run_state(run: Run) -> dict[str, Any]:
         "schedule": run.schedule.state(),
         "ledger": run.data.history,
         "config": run.config.to_dict(),
-        "vocab_size": run.vocab_size,
-        "tokenizer": run.tokenizer_fingerprint,
+        "vocab_size": run.tokenizer.vocab_size,
+        "tokenizer": run.tokenizer.fingerprint,
         "tensors": _tensors(run),
         "versions": {"torch": torch.__version__},
         "layout": describe_layout(run.groups.layout),
@@ -61,8 +61,8 @@ def _tensors(run: Run) -> dict[str, list[int]]:
     computed from the flags, not from what ranks hold.
     """
     # The list against which a checkpoint is complete: a rank that wrote too little is found.
-    shapes = model_shapes(run.config.model, run.vocab_size)
-    trained = trained_names(run.config.model, run.vocab_size)
+    shapes = model_shapes(run.config.model, run.tokenizer.vocab_size)
+    trained = trained_names(run.config.model, run.tokenizer.vocab_size)
     states = (
         run.optimizer.state_names
         if run.config.checkpoint.save_optim and run.config.optimizer.freeze is None
@@ -92,44 +92,41 @@ def continuity(checkpoint: Checkpoint, run: Run) -> str:
     """For the log: whether the run continues bit for bit as one that was never interrupted, and if
     not, what makes them differ.
     """
-    if (
-        run.config.checkpoint.finetune
-        or not run.config.checkpoint.load_optim
-        or run.config.evaluation.skip_train
-    ):
+    if takes_weights_alone(run.config):
         return ""
     # 1. What decides rounding: layout, device, versions, kernels and flags.
-    known = "kernels" in checkpoint.state  # not in a checkpoint from before they were written down
-    theirs, ours = (
-        _decides_rounding(state, kernels=known) for state in (checkpoint.state, run_state(run))
-    )
+    state, on_cpu = checkpoint.state, run.device.type == "cpu"
+    known = "kernels" in state  # not in a checkpoint from before they were written down
+    theirs, ours = (_decides_rounding(each, kernels=known) for each in (state, run_state(run)))
     # 2. ZeRO stages that add in the same order give the same bits on a CPU, where sums are ours.
-    if run.device.type == "cpu" and _same_sums(
-        checkpoint.state["config"], run.config.to_dict(), run.chunk
-    ):
+    if on_cpu and _same_sums(state["config"], run.config.to_dict(), run.chunk):
         ours["--zero-stage"] = theirs["--zero-stage"]
     different = [
         f"{name} {theirs.get(name)} -> {value}"
         for name, value in ours.items()
         if theirs.get(name) != value
     ]
-    state = checkpoint.state
+    # 3. What was accepted.
+    if not (run.config.model.deterministic_mode or on_cpu):
+        different.append("--no-deterministic-mode")
     changes = [
-        *changed_fields(state, run.config, run.vocab_size, run.tokenizer_fingerprint),
+        *changed_fields(state, run.config, run.tokenizer.vocab_size, run.tokenizer.fingerprint),
         *changed_data(state, run.config, run.data.history),
     ]
-    different += (
-        []
-        if run.config.model.deterministic_mode or run.device.type == "cpu"
-        else ["--no-deterministic-mode"]
-    )
-    different += sorted({change.accept for change in changes}) + (
-        [] if run.schedule == saved_schedule(state["schedule"]) else ["learning-rate schedule"]
-    )
+    different += sorted({change.accept for change in changes})
+    if run.schedule != saved_schedule(state["schedule"]):
+        different.append("learning-rate schedule")
+    if not different:
+        return "; resumes bit for bit"
+    return f"; resumes from the same state, not bit for bit: {', '.join(different)}"
+
+
+def takes_weights_alone(config: Config) -> bool:
+    """Whether a run reads no optimizer state of the checkpoint that it loads."""
     return (
-        f"; resumes from the same state, not bit for bit: {', '.join(different)}"
-        if different
-        else "; resumes bit for bit"
+        config.checkpoint.finetune
+        or not config.checkpoint.load_optim
+        or config.evaluation.skip_train
     )
 
 
@@ -198,6 +195,27 @@ class Change(NamedTuple):
     accept: str | None
 
 
+class Difference(NamedTuple):
+    """A field that two configurations do not have in common."""
+
+    name: str
+    change: Any  # what a change of it means, as the field declares it
+    text: str
+
+
+def _differences(theirs: Config, ours: Config) -> list[Difference]:
+    """Every field in which a configuration differs from a checkpoint's."""
+    pairs = {
+        name: [getattr(getattr(each, FIELDS[name].group), name) for each in (theirs, ours)]
+        for name in _CHANGES
+    }
+    return [
+        Difference(name, _CHANGES[name], f"{_flag(name)}: checkpoint {old}, command line {new}")
+        for name, (old, new) in pairs.items()
+        if old != new
+    ]
+
+
 def changed_fields(
     state: dict[str, Any], config: Config, vocab_size: int, tokenizer_fingerprint: str
 ) -> list[Change]:
@@ -205,8 +223,17 @@ def changed_fields(
     tokenizer and what --accept-changed names.
     """
     theirs = config_of(state)
-    # 1. The model: no flag accepts another one.
-    found = _changed_weights(theirs, config)
+    differences = _differences(theirs, config)
+    # 1. The model: no flag accepts another one. Of learned positions their table is a part of it;
+    # with rotary positions some fields hold no weights, so that a change of them is another run of
+    # the same model.
+    rotary = is_rotary(theirs.model) and is_rotary(config.model)
+    found = [
+        Change(each.text, None)
+        for each in differences
+        if FIELDS[each.name].group == "model"
+        and (each.change.refused or (each.change.weightless and not rotary))
+    ]
     if vocab_size != state["vocab_size"]:
         rows = state["vocab_size"]
         fix = f"; give --vocab-size {rows}" if rows > vocab_size else ""
@@ -217,41 +244,13 @@ def changed_fields(
     # 2. The tokenizer, then fields that change what later steps see.
     if tokenizer_fingerprint != state["tokenizer"]:
         found.append(Change("tokenizer: its files are not those of the checkpoint", "tokenizer"))
-    for name, change in _CHANGES.items():
-        old, new = (getattr(getattr(each, FIELDS[name].group), name) for each in (theirs, config))
+    for name, change, text in differences:
         if (
             change.accept
-            and old != new
-            and (_both_rotary(theirs, config) or not change.weightless)
+            and (rotary or not change.weightless)
             and not (change.accept == "batch" and config.evaluation.skip_train)
         ):
-            found.append(
-                Change(
-                    (
-                        f"{_flag(name)}: checkpoint {old}, command line {new}; {change.what} "
-                        "would change"
-                    ),
-                    change.accept,
-                )
-            )
-    return found
-
-
-def _both_rotary(theirs: Config, ours: Config) -> bool:
-    return is_rotary(theirs.model) and is_rotary(ours.model)
-
-
-def _changed_weights(theirs: Config, ours: Config) -> list[Change]:
-    """Fields that make it another model; of learned positions their table is a part."""
-    # With rotary positions some fields hold no weights, so a change of them is another run of the
-    # same model.
-    rotary = _both_rotary(theirs, ours)
-    found = []
-    for field in dataclasses.fields(ModelConfig):
-        old, new = getattr(theirs.model, field.name), getattr(ours.model, field.name)
-        change = _CHANGES[field.name]
-        if old != new and (change.refused or (change.weightless and not rotary)):
-            found.append(Change(f"{_flag(field.name)}: checkpoint {old}, command line {new}", None))
+            found.append(Change(f"{text}; {change.what} would change", change.accept))
     return found
 
 
@@ -265,23 +264,13 @@ def said_changes(state: dict[str, Any], config: Config) -> list[str]:
     """
     if config.evaluation.skip_train:
         return []
-    theirs = config_of(state)
-    finetune = config.checkpoint.finetune
     # Each field declares what a change of it means; --finetune starts a new run, so most changes
     # are its purpose.
-    said = [
-        (name, FIELDS[name].group)
-        for name, change in _CHANGES.items()
-        if (change.weightless if finetune else change.logged)
-    ]
-    pairs = [
-        (name, getattr(getattr(theirs, group), name), getattr(getattr(config, group), name))
-        for name, group in said
-    ]
+    finetune = config.checkpoint.finetune
     return [
-        f"{_flag(name)}: checkpoint {old}, command line {new}"
-        for name, old, new in pairs
-        if old != new
+        text
+        for _, change, text in _differences(config_of(state), config)
+        if (change.weightless if finetune else change.logged)
     ]
 
 

@@ -5,7 +5,6 @@ Made by training/pretrain.py, and handed to every function of the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,6 +14,7 @@ from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.manager import CheckpointManager
 from megatron.config.groups import Config
 from megatron.data.loader import Data
+from megatron.data.tokenizer import Tokenizer
 from megatron.distributed.groups import Groups
 from megatron.model.gpt import GPTModel
 from megatron.observe.expert_load import StarvingExperts
@@ -58,9 +58,8 @@ class Run:
     groups: Groups
     device: torch.device
     device_names: str  # of all ranks, each kind once
-    vocab_size: int
+    tokenizer: Tokenizer
     padded_vocab: int
-    tokenizer_fingerprint: str
     # The engine: the stages of this rank, how they are sharded, executed and updated.
     model: GPTModel
     zero: Zero
@@ -70,7 +69,7 @@ class Run:
     scaler: LossScaler
     data: Data
     # What records the run and ends it.
-    tracker: Tracker | None  # on rank 0
+    tracker: Tracker  # which writes on rank 0
     exits: ExitConditions
     # What measures, saves and ends the run.
     timing: Timing
@@ -79,7 +78,6 @@ class Run:
     lease: Lease | None  # of --save, on rank 0
     peak_tflops: float | None
     profiler: StepProfiler | None  # on the ranks of --profile-ranks
-    decode: Callable[[list[int]], str]  # token ids as text
     advisor: Advisor = field(default_factory=Advisor)
     forecast: Forecast | None = None  # on rank 0
     starving: StarvingExperts = field(default_factory=StarvingExperts)
@@ -102,19 +100,10 @@ class Run:
         """
         return self.pipeline.has_head and self.groups.tp.rank == 0
 
-    def own_samples(self, first: int) -> int:
-        """The first sample of this rank's micro-batch in the chunk that starts at `first`."""
-        return first + self.config.training.micro_batch_size * self.groups.dp.rank
 
-
-def finished(config: Config, progress: Progress) -> bool:
-    """Whether the run has reached --train-iters or --train-samples."""
+def finished(config: Config, iteration: int, consumed_samples: int) -> bool:
+    """Whether a run that is so far has reached --train-iters or --train-samples."""
     # Only one of the two flags can be given.
     if config.training.train_iters is not None:
-        return progress.iteration >= config.training.train_iters
-    return progress.consumed_samples >= config.training.train_samples
-
-
-def is_logged(config: Config, progress: Progress) -> bool:
-    """Whether the iteration that `progress` has counted last ends with a console line."""
-    return progress.iteration % config.logging.log_interval == 0 or finished(config, progress)
+        return iteration >= config.training.train_iters
+    return consumed_samples >= config.training.train_samples

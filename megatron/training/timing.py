@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -56,13 +57,9 @@ class RankTimer:
         yield
         self.begun += busy_clock() - stopped
 
-    def begin_update(self) -> None:
-        """The optimizer begins."""
-        self.update_begun = busy_clock()
-
     def end_update(self) -> None:
-        """The optimizer ends."""
-        self.optimizer_seconds += busy_clock() - self.update_begun
+        """The optimizer ends, which began with the lap."""
+        self.optimizer_seconds = busy_clock() - self.begun
 
     def end_lap(self, recording: Recording) -> None:
         """Close a lap, in which `recording` was made."""
@@ -91,16 +88,18 @@ class RankTimer:
         return table
 
 
-@dataclass(frozen=True)
+@dataclass
 class Timing:
-    """Where a run's time goes. `rank_timer`: on all of several ranks with --log-straggler;
-    `stragglers`: on rank 0 of them.
-    """
+    """Where a run's time goes."""
 
     timers: Timers
-    rank_timer: RankTimer | None
-    stragglers: StragglerWatch | None
+    rank_timer: RankTimer | None  # on all of several ranks with --log-straggler
+    stragglers: StragglerWatch | None  # on rank 0 of them
     events: EventLog  # that of rank 0 writes
+    records: bool = False  # the passes of each step, for the pipeline's timeline and `rank_timer`
+    recording: Recording | None = None  # of the last step
+    # around what is no part of a rank's compute time
+    outside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def make_timing(
@@ -119,7 +118,11 @@ def make_timing(
             stragglers = StragglerWatch(stages, config.logging.straggler_threshold, nodes=nodes)
     events = EventLog(config.checkpoint.save if groups.rank == 0 else None, iteration, timers)
     closing.callback(events.close)
-    return Timing(timers, rank_timer, stragglers, events)
+    records = groups.pp.size > 1 or rank_timer is not None
+    timing = Timing(timers, rank_timer, stragglers, events, records)
+    if rank_timer is not None:
+        timing.outside = rank_timer.outside
+    return timing
 
 
 def rows_of_ranks(numbers: Sequence[float], ranks: int) -> list[list[float]]:

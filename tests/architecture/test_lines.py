@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LINES = {"megatron/config": 5439, "megatron/data": 1626, "megatron/observe": 1476}
+LINES = {
+    "megatron/config": 5439,
+    "megatron/data": 1649,
+    "megatron/observe": 1473,
+    "megatron/training": 3907,
+}
 
 
 @pytest.mark.parametrize("package", LINES)

@@ -266,14 +266,14 @@ a blend that passes over samples of its sources | resume-new-blend
 = megatron/data/blend.py extend_history
 sources begin anew where a blend changes | resume-new-blend
     known.get(source["id"], 0) => 0
-= megatron/training/run.py Run.own_samples
+= megatron/training/passes.py read_micro_batch
 every micro-batch reads the step's first samples | llama
-    return first + => size = self.config.training.global_batch_size
-        return first // size * size +
+    source.batch(first + => source.batch(first // run.config.training.global_batch_size
+        * run.config.training.global_batch_size +
 = megatron/training/step.py update
 the normaliser of the whole batch under ramp-up | ramp-up
     grad_scale=grad_scale =>
-        grad_scale=grad_scale * (run.config.training.global_batch_size / result.batch_size)
+        grad_scale=grad_scale * (run.config.training.global_batch_size / batch.size)
 = megatron/model/arithmetic.py global_batch_size_at
 a ramp-up that grows one increment early | ramp-up
     return steps[bisect_right(steps, consumed, key=itemgetter(0)) - 1][1] =>
@@ -353,7 +353,7 @@ the gradient norm after clipping | llama
         return StepOutcome(norm.clamp(max=self.config.clip_grad), found_inf)
 = megatron/training/step.py update
 gradients unscaled by the first scale | fp16-overflows
-    result.loss_scale => run.config.precision.initial_loss_scale
+    batch.loss_scale => run.config.precision.initial_loss_scale
 = megatron/optimizer/scaler.py LossScaler.update
 hysteresis ignored | fp16-overflows
     self.hysteresis <= 0 => True
@@ -374,11 +374,11 @@ the constant scale ignored | fp16-one-scale
     config.fp16 and config.loss_scale is None => config.fp16
 = megatron/training/loop.py finish_step
 samples of a skipped step read again | fp16-overflows
-    _count_skipped(run, report) => progress.consumed_samples -= report.batch_size
-        _count_skipped(run, report)
+    progress.open_skipped += 1 => progress.consumed_samples -= batch.size
+        progress.open_skipped += 1
 a skipped step advances the schedule | fp16-overflows
-    _count_skipped(run, report) => progress.scheduled_samples += report.batch_size
-        _count_skipped(run, report)
+    progress.open_skipped += 1 => progress.scheduled_samples += batch.size
+        progress.open_skipped += 1
 """
 
 SCHEDULE = r"""
@@ -465,12 +465,12 @@ the rate of the step before | gpt-files
 REPORTS = r"""
 = megatron/training/step.py PendingStep.read
 the loss a mean of micro-batches' means | documents
-    loss=sum(losses) / sum(tokens) =>
-        loss=sum(loss / n for loss, n in zip(losses, tokens)) / len(losses)
+    loss=sum(found["losses"]) / tokens => loss=sum(
+        loss / n for loss, n in zip(found["losses"], found["tokens"])) / len(found["losses"])
 = megatron/training/loop.py finish_step
 the last loss of an interval for its mean | sgd
-    progress.open_loss += report.loss =>
-        progress.open_loss = report.loss * (progress.open_steps + 1)
+    progress.open_loss += metrics.loss =>
+        progress.open_loss = metrics.loss * (progress.open_steps + 1)
 = megatron/optimizer/optimizer.py Optimizer.squared_weight_norm
 the norm of the weights without vectors | llama
     (part for _, part in self._counted_weights()) =>
@@ -534,11 +534,11 @@ finetuning keeps moments | finetune
     run.config.checkpoint.finetune or not => not
 = megatron/training/step.py forward_backward
 the data state dropped at a resume | resume
-    run.data.train, first_sample, =>
-        run.data.train, first_sample - vars(run).setdefault("begun", first_sample),
+    run.data.train, batch.first_sample, => run.data.train,
+        batch.first_sample - vars(run).setdefault("begun", batch.first_sample),
 finetuning reads on in the data | finetune
-    run.data.train, first_sample, =>
-        run.data.train, first_sample + (8 if run.config.checkpoint.finetune else 0),
+    run.data.train, batch.first_sample, =>
+        run.data.train, batch.first_sample + (8 if run.config.checkpoint.finetune else 0),
 = megatron/training/resume.py resumed_schedule
 the checkpoint's schedule instead of the overriding one | resume-sgd-new-schedule
     different = => return saved_schedule(theirs)

@@ -85,9 +85,9 @@ the first positions embedded on every rank | documents tp2 sp
 = megatron/model/spec.py ParameterSpec.boxes
 key/value heads of another rank | gqa2-qknorm tp4 sp
     tp.axis.rank // sharing * extent => tp.axis.rank % tensor.shard.count(tp.size) * extent
-= megatron/training/run.py Run.own_samples
+= megatron/training/passes.py read_micro_batch
 samples of neighbouring data-parallel ranks overlap | gpt dp2 serial
-    self.config.training.micro_batch_size * self.groups.dp.rank => self.groups.dp.rank
+    first + size * run.groups.dp.rank => first + run.groups.dp.rank
 = megatron/parallel/zero.py Zero._finish_reduction
 a data-parallel mean | gpt dp2 serial
     slice_ = pending.wait() => slice_ = pending.wait().div_(block.shard.size)
@@ -97,12 +97,15 @@ one block not reduced | gpt dp2 serial
 = megatron/parallel/zero_plan.py _Walk._periods
 reduced one micro-batch too early | documents tp2 dp2
     if often else count => if often else count - 1
-= megatron/training/step.py update
+= megatron/training/step.py all_reduce_totals
 local instead of global token count | uneven tp2 dp2
-    nominal / (tokens.sum() * =>
-        nominal / (all_reduce(result.sums.tokens.sum(), run.groups.tp) * run.groups.dp.size *
+    own.unpack(all_reduce(own.vector, run.groups.world)) =>
+        own.unpack(all_reduce(own.vector, run.groups.world)) | {
+        "tokens": all_reduce(sums.tokens.clone(), run.groups.tp) * run.groups.dp.size}
+= megatron/training/step.py update
 scaled by the data-parallel size | gpt dp2 serial
-    nominal / (tokens.sum() * => nominal / (run.groups.dp.size * tokens.sum() *
+    batch.tokens / (totals["tokens"].sum() * =>
+        batch.tokens / (run.groups.dp.size * totals["tokens"].sum() *
 = megatron/parallel/blocks.py Block.counted
 replicated parameters counted on every rank in the norm | gpt tp2
     if holders(box, groups).rank > 0: => if False:
@@ -114,9 +117,10 @@ evaluation of one rank's samples alone | gpt dp2 serial
     all_reduce(total, run.groups.world) => total
 = megatron/training/step.py update
 an overflow noticed by one rank alone | fp16 gpt tp2 sp
-    grad_sq_sum=totals.grad_sq_sum =>
-        grad_sq_sum=totals.grad_sq_sum.nan_to_num(1.0, 1.0, 1.0)
-        if run.optimizer.grad_sq_sum().isfinite() else run.optimizer.grad_sq_sum()
+    grad_sq_sum=totals.pop("grad_sq_sum")[0] =>
+        grad_sq_sum=totals.pop("grad_sq_sum")[0].nan_to_num(1.0, 1.0, 1.0)
+        if run.optimizer.grad_sq_sum().isfinite()
+        else (run.optimizer.grad_sq_sum(), totals.pop("grad_sq_sum"))[0]
 = megatron/model/build.py build_model
 a rank's virtual stages in the wrong order | dropout pp3 interleaved v2
     if rank == groups.pp.rank) => if rank == groups.pp.rank)[:: -1 if groups.pp.rank == 1 else 1]
@@ -135,9 +139,9 @@ a gradient scaled on its way to the stage before | m5 pp2 1f1b
 a buffer for all messages, so that saved inputs go stale | m5 pp2 gpipe
     self.x = torch.empty(shape, dtype=dtype, device="cpu" if backend.on_host else device) =>
         self.x = Receiving.buffer = vars(Receiving).get("buffer", torch.empty(shape, dtype=dtype))
-= megatron/training/passes.py micro_batches_of
+= megatron/training/passes.py run_micro_batches
 samples of another micro-batch on every stage | m5 pp2 1f1b
-    first + index * run.chunk => first + (index + run.groups.pp.rank) % len(tokens) * run.chunk
+    first + index * run.chunk => first + (index + run.groups.pp.rank) % count * run.chunk
 = megatron/parallel/pipeline.py Pipeline.backward
 weight gradients of another micro-batch | m5 pp2 zero-bubble
     dy, saved = step.input_of(action), step.saved.pop((stage, micro)) =>
@@ -176,7 +180,8 @@ both copies of a tied matrix counted in the norm | gpt pp2 gpipe
         if box.replicated != "tied" and holders(box, groups).rank > 0:
 = megatron/training/step.py update
 a norm of each stage | m5 pp2 1f1b
-    grad_sq_sum=totals.grad_sq_sum => grad_sq_sum=run.optimizer.grad_sq_sum()
+    grad_sq_sum=totals.pop("grad_sq_sum")[0] =>
+        grad_sq_sum=(run.optimizer.grad_sq_sum(), totals.pop("grad_sq_sum"))[0]
 = megatron/training/run.py Run.counts
 losses and tokens counted on every stage | m5 pp2 1f1b
     self.pipeline.has_head and =>
@@ -261,7 +266,7 @@ each rank counts the valid tokens of the first positions | documents cp2 allgath
         getattr(batch, name)[:, torch.arange(len(own)) if name == "loss_mask" else own]
 = megatron/training/passes.py run_micro_batches
 an objective multiplied by the context-parallel ranks | gpt cp2 p2p
-    scale or 0.0, => (scale or 0.0) * run.groups.cp.size,
+    scale, recording => scale * run.groups.cp.size, recording
 = megatron/model/attention/context_parallel.py Places.of
 sequences in the order in which ranks hold them | dropout cp2 allgather
     order, inverse) => order, index)

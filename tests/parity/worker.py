@@ -135,7 +135,13 @@ def run_case(
     published_weights_are_the_masters(run)
     reports = [pending.read() for pending in pendings]
     steps = [
-        Step(report.loss, report.grad_norm, report.skipped, report.loss_scale, report.batch_size)
+        Step(
+            report.loss,
+            report.grad_norm,
+            report.skipped,
+            report.batch.loss_scale,
+            report.batch.size,
+        )
         for report in reports
     ]
     return Outcome(
@@ -246,7 +252,7 @@ def overflow() -> Iterator[None]:
         y, *sums = original(self, x, micro), None
         if isinstance(y, WithScalars):
             y, *sums = y
-        if micro.dropout is not None and self in numbers:
+        if micro.training and self in numbers:
             number, layers = numbers[self]
             if any(
                 sample % layers == number

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.config.groups import CheckpointConfig, Config, DataConfig
 from megatron.observe.tracking import Tracker
-
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "compare_runs.py"
+from tools import compare_runs
 
 
 def run(folder: Path, losses: list[float], first: int = 1, resumed: int = 0, **more: float) -> Path:
@@ -38,10 +37,10 @@ def run(folder: Path, losses: list[float], first: int = 1, resumed: int = 0, **m
 
 
 def compare(*arguments: str | Path) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=300
-    )
-    return done.returncode, done.stdout + done.stderr
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = compare_runs.main([*map(str, arguments)])
+    return code, printed.getvalue()
 
 
 def test_equal_runs_although_one_was_resumed(tmp_path):

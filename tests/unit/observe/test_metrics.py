@@ -13,7 +13,6 @@ from megatron.tools._report.metric_names import METRICS
 
 from megatron.observe.metrics import (
     Timers,
-    eta_seconds,
     evaluation_metrics,
     is_measured,
     memory_metrics,
@@ -39,10 +38,6 @@ def test_rates():
     )
 
 
-def test_eta():
-    assert eta_seconds(90, 100, 2.5) == 25.0 and eta_seconds(101, 100, 2.5) == 0.0
-
-
 def test_evaluation_metrics():
     assert evaluation_metrics(math.log(16), bytes_per_token=4.0) == {
         "lm loss validation": math.log(16),
@@ -57,15 +52,6 @@ def test_evaluation_metrics():
         "lm loss validation wiki",
         "lm loss validation ppl wiki",
         "bits-per-byte wiki",
-    }
-
-
-def test_save_metrics():
-    assert save_metrics(size=8_000_000_000, seconds=4.0, stall=0.5) == {
-        "save-checkpoint-seconds": 4.0,
-        "save-checkpoint-stall-seconds": 0.5,
-        "save-checkpoint-gb-per-second": 2.0,
-        "save-checkpoint-bytes": 8_000_000_000,
     }
 
 
@@ -139,30 +125,9 @@ def test_memory_of_a_gpu():
 
 
 def test_what_depends_on_the_machine():
-    measured = {name for name in METRICS if is_measured(name)}
-    assert measured == {
-        "timestamp",
-        "resumed-from-iteration",
-        "world-size",
-        "iteration-time",
-        "predicted-iteration-time",
-        "throughput",
-        "tokens-per-second-per-gpu",
-        "mfu",
-        "data-wait-fraction",
-        "pipeline-bubble-fraction",
-        "pipeline-timeline",
-        "goodput",
-        "goodput-since-start",
-        "rank-time-min",
-        "rank-time-median",
-        "rank-time-max",
-        "slowest-rank",
-        "slowest-rank-excess",
-        "slowest-rank-section",
-        *save_metrics(size=1, seconds=1.0, stall=1.0),
-        "mem-reserved-bytes",
-        "mem-allocated-bytes",
-        "mem-max-allocated-bytes",
-    }
+    """No comparison of two runs looks at it."""
+    same = {name for name in METRICS if not is_measured(name)}
+    assert {"lm loss", "grad-norm", "learning-rate", "consumed_samples", "expert-load-max"} <= same
+    assert not {"timestamp", "throughput", "mfu", "goodput", "rank-time-max", "world-size"} & same
+    assert not set(save_metrics(size=1, seconds=1.0, stall=1.0)) & same
     assert is_measured("forward-backward-time") and not is_measured("lm loss validation wiki")

@@ -13,26 +13,29 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from logged import logged
 from megatron.tools._advisor import PlanningAdvisor
+from megatron.tools._plan import out_of_memory
+from megatron.tools._plan.out_of_memory import live_tensors
 from megatron.tools._report.step_parts import step_table
 from torch.autograd import profiler
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.config.arguments import parse_arguments
+from megatron.config.groups import Config
 from megatron.config.validate import resolve
-from megatron.distributed.groups import one_process
+from megatron.distributed.groups import Groups, one_process
 from megatron.model.build import build_model
 from megatron.observe.tracking import read_metrics
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.blocks import build_run_blocks
 from megatron.parallel.layer_runner import Graph
-from megatron.training import out_of_memory, pretrain
-from megatron.training.out_of_memory import explained_out_of_memory, live_tensors
+from megatron.training import pretrain
 from pretrain_gpt import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -224,6 +227,14 @@ def test_memory_that_runs_out_in_a_step_is_explained_and_the_advice_is_true(tmp_
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def explained(config: Config, groups: Groups):
+    """As the trainer explains an error in the block."""
+    prepared = SimpleNamespace(
+        config=config, tokenizer=SimpleNamespace(vocab_size=31), advisor=PlanningAdvisor()
+    )
+    return pretrain._explained_out_of_memory(prepared, groups, torch.device("cpu"))
+
+
 def test_what_is_known_of_live_tensors(tmp_path):
     """When a real allocation fails next to a model and its optimizer."""
     config = resolve(parse_arguments(TINY).config, 1, 31).config
@@ -239,7 +250,7 @@ def test_what_is_known_of_live_tensors(tmp_path):
         # other tests of this process may have left larger tensors
         mock.patch.object(out_of_memory, "SHOWN", 100_000),
         pytest.raises(RuntimeError) as raised,
-        explained_out_of_memory(config, 31, groups, cpu, PlanningAdvisor()),
+        explained(config, groups),
     ):
         torch.empty(1 << 46)
     (note,) = raised.value.__notes__
@@ -264,14 +275,14 @@ def test_an_error_is_not_hidden_by_what_is_said_of_it(tmp_path):
     with (
         mock.patch.object(out_of_memory, "live_tensors", side_effect=MemoryError("again")),
         pytest.raises(MemoryError, match="first") as raised,
-        explained_out_of_memory(config, 31, one_process(), torch.device("cpu"), PlanningAdvisor()),
+        explained(config, one_process()),
     ):
         raise MemoryError("first")
     assert raised.value.__notes__ == ["memory ran out; MemoryError in explaining it: again"]
     # the control: another error is left as it is
     with (
         pytest.raises(ValueError) as other,
-        explained_out_of_memory(config, 31, one_process(), torch.device("cpu"), PlanningAdvisor()),
+        explained(config, one_process()),
     ):
         raise ValueError
     assert not hasattr(other.value, "__notes__")

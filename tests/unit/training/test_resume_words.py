@@ -29,12 +29,8 @@ def configure(stage: int, micro_batches: int, clip: float) -> dict:
         ((1, 2), 1, 1.0, True),
         ((2, 3), 4, 1.0, True),
         ((0, 1), 4, 0.0, True),
-        ((1, 1), 4, 1.0, True),
-        ((0, 0), 4, 1.0, True),
         ((0, 1), 1, 1.0, False),
-        ((3, 0), 1, 1.0, False),
         ((1, 2), 2, 0.0, False),
-        ((3, 0), 2, 0.0, False),
     ],
 )
 def test_stages_that_add_in_the_same_order(stages, micro_batches, clip, same):
@@ -42,23 +38,6 @@ def test_stages_that_add_in_the_same_order(stages, micro_batches, clip, same):
     assert _same_sums(theirs, ours, chunk=8) == _same_sums(ours, theirs, chunk=8) == same
     del theirs["distributed"]["zero_stage"]  # of a checkpoint from before there were stages
     assert _same_sums(theirs, configure(0, micro_batches, clip), chunk=8)
-
-
-def test_a_checkpoint_without_the_fields_means_their_defaults():
-    state = {"config": Config().to_dict(), "versions": {"torch": "2"}}
-    whole = _decides_rounding(state)
-    for group, field in (
-        ("distributed", "zero_stage"),
-        ("distributed", "zero_shard_size"),
-        ("optimizer", "main_grads_dtype"),
-        ("optimizer", "exp_avg_dtype"),
-        ("optimizer", "optimizer_cpu_offload"),
-    ):
-        assert f"--{field.replace('_', '-')}" in whole
-        del state["config"][group][field]
-    assert _decides_rounding(state) == whole
-    # the same sums sooner or later
-    assert not {"--overlap-param-gather", "--zero3-keep-gathered"} & whole.keys()
 
 
 def test_kernels_count_by_what_was_taken():

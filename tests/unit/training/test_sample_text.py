@@ -38,13 +38,9 @@ FLAGS = (
 DOCUMENTS = "--reset-attention-mask --reset-position-ids"
 CAPPED = "--untie-embeddings-and-output-weights --final-logit-softcapping 2 --window-size 4"
 RUNS = [
-    ("tp2", ""),
     ("tp2 sp", CAPPED),
-    ("pp2 1f1b", ""),
     ("pp2 zero-bubble", DOCUMENTS),
     ("dp2 zero1", ""),
-    ("dp2 zero3", CAPPED),
-    ("cp2", ""),
     ("cp2", DOCUMENTS),
 ]
 

@@ -9,21 +9,19 @@ import gc
 import os
 import resource
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from megatron.tools._plan.memory import MemoryPlan
+from megatron.tools._plan.verdict import RESERVE, memory_verdict
 from torch import Tensor
 
 from megatron.config.groups import Config
 from megatron.distributed.groups import Groups
-from megatron.distributed.peers import is_out_of_memory
 from megatron.optimizer.state import BlockState
 from megatron.parallel.blocks import Block
 from megatron.parallel.layer_runner import Graph
-from megatron.training.advisor import Advisor
 from megatron.training.profile import profile_folder, write_snapshot
 
 SHOWN = 12  # largest kinds of tensors
@@ -31,32 +29,12 @@ GIB = 2**30
 Buffer = tuple[str, Tensor | None]  # with what it is
 
 
-@contextmanager
-def explained_out_of_memory(
-    config: Config, vocab_size: int, groups: Groups, device: torch.device, advisor: Advisor
-) -> Iterator[None]:
-    """Adds the report to an out-of-memory error in the block, and writes it to
-    `rank-N.out-of-memory.txt` in --profile-dir.
-    """
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            try:
-                _explain(error, config, vocab_size, groups, device, advisor)
-            except Exception as fault:  # the error matters more than the report
-                error.add_note(f"memory ran out; {type(fault).__name__} in explaining it: {fault}")
-        raise
-
-
-def _explain(
-    error: Exception,
-    config: Config,
-    vocab_size: int,
-    groups: Groups,
-    device: torch.device,
-    advisor: Advisor,
+def explain(
+    error: Exception, config: Config, vocab_size: int, groups: Groups, device: torch.device
 ) -> None:
+    """Add the report to an out-of-memory error, and write it to `rank-N.out-of-memory.txt` in
+    --profile-dir.
+    """
     # 1. What is alive, while the frames of the error still hold it.
     folder = profile_folder(config)
     found = live_tensors(device)
@@ -70,7 +48,7 @@ def _explain(
     traceback.clear_frames(error.__traceback__)  # free memory for the plan
     gc.collect()
     try:
-        planned = advisor.memory_advice(
+        planned = _advice(
             config, vocab_size, groups.world.size, device.type, groups.pp.rank, memory
         )
     except Exception as fault:
@@ -85,6 +63,25 @@ def _explain(
             path.write_text(text, encoding="utf-8")
             lines.append(f"this text is in {path}")
     error.add_note("\n  ".join(lines))
+
+
+def _advice(
+    config: Config, vocab_size: int, world_size: int, device: str, pp_rank: int, gib: float
+) -> list[str]:
+    """The plan of a pipeline rank, and what to change so that it fits into `gib`."""
+    plan = MemoryPlan(config, vocab_size, world_size, device)
+    sizes = plan.ranks[pp_rank].sizes()
+    total = sizes.pop("total")
+    parts = ", ".join(f"{kind} {_gib(size)}" for kind, size in sizes.items())
+    lines = [f"plan: {_gib(total)} at the worst moment of a step ({parts})"]
+    # the reserve is a GPU's, for its kernels and NCCL
+    verdict = memory_verdict(plan, gib if device == "cuda" else gib + RESERVE)
+    if verdict.word != "fits":
+        return [*lines, f"advice: {verdict.line.partition('; ')[2]}"]
+    pieces = "memory that the allocator keeps in pieces: "
+    pieces += "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    advice = f"or for {pieces}" if device == "cuda" else "or raise the limit (ulimit -v)"
+    return [*lines, f"advice: by the plan the run fits; look for other processes, {advice}"]
 
 
 def _gib(size: float) -> str:
