@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+from distributed.pool import warm_context
 from megatron.tools._report.metric_names import METRICS
 
 from megatron.observe.metrics import (
@@ -75,20 +74,18 @@ def test_timers_sum_and_start_again():
     }
 
 
+def memory_of_64_mib() -> tuple[dict[str, float], dict[str, float], int]:
+    """Memory of this process before and with a touched tensor, and the tensor's bytes."""
+    before, held = memory_metrics(torch.device("cpu")), torch.ones(16 * 2**20)
+    return before, memory_metrics(torch.device("cpu")), held.nbytes
+
+
 def test_memory_of_a_cpu_process_follows_what_it_holds():
     """In a separate process: one that trained before keeps freed memory
     (megatron/distributed/setup.py) and takes new tensors from it.
     """
-    code = """
-import json, torch
-from megatron.observe.metrics import memory_metrics
-before = memory_metrics(torch.device("cpu"))
-held = torch.ones(16 * 2**20)  # 64 MiB, touched
-print(json.dumps([before, memory_metrics(torch.device("cpu")), held.nbytes]))
-"""
-    before, after, size = json.loads(
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
-    )
+    with ProcessPoolExecutor(1, mp_context=warm_context()) as process:
+        before, after, size = process.submit(memory_of_64_mib).result()
     assert after["mem-allocated-bytes"] - before["mem-allocated-bytes"] > 0.9 * size
     assert after["mem-max-allocated-bytes"] >= after["mem-allocated-bytes"]
     assert set(after) <= set(METRICS) and "mem-reserved-bytes" not in after
