@@ -11,7 +11,7 @@ LINES = {
     "megatron/config": 5439,
     "megatron/data": 1649,
     "megatron/observe": 1473,
-    "megatron/training": 3907,
+    "megatron/training": 3905,
 }
 
 

@@ -528,10 +528,11 @@ losses since the last line dropped at a resume | resume-between-log-lines
 skipped samples not counted on at a resume | resume-fp16
     run.scaler.load(checkpoint.state["scaler"]) => run.progress.skipped_samples = 0
         run.scaler.load(checkpoint.state["scaler"])
+= megatron/training/resume.py takes_weights_alone
 --no-load-optim ignored | resume-without-moments
-    or not run.config.checkpoint.load_optim =>
+    or not config.checkpoint.load_optim =>
 finetuning keeps moments | finetune
-    run.config.checkpoint.finetune or not => not
+    config.checkpoint.finetune or not => not
 = megatron/training/step.py forward_backward
 the data state dropped at a resume | resume
     run.data.train, batch.first_sample, => run.data.train,
