@@ -53,29 +53,27 @@ class SavedPlace(NamedTuple):
 
 
 class OffloadableTensor:
-    """A saved tensor that may live on the host until backward. `module`:
-    what reads it in the forward pass.
+    """A saved tensor that may live on the host until backward. `module`: what reads it in the
+    forward pass.
     """
 
     def __init__(self, tensor: Tensor, module: str):
         self.tensor: Tensor | None = tensor
         self.module = module
-        self.whole: Callable[[], Tensor] | None = None
-        self.shape: tuple[Any, Any, Any] | None = None
+        self.load: Callable[[], Tensor] | None = None  # its storage, when it has come back
 
-    def leave(self, whole: Callable[[], Tensor]) -> None:
-        """Hold nothing any more; who reads the tensor asks `whole` for its storage [elements]."""
+    def release(self, load: Callable[[], Tensor]) -> None:
+        """Drop the tensor, which is a view of the storage [elements] that `load` returns later."""
         assert self.tensor is not None
         self.shape = self.tensor.size(), self.tensor.stride(), self.tensor.storage_offset()
-        # The view is made again of its storage when it has come back.
-        self.tensor, self.whole = None, whole
+        self.tensor, self.load = None, load
 
     def read(self) -> Tensor:
-        """The tensor; what has been away is read once."""
+        """The tensor; an offloaded one is read once."""
         if self.tensor is not None:
             return self.tensor
-        assert self.whole is not None and self.shape is not None
-        return self.whole().as_strided(*self.shape)
+        assert self.load is not None
+        return self.load().as_strided(*self.shape)
 
 
 Saved = Tensor | SavedPlace | OffloadableTensor

@@ -375,7 +375,7 @@ class OffloadingRunner(LayerRunner):
                 continue
             found.append(Storage(tensor.as_strided((elements,), (1,), 0), len(sharing)))
             for each in sharing:
-                each.leave(found[-1].read)
+                each.release(found[-1].read)
         return found
 
 

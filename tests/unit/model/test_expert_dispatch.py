@@ -9,7 +9,7 @@ from unit.by_hand import filled
 
 from megatron.config.groups import ModelConfig
 from megatron.config.offload import INSIDE
-from megatron.model.experts.dispatch import AllGather, AllToAll, transposed_order
+from megatron.model.experts.dispatch import AllGather, AllToAll
 from megatron.model.experts.router import first_choices
 from megatron.model.gpt import GPTModel
 from megatron.model.tensor_parallel import NO_TP
@@ -70,18 +70,6 @@ def test_rows_lie_in_the_order_of_experts_and_come_back(case, dispatcher, backen
     found = torch.autograd.grad(y, (x, weights), dy)
     wanted = torch.autograd.grad(expected, (x, weights), dy)
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
-
-
-@given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_rows_of_several_sources_in_the_order_of_experts(counts):
-    rows = [
-        (expert, source, number)
-        for source, row in enumerate(counts)
-        for expert, count in enumerate(row)
-        for number in range(count)
-    ]
-    order = transposed_order(torch.tensor(counts), len(rows))
-    assert [rows[index] for index in order.tolist()] == sorted(rows)
 
 
 @given(
