@@ -54,7 +54,7 @@ train() {
         --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear \
         --hidden-dropout 0 --attention-dropout 0 \
         --micro-batch-size 4 --global-batch-size 8 --train-iters $iterations \
-        --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 60 --weight-decay 0.1 --adam-beta2 0.95 \
+        --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters $((iterations * 3 / 10)) --weight-decay 0.1 --adam-beta2 0.95 \
         --data-path quickstart/shakespeare_text_document --split 92,4,4 "${tokenizer[@]}" \
         --eval-interval $half --eval-iters 28 --log-interval 10 \
         --save quickstart/run --load quickstart/run --save-interval $((half / 2)) "$@"

@@ -58,6 +58,7 @@ def test_the_llama_shape_is_the_quickstarts(corpus):
     flags = re.search(r"pretrain_gpt.py \\\n(.*?)\"\$@\"", script, re.S)[1].replace("\\\n", " ")
     # the benchmark trains for longer
     flags = flags.replace('"${tokenizer[@]}"', "")
+    flags = flags.replace("$((iterations * 3 / 10))", "60")
     flags = re.sub(r"\$iterations|\$half|\$\(\(half.*?\)\)", str(tool.WORK.steps), flags)
     flags = flags.replace("quickstart/shakespeare_text_document", str(corpus[0]))
     given = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(corpus[1])]
