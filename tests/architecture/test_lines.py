@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = {
+    "megatron/checkpoint": 5066,
     "megatron/config": 5439,
     "megatron/data": 1649,
     "megatron/observe": 1473,
