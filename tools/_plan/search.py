@@ -349,14 +349,15 @@ class Search:
         small enough for it to fit, or to be shown as one that does not. None as of `candidate`, and
         where there is none.
         """
+        most = NEAR * self.hardware.memory_gib
         for rung in range(level, len(self.rungs)):
             try:
                 model = self.model(change | self.rungs[rung])
             except UserError:
                 return None
-            if model is None:
+            if model is None or held_gib(model, has_optimizer=False) > most:  # at every rung
                 return None
-            if held_gib(model) <= NEAR * self.hardware.memory_gib:
+            if held_gib(model) <= most:
                 return self.timed(change | self.rungs[rung], rung, model)
         return None
 
@@ -387,7 +388,10 @@ class Search:
         """Whether one whose first pipeline rank may fit has another one that cannot."""
         most = self.hardware.memory_gib - RESERVE
         steps = PlannedSteps(found.config, self.vocab_size, self.world_size, "cuda")
-        return any(self.least_gib(found, rank) > most for rank in steps.largest_ranks())
+        return any(
+            self.least_gib(found, rank) + running_gib(found.model, rank) > most
+            for rank in steps.largest_ranks()
+        )
 
     def candidates(self) -> list[Candidate]:
         """Every layout within reach. Raises ArgumentErrors where the program accepts none."""
@@ -458,7 +462,7 @@ def is_even(stages: Sequence[Stage]) -> bool:
     return len({len(stage.layers) for stage in stages}) == 1
 
 
-def held_gib(model: StepModel, rank: int = 0) -> float:
+def held_gib(model: StepModel, rank: int = 0, *, has_optimizer: bool = True) -> float:
     """Weights, optimizer, and gradients of earlier micro-batches of a pipeline rank."""
     size, distributed = model.size, model.config.distributed
     stage, held = distributed.zero_stage, 0.0
@@ -466,10 +470,21 @@ def held_gib(model: StepModel, rank: int = 0) -> float:
         each = size.compute / (shard if stage == 3 else 1)
         if model.micro_batches > distributed.pipeline_model_parallel_size:
             each += size.gradient / (shard if stage >= 2 else 1)
-        if not model.config.optimizer.optimizer_cpu_offload:
+        if has_optimizer and not model.config.optimizer.optimizer_cpu_offload:
             each += (size.wide * (size.wide != size.compute) + size.moments) / shard
         held += count * each
     return held / 2**30
+
+
+def running_gib(model: StepModel, rank: int) -> float:
+    """Whole weights and gradients of a rank's last layer at ZeRO 3, in whose backward pass all that
+    the micro-batches keep is there.
+    """
+    layers = [index for stage in model.stages_of(rank) for index in stage.layers]
+    if model.config.distributed.zero_stage < 3 or model.shard == 1 or not layers:
+        return 0.0
+    each = model.size.compute + model.size.gradient
+    return sum(model.layer_parameters(layers[-1])) * each / 2**30
 
 
 def most_kept(model: StepModel, rank: int) -> int:

@@ -176,6 +176,11 @@ class StepModel:
             distributed.overlap_moe_expert_parallel_comm,
         )
 
+    def stages_of(self, rank: int) -> list[Stage]:
+        """Those of a pipeline rank."""
+        placed = zip(self.stages, self.schedule(1).placement, strict=True)
+        return [stage for stage, where in placed if where == rank]
+
     @property
     def padded_flops(self) -> float:
         """Of the model in a step, with the padded vocabulary: Megatron-LM's count."""
@@ -217,7 +222,7 @@ class StepModel:
         for kind, count in kinds:
             if kind not in self._layers:
                 layer = self.operations.layer(kind.like, kind.choice)
-                layer = self._with_zero(layer, self._layer_parameters(kind.like))
+                layer = self._with_zero(layer, self.layer_parameters(kind.like))
                 self._layers[kind] = self._with_host_copies(layer, kind)
             yield self._layers[kind], count
         if stage.embedding:
@@ -249,7 +254,7 @@ class StepModel:
             layer, forward=layer.forward + copy, backward_input=layer.backward_input + copy
         )
 
-    def _layer_parameters(self, index: int) -> RankParameters:
+    def layer_parameters(self, index: int) -> RankParameters:
         """Of a layer on a rank."""
         model, ranks = self.config.model, expert_ranks(self.config)
         total = elements(layer_parameters(model, index).values(), self.operations.tp, ranks)

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from megatron.benchmarks import checkpoint, training
-from megatron.benchmarks.turn_group import Group
-
-ANSWER = (
-    "import os; input(); print('TURN ' + os.environ['MALLOC_TRIM_THRESHOLD_'].join('[]'), "
-    "flush=True)"
-)
 
 
 def test_every_program_is_started_with_them(monkeypatch):
@@ -29,14 +22,6 @@ def test_every_program_is_started_with_them(monkeypatch):
         except InterruptedError:
             pass
     assert len(given) == 2 and all(env.items() >= training.KEPT_MEMORY.items() for env in given)
-
-
-def test_turns_are_taken_with_them():
-    group = Group("any", [sys.executable, "-c", ANSWER], 1)
-    try:
-        assert group.turn("") == [[int(training.KEPT_MEMORY["MALLOC_TRIM_THRESHOLD_"])]]
-    finally:
-        group.end()
 
 
 def test_checkpoints_are_compared_with_equal_threads():

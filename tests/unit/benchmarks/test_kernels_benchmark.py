@@ -88,21 +88,6 @@ def test_attention_of_the_fused_projection_is_a_case():
     ]
 
 
-def test_an_interrupted_run_keeps_what_it_measured(tmp_path, monkeypatch):
-    def interrupted(bench):
-        bench.measure("part", "first", {"ours": lambda: None}, 1.0, "byte")
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(tool.PARTS, "limits", interrupted)
-    command = ["tool", "--out", str(tmp_path), "--tiny", "--parts", "limits"]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(KeyboardInterrupt):
-        tool.main()
-    found = json.loads((tmp_path / "kernels.json").read_text())
-    assert [row["case"] for row in found["rows"]] == ["first"] and not found["finished"]
-    assert {file.name for file in tmp_path.iterdir()} == {"kernels.json", "kernels.md"}
-
-
 class Timeline:
     """A device that works off a queue, and the host that fills it: seconds of either."""
 

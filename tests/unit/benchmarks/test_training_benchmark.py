@@ -6,7 +6,6 @@ our losses.
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import sys
 import time
@@ -18,11 +17,9 @@ import torch
 from megatron.benchmarks import training as tool
 from megatron.benchmarks.peers import common
 from megatron.benchmarks.peers.common import (
-    StepClock,
     Work,
     parse_work,
     rank_samples,
-    report,
     tensor_of,
 )
 
@@ -41,28 +38,6 @@ TINY = Work(
     lr_warmup=2,
     threads=1,
 )
-
-
-def line(iteration: int, second: int) -> str:
-    return (
-        f" [2026-01-01 00:00:{second:02d}.500000] iteration {iteration:8d}/      30 | "
-        f"consumed samples:  1 | lm loss: {9 - iteration / 10:.6E} | loss scale: 1.0 |\n"
-    )
-
-
-def test_throughput_is_taken_after_the_warm_up():
-    work = Work(steps=30, warmup=10)
-    lines = [
-        ("banner\n", 1.0),
-        (line(10, 5), 4.0),
-        (line(20, 10), 8.0),
-        (line(30, 15), 14.0),
-        (" training is complete\n", 20.0),
-    ]
-    answer = tool.our_answer(lines, work)
-    assert answer["tokens_per_second"] == pytest.approx(20 * 1024 / 10)
-    assert answer["tokens_per_cpu_second"] == pytest.approx(20 * 1024 / 10)
-    assert answer["losses"] == pytest.approx([8, 7, 6])
 
 
 @pytest.mark.parametrize("name", tool.SETTINGS)
@@ -235,35 +210,6 @@ def test_mixtral_with_our_weights_computes_our_losses(monkeypatch, tmp_path):
         optimizer.zero_grad()
     # the bound of the plain loop's losses
     assert losses.of_steps() == pytest.approx(ours, abs=5e-6)
-
-
-@pytest.mark.parametrize(
-    ("work", "losses"),
-    [
-        (
-            replace(TINY, pipeline_parallel=2),
-            ([0.0, 0.0], [5.0, 3.0]),
-        ),  # the first stage has no losses
-        (replace(TINY, data_parallel=2), ([4.0, 2.0], [6.0, 4.0])),
-        (replace(TINY, tensor_parallel=2), ([5.0, 3.0], [5.0, 3.0])),
-    ],
-)
-def test_rank_0_answers_with_the_mean_loss_of_every_layout(monkeypatch, capsys, work, losses):
-    work, clock, end = replace(work, steps=2, warmup=1), StepClock(), []
-    clock.stamps = [(0.0, 0.0), (2.0, 1.0)]
-    # what rank 1 adds
-    monkeypatch.setattr(
-        common.dist, "all_reduce", lambda total: total.add_(torch.tensor([3.0, *losses[1]]))
-    )
-    monkeypatch.setattr(common.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(common.dist, "destroy_process_group", lambda: end.append(True))
-    report(work, clock, losses[0], 7, {})
-    answer = json.loads(capsys.readouterr().out.strip().removeprefix("RESULT "))
-    assert answer["losses"] == [5.0, 3.0] and end
-    assert (
-        answer["tokens_per_second"] == work.step_tokens / 2
-        and answer["tokens_per_cpu_second"] == work.step_tokens / 4
-    )
 
 
 def fake_run(who: str, work: Work, *_: object) -> dict:

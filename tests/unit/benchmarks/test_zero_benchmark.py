@@ -14,7 +14,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks/peers"))
 
-from live_bytes import LiveBytes
 from megatron.benchmarks import zero as tool
 from megatron.benchmarks.turn_group import Group
 from turns import Turns
@@ -28,28 +27,6 @@ MIB = 1 << 20
 
 def mib(count: int) -> torch.Tensor:
     return torch.empty(count * MIB, dtype=torch.uint8)
-
-
-def test_live_bytes_are_those_of_live_storages():
-    held = mib(3)
-    leaf = torch.ones(MIB // 4, requires_grad=True)
-    (2 * leaf).sum().backward()  # a gradient that Python has not seen
-    with LiveBytes() as live:
-        before = live.now
-        made = mib(5)
-        view = made[:MIB]
-        assert live.now == before + 5 * MIB
-        del made
-        assert live.now == before + 5 * MIB  # the view holds it
-        del view
-        assert live.now == before
-        assert live.peak >= before + 5 * MIB
-        held.untyped_storage().resize_(0)
-        assert live.now == before - 3 * MIB
-        held.untyped_storage().resize_(3 * MIB)
-        assert live.now == before
-        leaf.grad = None
-        assert live.now == before - MIB
 
 
 def test_a_turn_takes_the_steps_it_is_told_to_and_answers(monkeypatch, capsys):

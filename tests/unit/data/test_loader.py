@@ -174,15 +174,6 @@ def test_path_lists():
             parse_blend(wrong, "--data-path")
 
 
-def test_evaluation_samples_do_not_follow_the_seed(tmp_path):
-    prefix = make(tmp_path / "x", 300)
-    one, two = (build_split(prefix, split="80,10,10", seed=seed) for seed in (1, 2))
-    assert torch.equal(
-        one.valid["validation"].batch(0, 8).tokens, two.valid["validation"].batch(0, 8).tokens
-    )
-    assert not torch.equal(one.train.batch(0, 8).tokens, two.train.batch(0, 8).tokens)
-
-
 def test_sources_of_validation_are_separate_and_named(tmp_path):
     (tmp_path / "p").mkdir(), (tmp_path / "q").mkdir()
     a, b, c = (

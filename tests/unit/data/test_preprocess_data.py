@@ -264,14 +264,6 @@ def test_lone_surrogates_are_replaced_or_left_out_and_counted(tmp_path, capsys):
         ) in capsys.readouterr().out
 
 
-def test_a_line_left_out_is_left_out_under_every_key(tmp_path):
-    rows = [{"a": "1", "b": "2"}, {"a": "3", "b": "\ud800"}, {"a": "5", "b": "6"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(tmp_path / "a.jsonl", tmp_path / "x", "--json-keys", "a", "b", "--invalid-text", "skip")
-    for key, kept in (("a", [1, 5]), ("b", [2, 6])):
-        assert IndexedDataset(str(tmp_path / f"x_{key}_document")).tokens.tolist() == kept
-
-
 def test_bytes_that_are_not_utf8_follow_the_policy(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "1"}\n{"text": "\xff"}\n{"text": "3"}\n')
     (sidecar,) = run(tmp_path / "a.jsonl", tmp_path / "x", "--invalid-text", "skip")
@@ -294,21 +286,6 @@ def test_keys_that_cannot_name_files_are_refused_before_work(tmp_path, monkeypat
     with pytest.raises(UserError, match=message):
         run(lines(tmp_path / "a.jsonl", ["1"]), tmp_path / "x", "--json-keys", *keys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "x_here_document.bin"]
-
-
-def test_a_key_that_fails_publishes_no_other(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_text('{"a": "1", "b": "2"}\n')
-    complete = tool.IndexedDatasetWriter.complete
-
-    def fail(writer, facts):
-        if "_b_" in writer.prefix:
-            raise OSError(28, "No space left on device")
-        return complete(writer, facts)
-
-    monkeypatch.setattr(tool.IndexedDatasetWriter, "complete", fail)
-    with pytest.raises(OSError):
-        run(tmp_path / "a.jsonl", tmp_path / "x", "--json-keys", "a", "b")
-    assert not list(tmp_path.glob("x*"))
 
 
 @pytest.mark.parametrize("content", ["", "\n", '{"text": ""}\n'])

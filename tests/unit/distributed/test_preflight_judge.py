@@ -12,12 +12,11 @@ from megatron.tools._preflight.judge import (
     outliers,
     report,
 )
-from megatron.tools._preflight.links import Speed, pairings
+from megatron.tools._preflight.links import pairings
 from megatron.tools._preflight.meeting import Findings
 from megatron.tools._preflight.probes import MISSING, Facts, Needs
 
 from megatron.config.errors import UserError
-from megatron.distributed.rendezvous import Launch
 from tools import preflight
 
 NEEDS = Needs(("data.bin",), ("tracker",), ("/cache",), "/run", 1e9, "settings", ())
@@ -122,24 +121,6 @@ def test_a_slow_node_is_told_from_its_partners():
     assert [fault.node for fault in faults(found)] == [None]
 
 
-def test_a_slow_group_within_a_node_names_it():
-    found = findings()
-    groups = [(0, 1), (2, 3), (4, 5), (6, 7)]
-    found.axes = [
-        Speed("tp", "all-reduce", 1 << 20, ranks, 100.0 if ranks != (4, 5) else 50.0)
-        for ranks in groups
-    ]
-    (fault,) = faults(found)
-    assert fault.node == "n2" and "all-reduce over tp is slow in ranks 4-5: 50 GB/s" in fault.text
-    assert (
-        "tp all-reduce of 1 MiB: GB/s of the slowest, median and fastest of 4 groups"
-        in (report(found, [fault], "title")[-3])
-    )
-    found.axes, found.errors = [], {0: "waited in vain", 1: "waited in vain"}
-    (fault,) = faults(found)
-    assert fault.node is None and fault.text.startswith("ranks 0-1 waited in vain")
-
-
 def test_a_missing_rank_is_where_the_launcher_says():
     found = findings()
     del found.nodes[3], found.facts[2], found.facts[3]
@@ -148,13 +129,6 @@ def test_a_missing_rank_is_where_the_launcher_says():
     first, second = faults(found, hosts=hosts)
     assert first.text.startswith("n1: rank 2 fell silent") and second.node == "n1"
     assert [fault.node for fault in faults(found)] == ["n1", None]
-
-
-def test_hosts_of_ranks_are_those_of_srun():
-    launch = Launch(launcher="srun")
-    environment = {"SLURM_STEP_NODELIST": "n[0-2]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
-    assert preflight.rank_hosts(launch, environment) == ["n0", "n0", "n1", "n1", "n2"]
-    assert preflight.rank_hosts(Launch(launcher="torchrun"), environment) == []
 
 
 def test_the_flags_of_the_tool_leave_the_rest_to_the_run():

@@ -99,12 +99,6 @@ def test_gathers(gloo_world, size):
     )
 
 
-def test_an_axis_of_one_communicates_nothing():
-    axis, x = build_groups(Layout(), 0, None).tp, torch.ones(4)
-    assert c.all_reduce(x, axis) is c.all_gather(x, axis) is c.reduce_scatter(x, axis) is x
-    assert c.gather_bytes(b"a", axis, CPU) == [b"a"]
-
-
 def fail_on(size, failing):
     axis = axis_of(size)
     try:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.tools._plan import program_memory
 from megatron.tools._plan.activations import Shape
-from megatron.tools._plan.memory import MemoryPlan, PlannedSteps
+from megatron.tools._plan.memory import MemoryPlan
 from megatron.tools._plan.operations import Operations
 from megatron.tools._plan.program import OURS, Program
 from megatron.tools._plan.program_memory import peak_of
@@ -20,7 +20,6 @@ from unit.zero.tracker import LiveBytes
 from megatron.config.arguments import parse_arguments
 from megatron.config.groups import Config
 from megatron.config.validate import resolve
-from megatron.model.arithmetic import padded_vocab_size
 
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 192 --seq-length 32 "
@@ -109,34 +108,6 @@ def test_a_layer_keeps_what_torchs_operators_save():
     shape = Shape(config_of(TP2 + "--sequence-parallel"), VOCABULARY)
     kept = program_memory._kept_of_layer(Program(gathered_inputs=True), shape)
     assert kept == 2 * (TOKENS - TOKENS // 2) * hidden * 2
-
-
-def test_a_pipeline_keeps_more_of_each_micro_batch_in_flight():
-    """1F1B over two stages: two micro-batches of the first one's two layers. The whole logits are
-    on the last one.
-    """
-    config = config_of(PP2 + "--zero-stage 1")
-    activated = TOKENS * 192 * 2
-    ranks = MemoryPlan(config, VOCABULARY, WORLD).ranks
-    assert ranks[1].total > ranks[0].total  # of logits of 50,000 entries
-    more = peak_of(WHOLE, config, VOCABULARY, WORLD) - ranks[1].total
-    assert 0 < more < 16 * TOKENS * padded_vocab_size(VOCABULARY, config.model)
-    keeping = Program(activated_gate=True)
-    config = config_of(PP2 + "--zero-stage 1 --decoder-first-pipeline-num-layers 3 ")
-    first, last = MemoryPlan(config, VOCABULARY, WORLD).ranks
-    expected = max(
-        first.total + 2 * 3 * activated,
-        last.total + activated,
-    )
-    assert peak_of(keeping, config, VOCABULARY, WORLD) == expected
-
-
-def test_a_recomputed_layer_keeps_more_only_when_it_is_there_again():
-    steps = PlannedSteps(config_of("--recompute-granularity full "), VOCABULARY, WORLD, "cuda")
-    _, layer, *_ = steps.units_of(0)[0]  # behind the embedding
-    keeping = program_memory._keeping(layer, 1000)
-    assert keeping.saved == layer.saved
-    assert keeping.rebuilt.saved == layer.rebuilt.saved + 1000
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -21,8 +21,7 @@ from megatron.tools._plan.memory import (
     stage_parameters,
 )
 from megatron.tools._plan.silent import SilentGroup
-from megatron.tools._plan.simulate import Costs
-from megatron.tools._plan.stages import stage_costs, stage_lines
+from megatron.tools._plan.stages import stage_lines
 from test_memory import (
     BATCH,
     DRY,
@@ -348,23 +347,3 @@ def test_the_bubble_that_a_dry_run_tells():
     # (P - 1) / (m + P - 1)
     assert idle(8, 9) == pytest.approx(3 / 12, abs=0.01) == idle(8, 9, recompute=True)
     assert idle(8, 9, "Et|tt|tt|tttL") > idle(8, 9) + 0.1  # all wait for the largest stage
-
-
-def test_costs_of_passes_worked_out_by_hand():
-    # h 64, q = k = 64, f 256, s 64, V 128: a layer 2 (4 64^2 + 2 64 256) = 98304 and its attention
-    # core 2 64 64 = 8192; a head 2 64 128 = 16384
-    config = configure(2, 3, DRY, pipeline_model_parallel_layout="Et|ttL")
-    # of a micro-batch; fused attention computes its scores once more in the backward pass
-    tokens = config.training.micro_batch_size * 64
-    costs = stage_costs(config, pipeline_stages(config, 128), 128)
-    forward, back = [106496, 2 * 106496 + 16384], 2 * 98304 + 2.5 * 8192
-    assert costs == Costs(
-        tuple(tokens * each for each in forward),
-        (tokens * back, tokens * (2 * back + 2 * 16384)),
-        (0, 0),
-    )
-    again = configure(2, 3, DRY, pipeline_model_parallel_layout="Et|ttL", recompute=True)
-    assert stage_costs(again, pipeline_stages(again, 128), 128).backward_input == tuple(
-        own + tokens * layers * 106496
-        for own, layers in zip(costs.backward_input, (1, 2), strict=True)
-    )

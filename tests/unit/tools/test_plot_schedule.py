@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -16,26 +15,10 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import plot_schedule
-from megatron.tools._plan import drawing
 from megatron.tools._plan.simulate import Costs, simulate
 
 from megatron.parallel.schedule import build_schedule
 from megatron.parallel.timeline import Timeline
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def boxes(path: Path) -> list[tuple[str, float, float, float]]:
-    """(colour, x, y, width) of every computation drawn."""
-    found = []
-    for element in ElementTree.parse(path).iter(f"{SVG}path"):
-        for x, y, width in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v\d+h-", element.get("d")):
-            found.append((element.get("fill"), float(x), float(y), float(width)))
-    return found
-
-
-def words(path: Path) -> list[str]:
-    return [element.text for element in ElementTree.parse(path).iter(f"{SVG}text")]
 
 
 def measured(
@@ -46,46 +29,6 @@ def measured(
     file = tmp_path / "timeline.json"
     file.write_text(line.to_json())
     return line, str(file)
-
-
-def test_boxes_lie_where_the_time_line_says(tmp_path):
-    """1F1B on 2 ranks, one micro-batch: F at 0 and 1, B of 2 at 2 and 4; the whole is 6."""
-    out = tmp_path / "a.svg"
-    assert (
-        plot_schedule.main(
-            ["--schedule", "1f1b", "--ranks", "2", "--micro-batches", "1", "--out", str(out)]
-        )
-        == 0
-    )
-    unit = (drawing.WIDTH - drawing.LEFT - drawing.RIGHT) / 6
-    places = sorted(
-        (y, round((x - drawing.LEFT) / unit, 2), round(width / unit, 2))
-        for _, x, y, width in boxes(out)
-    )
-    assert [place[1:] for place in places] == [(0, 1), (4, 2), (1, 1), (2, 2)]
-
-
-def test_measured_stands_below_simulated_on_one_scale(tmp_path, capsys):
-    """Measured with messages that take time: the simulation with its costs, without messages,
-    ends earlier.
-    """
-    line, file = measured(tmp_path, latency=0.5)
-    out = tmp_path / "a.svg"
-    assert plot_schedule.main(["--measured", file, "--out", str(out)]) == 0
-    drawn = sorted(boxes(out), key=lambda box: box[2])
-    above, below = drawn[:16], drawn[16:]
-    assert max(y for _, _, y, _ in above) < min(y for _, _, y, _ in below)
-    assert sorted(width for *_, width in above) == sorted(width for *_, width in below)
-    assert max(x + width for _, x, _, width in above) < max(x + width for _, x, _, width in below)
-    titles = [word for word in words(out) if "1f1b, 2 ranks, 4 micro-batches" in word]
-    assert [title.split(":")[0] for title in titles] == ["simulated", "measured"]
-    printed = capsys.readouterr().out.splitlines()
-    assert (
-        printed[2].startswith("| simulated: ")
-        and f"| {100 * line.bubble:.1f}% |" in printed[3]
-        and "| s |" in printed[0]
-    )
-    assert "20.0%" in printed[2]  # (P - 1) / (m + P - 1)
 
 
 def test_a_chrome_trace_has_both_time_lines(tmp_path, capsys):

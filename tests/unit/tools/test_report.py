@@ -110,36 +110,6 @@ def test_expected_against_got(tmp_path, capsys, flags, code, words):
     )
 
 
-def test_missing_metrics_leave_a_sentence(tmp_path):
-    assert report.main([folder(tmp_path, [{"iteration": 1, "lm loss": 3.0}])]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("class=picture") == 1 and "configuration is not known" in page
-    assert "Nothing to draw of: Learning rate (learning-rate was not logged)" in page
-
-
-def test_non_finite_losses_are_marked(tmp_path):
-    rows = [
-        {"iteration": 1, "lm loss": 3.0},
-        {"iteration": 2, "lm loss": "NaN"},
-        {"iteration": 3, "lm loss": 2.0},
-        {"iteration": 4, "lm loss": "Infinity"},
-    ]
-    assert report.main([folder(tmp_path, rows)]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "NaN or Inf (2)" in page and figure_of(page, "Loss").count("class=broken") == 1
-
-
-def test_nothing_to_report(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 2
-    assert "no such file" in capsys.readouterr().err
-    run = folder(tmp_path / "run")
-    assert report.main([run, f"{run}/metrics.jsonl"]) == 2
-    assert "given twice" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        report.main([run, run, "--expected-validation-loss", "4"])
-    assert "is of one run" in capsys.readouterr().err
-
-
 def test_several_runs_are_beside_each_other(tmp_path):
     """The table, the legend with the flags that differ and no others, losses where both have been,
     and of each metric a curve a run.

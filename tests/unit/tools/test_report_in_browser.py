@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -141,24 +140,6 @@ def test_every_row_is_a_point_and_in_its_place(browser: Browser, pair: list[Path
     kinds = [kind for kind, _, _ in drawn["Training loss"]["paths"]]
     assert kinds.count("mark evaluation") == kinds.count("mark checkpoint") == 2
     assert kinds.count("restart") == 1  # only the first run was resumed
-
-
-def test_smoothing(browser: Browser, pair: list[Path]):
-    """The stronger, the smoother; none at all gives the bare curve; and the strength is shown."""
-    browser.open(pair[0].with_name("one.html"))
-    choices = int(browser.run("document.getElementById('smoothing').max")) + 1
-    strengths, roughness = [], []
-    for strength in range(choices):
-        drawn = choose(browser, "#smoothing", strength)
-        strengths.append(browser.run("document.getElementById('strength').textContent"))
-        smooth = of_class(drawn, "Loss", "curve smooth")
-        bare = of_class(drawn, "Loss", "curve" if strength == 0 else "curve faint")
-        assert len(smooth) == (strength > 0) and len(bare[0]) == 120
-        line = (smooth or bare)[0]
-        roughness.append(sum(abs(b - a) for (_, a), (_, b) in pairwise(line)))
-    assert strengths[0] == "none" and strengths[1] == "exponential mean, 2 iterations"
-    assert choices >= 4 and all(a > b for a, b in pairwise(roughness))
-    assert of_class(drawn, "Learning rate", "curve smooth") == []
 
 
 def test_other_axes(browser: Browser, pair: list[Path]):
