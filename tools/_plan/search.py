@@ -477,14 +477,15 @@ def held_gib(model: StepModel, rank: int = 0, *, has_optimizer: bool = True) -> 
 
 
 def running_gib(model: StepModel, rank: int) -> float:
-    """Whole weights and gradients of a rank's last layer at ZeRO 3, in whose backward pass all that
-    the micro-batches keep is there.
+    """Weights that are gathered, and the whole gradients, of a rank's last layer at ZeRO 3: all that
+    the micro-batches keep is there in its backward pass.
     """
     layers = [index for stage in model.stages_of(rank) for index in stage.layers]
-    if model.config.distributed.zero_stage < 3 or model.shard == 1 or not layers:
+    if model.config.distributed.zero_stage < 3 or not layers:
         return 0.0
-    each = model.size.compute + model.size.gradient
-    return sum(model.layer_parameters(layers[-1])) * each / 2**30
+    parameters = model.buffers(model.layer_parameters(layers[-1]))
+    gathered = sum(count for _, count, shard in parameters if shard > 1)
+    return gathered * (model.size.compute + model.size.gradient) / 2**30
 
 
 def most_kept(model: StepModel, rank: int) -> int:
