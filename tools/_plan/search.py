@@ -477,8 +477,8 @@ def held_gib(model: StepModel, rank: int = 0, *, has_optimizer: bool = True) -> 
 
 
 def running_gib(model: StepModel, rank: int) -> float:
-    """Weights that are gathered, and the whole gradients, of a rank's last layer at ZeRO 3: all that
-    the micro-batches keep is there in its backward pass.
+    """Gathered weights and whole gradients of a rank's last layer at ZeRO 3, in whose backward pass
+    all that the micro-batches keep is there.
     """
     layers = [index for stage in model.stages_of(rank) for index in stage.layers]
     if model.config.distributed.zero_stage < 3 or not layers:
