@@ -12,6 +12,8 @@ LINES = {
     "megatron/config": 5439,
     "megatron/data": 1649,
     "megatron/observe": 1473,
+    "megatron/optimizer": 1575,
+    "megatron/parallel": 3540,
     "megatron/training": 3905,
 }
 
