@@ -35,7 +35,15 @@ from megatron.model.mlp import MLP, TiledMLP
 from megatron.model.norm import AddNorm
 from megatron.model.recompute import KEPT, LayerRecompute, always_rebuilt
 from megatron.model.recompute_context import OffloadableTensor, RecomputeContext
-from megatron.model.spec import Multipliers, ParameterSpec, Shard, matrix, normal, parts_under
+from megatron.model.spec import (
+    Multipliers,
+    ParameterSpec,
+    Shard,
+    matrix,
+    normal,
+    parts_under,
+    spec_of,
+)
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
 
@@ -97,7 +105,8 @@ def vocabulary_matrix(
 def layer_parameters(config: ModelConfig, index: int) -> dict[str, ParameterSpec]:
     """All parameters of a transformer layer by their names in it, in the order of its buffer."""
     layer = TransformerLayer(config, 0, index)
-    return {name: parameter.spec for name, parameter in layer.named_parameters()}
+    named = layer.named_parameters()
+    return {name: spec_of(name, parameter, config) for name, parameter in named}
 
 
 def representative_layer(config: ModelConfig, index: int) -> int:

@@ -7,7 +7,7 @@ residual addition in front and the sum of two gradients behind. s sequence, b ba
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +164,7 @@ class Norm(nn.Module):
         kind, self.eps = NORMS[config.normalization], config.norm_epsilon
         self.backend = config.norm_backend if kind.kernels else "torch"
         self.function = _ApexNorm if self.backend == "apex" else kind.function
-        held = {"copies": "tp", "grad_sum": grad_sum}
+        held: dict[str, Any] = {"copies": "tp", "grad_sum": grad_sum}
         self.weight = vector(f"{name}.weight", size, ONES, **held).parameter()
         self.bias = vector(f"{name}.bias", size, **held).parameter() if kind.bias else None
 
