@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -284,7 +284,7 @@ class _Cut:
         self.low = low
         self.high = high
         self.first_row = offset[0]  # of the box
-        columns = [slice(l - o, h - o) for l, h, o in zip(low[1:], high[1:], offset[1:])]
+        columns: Any = [slice(l - o, h - o) for l, h, o in zip(low[1:], high[1:], offset[1:])]
         self.view = view[..., *columns]
         own = piece.offset or (0,)
         extent = piece.extent or (1,)
