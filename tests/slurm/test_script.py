@@ -189,6 +189,8 @@ def test_settings_that_are_no_numbers_are_refused(start, tmp_path, name, value):
 def test_tokens_are_counted_in_the_sequences_of_the_flag_given_last(start):
     assert start("--seq-length=1024", TOKENS="10240").training[-2:] == ["--train-samples", "10"]
     assert start("--seq-length", "512", TOKENS="10240").training[-2:] == ["--train-samples", "20"]
+    given = start("--train-iters", "7").training
+    assert given[-2:] == ["--train-iters", "7"] and "--train-samples" not in given
 
 
 def test_the_attempts_are_counted_and_for_the_group_alone(start, tmp_path):
