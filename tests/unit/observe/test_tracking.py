@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.pool import warm_context
 
 from megatron.config.errors import UserError
 from megatron.config.groups import CheckpointConfig, Config, DataConfig, LoggingConfig
@@ -488,6 +487,9 @@ def test_the_run_id_is_made_once(tmp_path):
     first = persistent_run_id(path)
     assert len(first) == 8 and persistent_run_id(path) == first
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    # here: the processes of other tests import this file without the folder of tests
+    from distributed.pool import warm_context
+
     # Several starts at the same time agree.
     with ProcessPoolExecutor(4, mp_context=warm_context()) as starts:
         assert len(set(starts.map(persistent_run_id, [tmp_path / "race" / "id"] * 4))) == 1
