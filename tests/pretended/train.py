@@ -291,10 +291,13 @@ def phases(log: Log) -> Iterator[None]:
 # ---- parameters
 
 
-def take_parameters(block: Any) -> None:
-    """As Block._take_parameters for fake tensors: what torch itself keeps among a fake tensor's
+def make_weight(block: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """As Block._make_weight for fake tensors: what torch itself keeps among a fake tensor's
     attributes, its device for one, is not taken over, and references of torch's own do not hinder.
     """
+    block.weight = torch.zeros(block.size, dtype=dtype, device=device)
+    empty = torch.empty(0, dtype=dtype, device=device)
+    block.untracked = empty.set_(block.weight.untyped_storage(), 0, (block.size,), (1,))
     for entry, parameter in zip(block.entries, block.parameters, strict=True):
         stored = torch.nn.Parameter(entry.view(block.weight), requires_grad=block.trained)
         own = vars(stored)
@@ -308,7 +311,7 @@ def take_parameters(block: Any) -> None:
 def fake_parameters() -> Iterator[None]:
     from megatron.parallel.blocks import Block
 
-    with mock.patch.object(Block, "_take_parameters", take_parameters):
+    with mock.patch.object(Block, "_make_weight", make_weight):
         yield
 
 

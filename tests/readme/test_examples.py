@@ -30,9 +30,12 @@ def start(command: str, folder: Path, *more: str) -> str:
     words = [*shlex.split(command), *more]
     script = next(i for i, word in enumerate(words) if word.startswith("examples/"))
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in words]
-    if words[0] != "torchrun":
+    if words[0] == "torchrun":
+        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
+    elif "custom_optimizer" in command:  # it has to come before the flags are known
+        words[:script] = [sys.executable]
+    else:
         return run_script(words[script:], folder)
-    words[:1] = [sys.executable, "-m", "torch.distributed.run"]
     done = subprocess.run(
         words,
         cwd=folder,
