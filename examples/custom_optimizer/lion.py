@@ -5,7 +5,6 @@ import sys
 import torch
 from torch import Tensor
 
-import pretrain_gpt
 from megatron.config.groups import OPTIMIZERS, OptimizerConfig, OptimizerKind
 from megatron.optimizer.update import RULES, Implementation, StepScalars, check_tables
 
@@ -28,4 +27,6 @@ RULES["lion"] = {"torch": Implementation(lion)}
 check_tables()
 
 if __name__ == "__main__":
+    import pretrain_gpt  # whose flags are made of OPTIMIZERS when it is imported
+
     sys.exit(pretrain_gpt.main())
