@@ -45,7 +45,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
 }
-GATED = ("swiglu", "geglu")
+# of a gated kind, torch's operators that write the function of a, and dy times its derivative
+GATES = {
+    "swiglu": (torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input),
+    "geglu": (torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input),
+}
+GATED = tuple(GATES)
 KINDS = tuple(FUNCTIONS)
 
 

@@ -81,12 +81,15 @@ from megatron.checkpoint.reader import TORCH_DTYPES, open_checkpoint  # noqa: E4
 from megatron.checkpoint.run_state import config_of  # noqa: E402
 from megatron.checkpoint.writer import save_checkpoint  # noqa: E402
 from megatron.config.arguments import parse_arguments  # noqa: E402
-from megatron.config.derive import (
-    GATED,  # noqa: E402
-    derive,  # noqa: E402
-)
+from megatron.config.derive import derive  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
-from megatron.config.groups import Config, DataConfig, ModelConfig, PrecisionConfig  # noqa: E402
+from megatron.config.groups import (  # noqa: E402
+    GATED,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PrecisionConfig,
+)
 from megatron.config.streams import escape_unencodable  # noqa: E402
 from megatron.data.tokenizer import build_tokenizer  # noqa: E402
 from megatron.distributed.groups import Axis  # noqa: E402

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 from megatron.config.batch_schedule import schedule_words
 from megatron.config.errors import UserError, shortened
-from megatron.config.groups import LR_DECAYS, Config, DecayKind, DistributedConfig
+from megatron.config.groups import GATED, LR_DECAYS, Config, DecayKind, DistributedConfig
 from megatron.config.latent import yarn_scale
 from megatron.config.metadata import flag_name
 from megatron.config.options import FIELDS
 from megatron.config.stages import AUTO, virtual_stages
 
-GATED = ("swiglu", "geglu")
 GATED_WIDTH = "8/3 x hidden-size rounded down to a multiple of 64"
 
 

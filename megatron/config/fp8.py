@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron.config.derive import GATED, RunView
-from megatron.config.groups import ModelConfig, PrecisionConfig
+from megatron.config.derive import RunView
+from megatron.config.groups import GATED, ModelConfig, PrecisionConfig
 
 BLOCK = 128  # consecutive elements of a row that share a scale under --fp8-recipe blockwise
 # torch's scaled products take multiples of this

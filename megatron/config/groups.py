@@ -68,6 +68,17 @@ TokenizerType = Literal[
 Changed = Literal["data", "tokenizer", "batch", "seed", "positions"]
 Prefixes = tuple[str, ...]
 
+# --activation, and whether it is gated: fc1 then has a second half, which multiplies the activation
+# of the first. kernels/activation.py has their functions.
+ACTIVATIONS = {
+    "gelu": False,
+    "gelu-tanh": False,
+    "swiglu": True,
+    "geglu": True,
+    "squared-relu": False,
+}
+GATED = tuple(kind for kind, is_gated in ACTIVATIONS.items() if is_gated)
+
 
 @dataclass(frozen=True)
 class ModelConfig(ExpertsConfig, LatentConfig):
@@ -125,7 +136,7 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Normalization layer used throughout the model."""
     norm_epsilon: float = model_flag(1e-5, "--layernorm-epsilon")
     """Added to the variance inside the normalization."""
-    activation: Literal["gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu"] = model_flag("gelu")
+    activation: Literal[*ACTIVATIONS] = model_flag("gelu")  # type: ignore[valid-type]
     """Activation of the MLP; swiglu and geglu are gated."""
     add_bias_linear: bool = model_flag(True, off="--disable-bias-linear")
     """Biases in the linear layers."""

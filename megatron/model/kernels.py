@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron.config.derive import GATED, attention_ranks, expert_ranks
+from megatron.config.derive import attention_ranks, expert_ranks
 from megatron.config.errors import UserError
-from megatron.config.groups import Config, PrecisionConfig
+from megatron.config.groups import GATED, Config, PrecisionConfig
 from megatron.kernels import grouped_gemm, lang
 from megatron.kernels.attention import unfit
 from megatron.kernels.attention_backward import why_not_atomic

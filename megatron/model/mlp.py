@@ -20,20 +20,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.derive import GATED
-from megatron.config.groups import ModelConfig
-from megatron.kernels.activation import FUNCTIONS, activation_backward
+from megatron.config.groups import ACTIVATIONS, GATED, ModelConfig
+from megatron.kernels.activation import FUNCTIONS, GATES, activation_backward
 from megatron.kernels.activation import activation as activation_forward
 from megatron.model.linear import ColumnLinear, RowLinear
 from megatron.model.main_grad import accumulate_gradients
 from megatron.model.spec import Shard, fuse, matrix, normal, parts_under, vector
 from megatron.model.tensor_parallel import NO_TP, TensorParallel
 
-_ATEN = torch.ops.aten  # whose forms with `out` write into a half of the fused tensor
-_GATES = {
-    "swiglu": (_ATEN.silu.out, _ATEN.silu_backward.grad_input),
-    "geglu": (_ATEN.gelu.out, _ATEN.gelu_backward.grad_input),
-}
+
+def check_tables() -> None:
+    """Raises KeyError for a choice of --activation without a function, or a function without a
+    choice.
+    """
+    gated = {kind for kind, is_gated in ACTIVATIONS.items() if is_gated}
+    # At import, so that an incomplete entry is found before a run is.
+    for incomplete in sorted((ACTIVATIONS.keys() ^ FUNCTIONS.keys()) | (gated ^ GATES.keys())):
+        raise KeyError(
+            f"--activation {incomplete}: needs an entry of ACTIVATIONS in config/groups.py, and of "
+            "FUNCTIONS (and GATES, if it is gated) in kernels/activation.py"
+        )
+
+
+check_tables()
 
 
 class _Gated(torch.autograd.Function):
@@ -47,7 +56,7 @@ class _Gated(torch.autograd.Function):
         ctx.activation = activation
         gate, up = fused.chunk(2, dim=-1)
         # act(gate) in a new tensor, then times up in place: one tensor of width f
-        value, _ = _GATES[activation]
+        value, _ = GATES[activation]
         return value(gate, out=gate.new_empty(gate.shape)).mul_(up)
 
     @staticmethod
@@ -63,7 +72,7 @@ def gated_gradients(
     each row: dy [N, f], fused [N, 2f].
     """
     gate, up = fused.chunk(2, dim=-1)
-    value, gradient = _GATES[activation]
+    value, gradient = GATES[activation]
     # Both halves are written into the gradient of the fused tensor, without a concatenation.
     dfused = torch.empty_like(fused)
     dgate, dup = dfused.chunk(2, dim=-1)
@@ -149,7 +158,7 @@ def activation_function(kind: str, backend: str = "torch") -> Callable[[Tensor],
     """The activation on fc1's output [..., f or 2f] -> [..., f]."""
     if backend == "triton":
         return lambda fused: _TritonActivation.apply(fused, None, kind)
-    if kind in _GATES:
+    if kind in GATES:
         return lambda fused: _Gated.apply(fused, kind)
     return _SquaredReLU.apply if kind == "squared-relu" else FUNCTIONS[kind]
 

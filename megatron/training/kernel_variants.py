@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron.config.derive import GATED, attention_ranks, expert_ranks
-from megatron.config.groups import Config
+from megatron.config.derive import attention_ranks, expert_ranks
+from megatron.config.groups import GATED, Config
 from megatron.config.layers import LayerRecord, layer_records
 from megatron.kernels.dispatch import Choice
 from megatron.kernels.self_check import Variant

@@ -23,8 +23,7 @@ from megatron.tools._convert.mp_ranks import join_ranks
 from megatron.tools._convert.pickles import Record, namespace, state_of
 
 from megatron.checkpoint.manifest import CheckpointError
-from megatron.config.derive import GATED
-from megatron.config.groups import ModelConfig
+from megatron.config.groups import GATED, ModelConfig
 
 INNER = {
     "input_layernorm": "input_layernorm",

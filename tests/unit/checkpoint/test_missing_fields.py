@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from megatron.tools._convert.families import FAMILIES
+from megatron.tools._convert.families import FAMILIES, Family
 from megatron.tools._convert.huggingface import _our_fields, their_config
 from test_huggingface import CASES, VOCAB
 from test_lost_fields import MODELS
@@ -46,10 +46,11 @@ def read(kind: str, config: dict) -> dict | None:
     return None if faults else fields
 
 
-def left_out(config: dict, base: str) -> list[tuple[str, ...]]:
+def left_out(config: dict, family: Family) -> list[tuple[str, ...]]:
     """Which fields are left out: each one, and those of rotary positions together."""
     single = [(field,) for field in config if field not in ("model_type", "architectures")]
-    return [*single, ("rope_parameters", base), ("rope_parameters", "rope_scaling", base)]
+    rotary = ("rope_parameters", "rope_scaling", family.base)
+    return [*single, rotary[::2], rotary, (*rotary, family.partial or "")]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -60,7 +61,7 @@ def test_fields_that_are_left_out(kind):
     wrong = []
     for model in OF_FAMILY[kind]:
         whole = their_config(kind, model, VOCAB)
-        for names in left_out(whole, family.base):
+        for names in left_out(whole, family):
             short = {name: value for name, value in whole.items() if name not in names}
             ours = read(kind, short)
             if ours is None:

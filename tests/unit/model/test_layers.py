@@ -6,15 +6,16 @@ import typing
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.kernels.activation import FUNCTIONS
+from megatron.kernels.activation import FUNCTIONS, GATES
 from megatron.kernels.attention import attention_reference
 from megatron.kernels.attention_masks import AttentionMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from unit.model.made import linear, norm
 
-from megatron.config.groups import ModelConfig
+from megatron.config.groups import ACTIVATIONS, ModelConfig
 from megatron.model import main_grad as main_grad_module
+from megatron.model import mlp
 from megatron.model.attention import attention
 from megatron.model.attention.attention import (
     choose_attention,
@@ -116,6 +117,25 @@ def test_every_choice_is_an_entry_of_its_table(flag, table):
     """So that no choice is computed as another one."""
     choices = typing.get_args(typing.get_type_hints(ModelConfig)[flag])
     assert {choice for choice in choices if choice is not None} == set(table)
+
+
+def test_a_gated_activation_is_entries_of_three_tables(monkeypatch):
+    monkeypatch.setitem(ACTIVATIONS, "reglu", True)
+    with pytest.raises(KeyError, match="--activation reglu: needs an entry"):
+        mlp.check_tables()
+    monkeypatch.setitem(FUNCTIONS, "reglu", F.relu)
+    with pytest.raises(KeyError, match="GATES"):
+        mlp.check_tables()
+
+    def gradient(dy, a, grad_input):
+        return torch.ops.aten.threshold_backward.grad_input(dy, a, 0, grad_input=grad_input)
+
+    monkeypatch.setitem(GATES, "reglu", (torch.ops.aten.relu.out, gradient))
+    mlp.check_tables()
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    y = mlp.activation_function("reglu")(x)
+    torch.testing.assert_close(y, F.relu(x[:, :4]) * x[:, 4:], rtol=0, atol=0)
+    assert torch.autograd.gradcheck(mlp.activation_function("reglu"), x)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "apex"])
