@@ -89,7 +89,7 @@ def our_rotary(family: Family, config: JsonObject, faults: list[str]) -> JsonObj
     elif kind == "yarn":
         fields |= {
             "position_embedding_type": "yarn",
-            "rope_scaling_factor": float(scaling.get("factor", longest / original)),
+            "rope_scaling_factor": float(scaling["factor"]),
             "rope_original_max_position_embeddings": original,
             "yarn_beta_fast": float(scaling.get("beta_fast", 32.0)),
             "yarn_beta_slow": float(scaling.get("beta_slow", 1.0)),

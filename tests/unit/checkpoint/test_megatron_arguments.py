@@ -94,6 +94,7 @@ YARN = {
             {**ROPE, "use_rope_scaling": True, "rope_scaling_factor": 32},
             {**LLAMA3, "rope_scaling_factor": 32.0},
         ),
+        ({**ROPE, "use_rope_scaling": True}, {**LLAMA3, "rope_scaling_factor": 8.0}),
         # YaRN of common attention, by its own arguments and by the common ones
         (
             {"position_embedding_type": "yarn", "rotary_scaling_factor": 40.0},
@@ -129,6 +130,7 @@ YARN = {
         ({**MLA, "rotary_scaling_factor": 40.0, "rope_type": "rope"}, ROPE),
         ({**MLA, "use_rope_scaling": True}, {"use_rope_scaling": False}),  # ignored there
         # windows and experts
+        ({"num_experts": 4, "ffn_hidden_size": 40}, {"moe_ffn_hidden_size": 40}),
         ({"window_size": (127, 0)}, {"window_size": 128}),
         (
             {"window_size": (4, 0), "window_attn_skip_freq": [1, 0, 1]},
