@@ -150,7 +150,9 @@ def test_the_commands_for_gpus_are_valid(clone: Path, environment: dict[str, str
     )
     assert "tp4 cp1 pp1 dp2" in dry_run(found[1], found[2].strip(), 8, clone, environment)
     found = re.search(
-        r'PRESET=(\S+) SAVE=\S+ DATA="(.*?)" +sbatch --nodes=16 scripts/train.sbatch', slurm, re.S
+        r'PRESET=(\S+) SAVE=\S+ TOKENS=\S+ DATA="(.*?)" +sbatch --nodes=16 scripts/train.sbatch',
+        slurm,
+        re.S,
     )
     given = " ".join(found[2].split()) + " --train-samples 1000000"
     assert "tp8 cp1 pp4 dp4" in dry_run(found[1], given, 128, clone, environment)
