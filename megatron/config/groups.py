@@ -20,6 +20,7 @@ from megatron.config.latent import LatentConfig
 from megatron.config.metadata import (
     BATCHES,
     BELOW_ONE,
+    DROPOUT,
     KERNEL,
     LENGTH,
     LOSS_SCALE,
@@ -159,9 +160,9 @@ class ModelConfig(ExpertsConfig, LatentConfig):
     """Add coeff x (log sum exp of the logits)^2 to each token's loss during training."""
     untie_embeddings_and_output_weights: bool = model_flag(False)
     """Give the output head its own matrix."""
-    hidden_dropout: float = flag(0.1, bound=BELOW_ONE, change=STEPS)
+    hidden_dropout: float = flag(0.1, bound=BELOW_ONE, change=DROPOUT)
     """Dropout after the embedding, attention and MLP."""
-    attention_dropout: float = flag(0.1, bound=BELOW_ONE, change=STEPS)
+    attention_dropout: float = flag(0.1, bound=BELOW_ONE, change=DROPOUT)
     """Dropout on attention probabilities. Without our kernels, which --attention-backend auto takes
     on GPUs of sm_80 and sm_90, it selects the slow plain attention; 0 allows the fused one."""
     init_method_std: float = 0.02
@@ -537,8 +538,8 @@ class CheckpointConfig:
     """Resume although these changed: data (files, blend, sequence length), tokenizer (of the same
     size), batch (size, ramp-up), seed, positions (rotary base, scaling, longest sequence)."""
     use_checkpoint_args: bool = False
-    """Take model shape, tokenizer and sequence length from the checkpoint where no flag is
-    given."""
+    """Take model shape, dropout, tokenizer and sequence length from the checkpoint where no flag
+    is given."""
     ckpt_parallel_write: Literal["balanced", "owner"] = "balanced"
     """How replicas divide the writing: balanced, an equal part each; owner, the first rank all."""
     async_save: bool = flag(False, idle_without="--save DIR")

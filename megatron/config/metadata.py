@@ -74,6 +74,8 @@ TOKENIZER_FILE = ChangeRule(taken=True, file=True)
 LENGTH = ChangeRule(accept="data", what="the data order", taken=True)
 STEPS = ChangeRule(logged=True, bits=True)
 STEPS_ALONE = ChangeRule(logged=True)
+# An imported model was trained without, which is not our default.
+DROPOUT = ChangeRule(logged=True, bits=True, taken=True)
 ROUNDING = ChangeRule(bits=True)
 KERNEL = ChangeRule(bits=True, kernel=True)
 ORDER = ChangeRule(accept="data", what="the data order")

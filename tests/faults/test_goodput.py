@@ -121,7 +121,7 @@ def test_without_an_event_it_does_not(folder, tmp_path, capsys):
         assert not goodput(copy).adds_up, kind
         assert tool.main([str(copy)]) == 1
         assert "do not" not in (said := capsys.readouterr().out) and "events are missing" in said
-    assert (tmp_path / "ready").exists()
+    assert list(tmp_path.iterdir())  # at least one kind took long enough
 
 
 def test_unreadable(tmp_path, capsys):

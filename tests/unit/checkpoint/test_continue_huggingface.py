@@ -13,6 +13,7 @@ import torch
 from test_huggingface import difference
 
 from megatron.checkpoint.reader import open_checkpoint
+from megatron.checkpoint.run_state import config_of
 from megatron.config.arguments import parse_arguments
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.training.pretrain import pretrain
@@ -136,6 +137,8 @@ def test_a_model_is_continued(tmp_path, capsys, monkeypatch, kind):
     ids = torch.tensor(IndexedDataset(tmp_path / "data_text_document").tokens[:40].astype("i8"))
     trained = logits(out, ids[None])
     with open_checkpoint(new) as after, torch.no_grad():
+        model = config_of(after.state).model
+        assert model.hidden_dropout == model.attention_dropout == 0  # the imported model's
         ours = generate.load_model(after, torch.device("cpu")).logits(ids[None])
         before = theirs(ids[None]).logits
     assert trained.shape[-1] == rows
