@@ -389,10 +389,9 @@ def take_checkpoint_args(flags: GivenConfig) -> GivenConfig:
 
 def _may_change(name: str, options: CheckpointConfig) -> bool:
     """Whether the command line may differ from the checkpoint in a field."""
-    accept = _CHANGES[name].accept
-    if accept is None:
-        return _CHANGES[name].logged  # else it is of the model or of its tokenizer
-    return options.finetune or accept in (options.accept_changed or ())
+    rule = _CHANGES[name]
+    given = options.accept_changed or ()
+    return rule.logged or rule.accept is not None and (options.finetune or rule.accept in given)
 
 
 def _loaded(group: str, name: str, value: Any) -> Any:

@@ -14,7 +14,7 @@ LINES = {
     "megatron/observe": 1473,
     "megatron/optimizer": 1575,
     "megatron/parallel": 3540,
-    "megatron/training": 3905,
+    "megatron/training": 3906,
 }
 
 
