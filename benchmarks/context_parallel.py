@@ -112,7 +112,7 @@ def ours(kind: str, shape: tuple[int, int, int], tensors: list[Tensor]) -> Syste
 
     def turn() -> list[Tensor]:
         parts = [x.detach().requires_grad_() for x in qkv]
-        out = layer.core(*parts, mask=mask, state=None, places=held)
+        out = layer.core(*parts, mask=mask, dropout_state=None, training=False, places=held)
         out.backward(dout.flatten(2))
         return [out.detach().unflatten(2, (heads, -1)), *(x.grad for x in parts)]
 

@@ -115,7 +115,7 @@ def shared_parts(optimizer: Optimizer) -> Iterator[tuple[Key, Tensor]]:
         if block.zero_stage < 3:
             yield from _parts(block, "weights", block.weight, 0, copies, optimizer)
         if block.zero_stage > 0:
-            copies = block.groups.replicate  # that step the same slice
+            copies = block.groups.same_shard  # that step the same slice
         for kind, buffer in optimizer.kept[block].tensors.items():
             weights = block.weight.untyped_storage().data_ptr() if block.zero_stage < 3 else None
             if kind != MASTER or buffer.untyped_storage().data_ptr() != weights:

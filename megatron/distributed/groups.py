@@ -27,9 +27,9 @@ TP_PP_DP_ORDER = ("dp", "pp", "cp", "tp")  # --use-tp-pp-dp-mapping
 Ranks = tuple[int, ...]
 # of the names of axes that are no dimensions of the grid themselves
 DIMENSIONS = {
-    **dict.fromkeys(("replicas", "shard", "shard_gather", "replicate"), "dp"),
+    **dict.fromkeys(("replicas", "shard", "shard_gather", "same_shard"), "dp"),
     **dict.fromkeys(
-        ("expert_replicas", "expert_shard", "expert_shard_gather", "expert_replicate"), "dp"
+        ("expert_replicas", "expert_shard", "expert_shard_gather", "expert_same_shard"), "dp"
     ),
     "tp_cp": "cp",
     **dict.fromkeys(("cp_heads", "cp_ring"), "cp"),
@@ -130,7 +130,7 @@ class BufferGroups:
     shard: Axis  # those of replicas over which ZeRO shards a buffer; all unless set otherwise
     # the same ranks on a separate communicator: two collectives on one would wait for each other
     shard_gather: Axis
-    replicate: Axis  # those of replicas that hold the same shard; one rank when all of them shard
+    same_shard: Axis  # those of replicas that hold the same shard; one rank when all of them shard
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def _dense_partitions(layout: Layout, share: int, tied: bool, shard: int) -> dic
         **{name: Partition(layout, (name,)) for name in ("tp", "cp", "dp", "pp")},
         "replicas": Partition(layout, replicas),
         "shard": Partition(layout, replicas, _neighbours(shard)),
-        "replicate": Partition(layout, replicas, _strided(shard)),
+        "same_shard": Partition(layout, replicas, _strided(shard)),
         "kv": Partition(layout, ("tp",), _neighbours(share)),
         "tied": Partition(layout, ("pp",), ends),
     }
@@ -344,7 +344,7 @@ def _expert_partitions(layout: Layout, shard: int) -> dict[str, Partition]:
         "ep": Partition(layout, stage, ep_groups),
         "expert_replicas": Partition(layout, stage, _strided(held)),
         "expert_shard": split_replicas(_neighbours(cut)),
-        "expert_replicate": split_replicas(_strided(cut)),
+        "expert_same_shard": split_replicas(_strided(cut)),
     }
 
 
@@ -394,7 +394,7 @@ class _GroupMaker:
             replicas=axes.pop(f"{prefix}replicas"),
             shard=axes.pop(f"{prefix}shard"),
             shard_gather=self.separate_axis(gather, partitions[f"{prefix}shard"], gather),
-            replicate=axes.pop(f"{prefix}replicate"),
+            same_shard=axes.pop(f"{prefix}same_shard"),
         )
 
 

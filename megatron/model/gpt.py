@@ -69,8 +69,8 @@ class GPTModel(nn.Module):
         super().__init__()
         self.config, self.dtype, self.vocab_size, self.tp = config, dtype, vocab_size, tp
         self.cp, self.ep = cp, ep
-        # for the masks of layers with each of the windows
-        self.views = [replace(config, window_size=each) for each in windows_of(config)]
+        # by `TransformerLayer.window_number`
+        self.config_by_window = [replace(config, window_size=each) for each in windows_of(config)]
         # Embedding and head exist on ranks that hold their stage.
         stages = whole(config) if stages is None else stages
         self.embedding = (
@@ -173,46 +173,50 @@ class GPTModel(nn.Module):
         # Dropout counts positions in the whole sample, whatever part of it this rank holds.
         length = tokens.shape[0] * self.cp.size
         token_index = torch.arange(length, device=tokens.device) if held is None else held.own
-        own = slice(None)  # the positions of the hidden states that this rank holds
+        hidden_positions = slice(None)  # of the hidden states that this rank holds
         if self.tp.sequence:
             # Under SP a rank has an equal part of the sequence between attention and MLP. Masks of
             # hidden dropout and learned positions are of that part, attention sees the whole.
             part = tokens.shape[0] // self.tp.size
-            own = slice(self.tp.axis.rank * part, (self.tp.axis.rank + 1) * part)
+            first = self.tp.axis.rank * part
+            hidden_positions = slice(first, first + part)
         return MicroBatch(
             training=training,
             tokens=tokens,
             labels=labels,
             loss_mask=loss_mask,
-            position_ids=position_ids[own],
+            position_ids=position_ids[hidden_positions],
             seen=tuple(
-                self._seen(view, length, document_starts, places, held) for view in self.views
+                self._seen(config, length, document_starts, places, held)
+                for config in self.config_by_window
             ),
             rotary=None if self.rotary is None else self.rotary.table(position_ids),
             dropout=DropoutState(sample_ids, token_index) if training else None,
-            hidden_dropout=DropoutState(sample_ids, token_index[own]) if training else None,
+            hidden_dropout=DropoutState(sample_ids, token_index[hidden_positions])
+            if training
+            else None,
             places=held,
-            token_index=token_index[own],
+            token_index=token_index[hidden_positions],
         )
 
     def _seen(
         self,
-        view: ModelConfig,
+        config: ModelConfig,
         length: int,
         document_starts: Tensor | None,
         places: Tensor | None,
         held: Places | None,
     ) -> Seen:
-        """What this rank's queries see in the layers whose window is that of `view`; where
+        """What this rank's queries see in the layers whose window is that of `config`; where
         attention is computed in steps, the mask is the first step's.
         """
         if places is None or held is None:
-            return Seen(mask_of(view, length, document_starts))
-        steps = steps_of(view, self.cp, places, document_starts)
+            return Seen(mask_of(config, length, document_starts))
+        steps = steps_of(config, self.cp, places, document_starts)
         if steps:
             return Seen(steps[0].mask, held._replace(steps=steps))
         queries = held.own if self.cp.gathers else None
-        return Seen(mask_of(view, length, document_starts, queries), held)
+        return Seen(mask_of(config, length, document_starts, queries), held)
 
     @torch.no_grad()
     def update_routers(self, counts: Mapping[str, Tensor], skipped: Tensor) -> None:

@@ -30,7 +30,7 @@ from megatron.model.experts.moe import NO_EP, ExpertParallel, MoE, Routing, aux_
 from megatron.model.experts.router import OBJECTIVE
 from megatron.model.linear import column_linear
 from megatron.model.linear_cross_entropy import linear_cross_entropy
-from megatron.model.loss import cross_entropy, own_columns
+from megatron.model.loss import cross_entropy, sharded_cross_entropy
 from megatron.model.mlp import MLP, TiledMLP
 from megatron.model.norm import AddNorm
 from megatron.model.recompute import KEPT, LayerRecompute, always_rebuilt
@@ -187,8 +187,8 @@ class EmbeddingLayer(Layer):
 
 
 class TransformerLayer(Layer):
-    """One pre-norm transformer layer, [s, b, h] -> [s, b, h] (under sequence parallelism this
-    rank's part of s).
+    """One transformer layer, [s, b, h] -> [s, b, h] (under sequence parallelism this rank's part
+    of s).
     """
 
     recomputes = splits_backward = True
@@ -205,7 +205,7 @@ class TransformerLayer(Layer):
         super().__init__()
         self.config = config
         self.record = record = layer_records(config)[index]
-        self.rotates, self.seen = record.rotary, window_index(config, record)
+        self.rotates, self.window_number = record.rotary, window_index(config, record)
         sums = parts_under(tp.sequence)
 
         def norm(name: str) -> AddNorm:
@@ -284,7 +284,10 @@ class TransformerLayer(Layer):
         return self.recompute_context.parking(readers)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor | WithScalars:
-        """What --torch-compile compiles."""
+        """x + attention(norm(x)), then that + mlp(norm(that)); both sums are delayed into the next
+        norm. The first layer drops out the embedding first (learned positions come from the hook
+        `_add_positions`), the last one ends with the final norm. --torch-compile compiles this.
+        """
         stream = x
         # None where nothing is dropped: then the norms' kernels add the residual themselves
         drop = micro.hidden_dropout if self.drops else None
@@ -293,8 +296,10 @@ class TransformerLayer(Layer):
 
         # attention
         branch, stream = self.input_norm(stream)
-        seen, rotary = micro.seen[self.seen], micro.rotary if self.rotates else None
-        branch = self.attention(branch, rotary, seen.mask, micro.dropout, seen.places)
+        rotary, seen = micro.rotary if self.rotates else None, micro.seen[self.window_number]
+        branch = self.attention(
+            branch, rotary, seen.mask, micro.dropout, seen.places, training=micro.training
+        )
 
         # residual connection, and the norm in front of the MLP
         if drop is None:
@@ -351,7 +356,7 @@ class HeadLayer(Layer):
         self.config, self.vocab_size, self.tp = config, vocab_size, tp
         spec = vocabulary_matrix(config, vocab_size, padded_vocab, head=True)
         self.weight = spec.parameter(tp) if tied is None else tied
-        self.columns = own_columns(
+        self.cross_entropy = sharded_cross_entropy(
             self.weight.shape[0],
             vocab_size,
             config.final_logit_softcapping,
@@ -374,10 +379,10 @@ class HeadLayer(Layer):
         summed over unmasked tokens.
         """
         if self.config.fused_linear_cross_entropy:
-            loss, lse = linear_cross_entropy(x, self.weight, micro.labels, self.columns)
+            loss, lse = linear_cross_entropy(x, self.weight, micro.labels, self.cross_entropy)
         else:
             logits = column_linear(x, self.weight, None, self.tp)
-            loss, lse = cross_entropy(logits, micro.labels, self.columns)
+            loss, lse = cross_entropy(logits, micro.labels, self.cross_entropy)
         # Sums over tokens, not means: the step divides by the valid tokens of all ranks once.
         mask = micro.loss_mask.to(loss.dtype)
         reported = (loss.detach() * mask).sum()

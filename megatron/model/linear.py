@@ -215,8 +215,9 @@ class _ColumnLinear(torch.autograd.Function):
             summing.wait()
 
         # wgrad and the bias's gradient, of this rank's outputs
-        left = WeightGrad(weight, dy, x.detach(), x_axis=x_axis, overlap=tp.overlap)
-        _add_gradients(ctx, kept, x if gathering is None else gathering.wait(), left)
+        _add_gradients(
+            ctx, kept, x if gathering is None else gathering.wait(), own_dy=dy, x_axis=x_axis
+        )
         return summing.wait(), None, None, None
 
 
@@ -248,10 +249,9 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor):
         (x,), tp, weight = ctx.saved_tensors, ctx.tp, ctx.weight
-        # Under SP dy is of this rank's part of the sequence. What is deferred holds that alone, and
-        # the bias, which is added behind the sum, has its gradient of it.
-        dy_axis = tp.axis if tp.sequence else ALONE
-        left = WeightGrad(weight, dy, x.detach(), dy_axis=dy_axis, overlap=tp.overlap)
+        # Under SP of this rank's part of the sequence. A deferred wgrad holds that alone, and the
+        # bias, which is added behind the sum, has its gradient of it.
+        own_dy = dy
 
         # dgrad: under SP dy is gathered along the sequence first, or piece by piece with the GEMMs
         kept: Tensor | Quantised
@@ -265,7 +265,8 @@ class _RowLinear(torch.autograd.Function):
             dx, kept = dgrad(dy, weight, weight_grad=_computes_wgrad(ctx))
 
         # wgrad, of the whole dy
-        _add_gradients(ctx, kept, x, left)
+        dy_axis = tp.axis if tp.sequence else ALONE
+        _add_gradients(ctx, kept, x, own_dy=own_dy, dy_axis=dy_axis)
         return dx, None, None, None
 
 
@@ -274,9 +275,17 @@ def _computes_wgrad(ctx: Any) -> bool:
     return ctx.needs_input_grad[1] and getattr(ctx.weight, DEFERRED, None) is None
 
 
-def _add_gradients(ctx: Any, dy: Tensor | Quantised, x: Tensor, left: WeightGrad) -> None:
-    """Add wgrad, of the whole dy and x, and the bias's gradient to main_grad; or leave wgrad for
-    the second half of a split backward pass, which has it of `left`.
+def _add_gradients(
+    ctx: Any,
+    dy: Tensor | Quantised,
+    x: Tensor,
+    *,
+    own_dy: Tensor,
+    dy_axis: Axis = ALONE,
+    x_axis: Axis = ALONE,
+) -> None:
+    """Add wgrad, of the whole dy and x, and the bias's gradient, of this rank's dy, to main_grad.
+    Wgrad may be deferred to the second half of a split backward pass, which gathers over the axes.
     """
     if not ctx.needs_input_grad[1]:  # frozen, and so is the bias
         return
@@ -284,10 +293,11 @@ def _add_gradients(ctx: Any, dy: Tensor | Quantised, x: Tensor, left: WeightGrad
     if deferred is None:
         accumulate_weight_grad(dy, x, ctx.weight)
     else:
-        deferred.append(left)
+        overlap = ctx.tp.overlap
+        deferred.append(WeightGrad(ctx.weight, own_dy, x.detach(), dy_axis, x_axis, overlap))
     if ctx.bias is not None:  # summed over tokens in main_grad's precision
         bias_grad = ctx.bias.main_grad
-        bias_grad.add_(left.dy.flatten(0, -2).sum(0, dtype=bias_grad.dtype))
+        bias_grad.add_(own_dy.flatten(0, -2).sum(0, dtype=bias_grad.dtype))
 
 
 def _cuts(tp: TensorParallel, x: Tensor, weight: Tensor, outputs: int) -> bool:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from megatron.config.workspace import HEAD_CHUNK_BYTES
 from megatron.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from megatron.model.loss import VocabularyShard
+from megatron.model.loss import ShardedCrossEntropy
 from megatron.model.main_grad import accumulate_weight_grad
 from megatron.model.tensor_parallel import TensorParallel
 
@@ -43,23 +43,23 @@ def _chunks(x: Tensor, weight: Tensor) -> Iterator[slice]:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: nn.Parameter, labels: Tensor, columns: VocabularyShard
+        ctx, x: Tensor, weight: nn.Parameter, labels: Tensor, sharded: ShardedCrossEntropy
     ) -> tuple[Tensor, Tensor]:
         # Logits of a chunk live until they are reduced to three numbers a token; the numbers of all
         # chunks go in one all-gather.
-        rows = _whole(x, columns.tp).flatten(0, 1)
+        rows = _whole(x, sharded.tp).flatten(0, 1)
         parts = [
-            columns.reduce(F.linear(rows[piece], weight), labels[piece])
+            sharded.reduce(F.linear(rows[piece], weight), labels[piece])
             for piece in _chunks(rows, weight)
         ]
-        loss, lse = columns.combine(torch.cat(parts, 1))
-        ctx.weight, ctx.columns = weight, columns
+        loss, lse = sharded.combine(torch.cat(parts, 1))
+        ctx.weight, ctx.sharded = weight, sharded
         ctx.save_for_backward(x, lse, labels)
         return loss, lse
 
     @staticmethod
     def backward(ctx, dloss: Tensor, dlse: Tensor):
-        (x, lse, labels), weight, tp = ctx.saved_tensors, ctx.weight, ctx.columns.tp
+        (x, lse, labels), weight, tp = ctx.saved_tensors, ctx.weight, ctx.sharded.tp
         whole = _whole(x, tp)
         # dx of the whole sequence: chunks write their rows, and one collective sums them over the
         # ranks.
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for piece in _chunks(rows := whole.flatten(0, 1), weight):
             # The chunk's logits once more, turned into their gradient where they are.
             dlogits = F.linear(rows[piece], weight)
-            ctx.columns.into_gradient(dlogits, labels[piece], lse[piece], dloss[piece], dlse[piece])
+            ctx.sharded.into_gradient(dlogits, labels[piece], lse[piece], dloss[piece], dlse[piece])
             # dgrad, then wgrad into main_grad: the first chunk may overwrite, the others add.
             torch.mm(dlogits, weight, out=dx.flatten(0, 1)[piece])
             if ctx.needs_input_grad[1]:
@@ -86,11 +86,11 @@ def _whole(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: nn.Parameter, labels: Tensor, columns: VocabularyShard
+    x: Tensor, weight: nn.Parameter, labels: Tensor, sharded: ShardedCrossEntropy
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy` of `column_linear(x, weight)`: (loss, log-sum-exp) per token [s, b] from x
     [s, b, h] (under SP this rank's s / size), this rank's rows of the weight [padded v / size, h],
     and labels [s, b]. The weight's gradient is added in its main_grad, chunk by chunk in order.
     """
-    loss, lse = _LinearCrossEntropy.apply(x, weight, labels.flatten() - columns.first, columns)
+    loss, lse = _LinearCrossEntropy.apply(x, weight, labels.flatten() - sharded.first, sharded)
     return loss.view(labels.shape), lse.view(labels.shape)

@@ -23,35 +23,33 @@ def _wide_logits(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class VocabularyShard:
-    """The columns of the logits that this rank holds: how they are reduced to three numbers a
-    token, and turned into their gradient. By torch; its subclass takes kernels/cross_entropy.py.
-
-    Logits are [n, padded v / size], labels [n] counted from this rank's first column.
+class ShardedCrossEntropy:
+    """Cross-entropy of logits of which this rank holds some columns, [n, padded v / size]; labels
+    [n] are counted from its first column. By torch; the subclass takes kernels/cross_entropy.py.
     """
 
-    first: int  # its number in the vocabulary
+    first: int  # the first column's number in the vocabulary
     count: int  # that are no padding
     softcap: float | None
     tp: TensorParallel
 
     def reduce(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """[3, n]: (m, s, t), where m + log s is the log-sum-exp of this rank's columns, and t the
-        logit of the label where it is here, else 0. Here m is all of it and s is 1: log_softmax is
-        one pass over a chunk in cache. The kernel gives the maximum and the sum.
+        """[3, n]: (m, s, t) with m + log s the log-sum-exp of this rank's columns, and t the logit
+        of the label where it is here, else 0. Here s = 1, as log_softmax is one pass over a chunk
+        in cache; the kernel gives maximum and sum.
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
         parts = torch.zeros((3, *labels.shape), dtype=wide, device=logits.device)
-        top, exponentials, target = parts
+        m, s, t = parts
         if self.count == 0:  # this rank holds nothing but padding
-            top.fill_(torch.finfo(wide).min)
+            m.fill_(torch.finfo(wide).min)
             return parts
 
         # With several ranks a label may be in another's columns: any column is read instead, and
         # its logit does not count. On one rank a label out of range is a fault, and raises.
         alone = self.tp.size == 1
         index = labels if alone else labels.clamp(0, self.count - 1)
-        exponentials.fill_(1)
+        s.fill_(1)
         # By chunks of rows that stay in cache: a copy of all logits in fp32 would double their
         # memory.
         step = max(1, LOSS_CHUNK_BYTES[logits.device.type] // (4 * logits.shape[1]))
@@ -60,27 +58,27 @@ class VocabularyShard:
             z = _wide_logits(logits[rows, : self.count], self.softcap)
             at_label = z.gather(-1, index[rows, None])
             log_probability = torch.log_softmax(z, -1).gather(-1, index[rows, None])
-            top[rows] = (at_label - log_probability).squeeze(-1)
-            target[rows] = at_label.squeeze(-1)
+            m[rows] = (at_label - log_probability).squeeze(-1)
+            t[rows] = at_label.squeeze(-1)
             del z  # before the next one is made
         if not alone:
-            target.mul_((labels >= 0) & (labels < self.count))
+            t.mul_((labels >= 0) & (labels < self.count))
         return parts
 
     def combine(self, parts: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, log-sum-exp) [n] from each rank's three numbers a token, which are overwritten.
         One all-gather.
         """
-        top, exponentials, target = parts
+        m, s, t = parts
         if self.tp.size == 1:
-            lse = exponentials.log_().add_(top)
+            lse = s.log_().add_(m)
         else:
-            # log sum exp over all columns, from each rank's maximum and sum: sum_r e^(m_r - m) s_r
-            tops, sums, targets = all_gather(parts[None], self.tp.axis).unbind(1)  # [ranks, tokens]
-            top = tops.amax(0)
-            lse = (sums * (tops - top).exp_()).sum(0).log_().add_(top)
-            target = targets.sum(0)
-        return lse - target, lse
+            # log-sum-exp over all columns: m + log sum_r e^(m_r - m) s_r, with m = max_r m_r
+            m_r, s_r, t_r = all_gather(parts[None], self.tp.axis).unbind(1)  # [ranks, tokens]
+            m = m_r.amax(0)
+            lse = (s_r * (m_r - m).exp_()).sum(0).log_().add_(m)
+            t = t_r.sum(0)
+        return lse - t, lse
 
     def into_gradient(
         self, logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, dlse: Tensor
@@ -108,7 +106,7 @@ class VocabularyShard:
         logits[:, self.count :] = 0  # padding
 
 
-class TritonVocabularyShard(VocabularyShard):
+class TritonCrossEntropy(ShardedCrossEntropy):
     """The same by our kernels, which read the logits once in either pass."""
 
     def reduce(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -120,30 +118,29 @@ class TritonVocabularyShard(VocabularyShard):
         cross_entropy_backward_(logits, labels, lse, dloss, dlse, self.count, self.softcap)
 
 
-def own_columns(
+def sharded_cross_entropy(
     width: int,
     vocab_size: int,
     softcap: float | None = None,
     tp: TensorParallel = NO_TP,
     backend: str = "torch",
-) -> VocabularyShard:
-    """The columns of this rank, of `width` on each. Vocabulary entries from vocab_size on are
-    padding: no probability mass, no gradient.
+) -> ShardedCrossEntropy:
+    """Of this rank's columns, `width` on each. Vocabulary entries from vocab_size on are padding:
+    no probability mass, no gradient.
     """
     first = tp.axis.rank * width
-    columns = min(max(vocab_size - first, 0), width)
-    return (TritonVocabularyShard if backend == "triton" else VocabularyShard)(
-        first, columns, softcap, tp
-    )
+    count = min(max(vocab_size - first, 0), width)
+    implementation = TritonCrossEntropy if backend == "triton" else ShardedCrossEntropy
+    return implementation(first, count, softcap, tp)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, logits: Tensor, labels: Tensor, columns: VocabularyShard
+        ctx, logits: Tensor, labels: Tensor, sharded: ShardedCrossEntropy
     ) -> tuple[Tensor, Tensor]:
-        loss, lse = columns.combine(columns.reduce(logits, labels))
-        ctx.logits, ctx.columns = logits, columns
+        loss, lse = sharded.combine(sharded.reduce(logits, labels))
+        ctx.logits, ctx.sharded = logits, sharded
         ctx.save_for_backward(lse, labels)
         return loss, lse
 
@@ -151,17 +148,17 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss: Tensor, dlse: Tensor):
         lse, labels = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None  # consumed: the gradient takes the logits' storage
-        ctx.columns.into_gradient(logits, labels, lse, dloss, dlse)
+        ctx.sharded.into_gradient(logits, labels, lse, dloss, dlse)
         return logits, None, None
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, columns: VocabularyShard
+    logits: Tensor, labels: Tensor, sharded: ShardedCrossEntropy
 ) -> tuple[Tensor, Tensor]:
     """(loss, log-sum-exp) per token [s, b] in fp32 (fp64 for fp64) from this rank's logits [s, b,
     padded v / size] and labels [s, b]. The backward pass overwrites the logits.
     """
     # Labels are counted from this rank's first column; those outside are another rank's.
-    own = labels.flatten() - columns.first
-    loss, lse = _CrossEntropy.apply(logits.flatten(0, 1), own, columns)
+    own = labels.flatten() - sharded.first
+    loss, lse = _CrossEntropy.apply(logits.flatten(0, 1), own, sharded)
     return loss.view(labels.shape), lse.view(labels.shape)

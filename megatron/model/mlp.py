@@ -1,15 +1,5 @@
 """The MLP: h -> f -> h with GELU, squared ReLU or a gated activation. s sequence, b batch, h
 hidden, f ffn width.
-
-Under --tiled-mlp N it runs over N pieces of the sequence that this rank holds, one after another,
-and keeps its input alone: the backward pass makes fc1's GEMM and the activation of a piece again
-and differentiates that piece, the last one first, before it turns to the next (autograd runs what
-was recorded last first). So tensors as wide as f never exist for more than a piece. Pieces of the
-output, and of the gradient of the input, are written into their places in one tensor; weight
-gradients add up in main_grad piece by piece. What the norms in front of attention and MLP give is
-made again too, since it is as large as the input of a layer. Under sequence parallelism a piece is
-gathered from the pieces of all ranks, which hold other tokens than a piece of the whole sequence
-would: rows are independent, and the reduce-scatter hands each rank its own rows back.
 """
 
 from __future__ import annotations
@@ -179,7 +169,7 @@ class MLP(nn.Module):
         width: int | None = None,
     ):
         super().__init__()
-        self.activation, self.pieces = config.activation, config.tiled_mlp
+        self.activation = config.activation
         # Our activation kernel adds fc1's bias, and sums its gradient in the pass over dx.
         self.fuses_bias = config.activation_backend == "triton"
         h = config.hidden_size
@@ -229,14 +219,28 @@ class MLP(nn.Module):
 
 
 class TiledMLP(MLP):
-    """The MLP of --tiled-mlp: over pieces of the sequence, one after another."""
+    """The MLP of --tiled-mlp: over pieces of the sequence that this rank holds, one after another.
+
+    It keeps its input alone: the backward pass makes fc1's GEMM and the activation of a piece again
+    and differentiates that piece, the last one first, before it turns to the next (autograd runs
+    what was recorded last first). So tensors as wide as f never exist for more than a piece. Weight
+    gradients add up in main_grad piece by piece. What the norms in front of attention and MLP give
+    is made again too, since it is as large as the input of a layer. Under sequence parallelism a
+    piece is gathered from the pieces of all ranks, which hold other tokens than a piece of the
+    whole sequence would: rows are independent, and the reduce-scatter hands each rank its own rows
+    back.
+    """
+
+    def __init__(self, config: ModelConfig, name: str, tp: TensorParallel = NO_TP):
+        super().__init__(config, name, tp)
+        self.pieces = config.tiled_mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        # Pieces of tokens: fc1's output and the activation exist for one piece at a time.
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         length = x.shape[0] // self.pieces
         for start in range(0, x.shape[0], length):
-            # The piece's gradient goes into its rows of one tensor, see the module's docstring.
+            # Pieces of the output, and of the input's gradient, are written into their rows of one
+            # tensor.
             rows = slice(start, start + length)
             piece, x = _TakePiece.apply(x, rows)
             y = _PutPiece.apply(y, super().forward(piece), rows)

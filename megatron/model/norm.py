@@ -176,7 +176,7 @@ class Norm(nn.Module):
 
 class AddNorm(Norm):
     """The norm in front of a sublayer, with the residual addition before it: (norm of x + residual,
-    their sum), or of x alone. Who reads both has their gradients added in the norm's backward.
+    their sum), or of x alone.
     """
 
     def forward(  # type: ignore[override]

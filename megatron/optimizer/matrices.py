@@ -141,7 +141,7 @@ def step_matrices(
             # 2. The sum over all ranks that hold parts is the whole matrix: over those that share
             # the block, then over tensor-parallel ranks, unless each has all of it.
             if block.zero_stage > 0:
-                all_reduce(whole, block.shard)
+                all_reduce(whole, block.groups.shard)
             if box.replicated != "tp":
                 all_reduce(whole, groups.tp)
             # 3. Every rank computes the direction of the whole matrix, and takes its parts of it.

@@ -28,7 +28,7 @@ from megatron.optimizer.nvme import FileTensor, StateFiles
 from megatron.optimizer.offload import HostSteps
 from megatron.optimizer.state import BlockState, StateInFiles
 from megatron.optimizer.update import UpdateRule, rules_of
-from megatron.parallel.blocks import STATE, Block, Segment, accumulation_dtype
+from megatron.parallel.blocks import UNTRAINED, Block, Segment, accumulation_dtype
 from megatron.parallel.grad_norm import clip_coefficient, sum_of_squares
 from megatron.parallel.zero import Zero
 
@@ -48,7 +48,7 @@ class StepNumbers(NamedTuple):
 
     rates: LearningRates  # each tensor takes the one that it declares
     weight_decay: float
-    steps: Tensor  # taken before
+    steps_before: Tensor
     coefficient: Tensor  # of the gradient
     found_inf: Tensor  # 1 to leave everything as it is
 
@@ -67,15 +67,14 @@ class Optimizer:
         of blocks on the host before their weights are read. Without it they are made at once.
         """
         device = blocks[0].weight.device
-        self.chosen, _ = choose_kernels(config, device)
+        self.config, _ = choose_kernels(config, device)
         self.blocks, self.groups, self.zero = blocks, groups, zero
         # at the other stages all ranks hold these weights, or a pass gathers them
         sends = zero is not None and zero.zero_stage in (1, 2)
         self.all_gather_weights = zero.all_gather_weights if sends else None
-        self.config = self.chosen.optimizer
         self.trained = [block for block in blocks if block.trained]
         self.wide = accumulation_dtype(blocks[0].weight.dtype)
-        self.rule, self.host_rule = rules_of(self.config)
+        self.rule, self.host_rule = rules_of(self.config.optimizer)
         self.host = HostSteps(blocks)
         self.waiting: set[Block] = set()  # for their step on the host
         # of these, whose gradients are of no use to anybody else any more
@@ -93,7 +92,7 @@ class Optimizer:
         in_files = [block for block in self.blocks if block.in_files]
         if not in_files:
             return None
-        folder = self.config.optimizer_nvme_offload
+        folder = self.config.optimizer.optimizer_nvme_offload
         return StateFiles(folder, in_files, {MASTER: self.wide, **dtypes})
 
     def _state_of(self, block: Block, dtypes: dict[str, torch.dtype]) -> BlockState:
@@ -111,7 +110,7 @@ class Optimizer:
 
         def fill(pairs: list[tuple[Box, Tensor]]) -> None:
             for box, master in pairs:
-                fill_initial(box, master, self.chosen.training.seed, self.chosen.model.init_backend)
+                fill_initial(box, master, self.config.training.seed, self.config.model.init_backend)
 
         self.fill_weights(fill)
 
@@ -120,9 +119,9 @@ class Optimizer:
         memory together, and all-gather them.
         """
         self._fill((MASTER,), self.blocks, fill)
-        self.all_gather_updated()
+        self.copy_masters_to_weights()
 
-    def all_gather_updated(self) -> None:
+    def copy_masters_to_weights(self) -> None:
         """Round the master weights that are in memory into the weights the model computes with, on
         every rank that does.
         """
@@ -175,10 +174,8 @@ class Optimizer:
 
     @cached_property
     def skip_decided_on_device(self) -> bool:
-        """Whether a word on the device suppresses a step, so that the host need not wait for the
-        norm.
-        """
-        return self.rule.chosen.skips_on_device and self.steps.is_cuda
+        """Whether the kernel itself reads found_inf, and the host waits for no norm."""
+        return self.rule.implementation.skips_on_device and self.steps.is_cuda
 
     @cached_property
     def segments(self) -> dict[Block, list[Segment]]:
@@ -196,7 +193,7 @@ class Optimizer:
         for block in self.trained:
             shard = block.grad_shard
             parts += [shard[part] for part in self.counted[block]]
-        return sum_of_squares(parts, self.steps.device, self.config.grad_norm_backend)
+        return sum_of_squares(parts, self.steps.device, self.config.optimizer.grad_norm_backend)
 
     def layer_grad_sq_sums(self) -> Tensor:
         """The same of each layer by itself, in the order of `layer_names` [layers]."""
@@ -205,13 +202,13 @@ class Optimizer:
             for block in self.trained
             for part in self.counted[block]
         )
-        return self._sums_by_layer(parts, self.config.grad_norm_backend)
+        return self._sums_by_layer(parts, self.config.optimizer.grad_norm_backend)
 
     def _sums_by_layer(self, parts: Iterable[tuple[Block, Tensor]], backend: str) -> Tensor:
         """Sums of squares (float64) of parts of blocks, [layers] in the order of `layer_names`."""
         # A layer may have several blocks, and a rank has a part of each: the caller sums over
         # ranks.
-        place = {name: index for index, name in enumerate(layer_names(self.chosen.model))}
+        place = {name: index for index, name in enumerate(layer_names(self.config.model))}
         sums = torch.zeros(len(place), dtype=torch.float64, device=self.steps.device)
         for block, part in parts:
             sums[place[block.plan.unit]] += sum_of_squares([part], self.steps.device, backend)
@@ -233,12 +230,14 @@ class Optimizer:
         `grad_scale` (float64 scalar or number) turns the accumulated gradient into that of the
         mean loss per valid token: nominal tokens / (valid tokens x loss scale). A non-finite
         gradient or factor leaves weights, moments and step count as they are. The steps of blocks
-        on the host are not carried out: `deferred` gets them.
+        on the host are not carried out, but handed to `Zero.defer`.
         """
         # 1. One factor unscales, normalizes and clips; a NaN or Inf anywhere is in the norm.
         norm = grad_sq_sum.sqrt() * grad_scale
         found_inf = (~torch.isfinite(norm)).to(torch.float32)
-        coefficient = (clip_coefficient(norm, self.config.clip_grad) * grad_scale).to(self.wide)
+        coefficient = (clip_coefficient(norm, self.config.optimizer.clip_grad) * grad_scale).to(
+            self.wide
+        )
         if not self.skip_decided_on_device and found_inf.item():
             return StepOutcome(norm, found_inf)
 
@@ -270,7 +269,7 @@ class Optimizer:
             self.files.expect(tuple(self.files.dtypes))
         # A copy of the step count, which moves on before the last block is stepped.
         numbers = numbers._replace(
-            steps=self.steps.to("cpu", copy=True),
+            steps_before=self.steps.to("cpu", copy=True),
             coefficient=numbers.coefficient.cpu(),
             found_inf=numbers.found_inf.cpu(),
         )
@@ -305,7 +304,7 @@ class Optimizer:
                     held[MASTER][part],
                     near[part],
                     {name: held[name][part] for name in self.state_names},
-                    numbers.steps,
+                    numbers.steps_before,
                     lr=numbers.rates.of(multipliers),
                     weight_decay=numbers.weight_decay * multipliers.weight_decay,
                     eps_multiplier=multipliers.eps,
@@ -341,8 +340,8 @@ class Optimizer:
         # Ranks that hold the same box: copies of the slice under hybrid sharding, and tensor-
         # parallel ranks with a replicated tensor.
         groups = self.groups.buffers[box.group]
-        # of a state, replicate is replicas
-        copies = groups.replicate if self.blocks[0].zero_stage > 0 else groups.replicas
+        # of a state, same_shard is replicas
+        copies = groups.same_shard if self.blocks[0].zero_stage > 0 else groups.replicas
         same = holders(box, self.groups)
         if box.replicated == "tied":
             return Holder(copies.rank, copies.size) if same.rank == 0 else None
@@ -363,7 +362,7 @@ class Optimizer:
 
     def _counted_weights(self) -> Iterator[tuple[Block, Tensor]]:
         for block in self.blocks:
-            if block.plan.group == STATE:
+            if block.plan.group == UNTRAINED:
                 continue
             # Frozen weights are counted too; what is kept with the weights and not trained is not.
             for piece, held in self.kept[block].pieces((MASTER,), "read"):

@@ -33,10 +33,10 @@ class StepScalars(NamedTuple):
     lr: float
     weight_decay: float
     eps: float
-    step: Tensor  # steps taken before
+    steps_before: Tensor
     coefficient: Tensor  # of the gradient
     found_inf: Tensor  # 1 to leave everything as it is
-    number: Tensor | None = None  # of this step, from 1
+    number: Tensor | None = None  # of this step: steps_before + 1
     divisor: Tensor | None = (
         None  # of the gradient, for a kernel that scales it; None: it is scaled
     )
@@ -60,14 +60,14 @@ class Implementation:
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How one step changes parameters; `state_names` are the buffers it keeps of each segment."""
+    """How one step changes parameters; `state_names` are the buffers it keeps of each block."""
 
     config: OptimizerConfig
-    implementation: str  # a key of RULES[config.optimizer]
+    implementation_name: str  # a key of RULES[config.optimizer]
 
     @cached_property
-    def chosen(self) -> Implementation:
-        return RULES[self.config.optimizer][self.implementation]
+    def implementation(self) -> Implementation:
+        return RULES[self.config.optimizer][self.implementation_name]
 
     @cached_property
     def state_names(self) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ class UpdateRule:
         master: Tensor,
         grad: Tensor,
         states: dict[str, Tensor],
-        step: Tensor,
+        steps_before: Tensor,
         *,
         lr: float,
         weight_decay: float,
@@ -98,28 +98,25 @@ class UpdateRule:
         out: Tensor | None = None,
         eps_multiplier: float = 1.0,
     ) -> None:
-        """One step in place on a flat segment, and its rounded master weights into `out`, in one
-        pass over pieces that stay in cache.
+        """One step in place on a flat segment, and its rounded master weights into `out`.
 
-        The gradient, times `coefficient` (scalar in the master's precision), and the states may be
-        narrower than `master`: a piece of them is widened, used, and of the states rounded back.
-        What `grad` holds afterwards is undefined. `step` (fp32 scalar) counts the steps taken
-        before and is advanced by the caller; `eps_multiplier` is of Adam's epsilon; found_inf 1
-        leaves everything as it is when skips_on_device.
+        The gradient is multiplied by `coefficient` (scalar in the master's precision). Narrower
+        tensors are widened piece by piece; `grad` is undefined afterwards. The caller advances
+        `steps_before` (fp32 scalar).
         """
         # What the kernel reads and writes next to the master weights, in the order of its
         # arguments.
         stored = [grad, *(states[name] for name in self.state_names)]
         eps = self.config.adam_eps * eps_multiplier
-        at = StepScalars(lr, weight_decay, eps, step, coefficient, found_inf)
-        if self.chosen.takes_segments:
-            self.chosen.step(self.config, master, *stored, out, at)
+        at = StepScalars(lr, weight_decay, eps, steps_before, coefficient, found_inf)
+        if self.implementation.takes_segments:
+            self.implementation.step(self.config, master, *stored, out, at)
             return
 
         # A kernel that divides the gradient by a scalar saves one pass over it; float64 runs
         # multiply first, as its scalar is fp32.
-        scales = self.chosen.scales_grad and coefficient.dtype == torch.float32
-        at = at._replace(number=step + 1, divisor=1 / coefficient if scales else None)
+        scales = self.implementation.scales_grad and coefficient.dtype == torch.float32
+        at = at._replace(number=steps_before + 1, divisor=1 / coefficient if scales else None)
         self._apply_in_pieces(master, stored, out, at)
 
     def _apply_in_pieces(
@@ -136,7 +133,7 @@ class UpdateRule:
             wide = _widened(pieces, scratch) if scratch else pieces
             if at.divisor is None:
                 wide[0].mul_(at.coefficient)
-            self.chosen.step(self.config, weight, *wide, at)
+            self.implementation.step(self.config, weight, *wide, at)
             if out is not None:
                 out[part].copy_(weight)
             # the states are rounded back; the gradient is of no use any more
@@ -150,7 +147,7 @@ class UpdateRule:
 
 def _triton_adamw(config, master, grad, exp_avg, exp_avg_sq, out, at) -> None:
     # one pass over everything, narrow or not; never run on a GPU yet
-    scalars = at.step, at.coefficient, at.found_inf, at.lr
+    scalars = at.steps_before, at.coefficient, at.found_inf, at.lr
     betas = config.adam_beta1, config.adam_beta2
     adamw_(master, grad, exp_avg, exp_avg_sq, out, *scalars, *betas, at.eps, at.weight_decay)
 
@@ -183,7 +180,7 @@ def _loop_adamw(config, weight, grad, exp_avg, exp_avg_sq, at) -> None:
         [exp_avg],
         [exp_avg_sq],
         [],
-        [at.number - 1],
+        [at.steps_before.clone()],  # torch advances it in place
         foreach=False,
         amsgrad=False,
         beta1=config.adam_beta1,
@@ -250,8 +247,8 @@ def rules_of(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
     field = OPTIMIZERS[config.optimizer].implementation
     name = next(iter(RULES[config.optimizer])) if field is None else getattr(config, field)
     rule = UpdateRule(config, name)
-    on_host = rule.chosen.on_host
-    return rule, rule if on_host is None else replace(rule, implementation=on_host)
+    on_host = rule.implementation.on_host
+    return rule, rule if on_host is None else replace(rule, implementation_name=on_host)
 
 
 def check_tables() -> None:

@@ -3,8 +3,8 @@
 A block holds the parameters of the word embedding, of one layer (its experts' are a block apart,
 since other ranks hold copies of them), or of an untied head. Every tensor starts at a multiple of
 ALIGNMENT elements, so a buffer can be cut anywhere on that grid and torch's fused AdamW still gives
-the same bits (its vector and scalar code differ in rounding). Decayed tensors come first: a block
-is one decayed and one undecayed segment.
+the same bits (its vector and scalar code differ in rounding). Decayed tensors come first, so that
+few segments arise.
 
 What a rank holds of a block follows from the ZeRO stage (Rajbhandari et al. 2020), N ranks sharing
 it:
@@ -41,7 +41,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.spec import Box, Multipliers, ParameterSpec, holders
 
 ALIGNMENT = 64
-STATE = "state"  # the group of what is kept with the weights and not trained
+UNTRAINED = "state"  # the group of what is kept with the weights and not trained
 
 
 @dataclass(frozen=True)
@@ -158,12 +158,13 @@ class Block:
         self.plan, self.parameters, self.zero_stage = plan, parameters, zero_stage
         self.grad_dtype, self.trained = grad_dtype, grad_dtype is not None
         self.name, self.entries, self.size = plan.name, plan.entries, plan.size
-        self.groups, self.shard = groups, groups.shard
+        self.groups = groups
+        # this rank's slice of the reduced gradient, at every stage
+        self.shard_range = _equal_part((0, self.size), groups.shard)
         # What this rank updates: all of the block at stage 0, its slice above.
-        mine = _equal_part((0, self.size), self.shard)
-        self.own = mine if zero_stage > 0 else (0, self.size)
+        self.own = self.shard_range if zero_stage > 0 else (0, self.size)
         # what this rank counts, where all count once
-        self.share = _equal_part(mine, groups.replicate)
+        self.share = _equal_part(self.shard_range, groups.same_shard)
         self._make_weight(dtype, device)
         if zero_stage == 3:
             self.release()
@@ -226,8 +227,7 @@ class Block:
         """This rank's slice of a whole buffer: `part`, but at stage 0, where a rank updates all of
         it.
         """
-        length = buffer.numel() // self.shard.size
-        return buffer.narrow(0, self.shard.rank * length, length)
+        return buffer[self.shard_range[0] : self.shard_range[1]]
 
     # ---- weights at stage 3
 
@@ -255,9 +255,9 @@ class Block:
     @property
     def grad_shard(self) -> Tensor | None:
         """The gradient of what this rank updates."""
-        if self.zero_stage >= 2 or self.grad is None:
+        if self.zero_stage >= 2:
             return self.summed
-        return self.grad[self.own[0] : self.own[1]]
+        return None if self.grad is None else self.grad[self.own[0] : self.own[1]]
 
     def keep_grad_place(self) -> None:
         """Have every gradient buffer to come at the same address: CUDA graphs write there."""
@@ -546,11 +546,13 @@ def build_blocks(
     check_additions(model)
     # 1. Where everything lies.
     plans = plan_blocks(
-        model, lambda group: 1 if group == STATE else groups.buffers[group].replicas.size
+        model, lambda group: 1 if group == UNTRAINED else groups.buffers[group].replicas.size
     )
 
     # 2. Which blocks are trained, and which of these are stepped on the host.
-    trained = [training and plan.unit not in frozen and plan.group != STATE for plan, _ in plans]
+    trained = [
+        training and plan.unit not in frozen and plan.group != UNTRAINED for plan, _ in plans
+    ]
     sizes = [plan.size * train for (plan, _), train in zip(plans, trained)]
     on_host = on_host_of(sizes, host_fraction)
 
@@ -558,7 +560,7 @@ def build_blocks(
     grad_dtype = model.dtype if narrow_grads else accumulation_dtype(model.dtype)
     blocks = []
     for (plan, parameters), train, host in zip(plans, trained, on_host):
-        is_state = plan.group == STATE
+        is_state = plan.group == UNTRAINED
         dtype = accumulation_dtype(model.dtype) if is_state else model.dtype
         blocks.append(
             make(

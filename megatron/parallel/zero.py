@@ -76,7 +76,7 @@ class Zero:
     @cached_property
     def is_hybrid(self) -> bool:
         """Whether several ranks hold the same slice of a block."""
-        return any(block.groups.replicate.size > 1 for block in self.trained)
+        return any(block.groups.same_shard.size > 1 for block in self.trained)
 
     @cached_property
     def has_partial_gradients(self) -> bool:
@@ -249,7 +249,7 @@ class Zero:
         if block in self.gathering:
             self.gathering.pop(block).wait()
             # nothing was sent: it is the copy from the host that is awaited
-            if self.gather_stream is not None and block.shard.size == 1:
+            if self.gather_stream is not None and block.groups.shard.size == 1:
                 torch.cuda.current_stream().wait_stream(self.gather_stream)
 
     def _gather(self, block: Block) -> None:
@@ -295,13 +295,13 @@ class Zero:
         # its next backward pass, which may come at once, gets another buffer
         grad = block.close() if self.zero_stage >= 2 else block.grad
         own = block.reduced_part(grad)
-        first = self.zero_stage >= 2 and block.summed is None and block.shard.size > 1
+        first = self.zero_stage >= 2 and block.summed is None and block.groups.shard.size > 1
         # the step's first sum is where others are added
         out = torch.empty_like(own) if first else own
         self.reducing = (
             block,
             grad,
-            start_reduce_scatter(grad, block.shard, out, self.reduce_dtype, self.workspace),
+            start_reduce_scatter(grad, block.groups.shard, out, self.reduce_dtype, self.workspace),
         )
 
     def _finish_reduction(self) -> None:
@@ -310,7 +310,7 @@ class Zero:
             return
         (block, grad, pending), self.reducing = self.reducing, None
         slice_ = pending.wait()
-        if self.zero_stage == 0 and block.shard.size > 1:
+        if self.zero_stage == 0 and block.groups.shard.size > 1:
             sent = slice_ if self.reduce_dtype is None else slice_.to(self.reduce_dtype)
             out = block.grad if self.reduce_dtype is None else None
             self.returning.append(
@@ -340,8 +340,8 @@ class Zero:
 def sum_copies(blocks: list[Block]) -> None:
     """Hybrid sharding: sum each slice over the ranks that hold the same one."""
     for block in blocks:
-        if block.groups.replicate.size > 1:
-            all_reduce(block.grad_shard, block.groups.replicate)
+        if block.groups.same_shard.size > 1:
+            all_reduce(block.grad_shard, block.groups.same_shard)
 
 
 def sum_partial_gradients(blocks: list[Block], groups: Groups) -> None:

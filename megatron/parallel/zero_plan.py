@@ -69,7 +69,7 @@ class ZeroPlanner:
         self.overlap_gather = config.overlap_param_gather
         self.single_pipeline = groups.pp.size == 1
         # one rank alone that keeps whole gradients has nothing to reduce
-        self.reduces = self.zero_stage >= 2 or any(block.shard.size > 1 for block in blocks)
+        self.reduces = self.zero_stage >= 2 or any(block.groups.shard.size > 1 for block in blocks)
         owner = {parameter: block for block in blocks for parameter in block.parameters}
         self.buffers_of: dict[Layer, Buffers] = {
             layer: tuple(dict.fromkeys(owner[parameter] for parameter in layer.parameters()))

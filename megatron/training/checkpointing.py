@@ -32,7 +32,7 @@ from megatron.model.spec import Box
 from megatron.observe.metrics import save_metrics
 from megatron.observe.tracking import Tracker
 from megatron.optimizer.optimizer import Optimizer
-from megatron.parallel.blocks import STATE
+from megatron.parallel.blocks import UNTRAINED
 from megatron.training.resume import run_state, takes_weights_alone
 from megatron.training.run import Run
 
@@ -101,7 +101,7 @@ def _kept_there(
     known = set(checkpoint.names)
     there = []
     for box, into in pairs:
-        if box.group != STATE or box.name in known:
+        if box.group != UNTRAINED or box.name in known:
             there.append((box, into))
         else:
             fill_initial(box, into, run.config.training.seed)

@@ -15,7 +15,7 @@ from megatron.model import linear_cross_entropy
 from megatron.model.attention.attention import attention_core
 from megatron.model.embedding import accumulate_embedding_grad
 from megatron.model.linear import column_linear
-from megatron.model.loss import cross_entropy, own_columns
+from megatron.model.loss import cross_entropy, sharded_cross_entropy
 from megatron.model.main_grad import wgrad_gemm
 from megatron.model.spec import Box
 from megatron.model.tensor_parallel import NO_TP
@@ -145,7 +145,7 @@ def test_loss_and_attention_in_bf16():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(64, 2, 1024, generator=generator).bfloat16().cuda().requires_grad_()
     labels = torch.randint(0, 1000, (64, 2), generator=generator).cuda()
-    loss, _ = cross_entropy(logits * 1, labels, own_columns(1024, 1000))
+    loss, _ = cross_entropy(logits * 1, labels, sharded_cross_entropy(1024, 1000))
     loss.sum().backward()
     wide = logits.detach().double()[..., :1000].requires_grad_()
     expected = torch.nn.functional.cross_entropy(
@@ -175,14 +175,14 @@ def test_head_and_loss_in_chunks(monkeypatch):
         for shape in ((128, 2, 64), (1024, 64))
     )
     labels = torch.randint(0, 1000, (128, 2), generator=generator).cuda()
-    columns = own_columns(1024, 1000)
+    sharded = sharded_cross_entropy(1024, 1000)
     for fused in (True, False):
         x, weight = x.detach().requires_grad_(), torch.nn.Parameter(weight)
         weight.main_grad, x.grad = torch.zeros(1024, 64, device="cuda"), None
         if fused:
-            loss, lse = linear_cross_entropy.linear_cross_entropy(x, weight, labels, columns)
+            loss, lse = linear_cross_entropy.linear_cross_entropy(x, weight, labels, sharded)
         else:
-            loss, lse = cross_entropy(column_linear(x, weight, None, NO_TP), labels, columns)
+            loss, lse = cross_entropy(column_linear(x, weight, None, NO_TP), labels, sharded)
         (loss + 1e-2 * lse.square()).sum().backward()
         results.append((loss.detach(), x.grad, weight.main_grad))
     for ours, apart in zip(*results, strict=True):

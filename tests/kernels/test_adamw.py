@@ -132,7 +132,7 @@ def test_the_optimizers_rule_takes_it(device):
     computes in pieces.
     """
     config = OptimizerConfig(lr=1e-3, adam_implementation="triton", exp_avg_dtype="bf16")
-    assert UpdateRule(config, "triton").chosen.skips_on_device
+    assert UpdateRule(config, "triton").implementation.skips_on_device
     results = []
     for implementation in ("triton", "torch-fused"):
         p, g, _, v = draw(640, device)

@@ -100,7 +100,7 @@ def test_a_layer_copies_nothing(device, monkeypatch, groups, rotary):
         return tensor
 
     with forth, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = layer(x.requires_grad_(), table, mask_of(config, S, None), None)
+        y = layer(x.requires_grad_(), table, mask_of(config, S, None), None, training=False)
     with back:
         y.backward(dy)
     tokens, heads, d = S * B, 8, 8
@@ -154,7 +154,7 @@ def test_norms_of_heads_stay_in_the_projection(device, groups, rotary, kind):
         kept.clear()
         own = x.clone().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = layer(own, table, mask_of(config, S, None), None)
+            y = layer(own, table, mask_of(config, S, None), None, training=False)
         y.backward(dy)
         results.append([y.detach(), own.grad, *(p.main_grad for p in layer.parameters())])
     names = ["y", "x", *(name for name, _ in layer.named_parameters())]

@@ -47,10 +47,10 @@ def test_loss_and_gradient(device, tokens, columns, width, dtype, softcap):
         logits.double(), labels, columns, softcap, dloss.double(), dlse.double()
     )
     torchs = logits.clone()  # PyTorch's own in this precision: the layer's other path
-    plain = layer.VocabularyShard(0, columns, softcap, NO_TP)
+    plain = layer.ShardedCrossEntropy(0, columns, softcap, NO_TP)
     torchs_lse = plain.combine(plain.reduce(logits, labels))[1]
     # as one of several ranks: from the log-sum-exp, as the kernel does
-    plain = layer.VocabularyShard(0, columns, softcap, TensorParallel(Axis("tp", 0, (0, 1))))
+    plain = layer.ShardedCrossEntropy(0, columns, softcap, TensorParallel(Axis("tp", 0, (0, 1))))
     plain.into_gradient(torchs, labels, torchs_lse, dloss, dlse)
     with canaries():
         parts = cross_entropy_parts(logits, labels, columns, softcap)
@@ -144,8 +144,8 @@ def test_layer_with_either_backend(device, softcap):
         z = logits.clone().view(3, 2, 320).requires_grad_()
         inner, storages = z * 1, []
         inner.register_hook(lambda g, storages=storages: storages.append(g.data_ptr()))
-        columns = layer.own_columns(320, 300, softcap, backend=backend)
-        loss, lse = layer.cross_entropy(inner, labels.view(3, 2), columns)
+        sharded = layer.sharded_cross_entropy(320, 300, softcap, backend=backend)
+        loss, lse = layer.cross_entropy(inner, labels.view(3, 2), sharded)
         pointer = inner.data_ptr()
         ((loss + 0.1 * lse.square()) * weights.view(3, 2)).sum().backward()
         assert storages == [pointer]
@@ -163,18 +163,18 @@ def test_layer_over_three_ranks(device, monkeypatch):
     loss, lse, dz = gradient(logits.double(), labels, 90, 3.0, dloss.double(), dlse.double())
     pieces = logits.chunk(3, -1)
     ranks = [TensorParallel(Axis("tp", rank, (0, 1, 2))) for rank in range(3)]
-    made = [layer.own_columns(40, 90, 3.0, tp, "triton") for tp in ranks]
+    made = [layer.sharded_cross_entropy(40, 90, 3.0, tp, "triton") for tp in ranks]
     parts = [
-        columns.reduce(piece, labels - columns.first)
-        for columns, piece in zip(made, pieces, strict=True)
+        sharded.reduce(piece, labels - sharded.first)
+        for sharded, piece in zip(made, pieces, strict=True)
     ]
     monkeypatch.setattr(layer, "all_gather", lambda mine, axis: torch.stack(parts))
-    for columns, piece, rank in zip(made, pieces, range(3), strict=True):
-        got_loss, got_lse = columns.combine(parts[rank].clone())
+    for sharded, piece, rank in zip(made, pieces, range(3), strict=True):
+        got_loss, got_lse = sharded.combine(parts[rank].clone())
         torch.testing.assert_close(got_lse.double(), lse, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(got_loss.double(), loss, rtol=1e-6, atol=1e-6)
         mine = piece.contiguous()
-        columns.into_gradient(mine, labels - columns.first, got_lse, dloss, dlse)
+        sharded.into_gradient(mine, labels - sharded.first, got_lse, dloss, dlse)
         assert error(mine, dz.chunk(3, -1)[rank]) < 2e-6
 
 

@@ -53,7 +53,8 @@ a squared ReLU that is not squared | mixed-5
     F.relu(x).square_() => F.relu(x)
 = megatron/model/gpt.py GPTModel.micro_batch
 learned positions count from 1 | gpt-files
-    position_ids=position_ids[own] => position_ids=(position_ids[own] + 1) % tokens.shape[0]
+    position_ids=position_ids[hidden_positions] =>
+        position_ids=(position_ids[hidden_positions] + 1) % tokens.shape[0]
 = megatron/model/attention/rotary.py _rotate
 rotary pairs of neighbours instead of halves | llama
     width = cos.shape[-1] => width = cos.shape[-1]
@@ -166,7 +167,8 @@ dropout numbers samples within the micro-batch | gpt-dropout
     held = => sample_ids = torch.arange(len(sample_ids))
         held =
 one dropout mask for all positions | gpt-dropout
-    own = slice(None) => own = slice(None); token_index = token_index * 0
+    hidden_positions = slice(None) =>
+        hidden_positions = slice(None); token_index = token_index * 0
 dropout in evaluation | gpt-dropout
     held = => training = True
         held =
@@ -190,10 +192,10 @@ the seed of initial weights ignored | uneven-split-seed-llama3
     philox.key(seed, => philox.key(1234,
 = megatron/model/loss.py cross_entropy
 the cap of logits ignored | caps-zloss
-    own, columns) => own, __import__("dataclasses").replace(columns, softcap=None))
+    own, sharded) => own, __import__("dataclasses").replace(sharded, softcap=None))
 padded vocabulary takes probability | llama
-    own, columns) => own, __import__("dataclasses").replace(columns, count=logits.shape[-1]))
-= megatron/model/loss.py VocabularyShard.into_gradient
+    own, sharded) => own, __import__("dataclasses").replace(sharded, count=logits.shape[-1]))
+= megatron/model/loss.py ShardedCrossEntropy.into_gradient
 the gradient without the derivative of the cap of logits | caps-zloss
     if self.softcap is not None => if False
 = megatron/model/layer.py HeadLayer.forward

@@ -40,7 +40,7 @@ a row-parallel bias added on every rank | gpt tp2
     y.add_(bias) => y.add_(bias * tp.size)
 = megatron/model/linear.py _add_gradients
 a column-parallel bias learnt on one rank alone | gpt tp2
-    bias_grad.add_(left => bias_grad.add_((ctx.tp.axis.rank == 0) * left
+    bias_grad.add_(own_dy => bias_grad.add_((ctx.tp.axis.rank == 0) * own_dy
 = megatron/distributed/collectives.py gather_parts
 the own rows of an overlapped GEMM in another order | documents tp2 sp
     yield slice(first, behind), x => yield slice(first, behind), x.flip(0)
@@ -60,13 +60,13 @@ overlapping vocabulary ranges of the embedding | gpt tp2
     rank * weight.shape[0] => rank * (weight.shape[0] - 1)
 = megatron/model/loss.py cross_entropy
 shifted labels of the cross-entropy | gpt tp2
-    labels.flatten() - columns.first => labels.flatten() - columns.first - columns.tp.axis.rank
-= megatron/model/loss.py VocabularyShard.combine
+    labels.flatten() - sharded.first => labels.flatten() - sharded.first - sharded.tp.axis.rank
+= megatron/model/loss.py ShardedCrossEntropy.combine
 a maximum of logits not shared | gpt tp2
-    (sums * (tops - top).exp_()).sum(0) => sums.sum(0)
-= megatron/model/loss.py own_columns
+    (s_r * (m_r - m).exp_()).sum(0) => s_r.sum(0)
+= megatron/model/loss.py sharded_cross_entropy
 probability for padded vocabulary | padding tp2 sp
-    columns = min(max(vocab_size - first, 0), width) => columns = width
+    count = min(max(vocab_size - first, 0), width) => count = width
 = megatron/model/linear_cross_entropy.py _LinearCrossEntropy.backward
 a fused head whose ranks keep their part of dx | fused-head tp2 dp2
     else all_reduce(dx, tp.axis) => else dx
@@ -78,10 +78,11 @@ heads of every rank numbered from 0 in dropout | dropout tp2
     self.first_head = tp.axis.rank * self.heads => self.first_head = 0
 = megatron/model/gpt.py GPTModel.micro_batch
 positions of every rank counted from 0 in dropout | documents tp2 sp
-    DropoutState(sample_ids, token_index[own]) =>
-        DropoutState(sample_ids, token_index[own] - token_index[own][0])
+    DropoutState(sample_ids, token_index[hidden_positions]) =>
+        DropoutState(sample_ids, token_index[hidden_positions] - token_index[hidden_positions][0])
 the first positions embedded on every rank | documents tp2 sp
-    position_ids=position_ids[own] => position_ids=position_ids[: len(position_ids[own])]
+    position_ids=position_ids[hidden_positions] =>
+        position_ids=position_ids[: len(position_ids[hidden_positions])]
 = megatron/model/spec.py ParameterSpec.boxes
 key/value heads of another rank | gqa2-qknorm tp4 sp
     tp.axis.rank // sharing * extent => tp.axis.rank % tensor.shard.count(tp.size) * extent
@@ -90,7 +91,7 @@ samples of neighbouring data-parallel ranks overlap | gpt dp2 serial
     first + size * run.groups.dp.rank => first + run.groups.dp.rank
 = megatron/parallel/zero.py Zero._finish_reduction
 a data-parallel mean | gpt dp2 serial
-    slice_ = pending.wait() => slice_ = pending.wait().div_(block.shard.size)
+    slice_ = pending.wait() => slice_ = pending.wait().div_(block.groups.shard.size)
 = megatron/parallel/zero.py Zero._finish_all_reductions
 one block not reduced | gpt dp2 serial
     for block in self.trained: => for block in self.trained[1:]:
@@ -194,11 +195,12 @@ one block's gradients not added to the shard | dropout dp2 zero2
         block.summed.add_(slice_ if block is not self.blocks[1] else 0)
 = megatron/parallel/blocks.py Block.__init__
 the slice of another rank updated | dropout dp2 zero3
-    mine = _equal_part((0, self.size), self.shard) =>
-        mine = _equal_part((0, self.size), replace(self.shard, rank=1 - self.shard.rank))
+    _equal_part((0, self.size), groups.shard) =>
+        _equal_part((0, self.size), replace(groups.shard, rank=1 - groups.shard.rank))
 = megatron/parallel/blocks.py Block.reduced_part
 a sum in the place of another rank's slice | dropout dp2 zero1
-    self.shard.rank * length => (self.shard.size - 1 - self.shard.rank) * length
+    buffer[self.shard_range[0] : self.shard_range[1]] =>
+        buffer[self.size - self.shard_range[1] : self.size - self.shard_range[0]]
 = megatron/parallel/zero.py Zero._arrive
 gathered weights not awaited | sgd dp2 serial zero3
     self.gathering.pop(block).wait() => self.gathering.pop(block)
@@ -235,10 +237,10 @@ a tied matrix's ends not summed | recompute pp2 1f1b dp2 zero3
     , ("tied", groups.tied) =>
 = megatron/parallel/zero.py sum_copies
 no sum over the copies of a slice | gqa2-qknorm dp4 shard2 zero2
-    if block.groups.replicate.size > 1: => if False:
+    if block.groups.same_shard.size > 1: => if False:
 = megatron/parallel/blocks.py Block.__init__
 every copy of a slice counted in the norm | gqa2-qknorm dp4 shard2 zero1
-    self.share = _equal_part(mine, groups.replicate) => self.share = mine
+    _equal_part(self.shard_range, groups.same_shard) => self.shard_range
 = megatron/parallel/zero.py Zero.all_gather_weights
 one block's weights not sent round | dropout dp2 zero1
     if self.zero_stage in (1, 2): => if self.zero_stage in (1, 2) and block is not self.blocks[1]:
@@ -366,10 +368,11 @@ each head reads the values of the next one | mla tp2 sp
     torch.cat((value, zeros), dim=-1) => torch.cat((value.roll(-1, 2), zeros), dim=-1)
 = megatron/model/layer.py TransformerLayer.__init__
 windows of the layer before on the last rank | layer-kinds pp2 1f1b
-    self.seen = record.rotary, window_index(config, record) =>
-        self.seen = record.rotary, window_index(config, layer_records(config)[index - 1])
+    self.window_number = record.rotary, window_index(config, record) =>
+        self.window_number = record.rotary, window_index(config, layer_records(config)[index - 1])
 no-rope-freq ignored | layer-kinds pp2 1f1b
-    self.rotates, self.seen = record.rotary, => self.rotates, self.seen = True,
+    self.rotates, self.window_number = record.rotary, =>
+        self.rotates, self.window_number = True,
 = megatron/model/fp8.py Fp8Gemms._quantise
 tensors scaled by the maxima of the rank's own part | fp8-tensors tp2 sp
     all_reduce_max(torch.cat(shared), axis) => torch.cat(shared)

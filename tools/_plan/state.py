@@ -12,7 +12,7 @@ from megatron.config.derive import expert_ranks, replica_count
 from megatron.config.groups import OPTIMIZERS, Config, PrecisionConfig
 from megatron.distributed.groups import expert_cut
 from megatron.optimizer.nvme import SLOTS, in_pages, part_room
-from megatron.parallel.blocks import STATE, Block, on_host_of
+from megatron.parallel.blocks import UNTRAINED, Block, on_host_of
 
 
 class Precisions(NamedTuple):
@@ -92,7 +92,7 @@ def static_bytes(config: Config, blocks: Sequence[Block], shard: int) -> dict[st
     for block, on_host in zip(blocks, on_host_of(sizes, fraction), strict=True):
         # experts have ranks of their own that share them
         of_experts = block.plan.group == "expert" and config.distributed.zero_stage > 0
-        ranks = block.shard.size if of_experts else shard
+        ranks = block.groups.shard.size if of_experts else shard
         part = block.size // ranks
         for kind, count in _block_bytes(config, block, part, on_host):
             found[kind] += count
@@ -119,7 +119,7 @@ def _block_bytes(
     optimizer = config.optimizer
     offloaded = stage == 3 and optimizer.param_cpu_offload
     kept_weights = "host" if offloaded else "parameters"
-    if block.plan.group == STATE:
+    if block.plan.group == UNTRAINED:
         yield "parameters", size.wide * block.size
         return
     if not block.trained:

@@ -79,7 +79,7 @@ def _group_shapes(
         "cp_ring": context[::heads],
         "replicas": replicas,
         "shard": replicas[:shard],
-        "replicate": replicas[::shard],
+        "same_shard": replicas[::shard],
         "pp": line(pp=min(2, layout.pp)),
         "tied": [0, line(pp=layout.pp)[-1]],
         **_expert_lines(sorted(line(**whole, dp=layout.dp)), layout, expert_shard),
@@ -109,7 +109,7 @@ def _expert_lines(ranks: list[int], layout: Layout, shard: int) -> dict[str, lis
         "ep": ranks[: etp * ep : etp],
         "expert_replicas": replicas,
         "expert_shard": replicas[:shard],
-        "expert_replicate": replicas[::shard],
+        "expert_same_shard": replicas[::shard],
     }
 
 
@@ -486,7 +486,7 @@ class StepModel:
         every = stage >= 2 and (self.micro_batches > 1 or stage == 3)
         reductions = [] if every else [Exchange("reduce-scatter", f"{kind}shard", gradients)]
         if shard < replicas:
-            reductions.append(Exchange("all-reduce", f"{kind}replicate", gradients / shard))
+            reductions.append(Exchange("all-reduce", f"{kind}same_shard", gradients / shard))
         gathers = [Exchange("all-gather", f"{kind}shard", weights)] if stage < 3 else []
         return reductions, gathers
 

@@ -55,8 +55,8 @@ def mask_of(
     document_starts: Tensor | None,
     own: Tensor | None = None,
 ) -> AttentionMask:
-    """The mask of all layers for samples of this length, one document each or with document_starts
-    [b, s]. `own`: the queries' positions, where they are not all.
+    """The mask of the layers with this window, for samples of this length, one document each or
+    with document_starts [b, s]. `own`: the queries' positions, where they are not all.
     """
     given: dict[str, Any] = {"window": config.window_size, "document_starts": document_starts}
     if own is not None:
@@ -65,7 +65,7 @@ def mask_of(
         if document_starts is not None:
             given["document_starts"] = document_starts[:, own]
     if config.attention_backend in OURS:
-        # Our kernels read tables of bounds, which are made once here for all layers.
+        # Our kernels read tables of bounds, made here once for all layers with this window.
         return attention_mask(length if own is None else len(own), length, **given)
     return AttentionMask(**given)
 
@@ -73,8 +73,8 @@ def mask_of(
 def steps_of(
     config: ModelConfig, cp: ContextParallel, places: Tensor, document_starts: Tensor | None
 ) -> tuple[AttentionStep, ...]:
-    """The steps of attention of all layers, where it is computed in several. `places` [C, s / C] of
-    all context-parallel ranks, document_starts [b, s].
+    """The steps of attention of the layers with this window, where it is computed in several.
+    `places` [C, s / C] of all context-parallel ranks, document_starts [b, s].
     """
     if cp.ring.size > 1:
         # a2a+p2p: the ranks that exchange heads are one rank of the ring
@@ -123,7 +123,9 @@ def choose_attention(config: ModelConfig, *, training: bool) -> str:
             f"--attention-backend {backend} cannot compute {', '.join(needs_plain)}: drop it, "
             "or take --attention-backend auto"
         )
-    return "plain" if needs_plain else "fa4" if backend == "fa4" else "sdpa"
+    if needs_plain:
+        return "plain"
+    return backend if backend in SDPA else "sdpa"
 
 
 def attention_core(
@@ -133,7 +135,7 @@ def attention_core(
     backend: str = "sdpa",
     softcap: float | None = None,
     dropout: Dropout | None = None,
-    state: DropoutState | None = None,
+    dropout_state: DropoutState | None = None,
     first_head: int = 0,
     deterministic: bool = True,
 ) -> Tensor:
@@ -141,8 +143,9 @@ def attention_core(
 
     Backend triton also takes the fused projection [s, b, g, n / g + 2, d] instead of the three, and
     copies nothing in either pass. `mask` specifies which keys a query sees. Dropout acts where
-    there is a state; first_head numbers q's first head within the model. What is not deterministic
-    is our kernels' way to add up dq; torch's own follow torch.use_deterministic_algorithms.
+    there is a dropout_state; first_head numbers q's first head within the model. What is not
+    deterministic is our kernels' way to add up dq; torch's own follow
+    torch.use_deterministic_algorithms.
     """
     if backend not in SDPA:
         # Our kernels, or the definition by plain operations; they return the log-sum-exp, too.
@@ -151,13 +154,13 @@ def attention_core(
             if backend in OURS
             else attention_reference
         )
-        drop = _dropped(dropout, state, backend)
+        drop = _dropped(dropout, dropout_state, backend)
         out, _ = compute(
             *qkv, scale=scale, mask=mask, softcap=softcap, first_head=first_head, **drop
         )
         return out
 
-    assert softcap is None and (dropout is None or not dropout.acts(state))
+    assert softcap is None and (dropout is None or not dropout.acts(dropout_state))
     q, k, v = qkv
     return _sdpa(q, k, v, mask, scale)
 
@@ -194,16 +197,18 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) ->
     return out.permute(2, 0, 1, 3)
 
 
-def _dropped(dropout: Dropout | None, state: DropoutState | None, backend: str) -> dict[str, Any]:
+def _dropped(
+    dropout: Dropout | None, dropout_state: DropoutState | None, backend: str
+) -> dict[str, Any]:
     """How the attention core drops probabilities; nothing where it does not."""
-    if dropout is None or state is None or not dropout.acts(state):
+    if dropout is None or dropout_state is None or not dropout.acts(dropout_state):
         return {}
     return {
         # The kernels take the key as numbers; the definition also takes tensors, which
         # --torch-compile needs.
         "drop": dropout.probability,
         "key": dropout.key if backend in OURS else dropout.words,
-        "sample_ids": state.sample_ids,
+        "sample_ids": dropout_state.sample_ids,
     }
 
 
@@ -242,17 +247,17 @@ class CoreAttention(nn.Module):
         self,
         *qkv: Tensor,
         mask: AttentionMask,
-        state: DropoutState | None,
+        dropout_state: DropoutState | None,
+        training: bool,
         places: Places | None = None,
     ) -> Tensor:
-        """`state`: of training, None in evaluation; `places`: under context parallelism."""
-        backend = self.backend[state is not None]
+        """`places`: under context parallelism."""
+        given: dict[str, Any] = {"dropout_state": dropout_state, "backend": self.backend[training]}
         if places is not None and places.steps:
-            core = partial(self._by_blocks, steps=places.steps, state=state, backend=backend)
+            core = partial(self._by_blocks, steps=places.steps, **given)
             out = self._over_ranks(core, qkv, places)
         else:
-            given = {"mask": mask, "backend": backend, "dropout": self.dropout, "state": state}
-            given |= self.settings
+            given |= {"mask": mask, "dropout": self.dropout, **self.settings}
             if places is None:
                 out = attention_core(*qkv, first_head=self.first_head, **given)
             else:
@@ -285,14 +290,14 @@ class CoreAttention(nn.Module):
         v: Tensor,
         *,
         steps: tuple[AttentionStep, ...],
-        state: DropoutState | None,
+        dropout_state: DropoutState | None,
         backend: str,
         first_head: int,
     ) -> Tensor:
         """Attention over the blocks of keys of a ring's ranks, or of all."""
         if q.is_cuda and backend in SDPA:  # which gives no log-sum-exp there
             backend = "plain"
-        dropped = _dropped(self.dropout, state, backend)
+        dropped = _dropped(self.dropout, dropout_state, backend)
         samples = dropped.pop("sample_ids", None)
         options = Options(first_head=first_head, **self.settings, **dropped)
         # Steps are joined by their log-sum-exp; each is one call of the backend, forward and
@@ -331,14 +336,19 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: Rotary | None,
         mask: AttentionMask,
-        state: DropoutState | None,
+        dropout_state: DropoutState | None,
         places: Places | None = None,
+        *,
+        training: bool,
     ) -> Tensor:
-        """`state`: of training, None in evaluation; `places`: under context parallelism."""
+        """`places`: under context parallelism."""
         # [s, b, g, n / g + 2, d], or q, k and v; under SP of the whole sequence, as ColumnLinear
         # gathers
-        qkv = self.project(x, rotary=rotary, training=state is not None)
-        return self.proj(self.core(*qkv, mask=mask, state=state, places=places))
+        qkv = self.project(x, rotary=rotary, training=training)
+        out = self.core(
+            *qkv, mask=mask, dropout_state=dropout_state, training=training, places=places
+        )
+        return self.proj(out)
 
     def make_projections(self, config: ModelConfig, name: str) -> None:
         """The linear layers and norms, whose tensors have names that begin with `name`."""
@@ -431,30 +441,32 @@ class SelfAttention(Attention):
 
     def project(self, x: Tensor, *, rotary: Rotary | None, training: bool) -> tuple[Tensor, ...]:
         qkv = self.qkv(x)
-        shape = self.groups, self.queries_per_group + 2, self.head_dim  # of a token's projection
         reads_projection = self.reads_projection[rotary is not None]
-        # By our kernel the fused projection is rotated where it lies.
-        if self.q_norm is None and rotary is not None and self.config.rotary_backend == "triton":
-            qkv, rotary = rotate_fused(qkv, rotary, shape), None  # in place
+        # [g, n / g + 2, d] for each token of the whole sequence that this context-parallel rank
+        # holds, also where x is a sequence-parallel part of it
+        shape = self.groups, self.queries_per_group + 2, self.head_dim
 
-        # [s, b, g, n / g + 2, d], of the whole sequence that this context-parallel rank holds, also
-        # where x is a sequence-parallel part of it
-        qkv = qkv.view(*qkv.shape[:2], *shape)
+        # 1. Without norms the fused projection is rotated: by our kernel in place.
+        if self.q_norm is None and rotary is not None:
+            if self.config.rotary_backend != "triton":
+                return rotate_projection(qkv.unflatten(-1, shape), rotary)
+            qkv = rotate_fused(qkv, rotary, shape)
+
+        # 2. The core reads the fused projection: one kernel norms and rotates it.
+        qkv = qkv.unflatten(-1, shape)
         if reads_projection:
             if self.q_norm is not None:
                 qkv = normed_projection(qkv, self.q_norm, self.k_norm, rotary)
             return (qkv,)
-        if self.q_norm is None and rotary is not None:
-            return rotate_projection(qkv, rotary)
 
-        # queries [s, b, n, d], keys and values [s, b, g, d]
+        # 3. Separately: queries [s, b, n, d], keys and values [s, b, g, d].
         q, k, v = qkv.split((self.queries_per_group, 1, 1), dim=3)
         q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.q_norm is not None:
             # over the channels of a head, before the rotation
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
+            if rotary is not None:
+                q, k = (apply_rotary(x, rotary, self.config.rotary_backend) for x in (q, k))
         return q, k, v
 
     def readers(self) -> Iterable[tuple[nn.Module, str, str | None]]:

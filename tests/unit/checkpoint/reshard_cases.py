@@ -295,6 +295,6 @@ MUTANTS: dict[str, Callable] = {
         LossScaler, "load", lambda self, state: None
     ),
     "weights are not published": lambda: mock.patch.object(
-        Optimizer, "all_gather_updated", lambda self: None
+        Optimizer, "copy_masters_to_weights", lambda self: None
     ),
 }

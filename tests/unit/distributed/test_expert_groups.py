@@ -56,7 +56,7 @@ def test_the_grid_covers_the_ranks_of_a_stage(layout, shard):
         for rank in own.ep.ranks:
             assert groups[rank].etp.rank == own.etp.rank
             assert groups[rank].buffers["expert"].replicas.rank == experts.replicas.rank
-        assert experts.shard.size * experts.replicate.size == experts.replicas.size
+        assert experts.shard.size * experts.same_shard.size == experts.replicas.size
         assert set(experts.shard.ranks) <= set(experts.replicas.ranks)
         assert experts.shard_gather.ranks == experts.shard.ranks
         assert own.tp_cp.size == layout.tp * layout.cp
@@ -66,7 +66,7 @@ def test_hybrid_shards_lie_within_the_same_neighbours():
     groups = all_groups(Layout(tp=2, dp=4, ep=2, etp=1), 2)
     # ZeRO cuts over 2 dp ranks, which are 4 ranks with tp: they hold 2 copies of each expert
     assert groups[0].buffers["expert"].shard.ranks == (0, 2)
-    assert groups[0].buffers["expert"].replicate.ranks == (0, 4)
+    assert groups[0].buffers["expert"].same_shard.ranks == (0, 4)
 
 
 def test_the_state_is_cut_by_nobody():

@@ -16,7 +16,7 @@ from megatron.distributed.groups import (
     channel_count,
 )
 
-AXES = ("world", "tp", "cp", "dp", "pp", "replicas", "shard", "shard_gather", "replicate", "kv")
+AXES = ("world", "tp", "cp", "dp", "pp", "replicas", "shard", "shard_gather", "same_shard", "kv")
 LAYOUTS = [
     Layout(),
     Layout(tp=4),
@@ -73,7 +73,7 @@ def test_the_example_of_sixteen_ranks():
         "replicas": (0, 2, 4, 6),
         "shard": (0, 2, 4, 6),
         "shard_gather": (0, 2, 4, 6),
-        "replicate": (0,),
+        "same_shard": (0,),
         "kv": (0,),
     }
     other, _ = groups_of(Layout(tp=2, cp=2, dp=2, pp=2), 13)

@@ -27,7 +27,7 @@ from megatron.model.attention.rotary import (
 )
 from megatron.model.embedding import accumulate_embedding_grad
 from megatron.model.linear import add_weight_grads, deferring_weight_grads
-from megatron.model.loss import cross_entropy, own_columns
+from megatron.model.loss import cross_entropy, sharded_cross_entropy
 from megatron.model.main_grad import wgrad_gemm
 from megatron.model.norm import NORMS, AddNorm
 
@@ -220,7 +220,7 @@ def test_cross_entropy(softcap, z_loss, monkeypatch):
     ((expected + z_loss * lse**2) * weights).sum().backward()
     ours = logits.clone().requires_grad_()
     inner = ours * 1.0
-    loss, got_lse = cross_entropy(inner, labels, own_columns(padded, v, softcap))
+    loss, got_lse = cross_entropy(inner, labels, sharded_cross_entropy(padded, v, softcap))
     torch.testing.assert_close(loss, expected, **TIGHT)
     torch.testing.assert_close(got_lse, lse, **TIGHT)
     ((loss + z_loss * got_lse**2) * weights).sum().backward()
@@ -231,7 +231,9 @@ def test_cross_entropy(softcap, z_loss, monkeypatch):
 def test_cross_entropy_gradient_takes_the_logits_storage():
     logits = randn(4, 2, 64, dtype=torch.float32, grad=True)
     inner = logits * 1.0
-    loss, _ = cross_entropy(inner, torch.zeros(4, 2, dtype=torch.int64), own_columns(64, 64))
+    loss, _ = cross_entropy(
+        inner, torch.zeros(4, 2, dtype=torch.int64), sharded_cross_entropy(64, 64)
+    )
     before = inner.data_ptr()
     seen = []
     inner.register_hook(lambda g: seen.append(g.data_ptr()))

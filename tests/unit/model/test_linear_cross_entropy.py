@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.model import linear_cross_entropy as module
 from megatron.model.linear import column_linear
 from megatron.model.linear_cross_entropy import linear_cross_entropy
-from megatron.model.loss import cross_entropy, own_columns
+from megatron.model.loss import cross_entropy, sharded_cross_entropy
 from megatron.model.tensor_parallel import NO_TP
 
 S, B, H, PADDED = 8, 3, 12, 32  # 24 tokens
@@ -34,13 +34,13 @@ def head(x, weight, *, fused, vocabulary, softcap, tp, frozen=False, micro_batch
         torch.full(weight.shape, 7.0, dtype=torch.promote_types(weight.dtype, torch.float32)),
         True,
     )
-    columns = own_columns(weight.shape[0], vocabulary, softcap, tp)
+    sharded = sharded_cross_entropy(weight.shape[0], vocabulary, softcap, tp)
     for _ in range(micro_batches):
         x = x.detach().clone().requires_grad_()
         if fused:
-            loss, lse = linear_cross_entropy(x, weight, labels, columns)
+            loss, lse = linear_cross_entropy(x, weight, labels, sharded)
         else:
-            loss, lse = cross_entropy(column_linear(x, weight, None, tp), labels, columns)
+            loss, lse = cross_entropy(column_linear(x, weight, None, tp), labels, sharded)
         ((loss + 0.1 * lse.square()) * draw(S, B, seed=2).to(loss.dtype)).sum().backward()
     return loss.detach(), lse.detach(), x.grad, weight.main_grad
 

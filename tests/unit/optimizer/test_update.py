@@ -178,7 +178,9 @@ def test_found_inf_changes_nothing_and_still_writes_the_rounded_weights(
     poison, exp_avg, exp_avg_sq
 ):
     rule, size = rule_of("torch-fused", exp_avg, exp_avg_sq), 200
-    assert rule.chosen.skips_on_device and not rule_of("torch").chosen.skips_on_device
+    assert (
+        rule.implementation.skips_on_device and not rule_of("torch").implementation.skips_on_device
+    )
     master, states = start(size, exp_avg, exp_avg_sq)
     before, out = [x.clone() for x in (master, *states.values())], torch.zeros(size, dtype=BF16)
     grad = gradient(size, 0)

@@ -167,7 +167,7 @@ def test_groups_are_those_of_the_run(flags, world):
     experts = groups.buffers["expert"]
     own = {"ep": groups.ep, "etp": groups.etp, "expert_replicas": experts.replicas}
     if config.distributed.zero_stage:
-        own |= {"expert_shard": experts.shard, "expert_replicate": experts.replicate}
+        own |= {"expert_shard": experts.shard, "expert_same_shard": experts.same_shard}
     for axis, group in own.items():
         nodes = {rank // 8 for rank in group.ranks}
         assert shapes[axis] == (len(group.ranks), len(nodes)), axis
@@ -188,9 +188,9 @@ def test_optimizer_state_of_experts_is_cut_over_all_ranks_that_hold_them():
     """Which may be more than those that hold the same part of attention."""
     config = resolve(asked(TP2 + "--zero-stage 1 "), 8, VOCABULARY).config
     (rank,) = MemoryPlan(config, VOCABULARY, 8).ranks
-    shards = {block.plan.group: block.shard.size for block in rank.blocks}
+    shards = {block.plan.group: block.groups.shard.size for block in rank.blocks}
     assert shards["dense"] == 4 and shards["expert"] == 8
-    cut = [block.size // block.shard.size for block in rank.blocks if block.trained]
+    cut = [block.size // block.groups.shard.size for block in rank.blocks if block.trained]
     assert rank.static["optimizer"] == 12 * sum(cut)
 
 
